@@ -79,7 +79,7 @@ ROWS = (
     )),
     Row("L1", 8, (
         Panel("Bytes", {
-            "pool_limit_bytes": "size", "pool_used_bytes": "used", "pool_leased_bytes": "leased",
+            "pool_extents_bytes": "size", "pool_used_bytes": "used", "pool_leased_bytes": "leased",
             "pool_blocked_bytes": "not evictable now", "pool_quarantined_bytes": "quarantined",
             "pool_missing_bytes": "without memory",
         }),

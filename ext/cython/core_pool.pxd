@@ -68,7 +68,7 @@ cdef extern from "pool/index.h" namespace "kvstrata" nogil:
         void close() noexcept
 
 
-cdef extern from "pool/hold.h" namespace "kvstrata" nogil:
+cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
     cdef cppclass CHold "kvstrata::Hold":
         CHold() noexcept
         cbool is_held() noexcept
@@ -103,7 +103,6 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         double watermark
         double watermark_ratio
         uint32_t max_session_share
-        uint64_t epoch
 
     cdef cppclass Id16 "std::array<std::uint8_t, 16>":
         uint8_t* data() noexcept
@@ -140,7 +139,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t adopted_entries, adoption_dropped
         uint64_t events_lost, prefaulted_bytes
         uint64_t tail_entries, tail_record_bytes, tail_extent_bytes
-        uint64_t limit_bytes, backed_bytes, missing_bytes, rows_capacity
+        uint64_t backed_bytes, missing_bytes, rows_capacity
         uint64_t entry_capacity, rows_claimed
         double fragmentation
         const char* policy

@@ -44,7 +44,6 @@ cdef extern from "base/status.h" namespace "kvstrata" nogil:
 
     cdef cppclass Status:
         Status()
-        Status(StatusCode, Reason, const char*, int64_t, int64_t, int64_t)
         bint ok()
         StatusCode code()
         Reason reason()

@@ -40,7 +40,6 @@ from kvstrata.native.status cimport POOL, raise_for, raise_for_format
 from pool_stats cimport stats_dict
 
 from kvstrata.errors import SegmentError
-from kvstrata.native.machines import machines
 
 
 cdef enum:
@@ -49,7 +48,7 @@ cdef enum:
     MAX_ROWS = 1024
 
 MAX_SESSIONS = MAX_ROWS - 1
-STATES = tuple(state.lower() for state, _ in machines()[0].states)
+STATES = ("free", "reserved", "ready", "unverified", "quarantined")
 OUTCOMES = (
     "reserved", "present", "in_flight", "chain_exceeds_pool", "pool_pinned", "session_limit", "quota", "too_large",
     "entries_full", "frozen", "parent_absent",
@@ -191,7 +190,7 @@ cdef Hold _wrap_hold(CHold& hold):
     return result
 
 
-cdef PoolOptions _options(extents_bytes, entry_capacity, policy, watermark, max_session_share, epoch) except *:
+cdef PoolOptions _options(extents_bytes, entry_capacity, policy, watermark, max_session_share) except *:
     cdef PoolOptions options
     if not 0 <= extents_bytes < 1 << 63:
         raise ValueError(f"extents_bytes: must be positive, got {extents_bytes}")
@@ -199,15 +198,12 @@ cdef PoolOptions _options(extents_bytes, entry_capacity, policy, watermark, max_
         raise ValueError(f"entry_capacity: must be between 1 and {1 << 30}, got {entry_capacity}")
     if not 1 <= max_session_share <= 1 << 20:
         raise ValueError(f"max_session_share: must be between 1 and {1 << 20}, got {max_session_share}")
-    if not 0 <= epoch < 1 << 63:
-        raise ValueError(f"epoch: must be positive, got {epoch}")
     options.extents_bytes = extents_bytes
     options.entry_capacity = entry_capacity
     options.policy = policy.encode()
     options.watermark = watermark[0] if watermark is not None else 0.0
     options.watermark_ratio = watermark[1] if watermark is not None else 0.0
     options.max_session_share = max_session_share
-    options.epoch = epoch
     return options
 
 
@@ -222,11 +218,9 @@ cdef class Pool:
 
     @staticmethod
     def create(int index_fd, int extents_fd, *, extents_bytes, entry_capacity, policy="LRU", watermark=None,
-               max_session_share=8, epoch=0):
+               max_session_share=8):
         cdef Pool self = Pool.__new__(Pool, MADE_HERE)
-        cdef PoolOptions options = _options(
-            extents_bytes, entry_capacity, policy, watermark, max_session_share, epoch
-        )
+        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, watermark, max_session_share)
         cdef Status status
         with nogil:
             status = CPool.create(index_fd, extents_fd, options, &self.pool)
@@ -235,11 +229,9 @@ cdef class Pool:
 
     @staticmethod
     def adopt(int index_fd, int extents_fd, *, policy="LRU", watermark=None, max_session_share=8, extents_bytes=0,
-              entry_capacity=0, epoch=0):
+              entry_capacity=0):
         cdef Pool self = Pool.__new__(Pool, MADE_HERE)
-        cdef PoolOptions options = _options(
-            extents_bytes, entry_capacity, policy, watermark, max_session_share, epoch
-        )
+        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, watermark, max_session_share)
         cdef Status status
         cdef FormatMismatch mismatch
         with nogil:

@@ -53,7 +53,6 @@ cdef inline dict stats_dict(PoolStats& s, int prefault_error, tuple states, tupl
         "adopted_entries": s.adopted_entries,
         "adoption_dropped": s.adoption_dropped,
         "events_lost": s.events_lost,
-        "limit_bytes": s.limit_bytes,
         "backed_bytes": s.backed_bytes,
         "missing_bytes": s.missing_bytes,
         "prefaulted_bytes": s.prefaulted_bytes,

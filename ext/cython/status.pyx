@@ -11,9 +11,6 @@ from typing import NamedTuple
 
 from core_status cimport Reason, Status, StatusCode, kReasonCount, kReasons, status_code_name, word_of
 
-SITES = ("call", "items", "lanes", "record", "pool", "registry")
-CODES = tuple([status_code_name(<StatusCode><int>number).decode() for number in range(<int>StatusCode.kInternal + 1)])
-
 
 class ReasonRow(NamedTuple):
     word: str
@@ -102,14 +99,3 @@ cdef int raise_for_format(
 
         raise PoolFormatError(field.decode(), found, expected)
     return raise_for(status, site)
-
-
-def error_of(code, site, *, reason="", details=(0, 0, 0)):
-    cdef Status status
-    cdef size_t i
-    cdef Reason word = Reason.kNone
-    for i in range(kReasonCount):
-        if kReasons[i].word.decode() == reason:
-            word = kReasons[i].reason
-    status = Status(<StatusCode><int>CODES.index(code), word, b"field: wrong", details[0], details[1], details[2])
-    return _error_of(status, <Site><int>SITES.index(site), "")

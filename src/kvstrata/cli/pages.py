@@ -273,7 +273,7 @@ def warnings_of(seen: Seen) -> list[str]:
 
 def _head(seen: Seen) -> list[str]:
     instance, pool = seen.status["instance"], seen.status["pool"]
-    used, limit = pool["used_bytes"], pool["limit_bytes"]
+    used, limit = pool["used_bytes"], pool["extents_bytes"]
     return [
         cut(
             f"{instance['instance_id']}  {'ready' if instance['ready'] else 'NOT READY'}  "

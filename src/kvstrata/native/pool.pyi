@@ -1,7 +1,5 @@
 """The L1 pool in shared memory, for its server. Clients map it by `native.index`, adapter hosts by `native.lent`.
 
-The states of an entry and of a row are in `native.machines`.
-
 1. An extent is given out again only when nobody can touch its bytes any more: no hold, lease or reservation is left,
    and every process of an earlier epoch that may touch them is gone or has quiesced.  No clock is involved.
 2. Only `commit` makes bytes visible, and only an unpinned leaf of the prefix tree (or a whole old slab with its
@@ -108,15 +106,13 @@ class Pool:
         policy: str = "LRU",
         watermark: tuple[float, float] | None = None,
         max_session_share: int = 8,
-        epoch: int = 0,
     ) -> Pool:
         """Makes a pool in two empty files and sizes them.
 
         `extents_bytes`: a multiple of 4096.  `entry_capacity`: most extents (144 bytes of index each).
         `policy`: LRU, ARC, S3FIFO or noop (never evicts).  `watermark`: (share of the pool at which
         `evict_to_watermark` acts, share of the used bytes that it evicts then).  The reserved and quarantined extents
-        of one row may take at most 1/`max_session_share` of the pool, but one extent is always allowed.  `epoch`: the
-        epoch that begins, for a pool beside that of a running server; 0: chosen by the clock.
+        of one row may take at most 1/`max_session_share` of the pool, but one extent is always allowed.
         Raises ValueError naming a bad option, OSError when a file cannot be sized or mapped.
         """
     @staticmethod
@@ -129,13 +125,12 @@ class Pool:
         max_session_share: int = 8,
         extents_bytes: int = 0,
         entry_capacity: int = 0,
-        epoch: int = 0,
     ) -> Pool:
         """Takes over the pool that another server left, in a new epoch.
 
         Committed entries become UNVERIFIED; extents that processes of earlier epochs may touch are kept from eviction
         and reuse until `row_gone` or `row_quiesced`.  Quotas have to be set again.  Sizes other than 0 must be those
-        of the files; an `epoch` other than 0 must come after that of the files.
+        of the files.
         Raises PoolFormatError when the files are no pool of this format; damaged entries are dropped.
         """
     @property

@@ -15,12 +15,7 @@ All native modules get their exceptions from this one.  An exception's class dep
 PoolError and RegistryError have a stable `reason`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-SITES: tuple[str, ...]
-CODES: tuple[str, ...]
-"""The names of `kvstrata::StatusCode`, by number."""
 
 class ReasonRow(NamedTuple):
     """A row of ext/core/src/base/reason.h."""
@@ -34,6 +29,3 @@ class ReasonRow(NamedTuple):
 
 def reasons() -> list[ReasonRow]:
     """The reasons that the native adapters and the pool report."""
-
-def error_of(code: str, site: str, *, reason: str = "", details: Sequence[int] = (0, 0, 0)) -> Exception:
-    """The exception of a Status with this code, reason and details, and the message `field: wrong`. For tests."""

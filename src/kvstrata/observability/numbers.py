@@ -17,7 +17,6 @@ class Number(NamedTuple):
 
 STATUS_NUMBERS: dict[str, Number] = {
     "pool.extents_bytes": Number("pool_extents_bytes", "Size of L1."),
-    "pool.limit_bytes": Number("pool_limit_bytes", "Memory that L1 may have: its size."),
     "pool.used_bytes": Number("pool_used_bytes", "Bytes of L1 occupied by extents in any state."),
     "pool.free_bytes": Number("pool_free_bytes", "Bytes of L1 occupied by no extent."),
     "pool.slab_bytes": Number("pool_slab_bytes", "Size of one slab."),

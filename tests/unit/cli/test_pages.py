@@ -25,7 +25,7 @@ def seen(rows: int = 1, name: str = "a", **trend: Any) -> Seen:
         {
             "instance": {"instance_id": f"host-5555{name}", "ready": True, "uptime_s": 4_000.0, "version": "0.1.0"},
             "pool": {
-                "used_bytes": 3 * GB, "limit_bytes": 4 * GB, "missing_bytes": 0, "corrupt_entries": 0,
+                "used_bytes": 3 * GB, "extents_bytes": 4 * GB, "missing_bytes": 0, "corrupt_entries": 0,
                 "entries": {"ready": 1_234_567}, "leased_bytes": GB, "evicted_entries": 10**9,
             },
             "attach": {"stranded_bytes": 0}, "process": {"restarts": 0, "last_end": ""},

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstrata.native.status import reasons
-from kvstrata.policy.reasons import MEANINGS, OTHER
+from kvstrata.policy.reasons import MEANINGS, OTHER, blames_medium
 from kvstrata.rpc.wire import ReserveOutcome
 
 SRC = Path(__file__).resolve().parents[3] / "src" / "kvstrata"
@@ -52,3 +52,9 @@ def test_each_reason_of_the_native_code_has_a_meaning_or_ends_puts_only() -> Non
     assert {word for word in words if (word in MEANINGS) == (word in ONLY_OF_PUTS)} == set()
     given_up = set(ReserveOutcome) - {ReserveOutcome.RESERVED, ReserveOutcome.PRESENT}
     assert [one for one in given_up if MEANINGS.get(one.name.lower(), OTHER) is OTHER] == []
+
+
+def test_each_reason_of_the_native_code_blames_what_the_policy_blames() -> None:
+    for row in reasons():
+        if row.word not in OF_THE_POOL:
+            assert row.blames_medium == blames_medium(row.word), row.word

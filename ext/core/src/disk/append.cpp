@@ -21,18 +21,6 @@ std::uint64_t random_run() {
 Appender::Appender(Shared& shared, Segments& segments)
     : shared_(shared), segments_(segments), run_(random_run()) {}
 
-void Appender::happened(LogEvent event) noexcept {
-  mode_ = kLogMachine.after(mode_, event);
-}
-
-bool Appender::stopping() const noexcept {
-  return mode_ == LogMode::kStopping || mode_ == LogMode::kStoppingReadOnly;
-}
-
-bool Appender::read_only() const noexcept {
-  return mode_ == LogMode::kReadOnly || mode_ == LogMode::kStoppingReadOnly;
-}
-
 Status Appender::refused() const noexcept {
   if (stopping()) return Status(StatusCode::kRefused, Reason::kReadOnly, "closed");
   if (read_only()) return Status(StatusCode::kRefused, Reason::kReadOnly, "a write failed");
@@ -40,7 +28,7 @@ Status Appender::refused() const noexcept {
 }
 
 void Appender::write_failed(const std::string& what) noexcept {
-  happened(LogEvent::kWriteFailed);
+  read_only_ = true;
   shared_.notes.add(true, what + "; nothing more is put until the server is started again");
   shared_.changed.notify_all();  // commit() fails now
 }
@@ -59,9 +47,9 @@ std::optional<Status> Appender::take_room(std::uint64_t frame_bytes, std::size_t
     Segment* const active = segments_.active();
     if (active != nullptr && fits(*active, frame_bytes, entries)) return Status();
     if (active != nullptr) {
-      segments_.move(*active, SegmentEvent::kFilled);
+      segments_.move(*active, SegmentState::kFull);
     } else if (segments_.free().size() > (leave_reserved ? segments_.reserved() : 0)) {
-      segments_.move(segments_.at(segments_.free().front()), SegmentEvent::kChosen);
+      segments_.move(segments_.at(segments_.free().front()), SegmentState::kActive);
       shared_.due.notify_all();
     } else {
       return std::nullopt;

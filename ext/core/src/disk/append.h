@@ -36,10 +36,14 @@ class Appender {
 
   // -- the log's mode
 
-  void happened(LogEvent event) noexcept;
-  [[nodiscard]] bool stopping() const noexcept;
-  [[nodiscard]] bool read_only() const noexcept;
-  [[nodiscard]] bool starved() const noexcept { return mode_ == LogMode::kStarved; }
+  // The owner closes the log.
+  void close() noexcept { stopping_ = true; }
+  [[nodiscard]] bool stopping() const noexcept { return stopping_; }
+  // A write or a sync failed: the records in the index can be loaded, and nothing is written.
+  [[nodiscard]] bool read_only() const noexcept { return read_only_; }
+  // Frames are taken, but no segment could be made ready; the next put tries again.
+  void set_starved(bool starved) noexcept { starved_ = starved; }
+  [[nodiscard]] bool starved() const noexcept { return starved_ && !stopping_ && !read_only_; }
   // Makes the log read-only. `what` says what failed, at which path.
   void write_failed(const std::string& what) noexcept;
   // kRefused, with the reason, if the log takes no frames.
@@ -77,7 +81,9 @@ class Appender {
 
   Shared& shared_;
   Segments& segments_;
-  LogMode mode_ = LogMode::kOpening;
+  bool stopping_ = false;
+  bool read_only_ = false;
+  bool starved_ = false;
   std::uint64_t run_;
   std::uint64_t sequence_ = 0;
   std::uint64_t synced_ = 0;

@@ -11,9 +11,8 @@
 namespace kvstrata {
 
 using disk::Lock;
-using disk::LogEvent;
 using disk::Removal;
-using disk::SegmentEvent;
+using disk::SegmentState;
 
 namespace {
 
@@ -101,12 +100,12 @@ std::string DiskLog::recover() {
   for (disk::Recovered::FoundSegment& found : recovered.segments) {
     const bool newest = &found == &recovered.segments.back();
     disk::Segment& segment = segments_.adopt(std::move(found.segment));
-    segments_.move(segment, SegmentEvent::kCreated);
+    segments_.move(segment, SegmentState::kFree);
     if (!segment.has_frames()) continue;
-    segments_.move(segment, SegmentEvent::kChosen);
+    segments_.move(segment, SegmentState::kActive);
     if (newest && !found.listed) continue;
-    segments_.move(segment, SegmentEvent::kFilled);
-    if (found.listed) segments_.move(segment, SegmentEvent::kTableWritten);
+    segments_.move(segment, SegmentState::kFull);
+    if (found.listed) segments_.move(segment, SegmentState::kListed);
   }
   shared_.notes.add(false, shared_.options.folder + " holds " + std::to_string(finder_.size()) +
                                " records, " + std::to_string(finder_.live_bytes()) + " bytes");
@@ -114,14 +113,13 @@ std::string DiskLog::recover() {
   if (!status.ok())
     return "base_path: '" + shared_.options.folder +
            "' cannot be read: " + describe_file_error(shared_.options.folder, status);
-  appender_.happened(LogEvent::kOpened);
   return "";
 }
 
 void DiskLog::close() noexcept {
   {
     const Lock lock(shared_.mutex);
-    appender_.happened(LogEvent::kClose);
+    appender_.close();
     shared_.changed.notify_all();
     shared_.due.notify_all();
   }
@@ -143,7 +141,7 @@ void DiskLog::keep_maintaining() {
     shared_.due.wait(lock, [this] { return appender_.stopping() || retirer_.is_due(); });
     if (appender_.stopping()) return;
     const Status status = retirer_.maintain(lock);
-    appender_.happened(status.ok() ? LogEvent::kRoom : LogEvent::kNoRoom);
+    appender_.set_starved(!status.ok());
   }
 }
 

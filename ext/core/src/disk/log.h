@@ -6,7 +6,7 @@
 // tombstone is synced.
 //
 //   frame:    placed -> written -> synced -> published (a record is in the index)
-//   segment:  disk/states.h
+//   segment:  Segments::move
 //
 // DiskLog owns the mutex, the state that all parts share (disk/shared.h), and the threads. Each
 // task has a part of its own, whose header states its invariants:

@@ -37,7 +37,7 @@ bool needs_table(const Segment& segment, std::uint64_t synced) noexcept {
 
 Status Retirer::make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t entries) {
   const auto until = std::chrono::steady_clock::now() + patience(kRoomWait);
-  appender_.happened(LogEvent::kRoom);
+  appender_.set_starved(false);
   for (;;) {
     if (const auto room = appender_.take_room(frame_bytes, entries, true)) return *room;
     if (!maintaining_)
@@ -76,7 +76,7 @@ Status Retirer::shrink(Lock& lock) noexcept {
   Status status;
   while (status.ok() && segments_.total_bytes() > capacity_bytes && !segments_.free().empty()) {
     Segment& segment = segments_.at(segments_.free().back());
-    segments_.move(segment, SegmentEvent::kRetire);
+    segments_.move(segment, SegmentState::kDrained);
     status = drop(lock, segment);
   }
   while (status.ok() && segments_.total_bytes() > capacity_bytes && !segments_.full().empty())
@@ -99,7 +99,7 @@ void Retirer::write_tables(Lock& lock) noexcept {
 void Retirer::write_last_tables(Lock& lock) noexcept {
   if (!appender_.commit(lock, appender_.sequence()).ok()) return;
   Segment* const active = segments_.active();
-  if (active != nullptr && active->has_frames()) segments_.move(*active, SegmentEvent::kFilled);
+  if (active != nullptr && active->has_frames()) segments_.move(*active, SegmentState::kFull);
   write_tables(lock);
 }
 
@@ -127,7 +127,7 @@ Status Retirer::write_table(Lock& lock, Segment& segment) noexcept {
     segment.table = std::move(table.entries);
     return status;
   }
-  segments_.move(segment, SegmentEvent::kTableWritten);
+  if (segment.state == SegmentState::kFull) segments_.move(segment, SegmentState::kListed);
   segment.dirty = true;
   shared_.counts.written_bytes += bytes;
   return Status();
@@ -152,14 +152,14 @@ Status Retirer::next_segment(Lock& lock) noexcept {
 Status Retirer::retire(Lock& lock, Segment& segment) noexcept {
   KVSTRATA_RETURN_IF_ERROR(appender_.commit(lock, segment.last.sequence));
   reinsert(lock, segment);
-  segments_.move(segment, SegmentEvent::kRetire);
+  segments_.move(segment, SegmentState::kRetiring);
   evict_records(lock, segment);
   const auto until = std::chrono::steady_clock::now() + patience(kPinWait);
   while (segment.pins > 0) {
     if (shared_.changed.wait_until(lock, until) == std::cv_status::timeout && segment.pins > 0)
       return Status(StatusCode::kTimedOut, Reason::kNoRoom, "loads keep the segment");
   }
-  segments_.move(segment, SegmentEvent::kPinsGone);
+  segments_.move(segment, SegmentState::kDrained);
   const bool goes = segment.length != shared_.options.segment_bytes ||
                     segments_.total_bytes() > shared_.options.capacity_bytes;
   const Status status =

@@ -33,6 +33,28 @@ List list_of(SegmentState state) noexcept {
   return List::kNone;
 }
 
+// See Segments::move.
+bool may_follow(SegmentState from, SegmentState to) noexcept {
+  using enum SegmentState;
+  switch (from) {
+    case kAbsent:
+      return to == kFree;
+    case kFree:
+      return to == kActive || to == kDrained;
+    case kActive:
+      return to == kFull;
+    case kFull:
+      return to == kListed || to == kRetiring;
+    case kListed:
+      return to == kRetiring;
+    case kRetiring:
+      return to == kRetiring || to == kDrained;
+    case kDrained:
+      return to == kFree || to == kRetiring || to == kAbsent;
+  }
+  return false;
+}
+
 }  // namespace
 
 FramePlace frame_place(const Digest& key, std::uint32_t block) noexcept {
@@ -51,10 +73,11 @@ std::size_t Segments::reserved() const noexcept {
   return full_.size() + free_.size() >= kSegmentsWithReserve ? 1 : 0;
 }
 
-void Segments::move(Segment& segment, SegmentEvent event) noexcept {
-  assert(event != SegmentEvent::kPinsGone || segment.pins == 0);
+void Segments::move(Segment& segment, SegmentState to) noexcept {
+  assert(may_follow(segment.state, to));
+  assert(to != SegmentState::kDrained || segment.pins == 0);
   const List before = list_of(segment.state);
-  segment.state = kSegmentMachine.after(segment.state, event);
+  segment.state = to;
   const List after = list_of(segment.state);
   if (before == after) return;
   if (before == List::kFree) std::erase(free_, segment.number);
@@ -138,7 +161,7 @@ Status Segments::create(Lock& lock, std::uint64_t synced) noexcept {
   if (!status.ok()) return status;
   shared_.counts.written_bytes += kSegmentHeaderBytes;
   segment->dirty = true;
-  move(adopt(std::move(segment)), SegmentEvent::kCreated);
+  move(adopt(std::move(segment)), SegmentState::kFree);
   return Status();
 }
 
@@ -156,7 +179,7 @@ Status Segments::renew(Lock& lock, Segment& segment, std::uint64_t synced) noexc
   if (status.ok()) status = file->sync();
   lock.lock();
   if (!status.ok()) {
-    move(segment, SegmentEvent::kFailed);
+    move(segment, SegmentState::kRetiring);
     return status;
   }
   shared_.counts.written_bytes += kSegmentHeaderBytes;
@@ -166,12 +189,12 @@ Status Segments::renew(Lock& lock, Segment& segment, std::uint64_t synced) noexc
   segment.last = FrameName{};
   segment.table.clear();
   segment.table_failed = false;
-  move(segment, SegmentEvent::kRenewed);
+  move(segment, SegmentState::kFree);
   return Status();
 }
 
 Status Segments::drop(Lock& lock, Segment& segment) noexcept {
-  move(segment, SegmentEvent::kDropped);
+  move(segment, SegmentState::kAbsent);
   const std::unique_ptr<Segment> gone = std::move(segments_.at(segment.number));
   segments_.erase(gone->number);
   foreign_.insert(gone->number);

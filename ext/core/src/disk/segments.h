@@ -5,7 +5,7 @@
 //
 // Invariants
 //  1. Segment::state says in which list a segment is. Only move() changes the state and the lists,
-//     by kSegmentMachine.
+//     along the moves that it names.
 //  2. Full segments are listed in the order in which they were filled, and retire in that order. So
 //     a tombstone outlives every record that it removes.
 //  3. A load pins its segment; a pinned segment is neither overwritten nor removed.
@@ -26,7 +26,6 @@
 
 #include "disk/format.h"
 #include "disk/shared.h"
-#include "disk/states.h"
 
 namespace kvstrata::disk {
 
@@ -37,6 +36,16 @@ struct FramePlace {
   std::uint32_t block;
 };
 FramePlace frame_place(const Digest& key, std::uint32_t block) noexcept;
+
+enum class SegmentState : std::uint8_t {
+  kAbsent,    // no file has this number
+  kFree,      // in the list of free segments: no frame in it counts
+  kActive,    // frames are appended to it
+  kFull,      // in the list of full segments, and its table is not in the file
+  kListed,    // in the list of full segments, and its table is in the file
+  kRetiring,  // the oldest in the list of full segments: its records are leaving the index, or have
+  kDrained,   // in no list: no record of it is in the index, and no load reads it
+};
 
 struct Segment {
   std::uint32_t number = 0;
@@ -75,8 +84,19 @@ class Segments {
   // Bytes of all segments and foreign files.
   [[nodiscard]] std::uint64_t total_bytes() const noexcept { return total_bytes_; }
 
-  // REQUIRES: the segment's state has a move for the event; for kPinsGone, pins is 0.
-  void move(Segment& segment, SegmentEvent event) noexcept;
+  // REQUIRES one of these moves; for RETIRING -> DRAINED, that pins is 0:
+  //
+  //   ABSENT   -> FREE      its file was made or found
+  //   FREE     -> ACTIVE    it takes the next frames
+  //            -> DRAINED   it is to be dropped
+  //   ACTIVE   -> FULL      the next frame does not fit
+  //   FULL     -> LISTED    its table is in the file
+  //   FULL, LISTED, RETIRING -> RETIRING  the records to keep were written again elsewhere
+  //   RETIRING -> DRAINED   the last load from it has ended
+  //   DRAINED  -> FREE      the header of its next generation is on the medium
+  //            -> RETIRING  it could be neither renewed nor dropped
+  //            -> ABSENT    its file is to be removed
+  void move(Segment& segment, SegmentState to) noexcept;
 
   void pin(Segment& segment) noexcept { ++segment.pins; }
   void unpin(Segment& segment) noexcept;

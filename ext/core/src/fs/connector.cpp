@@ -156,9 +156,9 @@ PutOutcome FsConnector::put_one(PutItem& item) {
       .path = paths_.part(item.key, number), .bytes = item.bytes, .length = item.length};
   const Status status = write_part(lock, file, charge);
   if (status.ok())
-    parts_.happened(part, FsPartEvent::kWrote);
+    part.state = FsPartState::kWritten;
   else
-    settle(part, FsPartEvent::kWriteFailed, put_refusal(file_reason(status)));
+    settle(part, put_refusal(file_reason(status)));
   changed_.notify_all();
   return {PutStatus::kStored, Reason::kNone};
 }

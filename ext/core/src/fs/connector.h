@@ -90,7 +90,7 @@ class FsConnector final : public Connector {
   void publish(Lock& lock, std::vector<std::uint64_t> claimed);
   void publish_marked(Lock& lock, std::span<const std::uint64_t> marked,
                       std::vector<std::uint64_t>* unnamed);
-  void settle(FsPart& part, FsPartEvent event, PutOutcome outcome);
+  void settle(FsPart& part, PutOutcome outcome);
 
   // room.cpp
   bool take_room(Lock& lock, std::uint64_t charge);

@@ -27,13 +27,9 @@ FsPart& FsParts::make(std::uint64_t number, PutItem& item) {
   return part;
 }
 
-void FsParts::happened(FsPart& part, FsPartEvent event) noexcept {
-  part.state = kFsPartMachine.after(part.state, event);
-}
-
-void FsParts::settle(FsPart& part, FsPartEvent event, PutOutcome outcome) noexcept {
-  happened(part, event);
-  assert(part.state == State::kSettled);
+void FsParts::settle(FsPart& part, PutOutcome outcome) noexcept {
+  assert(part.state == State::kWriting || part.state == State::kClaimed);
+  part.state = State::kSettled;
   part.outcome = outcome;
 }
 
@@ -41,7 +37,7 @@ std::vector<std::uint64_t> FsParts::claim_written() {
   std::vector<std::uint64_t> claimed;
   for (auto& [number, part] : parts_) {
     if (part.state != State::kWritten) continue;
-    happened(part, FsPartEvent::kClaimed);
+    part.state = State::kClaimed;
     claimed.push_back(number);
   }
   return claimed;
@@ -51,7 +47,6 @@ bool FsParts::cancel(const Digest& key) {
   bool any = false;
   for (auto& [number, part] : parts_) {
     if (part.key != key || part.state == State::kSettled || part.cancelled) continue;
-    happened(part, FsPartEvent::kCancelled);
     part.cancelled = true;
     any = true;
   }
@@ -69,7 +64,7 @@ void FsParts::end(Lock& lock, std::span<PutItem> batch, const Publish& publish) 
   std::vector<std::uint64_t> mine;
   for (const PutItem& item : batch) {
     if (item.copy == 0 || at(item.copy).state != State::kWritten) continue;
-    happened(at(item.copy), FsPartEvent::kClaimed);
+    at(item.copy).state = State::kClaimed;
     mine.push_back(item.copy);
   }
   publish(lock, std::move(mine));

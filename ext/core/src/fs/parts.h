@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // Records that an `fs` connector is storing. Each record is first a *part*, a file under a
-// temporary name, which is then renamed to the record's name. fs/states.h has the states of a part.
+// temporary name, which is then renamed to the record's name. FsPartState has its states.
 //
 // Invariants
 // 1. Concurrent puts of one record write it once: the first item makes the part, the others join it
@@ -21,14 +21,20 @@
 #include <vector>
 
 #include "fs/files.h"
-#include "fs/states.h"
 
 namespace kvstrata {
+
+enum class FsPartState : std::uint8_t {
+  kWriting,  // a thread is writing it
+  kWritten,  // synced under a temporary name, or its record exists already
+  kClaimed,  // a thread is publishing it
+  kSettled,  // its outcome is known, and kept until every batch that asked for it has ended
+};
 
 struct FsPart {
   Digest key{};
   std::uint32_t length = 0;
-  FsPartState state = FsPartState::kWriting;  // changed by FsParts::happened() alone
+  FsPartState state = FsPartState::kWriting;  // goes only forward
   bool cancelled = false;                     // the key was deleted meanwhile
   std::uint32_t askers = 0;  // items that made or joined it and have not got its outcome yet
   PutOutcome outcome{PutStatus::kFailed, Reason::kInternal};
@@ -50,10 +56,8 @@ class FsParts {
   FsPart& make(std::uint64_t number, PutItem& item);
   [[nodiscard]] FsPart& at(std::uint64_t number) { return parts_.find(number)->second; }
 
-  // Moves the part by kFsPartMachine. REQUIRES: its state has a move for the event.
-  void happened(FsPart& part, FsPartEvent event) noexcept;
-  // Settles the part by this event, and sets its outcome.
-  void settle(FsPart& part, FsPartEvent event, PutOutcome outcome) noexcept;
+  // Settles the part, which is being written or published, with this outcome.
+  static void settle(FsPart& part, PutOutcome outcome) noexcept;
 
   [[nodiscard]] std::vector<std::uint64_t> claim_written();
   // Cancels the parts of this key that are not settled. Returns whether there was one.

@@ -78,26 +78,25 @@ void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> mark
     if (items[i].renamed && index_.find(part.key) != nullptr) index_.remove(part.key);
     if (items[i].status.ok()) {
       index_.add(part.key, part.length, now_ns);
-      settle(part, FsPartEvent::kPublished, {PutStatus::kStored, Reason::kNone});
+      settle(part, {PutStatus::kStored, Reason::kNone});
     } else if (unnamed != nullptr && !items[i].renamed && is_no_space(items[i].status)) {
       unnamed->push_back(chosen[i]);
     } else {
-      settle(part, FsPartEvent::kPublishFailed, put_refusal(file_reason(items[i].status)));
+      settle(part, put_refusal(file_reason(items[i].status)));
     }
   }
   for (const std::uint64_t number :
        not_needed) {  // the record exists, or its key was deleted since
     FsPart& part = parts_.at(number);
-    settle(part, FsPartEvent::kNeedless,
-           {part.cancelled ? PutStatus::kStored : PutStatus::kExists, Reason::kNone});
+    settle(part, {part.cancelled ? PutStatus::kStored : PutStatus::kExists, Reason::kNone});
   }
   for (const std::uint64_t number : marked)
     marks_.erase(parts_.at(number).key);
   changed_.notify_all();
 }
 
-void FsConnector::settle(FsPart& part, FsPartEvent event, PutOutcome outcome) {
-  parts_.settle(part, event, outcome);
+void FsConnector::settle(FsPart& part, PutOutcome outcome) {
+  parts_.settle(part, outcome);
   parts_charge_ -= fs_charge(part.length);
 }
 

@@ -5,11 +5,10 @@
 // a page for which no memory is left dies of SIGBUS. So every part is reserved before it is first
 // touched, with fallocate(2), which fails with an error instead.
 //
-// Memory is reserved in steps of 2 MiB, at most as many bytes as the limit allows, and given back
-// only by release(). After a failed reservation the backing is "short": it reserves nothing more
-// until try_again() succeeds.
+// Memory is reserved in steps of 2 MiB and never given back. After a failed reservation the backing
+// is "short": it reserves nothing more until try_again() succeeds.
 //
-// Thread-safe except attach(), release() and close().
+// Thread-safe except attach() and close().
 #pragma once
 
 #include <algorithm>

@@ -32,15 +32,9 @@ Status Prefault::start(std::uint8_t* address, Backing* backing, std::uint32_t th
   address_ = address;
   backing_ = backing;
   try {
-    for (std::uint32_t i = 0; i < threads; ++i) {
-      running_.fetch_add(1, std::memory_order_relaxed);
-      threads_.push_back(start_thread([this] {
-        work();
-        running_.fetch_sub(1, std::memory_order_release);
-      }));
-    }
+    for (std::uint32_t i = 0; i < threads; ++i)
+      threads_.push_back(start_thread([this] { work(); }));
   } catch (const std::system_error& failure) {
-    running_.fetch_sub(1, std::memory_order_relaxed);
     if (threads_.empty())
       return Status(StatusCode::kOsError, "cannot start a thread", failure.code().value());
   }

@@ -32,8 +32,6 @@ class Prefault {
   // its present step. Idempotent. A stopped prefault cannot be started again.
   void stop() noexcept;
   std::uint64_t done_bytes() const noexcept { return done_bytes_.load(std::memory_order_relaxed); }
-  // Whether a thread may still touch memory.
-  bool is_running() const noexcept { return running_.load(std::memory_order_acquire) != 0; }
   // errno of a step that could not be faulted in although its memory was reserved; otherwise 0.
   int error() const noexcept { return error_.load(std::memory_order_relaxed); }
 
@@ -44,7 +42,6 @@ class Prefault {
   Backing* backing_ = nullptr;
   std::atomic<std::uint64_t> next_{0};
   std::atomic<std::uint64_t> done_bytes_{0};
-  std::atomic<std::uint32_t> running_{0};
   std::atomic<bool> stop_{false};
   std::atomic<int> error_{0};
   std::vector<std::thread> threads_;

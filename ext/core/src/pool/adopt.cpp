@@ -2,11 +2,12 @@
 //
 // Taking over a pool that another server left, however it ended.
 //
-// An entry is adopted (EntryEvent::kAdopt) if it was READY or UNVERIFIED, was not half changed, is
-// the only entry on its extent, was used later than any other entry of its key, and if its extent
-// lies in no hole of the file: where the file system is full, to read a hole ends the process. Rows
-// of earlier servers that may touch it keep it from eviction. Any other entry is quarantined while
-// such rows may touch it, and FREE otherwise; a RESERVED entry can only be touched by its owner.
+// An entry is adopted (it becomes UNVERIFIED) if it was READY or UNVERIFIED, was not half changed,
+// is the only entry on its extent, was used later than any other entry of its key, and if its
+// extent lies in no hole of the file: where the file system is full, to read a hole ends the
+// process. Rows of earlier servers that may touch it keep it from eviction. Any other entry is
+// quarantined while such rows may touch it, and FREE otherwise; a RESERVED entry can only be
+// touched by its owner.
 //
 // A server killed in the middle of an adoption leaves a state from which it can be done again: rows
 // are written before the state that depends on them.
@@ -134,15 +135,13 @@ Status Pool::adopt(int index_fd, int extents_fd, const PoolOptions& options,
     return differs("entry_capacity", layout.entry_capacity, options.entry_capacity);
   }
   const std::uint64_t old_epoch = load_word(header.epoch);
-  if (options.epoch != 0 && old_epoch >= options.epoch)
-    return differs("epoch", old_epoch, options.epoch - 1);
   const std::uint64_t touched = std::min(load_word(header.entries_touched), layout.entry_capacity);
   KVSTRATA_RETURN_IF_ERROR(segment->back_index(index_fd, index_bytes,
                                                layout.hot_offset + touched * sizeof(HotEntry),
                                                layout.cold_offset, touched * sizeof(ColdEntry)));
   KVSTRATA_RETURN_IF_ERROR(segment->open_extents(extents_fd));
 
-  const std::uint64_t epoch = options.epoch != 0 ? options.epoch : epoch_after(old_epoch);
+  const std::uint64_t epoch = epoch_after(old_epoch);
   const std::shared_ptr<Pool> pool(new Pool(std::move(segment), options, epoch));
   Adoption(*pool, extents_fd).run();
   store_word<std::uint64_t>(header.flags, 0);
@@ -161,7 +160,7 @@ void Adoption::take_rows() {
       sound = load_word(earlier.claimed) == 0 ||
               std::memcmp(earlier.session, record.session, sizeof record.session) != 0;
     }
-    rows_.change(row, sound ? RowEvent::kAdopt : RowEvent::kAdoptUnsound);
+    rows_.adopt(row, sound);
     if (rows_.is_claimed(row)) live_rows_.set(row);
   }
   store_word<std::uint64_t>(index_.row(0).claimed, 1);
@@ -180,7 +179,7 @@ void Adoption::place(std::uint32_t entry) {
   const std::uint8_t state_byte = index_.state_byte(entry);
   const auto set_free = [&] {
     if (head != IndexView::pack_head(static_cast<std::uint32_t>(head) & ~1u, EntryState::kFree)) {
-      entries_.adopt(entry, EntryEvent::kAdoptUnused);
+      entries_.adopt(entry, EntryState::kFree);
     }
     if (rows_.rows_of(entry).any()) rows_.set_rows(entry, RowBits{});
     entries_.give(entry);
@@ -264,14 +263,14 @@ void Adoption::take(std::uint32_t entry) {
   const EntryLocal& local = entries_.local[entry];
   if (!stays_linked && !touchers.any()) {
     pool_.adoption_counts_.adoption_dropped += 1;
-    entries_.adopt(entry, EntryEvent::kAdoptUnused);
+    entries_.adopt(entry, EntryState::kFree);
     rows_.set_rows(entry, RowBits{});
     slabs_.free(local.run, local.slot);
     entries_.give(entry);
     return;
   }
   rows_.set_rows(entry, touchers);
-  entries_.adopt(entry, stays_linked ? EntryEvent::kAdopt : EntryEvent::kAdoptInUse);
+  entries_.adopt(entry, stays_linked ? EntryState::kUnverified : EntryState::kQuarantined);
   if (touchers.any()) {
     rows_.old_rows.emplace(entry, live_rows_.among(touchers));
     entries_.change_blockers(entry, false, [](EntryLocal& changed) { changed.held_back += 1; });

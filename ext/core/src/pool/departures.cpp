@@ -56,23 +56,21 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
   const bool in_use = is_touchable(entry);
   assert(!(evicted && in_use));  // a victim is not blocked
   if (in_use) {
-    entries.change(entry, aborted ? EntryEvent::kAbortInUse : EntryEvent::kDropInUse);
+    entries.change(entry, EntryState::kQuarantined);
     quarantine.insert(entry);
     counts.quarantined_entries += 1;
     events.emit(EventKind::kQuarantined, key, bytes);
     return;
   }
   if (aborted) rows.release_owner(entry);
-  entries.release(entry, aborted   ? EntryEvent::kAbort
-                         : evicted ? EntryEvent::kEvict
-                                   : EntryEvent::kDrop);
+  entries.release(entry);
 }
 
 void Departures::settle(std::uint32_t entry) {
   if (entries.index.state(entry) != EntryState::kQuarantined || is_touchable(entry)) return;
   rows.release_owner(entry);
   quarantine.erase(entry);
-  entries.release(entry, EntryEvent::kUnused);
+  entries.release(entry);
 }
 
 std::uint64_t Departures::remove(const std::uint8_t* keys, std::size_t n_keys, Cause cause) {

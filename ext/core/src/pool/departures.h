@@ -15,10 +15,7 @@
 #include <unordered_set>
 
 #include "pool/entries.h"
-#include "pool/events.h"
-#include "pool/family.h"
 #include "pool/rows.h"
-#include "pool/tenants.h"
 
 namespace kvstrata {
 

@@ -2,14 +2,53 @@
 #include "pool/entries.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace kvstrata {
+
+Status PoolSegment::back_index(int index_fd, std::uint64_t file_bytes, std::uint64_t head_bytes,
+                               std::uint64_t cold_offset, std::uint64_t cold_bytes) {
+  if (index_backing.bytes() == 0)
+    KVSTRATA_RETURN_IF_ERROR(index_backing.attach(index_fd, file_bytes));
+  if (index_backing.ensure(0, head_bytes) && index_backing.ensure(cold_offset, cold_bytes))
+    return Status();
+  return Status(StatusCode::kOsError, "the file system has no memory for the index",
+                index_backing.error());
+}
+
+Status PoolSegment::map_index(int index_fd, std::uint64_t file_bytes) {
+  return Mapping::map(index_fd, file_bytes, true, true, &index_mapping);
+}
+
+Status PoolSegment::open_extents(int extents_fd) {
+  const std::uint64_t extents_bytes = index.header().extents_bytes;
+  KVSTRATA_RETURN_IF_ERROR(Mapping::map(extents_fd, extents_bytes, true, true, &extents_mapping));
+  KVSTRATA_RETURN_IF_ERROR(extents_backing.attach(extents_fd, extents_bytes));
+  return Mapping::anonymous(index.capacity() * sizeof(EntryLocal), &local_mapping);
+}
 
 namespace {
 
 // The number that a state adds to EntryLocal::held_back.
 int held_back(EntryState state) noexcept {
   return state == EntryState::kReserved || state == EntryState::kQuarantined ? 1 : 0;
+}
+
+// See Entries::change.
+bool may_follow(EntryState from, EntryState to) noexcept {
+  using enum EntryState;
+  switch (from) {
+    case kFree:
+      return to == kReserved;
+    case kReserved:
+    case kUnverified:
+      return to == kReady || to == kFree || to == kQuarantined;
+    case kReady:
+      return to == kFree || to == kQuarantined;
+    case kQuarantined:
+      return to == kFree;
+  }
+  return false;
 }
 
 }  // namespace
@@ -69,25 +108,22 @@ void Entries::count_state(std::uint32_t entry, EntryState state, int sign) noexc
   tails.tail_extent_bytes += static_cast<std::uint64_t>(sign) * extent_bytes(entry);
 }
 
-void Entries::change(std::uint32_t entry, EntryEvent event) noexcept {
+void Entries::change(std::uint32_t entry, EntryState to) noexcept {
   const EntryState from = index.state(entry);
-  const EntryState to = kEntryMachine.after(from, event);
+  assert(may_follow(from, to));
   if (from != EntryState::kFree) count_state(entry, from, -1);
   if (to != EntryState::kFree) count_state(entry, to, 1);
   index.set_state(entry, to);
   // A commit is a use: an entry that reached the cold end while it was being written is the newest
   // of all when it is committed.
-  change_blockers(entry, event == EntryEvent::kCommit, [&](EntryLocal& changed) {
+  const bool commits = from == EntryState::kReserved && to == EntryState::kReady;
+  change_blockers(entry, commits, [&](EntryLocal& changed) {
     changed.held_back =
         static_cast<std::uint8_t>(changed.held_back + held_back(to) - held_back(from));
   });
 }
 
-void Entries::adopt(std::uint32_t entry, EntryEvent event) noexcept {
-  const std::uint8_t byte = index.state_byte(entry);  // damage may have left anything
-  const EntryState from =
-      byte < kEntryStateCount ? static_cast<EntryState>(byte) : EntryState::kFree;
-  const EntryState to = kEntryMachine.after(from, event);
+void Entries::adopt(std::uint32_t entry, EntryState to) noexcept {
   index.set_state(entry, to);
   if (to == EntryState::kFree) return;
   count_state(entry, to, 1);
@@ -97,9 +133,9 @@ void Entries::adopt(std::uint32_t entry, EntryEvent event) noexcept {
   });
 }
 
-void Entries::release(std::uint32_t entry, EntryEvent event) noexcept {
+void Entries::release(std::uint32_t entry) noexcept {
   used_bytes -= extent_bytes(entry);
-  change(entry, event);
+  change(entry, EntryState::kFree);
   slabs.free(local[entry].run, local[entry].slot);
   give(entry);
 }
@@ -112,6 +148,138 @@ std::uint64_t Entries::ready_tags(std::uint64_t from, std::uint64_t max_entries,
     if (index.state(entry) == EntryState::kReady) tags->push_back(index.key(entry).word[0]);
   }
   return end < touched ? end : 0;
+}
+
+void Family::add(std::uint32_t parent, std::uint32_t child) noexcept {
+  EntryLocal* const local = entries.local;
+  EntryLocal& up = local[parent];
+  EntryLocal& down = local[child];
+  entries.index.set_parent(child, parent);
+  down.previous_sibling = kNoEntry;
+  down.next_sibling = up.first_child;
+  if (up.first_child != kNoEntry) local[up.first_child].previous_sibling = child;
+  up.first_child = child;
+  up.children += 1;
+}
+
+void Family::leave_parent(std::uint32_t entry) noexcept {
+  EntryLocal* const local = entries.local;
+  const std::uint32_t parent = entries.index.parent(entry);
+  if (parent == kNoEntry) return;
+  EntryLocal& up = local[parent];
+  EntryLocal& down = local[entry];
+  if (down.previous_sibling != kNoEntry) {
+    local[down.previous_sibling].next_sibling = down.next_sibling;
+  } else {
+    up.first_child = down.next_sibling;
+  }
+  if (down.next_sibling != kNoEntry)
+    local[down.next_sibling].previous_sibling = down.previous_sibling;
+  down.next_sibling = down.previous_sibling = kNoEntry;
+  entries.index.set_parent(entry, kNoEntry);
+  up.children -= 1;
+  if (up.is_victim()) entries.policy.unblocked(parent, false);
+}
+
+void Family::orphan_children(std::uint32_t entry) noexcept {
+  EntryLocal* const local = entries.local;
+  EntryLocal& left = local[entry];
+  for (std::uint32_t child = left.first_child; child != kNoEntry;) {
+    const std::uint32_t next = local[child].next_sibling;
+    entries.index.set_parent(child, kNoEntry);
+    local[child].next_sibling = local[child].previous_sibling = kNoEntry;
+    child = next;
+  }
+  left.first_child = kNoEntry;
+  left.children = 0;
+}
+
+bool Family::is_ancestor(std::uint32_t candidate, std::uint32_t entry,
+                         std::uint64_t* budget) const noexcept {
+  for (std::uint32_t at = entry; at != kNoEntry; at = entries.index.parent(at)) {
+    if (at == candidate || *budget == 0) return true;
+    *budget -= 1;
+  }
+  return false;
+}
+
+void Tenants::list(std::uint32_t entry) noexcept {
+  const auto found = accounts.find(entries.tenant(entry));
+  if (found == accounts.end()) return;
+  Account& account = found->second;
+  EntryLocal* const local = entries.local;
+  EntryLocal& listed = local[entry];
+  if (listed.is_tail()) {  // the first to leave
+    listed.tenant_next = kNoEntry;
+    listed.tenant_previous = account.cold;
+    if (account.cold != kNoEntry) local[account.cold].tenant_next = entry;
+    account.cold = entry;
+    if (account.hot == kNoEntry) account.hot = entry;
+  } else {
+    listed.tenant_previous = kNoEntry;
+    listed.tenant_next = account.hot;
+    if (account.hot != kNoEntry) local[account.hot].tenant_previous = entry;
+    account.hot = entry;
+    if (account.cold == kNoEntry) account.cold = entry;
+  }
+  listed.marks |= kMarkTenantListed;
+}
+
+void Tenants::unlist(std::uint32_t entry) noexcept {
+  EntryLocal* const local = entries.local;
+  EntryLocal& listed = local[entry];
+  if ((listed.marks & kMarkTenantListed) == 0) return;
+  Account& account = accounts[entries.tenant(entry)];
+  if (listed.tenant_previous != kNoEntry) {
+    local[listed.tenant_previous].tenant_next = listed.tenant_next;
+  } else {
+    account.hot = listed.tenant_next;
+  }
+  if (listed.tenant_next != kNoEntry) {
+    local[listed.tenant_next].tenant_previous = listed.tenant_previous;
+  } else {
+    account.cold = listed.tenant_previous;
+  }
+  listed.tenant_previous = listed.tenant_next = kNoEntry;
+  listed.marks &= static_cast<std::uint8_t>(~kMarkTenantListed);
+}
+
+void Tenants::add(std::uint32_t entry) {
+  Account& account = accounts[entries.tenant(entry)];
+  account.bytes += entries.extent_bytes(entry);
+  if (account.quota_bytes >= 0) list(entry);
+}
+
+void Tenants::remove(std::uint32_t entry) {
+  const std::uint32_t id = entries.tenant(entry);
+  Account& account = accounts[id];
+  unlist(entry);
+  account.bytes -= entries.extent_bytes(entry);
+  if (account.bytes == 0 && account.quota_bytes < 0) accounts.erase(id);
+}
+
+void Tenants::set_quota(std::uint32_t id, std::int64_t bytes) {
+  IndexView& index = entries.index;
+  Account& account = accounts[id];
+  const bool listed = account.quota_bytes >= 0;
+  account.quota_bytes = bytes < 0 ? -1 : bytes;
+  if (bytes < 0) {
+    while (account.hot != kNoEntry)
+      unlist(account.hot);
+    if (account.bytes == 0) accounts.erase(id);
+  } else if (!listed) {
+    std::vector<std::uint32_t> members;
+    for (std::uint32_t entry = 0; entry < entries.touched; ++entry) {
+      const EntryState state = index.state(entry);
+      if (state == EntryState::kFree || state == EntryState::kQuarantined) continue;
+      if (load_word(index.cold(entry).tenant) == id) members.push_back(entry);
+    }
+    std::sort(members.begin(), members.end(), [&](std::uint32_t a, std::uint32_t b) {
+      return load_word(index.cold(a).stamp) < load_word(index.cold(b).stamp);
+    });
+    for (const std::uint32_t entry : members)
+      list(entry);
+  }
 }
 
 }  // namespace kvstrata

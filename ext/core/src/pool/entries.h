@@ -12,18 +12,94 @@
 #pragma once
 
 #include <cassert>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <unordered_map>
 #include <vector>
 
+#include "base/status.h"
+#include "memory/backing.h"
 #include "pool/index.h"
 #include "pool/policy.h"
-#include "pool/segment.h"
 #include "pool/slab.h"
-#include "pool/states.h"
 #include "pool/stats.h"
 
 namespace kvstrata {
+
+// Reports what happened to keys, for components that keep a copy of the index elsewhere: a ring of
+// bounded length. Events that nobody took in time are overwritten, oldest first, and counted as
+// lost.
+
+inline constexpr std::size_t kEventRing = 65'536;
+
+// Numbers are those of kvstrata.types.PoolEvent.
+enum class EventKind : std::uint8_t {
+  kEvicted = 1,
+  kCleared = 2,
+  kCorrupt = 3,
+  kInserted = 4,
+  kQuarantined = 5,
+  kVerified = 6,  // adopted from another server, and READY from now on
+  kRemoved = 7,   // by `remove`, or by a clear of one identity
+  kReturned = 8   // by `remove`: the entry was read from another instance and is not kept here
+};
+
+struct Event {
+  EventKind kind;
+  Key key;
+  std::uint64_t bytes;
+};
+
+struct Events {
+  void emit(EventKind kind, const Key& key, std::uint64_t bytes) {
+    if (ring.size() >= kEventRing) {
+      ring.pop_front();
+      lost += 1;
+    }
+    ring.push_back({kind, key, bytes});
+  }
+  std::vector<Event> take() {
+    std::vector<Event> events(ring.begin(), ring.end());
+    ring.clear();
+    return events;
+  }
+
+  std::deque<Event> ring;
+  std::uint64_t lost = 0;
+};
+
+// The two files of a pool as the server has them: mapped, and backed by memory as far as they are
+// used. An extent or entry without memory is never touched, so a full file system costs a refusal,
+// not a SIGBUS.
+
+// Opened in steps, index before extents; the descriptors stay the caller's. Complete, and neither
+// moved nor changed, once a Pool owns it.
+struct PoolSegment {
+  // Gets memory for the first `head_bytes` of the index and for a part of its cold entries. Entries
+  // that were never used get theirs when they are taken (Entries::take).
+  [[nodiscard]] Status back_index(int index_fd, std::uint64_t file_bytes, std::uint64_t head_bytes,
+                                  std::uint64_t cold_offset, std::uint64_t cold_bytes);
+  [[nodiscard]] Status map_index(int index_fd, std::uint64_t file_bytes);
+  // Maps the extents, and makes the server's own table of entries. REQUIRES: `index` is set.
+  [[nodiscard]] Status open_extents(int extents_fd);
+
+  std::uint8_t* extents_address() const noexcept {
+    return static_cast<std::uint8_t*>(extents_mapping.address());
+  }
+  EntryLocal* local() const noexcept { return static_cast<EntryLocal*>(local_mapping.address()); }
+  std::uint64_t missing_bytes() const noexcept {
+    return index_backing.missing_bytes() + extents_backing.missing_bytes();
+  }
+
+  IndexView index;
+  Mapping index_mapping;
+  Mapping extents_mapping;
+  Mapping local_mapping;  // private memory: an EntryLocal for each entry
+  Backing index_backing;
+  Backing extents_backing;
+};
 
 // The bits of EntryLocal::marks, beside kMarkTail.
 inline constexpr std::uint8_t kMarkVisited = 1;       // by the walk of Room::evict_window
@@ -53,13 +129,26 @@ struct Entries {
   // Fills in the EntryLocal of an entry from take(), which gets the extent at this place.
   void init_local(std::uint32_t entry, const SlabPlace& place, bool tail) noexcept;
 
-  // Moves the entry by kEntryMachine, and updates the counts and blockers that follow from its
-  // state. No other function but adopt() changes a state.
-  void change(std::uint32_t entry, EntryEvent event) noexcept;
-  // The same for an entry that an earlier server left: it is counted here for the first time.
-  void adopt(std::uint32_t entry, EntryEvent event) noexcept;
-  // Makes the entry FREE by this event, and gives its extent and itself back.
-  void release(std::uint32_t entry, EntryEvent event) noexcept;
+  // Changes the state, and the counts and blockers that follow from it. No other function but
+  // adopt() changes a state. REQUIRES one of these moves:
+  //
+  //   FREE        -> RESERVED     one row, or the server for a load, gets the entry to write it
+  //   RESERVED    -> READY        the writer has finished, and the record is the promised one
+  //               -> FREE         the writer gave up, is gone, or wrote another record
+  //               -> QUARANTINED  the same while the bytes are in use
+  //   READY       -> FREE         evicted, cleared, removed, or found corrupt
+  //               -> QUARANTINED  the same while the bytes are in use
+  //   UNVERIFIED  -> READY        its checksums were found right
+  //               -> FREE, QUARANTINED  as from READY
+  //   QUARANTINED -> FREE         the last hold, lease or earlier process that could touch the
+  //                               bytes has ended
+  void change(std::uint32_t entry, EntryState to) noexcept;
+  // The same for an entry that an earlier server left, whatever its state: it is counted here for
+  // the first time. UNVERIFIED: the entry, its key and its extent are sound. QUARANTINED or FREE:
+  // the entry cannot be served, and its bytes are in use, or not.
+  void adopt(std::uint32_t entry, EntryState to) noexcept;
+  // Makes the entry FREE, and gives its extent and itself back.
+  void release(std::uint32_t entry) noexcept;
   void count_state(std::uint32_t entry, EntryState state, int sign) noexcept;
 
   // That of its class: the extent of a tail may be longer than its record.
@@ -142,6 +231,75 @@ struct Entries {
   EntryCounts counts{};
   TailCounts tails{};
   std::vector<std::uint32_t> found;  // the result of find()
+};
+
+// The family of an entry, by which chunks continue each other: entries link to their parent in the
+// index, and to their children and siblings in the server's memory.
+//
+// Keeps: parents form a forest of linked entries, and EntryLocal::children counts the children. An
+// entry with children is not a victim.
+
+inline constexpr std::uint32_t kMaxAncestors = 65'536;  // that one walk up a chain visits
+
+struct Family {
+  // The entries must outlive the object.
+  explicit Family(Entries& entries) noexcept : entries(entries) {}
+
+  // REQUIRES: `child` has no parent and is not above `parent`.
+  void add(std::uint32_t parent, std::uint32_t child) noexcept;
+  // Takes the entry from its parent, which may then be a victim.
+  void leave_parent(std::uint32_t entry) noexcept;
+  void orphan_children(std::uint32_t entry) noexcept;
+  // Whether `candidate` is `entry` or above it. Also true if the walk up uses up `budget`.
+  bool is_ancestor(std::uint32_t candidate, std::uint32_t entry,
+                   std::uint64_t* budget) const noexcept;
+  // Calls `visit` with each entry above this one, at most kMaxAncestors.
+  template <typename Visit>
+  void each_ancestor(std::uint32_t entry, Visit visit) const {
+    std::uint32_t steps = 0;
+    for (std::uint32_t up = entries.index.parent(entry); up != kNoEntry && steps < kMaxAncestors;
+         up = entries.index.parent(up), ++steps) {
+      visit(up);
+    }
+  }
+
+  Entries& entries;
+};
+
+// How many bytes each tenant has in the pool, its quota, and, for tenants with a quota only, the
+// list of its entries by age, so that a tenant over its quota can make room from its own.
+//
+// Keeps: a tenant's bytes are those of its linked entries. Its list holds all of them exactly while
+// it has a quota. A tenant with neither bytes nor quota has no account.
+
+struct Tenants {
+  struct Account {
+    std::uint64_t bytes = 0;
+    std::int64_t quota_bytes = -1;  // -1: none
+    std::uint32_t hot = kNoEntry;   // the newest entry of the list
+    std::uint32_t cold = kNoEntry;
+  };
+
+  // The entries must outlive the object.
+  explicit Tenants(Entries& entries) noexcept : entries(entries) {}
+
+  // Adds a linked entry to its tenant's account (before it is in the index), or takes it out.
+  void add(std::uint32_t entry);
+  void remove(std::uint32_t entry);
+  // The entry was used: makes it the newest of its tenant's list.
+  void touch(std::uint32_t entry) noexcept {
+    if ((entries.local[entry].marks & kMarkTenantListed) == 0) return;
+    unlist(entry);
+    list(entry);
+  }
+  // -1 ends the quota. Evicts nothing.
+  void set_quota(std::uint32_t tenant, std::int64_t bytes);
+
+  void list(std::uint32_t entry) noexcept;
+  void unlist(std::uint32_t entry) noexcept;
+
+  Entries& entries;
+  std::unordered_map<std::uint32_t, Account> accounts;
 };
 
 }  // namespace kvstrata

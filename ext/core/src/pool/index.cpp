@@ -14,7 +14,6 @@
 #include "base/patience.h"
 #include "base/sizes.h"
 #include "hash/crc32c.h"
-#include "pool/windows.h"
 
 namespace kvstrata {
 
@@ -40,6 +39,34 @@ constexpr std::uint32_t slot_entry(std::uint64_t slot) {
 
 inline void prefetch(const void* address) {
   __builtin_prefetch(address, 0, 3);
+}
+
+inline Key key_at(const std::uint8_t* keys, std::size_t i) noexcept {
+  return Key::load(keys + i * kKeyBytes);
+}
+
+// Looks keys up while memory answers: three groups are under way at a time. While `fetch` asks for
+// the bucket lines of one group, `guess` asks for the entries of the group before it, and `confirm`
+// compares those of the group before that. Ends when `confirm` returns false.
+template <class Fetch, class Guess, class Confirm>
+inline void in_three_steps(std::size_t n_keys, Fetch fetch, Guess guess, Confirm confirm) {
+  const std::size_t groups = (n_keys + kGroupKeys - 1) / kGroupKeys;
+  const auto end_of = [&](std::size_t group) { return std::min(n_keys, (group + 1) * kGroupKeys); };
+  for (std::size_t stage = 0; stage < groups + 2; ++stage) {
+    if (stage < groups) {
+      for (std::size_t i = stage * kGroupKeys; i < end_of(stage); ++i)
+        fetch(i);
+    }
+    if (stage >= 1 && stage - 1 < groups) {
+      for (std::size_t i = (stage - 1) * kGroupKeys; i < end_of(stage - 1); ++i)
+        guess(i);
+    }
+    if (stage >= 2) {
+      for (std::size_t i = (stage - 2) * kGroupKeys; i < end_of(stage - 2); ++i) {
+        if (!confirm(i)) return;
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -175,44 +202,23 @@ bool IndexView::is_ready(const Key& key) const noexcept {
 
 std::size_t IndexView::peek(const std::uint8_t* keys, std::size_t n_keys,
                             std::size_t n_slices) const noexcept {
-  // Three groups are under way at a time: while the bucket lines of one are fetched, so are the
-  // entries of the group before it, and the entries of the group before that are compared.
-  Key key[3][kGroupKeys];
-  std::uint32_t entry[3][kGroupKeys];
-  const std::size_t groups = (n_keys + kGroupKeys - 1) / kGroupKeys;
-  for (std::size_t stage = 0; stage < groups + 2; ++stage) {
-    if (stage < groups) {
-      const std::size_t first = stage * kGroupKeys;
-      const std::size_t count = std::min(kGroupKeys, n_keys - first);
-      for (std::size_t i = 0; i < count; ++i) {
-        key[stage % 3][i] = Key::load(keys + (first + i) * kKeyBytes);
-        prefetch(&lines_[home_of(key[stage % 3][i].word[0])]);
-      }
-    }
-    if (stage >= 1 && stage - 1 < groups) {
-      const std::size_t group = stage - 1;
-      const std::size_t count = std::min(kGroupKeys, n_keys - group * kGroupKeys);
-      for (std::size_t i = 0; i < count; ++i) {
-        const std::uint64_t hash = key[group % 3][i].word[0];
-        entry[group % 3][i] = candidate(home_of(hash), hash);
-        if (entry[group % 3][i] != kNoEntry) prefetch(&hot_[entry[group % 3][i]]);
-      }
-    }
-    if (stage >= 2) {
-      const std::size_t group = stage - 2;
-      const std::size_t first = group * kGroupKeys;
-      const std::size_t count = std::min(kGroupKeys, n_keys - first);
-      for (std::size_t i = 0; i < count; ++i) {
-        const std::uint32_t likely = entry[group % 3][i];
-        const Match found = likely == kNoEntry ? Match::kNo : match(likely, key[group % 3][i]);
-        if (found == Match::kReady) continue;
-        if (found == Match::kNotReady || !is_ready(key[group % 3][i])) {
-          return (first + i) / n_slices;
-        }
-      }
-    }
-  }
-  return n_keys / n_slices;
+  std::uint32_t guesses[3 * kGroupKeys];
+  std::size_t ready = 0;
+  in_three_steps(
+      n_keys, [&](std::size_t i) { prefetch_line(keys, i); },
+      [&](std::size_t i) {
+        const std::uint32_t entry = guesses[i % std::size(guesses)] = guess(keys, i);
+        if (entry != kNoEntry) prefetch(&hot_[entry]);
+      },
+      [&](std::size_t i) {
+        const Key key = key_at(keys, i);
+        const std::uint32_t entry = guesses[i % std::size(guesses)];
+        const Match found = entry == kNoEntry ? Match::kNo : match(entry, key);
+        const bool is_next = found == Match::kReady || (found == Match::kNo && is_ready(key));
+        ready += is_next ? 1 : 0;
+        return is_next;
+      });
+  return ready / n_slices;
 }
 
 std::size_t IndexView::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
@@ -237,53 +243,26 @@ std::uint32_t IndexView::find(const Key& key) const noexcept {
 
 void IndexView::find_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint32_t* entries,
                            const void* beside, std::size_t beside_stride) const noexcept {
-  const auto* beside_bytes = static_cast<const std::uint8_t*>(beside);
-  Key key[3][kGroupKeys];
-  const std::size_t groups = (n_keys + kGroupKeys - 1) / kGroupKeys;
-  for (std::size_t stage = 0; stage < groups + 2; ++stage) {
-    if (stage < groups) {
-      const std::size_t first = stage * kGroupKeys;
-      const std::size_t count = std::min(kGroupKeys, n_keys - first);
-      for (std::size_t i = 0; i < count; ++i) {
-        key[stage % 3][i] = Key::load(keys + (first + i) * kKeyBytes);
-        prefetch(&lines_[home_of(key[stage % 3][i].word[0])]);
-      }
-    }
-    if (stage >= 1 && stage - 1 < groups) {
-      const std::size_t first = (stage - 1) * kGroupKeys;
-      const std::size_t count = std::min(kGroupKeys, n_keys - first);
-      for (std::size_t i = 0; i < count; ++i) {
-        const std::uint64_t hash = key[(stage - 1) % 3][i].word[0];
-        const std::uint32_t entry = candidate(home_of(hash), hash);
-        entries[first + i] = entry;
-        if (entry == kNoEntry) continue;
-        prefetch(&hot_[entry]);
-        prefetch(&cold_[entry]);
-        prefetch(beside_bytes + beside_stride * entry);
-      }
-    }
-    if (stage >= 2) {
-      const std::size_t first = (stage - 2) * kGroupKeys;
-      const std::size_t count = std::min(kGroupKeys, n_keys - first);
-      for (std::size_t i = 0; i < count; ++i) {
-        const Key& wanted = key[(stage - 2) % 3][i];
-        const std::uint32_t likely = entries[first + i];
-        if (likely == kNoEntry || this->key(likely) != wanted) entries[first + i] = find(wanted);
-      }
-    }
-  }
+  in_three_steps(
+      n_keys, [&](std::size_t i) { prefetch_line(keys, i); },
+      [&](std::size_t i) {
+        guess_batch(keys + i * kKeyBytes, 1, entries + i, beside, beside_stride);
+      },
+      [&](std::size_t i) {
+        confirm_batch(keys + i * kKeyBytes, 1, entries + i);
+        return true;
+      });
 }
 
 void IndexView::prefetch_lines(const std::uint8_t* keys, std::size_t n_keys) const noexcept {
   for (std::size_t i = 0; i < n_keys; ++i)
-    prefetch(&lines_[home_of(Key::load(keys + i * kKeyBytes).word[0])]);
+    prefetch_line(keys, i);
 }
 
 void IndexView::guess_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint32_t* entries,
                             const void* beside, std::size_t beside_stride) const noexcept {
   for (std::size_t i = 0; i < n_keys; ++i) {
-    const std::uint64_t hash = Key::load(keys + i * kKeyBytes).word[0];
-    const std::uint32_t entry = entries[i] = candidate(home_of(hash), hash);
+    const std::uint32_t entry = entries[i] = guess(keys, i);
     if (entry == kNoEntry) continue;
     prefetch(&hot_[entry]);
     prefetch(&cold_[entry]);
@@ -294,7 +273,7 @@ void IndexView::guess_batch(const std::uint8_t* keys, std::size_t n_keys, std::u
 void IndexView::confirm_batch(const std::uint8_t* keys, std::size_t n_keys,
                               std::uint32_t* entries) const noexcept {
   for (std::size_t i = 0; i < n_keys; ++i) {
-    const Key wanted = Key::load(keys + i * kKeyBytes);
+    const Key wanted = key_at(keys, i);
     const std::uint32_t guess = entries[i];
     // A READY or UNVERIFIED entry is linked under its key, and no other entry is.
     if (guess != kNoEntry && this->key(guess) == wanted) {
@@ -303,6 +282,15 @@ void IndexView::confirm_batch(const std::uint8_t* keys, std::size_t n_keys,
     }
     entries[i] = find(wanted);
   }
+}
+
+void IndexView::prefetch_line(const std::uint8_t* keys, std::size_t i) const noexcept {
+  prefetch(&lines_[home_of(key_at(keys, i).word[0])]);
+}
+
+std::uint32_t IndexView::guess(const std::uint8_t* keys, std::size_t i) const noexcept {
+  const std::uint64_t hash = key_at(keys, i).word[0];
+  return candidate(home_of(hash), hash);
 }
 
 bool IndexView::link(std::uint32_t entry, const Key& key) noexcept {

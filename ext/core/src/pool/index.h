@@ -29,11 +29,13 @@
 // when the file was mapped, and every walk has a bound.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <vector>
 
 #include "base/status.h"
 
@@ -176,6 +178,37 @@ struct FormatMismatch {
   std::uint64_t expected = 0;
 };
 
+// How far a prompt can be served whose KV has several groups. A slice with span 0 is needed in each
+// chunk of a hit; a slice with span k only in the last k chunks: those of a sliding window, or the
+// last chunk for a state. Chunks before them may be absent.
+
+// The most chunks n, at most `n_chunks`, such that `present(chunk, slice)` for the last
+// `spans[slice]` of these n chunks (all n, if there are fewer) of each slice whose span is not 0.
+// Asks for each chunk of a slice at most once.
+template <class Present>
+std::size_t longest_windows(std::size_t n_chunks, std::span<const std::uint32_t> spans,
+                            Present&& present) {
+  std::size_t n = n_chunks;
+  // Of each slice the chunks from `known[slice]` up to n are present.
+  std::vector<std::size_t> known(spans.size(), n);
+  for (std::size_t slice = 0, agreed = 0; n != 0 && agreed < spans.size();
+       slice = (slice + 1) % spans.size()) {
+    const std::size_t first = n - std::min<std::size_t>(n, spans[slice]);
+    std::size_t chunk = std::min(known[slice], n);
+    while (chunk > first && present(chunk - 1, slice))
+      --chunk;
+    known[slice] = chunk;
+    if (chunk <= first) {
+      ++agreed;
+      continue;
+    }
+    // Every longer hit would need this absent chunk as well.
+    n = chunk - 1;
+    agreed = 0;
+  }
+  return n;
+}
+
 // Typed pointers into a mapped index. Does not own the mapping, which must outlive it.
 class IndexView {
  public:
@@ -301,6 +334,9 @@ class IndexView {
   bool is_ready(const Key& key) const noexcept;
   // First entry in the line whose slot could be the key's, or kNoEntry.
   std::uint32_t candidate(std::uint64_t line, std::uint64_t hash) const noexcept;
+  // The same for key i of a batch, in its home line, which prefetch_line() fetches into the cache.
+  std::uint32_t guess(const std::uint8_t* keys, std::size_t i) const noexcept;
+  void prefetch_line(const std::uint8_t* keys, std::size_t i) const noexcept;
   void set_probe_length(std::uint64_t line, std::uint32_t length) noexcept;
 
   IndexHeader* header_ = nullptr;

@@ -140,16 +140,6 @@ class GhostList {
   std::unordered_map<std::uint64_t, std::uint64_t> live_;
 };
 
-std::unique_ptr<EvictionPolicy> make_lru_policy(EntryLocal* entries);
-std::unique_ptr<EvictionPolicy> make_arc_policy(EntryLocal* entries);
-std::unique_ptr<EvictionPolicy> make_s3fifo_policy(EntryLocal* entries);
-std::unique_ptr<EvictionPolicy> make_noop_policy(EntryLocal* entries);
-
-// Evicts tails before all other entries of a class, last used first, and leaves the others to
-// `rest`. It never previews a tail.
-std::unique_ptr<EvictionPolicy> make_tails_first(EntryLocal* entries,
-                                                 std::unique_ptr<EvictionPolicy> rest);
-
 // By name: LRU, ARC, S3FIFO, noop, with tails first. nullptr for any other.
 std::unique_ptr<EvictionPolicy> make_policy(std::string_view name, EntryLocal* entries);
 

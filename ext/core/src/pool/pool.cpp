@@ -9,11 +9,101 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "base/clock.h"
+#include "record/record.h"
 
 namespace kvstrata {
+
+namespace {
+
+bool is_promised(const std::uint8_t* record, std::uint64_t length, const Key& key,
+                 const Key& identity) noexcept {
+  RecordHeader header;
+  if (!read_record_header(record, length, &header).ok()) return false;
+  return Key::load(header.spec.key.data()) == key &&
+         Key::load(header.spec.identity.data()) == identity && header.record_bytes() == length &&
+         header.plain() && !header.crc_pending();
+}
+
+// `identity`: the first bytes of a root, as an entry has them.
+bool is_of_identity(const std::uint8_t* record, std::uint64_t length,
+                    const std::uint8_t (&identity)[sizeof(ColdEntry::identity)]) noexcept {
+  RecordHeader header;
+  return read_record_header(record, length, &header).ok() &&
+         std::memcmp(header.spec.identity.data(), identity, sizeof identity) == 0;
+}
+
+}  // namespace
+
+std::vector<std::uint8_t> Checks::match(Lock& lock, const std::vector<std::uint32_t>& pinned,
+                                        const Key& identity) const {
+  IndexView& index = entries.index;
+  std::vector<std::uint8_t> sound(pinned.size(), 1);
+  lock.unlock();
+  for (std::size_t i = 0; i < pinned.size(); ++i) {
+    const std::uint32_t entry = pinned[i];
+    if (entry == kNoEntry) continue;
+    sound[i] = is_promised(entries.address(entry), index.length(entry), index.key(entry), identity);
+  }
+  lock.lock();
+  return sound;
+}
+
+void Checks::verify(Lock& lock, const std::vector<std::uint32_t>& pinned, std::uint64_t* good,
+                    std::uint64_t* bad) {
+  IndexView& index = entries.index;
+  for (const std::uint32_t entry : pinned) {
+    Digest key;
+    index.key(entry).store(key.data());
+    const std::uint8_t* address = entries.address(entry);
+    const std::uint64_t length = index.length(entry);
+    std::uint8_t identity[sizeof(ColdEntry::identity)];
+    std::memcpy(identity, index.cold(entry).identity, sizeof identity);
+    lock.unlock();
+    const bool sound =
+        verify_record(address, length, &key).ok() && is_of_identity(address, length, identity);
+    lock.lock();
+    *(sound ? good : bad) += 1;
+    entries.unpin(entry);
+    if (closed.load(std::memory_order_acquire)) continue;
+    const EntryState state = index.state(entry);
+    if (sound && state == EntryState::kUnverified) {
+      entries.change(entry, EntryState::kReady);
+      departures.events.emit(EventKind::kVerified, index.key(entry), length);
+    } else if (!sound && (state == EntryState::kUnverified || state == EntryState::kReady)) {
+      departures.leave(entry, Cause::kCorrupt);
+    } else {
+      departures.settle(entry);
+    }
+  }
+}
+
+std::vector<std::uint32_t> Checks::pin_unverified(const std::vector<std::uint32_t>& found) {
+  std::vector<std::uint32_t> pinned;
+  for (const std::uint32_t entry : found) {
+    if (entry == kNoEntry || entries.index.state(entry) != EntryState::kUnverified) continue;
+    entries.pin(entry);
+    pinned.push_back(entry);
+  }
+  return pinned;
+}
+
+std::vector<std::uint32_t> Checks::pin_next(std::uint64_t max_bytes) {
+  std::vector<std::uint32_t> pinned;
+  std::uint64_t bytes = 0;
+  while (!queue.empty() && (bytes < max_bytes || pinned.empty())) {
+    const std::uint32_t entry = queue.back();
+    queue.pop_back();
+    if (entries.index.state(entry) != EntryState::kUnverified) continue;
+    bytes += entries.index.length(entry);
+    entries.pin(entry);
+    pinned.push_back(entry);
+  }
+  return pinned;
+}
 
 namespace {
 
@@ -89,8 +179,7 @@ Status Pool::create(int index_fd, int extents_fd, const PoolOptions& options,
   header.bucket_lines = layout.bucket_lines;
   store_word<std::uint64_t>(own_row.claimed, 1);
   KVSTRATA_RETURN_IF_ERROR(segment->open_extents(extents_fd));
-  const std::uint64_t epoch =
-      options.epoch != 0 ? options.epoch : static_cast<std::uint64_t>(now_unix_ns());
+  const auto epoch = static_cast<std::uint64_t>(now_unix_ns());
   const std::shared_ptr<Pool> pool(new Pool(std::move(segment), options, epoch));
   store_word(header.epoch, epoch);
   store_word(own_row.epoch, epoch);
@@ -192,7 +281,7 @@ void Pool::end_row(std::uint32_t row) {
   reservations_.end_row(row);
   forget(row, false);
   departures_.forgive(row);
-  rows_.change(row, RowEvent::kGone);
+  rows_.change(row, RowState::kUnclaimed);
 }
 
 Status Pool::row_gone(std::uint32_t row) noexcept {
@@ -211,7 +300,7 @@ Status Pool::row_stranded(std::uint32_t row, std::uint64_t* kept_bytes) noexcept
   if (*kept_bytes == 0) {
     end_row(row);
   } else {
-    rows_.change(row, RowEvent::kStrand);
+    rows_.change(row, RowState::kStranded);
   }
   return Status();
 }
@@ -221,7 +310,7 @@ Status Pool::row_quiesced(std::uint32_t row) noexcept {
   KVSTRATA_RETURN_IF_ERROR(check_open());
   KVSTRATA_RETURN_IF_ERROR(rows_.check(row));
   forget(row, false);
-  rows_.change(row, RowEvent::kQuiesce);
+  rows_.change(row, RowState::kCurrent);
   return Status();
 }
 
@@ -472,7 +561,6 @@ PoolStats Pool::stats() noexcept {
                                         static_cast<double>(free_bytes);
   stats.rows_claimed = rows_.count();
   stats.rows_capacity = kRowCount - 1;
-  stats.limit_bytes = extents_bytes();
   stats.backed_bytes = segment_->extents_backing.backed_bytes();
   stats.missing_bytes = segment_->missing_bytes();
   for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
@@ -483,6 +571,81 @@ PoolStats Pool::stats() noexcept {
   for (const auto& [id, account] : tenants_.accounts)
     stats.tenants.push_back({id, account.bytes, account.quota_bytes});
   return stats;
+}
+
+Hold::Hold(Hold&& other) noexcept {
+  *this = std::move(other);
+}
+
+Hold& Hold::operator=(Hold&& other) noexcept {
+  if (this != &other) {
+    drop();
+    pool_ = std::move(other.pool_);
+    key_ = other.key_;
+    offset_ = other.offset_;
+    length_ = other.length_;
+    generation_ = other.generation_;
+    tenant_ = other.tenant_;
+    entry_ = other.entry_;
+    address_ = std::exchange(other.address_, nullptr);
+    reservation_ = other.reservation_;
+    held_.store(other.held_.exchange(false, std::memory_order_acq_rel), std::memory_order_release);
+  }
+  return *this;
+}
+
+void Hold::drop() noexcept {
+  if (held_.exchange(false, std::memory_order_acq_rel)) pool_->drop_hold(entry_);
+}
+
+void Pool::fill_hold(std::uint32_t entry, bool reservation, Hold* out) {
+  entries_.pin(entry);
+  holds_ += 1;
+  Hold hold;
+  hold.pool_ = shared_from_this();
+  hold.key_ = entries_.index.key(entry);
+  hold.offset_ = entries_.index.offset(entry);
+  hold.length_ = entries_.index.length(entry);
+  hold.generation_ = entries_.index.generation(entry);
+  hold.tenant_ = entries_.tenant(entry);
+  hold.entry_ = entry;
+  hold.address_ = entries_.address(entry);
+  hold.reservation_ = reservation;
+  hold.held_.store(true, std::memory_order_release);
+  *out = std::move(hold);
+}
+
+Status Pool::hold(const Key& key, const std::uint8_t* identity, Hold* out) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  const std::uint32_t entry = entries_.index.find(key);
+  if (entry == kNoEntry || entries_.index.state(entry) != EntryState::kReady ||
+      !entries_.is_of(entry, identity)) {
+    return Status(StatusCode::kNotFound, "key: not in the pool");
+  }
+  fill_hold(entry, false, out);
+  return Status();
+}
+
+Status Pool::hold_reserved(std::uint64_t ticket, std::uint64_t index, Hold* out) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  const std::uint32_t entry = reservations_.item(ticket, index);
+  if (entry == kNoEntry) return Status(StatusCode::kNotFound, "item: not reserved");
+  fill_hold(entry, true, out);
+  return Status();
+}
+
+void Pool::drop_hold(std::uint32_t entry) noexcept {
+  const std::lock_guard lock(mutex_);
+  holds_ -= 1;
+  if (is_closed()) {
+    // The files may be another server's by now.
+    entries_.local[entry].pins -= 1;
+    return;
+  }
+  entries_.unpin(entry);
+  departures_.settle(entry);
 }
 
 }  // namespace kvstrata

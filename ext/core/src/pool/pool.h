@@ -3,9 +3,6 @@
 // The L1 pool: the server's side of the shared-memory segment. It alone decides what an extent is
 // used for.
 //
-// The states of an entry and of a session row, and the events that move them, are two tables
-// (states.h), which the code executes and docs/states.md shows.
-//
 // The state of a pool lies in its parts. The header of each part says what it keeps true:
 //
 //   | part         | what it does                                                       |
@@ -43,24 +40,94 @@
 
 #include "base/status.h"
 #include "memory/prefault.h"
-#include "pool/checks.h"
 #include "pool/departures.h"
 #include "pool/entries.h"
-#include "pool/events.h"
-#include "pool/family.h"
-#include "pool/hold.h"
 #include "pool/index.h"
 #include "pool/leases.h"
 #include "pool/policy.h"
 #include "pool/reservations.h"
 #include "pool/room.h"
 #include "pool/rows.h"
-#include "pool/segment.h"
 #include "pool/slab.h"
 #include "pool/stats.h"
-#include "pool/tenants.h"
 
 namespace kvstrata {
+
+class Pool;
+
+// A reference to an entry's extent: while it lives, the extent's bytes belong to that entry.
+// Move-only. It may be dropped from any thread at any time, after Pool::close() too, and keeps the
+// mapping alive.
+// An extent whose reservation was aborted stays until its last hold is dropped.
+//
+// Dropping a hold locks the pool's mutex, a leaf of the lock order, so a thread drops a hold only
+// while it has none of our locks (base/README.md). Pool fills only Hold objects that hold nothing.
+class Hold {
+ public:
+  Hold() noexcept = default;
+  Hold(Hold&& other) noexcept;
+  Hold& operator=(Hold&& other) noexcept;
+  ~Hold() { drop(); }
+
+  bool is_held() const noexcept { return held_.load(std::memory_order_acquire); }
+  // Idempotent; safe against another thread's drop of the same hold.
+  void drop() noexcept;
+
+  const Key& key() const noexcept { return key_; }
+  std::uint64_t offset() const noexcept { return offset_; }
+  std::uint32_t length() const noexcept { return length_; }
+  std::uint32_t generation() const noexcept { return generation_; }
+  std::uint32_t tenant() const noexcept { return tenant_; }
+  // Where the bytes lie in this process; valid while the hold object lives, even after drop().
+  std::uint8_t* address() const noexcept { return address_; }
+  bool is_reservation() const noexcept { return reservation_; }
+
+ private:
+  friend class Pool;
+  std::shared_ptr<Pool> pool_;
+  Key key_{};
+  std::uint64_t offset_ = 0;
+  std::uint32_t length_ = 0;
+  std::uint32_t generation_ = 0;
+  std::uint32_t tenant_ = 0;
+  std::uint32_t entry_ = kNoEntry;
+  std::uint8_t* address_ = nullptr;
+  bool reservation_ = false;
+  std::atomic<bool> held_{false};
+};
+
+// Reads and verifies records: the only work of the pool that is done without its mutex. A pin keeps
+// each extent meanwhile.
+//
+// A part of Pool. REQUIRES, for everything here: the pool's mutex is locked by `lock`. Functions
+// that take it drop it while they read, and hold it again when they return; another thread may have
+// closed the pool by then.
+
+struct Checks {
+  using Lock = std::unique_lock<std::mutex>;
+
+  // Both must outlive the object.
+  Checks(Departures& departures, const std::atomic<bool>& closed) noexcept
+      : entries(departures.entries), departures(departures), closed(closed) {}
+
+  // Whether the header of each pinned record is sound, and the record is the one that its
+  // reservation promised: key, identity and length. The answer for kNoEntry is 1.
+  std::vector<std::uint8_t> match(Lock& lock, const std::vector<std::uint32_t>& pinned,
+                                  const Key& identity) const;
+  // Compares all checksums of pinned records, and their key and identity with the entry's, and
+  // unpins them: UNVERIFIED ones become READY, bad ones leave. Adds to both counts.
+  void verify(Lock& lock, const std::vector<std::uint32_t>& pinned, std::uint64_t* good,
+              std::uint64_t* bad);
+  // Pins the UNVERIFIED entries: those among `found`, or the next ones of the queue, until they
+  // have `max_bytes` together.
+  std::vector<std::uint32_t> pin_unverified(const std::vector<std::uint32_t>& found);
+  std::vector<std::uint32_t> pin_next(std::uint64_t max_bytes);
+
+  Entries& entries;
+  Departures& departures;
+  const std::atomic<bool>& closed;
+  std::vector<std::uint32_t> queue;  // entries to verify, last used at the end
+};
 
 struct PoolOptions {
   std::uint64_t extents_bytes = 0;   // create: required; adopt: the expected value, or 0 for any
@@ -69,7 +136,6 @@ struct PoolOptions {
   double watermark = 0.0;        // share of the pool at which evict_to_watermark acts; 0: never
   double watermark_ratio = 0.0;  // share of the used bytes that it then evicts
   std::uint32_t max_session_share = 8;
-  std::uint64_t epoch = 0;  // the epoch that begins; 0: chosen by the clock
 };
 
 class Pool : public std::enable_shared_from_this<Pool> {

@@ -155,7 +155,7 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
   entries.renew(entry);
   entries.index.write_entry(entry, key, place.offset,
                             static_cast<std::uint32_t>(request.record_bytes));
-  entries.change(entry, EntryEvent::kReserve);
+  entries.change(entry, EntryState::kReserved);
   entries.used_bytes += bytes;
   rows.bytes[request.row] += bytes;
   departures.tenants.add(entry);
@@ -164,7 +164,7 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
     // entry is not linked, so Departures::leave cannot be used.
     departures.tenants.remove(entry);
     rows.release_owner(entry);
-    entries.release(entry, EntryEvent::kAbort);
+    entries.release(entry);
     return ReserveOutcome::kEntriesFull;
   }
   if (parent != kNoEntry) family.add(parent, entry);
@@ -241,7 +241,7 @@ void Reservations::end_commit(std::uint64_t ticket, std::span<const std::uint32_
 void Reservations::commit_one(std::uint32_t entry) {
   const std::uint64_t bytes = entries.extent_bytes(entry);
   entries.renew(entry);
-  entries.change(entry, EntryEvent::kCommit);
+  entries.change(entry, EntryState::kReady);
   rows.release_owner(entry);
   counts.inserted_entries += 1;
   counts.inserted_bytes += bytes;

@@ -27,7 +27,6 @@
 
 #include "pool/departures.h"
 #include "pool/entries.h"
-#include "pool/family.h"
 #include "pool/room.h"
 #include "pool/rows.h"
 

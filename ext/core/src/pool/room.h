@@ -17,7 +17,6 @@
 #include "pool/entries.h"
 #include "pool/policy.h"
 #include "pool/slab.h"
-#include "pool/tenants.h"
 
 namespace kvstrata {
 

@@ -2,6 +2,7 @@
 #include "pool/rows.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 
 namespace kvstrata {
@@ -37,7 +38,7 @@ Status Rows::claim(const std::uint8_t* session, const std::uint8_t* group, std::
   // A process that registered memory in an earlier epoch still has it registered.
   const std::uint64_t flags = registers_memory ? kRowFlagRegistersMemory : 0;
   store_word(record.flags, known ? load_word(record.flags) | flags : flags);
-  change(chosen, RowEvent::kClaim);
+  if (!known) change(chosen, RowState::kCurrent);
   *out = chosen;
   return Status();
 }
@@ -66,9 +67,10 @@ RowState Rows::state(std::uint32_t row) const noexcept {
   return stranded.test(row) ? RowState::kStranded : RowState::kOld;
 }
 
-void Rows::change(std::uint32_t row, RowEvent event) noexcept {
+void Rows::change(std::uint32_t row, RowState to) noexcept {
   const RowState from = state(row);
-  const RowState to = kRowMachine.after(from, event);
+  assert(to != RowState::kOld && (from != RowState::kUnclaimed || to == RowState::kCurrent));
+  assert(to != RowState::kStranded || from != RowState::kCurrent);
   if (to == from) return;
   RowRecord& record = entries.index.row(row);
   stranded.clear(row);
@@ -80,14 +82,19 @@ void Rows::change(std::uint32_t row, RowEvent event) noexcept {
       store_word(record.epoch, epoch);
       store_word<std::uint64_t>(record.claimed, 1);
       break;
-    case RowState::kOld:
-      // The row is damaged: it names the epoch that begins now, so it would count as a current row.
-      if (from == RowState::kCurrent) store_word<std::uint64_t>(record.epoch, 0);
-      break;
     case RowState::kStranded:
       stranded.set(row);
       break;
+    case RowState::kOld:
+      break;
   }
+}
+
+void Rows::adopt(std::uint32_t row, bool sound) noexcept {
+  RowRecord& record = entries.index.row(row);
+  if (!sound) store_word<std::uint64_t>(record.claimed, 0);
+  // A damaged row may name the epoch that begins now, and would count as a current row.
+  if (load_word(record.epoch) == epoch) store_word<std::uint64_t>(record.epoch, 0);
 }
 
 std::uint32_t Rows::count() const noexcept {

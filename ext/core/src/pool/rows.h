@@ -11,16 +11,69 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <unordered_map>
 #include <vector>
 
 #include "base/status.h"
 #include "pool/entries.h"
-#include "pool/row_mask.h"
-#include "pool/states.h"
+#include "pool/index.h"
 
 namespace kvstrata {
+
+// Sets of session rows: exact ones (RowMask) and those that a cold entry stores (RowBits).
+
+// The contents of ColdEntry::rows: several rows share a bit.
+struct RowBits {
+  std::uint64_t word[kRowBits / 64] = {};
+  void set(std::uint32_t row) noexcept { word[row % kRowBits / 64] |= 1ULL << (row % 64); }
+  bool test(std::uint32_t row) const noexcept {
+    return (word[row % kRowBits / 64] >> (row % 64)) & 1;
+  }
+  bool any() const noexcept { return (word[0] | word[1]) != 0; }
+  RowBits& operator|=(const RowBits& other) noexcept {
+    for (std::size_t i = 0; i < std::size(word); ++i)
+      word[i] |= other.word[i];
+    return *this;
+  }
+  bool operator==(const RowBits& other) const noexcept = default;
+};
+
+struct RowMask {
+  std::uint64_t word[kRowCount / 64] = {};
+  void set(std::uint32_t row) noexcept { word[row / 64] |= 1ULL << (row % 64); }
+  void clear(std::uint32_t row) noexcept { word[row / 64] &= ~(1ULL << (row % 64)); }
+  bool test(std::uint32_t row) const noexcept { return (word[row / 64] >> (row % 64)) & 1; }
+  bool any() const noexcept {
+    for (const std::uint64_t bits : word) {
+      if (bits != 0) return true;
+    }
+    return false;
+  }
+  RowBits bits() const noexcept {
+    RowBits folded;
+    for (std::size_t i = 0; i < std::size(word); ++i)
+      folded.word[i % std::size(folded.word)] |= word[i];
+    return folded;
+  }
+  // The rows of this mask that `bits` may stand for.
+  RowMask among(const RowBits& bits) const noexcept {
+    RowMask result;
+    for (std::size_t i = 0; i < std::size(word); ++i)
+      result.word[i] = word[i] & bits.word[i % std::size(bits.word)];
+    return result;
+  }
+};
+
+// Row 0, the server's own, has no state.
+enum class RowState : std::uint8_t {
+  kUnclaimed,  // no process has the row
+  kCurrent,    // its process is attached, and touches nothing of earlier servers
+  kOld,        // it was attached to an earlier server, and may touch the extents that it knew then
+  kStranded,   // its process is gone, but a device may still write on its behalf
+};
 
 struct RowInfo {
   std::uint32_t row;
@@ -47,10 +100,13 @@ struct Rows {
                              std::uint64_t pid, bool registers_memory, std::uint32_t* row) noexcept;
   std::vector<RowInfo> list() const;
   RowState state(std::uint32_t row) const noexcept;
-  // Moves the row by kRowMachine, the only way in which its state changes. REQUIRES: row != 0;
-  // forget() was called for kQuiesce, kGone and kStrand; for kGone the row has no lease and no
-  // reservation.
-  void change(std::uint32_t row, RowEvent event) noexcept;
+  // With adopt() the only way in which a row's state changes. REQUIRES: row != 0; the row is
+  // claimed and forget() was called, unless an UNCLAIMED one becomes CURRENT; an UNCLAIMED one has
+  // no lease and no reservation any more; only an OLD or STRANDED one becomes STRANDED.
+  void change(std::uint32_t row, RowState to) noexcept;
+  // Takes over the row of an earlier server: OLD if it was claimed. A row that is not sound
+  // (damaged, or of a session that an earlier row has) becomes UNCLAIMED.
+  void adopt(std::uint32_t row, bool sound) noexcept;
   // Claimed rows, without row 0.
   std::uint32_t count() const noexcept;
 
@@ -78,9 +134,6 @@ struct Rows {
     return found == old_rows.end() ? RowBits{} : found->second.bits();
   }
 
-  void add_owner(std::uint32_t entry, std::uint32_t row) noexcept {
-    bytes[row] += entries.extent_bytes(entry);
-  }
   void release_owner(std::uint32_t entry) noexcept;
 
   Entries& entries;

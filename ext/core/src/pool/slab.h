@@ -119,7 +119,6 @@ class SlabMap {
   std::uint64_t extents_bytes() const noexcept { return extents_bytes_; }
   std::uint64_t slab_bytes() const noexcept { return slab_bytes_; }
   std::uint32_t slab_count() const noexcept { return slab_count_; }
-  std::uint64_t used_extents() const noexcept { return used_extents_; }
   std::uint64_t offset_of(std::uint32_t run, std::uint32_t slot) const noexcept {
     return run * slab_bytes_ + slot * classes_[runs_[run].cls].extent_bytes;
   }

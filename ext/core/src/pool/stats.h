@@ -85,7 +85,7 @@ struct PoolStats : EntryCounts,
   std::uint64_t entry_capacity, rows_claimed, rows_capacity;
   // Bytes of the extents file that have memory, and bytes of both files for which the file system
   // refused memory when it was last asked. Extents without memory are never handed out.
-  std::uint64_t limit_bytes, backed_bytes, missing_bytes;
+  std::uint64_t backed_bytes, missing_bytes;
   double fragmentation;
   const char* policy;
   std::vector<ClassStats> classes;

@@ -24,53 +24,6 @@ TEST(a_lease_ends_row_by_row) {
   CHECK_OK(f.pool->validate());
 }
 
-// Keys of `chunks` chunks in two slices, chunk-major.
-std::vector<Key> two_slices(std::uint64_t prompt, std::uint64_t chunks) {
-  const auto whole = chain(prompt, chunks), windowed = chain(prompt + 1000, chunks);
-  std::vector<Key> keys;
-  for (std::size_t i = 0; i < chunks; ++i) {
-    keys.push_back(whole[i]);
-    keys.push_back(windowed[i]);
-  }
-  return keys;
-}
-
-TEST(of_a_window_only_the_end_is_needed_and_leased) {
-  Fixture f;
-  const std::uint32_t a = f.row(1);
-  const auto keys = two_slices(1, 8);
-  const auto windowed = chain(1001, 8);
-  const std::vector<std::uint32_t> spans = {0, 2};
-  const auto peeked = [&](std::size_t n) {
-    std::vector<Key> first(windowed.begin(), windowed.begin() + static_cast<std::ptrdiff_t>(n));
-    return f.pool->peek_windows(packed(first).data(), n, std::vector<std::uint32_t>{2});
-  };
-  f.store(chain(1, 8));
-  CHECK_EQ(copy(f.lease(keys, {a}, nullptr, spans).n_chunks), 0);
-  f.store({windowed[3]});
-  // A window with a gap is never offered.
-  CHECK_EQ(copy(f.lease(keys, {a}, nullptr, spans).n_chunks), 0);
-  CHECK_EQ(peeked(8), 0);
-  f.store({windowed[2]});
-  const auto lease = f.lease(keys, {a}, nullptr, spans);
-  CHECK_EQ(lease.n_chunks, 4);
-  CHECK_EQ(peeked(8), 4);
-  CHECK_EQ(peeked(4), 4);
-  CHECK_EQ(peeked(3), 0);
-  CHECK_EQ(lease.extents.size(), 8);
-  for (std::size_t chunk = 0; chunk < 4; ++chunk) {
-    CHECK_EQ(lease.extents[2 * chunk].length, kRecordBytes);
-    CHECK_EQ(copy(lease.extents[2 * chunk + 1].length), chunk < 2 ? 0 : kRecordBytes);
-  }
-  CHECK_EQ(copy(f.pool->stats().leased_bytes), 6 * kRecordBytes);
-  CHECK(f.pool->release(lease.ticket, a));
-  CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
-  // A prompt shorter than the window needs all of it.
-  f.store({windowed[0]});
-  CHECK_EQ(copy(f.lease({keys[0], keys[1]}, {a}, nullptr, spans).n_chunks), 1);
-  CHECK_OK(f.pool->validate());
-}
-
 TEST(by_a_chain_no_more_keys_are_derived_than_the_hit_needs) {
   Fixture f(200, "LRU", 400);
   const std::uint32_t a = f.row(1);
@@ -135,28 +88,6 @@ TEST(leases_take_at_most_half_of_the_pool) {
   CHECK_EQ(chunks, 32);
   // What is leased already costs nothing more.
   CHECK_EQ(copy(f.lease(prompts[0], {a}).n_chunks), 8);
-  CHECK_OK(f.pool->validate());
-}
-
-TEST(windows_count_towards_the_bound) {
-  Fixture f(64);
-  const std::uint32_t a = f.row(1);
-  const std::vector<std::uint32_t> spans = {0, 4};
-  const auto other = chain(3, 20), keys = two_slices(1, 15);
-  f.store(other);
-  f.store(chain(1, 15));
-  f.store(chain(1001, 15));
-  CHECK_EQ(copy(f.lease(other, {a}).n_chunks), 20);
-  // 12 records may be leased: 8 chunks, and the last 4 of them in the other slice.
-  const auto trimmed = f.lease(keys, {a}, nullptr, spans);
-  CHECK_EQ(trimmed.n_chunks, 8);
-  CHECK_EQ(trimmed.short_bytes, 7 * kRecordBytes);
-  CHECK_EQ(copy(f.pool->stats().leases_trimmed), 1);
-  CHECK_EQ(copy(f.pool->stats().leased_bytes), 32 * kRecordBytes);
-  // What is leased already costs nothing more.
-  CHECK_EQ(copy(f.lease(keys, {a}, nullptr, spans).n_chunks), 8);
-  // Slices that all have a span are bounded as well.
-  CHECK_EQ(copy(f.lease(chain(1001, 15), {a}, nullptr, {40}).n_chunks), 0);
   CHECK_OK(f.pool->validate());
 }
 

@@ -1,9 +1,7 @@
 #include "pool/policy.h"
 
 #include <algorithm>
-#include <list>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "support/check.h"
@@ -37,49 +35,6 @@ struct Fixture {
 const char* const kEvicting[] = {"LRU", "ARC", "S3FIFO"};
 
 }  // namespace
-
-TEST(victims_are_of_the_class_that_was_asked) {
-  for (const char* name : kEvicting) {
-    Fixture f(name);
-    for (std::uint32_t i = 0; i < 60; ++i)
-      f.insert(i, i, i % 3);
-    for (std::uint32_t i = 0; i < 20; ++i)
-      CHECK_EQ(f.evict(1) % 3, 1);
-    CHECK_EQ(f.evict(1), kNoEntry);
-    CHECK_EQ(f.policy->count(0), 20);
-    CHECK_EQ(f.policy->count(1), 0);
-  }
-}
-
-TEST(blocked_entries_and_parents_are_never_victims_and_come_back) {
-  for (const char* name : kEvicting) {
-    Fixture f(name);
-    for (std::uint32_t i = 0; i < 40; ++i)
-      f.insert(i, i);
-    for (std::uint32_t i = 0; i < 40; ++i) {
-      if (i % 4 == 0) f.entries[i].pins = 1;
-      if (i % 4 == 1) f.entries[i].children = 1;
-      if (i % 4 == 2) f.entries[i].leases = 1;
-    }
-    for (int i = 0; i < 10; ++i)
-      CHECK_EQ(f.evict() % 4, 3);
-    CHECK_EQ(f.policy->victim(0), kNoEntry);
-    CHECK_EQ(f.policy->count(0), 30);
-    for (std::uint32_t i = 0; i < 40; ++i) {
-      if (i % 4 == 3) continue;
-      f.entries[i].pins = f.entries[i].leases = f.entries[i].children = 0;
-      f.policy->unblocked(i, i % 4 == 2);
-    }
-    CHECK_EQ(f.policy->count(0), 30);
-    std::vector<std::uint32_t> gone;
-    for (int i = 0; i < 30; ++i)
-      gone.push_back(f.evict());
-    CHECK_EQ(f.evict(), kNoEntry);
-    std::sort(gone.begin(), gone.end());
-    CHECK_EQ(std::unique(gone.begin(), gone.end()) - gone.begin(), 30);
-    CHECK_EQ(f.policy->count(0), 0);
-  }
-}
 
 TEST(what_was_in_use_until_now_outlives_what_was_not) {
   Fixture f("LRU");
@@ -156,24 +111,6 @@ TEST(s3fifo_remembers_what_left_the_small_queue) {
   for (int i = 0; i < 44; ++i)
     order.push_back(f.evict());
   CHECK(std::find(order.begin(), order.end(), 0u) == order.end());
-}
-
-TEST(a_preview_changes_nothing_and_names_what_goes_next) {
-  for (const char* name : kEvicting) {
-    Fixture f(name);
-    for (std::uint32_t i = 0; i < 30; ++i)
-      f.insert(i, i);
-    f.entries[3].pins = 1;
-    std::vector<std::uint32_t> first;
-    std::vector<std::uint32_t> second;
-    f.policy->preview(0, 10, &first);
-    f.policy->preview(0, 10, &second);
-    CHECK_EQ(first.size(), 10);
-    CHECK(first == second);
-    CHECK(std::find(first.begin(), first.end(), 3u) == first.end());
-    for (const std::uint32_t entry : first)
-      CHECK_EQ(f.evict(), entry);
-  }
 }
 
 TEST(lists_stay_sound_under_random_use) {

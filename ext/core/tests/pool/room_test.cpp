@@ -31,46 +31,6 @@ TEST(what_is_in_use_survives_any_pressure) {
   }
 }
 
-TEST(a_chain_is_evicted_from_its_end) {
-  for (const char* policy : {"LRU", "ARC", "S3FIFO"}) {
-    Fixture f(32, policy);
-    const auto keys = chain(1, 4);
-    f.store(keys);
-    for (std::uint64_t p = 10; f.peek(keys) > 0 && p < 100; ++p) {
-      const std::size_t before = f.peek(keys);
-      f.store(chain(p, 1));
-      std::size_t present = 0;
-      for (const Key& key : keys)
-        present += f.peek({key});
-      CHECK_EQ(f.peek(keys), present);  // no gap
-      CHECK(before - present <= 1);
-    }
-    CHECK_EQ(f.peek(keys), 0);
-  }
-}
-
-TEST(a_chain_never_evicts_itself) {
-  Fixture f(32);
-  f.options.max_session_share = 1;
-  Files files;
-  std::shared_ptr<Pool> pool;
-  CHECK_OK(Pool::create(files.index, files.extents, f.options, &pool));
-  f.pool = pool;
-  const auto keys = chain(1, 40);
-  const auto first = f.reserve({keys.begin(), keys.begin() + 30});
-  for (std::uint32_t i = 0; i < 30; ++i) {
-    f.write(first.extents[i], keys[i]);
-    CHECK_EQ(f.commit_one(first.ticket, i), CommitOutcome::kCommitted);
-  }
-  const auto rest = f.reserve({keys.begin() + 30, keys.end()}, 0, &keys[29]);
-  CHECK_EQ(rest.outcomes[0], ReserveOutcome::kReserved);
-  CHECK_EQ(rest.outcomes[1], ReserveOutcome::kReserved);
-  for (int i = 2; i < 10; ++i)
-    CHECK_EQ(rest.outcomes[i], ReserveOutcome::kChainExceedsPool);
-  CHECK_EQ(f.peek(keys), 30);
-  CHECK_OK(f.pool->validate());
-}
-
 TEST(a_full_pool_that_is_in_use_says_so) {
   Fixture f(16);
   const std::uint32_t a = f.row(1);

@@ -124,44 +124,6 @@ TEST(the_window_with_the_oldest_last_use_is_offered_and_blocked_ones_are_not) {
   CHECK(!space.map->oldest_window(small, 0, 0, &window));
 }
 
-TEST(extents_never_overlap_whatever_the_sizes) {
-  std::mt19937 random(3);
-  for (int round = 0; round < 20; ++round) {
-    const std::uint64_t pages = 200 + random() % 2000;
-    Space space(pages * kPage);
-    const std::uint64_t sizes[] = {1 + random() % 5, 1 + random() % 40, 1 + random() % 150};
-    struct Live {
-      SlabPlace place;
-      std::uint64_t bytes;
-    };
-    std::vector<Live> live;
-    std::map<std::uint64_t, std::uint64_t> taken;  // offset -> end
-    for (std::uint32_t step = 0; step < 1500; ++step) {
-      if (!live.empty() && random() % 5 < 2) {
-        const std::size_t at = random() % live.size();
-        space.map->free(live[at].place.run, live[at].place.slot);
-        taken.erase(live[at].place.offset);
-        live[at] = live.back();
-        live.pop_back();
-      } else {
-        const std::uint64_t bytes = sizes[random() % 3] * kPage;
-        const std::uint32_t cls = space.cls(bytes);
-        CHECK(cls != kNoClass);
-        SlabPlace place;
-        if (!space.map->allocate(cls, step, nullptr, &place)) continue;
-        CHECK(place.offset + bytes <= pages * kPage);
-        const auto after = taken.lower_bound(place.offset);
-        CHECK(after == taken.end() || after->first >= place.offset + bytes);
-        CHECK(after == taken.begin() || std::prev(after)->second <= place.offset);
-        taken[place.offset] = place.offset + bytes;
-        live.push_back({place, bytes});
-      }
-      if (step % 50 == 0) CHECK_OK(space.map->validate());
-    }
-    CHECK_EQ(space.map->used_extents(), live.size());
-  }
-}
-
 TEST(runs_come_back_from_their_table) {
   Space space(1000 * kPage);
   const std::uint32_t small = space.cls(3 * kPage);
@@ -191,7 +153,6 @@ TEST(runs_come_back_from_their_table) {
   }
   again.finish_restore();
   CHECK_OK(again.validate());
-  CHECK_EQ(again.used_extents(), live.size());
 }
 
 TEST(a_table_of_any_bytes_is_survived) {
