@@ -663,39 +663,21 @@ void check_power_loss(const MakeConnector& make, PowerLossOptions options) {
   if (broken) fail(__FILE__, __LINE__, *broken);
 }
 
-std::optional<std::string> tell_some(MakeConnector make, PowerLossOptions options,
-                                     std::uint64_t seed, unsigned stories) {
-  return PowerLoss(std::move(make), std::move(options)).tell_some(seed, stories);
-}
-
-std::vector<SyncVerdict> every_sync(const MakeConnector& make, const PowerLossOptions& options) {
+void check_every_sync_matters(const MakeConnector& make, const PowerLossOptions& options) {
+  if (PowerRun::wanted()) return;  // other seeds tell nothing new about that
   const auto sites = std::make_shared<SyncSites>(options.sync_depth);
   if (const auto broken = PowerLoss(make, options, sites).tell_some(options.first_seed, 30))
     fail(__FILE__, __LINE__, "with all syncs in place: " + *broken);
-  std::vector<SyncVerdict> verdicts;
+  std::string missed;
   // Places that are only reached without another one are left out too.
   for (std::size_t site = 0; site < sites->count(); ++site) {
-    const std::uint64_t calls = sites->forgotten_calls();
     sites->forget(site);
     PowerLoss stories(make, options, sites);
-    SyncVerdict verdict;
-    verdict.caught = stories.tell_some(options.first_seed, options.sync_stories);
-    verdict.place = sites->describe(site);
-    verdict.calls = sites->forgotten_calls() - calls;
-    verdict.stories = stories.stories();
-    verdicts.push_back(std::move(verdict));
-  }
-  return verdicts;
-}
-
-void check_every_sync_matters(const MakeConnector& make, const PowerLossOptions& options) {
-  if (PowerRun::wanted()) return;  // other seeds tell nothing new about that
-  std::string missed;
-  for (const SyncVerdict& verdict : every_sync(make, options)) {
-    std::printf("sync at %s\n    %llu stories: %s\n", verdict.place.c_str(),
-                static_cast<unsigned long long>(verdict.stories),
-                verdict.caught ? verdict.caught->c_str() : "NOT MISSED");
-    if (!verdict.caught) missed += "\n  " + verdict.place;
+    const auto caught = stories.tell_some(options.first_seed, options.sync_stories);
+    std::printf("sync at %s\n    %llu stories: %s\n", sites->describe(site).c_str(),
+                static_cast<unsigned long long>(stories.stories()),
+                caught ? caught->c_str() : "NOT MISSED");
+    if (!caught) missed += "\n  " + sites->describe(site);
   }
   if (!missed.empty()) fail(__FILE__, __LINE__, "syncs that nothing needs:" + missed);
 }

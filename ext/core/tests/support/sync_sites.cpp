@@ -24,11 +24,6 @@ void SyncSites::forget(std::optional<std::size_t> index) {
   forgotten_ = index;
 }
 
-std::uint64_t SyncSites::forgotten_calls() {
-  const std::lock_guard lock(mutex_);
-  return forgotten_calls_;
-}
-
 std::string SyncSites::describe(std::size_t index) {
   std::vector<void*> site;
   {
@@ -47,9 +42,7 @@ bool SyncSites::reached(void* caller) {
   const std::lock_guard lock(mutex_);
   auto found = std::find(sites_.begin(), sites_.end(), site);
   if (found == sites_.end()) found = sites_.insert(found, std::move(site));
-  if (forgotten_ != static_cast<std::size_t>(found - sites_.begin())) return true;
-  ++forgotten_calls_;
-  return false;
+  return forgotten_ != static_cast<std::size_t>(found - sites_.begin());
 }
 
 void SyncSites::add_callers(std::vector<void*>* site) const {

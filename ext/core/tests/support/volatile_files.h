@@ -101,8 +101,6 @@ class SyncSites {
   std::size_t count();
   // The `index`-th does nothing from now on, all others do what they should; none: all do.
   void forget(std::optional<std::size_t> index);
-  // How often the forgotten one would have synced.
-  std::uint64_t forgotten_calls();
 
   // Function, file and line, of the innermost caller first.
   std::string describe(std::size_t index);
@@ -121,7 +119,6 @@ class SyncSites {
   std::mutex mutex_;
   std::vector<std::vector<void*>> sites_;
   std::optional<std::size_t> forgotten_;
-  std::uint64_t forgotten_calls_ = 0;
 };
 
 struct VolatileOptions {
