@@ -27,7 +27,7 @@ class Machine(Generic[State, Event]):
         first: State,
         moves: Mapping[State, Mapping[Event, State]],
     ) -> None:
-        """`name` is a heading in the docs.  An event that `moves` does not list for a state cannot happen in it."""
+        """`name` is for messages.  An event that `moves` does not list for a state cannot happen in it."""
         self.name = name
         self.states = states
         self.events = events
@@ -41,7 +41,3 @@ class Machine(Generic[State, Event]):
         if after is None:
             raise AssertionError(f"{self.name}: {event.name.lower()} cannot happen in {state.name}")
         return after
-
-    def cell(self, state: State, event: Event) -> State | None:
-        """The table's entry for this event in this state; None where the event cannot happen."""
-        return self._after.get((state, event))
