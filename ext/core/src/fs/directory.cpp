@@ -46,8 +46,9 @@ std::string claim_fs_directory(FileLayer& layer, const FsOptions& options,
                                std::uint64_t* min_free_bytes, std::unique_ptr<FileLock>* lock) {
   std::string holder;
   for (int number = 0; number < (options.shared ? kMaxFsServers : 1); ++number) {
-    const std::string folder = options.shared ? "/" + fs_server_folder(number) : "";
-    *paths = FsPaths(options.base_path + folder, options.relative_tmp_dir);
+    std::string folder = options.base_path;
+    if (options.shared) folder.append("/").append(fs_server_folder(number));
+    *paths = FsPaths(std::move(folder), options.relative_tmp_dir);
     std::string wrong = prepare(layer, *paths, options, min_free_bytes);
     if (!wrong.empty()) return wrong;
     const Status status = layer.lock_folder(paths->lock(), lock, &holder);
