@@ -1,8 +1,7 @@
-"""Passes of verified puts, `exists` and loads of one storage adapter, compared with raw O_DIRECT I/O of the records.
+"""Passes of verified puts, `exists` and loads of one storage adapter.
 
 A pass puts records of random bytes under random keys, batch after batch, asks `exists` for them and for as many absent
-keys, loads them into wiped extents, compares every byte, and deletes them.  Adapter and raw I/O take turns: for each
-batch, raw I/O writes and reads the same bytes from and to the same extents.
+keys, loads them into wiped extents, compares every byte, and deletes them.
 
 1. Keys are 32 random bytes, so records of other users are never asked for, written or removed.
 2. `Work.end` deletes the records that were put, even after a failure, once no put is running.
@@ -26,7 +25,6 @@ from typing import NamedTuple
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused, StorageError
-from kvstrata.measure.raw_io import RawFiles, in_batches
 from kvstrata.memory import linux
 from kvstrata.native.pool import Hold, Pool
 from kvstrata.native.record import RecordSpec, record_bytes, seal_record
@@ -48,15 +46,13 @@ class Interrupted(Exception):
 
 
 class Pass(NamedTuple):
-    """Seconds of each call in one pass, one call for each batch; the lists of raw I/O are empty without raw I/O."""
+    """Seconds of each call in one pass, one call for each batch."""
 
     put: list[float]
-    raw_write: list[float]
     exists: list[float]
     load: list[float]
-    raw_read: list[float]
     moved_bytes: int
-    """Bytes that each of put, raw write, load and raw read moved."""
+    """Bytes that each of put and load moved."""
 
 
 class Records:
@@ -251,58 +247,42 @@ class Work:
 
 
 class Workload(Work):
-    """Passes of the adapter beside raw I/O."""
+    """Passes of the adapter."""
 
-    def __init__(self, built: Stack, records: Records, raw: RawFiles | None) -> None:
+    def __init__(self, built: Stack, records: Records) -> None:
         super().__init__(built, records, records.batch)
-        self._raw = raw
 
-    async def run(self, number: int) -> Pass:
-        """Run one pass. Adapter and raw I/O take turns at going first, from batch to batch and from pass to pass.
+    async def run(self) -> Pass:
+        """Run one pass.
 
-        Raises Refused or StorageError if the adapter refuses a record, InternalError for wrong bytes, OSError if raw
-        I/O fails, Interrupted after `stop`.
+        Raises Refused or StorageError if the adapter refuses a record, InternalError for wrong bytes, Interrupted after
+        `stop`.
         """
         records = self._records
         records.seal()
-        taken = Pass([], [], [], [], [], records.count * records.record_bytes)
+        taken = Pass([], [], [], records.count * records.record_bytes)
         batches = in_batches(records.count, records.batch)
-        for at, numbers in enumerate(batches):
+        for numbers in batches:
             self._go_on()
-            await self._put(numbers, taken, adapter_first=bool((number + at) % 2))
+            await self._put(numbers, taken)
         for numbers in batches:
             await self._ask(numbers, taken)
-        for at, numbers in enumerate(batches):
+        for numbers in batches:
             self._go_on()
-            await self._load(numbers, taken, adapter_first=bool((number + at) % 2))
-        if self._raw is not None:
-            self._raw.remove(range(records.count))
+            await self._load(numbers, taken)
         if left := await self._delete(self._stored):
             raise StorageError(f"{self._adapter.name}: {left} of {records.count} records were not deleted")
         return taken
 
-    async def _put(self, numbers: range, taken: Pass, *, adapter_first: bool) -> None:
+    async def _put(self, numbers: range, taken: Pass) -> None:
         records = self._records
         holds = records.committed(numbers)
-        # The adapter drops the holds that it gets; raw I/O has holds of its own on the same bytes.
-        with contextlib.ExitStack() as own:
-            for hold in holds:
-                own.callback(hold.drop)
-            raw_holds: list[Hold] = []
-            for number in numbers:
-                second = records.pool.hold(records.keys[number])
-                assert second is not None
-                raw_holds.append(own.enter_context(second))
-            if not adapter_first:
-                self._raw_write(numbers, raw_holds, taken)
-            items = [PutItem(records.keys[n], hold) for n, hold in zip(numbers, holds, strict=True)]
-            self._stored += [item.key for item in items]
-            begun_s = time.perf_counter()
-            outcomes = await self._adapter.put(items)
-            taken.put.append(time.perf_counter() - begun_s)
-            self._all("put", [(o.status is PutStatus.STORED, o.status.name, o.reason) for o in outcomes])
-            if adapter_first:
-                self._raw_write(numbers, raw_holds, taken)
+        items = [PutItem(records.keys[n], hold) for n, hold in zip(numbers, holds, strict=True)]
+        self._stored += [item.key for item in items]
+        begun_s = time.perf_counter()
+        outcomes = await self._adapter.put(items)
+        taken.put.append(time.perf_counter() - begun_s)
+        self._all("put", [(o.status is PutStatus.STORED, o.status.name, o.reason) for o in outcomes])
         await records.forget(numbers)
 
     async def _ask(self, numbers: range, taken: Pass) -> None:
@@ -315,11 +295,9 @@ class Workload(Work):
             taken.exists.append(time.perf_counter() - begun_s)
             self._check_found(found)
 
-    async def _load(self, numbers: range, taken: Pass, *, adapter_first: bool) -> None:
+    async def _load(self, numbers: range, taken: Pass) -> None:
         records = self._records
         with records.reserved(numbers) as tickets:
-            if not adapter_first:
-                self._raw_read(numbers, tickets, taken)
             holds = [records.hold(ticket) for ticket in tickets]
             items = [LoadItem(records.keys[n], hold) for n, hold in zip(numbers, holds, strict=True)]
             begun_s = time.perf_counter()
@@ -327,17 +305,8 @@ class Workload(Work):
             taken.load.append(time.perf_counter() - begun_s)
             self._all("load", [(o.status is LoadStatus.LOADED, o.status.name, o.reason) for o in outcomes])
             records.check(numbers, tickets, f"{self._adapter.name}: load")
-            if adapter_first:
-                self._raw_read(numbers, tickets, taken)
 
-    def _raw_write(self, numbers: range, holds: Sequence[Hold], taken: Pass) -> None:
-        if self._raw is not None:
-            taken.raw_write.append(self._raw.write_s(numbers, [hold.view() for hold in holds]))
 
-    def _raw_read(self, numbers: range, tickets: Sequence[int], taken: Pass) -> None:
-        if self._raw is None:
-            return
-        with contextlib.ExitStack() as own:
-            holds = [own.enter_context(self._records.hold(ticket)) for ticket in tickets]
-            taken.raw_read.append(self._raw.read_s(numbers, [hold.view() for hold in holds]))
-            self._records.check(numbers, tickets, "raw I/O")
+def in_batches(count: int, batch: int) -> list[range]:
+    """The numbers from 0 to count - 1, in runs of `batch`; the last run may be shorter."""
+    return [range(at, min(at + batch, count)) for at in range(0, count, batch)]

@@ -39,14 +39,13 @@ def measured(adapter: str, *arguments: str) -> dict[str, Any]:
 
 
 def files(folder: Path) -> list[Path]:
-    """Files of records and of raw I/O below a folder."""
+    """Files of records below a folder."""
     return [path for path in folder.rglob("*") if path.is_file() and path.name != ".kvstrata.lock"]
 
 
 def test_the_disk_adapter_is_measured_like_any_other(tmp_path):
     report = measured(entry(tmp_path, type="disk", capacity_gb=0.5))
     assert report["verified_bytes"] == 2 * 5 * sum(size["record_bytes"] for size in report["sizes"])
-    assert all(size[name]["ratio"] for size in report["sizes"] for name in ("put", "load"))
     again = measured(entry(tmp_path, type="disk", capacity_gb=0.5))
     assert again["notes"] == [], "all records of the first run were deleted, or the second were refused"
 
@@ -66,14 +65,12 @@ def test_every_size_is_measured_verified_and_deleted(tmp_path, more):
     for size in report["sizes"]:
         assert size["verified_bytes"] == 2 * 5 * size["record_bytes"]
         for name in ("put", "load"):
-            for word in ("gb_per_s", "raw_gb_per_s", "ratio"):
-                found = size[name][word]
-                assert 0 < found["least"] <= found["median"] <= found["greatest"]
+            found = size[name]["gb_per_s"]
+            assert 0 < found["least"] <= found["median"] <= found["greatest"]
             assert size[name]["ms"]["calls"] == 2 * 3
         ms = size["exists"]["ms"]
         assert 0 < ms["p50"] <= ms["p95"] <= ms["p99"] <= ms["greatest"]
     assert files(tmp_path) == []
-    assert list(tmp_path.glob("kvstrata-bench-*")) == []
 
 
 def test_a_capacity_without_room_for_a_pass_is_refused(tmp_path):
@@ -81,32 +78,6 @@ def test_a_capacity_without_room_for_a_pass_is_refused(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert "--count: 5 MiB do not fit in the 3 MiB" in done.stderr
     assert files(tmp_path) == []
-
-
-def test_a_raw_dir_that_cannot_be_used_is_named(tmp_path):
-    done = bench(entry(tmp_path), *SMALL, "--raw-dir", str(tmp_path / "none"))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "--raw-dir: " in done.stderr and "raw I/O with O_DIRECT is not possible" in done.stderr
-    assert files(tmp_path) == []
-
-
-def test_an_adapter_without_a_directory_is_measured_without_a_ratio(tmp_path):
-    settings = {"base_path": str(tmp_path), "min_free_bytes": 0}
-    (tmp_path / "far_medium.py").write_text(
-        "from kvstrata.storage.media.fs.adapter import FsAdapter\n"
-        "def make(**settings): return FsAdapter(**settings)\n"
-    )
-    far = {"type": "plugin", "module_path": "far_medium", "class_name": "make", "adapter_params": settings}
-    done = subprocess.run(
-        command(json.dumps(far), *SMALL),
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "no raw I/O beside it: the adapter has no base_path; give --raw-dir" in done.stdout
-    assert not list(tmp_path.rglob("*.kvc"))
 
 
 def test_a_directory_of_a_running_server_is_refused(tmp_path):
@@ -156,5 +127,4 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, number, isolation):
     out, err = running.communicate(timeout=60)
     assert (running.returncode, out, err) == (130, "", "kvstrata bench l2: interrupted\n")
     assert files(tmp_path) == []
-    assert list(tmp_path.glob("kvstrata-bench-*")) == []
     eventually("every process of it has ended", lambda: group_is_gone(running.pid))

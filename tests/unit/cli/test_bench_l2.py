@@ -99,11 +99,11 @@ async def workload(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inne
     await built.adapter.open(records.context(lambda key: None))
     inner = Inner(built.adapter, wrong)
     adapter, built.adapter = built.adapter, inner
-    work = Workload(built, records, None)
+    work = Workload(built, records)
     if stop:
         work.stop()
     try:
-        return inner, await work.run(1)
+        return inner, await work.run()
     except Exception as error:
         return inner, error
     finally:
@@ -148,15 +148,13 @@ def test_a_stopped_pass_puts_nothing(tmp_path):
 
 def test_rates_count_whole_passes_and_times_count_calls():
     passes = [
-        Pass([1.0, 1.0], [0.5, 0.5], [0.001] * 4, [0.5, 0.5], [1.0, 1.0], 4 * 10**9),
-        Pass([2.0, 2.0], [1.0, 1.0], [0.003] * 4, [0.25, 0.25], [0.25, 0.25], 4 * 10**9),
-        Pass([4.0, 4.0], [1.0, 1.0], [0.002] * 4, [0.5, 0.5], [0.5, 0.5], 4 * 10**9),
+        Pass([1.0, 1.0], [0.001] * 4, [0.5, 0.5], 4 * 10**9),
+        Pass([2.0, 2.0], [0.003] * 4, [0.25, 0.25], 4 * 10**9),
+        Pass([4.0, 4.0], [0.002] * 4, [0.5, 0.5], 4 * 10**9),
     ]
     found = bench_l2.size_figures(1.0, 4096, passes)
     assert found["put"]["gb_per_s"] == {"median": 1.0, "least": 0.5, "greatest": 2.0}
-    assert found["put"]["raw_gb_per_s"] == {"median": 2.0, "least": 2.0, "greatest": 4.0}
-    assert found["put"]["ratio"] == {"median": 0.5, "least": 0.25, "greatest": 0.5}
-    assert found["load"]["ratio"] == {"median": 1.0, "least": 1.0, "greatest": 2.0}
+    assert found["load"]["gb_per_s"] == {"median": 4.0, "least": 4.0, "greatest": 8.0}
     assert found["put"]["ms"] == {"p50": 2000, "p95": 4000, "p99": 4000, "greatest": 4000, "calls": 6}
     assert found["exists"]["ms"]["calls"] == 12
     assert found["verified_bytes"] == 12 * 10**9

@@ -1,4 +1,4 @@
-"""`kvstrata bench l2`: the speed of one L2 adapter on this host, beside raw O_DIRECT I/O, without a server.
+"""`kvstrata bench l2`: the speed of one L2 adapter on this host, without a server.
 
 The adapter is built from the JSON of the server's --l2-adapter, in the same wrappers (codecs, deadline and breaker) and
 with the same lanes or adapter host.  For each size of record the adapter is opened, runs a warm-up and the measured
@@ -12,11 +12,9 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,9 @@ from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.clock import SystemClock
 from kvstrata.config.flags import adapters_from_json
-from kvstrata.errors import ConfigError, Refused, StorageError
+from kvstrata.errors import ConfigError, Refused
 from kvstrata.measure.figures import machine, median_spread, percentile
 from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
-from kvstrata.measure.raw_io import RawFiles, check_direct
 from kvstrata.native.record import record_bytes
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.storage.stack import Surroundings, build_stack
@@ -39,8 +36,6 @@ from kvstrata.storage.stack import Surroundings, build_stack
 MB = 1 << 20
 PAGE_BYTES = 4096
 LARGEST_MB = 2048
-RAW_THREADS = 4
-"""Threads of raw I/O beside an adapter whose entry has no `num_workers`."""
 MEMORY_SHARE = 0.5
 """Largest share of the available memory that a run takes."""
 CAP_SHARE = 0.9
@@ -51,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata bench l2`."""
     top = argparse.ArgumentParser(
         prog="kvstrata bench l2",
-        description="Measure one L2 adapter on this host, verified, beside raw O_DIRECT I/O; needs no server.",
+        description="Measure one L2 adapter on this host, verified; needs no server.",
     )
     add = top.add_argument
     add("--l2-adapter", action="append", required=True, metavar="JSON",
@@ -62,8 +57,6 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=whole(1, 1024), default=8, metavar="N", help="records in a call (%(default)s)")
     add("--rounds", type=whole(1, 1000), default=5, metavar="N",
         help="measured passes for each size, after one that warms up (%(default)s)")  # fmt: skip
-    add("--raw-dir", default="", metavar="DIR",
-        help="directory for raw I/O, on the adapter's medium (the adapter's base_path)")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of tables")
     return top
 
@@ -100,8 +93,6 @@ class _Run:
         self._options = options
         self._config = config
         self._entry = entry
-        workers = entry.get("num_workers")
-        self._raw_threads = workers if isinstance(workers, int) and workers > 0 else RAW_THREADS
         self._notes: list[str] = []
         self._work: Workload | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -130,8 +121,7 @@ class _Run:
             "version": __version__,
             "machine": machine(),
             "load": f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after (1 min average)",
-            "run": f"{options.count} records a pass in batches of {options.batch}, {options.rounds + 1} passes; "
-            f"raw I/O with {self._raw_threads} threads",
+            "run": f"{options.count} records a pass in batches of {options.batch}, {options.rounds + 1} passes",
             "verified": f"{verified / MB:,.0f} MiB came back byte for byte",
             "verified_bytes": verified,
             "sizes": found,
@@ -153,7 +143,7 @@ class _Run:
             try:
                 await self._open(built.adapter.open(records.context(self._was_evicted)))
                 await self._check_adapter(built.adapter, records)
-                passes = await self._passes(Workload(built, records, ends.enter_context(self._raw())))
+                passes = await self._passes(Workload(built, records))
             finally:
                 await built.adapter.close()
         return size_figures(size_mb, records.record_bytes, passes)
@@ -164,9 +154,7 @@ class _Run:
         if self._stopped:
             raise Interrupted
         try:
-            return [await work.run(number) for number in range(self._options.rounds + 1)][1:]
-        except OSError as error:
-            raise StorageError(f"--raw-dir: raw I/O failed: {error}") from None
+            return [await work.run() for _ in range(self._options.rounds + 1)][1:]
         finally:
             self._work = None
             if left := await work.end():
@@ -210,39 +198,6 @@ class _Run:
                 "--chunk-mb, or a larger cap"
             )
 
-    @contextlib.contextmanager
-    def _raw(self) -> Iterator[RawFiles | None]:
-        """Raw I/O in a fresh folder, which is removed afterwards; None, with a note, if no folder supports it."""
-        given = self._options.raw_dir
-        base = given or self._entry.get("base_path")
-        if not isinstance(base, str):
-            self._note("no raw I/O beside it: the adapter has no base_path; give --raw-dir")
-            yield None
-            return
-        folder = Path(base).expanduser()
-        try:
-            check_direct(folder)
-        except StorageError as error:
-            if given:
-                raise StorageError(f"--raw-dir: {error.message}") from None
-            self._note(f"no raw I/O beside it: {error.message}; give --raw-dir")
-            yield None
-            return
-        try:
-            own = Path(tempfile.mkdtemp(prefix="kvstrata-bench-", dir=folder))
-        except OSError as error:
-            raise StorageError(f"--raw-dir: {folder}: no folder can be made in it: {error}") from None
-        raw = RawFiles(own, self._raw_threads, self._raw_threads)
-        try:
-            yield raw
-        finally:
-            raw.close()
-            shutil.rmtree(own)
-
-    def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.append(text)
-
     def _was_evicted(self, key: bytes) -> None:
         self._evicted += 1
 
@@ -255,16 +210,15 @@ class _Run:
 
 
 def size_figures(size_mb: float, record_length: int, passes: Sequence[Pass]) -> dict[str, Any]:
-    """The figures of one size: rates and ratios have one value for each pass, times one for each call."""
+    """The figures of one size: rates have one value for each pass, times one for each call."""
     moved = sum(each.moved_bytes for each in passes)
     parts: dict[str, Any] = {}
-    for name, raw in (("put", "raw_write"), ("load", "raw_read")):
-        ours = [each.moved_bytes / sum(getattr(each, name)) / 1e9 for each in passes]
-        beside = [each.moved_bytes / sum(getattr(each, raw)) / 1e9 for each in passes if getattr(each, raw)]
+    for name in ("put", "load"):
+        median, (least, greatest) = median_spread(
+            [each.moved_bytes / sum(getattr(each, name)) / 1e9 for each in passes]
+        )
         parts[name] = {
-            "gb_per_s": _spread(ours),
-            "raw_gb_per_s": _spread(beside) if beside else None,
-            "ratio": _spread([a / b for a, b in zip(ours, beside, strict=True)]) if beside else None,
+            "gb_per_s": {"median": median, "least": least, "greatest": greatest},
             "ms": _percentiles([s for each in passes for s in getattr(each, name)]),
         }
     parts["exists"] = {"ms": _percentiles([s for each in passes for s in each.exists])}
@@ -277,21 +231,9 @@ def shown(report: dict[str, Any]) -> str:
     for size in report["sizes"]:
         chunk = f"{size['chunk_mb']:g} MiB"
         for name in ("put", "load"):
-            found = size[name]
-            raw, ratio = found["raw_gb_per_s"], found["ratio"]
-            rates.append(
-                {
-                    "chunk": chunk,
-                    "operation": name,
-                    "GB/s": f"{found['gb_per_s']['median']:.3f}",
-                    "least": f"{found['gb_per_s']['least']:.3f}",
-                    "greatest": f"{found['gb_per_s']['greatest']:.3f}",
-                    "raw GB/s": f"{raw['median']:.3f}" if raw else "-",
-                    "ratio to raw": f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['greatest']:.2f})"
-                    if ratio
-                    else "-",
-                }
-            )
+            found = size[name]["gb_per_s"]
+            words = {"GB/s" if word == "median" else word: f"{rate:.3f}" for word, rate in found.items()}
+            rates.append({"chunk": chunk, "operation": name, **words})
         for name in ("put", "load", "exists"):
             ms = size[name]["ms"]
             words = {word: f"{ms[word]:.3f}" for word in ("p50", "p95", "p99", "greatest")}
@@ -299,11 +241,6 @@ def shown(report: dict[str, Any]) -> str:
     heads = {name: report[name] for name in ("adapter", "machine", "load", "run", "verified")}
     notes = "".join(f"\nnote: {note}" for note in report["notes"])
     return f"{table(heads)}\n\n{table(rates)}\n\n{table(times)}{notes}"
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    median, (least, greatest) = median_spread(values)
-    return {"median": median, "least": least, "greatest": greatest}
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
