@@ -203,9 +203,9 @@ class Work:
 
     async def end(self) -> int:
         """Delete the records of unfinished work; returns the number that may still be stored."""
-        if self._built.guard.running:  # a put that outlives its deadline may still store
+        if self._adapter.running:  # a put that outlives its deadline may still store
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._built.guard.ended(), DROP_S)
+                await asyncio.wait_for(self._adapter.ended(), DROP_S)
         return await self._delete(self._stored)
 
     async def _delete(self, keys: Sequence[bytes]) -> int:

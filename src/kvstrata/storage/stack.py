@@ -3,8 +3,7 @@
 medium     the bare adapter of the entry's type
 host       only with `"isolation": "process"`: runs the medium in a process of its own
 codec      encodes records that are put, decodes records that are loaded
-deadline   ends waits, and stops asking an adapter that does not answer
-metrics    reports each operation
+deadline   ends waits, stops asking an adapter that does not answer, and reports each operation
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from typing import Any, NamedTuple
 from kvstrata.clock import Clock
 from kvstrata.policy.store import StorePolicy
 from kvstrata.process.threads import on_a_thread
-from kvstrata.storage.base import AdapterContext, StorageAdapter
+from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.entry import TierConfig
 from kvstrata.storage.folder import FolderState, WatchedFolder
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.peers import ReadsPeers
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain
-from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
-from kvstrata.storage.wrap.metrics import MeteredAdapter, OpReport
+from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits, OpReport
 
 STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 divided by this."""
@@ -56,19 +54,16 @@ class Stack:
         name: str,
         policy: StorePolicy,
         codec: CodecAdapter,
-        guard: DeadlineAdapter,
+        adapter: DeadlineAdapter,
         *,
-        adapter: StorageAdapter | None = None,
         host: HostedAdapter | None = None,
         folder: str = "",
     ) -> None:
-        """`adapter`: the outermost layer, by default `guard`. `host`: None for a tier that is not isolated."""
+        """`adapter`: the outermost layer. `host`: None for a tier that is not isolated."""
         self.name = name
         self.policy = policy
         self.codec = codec
-        self.guard = guard
-        """The layer that has the breakers and counts stuck bytes."""
-        self.adapter = adapter or guard
+        self.adapter = adapter
         self.host = host
         self.folder = WatchedFolder(folder) if folder else None
         """The directory of the medium; None: it has none."""
@@ -95,8 +90,8 @@ class Stack:
         """For status pages."""
         remarks = self.codec.remarks()
         return {
-            "breakers": self.guard.breaker_states(),
-            "stuck_bytes": self.guard.stuck_bytes,
+            "breakers": self.adapter.breaker_states(),
+            "stuck_bytes": self.adapter.stuck_bytes,
             **(
                 {}
                 if self.folder is None
@@ -127,6 +122,5 @@ def build_stack(config: TierConfig, around: Surroundings) -> Stack:
         staging_bytes=config.codec_staging_bytes,
         workers=config.codec_workers,
     )
-    guard = DeadlineAdapter(codec, limits, around.clock)
-    metered = MeteredAdapter(guard, around.report, around.clock)
-    return Stack(config.name, config.policy, codec, guard, adapter=metered, host=host, folder=config.folder)
+    adapter = DeadlineAdapter(codec, limits, around.clock, around.report)
+    return Stack(config.name, config.policy, codec, adapter, host=host, folder=config.folder)

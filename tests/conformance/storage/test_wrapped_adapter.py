@@ -12,7 +12,6 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
-from kvstrata.storage.wrap.metrics import MeteredAdapter
 from kvstrata.testing.adapter_contract import Medium
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +34,6 @@ suite = load("kvstrata_sqlite_contract", EXAMPLE / "tests" / "test_contract.py")
 @pytest.mark.long
 class TestSqliteGuarded(suite.TestSqlite):
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
-        clock = SystemClock()
         limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
-        guarded = DeadlineAdapter(super().make_adapter(medium, capacity_bytes), limits, clock)
-        return MeteredAdapter(guarded, lambda report: None, clock)
+        inner = super().make_adapter(medium, capacity_bytes)
+        return DeadlineAdapter(inner, limits, SystemClock(), lambda report: None)

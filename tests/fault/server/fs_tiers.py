@@ -56,7 +56,7 @@ class Tier:
     def __init__(self, name: str, faults: Watched, limits: DeadlineLimits, policy: StorePolicy) -> None:
         self.faults = faults
         codec = CodecAdapter(faults, Chain(ChainSettings()))
-        self.guard = DeadlineAdapter(codec, limits, CLOCK)
+        self.guard = DeadlineAdapter(codec, limits, CLOCK, lambda report: None)
         self.configured = Stack(name, policy, codec, self.guard)
 
     @property

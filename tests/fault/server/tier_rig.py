@@ -35,10 +35,11 @@ class Rig:
         limits = DeadlineLimits(deadline_ms=600_000, max_stuck_bytes=1 << 30, close_s=close_s)
 
         def build(config: Any) -> Stack:
-            adapter = config.make()
-            adapter.name = config.name
-            codec = CodecAdapter(adapter, Chain(ChainSettings()))
-            return Stack(config.name, config.policy, codec, DeadlineAdapter(codec, limits, CLOCK))
+            medium = config.make()
+            medium.name = config.name
+            codec = CodecAdapter(medium, Chain(ChainSettings()))
+            adapter = DeadlineAdapter(codec, limits, CLOCK, lambda report: None)
+            return Stack(config.name, config.policy, codec, adapter)
 
         self.store = StoreController(
             l1.pool,

@@ -12,7 +12,7 @@ from kvstrata.observability.metrics import ServerCounters
 from kvstrata.rpc import wire
 from kvstrata.server.housekeeping import SUMMARY_S, EvictionSummary
 from kvstrata.server.l2.reports import FULL_REASONS, TierReports
-from kvstrata.storage.wrap.metrics import OpReport
+from kvstrata.storage.wrap.deadline import OpReport
 from kvstrata.types import RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import chain_of
@@ -32,7 +32,7 @@ def reports() -> TierReports:
 
 
 def put(outcome: str) -> OpReport:
-    return OpReport("disk-0", "put", 1, 4096 if outcome == "stored" else 0, 0.001, {outcome: 1})
+    return OpReport("disk-0", "put", 4096 if outcome == "stored" else 0, 0.001, {outcome: 1})
 
 
 @pytest.mark.parametrize("reason", sorted(FULL_REASONS))
@@ -52,7 +52,7 @@ def test_a_tier_that_is_full_is_said_once_and_once_when_it_has_room(
 
 def test_other_failures_are_not_full(reports: TierReports, caplog: pytest.LogCaptureFixture) -> None:
     reports.operation(put("throttled:queue_full"))
-    reports.operation(OpReport("disk-0", "load", 1, 0, 0.001, {"failed:disk_full": 1}))
+    reports.operation(OpReport("disk-0", "load", 0, 0.001, {"failed:disk_full": 1}))
     assert caplog.messages == []
 
 

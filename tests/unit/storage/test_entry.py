@@ -105,9 +105,9 @@ def test_a_built_adapter_is_measured_and_guarded() -> None:
     built = build_stack(config, AROUND)
     assert built.name == built.adapter.name == "fs-1"
     assert built.policy is StorePolicy.ON_EVICT
-    assert built.guard.limits.max_stuck_bytes == 1 << 26
-    assert built.guard.limits.deadline_ms == 5_000
-    assert built.codec is built.guard.inner
+    assert built.adapter.limits.max_stuck_bytes == 1 << 26
+    assert built.adapter.limits.deadline_ms == 5_000
+    assert built.codec is built.adapter.inner
     assert not built.codec.chain.encodes
 
 

@@ -75,7 +75,7 @@ class MediaWatch:
         before, folder.state = folder.state, now
         if now is before:
             return
-        guard, path = tier.configured.guard, folder.path
+        guard, path = tier.configured.adapter, folder.path
         if now is FolderState.WELL:
             guard.open_again()
             stays = _stays_read_only(tier.configured)

@@ -13,7 +13,7 @@ from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.reasons import FULL
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.l2.store import StoreController
-from kvstrata.storage.wrap.metrics import OpReport
+from kvstrata.storage.wrap.deadline import OpReport
 
 FULL_REASONS = frozenset({FULL, "capacity", "disk_full", "no_room"})
 """Reasons of puts for which the medium had no room."""

@@ -168,8 +168,8 @@ class TierControl:
                 f"name: {name} cannot be reached, so it is not in use; it is tried again by itself",
                 field="name",
             )
-        if tier.configured.guard.paused != paused:
-            tier.configured.guard.paused = paused
+        if tier.configured.adapter.paused != paused:
+            tier.configured.adapter.paused = paused
             self._changed()
             self._log.info("l2_adapter_paused" if paused else "l2_adapter_resumed", adapter=name)
         return self._row(tier)
@@ -210,7 +210,7 @@ class TierControl:
             "shared": capabilities.shared,
             "entry": shown(tier.entry)[0],
             **_status(tier),
-            "under_way": tier.configured.guard.running,
+            "under_way": tier.configured.adapter.running,
             "puts": self._store.stats_of(tier.name),
             "loads": self._prefetch.stats_of(tier.name),
         }

@@ -52,7 +52,7 @@ class Tier:
     def state(self) -> TierState:
         if not self.is_open:
             return TierState.UNREACHABLE
-        return TierState.PAUSED if self.configured.guard.paused else TierState.ACTIVE
+        return TierState.PAUSED if self.configured.adapter.paused else TierState.ACTIVE
 
 
 class TierSet:

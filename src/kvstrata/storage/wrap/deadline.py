@@ -12,14 +12,17 @@ medium (policy/reasons.py; a full queue does not).  A miss, a corrupt record or 
 While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot be loaded is not a hit.
 
 The log has a line when a breaker opens (`tier_down`) and when it closes again (`tier_up`), none for probes that fail.
+
+Each exists, put, load and delete is reported when it has ended, with its duration and outcomes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -50,6 +53,7 @@ from kvstrata.types import KEY_BYTES
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Moved = TypeVar("Moved", PutOutcome, LoadOutcome)
 
 MEANINGS = {
     "exists": "lookups count its chunks as absent",
@@ -74,10 +78,33 @@ class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How long `close` waits for the inner adapter's close and for operations past their deadline."""
 
 
-class DeadlineAdapter(StorageAdapter):
-    """Wraps one adapter. Its exists, put, load and delete never raise; an exception of the adapter becomes outcomes."""
+class OpReport(NamedTuple):
+    """One finished batch."""
 
-    def __init__(self, inner: StorageAdapter, limits: DeadlineLimits, clock: Clock) -> None:
+    adapter: str
+    operation: str
+    """exists, put, load or delete."""
+    moved_bytes: int
+    """Bytes of the records that were stored or loaded; 0 for exists and delete."""
+    seconds: float
+    outcomes: Mapping[str, int]
+    """Items by outcome in lower case (`stored`, `absent`, …), by `status:reason` where there is a reason,
+    `cancelled` when the caller went away."""
+
+
+class DeadlineAdapter(StorageAdapter):
+    """Wraps one adapter. Its exists, put, load and delete never raise; an exception of the adapter becomes outcomes.
+
+    `report` gets each batch that has ended, on the event loop.
+    """
+
+    def __init__(
+        self,
+        inner: StorageAdapter,
+        limits: DeadlineLimits,
+        clock: Clock,
+        report: Callable[[OpReport], None],
+    ) -> None:
         self.inner = inner
         self.name = inner.name
         self.capabilities = inner.capabilities
@@ -85,6 +112,7 @@ class DeadlineAdapter(StorageAdapter):
         self.stuck_bytes = 0
         """Bytes of operations that have not ended and that nobody waits for any more."""
         self._clock = clock
+        self._report = report
         self._states = EventLog("adapters", clock.monotonic_s)
         self._misanswered: set[str] = set()
         """Operations whose invalid answers were logged."""
@@ -124,6 +152,12 @@ class DeadlineAdapter(StorageAdapter):
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """As the inner adapter; UNKNOWN at the deadline, while a breaker is open and while the medium is shut."""
+        with _Span(self, "exists", len(keys)) as span:
+            found = await self._exists(keys)
+            span.outcomes.update(_presences(found))
+        return found
+
+    async def _exists(self, keys: Sequence[bytes]) -> list[Found]:
         if refusal := self._refusal(loads=True):
             return [Found(Presence.UNKNOWN, 0, refusal)] * len(keys)
         if not self._breakers["load"].would_admit(self._clock.monotonic_s()) or not self._admit("exists"):
@@ -148,36 +182,51 @@ class DeadlineAdapter(StorageAdapter):
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter; FAILED at the deadline, while the breaker is open and while the medium is shut."""
-        payload_bytes = sum(item.hold.length for item in items)
-        refusal = self._refusal()
-        if refusal or self._is_stuck() or not self._admit("put"):
-            for item in items:
-                item.hold.drop()
-            return [PutOutcome(PutStatus.FAILED, refusal or BREAKER_OPEN)] * len(items)
-        try:
-            return await self._bounded(
-                "put", self.inner.put(items), items, payload_bytes, PutOutcome, _put_says_why_not
-            )
-        except _Failed as failed:
-            return [PutOutcome(PutStatus.FAILED, failed.reason)] * len(items)
+        return await self._move("put", self.inner.put, items, PutOutcome, PutStatus.FAILED, PutStatus.STORED)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """As the inner adapter; FAILED at the deadline, while the breaker is open and while the medium is shut."""
-        payload_bytes = sum(item.hold.length for item in items)
-        refusal = self._refusal(loads=True)
-        if refusal or self._is_stuck() or not self._admit("load"):
-            for item in items:
-                item.hold.drop()
-            return [LoadOutcome(LoadStatus.FAILED, refusal or BREAKER_OPEN)] * len(items)
-        try:
-            return await self._bounded(
-                "load", self.inner.load(items), items, payload_bytes, LoadOutcome, _load_says_why_not
-            )
-        except _Failed as failed:
-            return [LoadOutcome(LoadStatus.FAILED, failed.reason)] * len(items)
+        return await self._move(
+            "load", self.inner.load, items, LoadOutcome, LoadStatus.FAILED, LoadStatus.LOADED
+        )
+
+    async def _move(
+        self,
+        operation: str,
+        call: Callable[[Any], Coroutine[Any, Any, list[Moved]]],
+        items: Sequence[PutItem] | Sequence[LoadItem],
+        kind: type[Moved],
+        failed: Any,
+        moved: object,
+    ) -> list[Moved]:
+        lengths = [item.hold.length for item in items]
+        with _Span(self, operation, len(items)) as span:
+            refusal = self._refusal(loads=operation == "load")
+            if refusal or self._is_stuck() or not self._admit(operation):
+                for item in items:
+                    item.hold.drop()
+                outcomes = [kind(failed, refusal or BREAKER_OPEN)] * len(items)
+            else:
+                try:
+                    outcomes = await self._bounded(
+                        operation, call(items), items, sum(lengths), kind,
+                        lambda outcome: outcome.reason if outcome.status is failed else None,
+                    )  # fmt: skip
+                except _Failed as error:
+                    outcomes = [kind(failed, error.reason)] * len(items)
+            for (status, reason), length in zip(outcomes, lengths, strict=True):
+                span.outcomes[_word(status.name, reason)] += 1
+                span.moved_bytes += length if status is moved else 0
+        return outcomes
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         """As the inner adapter; 0 at the deadline, while the breaker is open and while the medium is shut."""
+        with _Span(self, "delete", len(keys)) as span:
+            count = await self._delete(keys)
+            span.outcomes.update({"deleted": count, "absent": len(keys) - count})
+        return count
+
+    async def _delete(self, keys: Sequence[bytes]) -> int:
         if self._refusal() or not self._admit("delete"):
             return 0
         try:
@@ -378,6 +427,45 @@ class DeadlineAdapter(StorageAdapter):
         task.add_done_callback(unstick)
 
 
+class _Span:
+    """Times one batch, and reports it however it ends."""
+
+    def __init__(self, owner: DeadlineAdapter, operation: str, items: int) -> None:
+        self._owner = owner
+        self._operation = operation
+        self._items = items
+        self.moved_bytes = 0
+        self.outcomes: collections.Counter[str] = collections.Counter()
+
+    def __enter__(self) -> _Span:
+        self._begun_s = self._owner._clock.monotonic_s()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            self.outcomes = collections.Counter({"cancelled": self._items})
+        owner = self._owner
+        seconds = owner._clock.monotonic_s() - self._begun_s
+        owner._report(OpReport(owner.name, self._operation, self.moved_bytes, seconds, dict(self.outcomes)))
+
+
+def _presences(found: Sequence[Found]) -> collections.Counter[str]:
+    """The number of keys by outcome; takes some 30 µs for a thousand keys."""
+    presences = bytes([answer[0] for answer in found])
+    words = collections.Counter(
+        {presence.name.lower(): presences.count(presence) for presence in Presence if presence in presences}
+    )
+    if words.pop("unknown", 0):
+        words.update(
+            _word("unknown", reason) for presence, _, reason in found if presence is Presence.UNKNOWN
+        )
+    return words
+
+
+def _word(status: str, reason: str) -> str:
+    return f"{status.lower()}:{reason}" if reason else status.lower()
+
+
 class _Failed(Exception):
     """The operation failed, or did not end within its deadline."""
 
@@ -406,11 +494,3 @@ def _is_page(page: object, most: int) -> bool:
 
 def _found_says_why_not(found: Found) -> str | None:
     return found.reason if found.presence is Presence.UNKNOWN else None
-
-
-def _put_says_why_not(outcome: PutOutcome) -> str | None:
-    return outcome.reason if outcome.status is PutStatus.FAILED else None
-
-
-def _load_says_why_not(outcome: LoadOutcome) -> str | None:
-    return outcome.reason if outcome.status is LoadStatus.FAILED else None
