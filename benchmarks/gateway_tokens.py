@@ -30,7 +30,7 @@ from kvstrata.gateway.engine_link import Address, Links
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, Chat, prompt_in
-from kvstrata.gateway.tokens.source import Tokens
+from kvstrata.gateway.tokens.source import CACHE_BYTES, Tokens
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.process.threads import SWITCH_S
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
@@ -114,7 +114,7 @@ async def verified(tokenizer: OwnTokenizer, engine: ScriptedEngine, links: Links
     fleet = Fleet(time.monotonic, 0.0)
     [one] = fleet.set_places([Place("e", Address("127.0.0.1", engine.port, False))])
     fleet.up(one, {"m": {"id": "m"}})
-    settings = TokenSettings(deadline_ms=10_000, cache_mb=256)
+    settings = TokenSettings(deadline_ms=10_000)
     tokens = Tokens(settings, {"m": tokenizer}, fleet, links, time.monotonic)
     await tokens.verify()
     assert ("plain", False) in tokens.agreed("m") and ("system", False) in tokens.agreed("m")
@@ -183,7 +183,7 @@ async def measure(tokenizer: OwnTokenizer, text: str) -> dict[str, list[float]]:
                 seen["tokens"].append(len(ids))
         await tokens.close()
         await links.close()
-    memory = Memory(256 << 20)
+    memory = Memory(CACHE_BYTES)
     for one in asked:
         kind = "next_cpu" if one.new_chars else "first_cpu"
         seen.setdefault(kind, []).append(cpu_ms(tokenizer, one.body, memory))

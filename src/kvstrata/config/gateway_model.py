@@ -170,10 +170,6 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_requests: Annotated[
         int, Meta(ge=1, le=65_536, description="Requests that wait at most; further ones get 429.")
     ] = 1_024
-    max_mb: Annotated[
-        float,
-        Meta(gt=0, le=1_024, description="Bodies of the waiting requests at most, in MiB; more get 429."),
-    ] = 256.0
     patience_s: Annotated[
         float,
         Meta(
@@ -350,14 +346,6 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="Longest time for which a request waits for its ids, in milliseconds; then it goes on without.",
         ),
     ] = 20.0
-    cache_mb: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=65_536,
-            description="Memory for the ids of conversations' earlier turns, in MiB; a token takes 4 bytes.",
-        ),
-    ] = 64.0
 
 
 OtherGateway = Annotated[
@@ -394,16 +382,6 @@ class SharingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "Empty: the key that this user's processes on this host share."
         ),
     ] = ""
-    silent_s: Annotated[
-        float,
-        Meta(
-            extra=LIMIT,
-            ge=1.5,
-            le=60,
-            description="Time without a word from another gateway after which its requests count as ended, in seconds; "
-            "each tells what it has under way every 0.5 s.",
-        ),
-    ] = 2.0
 
 
 PolicyName = Literal["ttft", "least_loaded", "round_robin", "session"]

@@ -21,8 +21,8 @@ before.
    and at the deadline.  One whose class does not shed is then ordered as if it had no class, so it does not delay
    others that can still meet theirs.
 3. Every `order_s` is fixed but for that one change, so each request's turn comes.
-4. At most `max_requests` wait, with bodies of `max_mb`.  Beyond that the tenant that takes most by its weight loses the
-   request that would be served last.
+4. At most `max_requests` wait, with bodies of MAX_BYTES.  Beyond that the tenant that takes most by its weight loses
+   the request that would be served last.
 5. The dequeue is driven by first tokens, ends, engines that come and go, and settings; nothing polls.
 """
 
@@ -45,6 +45,8 @@ from kvstrata.observability.metrics import LONG_BUCKETS, Histogram
 PRIORITY_S = 1.0
 """A step of priority counts as an arrival so many seconds earlier."""
 QUEUE_FULL = "queue_full"
+MAX_BYTES = 256 << 20
+"""Bodies of all waiting requests."""
 
 
 class State(enum.Enum):
@@ -213,7 +215,7 @@ class Admission:
         if not self._settings.enabled or ask.wanted.made_by:
             self._decide(ask)
             return
-        if ask.meter.body_bytes > self._most_bytes and not self._has_room(ask.lane):
+        if ask.meter.body_bytes > MAX_BYTES and not self._has_room(ask.lane):
             self._refuse(ask, self._full())
             return
         due_s = self.deadline_s(ask)
@@ -288,11 +290,12 @@ class Admission:
 
     def _trim(self) -> None:
         """Refuse what waits beyond the bounds."""
-        most, most_bytes = self._settings.max_requests, self._most_bytes
-        while len(self) > most or self.size_bytes > most_bytes:
+        while len(self) > self._settings.max_requests or self.size_bytes > MAX_BYTES:
             heaviest = max(
                 self.flows.values(),
-                key=lambda one: max(one.count / most, one.size_bytes / most_bytes) / one.weight,
+                key=lambda one: (
+                    max(one.count / self._settings.max_requests, one.size_bytes / MAX_BYTES) / one.weight
+                ),
             )
             last = max((lane[-1] for lane in heaviest.lanes.values()), key=lambda each: each.order)
             self._remove(last)
@@ -352,16 +355,11 @@ class Admission:
             ask.decided()
 
     def _full(self) -> Failure:
-        settings = self._settings
         says = (
-            f"as many requests wait as may (queue.max_requests: {settings.max_requests}, "
-            f"queue.max_mb: {settings.max_mb:g}); come again later"
+            f"as many requests wait as may (queue.max_requests: {self._settings.max_requests}, with "
+            f"{MAX_BYTES >> 20} MiB of bodies); come again later"
         )
         return Failure(429, QUEUE_FULL, says, retry_after_s=1)
-
-    @property
-    def _most_bytes(self) -> int:
-        return max(1, int(self._settings.max_mb * (1 << 20)))
 
     def _set_timer(self) -> None:
         """Pump when the prompt of an answer that comes whole counts as computed: no first token tells of it."""

@@ -77,7 +77,7 @@ def test_queues_are_mended_whatever_was_lost(seed: int, steps: int, lost: float)
         pair.hear(frame)
     assert pair.counts() == pair.told() and pair.others.in_flight == len(under_way)
     pair.now_s += 60.0
-    pair.others.forget_silent(10.0)
+    pair.others.forget_silent()
     assert pair.counts() == dict.fromkeys(ENGINES, (0, 0)) and len(pair.others) == 0
     assert all(one.busy is None and one.in_flight == 0 for one in pair.fleet)
 

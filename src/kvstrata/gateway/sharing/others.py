@@ -1,6 +1,6 @@
 """What the other gateways have told: their requests in the engines' queues, and the prefixes that they sent.
 
-    unknown ─▶ heard ──silent for `silent_s`──▶ forgotten        a gateway that is heard again begins anew
+    unknown ─▶ heard ──silent for SILENT_S──▶ forgotten        a gateway that is heard again begins anew
 
 1. A request of another gateway counts as one of ours in the queues and in the busy periods, under the name
    `GATEWAY/NUMBER`, and never in the numbers of requests that this gateway has under way.
@@ -29,6 +29,8 @@ from kvstrata.gateway.sharing.messages import (
 
 MAX_GATEWAYS = 64
 MAX_FLIGHTS = 1 << 16
+SILENT_S = 2.0
+"""Each gateway tells what it has under way every 0.5 s."""
 
 
 class Foreign:
@@ -84,10 +86,10 @@ class Others:
         for event in frame.events:
             self._apply(frame.gateway, other, event)
 
-    def forget_silent(self, silent_s: float) -> list[str]:
-        """Forget the gateways that have said nothing for so long; returns their names."""
+    def forget_silent(self) -> list[str]:
+        """Forget the gateways that have said nothing for SILENT_S; returns their names."""
         now_s = self._now_s()
-        silent = [name for name, other in self._others.items() if now_s - other.heard_s > silent_s]
+        silent = [name for name, other in self._others.items() if now_s - other.heard_s > SILENT_S]
         for name in silent:
             self._forget(name)
         return silent

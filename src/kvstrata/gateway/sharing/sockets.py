@@ -22,7 +22,7 @@ from kvstrata.config.gateway_model import SharingSettings
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.gateway.fleet import DNS
 from kvstrata.gateway.sharing.messages import FRAMES, MAX_FRAME_BYTES, PROTOCOL
-from kvstrata.gateway.sharing.others import Others
+from kvstrata.gateway.sharing.others import SILENT_S, Others
 from kvstrata.gateway.sharing.telling import EVENT_BYTES, Teller
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.zmq_curve import ClusterKeys, public_of, read_cluster_keys
@@ -93,8 +93,8 @@ class Sharing:
             self.flush()
             for frame in self.teller.under_way():
                 self._send(frame)
-            for name in self.others.forget_silent(self._settings.silent_s):
-                self._log.warning("gateway_silent", gateway=name, after_s=self._settings.silent_s)
+            for name in self.others.forget_silent():
+                self._log.warning("gateway_silent", gateway=name, after_s=SILENT_S)
             turn += 1
             if not turn % RESOLVE_TURNS and any(one.startswith(DNS) for one in self._settings.gateways):
                 await self.set(self._settings)

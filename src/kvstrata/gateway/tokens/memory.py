@@ -60,18 +60,9 @@ class Memory:
                 return
             self._entries[key] = ids
             self.bytes += _size(ids)
-            self._shrink()
-
-    def resize(self, most_bytes: int) -> None:
-        """Have another bound."""
-        with self._lock:
-            self.most_bytes = most_bytes
-            self._shrink()
-
-    def _shrink(self) -> None:
-        while self.bytes > self.most_bytes:
-            _, ids = self._entries.popitem(last=False)
-            self.bytes -= _size(ids)
+            while self.bytes > self.most_bytes:
+                _, forgotten = self._entries.popitem(last=False)
+                self.bytes -= _size(forgotten)
 
 
 def _size(ids: array[int]) -> int:

@@ -47,6 +47,8 @@ RENDERED = frozenset((CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"))
 REFUSED_S = 60.0
 """Time for which an engine that refuses /render is not asked again."""
 OTHER = "other"
+CACHE_BYTES = 64 << 20
+"""Ids of conversations' earlier turns; a token takes 4 bytes."""
 
 
 class Known(NamedTuple):
@@ -84,7 +86,7 @@ class Tokens:
         self._fleet = fleet
         self._links = links
         self._now_s = now_s
-        self.memory = Memory(_bytes(settings))
+        self.memory = Memory(CACHE_BYTES)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._waiting = 0
         self._verified: dict[tuple[str, str], _Verified] = {}
@@ -286,7 +288,6 @@ class Tokens:
         self._verified = {name: one for name, one in self._verified.items() if name[1] in same}
         self.tokenizers = tokenizers
         self.settings = settings
-        self.memory.resize(_bytes(settings))
         self.degraded.clear()
         self._compared.clear()
         self._wrong.clear()
@@ -335,7 +336,3 @@ def _work(
 
 def _features(agreed: Agreed) -> list[str]:
     return sorted({feature for feature, _ in agreed})
-
-
-def _bytes(settings: TokenSettings) -> int:
-    return int(settings.cache_mb * (1 << 20))
