@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[3]
 NATIVE = "kvstrata/native"
-PAGES = "src/kvstrata/*/dashboard/**/*"
+PAGES = "src/kvstrata/controller/dashboard/**/*"
 BUILT_HERE = shutil.ignore_patterns(
     ".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.o", "*.a", "fuzz-artifacts"
 )

@@ -20,7 +20,6 @@ export const live = {
   instances: null, // rows in the order of their ids
   removed: [],
   events: [],
-  known: () => live.cluster !== null,
   /** The present time by the controller's clock; while the connection is lost, the time of the last message. */
   nowMs: () => live.cluster.unix_ms + (live.connection.state === "lost" ? 0 : Date.now() - heardMs),
 };

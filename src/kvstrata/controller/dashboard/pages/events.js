@@ -1,11 +1,10 @@
 // Events of the cluster as they happen, newest first.
 
-import { ended, h, lazy } from "../dom.js";
+import { h, lazy } from "../dom.js";
 import { clock, date } from "../format.js";
 import { MAX_EVENTS } from "../live.js";
 import { instanceLink } from "../instance_parts.js";
-import { ask, asked } from "../query.js";
-import { inOrder, noneMatch, windowed } from "../rows.js";
+import { ask, asked, inOrder, noneMatch, windowed } from "../rows.js";
 
 const TONES = {
   joined: "good", came_back: "good", synced: "good", died: "bad", directory_full: "bad", snapshot_failed: "bad", move_incomplete: "bad",
@@ -51,7 +50,7 @@ export const eventsPage = {
     const rows = choice(all, asked("kind"), asked("instance"));
     const last = frozen?.at(-1)?.number ?? 0;
     const missed = frozen ? live.events.filter((event) => event.number > last).length : 0;
-    const { shown, tools } = windowed({ id: "events", what: "events", rows, key: (event) => String(event.number), text: (event) => `${event.kind} ${event.instance} ${event.message}`, prefix: "", filter: true, waits: true, redraw });
+    const { shown, tools } = windowed({ id: "events", what: "events", rows, key: (event) => String(event.number), text: (event) => `${event.kind} ${event.instance} ${event.message}`, prefix: "", filter: true, redraw });
     return [
       h("div", { class: "heading" }, h("h1", {}, "Events"),
         h("div", { class: "filter" },
@@ -62,8 +61,8 @@ export const eventsPage = {
       all.length >= MAX_EVENTS && h("p", { class: "quiet" }, `The last ${all.length} events; older ones are gone.`),
       tools,
       rows.length === 0 ? h("p", { class: "quiet" }, all.length ? "No event is of this kind and instance." : "Nothing has happened yet. An instance that registers is the first event.")
-        : h("ol", { class: "log", id: "events-rows", tabindex: "0", "aria-label": "Events, newest first", onpointerleave: redraw },
-          shown.map(([name, event]) => (event ? lazy("li", name, [event], () => line(event)) : ended("li", name)))),
+        : h("ol", { class: "log", tabindex: "0", "aria-label": "Events, newest first" },
+          shown.map((event) => lazy("li", event.number, [event], () => line(event)))),
       noneMatch({ id: "events", what: "events", rows, shown, prefix: "", redraw }),
     ];
   },

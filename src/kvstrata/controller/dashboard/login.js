@@ -3,7 +3,6 @@
 
 import { show } from "./dialog.js";
 import { h } from "./dom.js";
-import { site } from "./site.js";
 
 const KEY = "kvstrata.page-key";
 const PATH = "#/login/";
@@ -18,13 +17,13 @@ export const pageKey = () => localStorage.getItem(KEY);
 async function begin(code) {
   let response;
   try {
-    response = await fetch(site.login, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ code }) });
+    response = await fetch("/v1/login", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ code }) });
   } catch {
-    return `The ${site.name} does not answer.`;
+    return "The controller does not answer.";
   }
-  const told = await response.json().catch(() => ({}));
-  if (!response.ok) return (told.error ?? told).message || `The ${site.name} answered ${response.status}.`;
-  localStorage.setItem(KEY, told.page_key);
+  const { message, page_key: key } = await response.json().catch(() => ({}));
+  if (!response.ok) return message || `The controller answered ${response.status}.`;
+  localStorage.setItem(KEY, key);
   finish?.();
   return "";
 }
@@ -52,8 +51,9 @@ function ask() {
     const fault = h("p", { class: "wrong", role: "alert", hidden: !wrong }, wrong);
     const dialog = show("Log in", [
       fault,
-      h("p", { id: "code-note" }, site.hint()),
-      h("label", { for: "code" }, `Link, or the ${site.name}\u2019s token`), field,
+      h("p", { id: "code-note" }, "Run ", h("code", {}, "kvstrata ctl cluster dashboard-link"), " as the user of the controller, on its machine. ",
+        "Open the link that it prints, or paste it here. It works once, for five minutes."),
+      h("label", { for: "code" }, "Link, or the controller\u2019s token"), field,
     ], [h("button", { class: "primary" }, "Log in")]);
     finish = () => {
       wrong = "";
@@ -74,7 +74,7 @@ function ask() {
 
 /** Ends the session, in all tabs, and draws the page anew. */
 export async function logOut() {
-  await fetch(site.logout, { method: "POST", headers: { "kvstrata-page-key": pageKey() ?? "" } }).catch(() => {});
+  await fetch("/v1/logout", { method: "POST", headers: { "kvstrata-page-key": pageKey() ?? "" } }).catch(() => {});
   localStorage.removeItem(KEY);
   location.reload();
 }

@@ -1,7 +1,6 @@
-// The HTTP API of the port that serves the page. If it wants a login, the page asks the user for one and then tries again.
+// The HTTP API of the controller. If it wants a login, the page asks the user for one and then tries again.
 
 import { newSession, pageKey } from "./login.js";
-import { site } from "./site.js";
 
 /** An answer that is not a success; `status` 0: no answer. */
 export class ApiError extends Error {
@@ -25,16 +24,15 @@ export async function open(method, path, { body, signal, timeoutMs } = {}) {
       });
     } catch (error) {
       if (signal?.aborted) throw error;
-      throw new ApiError(0, `The ${site.name} does not answer.`);
+      throw new ApiError(0, "The controller does not answer.");
     }
     if (response.ok) return response;
     if (response.status === 401) {
       await newSession(key);
       continue;
     }
-    const told = await response.json().catch(() => ({}));
-    const { message, code, field } = told.error ?? told; // a gateway's errors have the shape of the API that it speaks
-    throw new ApiError(response.status, message || `The ${site.name} answered ${response.status}.`, code, field);
+    const { message, code, field } = await response.json().catch(() => ({}));
+    throw new ApiError(response.status, message || `The controller answered ${response.status}.`, code, field);
   }
 }
 

@@ -35,11 +35,6 @@ export function lazy(tag, key, deps, build) {
   return Object.assign(document.createElement(tag), { key: String(key), deps, build });
 }
 
-/** The element with this key stays visible but inert, because the row that it showed has ended. */
-export function ended(tag, key) {
-  return Object.assign(h(tag, { class: "ended", "aria-hidden": "true", inert: true }), { key: String(key), stays: true });
-}
-
 function built({ key, deps, build }) {
   return Object.assign(build(), { key, deps });
 }
@@ -87,10 +82,7 @@ function reconcile(parent, wanted) {
     }
     if (found === place) place = place.nextSibling;
     else parent.insertBefore(found, place);
-    if (child.stays) {
-      for (const { name, value } of child.attributes) found.setAttribute(name, value);
-      found.deps = null;
-    } else if (!child.build) update(found, child);
+    if (!child.build) update(found, child);
     else if (!unchanged(found, child)) {
       update(found, built(child));
       found.deps = child.deps;

@@ -1,8 +1,7 @@
 // Tables that can be filtered and ordered by a column, a page of rows at a time; on a narrow page rows become cards.
 
-import { ended, h, lazy } from "./dom.js";
-import { ask, asked } from "./query.js";
-import { noneMatch, windowed } from "./rows.js";
+import { h, lazy } from "./dom.js";
+import { ask, asked, noneMatch, windowed } from "./rows.js";
 
 /**
  * `columns`: [{name, title, cell(row) → content, sort(row) → value, shows(row), number, wide}]; a column without `sort`
@@ -36,9 +35,7 @@ export function table({ id, caption, columns, rows, key, text, deps = (row) => [
       h("table", { role: "table" },
         h("caption", { class: "unseen" }, caption),
         lazy("thead", "head", [by.name, downwards, columns.map(({ name }) => name).join()], () => h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, columns.map((column) => head(column, by === column, downwards, choose))))),
-        h("tbody", { role: "rowgroup", id: `${id}-rows`, onpointerleave: redraw }, shown.map(([name, row]) => (row === null
-          ? ended("tr", name)
-          : line(name, row, { columns, deps, mark })))))),
+        h("tbody", { role: "rowgroup" }, shown.map((row) => line(key(row), row, { columns, deps, mark }))))),
     noneMatch({ id, what: caption, rows, shown, prefix, redraw }));
 }
 
