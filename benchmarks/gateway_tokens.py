@@ -28,10 +28,9 @@ from benchmarks.common import figure, sized
 from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_link import Address, Links
 from kvstrata.gateway.fleet import Fleet, Place
-from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, Chat, prompt_in
-from kvstrata.gateway.tokens.source import CACHE_BYTES, Tokens
-from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
+from kvstrata.gateway.tokens.source import Tokens
+from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer
 from kvstrata.process.threads import SWITCH_S
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.tokenizer_folder import CHATML, byte_level, save
@@ -183,7 +182,7 @@ async def measure(tokenizer: OwnTokenizer, text: str) -> dict[str, list[float]]:
                 seen["tokens"].append(len(ids))
         await tokens.close()
         await links.close()
-    memory = Memory(CACHE_BYTES)
+    memory = Memory()
     for one in asked:
         kind = "next_cpu" if one.new_chars else "first_cpu"
         seen.setdefault(kind, []).append(cpu_ms(tokenizer, one.body, memory))

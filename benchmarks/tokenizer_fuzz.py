@@ -17,8 +17,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 
 from benchmarks.gateway_tokens import corpus
-from kvstrata.gateway.tokens.memory import Memory
-from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
+from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer
 from kvstrata.gateway.tokens.verifying import text_in
 from tests.harness.tokenizer_folder import CHATML, SPECIAL, save
 
@@ -42,7 +41,7 @@ def tried(path: Path, folder: Path, seconds: float, seed: int) -> dict[str, obje
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         one = drawn(draw, text, own.cut)
-        ids = own.encode(one, Memory(1 << 20))
+        ids = own.encode(one, Memory())
         different += list(ids or []) != own.tokenizer.encode(one, add_special_tokens=False).ids
         texts += 1
     return {

@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.config.gateway_model import GatewayTenantSettings
-from kvstrata.gateway.door import Tenant
+from kvstrata.gateway.door import Quota, Tenant
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.metering import CANCELLED, OK, Meter
-from kvstrata.gateway.quota import Quota
 
 
 def limits(tokens_per_s: float = 100.0, tokens_burst: int = 1_000) -> GatewayTenantSettings:

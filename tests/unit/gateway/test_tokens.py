@@ -16,12 +16,10 @@ from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
-from kvstrata.gateway.tokens.cuts import certain, parts_of
-from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, Chat, Text, prompt_in
 from kvstrata.gateway.tokens.source import MISTAKES, Tokens, _Verified
 from kvstrata.gateway.tokens.template import ChatTemplate, NotRendered
-from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
+from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer, certain, parts_of
 from kvstrata.gateway.tokens.verifying import Verdict
 from tests.harness import tokenizer_folder as made
 from tests.harness.waiting import eventually_async
@@ -59,7 +57,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OwnTokenizer]:
 def test_parts_of_a_text_have_the_tokens_of_the_whole(
     own: dict[str, OwnTokenizer], kind: str, texts: list[str]
 ) -> None:
-    tokenizer, memory = own[kind], Memory(1 << 20)
+    tokenizer, memory = own[kind], Memory()
     whole = tokenizer.tokenizer
     assert tokenizer.cut in made.SPECIAL
     text = ""
@@ -92,7 +90,7 @@ def test_only_tokens_that_nothing_can_cover_are_cuts() -> None:
 def test_the_next_turn_tokenises_its_new_text_only(
     own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, memory = own["byte_level"], Memory(1 << 20)
+    tokenizer, memory = own["byte_level"], Memory()
     seen: list[str] = []
     plain = tokenizer._batch
     monkeypatch.setattr(tokenizer, "_batch", lambda texts: seen.extend(texts) or plain(texts))

@@ -28,9 +28,8 @@ from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_link import Links
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.tokens.asking import Silent, post, tokenized, with_ids
-from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
-from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
+from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer
 from kvstrata.gateway.tokens.verifying import Agreed, Verdict, taken, verify
 from kvstrata.observability.logging import EventLog
 
@@ -47,8 +46,6 @@ RENDERED = frozenset((CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"))
 REFUSED_S = 60.0
 """Time for which an engine that refuses /render is not asked again."""
 OTHER = "other"
-CACHE_BYTES = 64 << 20
-"""Ids of conversations' earlier turns; a token takes 4 bytes."""
 
 
 class Known(NamedTuple):
@@ -86,7 +83,7 @@ class Tokens:
         self._fleet = fleet
         self._links = links
         self._now_s = now_s
-        self.memory = Memory(CACHE_BYTES)
+        self.memory = Memory()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._waiting = 0
         self._verified: dict[tuple[str, str], _Verified] = {}

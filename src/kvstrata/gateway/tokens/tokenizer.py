@@ -1,25 +1,41 @@
 """A model's own tokenizer: its `tokenizer.json` and chat template, read from a local folder.
 
 A tokenizer says what *it* makes of a prompt.  Whether an engine makes the same of it is verifying.py's to find out.
+
+A text is cut so that the parts' tokens are those of the whole, and what a part has become is remembered.
+A tokenizer first looks for its added tokens in the raw text, from left to right, and takes the longest where several
+begin.  What lies between two of them is tokenised by itself.  So a text may be cut before each occurrence of an added
+token that is *certain*: whatever stands around it, it is found there.  That holds for a token T if
+
+1. it is looked for in the raw text (`normalized` is off), anywhere (`single_word` is off), and takes no blanks from
+   around it (`lstrip` and `rstrip` are off);
+2. no other added token contains T, or ends with a beginning of T, and T itself does not end with a beginning of T:
+   then nothing that begins before T's occurrence, or with it, can cover a part of it.  Nothing that takes blanks
+   reaches into T, which begins and ends with none;
+3. each part begins with T, so that what a tokenizer does at the start of a text only (an added blank) is not done
+   to it.
 """
 
 from __future__ import annotations
 
+import collections
+import hashlib
 import importlib.util
 import json
 import os
+import secrets
+import threading
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import ConfigError, install
-from kvstrata.gateway.tokens.cuts import certain, parts_of
-from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import Chat, Text
 from kvstrata.gateway.tokens.template import ChatTemplate, NotRendered
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 NEEDED = ("tokenizers", "jinja2")
 """Modules of the extra `gateway-tokens`."""
@@ -29,6 +45,91 @@ MAX_TEXT_CHARS = 8 << 20
 BATCH_CHARS = 32 << 10
 """Characters of parts that are tokenised in one call, so that their ids become Python objects a few at a time."""
 _PROBE_TURNS = 4
+MEMORY_BYTES = 64 << 20
+"""Ids of conversations' earlier turns; a token takes 4 bytes."""
+ENTRY_BYTES = 400
+"""Approximate size of an entry beside its ids: its key, its head, and its place in the dict."""
+_SECRET = secrets.token_bytes(32)
+
+
+def certain(tokens: Iterable[AddedToken]) -> list[str]:
+    """The texts of added tokens that are found wherever they stand."""
+    every = list(tokens)
+    raw = [one for one in every if not (one.normalized or one.single_word or one.lstrip or one.rstrip)]
+    return [one.content for one in raw if _is_certain(one.content, [each.content for each in every])]
+
+
+def _is_certain(text: str, others: list[str]) -> bool:
+    if not text or text != text.strip():
+        return False
+    for other in others:
+        if other != text and text in other:
+            return False
+        if any(other.endswith(text[:length]) for length in range(1, len(text))):
+            return False
+    return True
+
+
+def parts_of(text: str, cut: str) -> list[str]:
+    """The text in parts; each but the first begins with `cut`, which may be empty for no cuts."""
+    if not cut:
+        return [text]
+    first, *rest = text.split(cut)
+    return [first, *(cut + part for part in rest)]
+
+
+class Memory:
+    """What was tokenised before, by tenant, so that a conversation's next turn tokenises its new text only.
+
+    A part's ids depend on nothing but the part, so each is remembered by itself, under a hash over tenant, model and
+    text.  No text is kept, and no tenant can learn by time what another one has sent.  The longest unused entry is
+    forgotten first, once all take more than MEMORY_BYTES.  Threads may use it at once.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+        self._entries: collections.OrderedDict[bytes, array[int]] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        """Parts that are remembered."""
+        return len(self._entries)
+
+    def keys(self, context: bytes, parts: Iterable[str]) -> list[bytes]:
+        """The keys of parts. `context`: tenant and tokenizer."""
+        start = hashlib.blake2b(context, key=_SECRET, digest_size=16)
+        keys = []
+        for part in parts:
+            one = start.copy()
+            one.update(part.encode("utf-8", "surrogatepass"))
+            keys.append(one.digest())
+        return keys
+
+    def find(self, keys: Iterable[bytes]) -> list[array[int] | None]:
+        """The ids of each part; None: not remembered."""
+        with self._lock:
+            found: list[array[int] | None] = []
+            for key in keys:
+                ids = self._entries.get(key)
+                if ids is not None:
+                    self._entries.move_to_end(key)
+                found.append(ids)
+            return found
+
+    def add(self, key: bytes, ids: array[int]) -> None:
+        """Remember a part's ids, which nobody changes any more."""
+        with self._lock:
+            if key in self._entries:
+                return
+            self._entries[key] = ids
+            self.bytes += _size(ids)
+            while self.bytes > MEMORY_BYTES:
+                _, forgotten = self._entries.popitem(last=False)
+                self.bytes -= _size(forgotten)
+
+
+def _size(ids: array[int]) -> int:
+    return ENTRY_BYTES + ids.itemsize * len(ids)
 
 
 class OwnTokenizer:
