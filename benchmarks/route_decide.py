@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import figure, median_spread, sized
 from kvstrata.gateway.routing.choose import choose
-from kvstrata.gateway.routing.model import Copy, EngineState, Fleet, Knowledge, LoadPath, Request
+from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
 from kvstrata.gateway.routing.policies import POLICIES, Policy
 
 TOKENS = 131_072
@@ -28,40 +28,34 @@ SKETCH_US = 0.05
 """For each engine."""
 
 
-def fleet(n_engines: int) -> Fleet:
+def fleet(n_engines: int) -> list[EngineState]:
     """Make engines that are busy to different degrees."""
     chance = random.Random(n_engines)
-    return Fleet(
-        engines=[
-            EngineState(
-                name=f"engine-{number}",
-                prefill_tokens_s=chance.uniform(12_000, 18_000),
-                backlog_tokens=chance.uniform(0, 40_000),
-                at_s=chance.uniform(9.0, 10.0),
-                prefill_tokens=chance.randrange(40_000),
-                inflight_tokens=chance.randrange(200_000),
-                requests=chance.randrange(40),
-                waiting=chance.randrange(4),
-                running=chance.randrange(36),
-                context_tokens=chance.randrange(500_000),
-                paths={
-                    "l1": LoadPath(latency_s=0.001, tokens_s=400_000.0),
-                    "l2": LoadPath(latency_s=0.01, tokens_s=100_000.0),
-                    "peer": LoadPath(latency_s=0.01, tokens_s=200_000.0),
-                },
-            )
-            for number in range(n_engines)
-        ]
-    )
+    return [
+        EngineState(
+            name=f"engine-{number}",
+            prefill_tokens_s=chance.uniform(12_000, 18_000),
+            backlog_tokens=chance.uniform(0, 40_000),
+            at_s=chance.uniform(9.0, 10.0),
+            prefill_tokens=chance.randrange(40_000),
+            inflight_tokens=chance.randrange(200_000),
+            requests=chance.randrange(40),
+            waiting=chance.randrange(4),
+            running=chance.randrange(36),
+            context_tokens=chance.randrange(500_000),
+            paths={
+                "l1": LoadPath(latency_s=0.001, tokens_s=400_000.0),
+                "l2": LoadPath(latency_s=0.01, tokens_s=100_000.0),
+                "peer": LoadPath(latency_s=0.01, tokens_s=200_000.0),
+            },
+        )
+        for number in range(n_engines)
+    ]
 
 
-def idle(n_engines: int) -> Fleet:
+def idle(n_engines: int) -> list[EngineState]:
     """Make engines that are all alike and do nothing."""
-    return Fleet(
-        engines=[
-            EngineState(name=f"engine-{number}", prefill_tokens_s=15_000.0) for number in range(n_engines)
-        ]
-    )
+    return [EngineState(name=f"engine-{number}", prefill_tokens_s=15_000.0) for number in range(n_engines)]
 
 
 def kinds(n_engines: int) -> dict[str, Knowledge]:
@@ -78,7 +72,9 @@ def kinds(n_engines: int) -> dict[str, Knowledge]:
     }
 
 
-def decision_us(policy: Policy, engines: Fleet, knowledge: Knowledge) -> tuple[float, list[float]]:
+def decision_us(
+    policy: Policy, engines: list[EngineState], knowledge: Knowledge
+) -> tuple[float, list[float]]:
     """Return the median time of a decision, and the spread of the repeats' medians."""
     repeats = []
     for repeat in range(REPEATS):

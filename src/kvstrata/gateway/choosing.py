@@ -153,7 +153,7 @@ class Choosing:
         if self.decisions.wanted():
             record = Record(
                 request=request,
-                fleet=loads,
+                engines=loads,
                 knowledge=knowledge,
                 now_s=now_s,
                 policy=self.policy,

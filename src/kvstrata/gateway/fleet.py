@@ -31,7 +31,6 @@ from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.gateway.routing.load_rates import LoadRates
 from kvstrata.gateway.routing.model import EngineState as Load
-from kvstrata.gateway.routing.model import Fleet as RoutingFleet
 from kvstrata.gateway.routing.model import Tier
 from kvstrata.gateway.routing.queues import Queues
 from kvstrata.gateway.routing.rates import Rates
@@ -386,7 +385,7 @@ class Fleet:
         engines: Iterable[ServingEngine],
         tiers: Collection[Tier] = (),
         queued: Mapping[tuple[str, Tier], int] = MappingProxyType({}),
-    ) -> RoutingFleet:
+    ) -> list[Load]:
         """What the choice needs to know of these engines, with their paths to tiers that hold something.
 
         `queued`: tokens of loads that go on, as `Loading` counts them.
@@ -402,7 +401,7 @@ class Fleet:
                     path = msgspec.structs.replace(path, queued_tokens=tokens)
                 load.paths[tier] = path
             loads.append(load)
-        return RoutingFleet(engines=loads)
+        return loads
 
     def knows_all_models(self) -> bool:
         """Whether each engine has told its models, so that a model that none has does not exist."""

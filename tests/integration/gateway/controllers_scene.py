@@ -107,7 +107,7 @@ class Scene:
 
     async def l1_latencies(self, tokens: list[int], word: str) -> list[float]:
         """The latency that the gateway takes a load from L1 to have, by engine."""
-        engines = (await self.decided(tokens, word))["record"]["fleet"]["engines"]
+        engines = (await self.decided(tokens, word))["record"]["engines"]
         paths = {one["name"]: one["paths"]["l1"] for one in engines}
         return [paths[engine.name].get("latency_s", 0.0) for engine in self.engines]
 

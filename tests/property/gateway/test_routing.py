@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.routing.choose import Record, choose, replay
-from kvstrata.gateway.routing.model import Copy, Decision, EngineState, Fleet, Knowledge, LoadPath, Request
+from kvstrata.gateway.routing.model import Copy, Decision, EngineState, Knowledge, LoadPath, Request
 from kvstrata.gateway.routing.policies import POLICIES, AnyPolicy, Ttft
 from tests.harness.amount import amount
 
@@ -67,24 +67,21 @@ def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
     return st.builds(EngineState, name=st.just(name), **{**fields, **more})
 
 
-def fleets(**more: Any) -> st.SearchStrategy[Fleet]:
+def fleets(**more: Any) -> st.SearchStrategy[list[EngineState]]:
     """Up to seven engines."""
-    return st.builds(
-        Fleet,
-        engines=st.integers(0, len(NAMES)).flatmap(
-            lambda n: st.tuples(*(engine(name, **more) for name in NAMES[:n])).map(list)
-        ),
+    return st.integers(0, len(NAMES)).flatmap(
+        lambda n: st.tuples(*(engine(name, **more) for name in NAMES[:n])).map(list)
     )
 
 
 @given(requests, fleets(), knowledges, MAKES, st.randoms(use_true_random=False))
 @settings(max_examples=amount(30, 100))
 def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
-    request: Request, fleet: Fleet, knowledge: Knowledge, policy: AnyPolicy, chance: random.Random
+    request: Request, fleet: list[EngineState], knowledge: Knowledge, policy: AnyPolicy, chance: random.Random
 ) -> None:
     decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
     assert choose(request, fleet, knowledge, NOW_S, policy=policy) == decision
-    fleet = Fleet(engines=chance.sample(fleet.engines, len(fleet.engines)))
+    fleet = chance.sample(fleet, len(fleet))
     knowledge = msgspec.structs.replace(
         knowledge, copies=chance.sample(knowledge.copies, len(knowledge.copies))
     )
@@ -94,11 +91,11 @@ def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
 @given(requests, fleets(), knowledges, MAKES)
 @settings(max_examples=amount(30, 100))
 def test_a_decision_is_replayed_from_its_record_in_json(
-    request: Request, fleet: Fleet, knowledge: Knowledge, policy: AnyPolicy
+    request: Request, fleet: list[EngineState], knowledge: Knowledge, policy: AnyPolicy
 ) -> None:
     decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
     record = Record(
-        request=request, fleet=fleet, knowledge=knowledge, now_s=NOW_S, policy=policy, decision=decision
+        request=request, engines=fleet, knowledge=knowledge, now_s=NOW_S, policy=policy, decision=decision
     )  # fmt: skip
     read = msgspec.json.decode(msgspec.json.encode(record), type=Record)
     assert read == record
@@ -108,13 +105,13 @@ def test_a_decision_is_replayed_from_its_record_in_json(
 @given(requests, fleets(), knowledges, MAKES)
 @settings(max_examples=amount(40, 100))
 def test_only_healthy_engines_are_chosen_and_named(
-    request: Request, fleet: Fleet, knowledge: Knowledge, policy: AnyPolicy
+    request: Request, fleet: list[EngineState], knowledge: Knowledge, policy: AnyPolicy
 ) -> None:
     before = msgspec.json.encode(fleet)
     decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
     assert msgspec.json.encode(fleet) == before
-    healthy = {each.name for each in fleet.engines if each.healthy}
-    assert (decision.eligible, decision.unhealthy) == (len(healthy), len(fleet.engines) - len(healthy))
+    healthy = {each.name for each in fleet if each.healthy}
+    assert (decision.eligible, decision.unhealthy) == (len(healthy), len(fleet) - len(healthy))
     others = [other.engine for other in decision.alternatives]
     if not healthy:
         assert (decision.engine, decision.reason, others) == ("", "none_eligible", [])
@@ -136,7 +133,9 @@ def parts(decision: Decision) -> list[tuple[float, dict[str, float]]]:
 
 @given(requests, fleets(), knowledges)
 @settings(max_examples=amount(30, 100))
-def test_a_cost_of_ours_is_the_sum_of_its_terms(request: Request, fleet: Fleet, knowledge: Knowledge) -> None:
+def test_a_cost_of_ours_is_the_sum_of_its_terms(
+    request: Request, fleet: list[EngineState], knowledge: Knowledge
+) -> None:
     decision = choose(request, fleet, knowledge, NOW_S, policy=TTFT)
     for cost, terms in parts(decision):
         seconds = [value for name, value in terms.items() if name.endswith("_s")]
@@ -154,7 +153,7 @@ def test_more_knowledge_never_makes_an_engine_dearer(
     request: Request, state: EngineState, knowledge: Knowledge, more: Copy
 ) -> None:
     """An exact copy of the engine's own cache is at least as good as none."""
-    fleet = Fleet(engines=[state])
+    fleet = [state]
     own = msgspec.structs.replace(more, engine="a", tier="l0", certainty="exact")
     longer = msgspec.structs.replace(knowledge, cached={"a": more.tokens}, copies=[])
     nothing = msgspec.structs.replace(knowledge, cached={}, copies=[])
@@ -174,7 +173,7 @@ def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:
         **{"prefill_tokens_s": 1_000.0, **fields},
     )
     knowledge = Knowledge(copies=list(known), block_life_s=100.0, event_lag_s=1.0)
-    return choose(Request(id="r", tokens=tokens), Fleet(engines=[state]), knowledge, NOW_S, policy=TTFT)
+    return choose(Request(id="r", tokens=tokens), [state], knowledge, NOW_S, policy=TTFT)
 
 
 def test_a_cost_of_ours_by_hand() -> None:
@@ -208,7 +207,7 @@ def test_a_request_without_tokens_is_refused() -> None:
 
 
 def test_near_ties_spread_over_all_engines() -> None:
-    fleet = Fleet(engines=[EngineState(name=name, prefill_tokens_s=1_000.0) for name in NAMES])
+    fleet = [EngineState(name=name, prefill_tokens_s=1_000.0) for name in NAMES]
     counts = dict.fromkeys(NAMES, 0)
     for number in range(7_000):
         request = Request(id=f"request {number}", tokens=100)

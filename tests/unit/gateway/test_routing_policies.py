@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.route_formulas import EXCLUDED, GUIDE, Llmd, Lmetric, MooncakeConductor, Smg
 from kvstrata.gateway.routing.choose import choose, viewed
-from kvstrata.gateway.routing.model import Copy, EngineState, Fleet, Knowledge, LoadPath, Request
+from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
 from kvstrata.gateway.routing.policies import Policy, RoundRobin, Session
 
 NOW_S = 100.0
@@ -100,7 +100,7 @@ CASES = [
 def test_a_cost_is_that_of_the_published_formula() -> None:
     for case in CASES:
         request = Request(id="r", tokens=1_600)
-        view = viewed(request, Fleet(engines=case.engines), Knowledge(copies=case.copies), NOW_S)
+        view = viewed(request, case.engines, Knowledge(copies=case.copies), NOW_S)
         assert case.policy.scores(view) == pytest.approx(case.costs), case.name
 
 
@@ -110,7 +110,7 @@ def test_the_example_of_the_page_holds() -> None:
 
 
 def test_round_robin_takes_turns_by_name() -> None:
-    fleet = Fleet(engines=[engine("c"), engine("a"), engine("b", healthy=False), engine("d")])
+    fleet = [engine("c"), engine("a"), engine("b", healthy=False), engine("d")]
     turns = [
         choose(
             Request(id="r", tokens=1, number=number), fleet, Knowledge(), NOW_S, policy=RoundRobin()
@@ -127,7 +127,7 @@ def test_a_session_stays_and_moves_only_when_its_engine_goes() -> None:
         return {
             session: choose(
                 Request(id="r", tokens=1, session=session),
-                Fleet(engines=engines),
+                engines,
                 Knowledge(),
                 NOW_S,
                 policy=Session(),
@@ -143,4 +143,4 @@ def test_a_session_stays_and_moves_only_when_its_engine_goes() -> None:
         session for session in before if before[session] == "e3"
     }
     request = Request(id="r", tokens=1)
-    assert choose(request, Fleet(engines=engines), Knowledge(), NOW_S, policy=Session()).engine == "e0"
+    assert choose(request, engines, Knowledge(), NOW_S, policy=Session()).engine == "e0"

@@ -12,7 +12,15 @@ import heapq
 
 import msgspec
 
-from kvstrata.gateway.routing.model import Alternative, Copy, Decision, Fleet, Knowledge, Reason, Request
+from kvstrata.gateway.routing.model import (
+    Alternative,
+    Copy,
+    Decision,
+    EngineState,
+    Knowledge,
+    Reason,
+    Request,
+)
 from kvstrata.gateway.routing.policies import AnyPolicy, Policy, View, ranked_first
 
 ALTERNATIVES = 3
@@ -23,7 +31,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A decision with all its inputs, to be logged and replayed. Encode it before the fleet's counters change."""
 
     request: Request
-    fleet: Fleet
+    engines: list[EngineState]
     knowledge: Knowledge
     now_s: float
     policy: AnyPolicy
@@ -32,18 +40,20 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 def replay(record: Record) -> Decision:
     """Decide again; the result equals `record.decision` unless the code has changed since."""
-    return choose(record.request, record.fleet, record.knowledge, record.now_s, policy=record.policy)
+    return choose(record.request, record.engines, record.knowledge, record.now_s, policy=record.policy)
 
 
-def choose(request: Request, fleet: Fleet, knowledge: Knowledge, now_s: float, *, policy: Policy) -> Decision:
-    """Return where the request goes.
+def choose(
+    request: Request, engines: list[EngineState], knowledge: Knowledge, now_s: float, *, policy: Policy
+) -> Decision:
+    """Return where the request goes; `engines` serve its model, and have different names.
 
     Raises ValueError if the request has no tokens: it would cost nothing anywhere.
     """
     if request.tokens < 1:
         raise ValueError(f"request.tokens: {request.tokens} of request {request.id!r}; it must be at least 1")
-    view = viewed(request, fleet, knowledge, now_s)
-    unhealthy = len(fleet.engines) - len(view.engines)
+    view = viewed(request, engines, knowledge, now_s)
+    unhealthy = len(engines) - len(view.engines)
     name = policy_name(policy)
     if not view.engines:
         return Decision(policy=name, engine="", reason="none_eligible", unhealthy=unhealthy)
@@ -73,14 +83,13 @@ def policy_name(policy: Policy) -> str:
     return str(policy.__struct_config__.tag)
 
 
-def viewed(request: Request, fleet: Fleet, knowledge: Knowledge, now_s: float) -> View:
+def viewed(request: Request, engines: list[EngineState], knowledge: Knowledge, now_s: float) -> View:
     """Return the inputs as policies see them; the order of copies and of engines decides nothing."""
     own: dict[str, list[Copy]] = {}
     shared: list[Copy] = []
     for copy in sorted(knowledge.copies, key=_rank):
         (own.setdefault(copy.engine, []) if copy.engine else shared).append(copy)
-    engines = [engine for engine in fleet.engines if engine.healthy]
-    return View(request, engines, own, shared, knowledge, now_s)
+    return View(request, [engine for engine in engines if engine.healthy], own, shared, knowledge, now_s)
 
 
 def _rank(copy: Copy) -> tuple[object, ...]:

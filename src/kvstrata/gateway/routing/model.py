@@ -89,12 +89,6 @@ class EngineState(msgspec.Struct, kw_only=True):
         return seconds
 
 
-class Fleet(msgspec.Struct, kw_only=True):
-    """The engines that serve the request's model. Their order has no meaning; their names differ."""
-
-    engines: list[EngineState]
-
-
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
     """A prefix of the request's prompt that one engine can have from one tier."""
 
