@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from kvstrata.client import link
 from kvstrata.types import Role
-from tests.harness.cache_engine import CacheEngine, eventually, prompt
+from tests.harness.cache_engine import CacheEngine, eventually
 
 ABSENT = "no cache server answers"
 
@@ -19,23 +18,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [
         (record.levelname, record.getMessage()) for record in caplog.records if ABSENT in record.getMessage()
     ]
-
-
-def test_one_warning_names_the_place_and_what_to_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG", logger="kvstrata")
-    place = tmp_path / "my sockets"
-    with CacheEngine(place, settings={"port": 6001}) as engine:
-        eventually("it has looked", lambda: said(caplog))
-        for number in range(50):
-            assert engine.lookup(prompt(1, seed=number)).wait(120)
-            engine.store(prompt(1, seed=number))
-        [(level, text)] = said(caplog)
-        assert len(caplog.records) == 1
-    assert level == "WARNING"
-    assert f"{str(place)!r} does not exist" in text
-    assert text.endswith(f"as uid {os.geteuid()}: lmcache-server --port 6001 --socket-dir '{place}'")
 
 
 def test_the_workers_of_an_engine_leave_the_warning_to_its_scheduler(

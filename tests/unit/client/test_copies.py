@@ -39,32 +39,6 @@ def ledger() -> CopyLedger:
     return ledger
 
 
-def test_no_copy_begins_in_an_epoch_that_was_never_attached(ledger):
-    assert ledger.begin_gather(8) is None
-    assert ledger.begin_load(lease(epoch=8)) is None
-    assert ledger.n_running == 0
-
-
-def test_a_pool_is_mapped_once_and_another_pool_gets_its_own_mapping(ledger):
-    def must_not() -> Mapped:
-        raise AssertionError("mapped twice")
-
-    first = ledger.begin_gather(7)
-    assert ledger.attached(8, POOL, must_not) is first
-    assert ledger.attached(9, OTHER_POOL, lambda: Mapped(OTHER_POOL)) is not first
-    assert ledger.begin_gather(8) is first
-
-
-def test_an_older_epoch_stays_open_until_it_is_quiesced(ledger):
-    ledger.attached(8, POOL, lambda: Mapped(POOL))
-    assert ledger.begin_gather(7) is not None
-    ledger.end_gather(7)
-    assert ledger.quiesce(8) == set(), "the pool is still in use"
-    assert ledger.begin_gather(7) is None
-    assert ledger.begin_load(lease()) is None
-    assert ledger.begin_gather(8) is not None
-
-
 @pytest.mark.parametrize("kind", ["gather", "load"])
 def test_a_running_copy_forbids_to_quiesce_its_epoch(ledger, kind):
     if kind == "gather":
@@ -167,16 +141,6 @@ def test_the_end_of_a_cancelled_waiting_job_is_reported_while_the_queue_stays_fu
     gathers.copier.cancel(second)
     gathers.collect()
     assert gathers.codes == {0: [copies.REFUSED], 1: [copies.REFUSED]}
-
-
-def test_a_job_that_may_not_wait_for_room_ends_at_once(gathers, monkeypatch):
-    monkeypatch.setattr(gathers.copier, "_engine", FullEngine())
-    waiting = gathers.begin()
-    gathers.begin(may_wait=False)
-    gathers.copier.collect()
-    assert gathers.codes == {0: [], 1: [copies.REFUSED]}
-    gathers.copier.cancel(waiting)
-    gathers.collect()
 
 
 class FullEngine:

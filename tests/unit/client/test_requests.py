@@ -9,17 +9,14 @@ import pytest
 
 from kvstrata.client.requests import (
     FIRST_REPEAT_S,
-    FULL_QUEUE_RETRY_S,
     LAST_REPEAT_S,
     MAX_ASKS,
     Kind,
     Pending,
     RequestTable,
 )
-from kvstrata.errors import BadRequest, DeadlineExceeded, Refused, Unavailable, UnknownSession
+from kvstrata.errors import BadRequest, Refused
 from kvstrata.rpc import wire
-
-SESSION = bytes(range(16))
 
 
 class Recorded:
@@ -46,26 +43,6 @@ def send_all(table: RequestTable, now_s: float) -> list[int]:
     return numbers
 
 
-def test_an_answer_ends_the_request_and_a_second_one_is_ignored():
-    table, request = RequestTable(), Recorded()
-    table.add(request.pending)
-    assert send_all(table, 0.0) == [1]
-    answer = wire.Ok(1, 5, 1)
-    table.reply(answer)
-    table.reply(wire.Ok(1, 5, 2))
-    assert request.ends == [answer]
-    assert len(table) == table.n_asks == 0
-
-
-def test_requests_that_a_caller_waits_for_are_sent_first():
-    table = RequestTable()
-    requests = [Recorded(kind) for kind in (Kind.SETTLE, Kind.ASK, Kind.SETTLE, Kind.ASK)]
-    for request in requests:
-        table.add(request.pending)
-    assert send_all(table, 0.0) == [1, 2, 3, 4]
-    assert [request.pending.seq for request in requests] == [3, 1, 4, 2]
-
-
 def test_a_request_is_repeated_under_its_number_ever_less_often():
     table, request = RequestTable(), Recorded()
     table.add(request.pending)
@@ -82,51 +59,6 @@ def test_a_request_is_repeated_under_its_number_ever_less_often():
     assert request.ends == []
 
 
-def test_a_full_queue_is_tried_again_soon_under_the_same_number():
-    table, request = RequestTable(), Recorded()
-    table.add(request.pending)
-    for pending, _ in table.to_send(0.0):
-        table.not_sent(pending, 0.0)
-    assert table.due_s() == FULL_QUEUE_RETRY_S
-    assert send_all(table, FULL_QUEUE_RETRY_S) == [1]
-
-
-def test_the_deadline_ends_a_request_and_its_late_answer_is_ignored():
-    table, request = RequestTable(), Recorded(deadline_s=2.0)
-    table.add(request.pending)
-    send_all(table, 0.5)
-    assert request.remaining == [1500]
-    table.expire(1.999)
-    assert request.ends == []
-    table.expire(2.0)
-    table.reply(wire.Ok(1, 5, 0))
-    [end] = request.ends
-    assert isinstance(end, DeadlineExceeded)
-
-
-def test_a_deadline_holds_for_a_request_that_cannot_be_sent_yet():
-    table, request = RequestTable(), Recorded(deadline_s=2.0)
-    request.sendable = False
-    table.add(request.pending)
-    assert send_all(table, 0.0) == []
-    assert table.due_s() == 2.0
-    table.expire(2.0)
-    assert isinstance(request.ends[0], DeadlineExceeded)
-
-
-def test_a_request_waits_without_a_number_until_it_is_woken():
-    table, waiting, other = RequestTable(), Recorded(), Recorded()
-    waiting.sendable = False
-    table.add(waiting.pending)
-    assert send_all(table, 0.0) == []
-    table.add(other.pending)
-    assert send_all(table, 0.0) == [1]
-    waiting.sendable = True
-    assert send_all(table, 0.1) == []
-    table.wake_unsent()
-    assert send_all(table, 0.1) == [2]
-
-
 def test_a_message_that_cannot_be_made_fails_its_request_alone():
     table, fine = RequestTable(), Recorded()
     ends = []
@@ -139,40 +71,6 @@ def test_a_message_that_cannot_be_made_fails_its_request_alone():
     assert send_all(table, 0.0) == [1]
     assert isinstance(ends[0], Refused)
     assert fine.ends == []
-
-
-@pytest.mark.parametrize("sent", [False, True])
-@pytest.mark.parametrize("kind", [Kind.ASK, Kind.SETTLE])
-def test_only_the_named_kinds_end_when_the_server_is_silent(kind, sent):
-    table = RequestTable()
-    requests = {k: Recorded(k) for k in Kind}
-    for request in requests.values():
-        table.add(request.pending)
-    if sent:
-        send_all(table, 0.0)
-    gone = Unavailable("gone")
-    table.fail_all(gone, kind)
-    assert {k: r.ends for k, r in requests.items()} == {k: [gone] if k is kind else [] for k in Kind}
-    assert len(table) == 2
-
-
-def test_a_new_connection_repeats_what_was_sent():
-    table, request = RequestTable(), Recorded(Kind.SETTLE)
-    table.add(request.pending)
-    send_all(table, 0.0)
-    assert send_all(table, 0.01) == []
-    table.repeat_now()
-    assert send_all(table, 0.01) == [1]
-
-
-def test_an_error_reply_ends_the_request_as_that_error():
-    table, request = RequestTable(), Recorded()
-    table.add(request.pending)
-    send_all(table, 0.0)
-    error = table.reply(wire.Error(1, 5, "unknown_session", "who are you", "session", True))
-    assert isinstance(error, UnknownSession)
-    assert request.ends == [error]
-    assert error.field == "session"
 
 
 @pytest.mark.parametrize("forgets", [1, 99])
@@ -215,16 +113,6 @@ def test_a_settlement_refused_for_now_is_sent_again_later_under_a_new_number(kin
     assert len(table) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"), [(Kind.ASK, "refused"), (Kind.SETTLE, "unknown_session"), (Kind.SETTLE, "internal")]
-)
-def test_an_ask_that_is_refused_and_an_error_that_a_repeat_cannot_mend_end_the_request(kind, code):
-    table, request = RequestTable(), Recorded(kind)
-    table.add(request.pending)
-    send_all(table, 0.0)
-    assert request.ends == [table.reply(wire.Error(1, 5, code, "no", "", kind is Kind.ASK))]
-
-
 def test_asks_are_bounded_and_settlements_are_not_refused():
     table = RequestTable()
     asks = [Recorded() for _ in range(MAX_ASKS)]
@@ -235,13 +123,3 @@ def test_asks_are_bounded_and_settlements_are_not_refused():
     table.remove(asks[0].pending)
     assert table.n_asks == MAX_ASKS - 1
     assert table.add(Recorded().pending)
-
-
-def test_a_removed_request_is_not_called_back():
-    table, request = RequestTable(), Recorded()
-    table.add(request.pending)
-    send_all(table, 0.0)
-    table.remove(request.pending)
-    table.reply(wire.Ok(1, 5, 0))
-    table.fail_all(Unavailable("gone"), *Kind)
-    assert request.ends == []

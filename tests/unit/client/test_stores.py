@@ -10,9 +10,7 @@ from kvstrata.client.batches import StoreRequest
 from kvstrata.client.copies import Copier, CopyLedger
 from kvstrata.client.handles import StoreJob, StoreOutcome
 from kvstrata.client.identities import Declared, Identity
-from kvstrata.client.requests import Kind
-from kvstrata.client.stores import BATCHES_IN_FLIGHT, StoreQueue
-from kvstrata.errors import Unavailable
+from kvstrata.client.stores import StoreQueue
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.native.copying import CopyEngine
 from kvstrata.native.record import record_bytes
@@ -87,24 +85,6 @@ def nothing_is_held(stores: Stores) -> bool:
     return queue.idle and queue.waiting_bytes == queue._reserved_bytes == len(stores.link.table) == 0
 
 
-@pytest.mark.parametrize("sent", [True, False])
-def test_a_cancelled_store_with_an_unanswered_reserve_frees_its_blocks_at_once(stores, sent):
-    job = stores.store()
-    reserves = stores.link.said() if sent else []
-    job.cancel()
-    assert job.gathered.is_set() and job.done.is_set()
-    assert job.outcomes == [StoreOutcome.CANCELLED] * CHUNKS
-    undone = stores.link.said()
-    assert [(type(message), message.target) for message in undone] == [
-        (wire.Cancel, reserve.seq) for reserve in reserves
-    ]
-    for reserve in reserves:
-        stores.answer(reserve.seq, bytes(CHUNKS))  # too late
-    stores.ok(*undone)
-    assert stores.link.said() == []
-    assert nothing_is_held(stores)
-
-
 @pytest.mark.parametrize("outcomes", [b"\x01\x63", b"\x01", b"\x01\x01\x01"])
 def test_an_invalid_reply_to_a_reserve_settles_every_chunk_and_cancels_the_reserve(stores, outcomes):
     job = stores.store()
@@ -116,15 +96,6 @@ def test_an_invalid_reply_to_a_reserve_settles_every_chunk_and_cancels_the_reser
     assert [(type(message), message.target) for message in undone] == [(wire.Cancel, reserve.seq)]
     stores.ok(*undone)
     assert nothing_is_held(stores)
-
-
-def test_every_outcome_of_a_reserve_settles_its_chunk(stores):
-    for outcome in set(wire.ReserveOutcome) - {wire.ReserveOutcome.RESERVED}:
-        job = stores.store()
-        [reserve] = stores.link.said()
-        stores.answer(reserve.seq, bytes([outcome]) * CHUNKS)
-        assert job.done.is_set() and job.outcomes == [outcome.name.lower()] * CHUNKS
-        assert nothing_is_held(stores)
 
 
 @pytest.mark.parametrize("present", [0, 1])
@@ -144,19 +115,3 @@ def test_after_a_refused_chunk_the_rest_of_its_job_is_skipped_and_the_next_job_i
     assert reserve.keys == bytes([1]) * CHUNKS * KEY_BYTES
     stores.answer(reserve.seq, bytes([wire.ReserveOutcome.PRESENT]) * CHUNKS)
     assert following.done.is_set() and nothing_is_held(stores)
-
-
-def test_a_queue_that_closes_reserves_nothing_more(stores):
-    jobs = [stores.store(number) for number in range(BATCHES_IN_FLIGHT + 2)]
-    reserves = stores.link.said()
-    assert len(reserves) == BATCHES_IN_FLIGHT
-    stores.queue.close()
-    assert [job.done.is_set() for job in jobs] == [False] * BATCHES_IN_FLIGHT + [True] * 2
-    assert jobs[-1].outcomes == [StoreOutcome.UNAVAILABLE] * CHUNKS
-    stores.link.table.fail_all(Unavailable("the client closes"), Kind.ASK)
-    late = stores.store()
-    assert all(job.gathered.is_set() and job.done.is_set() for job in [*jobs, late])
-    undone = stores.link.said()
-    assert {message.target for message in undone} == {reserve.seq for reserve in reserves}
-    stores.ok(*undone)
-    assert nothing_is_held(stores)
