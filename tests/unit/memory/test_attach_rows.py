@@ -139,21 +139,6 @@ async def test_a_connection_that_no_longer_speaks_for_its_row_detaches_nothing(
     await rows.ended()
 
 
-async def test_a_session_that_attaches_again_has_the_tenants_of_the_token_that_it_shows(
-    locks: Locks, lane: concurrent.futures.ThreadPoolExecutor
-) -> None:
-    hooks = Hooks()
-    rows = Rows(Pool(), -1, hooks, 1.0, lane)
-    await rows.start()
-    locks.locker = PID
-    both, narrower = frozenset({"blue", "azure"}), frozenset({"blue"})
-    for tenants, token in ((both, "first"), (narrower, "first"), (frozenset({"green"}), "second")):
-        rows.locked(claim(rows, b"a", Speaker(), tenants, token))
-        assert hooks.tenants == tenants
-    rows.forget_owners()
-    await rows.ended()
-
-
 async def test_processes_of_an_engine_attach_again_one_by_one_after_their_token_opens_other_tenants(
     locks: Locks, lane: concurrent.futures.ThreadPoolExecutor
 ) -> None:

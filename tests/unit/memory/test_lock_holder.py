@@ -37,14 +37,6 @@ def holder() -> Iterator[LockHolder]:
     holder.forget_in_child()
 
 
-def test_a_second_descriptor_of_one_file_costs_no_lock(path: Path, witness: int, holder: LockHolder) -> None:
-    file = holder.adopt(os.open(path, os.O_RDWR))
-    assert holder.lock(file, ROW, b"one")
-    assert holder.adopt(os.open(path, os.O_RDWR)) == file
-    assert holder.held() == [file]
-    assert linux.byte_locker(witness, ROW) == os.getpid()
-
-
 def test_a_lock_is_given_back_by_the_session_that_has_it_now(
     path: Path, witness: int, holder: LockHolder
 ) -> None:
@@ -81,15 +73,3 @@ def test_a_byte_locked_by_another_process_cannot_be_locked(
         os.waitpid(child, 0)
         linux.close_all([reader, writer])
     assert holder.lock(file, ROW, b"one")  # it ended with its process
-
-
-def test_a_forked_child_starts_with_nothing_and_costs_the_parent_no_lock(
-    path: Path, witness: int, holder: LockHolder
-) -> None:
-    file = holder.adopt(os.open(path, os.O_RDWR))
-    assert holder.lock(file, ROW, b"one")
-    if (child := os.fork()) == 0:
-        holder.forget_in_child()
-        os._exit(len(holder.held()) + holder.is_owner(file, ROW, b"one"))
-    assert os.waitpid(child, 0)[1] == 0
-    assert linux.byte_locker(witness, ROW) == os.getpid()

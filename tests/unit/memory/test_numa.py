@@ -27,13 +27,6 @@ def test_each_setting_means_nodes_of_this_machine(nodes: Path) -> None:
     assert nodes_of("10", nodes) == [10]
 
 
-@pytest.mark.parametrize("setting", ["2", "100"])
-def test_a_missing_node_is_an_error_that_names_the_nodes(nodes: Path, setting: str) -> None:
-    with pytest.raises(MachineLacks, match=f"l1.numa: '{setting}': .*nodes are: 0, 1, 10") as refused:
-        nodes_of(setting, nodes)
-    assert refused.value.field == "l1.numa"
-
-
 def test_a_kernel_without_nodes_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MachineLacks, match="nodes are: none; leave --l1-numa out"):
         nodes_of("interleave", tmp_path)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +13,9 @@ from kvstrata.cli import ctl
 from kvstrata.cli.boundary import Exit
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux
-from kvstrata.memory.pools import FoundPool, find_pools, free, pool_at
+from kvstrata.memory.pools import FoundPool, find_pools, free
 from kvstrata.memory.segment import Segment, SegmentSettings
-from kvstrata.memory.segment_files import HOSTS_BYTE
-from kvstrata.process.keeper import POOL_BYTE
 from tests.harness.amount import amount
-
-OWNERS = {1: "1 engine process", 1023: "1 engine process", HOSTS_BYTE: "adapter host", POOL_BYTE: "keeper"}
-LOCK = (
-    "import os, sys; from kvstrata.memory import linux; "
-    "assert linux.share_byte(os.open(sys.argv[1], os.O_RDWR), int(sys.argv[2])); print(flush=True); sys.stdin.read()"
-)
 
 
 @pytest.fixture
@@ -35,23 +23,6 @@ def left(settings: SegmentSettings) -> Path:
     """The folder of a pool whose server has ended."""
     Segment.open(settings).close()
     return settings.directory
-
-
-@pytest.fixture
-def locking() -> Iterator[Callable[[Path, int], subprocess.Popen[bytes]]]:
-    """Starts processes that share a lock on a byte of a file until their stdin is closed."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(path: Path, byte: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", LOCK, str(path), str(byte)]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        assert started[-1].stdout is not None
-        started[-1].stdout.readline()
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.communicate()
 
 
 def found_below(root: Path) -> list[FoundPool]:
@@ -75,30 +46,6 @@ def test_a_pool_of_another_version_is_found_and_freed(root: Path, left: Path) ->
     assert [(pool.place, pool.idle_s) for pool in found_below(root)] == [(left, None)]
     free(left)
     assert not left.exists()
-
-
-def test_a_pool_of_a_live_server_is_not_freed(settings: SegmentSettings, left: Path) -> None:
-    found = Segment.open(settings)
-    pool = pool_at(left)
-    assert pool is not None and pool.owners == [f"server {os.getpid()}"]
-    with pytest.raises(SegmentError, match=f"in use by server {os.getpid()}"):
-        free(left)
-    assert {path.name for path in left.iterdir()} > {"index", "extents", "sessions.lock"}
-    found.close()
-    assert (pool := pool_at(left)) is not None and pool.owners == []
-    free(left)
-
-
-@pytest.mark.parametrize("byte", [1, 1023, HOSTS_BYTE, POOL_BYTE])
-def test_a_pool_that_a_process_has_locked_is_not_freed(left: Path, locking, byte: int) -> None:
-    process = locking(left / "sessions.lock", byte)
-    pool = pool_at(left)
-    assert pool is not None and pool.owners[0].startswith(OWNERS[byte]) and str(process.pid) in pool.owners[0]
-    with pytest.raises(SegmentError, match=f"in use by {OWNERS[byte]}.*nothing was freed"):
-        free(left)
-    assert (left / "index").exists()
-    process.communicate()
-    free(left)
 
 
 def test_only_a_folder_of_ours_that_holds_a_pool_is_freed(root: Path, left: Path) -> None:

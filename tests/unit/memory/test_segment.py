@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import stat
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ import pytest
 
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux, segment, segment_files, segment_settings
-from kvstrata.memory.memory_limit import HugePages, MemoryLimit
+from kvstrata.memory.memory_limit import MemoryLimit
 from kvstrata.memory.segment import Segment, SegmentSettings
 
 MIB = 1 << 20
@@ -30,34 +29,6 @@ def reopen(settings: SegmentSettings, **change: object) -> Segment:
 def open_fds() -> set[str]:
     gc.collect()  # files left open by earlier tests must not be closed between two calls
     return set(os.listdir("/proc/self/fd"))
-
-
-def test_a_new_segment_has_files_for_us_alone_and_the_wanted_size(settings: SegmentSettings) -> None:
-    found = Segment.open(settings)
-    assert (found.backing, found.adopted) == ("files", False)
-    assert {path.name for path in settings.directory.iterdir()} == {
-        "index",
-        "extents",
-        "sessions.lock",
-        "server.pid",
-    }
-    for path in settings.directory.iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(settings.directory.stat().st_mode) == 0o700
-    assert (settings.directory / "extents").stat().st_size == 4 * MIB == found.pool.extents_bytes
-    found.close()
-
-
-def test_the_next_server_adopts_it_with_a_new_epoch(settings: SegmentSettings) -> None:
-    first = Segment.open(settings)
-    epoch, pool_id, files = first.pool.epoch, first.pool.pool_id, inodes(settings)
-    first.close()
-    second = Segment.open(settings)
-    assert second.adopted
-    assert second.pool.epoch > epoch
-    assert second.pool.pool_id == pool_id
-    assert inodes(settings) == files
-    second.close()
 
 
 @pytest.fixture
@@ -189,19 +160,6 @@ def test_another_size_makes_a_new_segment_and_leaves_the_old_bytes_to_processes_
         found.close()
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_second_server_is_refused_naming_the_first(settings: SegmentSettings, moved: bool) -> None:
-    first = Segment.open(settings)
-    fds = open_fds()
-    socket_dir = settings.socket_dir.with_name("other") if moved else settings.socket_dir
-    with pytest.raises(SegmentError, match=rf"in use by server process {os.getpid()};"):
-        reopen(settings, socket_dir=socket_dir)
-    assert open_fds() == fds
-    first.pool.validate()
-    first.close()
-    reopen(settings, socket_dir=socket_dir).close()
-
-
 def test_a_segment_being_made_is_never_seen_unlocked(settings: SegmentSettings) -> None:
     settings.directory.mkdir(0o700)
     index = segment_files.make_locked_index(settings.directory / "index")
@@ -229,22 +187,6 @@ def test_an_index_replaced_between_open_and_lock_is_not_taken_for_the_one_at_its
     monkeypatch.setattr(linux, "lock_whole_file", replace_then_lock)
     found = Segment.open(settings)
     assert index.stat().st_ino == os.fstat(found.descriptors.index_readonly).st_ino
-    found.close()
-
-
-def test_destroy_leaves_no_file(settings: SegmentSettings) -> None:
-    fds = open_fds()
-    found = Segment.open(settings)
-    found.destroy()
-    found.close()
-    assert not settings.directory.exists()
-    assert open_fds() == fds
-
-
-def test_index_descriptor_for_others_is_read_only(settings: SegmentSettings) -> None:
-    found = Segment.open(settings)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.write(found.descriptors.index_readonly, b"x")
     found.close()
 
 
@@ -286,14 +228,3 @@ def test_estimate_of_the_index_is_not_too_small(settings: SegmentSettings) -> No
         )
         assert index_bytes <= wanted.needed_bytes() - 2 * MIB <= 2 * index_bytes
         found.destroy()
-
-
-def test_too_few_huge_pages_are_an_error_that_says_how_to_reserve_them(
-    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segment_settings, "huge_pages", lambda: HugePages(total=5, free=1))
-    with pytest.raises(
-        SegmentError, match=r"needs 2 huge pages.*1 of 5 are free.*vm\.nr_hugepages=6"
-    ) as refused:
-        reopen(settings, huge_pages=True)
-    assert refused.value.field == "l1.use_hugepages"
