@@ -17,7 +17,6 @@ from tests.harness.rpc_client import RpcClient
 
 pytestmark = pytest.mark.integration
 
-ROUNDS = amount(10, 25)
 SEEDS = range(amount(15, 40))
 KEYLESS = ("rpc ipc",)
 WITH_KEYS = ("p2p", *PORTS)
@@ -50,18 +49,6 @@ def served(where: int | str, kind: bytes) -> zmtp.ZmtpPeer:
     with contextlib.suppress(ConnectionError):
         return zmtp.ZmtpPeer(where, kind)
     return zmtp.ZmtpPeer(where, kind)
-
-
-@pytest.mark.parametrize("port", KEYLESS)
-def test_a_connection_reset_behind_a_full_queue_of_pings_ends_no_process(ports: Where, port: str) -> None:
-    """This connection provoked libzmq's `Assertion failed: !_io_error`."""
-    where, kind = ports(port)
-    for _ in range(ROUNDS):
-        with contextlib.suppress(ConnectionError):  # it is cut after so many invalid messages
-            peer = zmtp.ZmtpPeer(where, kind)
-            peer.send(zmtp.frame(b"x") * 400 + zmtp.PING * 200)
-            peer.reset()
-    served(where, kind).close()
 
 
 @pytest.mark.parametrize("port", KEYLESS)

@@ -112,22 +112,6 @@ def test_a_closed_pool_says_so(files: Files) -> None:
     assert pool.remove(bytes(32)) == pool.evict_to_watermark() == pool.peek(bytes(32)) == 0
 
 
-def test_prefaulting_goes_on_beside_the_work_and_ends_with_close(files: Files) -> None:
-    pool = files.create(extents=1 << 14)
-    pool.prefault_start(1)
-    with pytest.raises(PoolError) as refusal:
-        pool.prefault_start(1)
-    assert refusal.value.reason == "exists"
-    store(pool, chain(1, 4))
-    while pool.prefaulted_bytes < pool.extents_bytes and not pool.stats()["prefault_error"]:
-        os.sched_yield()
-    assert pool.stats()["prefault_error"] == 0
-    assert os.fstat(files.extents).st_blocks * 512 == pool.extents_bytes
-    pool.heartbeat()
-    assert pool.peek(chain(1, 4)) == 4
-    pool.close()
-
-
 def test_an_index_takes_no_more_memory_than_its_bucket_lines_and_the_entries_in_use(files: Files) -> None:
     pool = files.create(extents=1 << 20, entry_capacity=1 << 20)
     assert os.fstat(files.index).st_size <= 144 * (1 << 20) + (2 << 16)

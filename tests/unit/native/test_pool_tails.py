@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 from kvstrata.native.pool import Pool
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.types import unpack_extents
@@ -33,29 +31,6 @@ def store(pool: Pool, name: bytes, parent: bytes = b"", *, tail: bool = False) -
     return extent.offset_bytes
 
 
-@pytest.mark.parametrize("policy", ["LRU", "ARC", "S3FIFO"])
-def test_tails_leave_before_any_chunk_however_lately_they_were_used(files: Files, policy: str) -> None:
-    pool = files.create(policy=policy)
-    parent = key(0)
-    store(pool, parent)
-    tails = [key(100 + i) for i in range(3)]
-    for name in tails:
-        store(pool, name, parent, tail=True)
-    assert pool.stats()["tails"] == {
-        "entries": 3, "record_bytes": 3 * RECORD, "extent_bytes": 3 * CHUNK
-    }  # fmt: skip
-    chunks = [parent]
-    while pool.stats()["evicted_entries"] < 3:
-        ticket = pool.lease(tails[0], 1, [0])[0]
-        if ticket:
-            pool.release(ticket, -1)
-        chunks.append(key(len(chunks)))
-        assert store(pool, chunks[-1]) >= 0
-        assert len(chunks) <= pool.extents_bytes // CHUNK
-    assert pool.stats()["tails"] == NO_TAILS and len(chunks) == pool.extents_bytes // CHUNK
-    assert all(pool.peek(name) for name in chunks), "no chunk has left for a tail"
-
-
 def test_of_tails_the_one_used_longest_ago_leaves_first_but_none_in_use(files: Files) -> None:
     pool = files.create()
     tails = [key(i) for i in range(pool.extents_bytes // CHUNK)]
@@ -68,16 +43,6 @@ def test_of_tails_the_one_used_longest_ago_leaves_first_but_none_in_use(files: F
     assert [pool.peek(name) for name in tails[:5]] == [1, 1, 0, 0, 1]
     pool.release(leased, -1)
     del held
-
-
-def test_a_tail_of_a_tenant_at_its_quota_leaves_before_its_older_chunks(files: Files) -> None:
-    pool = files.create()
-    pool.set_quota(0, 3 * CHUNK)
-    for number in (0, 1):
-        store(pool, key(number))
-    store(pool, key(2), tail=True)
-    store(pool, key(3))
-    assert [pool.peek(key(number)) for number in range(4)] == [1, 1, 0, 1]
 
 
 def test_a_restarted_server_knows_its_tails_and_where_they_lie(files: Files) -> None:

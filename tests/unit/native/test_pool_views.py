@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from kvstrata.native.index import ExtentsMap, IndexReader
 from kvstrata.native.lent import LentHold
-from kvstrata.native.pool import Hold, PoolError, PoolFormatError
+from kvstrata.native.pool import PoolError, PoolFormatError
 from kvstrata.types import unpack_extents
 from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
 
@@ -61,27 +60,6 @@ def test_a_view_outlives_pool_hold_and_close(files: Files) -> None:
     hold.drop()
     del pool, hold
     assert bytes(view) == before
-
-
-def test_any_thread_may_drop_a_hold(files: Files) -> None:
-    pool = files.create()
-    store(pool, chain(1, 8))
-    holds = [pool.hold(key(1, chunk % 8)) for chunk in range(400)]
-    assert all(holds)
-
-    def drop_all() -> None:
-        for hold in holds:
-            assert isinstance(hold, Hold)
-            hold.drop()
-
-    threads = [threading.Thread(target=drop_all) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert pool.stats()["holds"] == 0
-    assert pool.stats()["pinned_bytes"] == 0
-    pool.validate()
 
 
 # clients

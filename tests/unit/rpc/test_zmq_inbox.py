@@ -67,15 +67,6 @@ def drained(inbox: Inbox) -> list[Message]:
     return found
 
 
-def test_connections_are_served_in_turn_and_each_in_order(wire: Wire) -> None:
-    busy, quiet = wire.connect(), wire.connect()
-    for number in range(3):
-        wire.inbox.add(message(busy, b"%d" % number))
-    wire.inbox.add(message(quiet, b"quiet"))
-    assert [one.frames[0] for one in drained(wire.inbox)] == [b"0", b"quiet", b"1", b"2"]
-    assert len(wire.inbox) == 0
-
-
 @pytest.mark.parametrize(("body", "fits"), [(b"", MAX_WAITING_MESSAGES), (bytes(1_800), 4)])
 def test_a_connection_with_too_much_waiting_is_cut_and_forgotten(wire: Wire, body: bytes, fits: int) -> None:
     inbox = wire.inbox = Inbox(SIZE * (MAX_WAITING_MESSAGES if not body else 1))
@@ -122,17 +113,6 @@ def test_beyond_the_limit_of_connections_the_one_silent_for_longest_is_cut(
         False,
         False,
     ]
-
-
-def test_a_new_connection_with_the_descriptor_of_one_that_was_cut_is_heard(wire: Wire) -> None:
-    flood = wire.connect()
-    wire.inbox.add(message(flood, bytes(9 * SIZE)))
-    assert wire.is_cut(flood)
-    assert wire.inbox.has_cut
-    wire.inbox.closed(flood)
-    wire.inbox.opened(flood)
-    wire.inbox.add(message(flood))
-    assert len(drained(wire.inbox)) == 1
 
 
 def test_a_descriptor_that_another_connection_has_taken_over_is_not_cut(wire: Wire) -> None:

@@ -15,11 +15,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvstrata.errors import ClusterFailure, Unavailable
+from kvstrata.errors import Unavailable
 from kvstrata.rpc.cluster_wire import (
     REPLY_REQUESTS,
     Done,
-    Failure,
     Goodbye,
     PeerReleased,
     encode,
@@ -83,13 +82,6 @@ async def test_answers_find_their_questions_in_any_order(link: AskLink, other: O
     assert len({answer.seq for answer in answers}) == 50
 
 
-async def test_a_refusal_is_raised_with_its_code(link: AskLink, other: Other) -> None:
-    other.answer = lambda seq: [encode(Failure(seq, 1, "no_slots", "all are taken", "", True, 500))]
-    with pytest.raises(ClusterFailure, match="all are taken") as refused:
-        await link.ask(QUESTION, Done, LONG_S)
-    assert (refused.value.code, refused.value.retry_after_ms) == ("no_slots", 500)
-
-
 async def test_an_answer_of_another_kind_is_an_error(link: AskLink, other: Other) -> None:
     other.answer = lambda seq: [encode(PeerReleased(seq, 1, True))]
     with pytest.raises(Unavailable, match="PeerReleased for Done"):
@@ -126,22 +118,6 @@ async def test_a_cancelled_question_is_never_sent(links: Links) -> None:
     assert len(present.heard) == 1
     link.close()
     present.server.close()
-
-
-async def test_the_link_finds_a_peer_that_was_started_again(links: Links) -> None:
-    first = Other()
-    link = links.ask(first.endpoint)
-    await link.ask(QUESTION, Done, LONG_S)
-    first.server.close()
-    second = Other(port=first.port)
-    second.answer = lambda seq: [encode(Done(seq, 8))]
-    answers: list[Done] = []
-    while not answers:  # questions sent into the ended connection are lost
-        with contextlib.suppress(Unavailable):
-            answers.append(await link.ask(QUESTION, Done, SOON_S))
-    assert answers[0].epoch == 8
-    link.close()
-    second.server.close()
 
 
 async def test_questions_without_an_outcome_are_bounded(link: AskLink, other: Other) -> None:
@@ -197,20 +173,6 @@ def shared_key(tmp_path: Path, name: str) -> ClusterKeys:
     return read_cluster_keys(str(path), "controller.curve_file")
 
 
-async def test_only_members_with_the_shared_key_reach_each_other(links: Links, tmp_path: Path) -> None:
-    keys, foreign = shared_key(tmp_path, "ours"), shared_key(tmp_path, "theirs")
-    guarded = Other(keys)
-    with contextlib.closing(guarded.server):  # an open server would hold up the tests after this one
-        members = [links.ask(guarded.endpoint, keys=each) for each in (keys, foreign, None)]
-        assert (await members[0].ask(QUESTION, Done, LONG_S)).epoch == 7
-        for outsider in members[1:]:
-            with pytest.raises(Unavailable):
-                await outsider.ask(QUESTION, Done, SOON_S)
-        assert len(guarded.heard) == 1
-        for member in members:
-            member.close()
-
-
 async def test_a_refused_handshake_is_told_and_a_process_that_does_not_answer_is_none(
     links: Links, tmp_path: Path
 ) -> None:
@@ -255,14 +217,6 @@ async def test_a_handshake_that_is_refused_once_and_for_all_is_told_on_a_busy_ma
         links.ask(guarded.endpoint, refused=told.set)
         async with asyncio.timeout(LONG_S):
             await told.wait()
-
-
-def test_keys_of_a_cluster_can_differ(tmp_path: Path) -> None:
-    (server, _), (client, _), (_, secret) = (zmq.curve_keypair() for _ in range(3))
-    path = tmp_path / "keys"
-    path.write_text(f"secret {secret.decode()}\nserver {server.decode()}\nclient {client.decode()}\n")
-    path.chmod(0o600)
-    assert read_cluster_keys(str(path), "x") == ClusterKeys(secret, server, frozenset({client}))
 
 
 def connections_of(port: int) -> tuple[list[socket.socket], list[socket.socket]]:

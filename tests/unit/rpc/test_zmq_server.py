@@ -14,16 +14,15 @@ import zmq.asyncio
 
 from kvstrata.errors import ConfigError
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
-from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SEND_QUEUE, Address, ZmqServer
 
 
 class Echo:
     """A server that sends each frame back; `handled` has the first 64 bytes of each, in order."""
 
-    def __init__(self, curve: CurveKeys | None = None) -> None:
+    def __init__(self) -> None:
         self.server = ZmqServer(asyncio.get_running_loop())
-        self.port = self.server.bind_tcp("127.0.0.1", 0, curve=curve, insecure=False)
+        self.port = self.server.bind_tcp("127.0.0.1", 0, curve=None, insecure=False)
         self.handled: list[bytes] = []
         self.context = zmq.asyncio.Context()
         self.reply_to_all = True
@@ -74,16 +73,6 @@ async def ask(client: zmq.asyncio.Socket, *frames: bytes) -> list[bytes]:
     return await asyncio.wait_for(client.recv_multipart(), 30)
 
 
-@pytest.mark.parametrize("frames", [(b"a", b"b"), (b"", b"request"), (b"", b"", b"")])
-async def test_messages_of_several_frames_get_an_error_and_the_next_one_works(
-    echo: Echo, frames: tuple[bytes, ...]
-) -> None:
-    client = echo.client()
-    delimiter = [] if frames[0] else [b""]
-    assert await ask(client, *frames) == [*delimiter, b"%d frames" % len(frames)]
-    assert await ask(client, b"fine") == [b"fine"]
-
-
 async def test_an_oversized_message_costs_only_its_sender(echo: Echo) -> None:
     bad, good = echo.client(), echo.client()
     await bad.send(bytes(MAX_MESSAGE_BYTES + 1))
@@ -97,19 +86,6 @@ async def test_an_oversized_message_costs_only_its_sender(echo: Echo) -> None:
 async def test_the_largest_message_is_allowed(echo: Echo) -> None:
     client = echo.client()
     assert await ask(client, bytes(MAX_MESSAGE_BYTES)) == [bytes(MAX_MESSAGE_BYTES)]
-
-
-async def test_raw_bytes_on_the_socket_disturb_no_other_client(echo: Echo) -> None:
-    good = echo.client()
-    for garbage in (b"\xff" * 64, b"GET / HTTP/1.1\r\n\r\n", bytes(4096), os.urandom(100_000)):
-        raw = socket.create_connection(("127.0.0.1", echo.port))
-        raw.setblocking(False)
-        try:
-            await asyncio.get_running_loop().sock_sendall(raw, garbage)
-        except OSError:
-            pass  # the server may have hung up already
-        raw.close()
-        assert await ask(good, b"still here") == [b"still here"]
 
 
 async def test_a_client_that_floods_the_server_does_not_keep_others_waiting(echo: Echo) -> None:
@@ -175,11 +151,6 @@ async def test_messages_that_come_while_replies_go_out_are_not_missed(echo: Echo
     await asyncio.gather(*(talk(client, number) for number, client in enumerate(clients)))
 
 
-async def test_a_reply_to_a_client_that_is_gone_is_dropped(echo: Echo) -> None:
-    echo.server.send(Address(b"nobody"), b"hello?")
-    assert await ask(echo.client(), b"x") == [b"x"]
-
-
 # --- tcp ------------------------------------------------------------------------------------------------------
 
 
@@ -208,43 +179,6 @@ async def test_an_address_of_another_machine_is_a_named_error() -> None:
     server = ZmqServer(asyncio.get_running_loop())
     with pytest.raises(ConfigError, match=r"192\.0\.2\.7"):
         server.bind_tcp("192.0.2.7", 0, curve=None, insecure=True)
-    server.close()
-
-
-async def test_only_listed_clients_get_through_curve() -> None:
-    server_public, server_secret = zmq.curve_keypair()
-    known_public, known_secret = zmq.curve_keypair()
-    stranger_public, stranger_secret = zmq.curve_keypair()
-    echo = Echo(CurveKeys(server_secret, frozenset({known_public})))
-    echo.start()
-
-    def client(public: bytes, secret: bytes) -> zmq.asyncio.Socket:
-        made = echo.context.socket(zmq.DEALER)
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.CURVE_SERVERKEY, server_public)
-        made.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        made.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        made.connect(f"tcp://127.0.0.1:{echo.port}")
-        return made
-
-    stranger = client(stranger_public, stranger_secret)
-    await stranger.send(b"let me in")
-    plain = echo.client()
-    await plain.send(b"no key at all")
-    known = client(known_public, known_secret)
-    for number in range(10):
-        assert await ask(known, b"%d" % number) == [b"%d" % number]
-    assert set(echo.handled) == {b"%d" % number for number in range(10)}
-    assert await stranger.poll(0) == 0
-    echo.close()
-
-
-async def test_a_server_with_keys_may_be_closed_twice() -> None:
-    _, secret = zmq.curve_keypair()
-    server = ZmqServer(asyncio.get_running_loop())
-    server.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, frozenset()), insecure=False)
-    server.start(lambda address, frame: None, lambda address, count: b"")
-    server.close()
     server.close()
 
 
