@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from kvstrata.native.record import verify_record
+from kvstrata.native.record import CopyOutcome, verify_stored_record
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
@@ -27,6 +27,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
+from kvstrata.types import KEY_BYTES
 
 MADE_S = 60.0
 GATES = ("open", "exists", "put", "load", "close")
@@ -88,10 +89,11 @@ def entry(shelf: str, **common: Any) -> dict[str, Any]:
 class ShelfAdapter(StorageAdapter):
     """An adapter on a shelf. Cancelling a call does not end its operation, as if a thread carried the operation out."""
 
-    def __init__(self, shelf: str, hangs: Sequence[str] = ()) -> None:
+    def __init__(self, shelf: str | Shelf, hangs: Sequence[str] = ()) -> None:
         self.name = "shelf"
         self.capabilities = Capabilities(persistent=False, shared=False, max_batch=4)
-        self.shelf = SHELVES[shelf]
+        self.shelf = SHELVES[shelf] if isinstance(shelf, str) else shelf
+        self._is_open = False
         self.shelf.shut(*hangs)
         self.shelf.making += 1
         assert self.shelf.may_be_made.wait(MADE_S), "the test never set may_be_made"
@@ -103,9 +105,12 @@ class ShelfAdapter(StorageAdapter):
         if self.shelf.fails_to_open is not None:
             raise self.shelf.fails_to_open
         self.shelf.opened += 1
+        self._is_open = True
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         there = self.shelf.records
+        if not self._is_open:
+            return [Found(Presence.UNKNOWN, 0, "closed")] * len(keys)
         return await self._own(
             "exists",
             lambda: [
@@ -121,6 +126,8 @@ class ShelfAdapter(StorageAdapter):
         return await self._own("load", lambda: [self._load_one(item) for item in items])
 
     async def delete(self, keys: Sequence[bytes]) -> int:
+        if not self._is_open:
+            return 0
         return sum(self.shelf.records.pop(key, None) is not None for key in keys)
 
     async def usage(self) -> Usage:
@@ -130,6 +137,7 @@ class ShelfAdapter(StorageAdapter):
         await self._own("close", lambda: None)
         while pending := self._tasks - {asyncio.current_task()}:
             await asyncio.wait(pending)
+        self._is_open = False
         self.shelf.closed += 1
 
     async def _own(self, gate: str, work: Any) -> Any:
@@ -143,17 +151,30 @@ class ShelfAdapter(StorageAdapter):
         return await asyncio.shield(task)
 
     def _put_one(self, item: PutItem) -> PutOutcome:
-        with item.hold.view() as view:
-            known = item.key in self.shelf.records
-            self.shelf.records[item.key] = bytes(view)
-        item.hold.drop()
-        return PutOutcome(PutStatus.EXISTS if known else PutStatus.STORED)
+        try:
+            if not self._is_open or len(item.key) != KEY_BYTES:
+                return PutOutcome(PutStatus.FAILED, "bad_item" if self._is_open else "closed")
+            if item.key in self.shelf.records:
+                return PutOutcome(PutStatus.EXISTS)
+            with item.hold.view() as view:
+                self.shelf.records[item.key] = bytes(view)
+            return PutOutcome(PutStatus.STORED)
+        finally:
+            item.hold.drop()
 
     def _load_one(self, item: LoadItem) -> LoadOutcome:
-        stored = self.shelf.records.get(item.key)
-        if stored is not None:
-            with item.hold.view() as view:
-                view[:] = stored
-            assert verify_record(item.hold.address, item.hold.length, item.key) == 0
-        item.hold.drop()
-        return LoadOutcome(LoadStatus.ABSENT if stored is None else LoadStatus.LOADED)
+        try:
+            stored = self.shelf.records.get(item.key)
+            if not self._is_open:
+                return LoadOutcome(LoadStatus.FAILED, "closed")
+            if stored is None:
+                return LoadOutcome(LoadStatus.ABSENT)
+            if len(stored) == item.hold.length:
+                with item.hold.view() as view:
+                    view[:] = stored
+                if verify_stored_record(item.hold.address, item.hold.length, item.key) == CopyOutcome.OK:
+                    return LoadOutcome(LoadStatus.LOADED)
+            del self.shelf.records[item.key]
+            return LoadOutcome(LoadStatus.CORRUPT)
+        finally:
+            item.hold.drop()

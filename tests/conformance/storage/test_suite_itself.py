@@ -9,32 +9,26 @@ from pathlib import Path
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.native.record import CopyOutcome, verify_stored_record
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
-    Found,
     LoadItem,
     LoadOutcome,
     LoadStatus,
-    Presence,
     PutItem,
     PutOutcome,
     PutStatus,
     StorageAdapter,
-    Usage,
 )
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
 from kvstrata.testing.faults import Fault, FaultPlan
 from kvstrata.testing.faulty_adapter import FaultyAdapter
 from kvstrata.testing.strategies import key_of, load_item, put_item, watched
+from tests.harness.shelf import Shelf, ShelfAdapter
 
 
-class Shelf(Medium):
-    """A dictionary of stored bytes."""
-
-    def __init__(self) -> None:
-        self.records: dict[bytes, bytes] = {}
+class Records(Shelf, Medium):
+    """A shelf as a medium."""
 
     def keys(self) -> set[bytes]:
         return set(self.records)
@@ -52,143 +46,71 @@ class Shelf(Medium):
         return sum(map(len, self.records.values()))
 
 
-class ShelfAdapter(StorageAdapter):
-    """Keeps records on a shelf, on the event loop; each step takes a turn of the loop. Its `close` clears the shelf."""
-
-    def __init__(self, shelf: Shelf) -> None:
-        self.name = "shelf"
-        self.capabilities = Capabilities(persistent=False, shared=False, max_batch=16)
-        self._shelf = shelf
-        self._is_open = False
-        self._running: set[asyncio.Task[object]] = set()
-
-    async def open(self, context: AdapterContext) -> None:
-        self._is_open = True
-
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        if not self._is_open:
-            return [Found(Presence.UNKNOWN, 0, "closed")] * len(keys)
-        there = self._shelf.records
-        return [
-            Found(Presence.PRESENT, len(there[k])) if k in there else Found(Presence.ABSENT) for k in keys
-        ]
-
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        return await self._own([self._put_one(item) for item in items])
-
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        return await self._own([self._load_one(item) for item in items])
-
-    async def _own(self, parts):
-        async def in_order():
-            return [await part for part in parts]
-
-        task = asyncio.ensure_future(in_order())
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
-
-    async def _put_one(self, item: PutItem) -> PutOutcome:
-        try:
-            if not self._is_open or len(item.key) != 32:
-                return PutOutcome(PutStatus.FAILED, "bad_item" if self._is_open else "closed")
-            if item.key in self._shelf.records:
-                return PutOutcome(PutStatus.EXISTS)
-            self._shelf.records[item.key] = bytes(item.hold.view())
-            await asyncio.sleep(0)
-            return PutOutcome(PutStatus.STORED)
-        finally:
-            item.hold.drop()
-
-    async def _load_one(self, item: LoadItem) -> LoadOutcome:
-        try:
-            if not self._is_open:
-                return LoadOutcome(LoadStatus.FAILED, "closed")
-            stored = self._shelf.records.get(item.key)
-            if stored is None:
-                return LoadOutcome(LoadStatus.ABSENT)
-            await asyncio.sleep(0)
-            if len(stored) == item.hold.length:
-                item.hold.view()[:] = stored
-                if verify_stored_record(item.hold.address, item.hold.length, item.key) == CopyOutcome.OK:
-                    return LoadOutcome(LoadStatus.LOADED)
-            self._shelf.records.pop(item.key, None)
-            return LoadOutcome(LoadStatus.CORRUPT)
-        finally:
-            item.hold.drop()
-
-    async def delete(self, keys: Sequence[bytes]) -> int:
-        if not self._is_open:
-            return 0
-        return sum(self._shelf.records.pop(key, None) is not None for key in keys)
-
-    async def usage(self) -> Usage:
-        return Usage(self._shelf.used_bytes(), 0, len(self._shelf.records))
+class Forgets(ShelfAdapter):
+    """Its `close` clears the shelf."""
 
     async def close(self) -> None:
-        while self._running:
-            await asyncio.wait(self._running)
-        self._is_open = False
-        self._shelf.records.clear()
+        await super().close()
+        self.shelf.records.clear()
 
 
 class TestShelf(AdapterContract):
     has_cap = False
     waits_in_threads = False
 
-    def make_medium(self, folder: Path) -> Shelf:
-        return Shelf()
+    def make_medium(self, folder: Path) -> Records:
+        return Records()
 
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
-        assert isinstance(medium, Shelf)
-        return ShelfAdapter(medium)
+        assert isinstance(medium, Records)
+        return Forgets(medium)
 
 
-class DropsEarly(ShelfAdapter):
-    async def _put_one(self, item: PutItem) -> PutOutcome:
+class DropsEarly(Forgets):
+    def _put_one(self, item: PutItem) -> PutOutcome:
         view = item.hold.view()
         item.hold.drop()
-        self._shelf.records[item.key] = bytes(view)
+        self.shelf.records[item.key] = bytes(view)
         return PutOutcome(PutStatus.STORED)
 
 
-class NeverDrops(ShelfAdapter):
-    async def _put_one(self, item: PutItem) -> PutOutcome:
-        self._shelf.records[item.key] = bytes(item.hold.view())
+class NeverDrops(Forgets):
+    def _put_one(self, item: PutItem) -> PutOutcome:
+        self.shelf.records[item.key] = bytes(item.hold.view())
         return PutOutcome(PutStatus.STORED)
 
 
-class WritesLate(ShelfAdapter):
-    async def _load_one(self, item: LoadItem) -> LoadOutcome:
+class WritesLate(Forgets):
+    def _load_one(self, item: LoadItem) -> LoadOutcome:
         view = item.hold.view()
         item.hold.drop()
-        view[:] = self._shelf.records[item.key]
+        view[:] = self.shelf.records[item.key]
         return LoadOutcome(LoadStatus.LOADED)
 
 
-class Trusts(ShelfAdapter):
-    async def _load_one(self, item: LoadItem) -> LoadOutcome:
-        item.hold.view()[:] = self._shelf.records[item.key].ljust(item.hold.length)[: item.hold.length]
+class Trusts(Forgets):
+    def _load_one(self, item: LoadItem) -> LoadOutcome:
+        item.hold.view()[:] = self.shelf.records[item.key].ljust(item.hold.length)[: item.hold.length]
         item.hold.drop()
         return LoadOutcome(LoadStatus.LOADED)
 
 
-class KeepsCorrupt(ShelfAdapter):
-    async def _load_one(self, item: LoadItem) -> LoadOutcome:
-        stored = self._shelf.records.get(item.key)
-        outcome = await super()._load_one(item)
+class KeepsCorrupt(Forgets):
+    def _load_one(self, item: LoadItem) -> LoadOutcome:
+        stored = self.shelf.records.get(item.key)
+        outcome = super()._load_one(item)
         if stored is not None:
-            self._shelf.records[item.key] = stored
+            self.shelf.records[item.key] = stored
         return outcome
 
 
-class Reverses(ShelfAdapter):
+class Reverses(Forgets):
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         return (await super().put(items))[::-1]
 
 
-class Claims(ShelfAdapter):
-    def __init__(self, shelf: Shelf) -> None:
+class Claims(Forgets):
+    def __init__(self, shelf: Records) -> None:
         super().__init__(shelf)
         self.capabilities = Capabilities(persistent=True, shared=False, max_batch=16)
 
@@ -206,18 +128,18 @@ class Claims(ShelfAdapter):
     ],
 )
 async def test_the_suite_notices_an_adapter_that_breaks_its_contract(
-    broken: type[ShelfAdapter], test: str
+    broken: type[Forgets], test: str
 ) -> None:
     suite = TestShelf()
     suite.make_adapter = lambda medium, capacity_bytes=0: broken(medium)
     with pytest.raises((AssertionError, KeyError)):
-        await getattr(suite, test)(Shelf())
+        await getattr(suite, test)(Records())
 
 
 @pytest.mark.parametrize("fault", list(Fault))
 async def test_an_injected_fault_does_what_its_name_says(fault: Fault) -> None:
     plan = FaultPlan(1, slow_s=0.0)
-    adapter = FaultyAdapter(ShelfAdapter(shelf := Shelf()), plan)
+    adapter = FaultyAdapter(Forgets(shelf := Records()), plan)
     await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
     plan.schedule(fault)
     item = put_item(key_of(1), 5_000)
