@@ -15,8 +15,6 @@ def greeting(mechanism: bytes) -> bytes:
 
 
 GREETING = greeting(b"NULL")
-ZMTP_2, DEALER_2 = 1, 5
-"""The bytes by which ZMTP 2 (RFC 15) names its version and a DEALER."""
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
@@ -48,16 +46,11 @@ PING = command(b"PING", bytes(2))
 class ZmtpPeer:
     """One connection to a tcp port or a unix socket's path, past the handshake."""
 
-    def __init__(
-        self, where: int | str, kind: bytes = b"DEALER", identity: bytes = b"", *, old: bool = False
-    ) -> None:
+    def __init__(self, where: int | str, kind: bytes = b"DEALER", identity: bytes = b"") -> None:
         """Connect and shake hands. Raises ConnectionError when the other side refuses."""
         self.socket = socket.socket(socket.AF_UNIX if isinstance(where, str) else socket.AF_INET)
         self.socket.settimeout(30)
         self.socket.connect(where if isinstance(where, str) else ("127.0.0.1", where))
-        if old:
-            self.socket.sendall(SIGNATURE + bytes((ZMTP_2, DEALER_2)) + frame(identity))
-            self._receive(1_000)
         self.socket.sendall(GREETING)
         self._receive(64)
         self.socket.sendall(ready(kind, identity))
@@ -67,15 +60,6 @@ class ZmtpPeer:
     def send(self, data: bytes) -> None:
         """Send bytes. Raises OSError when the other side has hung up."""
         self.socket.sendall(data)
-
-    def ended(self) -> bool:
-        """Read until the other side hangs up; return whether it did."""
-        try:
-            while self.socket.recv(65_536):
-                pass
-        except ConnectionError:
-            pass
-        return True
 
     def reset(self) -> None:
         """End the connection with RST where possible, even if data is under way."""

@@ -35,27 +35,6 @@ def file() -> Iterator[int]:
     os.close(fd)
 
 
-def in_page_tables(address: int) -> int:
-    """Bytes of the mapping at `address` that this process's page tables hold."""
-    found = False
-    with open("/proc/self/smaps") as smaps:
-        for line in smaps:
-            found = found or line.startswith(f"{address:x}-")
-            if found and line.startswith("Rss:"):
-                return int(line.split()[1]) << 10
-    raise AssertionError("no such mapping")
-
-
-def test_all_pages_that_exist_are_mapped(file):
-    os.write(file, bytes(BYTES))
-    mapping, warmer = Mapped(file), PageWarmer()
-    assert in_page_tables(mapping.extents.address) == 0
-    warmer.warm(mapping)
-    eventually("all is mapped", lambda: warmer.mapped_bytes == BYTES)
-    assert in_page_tables(mapping.extents.address) == BYTES
-    warmer.close(10)
-
-
 def test_pages_allocated_later_are_mapped_later_and_warming_allocates_none(file):
     os.pwrite(file, bytes(STEP_BYTES), 0)
     mapping, warmer = Mapped(file), PageWarmer()
