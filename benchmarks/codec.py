@@ -158,11 +158,8 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
         # Decryption overwrites its input, so a copy is decoded, as a load decodes its staging buffer.
         for target, copy, back, length, record in zip(targets, copies, backs, lengths, records, strict=True):
             stored = memoryview(copy)[:length]
-            copying.copy_at(
-                copying.buffer_address(copy, writable=True),
-                copying.buffer_address(target),
-                length,
-                cached=True,
+            copying.libc_copy_at(
+                copying.buffer_address(copy, writable=True), copying.buffer_address(target), length
             )
             chain.decode(stored, memoryview(back), record[16:48])
 

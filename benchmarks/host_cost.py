@@ -29,7 +29,6 @@ import uvloop
 from benchmarks.common import ROOT, figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
-from kvstrata.native.batches import pack_keys, split_keys
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import Hold
@@ -138,7 +137,7 @@ class BareProcess(Way):
         theirs.close()
 
     def _ask(self, what: bytes, keys: list[bytes]) -> bool:
-        self._socket.send(what.ljust(16) + pack_keys(keys))
+        self._socket.send(what.ljust(16) + b"".join(keys))
         return self._socket.recv(MAX_FRAME_BYTES) == bytes([1]) * len(keys)
 
     async def put(self, keys: list[bytes]) -> bool:
@@ -174,7 +173,7 @@ async def serve_bare(folder: Path, channel_fd: int, extents_fd: int) -> None:
     channel.send(b"ready")
     calls = {b"put": way.put, b"exists": way.exists, b"load": way.load, b"delete": way.delete}
     while frame := channel.recv(MAX_FRAME_BYTES):
-        keys = split_keys(memoryview(frame)[16:])
+        keys = [bytes(frame[at : at + 32]) for at in range(16, len(frame), 32)]
         channel.send(bytes([await calls[frame[:16].strip()](keys)]) * len(keys))
     await way.close()
 

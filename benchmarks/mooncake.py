@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, cast
 from benchmarks.common import ROOT, figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
-from kvstrata.native.batches import names_of, pack_keys, split_keys
+from kvstrata.native.batches import names_of
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import Hold
@@ -153,7 +153,7 @@ class BareProcess:
 
     def ask(self, what: str, keys: list[bytes]) -> bool:
         """Call a method of its `Bare`, and wait for the result."""
-        self._socket.send(what.encode().ljust(16) + pack_keys(keys))
+        self._socket.send(what.encode().ljust(16) + b"".join(keys))
         return self._socket.recv(MAX_FRAME_BYTES) == bytes([1]) * len(keys)
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def serve_bare(setup: dict[str, Any], payload_bytes: int, channel_fd: int, exten
     channel = socket.socket(fileno=channel_fd)
     channel.send(b"ready")
     while frame := channel.recv(MAX_FRAME_BYTES):
-        keys = split_keys(memoryview(frame)[16:])
+        keys = [bytes(frame[at : at + 32]) for at in range(16, len(frame), 32)]
         channel.send(bytes([calls[frame[:16].decode().strip()](keys)]) * len(keys))
 
 

@@ -1,8 +1,8 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""Packs batches of keys into bytes and back: see batches.pyi for the contract."""
+"""Work on batches of keys and values: see batches.pyi for the contract."""
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
 from libc.stdint cimport uint8_t, uint16_t
 from libc.string cimport memcpy
 
@@ -31,24 +31,6 @@ cdef int _copy_key(char* place, object key) except -1:
         raise ValueError(f"key: must have {KEY_BYTES} bytes, not {len(key)}")
     memcpy(place, PyBytes_AS_STRING(key), KEY_BYTES)
     return 0
-
-
-def pack_keys(keys):
-    cdef bytes packed = PyBytes_FromStringAndSize(NULL, len(keys) * KEY_BYTES)
-    cdef char* place = PyBytes_AS_STRING(packed)
-    for key in keys:
-        _copy_key(place, key)
-        place += KEY_BYTES
-    return packed
-
-
-def split_keys(const unsigned char[::1] packed not None):
-    cdef Py_ssize_t count = packed.shape[0] // KEY_BYTES
-    cdef Py_ssize_t i
-    cdef const char* begin = <const char*>&packed[0] if count else NULL
-    if packed.shape[0] % KEY_BYTES:
-        raise ValueError(f"keys: must be a multiple of {KEY_BYTES} bytes, not {packed.shape[0]}")
-    return [begin[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(count)]
 
 
 def names_of(str prefix not None, keys):

@@ -82,11 +82,6 @@ cdef Fp8Shape read_shape(object shape) except *:
     return out
 
 
-def fp8_sizes(shape):
-    cdef Fp8Shape checked = read_shape(shape)
-    return checked.numbers(), checked.scales()
-
-
 def fp8_encode(shape, dtype, numbers, codes, scales):
     cdef Fp8Shape checked = read_shape(shape)
     cdef Fp8Source kind = source_type(dtype)

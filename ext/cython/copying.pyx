@@ -33,7 +33,6 @@ from core_copying cimport (
     c_copy_strided,
     c_gather_record,
     c_scatter_record,
-    copy_crc32c,
     copy_outcome,
     kMaxStridedLoops,
     kSkipBlock,
@@ -302,18 +301,6 @@ def crc32c_at(address, length, crc=0):
         raise ValueError("address: may not be 0")
     with nogil:
         state = core_crc32c(where, n, state)
-    return state
-
-
-def copy_at(destination, source, length, crc=0):
-    cdef void* dst = <void*><size_t>whole(destination, "destination")
-    cdef const void* src = <const void*><size_t>whole(source, "source")
-    cdef size_t n = whole(length, "length")
-    cdef uint32_t state = whole32(crc, "crc")
-    if (dst == NULL or src == NULL) and n != 0:
-        raise ValueError("destination, source: may not be 0")
-    with nogil:
-        state = copy_crc32c(dst, src, n, state)
     return state
 
 

@@ -15,7 +15,6 @@ from core_status cimport Status
 cdef extern from "hash/crc32c.h" namespace "kvstrata" nogil:
     const char* crc32c_path()
     uint32_t crc32c(const void* data, size_t n, uint32_t crc)
-    uint32_t copy_crc32c(void* dst, const void* src, size_t n, uint32_t crc)
 
 
 cdef extern from "record/record.h" namespace "kvstrata" nogil:
@@ -41,7 +40,6 @@ cdef extern from "record/record.h" namespace "kvstrata" nogil:
         uint32_t stored_crc
         uint32_t section_count
         uint64_t record_bytes()
-        cbool crc_pending()
         cbool plain()
         unsigned char* codecs "codecs.data()"
     cdef cppclass RecordEncoding:

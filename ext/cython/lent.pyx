@@ -31,10 +31,6 @@ cdef class LentHold:
     def generation(self):
         return 0
 
-    @property
-    def is_held(self):
-        return self.dropped is not None
-
     def drop(self):
         dropped, self.dropped = self.dropped, None
         if dropped is not None:
@@ -64,5 +60,5 @@ cdef class LentHold:
         self.drop()
 
     def __repr__(self):
-        state = "" if self.is_held else " dropped"
+        state = "" if self.dropped is not None else " dropped"
         return f"<LentHold {self.key.hex()[:12]} at {self.offset}+{self.length}{state}>"

@@ -156,10 +156,6 @@ cdef class Hold:
     def address(self):
         return <size_t>self.held.get().address()
 
-    @property
-    def is_held(self):
-        return bool(self.held.get().is_held())
-
     def drop(self):
         with nogil:
             self.held.get().drop()
@@ -180,7 +176,7 @@ cdef class Hold:
         self.drop()
 
     def __repr__(self):
-        state = "" if self.is_held else " dropped"
+        state = "" if self.held.get().is_held() else " dropped"
         return f"<Hold {self.key.hex()[:12]} at {self.offset}+{self.length}{state}>"
 
 

@@ -66,7 +66,7 @@ class RecordError(MediumError):
 RecordHeader = namedtuple(
     "RecordHeader",
     "key identity slice_digest parent_key chunk_tokens created_unix_ms header_bytes payload_bytes "
-    "stored_bytes stored_crc codecs crc_pending sections",
+    "stored_bytes stored_crc codecs sections",
     module=__name__,
 )
 
@@ -233,7 +233,6 @@ def record_header(address, length):
         header.stored_bytes,
         header.stored_crc,
         (<char*>header.codecs)[:8].rstrip(b"\0"),
-        header.crc_pending(),
         tuple([(sections[i].offset, sections[i].length, sections[i].crc) for i in range(header.section_count)]),
     )
 

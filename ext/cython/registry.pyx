@@ -43,7 +43,6 @@ cdef extern from "<sched.h>" nogil:
     int sched_yield()
 
 cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
-    int kTagBits
     unsigned int kMaxSlots
     unsigned int kPartitions "kvstrata::kRegistryPartitions"
 
@@ -101,7 +100,6 @@ cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
         CUsage usage() noexcept
 
 
-TAG_BITS = kTagBits
 MAX_SLOTS = kMaxSlots
 STATES = ("free", "hidden", "visible", "retired")
 TAG_BYTES = 8

@@ -19,16 +19,12 @@ def join_planes(out: Buffer, source: Buffer) -> None:
 def planes_path() -> str:
     """The implementation in use: scalar, avx2 or avx512."""
 
-def fp8_sizes(shape: Sequence[int]) -> tuple[int, int]:
-    """(numbers, scales) that a section of this shape has; the shape is (blocks, groups, tokens, heads, dim), see fp8.h.
-
-    Raises ValueError for an impossible shape.
-    """
-
 def fp8_encode(shape: Sequence[int], dtype: int, numbers: Buffer, codes: Buffer, scales: Buffer) -> bool:
     """Turns 16-bit numbers (dtype 1: bfloat16, 2: float16) into codes and scales; False if a number is not finite.
 
-    Raises ValueError for buffers that do not fit the shape.
+    The shape is (blocks, groups, tokens, heads, dim), see fp8.h.
+
+    Raises ValueError for an impossible shape, and for buffers that do not fit it.
     """
 
 def fp8_decode(shape: Sequence[int], dtype: int, codes: Buffer, scales: Buffer, numbers: Buffer) -> None:

@@ -143,9 +143,6 @@ def crc32c(buffer: Buffer, crc: int = 0) -> int:
 def crc32c_at(address: int, length: int, crc: int = 0) -> int:
     """CRC32C of memory, continued from `crc`."""
 
-def copy_at(destination: int, source: int, length: int, crc: int = 0) -> int:
-    """Copies memory (not overlapping) and returns its CRC32C."""
-
 def copy_strided(
     target_address: int,
     target_length: int,

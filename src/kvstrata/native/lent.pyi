@@ -31,8 +31,6 @@ class LentHold:
     @property
     def generation(self) -> int:
         """Always 0: an adapter host does not know the entry's generation."""
-    @property
-    def is_held(self) -> bool: ...
     def drop(self) -> None:
         """Idempotent."""
     def view(self) -> memoryview:

@@ -29,7 +29,6 @@ MAX_SESSIONS: Final[int]
 """Processes that can be attached to a pool at a time."""
 STATES: Final[tuple[str, ...]]
 """The states of an entry, in lower case, in the order of their numbers."""
-OUTCOMES: Final[tuple[str, ...]]
 
 class PoolError(SegmentError):
     """The pool refused a call. `reason` is a stable word: sessions_full, closed, not_found, internal, …"""
@@ -81,8 +80,6 @@ class Hold:
     @property
     def address(self) -> int:
         """Where the record lies in this process."""
-    @property
-    def is_held(self) -> bool: ...
     def drop(self) -> None:
         """Idempotent."""
     def view(self) -> memoryview:

@@ -50,7 +50,6 @@ class RecordHeader(NamedTuple):
     stored_crc: int
     codecs: bytes
     """Numbers of the codecs in the order of encoding; empty: the payload is stored as it is."""
-    crc_pending: bool
     sections: tuple[tuple[int, int, int], ...]
 
 @final

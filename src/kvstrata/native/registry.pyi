@@ -1,7 +1,7 @@
 """The registry of the controller's directory: which instance holds which chunk, and in which tier.
 
 A *placement* is (tag, slot).  A *tag* is the first 8 bytes of a 32-byte storage key, little-endian; batches of tags
-are bytes-like objects of 8 bytes each.  Only the upper `TAG_BITS` bits count: tags that differ only in the lowest 7 are
+are bytes-like objects of 8 bytes each.  Only the upper 57 bits count: tags that differ only in the lowest 7 are
 one tag.  With n tags present, a tag that nobody holds is found with odds of n / 2**57 (6.9e-10 for 10**8).  The
 instance that is asked for the chunk compares the full key, so such a find costs a refused lease and never gives wrong
 KV.
@@ -33,7 +33,6 @@ from typing_extensions import Buffer
 
 from kvstrata.errors import MediumError
 
-TAG_BITS: Final[int]
 MAX_SLOTS: Final[int]
 """65,534."""
 

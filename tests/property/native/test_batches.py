@@ -1,4 +1,4 @@
-"""Packed batches are read back, and other bytes are not taken for a batch."""
+"""Names of keys, and types of values."""
 
 from __future__ import annotations
 
@@ -6,27 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.native.batches import names_of, pack_keys, split_keys, types_of
+from kvstrata.native.batches import names_of, types_of
 
 keys = st.lists(st.binary(min_size=32, max_size=32))
 other_keys = st.binary(max_size=70).filter(lambda key: len(key) != 32)
 
 
-@given(keys)
-def test_keys_are_read_as_they_were_packed(given_keys: list[bytes]) -> None:
-    packed = pack_keys(given_keys)
-    assert packed == b"".join(given_keys)
-    assert split_keys(packed) == split_keys(memoryview(packed)) == given_keys
-
-
 @given(keys, other_keys, keys)
 def test_a_key_of_another_length_is_refused(before: list[bytes], other: bytes, after: list[bytes]) -> None:
-    for make in (pack_keys, lambda given_keys: names_of("", given_keys)):
-        with pytest.raises(ValueError, match="32 bytes"):
-            make([*before, other, *after])
-    if len(other) % 32:
-        with pytest.raises(ValueError, match="multiple of 32 bytes"):
-            split_keys(other)
+    with pytest.raises(ValueError, match="32 bytes"):
+        names_of("", [*before, other, *after])
 
 
 @given(st.lists(st.integers() | st.booleans() | st.text() | st.none()))
@@ -36,9 +25,8 @@ def test_types_of_values_are_all_of_their_types(values: list[object]) -> None:
 
 @pytest.mark.parametrize("key", [None, 3.5, "0" * 32, [256]])
 def test_a_value_that_is_no_key_raises(key: object) -> None:
-    for make in (pack_keys, lambda given_keys: names_of("", given_keys)):
-        with pytest.raises((TypeError, ValueError)):
-            make([bytes(32), key])
+    with pytest.raises((TypeError, ValueError)):
+        names_of("", [bytes(32), key])
 
 
 def test_a_prefix_that_is_not_ascii_is_refused() -> None:

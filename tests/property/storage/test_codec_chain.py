@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import random
 import struct
@@ -210,7 +211,7 @@ def fp8_numbers(draw: st.DrawFn) -> tuple[int, tuple[int, ...], list[int]]:
     """Draw a dtype, a shape and the bits of finite numbers: of any magnitude, or normal with a scale of 1e-3 to 1e3."""
     dtype = draw(st.sampled_from([1, 2]))
     shape = draw(st.sampled_from([(1, 2, 4, 3, 9), (2, 2, 16, 1, 5), (1, 1, 1, 1, 16), (2, 1, 8, 2, 33)]))
-    n, _ = codec.fp8_sizes(shape)
+    n = math.prod(shape)
     noise = random.Random(draw(st.integers(0, 1 << 30)))
     if draw(st.booleans()):
         top = 0x7F80 if dtype == 1 else 0x7C00
@@ -222,7 +223,7 @@ def fp8_numbers(draw: st.DrawFn) -> tuple[int, tuple[int, ...], list[int]]:
 @given(case=fp8_numbers())
 def test_fp8_equals_that_of_the_oracle_and_keeps_its_error_bound(case: Any) -> None:
     dtype, shape, numbers = case
-    n, scales = codec.fp8_sizes(shape)
+    n, scales = math.prod(shape), shape[1] * shape[3]
     codes, packed_scales, back = bytearray(n), bytearray(4 * scales), bytearray(2 * n)
     assert codec.fp8_encode(shape, dtype, struct.pack(f"<{n}H", *numbers), codes, packed_scales)
     codec.fp8_decode(shape, dtype, codes, packed_scales, back)

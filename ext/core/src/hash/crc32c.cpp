@@ -421,13 +421,6 @@ std::uint32_t copy_crc32c_runs(const CopyRun* runs, std::size_t count, std::size
   return ~best_kernel().copy(RunList{runs, count, run_bytes}, ~crc);
 }
 
-std::uint32_t copy_crc32c(void* dst, const void* src, std::size_t n, std::uint32_t crc) noexcept {
-  const CopyRun run{dst, src};
-  const std::uint32_t result = copy_crc32c_runs(&run, 1, n, crc);
-  copy_fence();
-  return result;
-}
-
 void copy_fence() noexcept {
 #if defined(__x86_64__)
   _mm_sfence();

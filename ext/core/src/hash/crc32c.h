@@ -22,11 +22,6 @@ const char* crc32c_path() noexcept;
 // The CRC of `n` bytes at `data`, continued from `crc`.
 std::uint32_t crc32c(const void* data, std::size_t n, std::uint32_t crc = 0) noexcept;
 
-// Copies `n` bytes and returns their CRC, continued from `crc`. On return all stores, including
-// streaming stores, are ordered before later stores of this thread.
-std::uint32_t copy_crc32c(void* dst, const void* src, std::size_t n,
-                          std::uint32_t crc = 0) noexcept;
-
 // Computes the CRC of a concatenation from the CRCs of its parts: combine(crc of a, crc of b) is
 // the CRC of a followed by b, where b has `length` bytes. Construction takes O(log length), so keep
 // the object for further parts of the same length.

@@ -66,7 +66,9 @@ TEST(copy_moves_exactly_its_bytes_at_every_length_and_alignment) {
     const std::uint32_t expected = bitwise(src, n);
     for (std::size_t to = 0; to < 64; ++to) {
       std::memset(out, kGuard, to + n + 128);
-      wrong += copy_crc32c(out + 64 + to, src, n, 0) != expected;
+      const CopyRun run{out + 64 + to, src};
+      wrong += copy_crc32c_runs(&run, 1, n, 0) != expected;
+      copy_fence();
       wrong += std::memcmp(out + 64 + to, src, n) != 0;
       wrong += out[63 + to] != kGuard || out[64 + to + n] != kGuard;
     }

@@ -19,11 +19,6 @@ class SideHold:
         self._sides = {"medium", "codec"}
         self._lock = threading.Lock()
 
-    @property
-    def is_held(self) -> bool:
-        """The medium has not dropped its side."""
-        return "medium" in self._sides
-
     def view(self) -> memoryview:
         """The bytes."""
         hold = self._hold

@@ -44,11 +44,6 @@ class StagingHold:
         self.address = block.address
         self._block: Block | None = block
 
-    @property
-    def is_held(self) -> bool:
-        """Whether the hold still stands."""
-        return self._block is not None
-
     def view(self) -> memoryview:
         """The bytes, writable."""
         block = self._block
