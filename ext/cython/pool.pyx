@@ -488,12 +488,10 @@ cdef class Pool:
             count = self.pool.get().remove(batch.data(), n_keys, returned)
         return count
 
-    def clear(self, int64_t tenant=-1, identity=b""):
+    def clear(self, int64_t tenant=-1):
         cdef ClearResult result
-        cdef bytes raw = _one_key(identity, "identity") if identity else b""
-        cdef const uint8_t* wanted = <const uint8_t*>PyBytes_AS_STRING(raw) if raw else NULL
         with nogil:
-            result = self.pool.get().clear(tenant, wanted)
+            result = self.pool.get().clear(tenant)
         return result.dropped, result.kept
 
     def cleared_in_use(self, int64_t tenant=-1):

@@ -239,8 +239,8 @@ class Pool:
         `returned`: the entries were read from another instance and are not kept here; their events are RETURNED
         instead of REMOVED.
         """
-    def clear(self, tenant: int = -1, identity: bytes = b"") -> tuple[int, int]:
-        """Drops all entries (of one tenant, of one identity root); returns how many it dropped, and how many it kept.
+    def clear(self, tenant: int = -1) -> tuple[int, int]:
+        """Drops all entries (of one tenant); returns how many it dropped, and how many it kept.
 
         The extent of a dropped entry in use becomes free when its last use has ended.  Kept are the entries that the
         server itself leases: for a pin, or for another instance that reads them.

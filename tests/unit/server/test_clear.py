@@ -66,17 +66,16 @@ def test_pinned_chunks_survive_a_clear_and_are_counted(
 @pytest.mark.parametrize(
     ("leaves", "by"),
     [
-        (lambda pool, keys, root: pool.clear(), "clear"),
-        (lambda pool, keys, root: pool.remove(keys), "an evict of the controller"),
-        (lambda pool, keys, root: pool.clear(-1, root), "an evict of the controller"),
-        (lambda pool, keys, root: pool.remove(keys, True), "its return"),
+        (lambda pool, keys: pool.clear(), "clear"),
+        (lambda pool, keys: pool.remove(keys), "an evict of the controller"),
+        (lambda pool, keys: pool.remove(keys, True), "its return"),
     ],
 )
 def test_explain_names_why_a_chunk_left(
     server: InstanceInProcess, identity: wire.IdentifyReply, leaves, by: str
 ) -> None:
     keys = keys_of(server, identity)
-    leaves(server.pool, keys, identity.root)
+    leaves(server.pool, keys)
     server.feed()  # hears of the pool's events
     for key in split(keys):
         known = server.parts.explainer.keys.get(key)

@@ -2,7 +2,6 @@
 #include "pool/departures.h"
 
 #include <cassert>
-#include <cstring>
 
 namespace kvstrata {
 
@@ -85,22 +84,18 @@ std::uint64_t Departures::remove(const std::uint8_t* keys, std::size_t n_keys, C
 }
 
 void Departures::clear(std::uint64_t begin, std::uint64_t end, std::int64_t tenant,
-                       const std::uint8_t* identity, ClearResult* result) {
+                       ClearResult* result) {
   constexpr std::uint32_t kServerRow = 0;
   IndexView& index = entries.index;
   for (auto entry = static_cast<std::uint32_t>(begin); entry < end; ++entry) {
     const EntryState state = index.state(entry);
     if (state != EntryState::kReady && state != EntryState::kUnverified) continue;
-    const ColdEntry& cold = index.cold(entry);
-    if (tenant >= 0 && load_word(cold.tenant) != static_cast<std::uint64_t>(tenant)) continue;
-    if (identity != nullptr && std::memcmp(cold.identity, identity, sizeof cold.identity) != 0) {
-      continue;
-    }
+    if (tenant >= 0 && entries.tenant(entry) != tenant) continue;
     if (entries.local[entry].leases != 0 && rows.rows_of(entry).test(kServerRow)) {
       result->kept += 1;
       continue;
     }
-    leave(entry, identity == nullptr ? Cause::kCleared : Cause::kRemoved);
+    leave(entry, Cause::kCleared);
     if (index.state(entry) == EntryState::kQuarantined) entries.local[entry].marks |= kMarkCleared;
     result->dropped += 1;
   }

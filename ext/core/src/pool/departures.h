@@ -62,8 +62,7 @@ struct Departures {
   // Drops linked entries that nobody uses; returns how many.
   std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys, Cause cause);
   // Does the work of Pool::clear for the entries [begin, end).
-  void clear(std::uint64_t begin, std::uint64_t end, std::int64_t tenant,
-             const std::uint8_t* identity, ClearResult* result);
+  void clear(std::uint64_t begin, std::uint64_t end, std::int64_t tenant, ClearResult* result);
   // As Pool::cleared_in_use.
   ClearedInUse cleared_in_use(std::int64_t tenant) const;
   // Quarantined entries no longer count against the row that reserved them.

@@ -475,14 +475,14 @@ std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys, bool re
   return departures_.remove(keys, n_keys, returned ? Cause::kReturned : Cause::kRemoved);
 }
 
-ClearResult Pool::clear(std::int64_t tenant, const std::uint8_t* identity) noexcept {
+ClearResult Pool::clear(std::int64_t tenant) noexcept {
   constexpr std::uint32_t kStep = 512;  // entries, before other threads get the mutex
   ClearResult result;
   for (std::uint64_t begin = 0;; begin += kStep) {
     const std::lock_guard lock(mutex_);
     if (is_closed() || begin >= entries_.touched) return result;
     const std::uint64_t end = std::min(begin + kStep, entries_.touched);
-    departures_.clear(begin, end, tenant, identity, &result);
+    departures_.clear(begin, end, tenant, &result);
   }
 }
 

@@ -229,9 +229,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys,
                        bool returned = false) noexcept;
   // Takes READY and UNVERIFIED entries out of the index. The extent of an entry in use becomes free
-  // when its last use has ended. tenant < 0: those of every tenant. No `identity` (32 bytes): those
-  // of every identity.
-  ClearResult clear(std::int64_t tenant, const std::uint8_t* identity = nullptr) noexcept;
+  // when its last use has ended. tenant < 0: those of every tenant.
+  ClearResult clear(std::int64_t tenant) noexcept;
   // tenant < 0: of every tenant.
   ClearedInUse cleared_in_use(std::int64_t tenant = -1) noexcept;
   void set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
