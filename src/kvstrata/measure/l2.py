@@ -190,7 +190,6 @@ class Work:
     """Work with one open adapter: after `stop` it ends before its next call; `end` deletes the stored records."""
 
     def __init__(self, built: Stack, records: Records, batch: int) -> None:
-        self._built = built
         self._adapter = built.adapter
         self._records = records
         self._batch = batch
