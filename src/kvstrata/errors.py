@@ -330,11 +330,6 @@ WIRE_ERRORS: dict[str, type[KvstrataError]] = {
 }
 """Wire code → class of the errors that a server answers to engines and admins."""
 
-CLUSTER_ERRORS: dict[str, type[KvstrataError]] = {
-    cls.code: cls for cls in (UnknownInstance, Superseded, InstanceIdTaken, WrongKey, BadSync, NoSlots)
-}
-"""Wire code → class of the errors that only a controller answers, and only to instances, which raise ClusterFailure."""
-
 
 def from_wire(code: str, message: str, *, field: str = "") -> KvstrataError:
     """The exception for a server's error reply; an InternalError for a code that this version does not know."""

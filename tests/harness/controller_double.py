@@ -129,8 +129,8 @@ class ControllerDouble:
         match request:
             case wire.Register():
                 return wire.Registered(
-                    request.seq, self.epoch, "double", self.ports["pull"], self.ports["heartbeat"], self._heartbeat_ms,
-                    1_000, True,
+                    request.seq, self.epoch, "double", self.ports["pull"], self.ports["heartbeat"],
+                    self._heartbeat_ms, True,
                 )  # fmt: skip
             case wire.Heartbeat():
                 self.beats.append(request)

@@ -6,11 +6,16 @@ import inspect
 
 from kvstrata import errors
 from kvstrata.errors import (
-    CLUSTER_ERRORS,
     WIRE_ERRORS,
+    BadSync,
     ClusterFailure,
+    InstanceIdTaken,
     InternalError,
     KvstrataError,
+    NoSlots,
+    Superseded,
+    UnknownInstance,
+    WrongKey,
     from_wire,
 )
 
@@ -49,8 +54,9 @@ def line(code: str, error: type[KvstrataError]) -> str:
 
 
 def test_codes_of_the_wire_stay() -> None:
-    told = [line(code, error) for code, error in {**WIRE_ERRORS, **CLUSTER_ERRORS}.items()]
-    assert told == [" ".join(row.split()) for row in GOLDEN.strip().splitlines()]
+    of_controllers = [UnknownInstance, Superseded, InstanceIdTaken, WrongKey, BadSync, NoSlots]
+    lines = [line(error.code, error) for error in [*WIRE_ERRORS.values(), *of_controllers]]
+    assert lines == [" ".join(row.split()) for row in GOLDEN.strip().splitlines()]
 
 
 def test_every_error_says_who_is_wrong() -> None:

@@ -128,7 +128,6 @@ class Answers:
                     self._sockets.ports["pull"],
                     self._sockets.ports["heartbeat"],
                     round(1000 * cluster.settings.heartbeat_s),
-                    round(1000 * cluster.settings.dead_after_s),
                     sync,
                 )
             case Goodbye():

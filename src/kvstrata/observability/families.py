@@ -7,7 +7,6 @@ counters, durations are histograms of seconds, sizes are in bytes, and shares ar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvstrata.observability.numbers import STATUS_NUMBERS, Number
@@ -125,9 +124,3 @@ def place_of(path: tuple[str, ...]) -> tuple[str, list[str]] | None:
         if found := pattern.fullmatch(joined):
             return name, list(found.groups())
     return None
-
-
-def sample_names(families: Mapping[str, Family]) -> set[str]:
-    """Every name under which samples of these families are served."""
-    endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-    return {name + ending for name, family in families.items() for ending in endings[family.kind]}

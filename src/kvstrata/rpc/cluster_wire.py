@@ -125,7 +125,6 @@ class Registered(ClusterReply, frozen=True, tag="register"):
     heartbeat_port: int
     """Both ports are on the host of this connection."""
     heartbeat_ms: int
-    dead_after_ms: int
     sync: bool
     """The controller wants a full sync; if false, what it knows of this incarnation is still right."""
 

@@ -343,22 +343,6 @@ class Error(Reply, frozen=True, tag="error"):
     """Whether the same request may succeed later without the sender changing anything."""
 
 
-REPLIES: dict[type[Request], type[Reply]] = {
-    Identify: IdentifyReply,
-    Ping: Pong,
-    Lookup: LookupReply,
-    Release: Ok,
-    Reserve: ReserveReply,
-    Commit: CommitReply,
-    Abort: Ok,
-    Cancel: Ok,
-    Retrieve: RetrieveReply,
-    Quiesced: Ok,
-    Corrupt: Ok,
-}
-"""The reply to each request, unless it is an Error."""
-
-
 AnyRequest = (
     Identify | Ping | Lookup | Release | Reserve | Commit | Abort | Cancel | Retrieve | Quiesced | Corrupt
 )  # fmt: skip

@@ -228,7 +228,7 @@ class Servers:
     def link(self, address: Address, deadline_s: float) -> Iterator[Link]:
         """A connection for the body's exclusive use. Raises LinkLost, its own or the body's."""
         node = self._node(address)
-        link = self._take(node, deadline_s)
+        link = self._take(node)
         try:
             link.deadline_s = deadline_s
             yield link
@@ -259,7 +259,7 @@ class Servers:
                     del self._nodes[old]
             return self._nodes.setdefault(address, _Node(address))
 
-    def _take(self, node: _Node, deadline_s: float) -> Link:
+    def _take(self, node: _Node) -> Link:
         while True:
             with self._lock:
                 if self._closed:
