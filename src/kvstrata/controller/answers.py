@@ -82,8 +82,8 @@ class Answers:
         except UNREADABLE as error:
             self._sockets.answer(address, self._bad("reply", error))
             return
-        if isinstance(request, Where | Holdings) and _odd_tags(request):
-            self._sockets.answer(address, self._bad_tags(request))
+        if isinstance(request, Where | Holdings) and (wrong := _odd_tags(request)):
+            self._sockets.answer(address, self._failure(request.seq, BadRequest(wrong, field="tags")))
         elif isinstance(request, Where) and not request.each and len(request.tags) <= INLINE_TAGS * TAG_BYTES:
             owners = self._cluster.ranking.where_now(request)
             self._sockets.answer(address, encode(WhereReply(request.seq, self._cluster.epoch, owners)))
@@ -165,7 +165,6 @@ class Answers:
             )
         named = Named(asked.keys, asked.n_slices, asked.identity, asked.tenant, 0, spans=tuple(asked.spans))
         await self._operations.copy(named, asked.to, asked.source, move=False)
-        self._cluster.gateways.replications += 1
 
     # --- pull -----------------------------------------------------------------------------------------------
 
@@ -208,12 +207,6 @@ class Answers:
         counts[name] = counts.get(name, 0) + 1
         self._log.repeated(30, f"bad_frame {name}", "bad_frame", socket=name, error=str(error))
         return self._failure(0, BadRequest(f"not a message of the {name} socket: {error}"))
-
-    def _bad_tags(self, request: Where | Holdings) -> bytes:
-        return self._failure(
-            request.seq,
-            BadRequest(_odd_tags(request), field="tags"),
-        )
 
     def _wrong_frames(self, name: str, count: int) -> bytes:
         return self._bad(name, BadRequest(f"{count} frames; a message has one frame"))

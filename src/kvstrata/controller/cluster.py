@@ -111,7 +111,7 @@ class Cluster:
         """By group: the slots that its full sync under way fills."""
         self._outcomes: dict[int, asyncio.Future[None]] = {}
         self._ready = "starting"
-        orders.on_change(self._orders_changed)
+        orders.changed = self._orders_changed
 
     # --- messages of instances, with the keys of their connections ------------------------------------------
 

@@ -57,8 +57,6 @@ class Gateways:
         self._keys = keys
         self._known: dict[str, Gateway] = {}
         """By name, in the order of the last heartbeats."""
-        self.replications = 0
-        """Copies that gateways have ordered."""
         self.seconds = Histogram()
         """Times from a question about holdings to its answer, which answers.py measures."""
 
@@ -108,11 +106,11 @@ class Gateways:
 
     def holdings_now(self, asked: Holdings) -> list[Holding]:
         """What instances hold of a prompt; looks up on the loop."""
-        return self._named(self._lookups.held(asked.tags, asked.n_slices, MAX_HOLDERS))
+        return self._named(self._lookups.held(asked.tags, asked.n_slices))
 
     async def holdings(self, asked: Holdings) -> list[Holding]:
         """As `holdings_now`, but looks up on a thread."""
-        return self._named(await self._lookups.held_on_thread(asked.tags, asked.n_slices, MAX_HOLDERS))
+        return self._named(await self._lookups.held_on_thread(asked.tags, asked.n_slices))
 
     def _named(self, found: dict[int, Held]) -> list[Holding]:
         now_s = self._clock.monotonic_s()

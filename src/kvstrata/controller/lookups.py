@@ -20,6 +20,7 @@ from kvstrata.keys.spans import longest, of_slices
 from kvstrata.naming import name_thread
 from kvstrata.native.registry import Registry
 from kvstrata.rpc.cluster_wire import tags_of
+from kvstrata.rpc.gateway_wire import MAX_HOLDERS
 
 INLINE_TAGS = 512
 """Most tags that the loop itself looks up, or changes while no change waits; they take about 50 µs."""
@@ -158,27 +159,29 @@ class Lookups:
             self._readers, self.longest, tags, n_slices, except_group, best, allowed
         )
 
-    def held(self, tags: bytes, n_slices: int, best: int, masks: Sequence[Buffer] = ()) -> dict[int, Held]:
-        """What each group has of a prompt; in each way at most `best` groups, those that have most.
+    def held(self, tags: bytes, n_slices: int, masks: Sequence[Buffer] = ()) -> dict[int, Held]:
+        """What each group has of a prompt; in each way at most MAX_HOLDERS groups, those that have most.
 
         A call on a thread gives copies of the masks of slots: L1, all, shared.
         """
         l1, named, shared = masks or (self._l1, self._named, self._shared)
         found: dict[int, Held] = {}
-        for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=named, best=best):
+        for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=named, best=MAX_HOLDERS):
             found[one.group] = Held(anywhere=one.chunks)
-        for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=l1, best=best):
+        for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=l1, best=MAX_HOLDERS):
             anywhere = max(one.chunks, found.get(one.group, Held()).anywhere)
             found[one.group] = Held(one.chunks, anywhere)
         if self._shared_tiers:
-            for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=shared, best=best):
+            for one in self._registry.lookup_prefix(
+                tags, n_slices=n_slices, allowed=shared, best=MAX_HOLDERS
+            ):
                 found[one.group] = found.get(one.group, Held(anywhere=one.chunks))._replace(shared=one.chunks)
         return found
 
-    async def held_on_thread(self, tags: bytes, n_slices: int, best: int) -> dict[int, Held]:
+    async def held_on_thread(self, tags: bytes, n_slices: int) -> dict[int, Held]:
         """As `held`, on a thread; with the names at the time of this call."""
         masks = [bytes(mask) for mask in (self._l1, self._named, self._shared)]
-        return await self._loop.run_in_executor(self._readers, self.held, tags, n_slices, best, masks)
+        return await self._loop.run_in_executor(self._readers, self.held, tags, n_slices, masks)
 
     async def hits(
         self, keys: bytes, spans: Sequence[int], except_group: int | None, best: int

@@ -246,7 +246,7 @@ class Members:
         """Raise Superseded or InstanceIdTaken unless this process may take the id over."""
         if told.incarnation in known.superseded:
             raise _superseded(known)
-        if known.state is MemberState.LIVE and not _same_host(known.told, told):
+        if known.state is MemberState.LIVE and not (told.host and known.told.host == told.host):
             raise InstanceIdTaken(
                 f"instance: {told.instance} lives on {known.told.host or 'another host'} (process "
                 f"{known.told.pid}); give each instance a name of its own (--instance-id)",
@@ -315,10 +315,6 @@ def _superseded(member: Member) -> KvstrataError:
         f"process {member.told.pid}); give each instance a name of its own (--instance-id)",
         field="instance",
     )
-
-
-def _same_host(old: Register, new: Register) -> bool:
-    return bool(new.host) and old.host == new.host
 
 
 def _check_register(told: Register) -> None:

@@ -84,7 +84,8 @@ class Orders:
         """`write_first` writes orders to etcd, before they hold here, or raises NotLeading."""
         self._clock = clock
         self._write_first = write_first
-        self._listeners: list[Callable[[], None]] = []
+        self.changed: Callable[[], None] = lambda: None
+        """Is called whenever orders have changed."""
         self._pins: dict[str, Pin] = {}
         self._ends_s: dict[tuple[str, int], float] = {}
         """By claim and expiry of a pin: when it ends by the monotonic clock, since the system's time may be set."""
@@ -134,10 +135,6 @@ class Orders:
         }
 
     # --- changing -----------------------------------------------------------------------------------------
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """`listener` is called whenever orders have changed."""
-        self._listeners.append(listener)
 
     async def drain(self, instance: str, on: bool) -> None:
         """Order that no peers are sent to an instance, or that they are sent again. Raises Refused, NotLeading."""
@@ -206,8 +203,7 @@ class Orders:
     def _changed(self) -> None:
         listed = {(pin.claim, pin.expires_unix_ms) for pin in self._pins.values()}
         self._ends_s = {known: ends_s for known, ends_s in self._ends_s.items() if known in listed}
-        for listener in self._listeners:
-            listener()
+        self.changed()
 
     async def _change(self, changes: Mapping[str, bytes | None]) -> None:
         if not changes:
