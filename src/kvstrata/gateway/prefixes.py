@@ -8,7 +8,7 @@ begins with the same text, so it finds the pieces of the turns before.
 1. Whole pieces only; a key says nothing to somebody who does not know the secret, which is the process's own, or that
    of all gateways that share (sharing/).
 2. An engine is remembered together with its generation: after it was down, its cache is taken for empty.
-3. At most `most` keys; the longest unused one is forgotten first.
+3. At most MAX_KEYS keys; the longest unused one is forgotten first.
 4. What an engine reports of its hits corrects the memory (`mistaken`).
 """
 
@@ -30,6 +30,7 @@ PIECE_TOKENS = PIECE_BYTES // TOKEN_BYTES
 MAX_PIECES = 4_096
 """Pieces that are remembered of one prompt, from its start."""
 KEY_BYTES = 16
+MAX_KEYS = 1 << 18
 _SECRET = secrets.token_bytes(32)
 
 
@@ -60,8 +61,7 @@ def keys_of(context: Iterable[bytes], text: bytes, secret: bytes = _SECRET) -> l
 class Prefixes:
     """See the module. Belongs to the event loop."""
 
-    def __init__(self, most: int = 1 << 18) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._sent: collections.OrderedDict[bytes, dict[str, Sent]] = collections.OrderedDict()
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class Prefixes:
             elif before.computed:
                 engines[engine] = before._replace(at_s=now_s)
             self._sent.move_to_end(key)
-        while len(self._sent) > self._most:
+        while len(self._sent) > MAX_KEYS:
             self._sent.popitem(last=False)
 
     def take_back(self, keys: Sequence[bytes], engine: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,8 +54,9 @@ def test_an_engine_has_the_longest_beginning_that_it_was_sent(
     assert {copy.engine: (copy.tokens, copy.certainty) for copy in copies} == expected
 
 
-def test_the_longest_unused_pieces_are_forgotten_first() -> None:
-    prefixes = Prefixes(most=6)
+def test_the_longest_unused_pieces_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.gateway.prefixes.MAX_KEYS", 6)
+    prefixes = Prefixes()
     for text in ("aaa", "bbb"):
         prefixes.note(keys(text), "x", 0, 0.0, computed=True)
     prefixes.note(keys("aaa"), "x", 0, 1.0, computed=True)

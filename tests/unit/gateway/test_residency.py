@@ -16,8 +16,9 @@ from kvstrata.gateway.residency import cache as cache_module
 from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.cache import Cache as KnownCache
 from kvstrata.gateway.residency.feed import Feed
-from kvstrata.gateway.residency.prompt import Prompt, keys_of, root_of
+from kvstrata.gateway.residency.prompt import Prompt, root_of
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
+from kvstrata.native.hashing import chain_keys
 from kvstrata.native.registry import Registry
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.testing.engine_sim.kv_events import (
@@ -118,7 +119,7 @@ class Seen:
             for first in range(3):
                 chain = (*head, first)
                 tokens = [one for one in chain for _ in range(SIZE)]
-                tags = tags_of(keys_of(root_of(SIZE), tokens, SIZE, None))
+                tags = tags_of(chain_keys(root_of(SIZE), tokens, SIZE, None))
                 if slot in self.registry.holders(tags)[-1]:
                     found.add(chain)
                     heads.append(chain)

@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvstrata.gateway.residency.batches import NOTHING, AllBlocksCleared, Batch, BlockStored, Hash
-from kvstrata.gateway.residency.prompt import Prompt, extra_of, extras_of, keys_of, root_of
+from kvstrata.gateway.residency.prompt import Prompt, extra_of, extras_of, root_of
+from kvstrata.native.hashing import chain_keys
 from kvstrata.native.registry import Registry, RegistryError
 
 MAX_BLOCKS = 1 << 21
@@ -125,7 +126,7 @@ class Cache:
             tokens = array("I", event.token_ids)
         except OverflowError:
             raise ValueError("token_ids: a token is negative or above 2^32 - 1") from None
-        keys = keys_of(start, tokens, size, _extras(event))
+        keys = chain_keys(start, tokens, size, _extras(event))
         if len(self) + len(names) > MAX_BLOCKS:
             self.forget()
             raise ValueError(f"more than {MAX_BLOCKS} blocks in one cache")

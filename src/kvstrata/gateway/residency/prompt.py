@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -47,13 +47,6 @@ def extras_of(adapter: str, salt: str, n_blocks: int) -> dict[int, bytes] | None
     return found
 
 
-def keys_of(
-    start: bytes, tokens: Sequence[int] | array[int], block_tokens: int, extras: Mapping[int, bytes] | None
-) -> bytes:
-    """The keys of the whole blocks of these tokens, 32 bytes each. Raises ValueError for what is no token."""
-    return chain_keys(start, tokens, block_tokens, extras)
-
-
 class Prompt:
     """The token ids of a prompt, and the keys of its blocks by their size."""
 
@@ -71,7 +64,7 @@ class Prompt:
         if found is None:
             salt = f"tenant {self.tenant}\0{self.salt}" if self.tenant else self.salt
             extras = extras_of(self.adapter, salt, len(self.tokens) // block_tokens)
-            found = self._keys[block_tokens] = keys_of(
+            found = self._keys[block_tokens] = chain_keys(
                 root_of(block_tokens), self.tokens, block_tokens, extras
             )
         return found
