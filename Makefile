@@ -100,7 +100,7 @@ test-sglang: setup test-vllm-env  ## fetch SGLang's wheel (50 MB), and run our s
 
 test-versions: setup test-vllm-env  ## serve with each supported version of vLLM, and share records between them
 #+ VERSIONS="0.30.0 0.32.0": only these; ARGS="--lengths 5 --seed 7"
-	@$(VENV_PYTHON) -m tests.tools.versions $(VERSIONS) $(ARGS)
+	@$(VENV_PYTHON) -m tests.tools.families --versions $(VERSIONS) $(ARGS)
 
 test-native:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #+ make -C ext/core check SANITIZER=address TEST=pool/slab_test: one program

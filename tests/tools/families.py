@@ -1,12 +1,19 @@
-"""Serves a small model of a family with real vLLM and a real server, and compares its tokens with a run without cache.
+"""Serves small models with real vLLM and a real server, and compares their tokens with those of a run without cache.
 
     make families                    all families, 20 lengths drawn by a seed
     make families MODEL=gemma3       one of them; ARGS="--lengths 5 --seed 7"
     make families MODEL=gemma3 ARGS="--tensor-parallel 2"   engines of two workers, from L1
+    make test-versions               every supported version of vLLM
+    make test-versions VERSIONS="0.30.0 0.32.0"
 
 An engine computes prompts and stores them.  Another process then loads them in four ways: from L1, from the pool that a
 killed server left, from disk into an empty pool, and from a peer.  Each way must hit all whole chunks that leave a
 token to compute, or, of a model of full attention alone, all whole blocks, and give the same tokens.
+
+Versions that run for real use one server, one after another: each computes and stores prompts, hits them, hits them
+again after a SIGKILL of the server, and then hits the prompts that the earlier versions have stored.  At the end, an
+engine with blocks of another size, whose layout facts differ, must hit nothing.  Versions without a wheel for a CPU are
+checked by their Python (`tests/vllm/test_versions.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import dataclasses
 import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,6 +36,8 @@ from tests.harness.cluster import Cluster
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_model import FAMILIES, dtype_of, ensure_model
 from tests.harness.vllm_run import VllmProcess
+from tests.tools import vllm_python
+from tests.tools.provision import ROOT
 
 MAX_TOKENS = 3_500
 """Longest prompt."""
@@ -39,6 +49,7 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"load_format": "dummy", "block_size": 32, "num_gpu_blocks_override": 640},
 }
 OUTPUT_TOKENS = 8
+OTHER_BLOCKS = {"block_size": 64}
 LOOKUP_MS = 30_000
 """Chunks that are loaded by this time are hits; so long a slow machine may take for all of them."""
 PEER_SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": str(LOOKUP_MS // 2)}
@@ -206,11 +217,7 @@ def from_a_peer(family: Family) -> list[Way]:
 def of_ranks(name: str, lengths: Sequence[int], folder: Path, ranks: int) -> list[Way]:
     """From L1, with engines of so many tensor-parallel workers, for models whose hits end with a chunk."""
     options = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
-    family = Family(name, lengths, folder, options=options, processes=True)
-    with family.engine(None) as plain:
-        family.cold = [
-            plain.generate(prompt, max_tokens=OUTPUT_TOKENS)["tokens"] for prompt in family.prompts
-        ]
+    family = cold_family(name, lengths, folder, options=options, processes=True)
     with ServerProcess(folder / "server", l1_mb=512) as server:
         server.start()
         with family.engine(server) as one:
@@ -231,16 +238,73 @@ def of_ranks(name: str, lengths: Sequence[int], folder: Path, ranks: int) -> lis
     return [way]
 
 
-def measure(
-    name: str, lengths: Sequence[int], folder: Path, *, outages: bool = True, peer: bool = True
-) -> list[Way]:
-    """The ways of one family. Raises AssertionError if storing changes the tokens."""
-    family = Family(name, lengths, folder)
+def cold_family(name: str, lengths: Sequence[int], folder: Path, **more: Any) -> Family:
+    """A family that knows what an engine without cache answers."""
+    family = Family(name, lengths, folder, **more)
     with family.engine(None) as plain:
         family.cold = [
             plain.generate(prompt, max_tokens=OUTPUT_TOKENS)["tokens"] for prompt in family.prompts
         ]
+    return family
+
+
+def measure(
+    name: str, lengths: Sequence[int], folder: Path, *, outages: bool = True, peer: bool = True
+) -> list[Way]:
+    """The ways of one family. Raises AssertionError if storing changes the tokens."""
+    family = cold_family(name, lengths, folder)
     return on_one_host(family, outages=outages) + (from_a_peer(family) if peer else [])
+
+
+def run_for_real(versions: Sequence[str], lengths: Sequence[int], folder: Path) -> Iterator[tuple[str, Way]]:
+    """(version, how one way of hitting went), as each ends. Raises AssertionError if storing changes the tokens."""
+    with ServerProcess(folder / "server", l1_mb=256) as server:
+        server.start()
+        stored: list[tuple[str, Family]] = []
+        for version in versions:
+            in_front = vllm_python.on_path(version)
+            family = Family("19m", lengths, folder / version, seed=version, in_front=in_front)
+            with family.engine(server) as vllm:
+                family.compute(vllm)
+                yield version, family.load(vllm, "its own records")
+                server.kill()
+                server.start()
+                yield version, family.load(vllm, "after a SIGKILL of the server")
+                for other, prompts in stored:
+                    yield version, prompts.load(vllm, f"records of {other}")
+            stored.append((version, family))
+        last = versions[-1]
+        family = Family(
+            "19m", lengths, folder / "other", in_front=vllm_python.on_path(last), options=OTHER_BLOCKS
+        )
+        with family.engine(server) as vllm:
+            for other, prompts in stored:
+                yield last, prompts.load(vllm, f"records of {other}, with other facts")
+
+
+def as_it_should(way: Way) -> bool:
+    """Whether all prompts were hit with the same tokens; with other facts, whether none was hit at all."""
+    if not way.name.endswith("with other facts"):
+        return way.good
+    return way.prompts == way.same_tokens == len(way.wrong) > 0 and all(
+        ": 0 hit," in text for text in way.wrong
+    )
+
+
+def run_python(version: str) -> tuple[bool, str]:
+    """Run the checks that need only this version's Python; returns whether all pass, and pytest's summary."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "tests/vllm/test_versions.py", "-k", version]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, vllm_python.EVERY: "all"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    return done.returncode == 0, lines[-1] if lines else done.stderr[-500:]
 
 
 def draw_lengths(count: int, seed: int) -> list[int]:
@@ -249,38 +313,62 @@ def draw_lengths(count: int, seed: int) -> list[int]:
     return [draw.randrange(300, MAX_TOKENS) for _ in range(count - 1)] + [1_024]
 
 
+def report(name: str, way: Way) -> bool:
+    """Print a way; return whether it went as it should."""
+    good = as_it_should(way)
+    print(
+        f"{name:12} {way.name:42} {way.prompts} prompts, {way.whole_hits} hit to the end, "
+        f"{way.same_tokens} with the same tokens"
+        + "".join(f"\n    {text}" for text in way.wrong if not good),
+        flush=True,
+    )
+    return good
+
+
+def run_versions(versions: Sequence[str], lengths: Sequence[int], folder: Path) -> int:
+    """Check versions by their Python and, where that is possible, for real; return how many checks failed."""
+    bad = 0
+    for version in versions:
+        good, summary = run_python(version)
+        bad += not good
+        print(f"{version:12} {'checks of its Python':42} {summary}", flush=True)
+    if real := [version for version in vllm_python.CPU if version in versions]:
+        bad += sum(not report(version, way) for version, way in run_for_real(real, lengths, folder))
+    return bad
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(FAMILIES)}; default: all")
-    parser.add_argument("--lengths", type=int, default=20, help="number of prompts")
+    versions = (*vllm_python.CPU, *vllm_python.PYTHON_ONLY)
+    parser.add_argument(
+        "names", nargs="*", help=f"of {', '.join(FAMILIES)} or, with --versions, of vLLM; default: all"
+    )
+    parser.add_argument("--versions", action="store_true", help="compare versions of vLLM, not families")
+    parser.add_argument("--lengths", type=int, help="number of prompts; default: 20, of each version 3")
     parser.add_argument("--seed", type=int, default=None, help="of the lengths; default: drawn and printed")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of each engine; default: 1")
     arguments = parser.parse_args()
-    unknown = sorted(set(arguments.models) - {*FAMILIES, "19m"})
-    if unknown:
-        parser.error(f"models: {', '.join(unknown)}: must be of {', '.join(FAMILIES)}")
+    known = versions if arguments.versions else tuple(FAMILIES)
+    if unknown := sorted(set(arguments.names) - {*known, *(() if arguments.versions else ("19m",))}):
+        parser.error(f"{', '.join(unknown)}: must be of {', '.join(known)}")
     seed = random.randrange(10_000) if arguments.seed is None else arguments.seed
-    lengths = draw_lengths(arguments.lengths, seed)
+    lengths = draw_lengths(arguments.lengths or (3 if arguments.versions else 20), seed)
     print(f"seed {seed}, lengths {lengths}")
     bad = 0
-    for name in arguments.models or FAMILIES:
+    for name in ["versions"] if arguments.versions else arguments.names or FAMILIES:
         with tempfile.TemporaryDirectory(prefix="families-") as folder:
+            if arguments.versions:
+                bad += run_versions(arguments.names or versions, lengths, Path(folder))
+                continue
             ranks = arguments.tensor_parallel
             ways = (
                 measure(name, lengths, Path(folder))
                 if ranks == 1
                 else of_ranks(name, lengths, Path(folder), ranks)
             )
-            for way in ways:
-                bad += not way.good
-                print(
-                    f"{name:12} {way.name:28} {way.prompts} prompts, {way.whole_hits} hit to the end, "
-                    f"{way.same_tokens} with the same tokens"
-                    + "".join(f"\n    {text}" for text in way.wrong),
-                    flush=True,
-                )
+            bad += sum(not report(name, way) for way in ways)
     return 1 if bad else 0
 
 

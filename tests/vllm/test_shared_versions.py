@@ -7,8 +7,7 @@ import random
 import pytest
 
 from tests.tools import vllm_python as pythons
-from tests.tools.families import draw_lengths
-from tests.tools.versions import as_it_should, run_for_real
+from tests.tools.families import as_it_should, draw_lengths, run_for_real
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
