@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 
@@ -22,15 +21,9 @@ from kvstrata.rpc import wire
 class Recorded:
     """A request that writes down how it ended."""
 
-    def __init__(self, kind: Kind = Kind.ASK, deadline_s: float = math.inf) -> None:
+    def __init__(self, kind: Kind = Kind.ASK) -> None:
         self.ends: list[object] = []
-        self.sendable = True
-        self.remaining: list[int] = []
-        self.pending = Pending(kind, self._message, self.ends.append, self.ends.append, deadline_s)
-
-    def _message(self, seq, remaining_ms):
-        self.remaining.append(remaining_ms)
-        return wire.Cancel(seq, 77) if self.sendable else None
+        self.pending = Pending(kind, lambda seq, ms: wire.Cancel(seq, 77), self.ends.append, self.ends.append)
 
 
 def send_all(table: RequestTable, now_s: float) -> list[int]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from pathlib import Path
 
 import pytest
 
-from kvstrata.cli import ctl
-from kvstrata.cli.boundary import Exit
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux
 from kvstrata.memory.pools import FoundPool, find_pools, free
@@ -90,17 +87,3 @@ def test_servers_that_start_while_their_pool_is_freed_get_a_pool(settings: Segme
         ended.set()
         freeing.join()
     assert freed
-
-
-def test_the_command_lists_and_frees(root: Path, left: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ctl.main(["pool", "list", str(root)]) == 0
-    heads, *rows = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["pool", "memory", "age", "idle", "owned_by"]
-    [row] = [row for row in rows if row.split()[0] == str(left)]
-    assert row.endswith("nobody")
-    assert ctl.main(["pool", "list", "--json", str(root)]) == 0
-    assert str(left) in [pool["place"] for pool in json.loads(capsys.readouterr().out)]
-    assert ctl.main(["pool", "free", str(left)]) == 0
-    assert capsys.readouterr().out.startswith("freed ")
-    assert ctl.main(["pool", "free", str(left)]) == Exit.CONFIG
-    assert "No such file" in capsys.readouterr().err

@@ -94,16 +94,6 @@ async def test_garbage_and_answers_to_nothing_are_dropped(link: AskLink, other: 
     assert link.garbage_count == 2
 
 
-async def test_a_peer_that_does_not_answer_costs_the_given_time_limit(link: AskLink, other: Other) -> None:
-    other.answer = lambda seq: []
-    with pytest.raises(Unavailable, match="no answer"):
-        await link.ask(QUESTION, Done, SOON_S)
-    late = other.heard[0][0], encode(Done(1, 1))
-    other.server.send(*late)
-    other.answer = lambda seq: [encode(Done(seq, 2))]
-    assert (await link.ask(QUESTION, Done, LONG_S)).epoch == 2
-
-
 async def test_a_cancelled_question_is_never_sent(links: Links) -> None:
     absent = Other()
     absent.server.close()
