@@ -37,7 +37,7 @@ from kvstrata.testing.strategies import (
     watched,
 )
 from tests.conformance.storage.test_fs import Folder
-from tests.conformance.storage.test_suite_itself import Shelf, ShelfAdapter
+from tests.conformance.storage.test_suite_itself import Forgets, Records
 from tests.harness.codec_records import loaded_record, soft_payload
 from tests.harness.forged import resealed
 
@@ -82,15 +82,15 @@ class TestMacOnFs(CodecOnFs):
     chain = MAC
 
 
-class HeadedShelf(ShelfAdapter):
+class HeadedShelf(Forgets):
     """An adapter on a shelf that also has `heads`."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Records) -> None:
         super().__init__(shelf)
         self.capabilities = Capabilities(persistent=False, shared=False, max_batch=16, has_heads=True)
 
     async def heads(self, keys):
-        return [self._shelf.records.get(key, b"")[:512] for key in keys]
+        return [self.shelf.records.get(key, b"")[:512] for key in keys]
 
 
 class CodecOnShelf(AdapterContract):
@@ -98,11 +98,11 @@ class CodecOnShelf(AdapterContract):
     waits_in_threads = False
     chain = PLAIN
 
-    def make_medium(self, folder: Path) -> Shelf:
-        return Shelf()
+    def make_medium(self, folder: Path) -> Records:
+        return Records()
 
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
-        assert isinstance(medium, Shelf)
+        assert isinstance(medium, Records)
         return CodecAdapter(HeadedShelf(medium), Chain(self.chain), staging_bytes=1 << 20)
 
 
@@ -322,7 +322,7 @@ async def test_a_record_that_staging_can_never_hold_is_refused_with_its_reason(o
 
 
 async def test_an_adapter_without_heads_is_refused_a_codec() -> None:
-    adapter = CodecAdapter(ShelfAdapter(Shelf()), Chain(ZSTD))
+    adapter = CodecAdapter(Forgets(Records()), Chain(ZSTD))
     with pytest.raises(ConfigError, match=r"codec: .* remove codec, or let the adapter implement `heads`"):
         await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
     await adapter.close()

@@ -26,7 +26,7 @@ from tests.conformance.storage.test_codec import (
     put_soft,
     soft_put_item,
 )
-from tests.conformance.storage.test_suite_itself import Shelf
+from tests.conformance.storage.test_suite_itself import Records
 from tests.harness.forged import resealed
 
 CORRUPT = LoadOutcome(LoadStatus.CORRUPT)
@@ -81,7 +81,7 @@ async def test_a_value_that_is_no_record_of_its_key_is_corrupt_and_the_next_put_
     chain: ChainSettings, what: str
 ) -> None:
     """What the wrapper knows of the record that it has put says nothing about the value that has replaced it."""
-    shelf = Shelf()
+    shelf = Records()
     async with opened(chain, HeadedShelf(shelf)) as adapter:
         records = await put_soft(adapter, 1, 2)
         genuine = shelf.read(key_of(1))
@@ -103,7 +103,7 @@ async def test_a_value_that_is_no_record_of_its_key_is_corrupt_and_the_next_put_
 )
 @pytest.mark.parametrize("chain", CHAINS)
 async def test_a_load_removes_a_value_that_is_no_record_of_its_key(chain: ChainSettings, asks: bool) -> None:
-    shelf = Shelf()
+    shelf = Records()
     async with opened(chain, HeadedShelf(shelf)) as adapter:
         records = await put_soft(adapter, 1, 2)
         shelf.write(key_of(1), resealed(shelf.read(key_of(2)) + bytes(8)))
@@ -114,7 +114,7 @@ async def test_a_load_removes_a_value_that_is_no_record_of_its_key(chain: ChainS
 
 
 async def test_a_wrapper_without_a_codec_replaces_such_a_value_once_it_reads_headers() -> None:
-    shelf = Shelf()
+    shelf = Records()
     async with opened(ZSTD, HeadedShelf(shelf)) as other_server:
         await put_soft(other_server, 2)
         async with opened(PLAIN, HeadedShelf(shelf)) as adapter:
@@ -128,7 +128,7 @@ async def test_a_wrapper_without_a_codec_replaces_such_a_value_once_it_reads_hea
 
 async def test_a_record_whose_headers_cannot_be_read_is_a_miss_and_stays() -> None:
     """Its length in L1 is not known: the length on the medium must not stand in for it."""
-    shelf = Shelf()
+    shelf = Records()
     inner = SilentShelf(shelf)
     async with opened(BOTH, inner) as first:
         records = await put_soft(first, 1)
