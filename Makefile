@@ -95,7 +95,7 @@ families: setup test-vllm-env  ## serve a small model of each family with real v
 	@$(VENV_PYTHON) -m tests.tools.families $(MODEL) $(ARGS)
 
 test-sglang: setup test-vllm-env  ## fetch SGLang's wheel (50 MB), and run our storage under its code
-	@$(VENV_PYTHON) tests/tools/sglang_python.py >/dev/null
+	@$(VENV_PYTHON) -c "from tests.tools import fetch_wheels as f; f.ensure(f.SGLANG)"
 	@$(VENV_PYTHON) -m pytest -n0 tests/sglang $(ARGS)
 
 test-versions: setup test-vllm-env  ## serve with each supported version of vLLM, and share records between them

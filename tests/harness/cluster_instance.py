@@ -195,15 +195,15 @@ class ClusterInstance:
             wire.Done,
         )
 
-    def sync(self, held: Mapping[str, bytes], part_bytes: int = 65_536, window: int = 4) -> None:
-        """Make a full sync, with up to `window` parts unanswered at a time."""
+    def sync(self, held: Mapping[str, bytes], part_bytes: int = 65_536) -> None:
+        """Make a full sync, with up to four parts unanswered at a time."""
         parts = self.sync_parts(held, part_bytes)
         self.begin()
         unanswered: list[int] = []
         for part in parts:
             self.reply.send(wire.encode(part))
             unanswered.append(part.seq)
-            if len(unanswered) >= window:
+            if len(unanswered) >= 4:
                 self.receive(self.reply, unanswered.pop(0))
         for seq in unanswered:
             self.receive(self.reply, seq)
@@ -268,18 +268,16 @@ class ClusterInstance:
             return False
         return isinstance(wire.ANSWERS.decode(self.heart.recv()), wire.Nudge)
 
-    def answer_commands(
-        self, answer: Callable[[wire.Command], dict[str, Any]], timeout_s: float = HANG_S
-    ) -> list[wire.Command]:
+    def answer_commands(self, answer: Callable[[wire.Command], dict[str, Any]]) -> list[wire.Command]:
         """Wait for a Nudge, carry out the waiting commands and report their results; return these commands."""
-        assert self.nudged(timeout_s), "no Nudge came"
+        assert self.nudged(), "no Nudge came"
         commands = self.heartbeat()
         self.heartbeat([wire.CommandResult(one.number, True, "", answer(one)) for one in commands])
         return commands
 
-    def where(self, tags: bytes, n_slices: int = 1, max_owners: int = 8) -> list[wire.Owner]:
+    def where(self, tags: bytes, n_slices: int = 1) -> list[wire.Owner]:
         """Ask the controller which other instances hold a leading part of these keys."""
-        request = wire.Where(self.next_seq(), self.name, tags, n_slices, max_owners)
+        request = wire.Where(self.next_seq(), self.name, tags, n_slices, 8)
         return self.ask(request, wire.WhereReply).owners
 
     def until_where(self, tags: bytes, wanted: Callable[[list[wire.Owner]], bool]) -> list[wire.Owner]:

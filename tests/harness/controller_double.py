@@ -22,7 +22,7 @@ EPOCH = 5
 class ControllerDouble:
     """Answers as a controller would, except for the requests that `silent`, `slow` and `failures` name."""
 
-    def __init__(self, *, heartbeat_ms: int = 100, token: int = 0, cluster_id: int = 0) -> None:
+    def __init__(self, *, token: int = 0) -> None:
         secret = SharedKey("security.curve_secret_file").keys.secret
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
@@ -32,10 +32,9 @@ class ControllerDouble:
             socket.setsockopt(zmq.LINGER, 0)
             socket.curve_server, socket.curve_secretkey = 1, secret
             self.ports[name] = socket.bind_to_random_port("tcp://127.0.0.1")
-        self._heartbeat_ms = heartbeat_ms
         self.epoch = EPOCH
         self.token = token
-        self.cluster_id = cluster_id
+        self.cluster_id = 0
         self.silent: set[str] = set()
         self.slow: set[str] = set()
         """Names of requests whose answers are kept until `release`."""
@@ -129,8 +128,7 @@ class ControllerDouble:
         match request:
             case wire.Register():
                 return wire.Registered(
-                    request.seq, self.epoch, "double", self.ports["pull"], self.ports["heartbeat"],
-                    self._heartbeat_ms, True,
+                    request.seq, self.epoch, "double", self.ports["pull"], self.ports["heartbeat"], 100, True,
                 )  # fmt: skip
             case wire.Heartbeat():
                 self.beats.append(request)

@@ -26,11 +26,8 @@ class KnownMembers:
         self,
         *,
         orders: Orders | None = None,
-        heartbeat_s: float = 10.0,
-        dead_after_s: float = 30.0,
         max_instances: int = 8,
         first_command: int = 100,
-        now_s: float = 0.0,
         unix_s: Callable[[], float] = time.time,
         listed: Listed | None = None,
     ) -> None:
@@ -45,10 +42,10 @@ class KnownMembers:
             self.outbox,
             orders=orders,
             keys=self.keys,
-            heartbeat_s=heartbeat_s,
-            dead_after_s=dead_after_s,
+            heartbeat_s=10.0,
+            dead_after_s=30.0,
             max_instances=max_instances,
-            now_s=now_s,
+            now_s=0.0,
         )
 
     def get(self, instance: str) -> Any:

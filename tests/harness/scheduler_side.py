@@ -295,10 +295,10 @@ def scene(n_tokens, hits=0, **changes):
     return client, side, arrive(side, n_tokens)
 
 
-def hit_of(side, n_tokens, computed=0, **changes):
+def hit_of(side, n_tokens, **changes):
     """(A new request, the tokens that vLLM is promised for it)"""
     request = arrive(side, n_tokens, **changes)
-    return request, ask(side, request, computed)[0]
+    return request, ask(side, request)[0]
 
 
 def planned_loads(side, request, tokens, table):
@@ -306,5 +306,5 @@ def planned_loads(side, request, tokens, table):
     return step(side).loads
 
 
-def media(identifier, offset=9, length=3):
-    return SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length), identifier=identifier)
+def media(identifier):
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=9, length=3), identifier=identifier)

@@ -89,12 +89,11 @@ def entry(shelf: str, **common: Any) -> dict[str, Any]:
 class ShelfAdapter(StorageAdapter):
     """An adapter on a shelf. Cancelling a call does not end its operation, as if a thread carried the operation out."""
 
-    def __init__(self, shelf: str | Shelf, hangs: Sequence[str] = ()) -> None:
+    def __init__(self, shelf: str | Shelf) -> None:
         self.name = "shelf"
         self.capabilities = Capabilities(persistent=False, shared=False, max_batch=4)
         self.shelf = SHELVES[shelf] if isinstance(shelf, str) else shelf
         self._is_open = False
-        self.shelf.shut(*hangs)
         self.shelf.making += 1
         assert self.shelf.may_be_made.wait(MADE_S), "the test never set may_be_made"
         self.shelf.making -= 1

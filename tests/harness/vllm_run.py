@@ -28,14 +28,12 @@ class VllmFailed(Exception):
     """The child answered with an error or has ended; the message holds the end of its log."""
 
 
-def transfer(
-    extra: dict[str, Any], *, policy: str = "recompute", role: str = "kv_both", bare_name: bool = False
-) -> dict[str, Any]:
+def transfer(extra: dict[str, Any], *, bare_name: bool = False) -> dict[str, Any]:
     """Return vLLM's `kv_transfer_config`; `bare_name` leaves the module path out."""
     return {
         "kv_connector": "LMCacheConnectorV1",
-        "kv_role": role,
-        "kv_load_failure_policy": policy,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
         **({} if bare_name else {"kv_connector_module_path": MODULE}),
     }
@@ -60,8 +58,6 @@ class VllmProcess:
         extra: dict[str, Any] | None,
         bare_name: bool = False,
         processes: bool = False,
-        policy: str = "recompute",
-        role: str = "kv_both",
         options: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
         in_front: Path | None = None,
@@ -78,7 +74,7 @@ class VllmProcess:
             **(options or {}),
         }
         if extra is not None:
-            llm["kv_transfer_config"] = transfer(extra, policy=policy, role=role, bare_name=bare_name)
+            llm["kv_transfer_config"] = transfer(extra, bare_name=bare_name)
         variables = vllm_env.environment(state, in_front)
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if processes else "0"
         variables.update(environment or {})

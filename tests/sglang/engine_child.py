@@ -1,7 +1,7 @@
 """SGLang's own host pools and cache controller with our storage, in a child process without a model or a GPU.
 
-The child runs SGLang's wheel (tests/tools/sglang_python.py).  The bytes of a page follow from its name, so that any
-process can tell right pages from wrong ones.
+The child runs SGLang's wheel (tests/tools/fetch_wheels.py) in front of the environment of `vllm_env.py`; none of its
+kernels is there.  The bytes of a page follow from its name, so that any process can tell right pages from wrong ones.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tests.harness.child import ROOT, Child
 from tests.harness.server_process import ServerProcess
 from tests.sglang import engine_child
 from tests.sglang.engine_child import PAGE_TOKENS
-from tests.tools import sglang_python
+from tests.tools import fetch_wheels
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def engine(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """A child with SGLang's wheel; importing it takes most of the time of these tests."""
-    wheel, python = sglang_python.find(), vllm_env.find()
+    wheel, python = fetch_wheels.find(fetch_wheels.SGLANG), vllm_env.find()
     if wheel is None or python is None:
         pytest.skip("SGLang's wheel is not here; to fetch it (50 MB) and run these tests: make test-sglang")
     variables = {

@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.tools import locked, provision
-from tests.tools.provision import ROOT, StepFailed, Steps
+from tests.tools.provision import StepFailed
 
-COMPLETE = ".complete"
 UCX = ("libucx-cu13==1.22.0",)
 """UCX's headers and libraries. Its support of CUDA is a separate plugin, so CUDA's own packages are not needed."""
 NIXL = ("nixl==1.5.1", "nixl-cu13==1.5.1", "numpy>=1.26")
@@ -70,7 +68,7 @@ def folder_of(packages: Sequence[str]) -> Path:
 def find(packages: Sequence[str]) -> Path | None:
     """The folder with one of the sets above; None if it was not fetched."""
     folder = folder_of(packages)
-    return folder if (folder / COMPLETE).exists() else None
+    return folder if (folder / provision.COMPLETE).exists() else None
 
 
 def ensure(packages: Sequence[str]) -> Path:
@@ -78,27 +76,18 @@ def ensure(packages: Sequence[str]) -> Path:
 
     Several processes may call this at once.
     """
-    if found := find(packages):
-        return found
-    folder = folder_of(packages)
-    waiting = f"waiting for another process that fetches {packages[0]}"
-    with provision.exclusive(folder.with_name(folder.name + ".lock"), waiting):
-        if found := find(packages):
-            return found
-        shutil.rmtree(folder, ignore_errors=True)
-        steps = Steps(ROOT / "build" / f"{re.split('[-=]', packages[0])[0]}-setup.log")
-        try:
-            with steps.step(f"fetch {', '.join(packages)}"):
-                locked.install(steps, lock_of(packages), target=folder)
-        except StepFailed as error:
-            what = f"{', '.join(packages)} could not be fetched"
-            raise Unavailable(
-                f"{what}; to install: pip install --no-deps {' '.join(packages)}\n{error}"
-            ) from None
-        finally:
-            steps.close()
-        (folder / COMPLETE).touch()
-    return folder
+    names = ", ".join(packages)
+    log = f"{re.split('[-=]', packages[0])[0]}-setup.log"
+    try:
+        return provision.made(
+            folder_of(packages),
+            f"fetch {names}",
+            lambda steps: locked.install(steps, lock_of(packages), target=folder_of(packages)),
+            log,
+        )
+    except StepFailed as error:
+        install = f"to install: pip install --no-deps {' '.join(packages)}"
+        raise Unavailable(f"{names} could not be fetched; {install}\n{error}") from None
 
 
 def environment(packages: Sequence[str]) -> dict[str, str]:

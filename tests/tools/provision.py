@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOWNLOAD_ATTEMPTS = 3
 TAIL_LINES = 25
+COMPLETE = ".complete"
+"""The file that `made` writes last into a folder."""
 
 
 class StepFailed(Exception):
@@ -41,9 +43,9 @@ def cache_root() -> Path:
     return Path(home) / ".cache" / "kvstrata"
 
 
-def download_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+def download_environment() -> dict[str, str]:
     """The environment for pip: its cache inside ours, no questions, no version check, no user site."""
-    environment = dict(os.environ if base is None else base)
+    environment = dict(os.environ)
     environment.setdefault("PIP_CACHE_DIR", str(cache_root() / "pip"))
     environment.update(
         PIP_DISABLE_PIP_VERSION_CHECK="1",
@@ -151,6 +153,25 @@ class Steps:
             if attempt < attempts:
                 pause(2**attempt)
         raise StepFailed(f"{shlex.join(words)}\n{tail}\nThe whole output is in {self._log_path}")
+
+
+def made(folder: Path, what: str, make: Callable[[Steps], object], log: str) -> Path:
+    """`folder`, which one process makes while others wait for it. Raises what `make` raises; the folder is then made
+    anew by the next call."""
+    complete = folder / COMPLETE
+    if complete.exists():
+        return folder
+    with exclusive(folder.with_name(folder.name + ".lock"), f"waiting for another process: {what}"):
+        if not complete.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            steps = Steps(ROOT / "build" / log)
+            try:
+                with steps.step(what):
+                    make(steps)
+            finally:
+                steps.close()
+            complete.touch()
+    return folder
 
 
 def free_disk_bytes(path: Path) -> int:

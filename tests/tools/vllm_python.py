@@ -9,7 +9,6 @@ compiled parts nor a model.  Only the standard library is used.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import zipfile
@@ -21,7 +20,7 @@ if __package__ in (None, ""):
 
 from tests.harness import vllm_env
 from tests.tools import fetch_wheels, locked, provision
-from tests.tools.provision import ROOT, StepFailed, Steps
+from tests.tools.provision import StepFailed, Steps
 
 INSTALLED = vllm_env.VLLM_REQUIREMENT.partition("==")[2]
 CPU = ("0.30.0", "0.31.0", INSTALLED)
@@ -32,7 +31,6 @@ PYTHON_ONLY = (fetch_wheels.VLLM_FOR_GPUS[0].partition("==")[2],)
 EVERY = "KVSTRATA_VLLM_VERSIONS"
 """With `all` in this variable, tests run every version; else the oldest and the newest for real, and one Python."""
 
-COMPLETE = ".complete"
 KEPT = (".py", ".json", "METADATA", "entry_points.txt")
 """Endings of the files that are kept of a wheel for a GPU: 54 MB of 336 MB."""
 
@@ -90,19 +88,7 @@ def python_only(version: str) -> Path:
 
 def _made(folder: Path, what: str, make: Callable[[Steps], None]) -> Path:
     """`folder`, which one process makes while others wait for it. Raises Unavailable."""
-    if (folder / COMPLETE).exists():
-        return folder
-    with provision.exclusive(folder.with_name(folder.name + ".lock"), f"waiting for another process: {what}"):
-        if (folder / COMPLETE).exists():
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)
-        steps = Steps(ROOT / "build" / "vllm-setup.log")
-        try:
-            with steps.step(what):
-                make(steps)
-        except (StepFailed, OSError, zipfile.BadZipFile) as error:
-            raise Unavailable(f"{what}: {error}") from None
-        finally:
-            steps.close()
-        (folder / COMPLETE).touch()
-    return folder
+    try:
+        return provision.made(folder, what, make, "vllm-setup.log")
+    except (StepFailed, OSError, zipfile.BadZipFile) as error:
+        raise Unavailable(f"{what}: {error}") from None

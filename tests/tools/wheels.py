@@ -72,23 +72,21 @@ def pythons(wished: list[str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def tool_environment(steps: Steps, tag: str, python: str) -> Path:
+def tool_environment(tag: str, python: str) -> Path:
     """The interpreter of the tool environment, made on the first call."""
     folder = provision.cache_root() / "wheel-tools" / f"{tag}-{locked.digest_of('wheel-build')}"
-    made = folder / "bin" / "python"
-    complete = folder / ".complete"
-    with provision.exclusive(folder.with_name(folder.name + ".lock"), "waiting for another build of wheels"):
-        if not complete.exists():
-            with steps.step(f"fetch what builds wheels for {tag}"):
-                locked.make_environment(steps, folder, python)
-                locked.install(steps, locked.lock_path("wheel-build"), python=made)
-            complete.touch()
-        [site] = folder.glob("lib/python*/site-packages")
-        try:
-            (site / "kvstrata-ucx.pth").write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX)}\n")
-        except fetch_wheels.Unavailable as error:
-            print(f"             ucx: {str(error).splitlines()[0]}", file=sys.stderr)
-    return made
+
+    def fill(steps: Steps) -> None:
+        made = locked.make_environment(steps, folder, python)
+        locked.install(steps, locked.lock_path("wheel-build"), python=made)
+
+    provision.made(folder, f"fetch what builds wheels for {tag}", fill, "wheels.log")
+    [site] = folder.glob("lib/python*/site-packages")
+    try:
+        (site / "kvstrata-ucx.pth").write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX)}\n")
+    except fetch_wheels.Unavailable as error:
+        print(f"             ucx: {str(error).splitlines()[0]}", file=sys.stderr)
+    return folder / "bin" / "python"
 
 
 def make(steps: Steps, wished: list[str]) -> None:
@@ -103,7 +101,7 @@ def make(steps: Steps, wished: list[str]) -> None:
         raise StepFailed("no supported Python with headers was found; name one: make wheel PYTHONS=...")
     for folder in (DIST, WORK):
         shutil.rmtree(folder, ignore_errors=True)
-    tools = {tag: tool_environment(steps, tag, python) for tag, python in found.items()}
+    tools = {tag: tool_environment(tag, python) for tag, python in found.items()}
     first = next(iter(tools.values()))
     with steps.step("sdist"):
         steps.run([first, "-m", "build", "--sdist", "--no-isolation", "--outdir", DIST, "."])

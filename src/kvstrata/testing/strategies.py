@@ -168,21 +168,13 @@ class WatchedHold:
         assert await asyncio.to_thread(self.asked.wait, WAIT_S), "nobody asked for the bytes"
 
 
-def record_hold(
-    key: bytes,
-    payload: bytes,
-    *,
-    gate: threading.Event | None = None,
-    identity: bytes = IDENTITY,
-    sections: list[int] | None = None,
-) -> WatchedHold:
-    """A hold on a sealed record of this payload, in sections of these lengths (up to 200 of them)."""
-    lengths = sections or section_lengths(len(payload))
+def record_hold(key: bytes, payload: bytes, *, gate: threading.Event | None = None) -> WatchedHold:
+    """A hold on a sealed record of this payload."""
     hold = WatchedHold(key, record_length(len(payload)), for_put=True, gate=gate)
     header_bytes = hold.length - len(payload)
     hold._pages[header_bytes : hold.length] = payload
-    spec = RecordSpec(key, identity, bytes(32), bytes(32), 256)
-    seal_record(hold.address, hold.length, spec, lengths)
+    spec = RecordSpec(key, IDENTITY, bytes(32), bytes(32), 256)
+    seal_record(hold.address, hold.length, spec, section_lengths(len(payload)))
     return hold
 
 

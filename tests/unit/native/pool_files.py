@@ -39,8 +39,8 @@ def chain(number: int, chunks: int) -> bytes:
     return b"".join(key(number, chunk) for chunk in range(chunks))
 
 
-def seal(pool: Pool, extent: Extent, name: bytes, identity: bytes = IDENTITY, parent: bytes = b"") -> None:
-    spec = RecordSpec(name, identity, bytes(32), parent, 256)
+def seal(pool: Pool, extent: Extent, name: bytes) -> None:
+    spec = RecordSpec(name, IDENTITY, bytes(32), b"", 256)
     address = pool.extents_address + extent.offset_bytes
     seal_record(address, extent.length_bytes, spec, [extent.length_bytes - PAGE])
 
