@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -34,19 +33,6 @@ LOW_ORDER = [
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     return {"XDG_RUNTIME_DIR": str(tmp_path)}
-
-
-def test_the_first_process_makes_the_key_and_all_others_find_it(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    first, second = SharedKey("a", environment), SharedKey("b", environment)
-    assert first.keys == second.keys
-    assert first.path == tmp_path / OURS / FILE
-    assert stat.S_IMODE(first.path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(first.path.parent.stat().st_mode) == 0o700
-    secret = first.keys.secret
-    assert (first.keys.server, first.keys.clients) == (public_of(secret), {public_of(secret)})
-    assert first.of_member(new_secret())[1:] == first.keys[1:]
 
 
 def test_a_file_that_a_cleaner_has_removed_is_put_back_and_another_one_is_left_alone(
