@@ -42,6 +42,8 @@ class Scene:
         self.cluster, self.engines, self.caches = cluster, engines, caches
         self.gateway: GatewayProcess
         self.session: aiohttp.ClientSession
+        self.seeds: dict[int, set[int]] = {}
+        """Of the prompts that were stored, by server."""
 
     @property
     def url(self) -> str:
@@ -54,6 +56,7 @@ class Scene:
         await asyncio.to_thread(
             eventually, "the prompt is stored", lambda: set(cache.stored(tokens)) <= {"stored", "present"}
         )
+        self.seeds.setdefault(number, set()).add(seed)
         await asyncio.to_thread(self.cluster.until_known, number)
         return tokens
 
@@ -76,7 +79,8 @@ class Scene:
 
         def in_l2() -> bool:
             row = self.cluster.member(number)
-            return row is not None and sum(row["keys"].values()) >= 2 * row["keys"]["l1"]
+            wanted = CHUNKS * len(self.seeds[number])
+            return row is not None and sum(row["keys"].values()) - row["keys"]["l1"] >= wanted
 
         await asyncio.to_thread(eventually, "the chunks are in L2", in_l2)
         body = {"tier": "l1", "instances": [f"instance-{number}"], "wait_s": 10}
