@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from kvstrata.errors import Refused
 from kvstrata.naming import name_thread
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class PoolLane:
@@ -33,7 +34,7 @@ class PoolLane:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=name_thread)
         self._free = None if queue is None else threads + queue
 
-    def run(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    def run(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> asyncio.Future[T]:
         """Run `work` on a thread. Await the future shielded, since cancelling it does not stop the thread.
 
         Raises Refused if too many calls wait already.

@@ -1,14 +1,14 @@
 """The server process: the order in which it starts its parts, and how it ends.
 
-    settings ─▶ plan ─▶ instance open ─▶ attach socket ─▶ RPC ─▶ heartbeat ─▶ membership ─▶ HTTP ─▶ ready ─▶ stop
+    settings ─▶ plan ─▶ instance open ─▶ socket ─▶ heartbeat ─▶ membership ─▶ HTTP ─▶ ready ─▶ stop
 
 Rules:
 
 1. Any wrong setting, port or file stops the start with one line that says what to change.
 2. No port is read before the instance can answer: `open_instance` binds the ports, and `start` begins to read them.
 3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts and loads get `l2.drain_s`, sockets close, the
-   pool stays in shared memory for the next server (unless `l1.forget_on_exit` is set, or the pool is named after a
-   port that was taken at random); the last line of the log says so.
+   pool stays in shared memory for the next server (unless `l1.forget_on_exit` is set); the last line of the log says
+   so.
 4. After a crash, which process/lifecycle.py describes, the next server adopts the pool; if the kernel killed it for
    lack of memory, the next one makes a smaller pool instead.
 """
