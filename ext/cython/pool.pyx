@@ -412,6 +412,10 @@ cdef class Pool:
         cdef bytes raw = _one_key(key, "key")
         return bool(self.pool.get().is_tail(CKey.load(PyBytes_AS_STRING(raw))))
 
+    def is_reserved(self, key):
+        cdef bytes raw = _one_key(key, "key")
+        return bool(self.pool.get().is_reserved(CKey.load(PyBytes_AS_STRING(raw))))
+
     def reserve(self, keys, parent, record_bytes, row, identity, tenant=0, cbool tail=False, uint64_t extent_bytes=0):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")

@@ -69,13 +69,6 @@ class WrongVersion(CallerError):
     code = "wrong_version"
 
 
-class UnknownSession(CallerError):
-    """The session is not attached to this instance: it never was, or the instance has restarted. Attach again."""
-
-    code = "unknown_session"
-    retryable = True
-
-
 class UnknownIdentity(CallerError):
     """The identity id is not (or no longer) known for this session; identify again, then send again."""
 
@@ -313,7 +306,6 @@ WIRE_ERRORS: dict[str, type[KvstrataError]] = {
         ConfigError,
         BadRequest,
         WrongVersion,
-        UnknownSession,
         UnknownIdentity,
         NotPermitted,
         LayoutRefused,

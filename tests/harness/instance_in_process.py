@@ -17,14 +17,13 @@ from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.policy.misses import Explainer
-from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import attach_wire, wire
-from kvstrata.server.composition import Parts, make_boundary
+from kvstrata.server.composition import Parts, make_requests
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.l2.tiers import TierSet
-from kvstrata.server.requests.leases import Lease, Reservation
+from kvstrata.server.processes import Lease, Reservation, TenantTokens
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
 
@@ -112,7 +111,7 @@ class InstanceInProcess:
         """Replace these parts of L2 (`prefetch`, `tiers`) for the frames that arrive from now on."""
         parts = copy.copy(self.parts)
         vars(parts).update(l2)
-        self.boundary = make_boundary(parts)
+        self.requests = make_requests(parts)
 
     def status(self) -> dict[str, Any]:
         """Return the status document."""
@@ -164,7 +163,7 @@ class InstanceInProcess:
 
         async def arrive() -> None:
             for session, message in messages:
-                self.boundary.on_frame(self.line(session), message)
+                self.requests.on_frame(self.line(session), message)
             await self.supervisor.idle()
 
         self.loop.run_until_complete(arrive())
@@ -191,27 +190,23 @@ class InstanceInProcess:
         assert isinstance(done, wire.CommitReply) and not any(done.outcomes), done
 
     def check(self) -> None:
-        """Assert every invariant of pool and sessions, that pool and sessions agree, and that no task crashed."""
+        """Assert every invariant of pool and grants, that pool and grants agree, and that no task crashed."""
         self.pool.validate()
-        self.parts.sessions.validate()
+        self.parts.grants.validate()
         stats = self.pool.stats()
-        assert stats["leases"] == len(self.parts.leases)
-        assert stats["entries"]["reserved"] == len(self.parts.in_flight)
-        effects = [
-            effect
-            for name in self._rows
-            if (session := self.parts.sessions.get(name))
-            for effect in session.effects.values()
-        ]
-        held = [effect for effect in effects if isinstance(effect, Reservation)]
+        assert stats["leases"] == self.parts.grants.n_leases
+        processes = list(self.parts.processes)
+        grants = [grant for process in processes for grant in process.grants.values()]
+        held = [grant for grant in grants if isinstance(grant, Reservation)]
         assert stats["reservations"] == len(held)
-        assert stats["entries"]["reserved"] == sum(len(reservation.open_keys) for reservation in held)
+        assert stats["entries"]["reserved"] == sum(len(reservation.open) for reservation in held)
         for reservation in held:
-            assert reservation.share.n_chunks == len(reservation.open_keys)
-        pids = {seen.pid for seen in self._rows.values()}
-        assert sum(map(self.parts.reserved.of, pids)) == stats["reserved_bytes"]
-        assert all(lease.rows for lease in effects if isinstance(lease, Lease)), (
-            "a session still names a lease that has ended"
+            assert reservation.open and reservation.n_counted == len(reservation.open)
+        uses = {process.uses[0] for process in processes}
+        assert sum(use.reserved_bytes for use in uses) == stats["reserved_bytes"]
+        assert sum(use.n_tasks for use in uses) == sum(len(process.running) for process in processes)
+        assert all(lease.owner.row in lease.rows for lease in grants if isinstance(lease, Lease)), (
+            "a process still names a lease whose share it has released"
         )
         assert not self.supervisor.failure.done(), self.supervisor.failure.result()
         assert not self.supervisor.failed_jobs, "see the log"
@@ -227,7 +222,7 @@ class InstanceInProcess:
             for name in ("leases", "reservations", "holds", "reserved_bytes", "leased_bytes")
         }
         assert not any(held.values()), held
-        assert len(self.parts.leases) == len(self.parts.in_flight) == len(self.parts.reserved) == 0
+        assert self.parts.grants.n_leases == 0
         self.lane.close()
         self.own_lane.close()
         self.pool.close()

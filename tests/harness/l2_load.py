@@ -65,7 +65,7 @@ class Load:
         """Look a prompt up; return how many chunks came from L1 and how many from L2."""
         reply = self.client.lookup(self.identity.identity_id, chain, deadline_ms=5_000)
         check_and_release(self.client, reply, chain)
-        self.client.ping([])
+        self.client.resume([])
         return reply.l1_chunks, reply.l2_chunks
 
     def step(self) -> int:

@@ -244,9 +244,13 @@ class RpcClient:
         """Declare a request identity."""
         return self.ask(wire.Identify(self.next_seq(), RequestIdentity(**fields)), wire.IdentifyReply)
 
-    def ping(self, live: list[int] | None = None) -> wire.Pong:
-        """Ping the server; `live` names the requests that this session still needs."""
-        return self.ask(wire.Ping(self.next_seq(), live), wire.Pong)
+    def ping(self) -> wire.Pong:
+        """Ping the server."""
+        return self.ask(wire.Ping(self.next_seq()), wire.Pong)
+
+    def resume(self, live: list[int]) -> int:
+        """Name the lookups and reserves that this session still has; returns how many others have ended."""
+        return self.ask(wire.Resume(self.next_seq(), live), wire.Ok).count
 
     def lookup_request(
         self,

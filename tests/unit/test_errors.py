@@ -23,7 +23,6 @@ GOLDEN = """
     bad_config         no   ConfigError    ConfigError
     bad_request        no   CallerError    BadRequest
     wrong_version      no   CallerError    WrongVersion
-    unknown_session    yes  CallerError    UnknownSession
     unknown_identity   yes  CallerError    UnknownIdentity
     not_permitted      no   CallerError    NotPermitted
     layout_refused     no   CallerError    LayoutRefused

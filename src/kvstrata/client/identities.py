@@ -23,7 +23,6 @@ from kvstrata.errors import (
     NotPermitted,
     Refused,
     Unavailable,
-    UnknownSession,
     WrongVersion,
 )
 from kvstrata.keys import ChunkHasher, MediaItem
@@ -38,7 +37,7 @@ KEPT_IDENTITIES = 1024
 REPLAYED_IDENTITIES = 64
 """Identities declared right after a server's restart, last used first; the others follow with their next request."""
 MISTAKE_RETRY_S = 1.0
-"""Time after an `internal` error for which an identity counts as refused; its next request then declares it again."""
+"""Time for which an identity counts as refused after an error that may pass; then its next request declares it."""
 SLICES_RETRY_FIRST_S = 0.05
 SLICES_RETRY_LAST_S = 0.5
 
@@ -152,7 +151,7 @@ class IdentityTable:
         """The present server's number for the identity; None while the server is being told.
 
         Unsent requests are woken when the server has answered.  Raises Refused when this server has refused the
-        identity; an internal error of the server counts as a refusal for `MISTAKE_RETRY_S` only.
+        identity; an error that may pass counts as a refusal for `MISTAKE_RETRY_S` only.
         """
         known = identity.declared
         if known is not None and known.epoch == self._link.epoch:
@@ -169,7 +168,7 @@ class IdentityTable:
         self._asked.add(identity)
         self._link.ask(
             Pending(
-                Kind.SETUP,
+                Kind.TELL,
                 lambda seq, _: wire.Identify(seq, identity.request),
                 partial(self._answered, identity),
                 partial(self._failed, identity),
@@ -228,7 +227,7 @@ class IdentityTable:
 
     def _failed(self, identity: Identity, error: KvstrataError) -> None:
         self._asked.discard(identity)
-        if isinstance(error, (Unavailable, UnknownSession)):
+        if isinstance(error, Unavailable):
             return  # the connection is lost, and the identity is declared again on the next one
         if identity.error != error.message:
             # A salt is a secret of the client that sent it.
@@ -245,8 +244,8 @@ class IdentityTable:
             )
         identity.error, identity.forbidden = error.message, isinstance(error, NotPermitted)
         identity.refused_epoch = self._link.epoch
-        mistake = isinstance(error, InternalError)
-        identity.refused_until_s = time.monotonic() + MISTAKE_RETRY_S if mistake else math.inf
+        passes = error.retryable or isinstance(error, InternalError)
+        identity.refused_until_s = time.monotonic() + MISTAKE_RETRY_S if passes else math.inf
         self._link.table.wake_unsent()
         if not self.slices:
             self._ask_slices_later()

@@ -1,4 +1,4 @@
-"""The conversation with one server: attach, requests, repetition, silence.  Its own I/O thread does all of it.
+"""The conversation with one server: attach, requests, silence.  Its own I/O thread does all of it.
 
 `MACHINE` has the states of the one connection, over which the process attaches and then sends its requests.  Only while
 it is ABSENT does a second thread exist, which tries to attach.
@@ -221,9 +221,9 @@ class Link:
         elif not self.table.add(pending):
             pending.failed(Unavailable("too many requests are under way"))
 
-    def settle(self, message: Callable[[int, int], wire.AnyRequest | None]) -> None:
-        """Accept a SETTLE request for whose answer nothing waits; see `Pending` for `message`."""
-        self.ask(Pending(Kind.SETTLE, message, lambda reply: None, lambda error: None))
+    def tell(self, message: Callable[[int, int], wire.AnyRequest | None]) -> None:
+        """Accept a TELL request for whose answer nothing waits; see `Pending` for `message`."""
+        self.ask(Pending(Kind.TELL, message, lambda reply: None, lambda error: None))
 
     @property
     def _started_owner(self) -> LinkOwner:
@@ -298,17 +298,16 @@ class Link:
                 self.silence.check_due_s(),
                 self._ping_due_s(),
             )
-            if self._may_send:
+            if self._may_send(self._attachment):
                 due_s = min(due_s, self.table.due_s())
         return max(0.0, due_s - now_s)
 
     def _ping_due_s(self) -> float:
         return self.silence.ping_due_s(self.table.awaited, bool(self._started_owner.untold_misses()))
 
-    @property
-    def _may_send(self) -> bool:
-        """Whether requests are sent, not only pings: a silent server's queue would fill with repeats."""
-        return not self.silence.silent
+    def _may_send(self, attachment: Attachment) -> bool:
+        """Whether requests are sent, not only pings: not to a silent server, nor while the socket has no room."""
+        return not self.silence.silent and not attachment.link.unsent_bytes
 
     def _send(self, attachment: Attachment, now_s: float) -> None:
         try:
@@ -320,21 +319,18 @@ class Link:
 
     def _send_all(self, attachment: Attachment, now_s: float) -> None:
         link = attachment.link
-        if self._may_send:
-            for pending, frame in self.table.to_send(now_s):
-                if link.send(frame):
-                    self.table.sent(pending, now_s)
-                else:
-                    self.table.not_sent(pending, now_s)
+        if self._may_send(attachment):
+            for frame in self.table.to_send(now_s):
+                link.send(frame)
+                if link.unsent_bytes:
+                    break
         if self._ping_due_s() <= now_s:
-            live = self._started_owner.live_lookups()
-            named = live if len(live) <= wire.MAX_LIVE else None
             copies = self._started_owner.device_copies()
             news = None if copies == self._copies_told else copies
             rate = self._started_owner.load_rate()
             new_rate = None if rate == self._rate_told else rate
             misses = self._started_owner.untold_misses()
-            ping = wire.Ping(self.table.next_seq(), named, news, new_rate, misses)
+            ping = wire.Ping(self.table.next_seq(), news, new_rate, misses)
             if link.send(wire.encode(ping)):
                 self._copies_told, self._rate_told = copies, rate
                 self._started_owner.misses_told(len(misses))
@@ -402,7 +398,7 @@ class Link:
         self._move(Step.LOST)
         self.error = why
         self.silence.lost()
-        self.table.fail_all(Unavailable(why), Kind.SETUP)
+        self.table.fail_all(Unavailable(why), Kind.TELL)
         self._fell_silent(why)
         self._start_attaching()
 
@@ -473,7 +469,7 @@ class Link:
             )
         self.epoch = attachment.epoch
         if self.epoch != old_epoch:
-            self.table.fail_all(Unavailable("the server restarted"), Kind.SETTLE)
+            self.table.fail_all(Unavailable("the server restarted"), Kind.TELL)
         self._attachment = attachment
         self._move(Step.ATTACHED)
         self.error = ""
@@ -481,7 +477,7 @@ class Link:
         attachment.close_pool_fds()
         self._watch(attachment)
         self.silence.heard()  # the attach was answered
-        self.table.repeat_now()
+        self.table.wake_unsent()
         log.info("connected to cache server %s, epoch %d", attachment.instance_id, self.epoch)
-        self._started_owner.link_ready(attachment)
+        self._started_owner.link_ready(attachment, old_epoch)
         self._handle(attachment.early)

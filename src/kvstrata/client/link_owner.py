@@ -21,8 +21,8 @@ class LinkOwner(Protocol):
         If the epoch is not `old_epoch`, requests under way to the old server fail right afterwards.
         """
 
-    def link_ready(self, attachment: Attachment) -> None:
-        """Requests may go out from now on."""
+    def link_ready(self, attachment: Attachment, old_epoch: int) -> None:
+        """Requests may go out from now on. If the epoch is `old_epoch`, the server knows this process from before."""
 
     def link_silent(self) -> None:
         """The server is silent or lost, and nothing may wait for it. ASK requests have failed already."""
@@ -32,9 +32,6 @@ class LinkOwner(Protocol):
 
     def link_revoked(self, lookups: list[int]) -> None:
         """The server wants back the leases of these lookups of ours."""
-
-    def live_lookups(self) -> list[int]:
-        """Numbers of the lookups that are still wanted."""
 
     def device_copies(self) -> DeviceCopies | None:
         """What to tell the server about copies to and from a device; None where blocks are in host memory."""

@@ -173,7 +173,7 @@ class Loads:
             log.error(
                 "%d chunks in the cache failed their checksum; their tokens are computed instead", len(bad)
             )
-            self._link.settle(partial(self._corrupt, load.identity, b"".join(bad)))
+            self._link.tell(partial(self._corrupt, load.identity, b"".join(bad)))
         self._releases.add([load.lease], group=False)
 
     def _corrupt(self, identity: Identity, keys: bytes, seq: int, remaining_ms: int) -> wire.Corrupt | None:

@@ -1,7 +1,7 @@
 """Lookups: sent in the background, answered with leases, and undone when no caller wants them.
 
-`LiveLookups` holds the lookups that this process still wants.  Every ping names them, and the server ends the leases of
-the lookups that a ping does not name.  `Lookups` carries each lookup from its call to its answer or its end.  It also
+`LiveLookups` holds the lookups that this process still wants; it names them when it attaches again to the same server,
+which ends the leases of all others.  `Lookups` carries each lookup from its call to its answer or its end.  It also
 keeps the misses that a caller saw without a lookup, until a ping has told the server of them.
 """
 
@@ -259,7 +259,7 @@ class Lookups:
         """Cancel a lookup at the server, unless it was never sent, found nothing, or has ended."""
         target = call.seq
         if self._live.end(target) and call.epoch == self._link.epoch:
-            self._link.settle(lambda seq, _: wire.Cancel(seq, target))
+            self._link.tell(lambda seq, _: wire.Cancel(seq, target))
 
 
 def _sensible(reply: wire.LookupReply, n_asked: int, tails: Sequence[TailSet]) -> bool:

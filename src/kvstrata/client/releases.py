@@ -3,7 +3,7 @@
 While a caller waits for a lookup or a reserve, leases stay here for up to `HOLD_S`: the server answers the caller
 first, and one message then gives back the leases of several requests.
 
-A release is repeated until it is answered or the epoch of its lease ends; then `quiesced` ends the lease.  The
+A lease stays here until its release is answered or its epoch ends; then `quiesced` ends the lease.  The
 scheduler may attach earlier than this process, so a release may name an epoch that this process has not attached to
 yet; such a release waits for that epoch.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from kvstrata.client.copies import CopyLedger
 from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
+from kvstrata.errors import KvstrataError, Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import LeaseName
 
@@ -102,4 +103,11 @@ class ReleaseQueue:
             self._released(leases)
             self.pump()
 
-        self._link.ask(Pending(Kind.SETTLE, lambda seq, _: wire.Release(seq, names, group), ended, ended))
+        def failed(error: KvstrataError) -> None:
+            self._sending[group] = False
+            if isinstance(error, Unavailable):  # the connection is lost
+                self.add(leases, group=group)
+            else:
+                ended(error)
+
+        self._link.ask(Pending(Kind.TELL, lambda seq, _: wire.Release(seq, names, group), ended, failed))

@@ -2,7 +2,8 @@
 
 Each batch goes through the states of `kvstrata.client.batches.MACHINE`.  If the server refuses the last chunk of a
 batch, the chunks of its job that are in no batch yet are refused too.  When the server falls silent, the chunks of an
-unanswered commit count as failed at once; the commit itself is repeated for as long as the server's epoch lasts.
+unanswered commit count as failed at once.  A process that attaches again to the same server names the reserves of its
+batches, and the server ends all others; a commit whose connection was lost may have stored its chunks or not.
 
 Invariants
 1. No reservation is aborted or cancelled while a copy into its extents runs.
@@ -174,6 +175,10 @@ class StoreQueue:
             elif batch.copy_job:
                 self._copier.cancel(batch.copy_job)
         self.pump()
+
+    def reserves(self) -> list[int]:
+        """Numbers of the reserves of the present epoch whose extents this process may still write, commit or abort."""
+        return [batch.seq for batch in self._batches if batch.seq and batch.epoch == self._link.epoch]
 
     def ready(self, max_reserved_bytes: int) -> None:
         """Note that a server answers, and how many bytes this session may have reserved at a time."""
@@ -411,7 +416,7 @@ class StoreQueue:
 
         self._link.ask(
             Pending(
-                Kind.SETTLE,
+                Kind.TELL,
                 lambda seq, _: wire.Commit(seq, reservation, indices),
                 replied,
                 failed,
@@ -433,7 +438,7 @@ class StoreQueue:
 
         self._link.ask(
             Pending(
-                Kind.SETTLE,
+                Kind.TELL,
                 lambda seq, _: wire.Abort(seq, reservation, indices),
                 ended,
                 ended,
@@ -449,7 +454,7 @@ class StoreQueue:
             self._freed(batch)
             self.pump()  # queued requests may wait for these bytes
 
-        self._link.ask(Pending(Kind.SETTLE, lambda seq, _: wire.Cancel(seq, target), ended, ended))
+        self._link.ask(Pending(Kind.TELL, lambda seq, _: wire.Cancel(seq, target), ended, ended))
 
     def _freed(self, batch: Batch) -> None:
         self._reserved_bytes -= batch.held_bytes

@@ -20,9 +20,9 @@ from kvstrata.client.loads import Loads
 from kvstrata.client.lookups import LiveLookups, Lookups
 from kvstrata.client.pool_view import PoolView
 from kvstrata.client.releases import ReleaseQueue
-from kvstrata.client.requests import Kind
+from kvstrata.client.requests import Kind, Pending
 from kvstrata.client.stores import StoreQueue
-from kvstrata.errors import Unavailable
+from kvstrata.errors import KvstrataError, Unavailable
 from kvstrata.memory.attach.client import Attachment
 from kvstrata.rpc import attach_wire, wire
 from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
@@ -79,8 +79,10 @@ class Upkeep(LinkOwner):
             self._live.restarted()
             self._releases.restarted(old_epoch, attachment.epoch)
 
-    def link_ready(self, attachment: Attachment) -> None:
+    def link_ready(self, attachment: Attachment, old_epoch: int) -> None:
         """See LinkOwner."""
+        if attachment.epoch == old_epoch:
+            self._link.tell(self._resume)
         self._stores.ready(attachment.max_reserved_bytes)
         self._identities.replay()
         self._releases.pump()
@@ -97,10 +99,6 @@ class Upkeep(LinkOwner):
         """See LinkOwner."""
         idle = self._ledger.spend([LeaseName(session, seq, self._link.epoch) for session, seq in leases])
         self._releases.add(idle, group=False)
-
-    def live_lookups(self) -> list[int]:
-        """See LinkOwner."""
-        return self._live.numbers()
 
     def device_copies(self) -> DeviceCopies | None:
         """See LinkOwner."""
@@ -157,4 +155,12 @@ class Upkeep(LinkOwner):
         self._must_quiesce = False
         for mapping in closed:
             self._pages.forget(mapping)
-        self._link.settle(lambda seq, _: wire.Quiesced(seq))
+
+        def failed(_: KvstrataError) -> None:
+            self._must_quiesce = True
+
+        self._link.ask(Pending(Kind.TELL, lambda seq, _: wire.Quiesced(seq), lambda reply: None, failed))
+
+    def _resume(self, seq: int, remaining_ms: int) -> wire.Resume:
+        """Name what this process still has of the server, which it has lost for a while."""
+        return wire.Resume(seq, sorted({*self._live.numbers(), *self._stores.reserves()}))

@@ -202,6 +202,8 @@ class Pool:
         """Checks a record that a reader found wrong; True when it was bad and was dropped."""
     def is_tail(self, key: Buffer) -> bool:
         """Whether the key is in the index and its record is a tail."""
+    def is_reserved(self, key: Buffer) -> bool:
+        """Whether the chunk is being written, by a process or by a load."""
     def reserve(
         self,
         keys: Buffer,

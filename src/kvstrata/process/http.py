@@ -33,7 +33,6 @@ from kvstrata.errors import (
     Refused,
     StorageError,
     Unavailable,
-    UnknownSession,
 )
 from kvstrata.process.http_body import TAKEN
 from kvstrata.text import one_line
@@ -43,7 +42,6 @@ HTTP_STATUS = {
     BadRequest: 400,
     ConfigError: 400,
     NotPermitted: 403,
-    UnknownSession: 404,
     NotFound: 404,
     LayoutRefused: 409,
     StorageError: 422,

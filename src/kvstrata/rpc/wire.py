@@ -1,9 +1,11 @@
 """Messages between a process and its server: one msgpack array each, which begins with the operation's name.
 
 A request is `[op, seq, …]`, its reply `[op, seq, epoch, …]` or
-`["error", seq, epoch, code, message, field, retryable]`.  The connection says who asks.  `seq` is chosen by the
-client; a repeated seq gets the same outcome and does nothing twice.  Times on the wire are remaining milliseconds.
-Keys travel as concatenated 32-byte strings.
+`["error", seq, epoch, code, message, field, retryable]`.  The connection says who asks, and what it carries arrives
+once and in order, so nothing is sent twice.  A process numbers its requests upwards by one counter as long as it lives:
+the number of a lookup or reserve names what was granted.  A process whose connection was cut attaches again, fails what
+was under way, and names in `resume` what it still has; the server ends the rest.  Times on the wire are remaining
+milliseconds.  Keys travel as concatenated 32-byte strings.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvstrata.errors import BadRequest
 from kvstrata.rpc.ping_wire import Count, DeviceCopies, LoadRate
 from kvstrata.rpc.tail_wire import MAX_TAIL_SETS, MAX_TAIL_TOKENS, TailKeys, TailSet
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity
@@ -27,7 +30,7 @@ MAX_DEADLINE_MS = 60_000
 MAX_RESERVE_CHUNKS = 4_096
 """Chunks in one reserve, commit, abort or corrupt; a longer prompt takes several."""
 MAX_LIVE = 16_384
-"""Lookups named in one ping."""
+"""Lookups and reserves named in one resume."""
 MAX_MISSES = 32
 """Misses told in one ping."""
 MAX_RELEASES = 1_024
@@ -110,13 +113,8 @@ class Miss(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ping(Request, frozen=True, tag="ping"):
-    """Says that the process is alive. `live` names the lookups older than this ping that the session still wants.
+    """Says that the process is alive."""
 
-    A lookup that is not named is undone for the whole group, unless the session has released its own share. So a
-    process that handed a lease to workers names the lookup until the release of its own share is answered.
-    """
-
-    live: Annotated[list[Seq], Meta(max_length=MAX_LIVE)] | None = None
     copies: DeviceCopies | None = None
     """Sent when it has changed, and once to each new server."""
     loads: LoadRate | None = None
@@ -283,10 +281,20 @@ class Abort(Request, frozen=True, tag="abort"):
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
-    """Undoes the effect of request `target`; also valid before `target` arrives, and if it never arrives."""
+    """Stops the earlier lookup or reserve `target`, or ends for all processes what it was granted."""
 
     target: Seq
-    """Seq of the request to undo."""
+    """Its seq."""
+
+
+class Resume(Request, frozen=True, tag="resume"):
+    """The first words of a process that has attached again: of its earlier lookups and reserves it still has these.
+
+    All others end as if cancelled.  Leases of which the process has released its own share stay with the others.
+    """
+
+    live: Annotated[list[Seq], Meta(max_length=MAX_LIVE)]
+    """Seqs of the lookups whose share it has not released, and of the reserves into which it may still write."""
 
 
 class Retrieve(Request, frozen=True, tag="retrieve"):
@@ -321,10 +329,10 @@ class Corrupt(Request, frozen=True, tag="corrupt"):
 
 
 class Ok(Reply, frozen=True, tag="ok"):
-    """Outcome of release, abort, cancel, quiesced and corrupt: a count.
+    """Outcome of release, abort, cancel, resume, quiesced and corrupt: a count.
 
-    release: leases whose share ended; abort: extents given back; cancel: 1 if something was undone or
-    stopped; corrupt: chunks dropped.
+    release: leases whose share ended; abort: extents given back; cancel and resume: lookups and reserves that were
+    stopped or whose grant ended; corrupt: chunks dropped.
     """
 
     count: int = 0
@@ -344,7 +352,7 @@ class Error(Reply, frozen=True, tag="error"):
 
 
 AnyRequest = (
-    Identify | Ping | Lookup | Release | Reserve | Commit | Abort | Cancel | Retrieve | Quiesced | Corrupt
+    Identify | Ping | Lookup | Release | Reserve | Commit | Abort | Cancel | Resume | Retrieve | Quiesced | Corrupt
 )  # fmt: skip
 AnyReply = (
     IdentifyReply | Pong | LookupReply | ReserveReply | CommitReply | RetrieveReply | Ok | Error
@@ -371,7 +379,11 @@ _REQUESTS: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequ
 _REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
 
-def key_count(keys: bytes) -> int:
-    """Number of 32-byte keys; -1 when the length is not a multiple of 32."""
-    count, rest = divmod(len(keys), KEY_BYTES)
-    return -1 if rest else count
+def check_keys(keys: bytes, field: str, probe: bytes = b"") -> int:
+    """The number of keys. Raises BadRequest for none, for bytes that are not whole keys, and for a bad probe."""
+    n_keys, rest = divmod(len(keys), KEY_BYTES)
+    if rest or not n_keys:
+        raise BadRequest(f"{field}: {len(keys)} bytes are not one or more {KEY_BYTES}-byte keys", field=field)
+    if len(probe) not in (0, 8):
+        raise BadRequest(f"probe: must be 0 or 8 bytes, found {len(probe)}", field="probe")
+    return n_keys

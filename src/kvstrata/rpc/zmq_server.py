@@ -49,7 +49,7 @@ SECONDS_PER_WAKE = 0.002
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS, _POLLIN, _SRCFD = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SRCFD)
 SEND_QUEUE = 2_048
-"""Maximum number of replies that wait for one client: more than it can ask for at a time (rpc/session.py)."""
+"""Maximum number of replies that wait for one client: more than it can ask for at a time."""
 TAKEN_PER_WAKE = 512
 """Messages taken from libzmq in one wake; taking one costs a few microseconds."""
 HANDSHAKE_MS = 5_000

@@ -18,12 +18,9 @@ from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.patience import patience
 from kvstrata.policy.misses import Explainer
-from kvstrata.policy.processes import ProcessTable, TenantTokens, tenant_number
-from kvstrata.policy.reserved import ReservedBytes
 from kvstrata.policy.savings import Savings
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.session import Sessions
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import (
@@ -37,7 +34,7 @@ from kvstrata.server.admin.status import (
 from kvstrata.server.admin.trend import Trend
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
+from kvstrata.server.facts import InstanceFacts
 from kvstrata.server.l2.gate import TIER_PATIENCE_S, PrefetchLimits
 from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.prefetch import PrefetchController
@@ -46,17 +43,15 @@ from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.pool_events import PoolEvents
-from kvstrata.server.readiness import Readiness, StoreFreeze
+from kvstrata.server.processes import ProcessTable, Reservation, TenantTokens, tenant_number
+from kvstrata.server.readiness import Readiness
 from kvstrata.server.recuts.recuts import Recuts
-from kvstrata.server.requests.boundary import Boundary
-from kvstrata.server.requests.effects import Effects
-from kvstrata.server.requests.handlers import Handlers
-from kvstrata.server.requests.leases import InFlight, Leases
+from kvstrata.server.requests.grants import Grants
 from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.plain import PlainClients
 from kvstrata.server.requests.processes import Processes
+from kvstrata.server.requests.requests import Requests
 from kvstrata.server.requests.reserve import Reserving
-from kvstrata.server.requests.running import Replies, Running
 from kvstrata.types import GB
 
 IN_FLIGHT_SHARE = 8
@@ -66,7 +61,7 @@ BACKLOG_SHARE = 0.25
 
 
 class Parts:
-    """All the parts of one instance that need no file and no port, without the boundary. The tiers are opened later."""
+    """All the parts of one instance that need no file and no port. The tiers are opened later."""
 
     def __init__(
         self,
@@ -103,15 +98,15 @@ class Parts:
         self.counters = counters = ServerCounters()
         for tenant in sorted(set(settings.quotas_gb).union(*tokens.sets)):
             counters.tenants[tenant_number(tenant)] = TenantChunks(tenant)
-        self.readiness, self.freeze, self.savings = Readiness(), StoreFreeze(), Savings()
+        self.readiness, self.savings = Readiness(), Savings()
+        self.frozen_by: set[str] = set()
+        """The controllers for whose full sync no reserve is granted now (server/cluster/sync.py)."""
         self.trend = Trend(counters, self.savings, clock)
         self.history = ChunkHistory(explainer, counters, clock, settings.l1.eviction_policy)
 
-        # The attached processes, and the leases and reservations that their requests left behind.
+        # The attached processes, and what their requests left behind.
         self.processes, self.payload_kinds = ProcessTable(facts.epoch), PayloadKinds()
-        self.replies = Replies(facts.epoch, counters)
-        self.sessions = Sessions(self.replies.error)
-        self.leases, self.in_flight, self.reserved = Leases(), InFlight(), ReservedBytes(MAX_SESSION_SHARE)
+        self.grants = Grants(pool, counters, facts.epoch)
 
         # The controllers that put to the tiers and load from them.
         self.store = StoreController(
@@ -134,15 +129,13 @@ class Parts:
         self.events = PoolEvents(pool, self.history, self.store, news, clock)
 
         # What serves processes.
-        self.effects = Effects(pool, self.sessions, self.leases, self.in_flight, counters, facts.epoch)
-        self.running = Running(loop, supervisor, self.sessions, self.effects, self.replies)
         self.recuts = Recuts(recut_lane, clock, tiers, self.prefetch, pool, enabled=settings.l1.recut)
+        self.requests = make_requests(self)
         self.hooks = Processes(
             self.processes,
             self.payload_kinds,
-            self.sessions,
-            self.effects,
-            self.running,
+            self.requests,
+            self.grants,
             tokens,
             self.readiness,
             self.recuts,
@@ -168,7 +161,7 @@ class Parts:
         board.put("trend", self.trend.section, metrics=False)
         board.put("sessions", self._sessions_section)
         board.put("peers", functools.partial(processes_section, self.processes), metrics=False)
-        engines = functools.partial(engines_section, self.processes, self.leases)
+        engines = functools.partial(engines_section, self.processes, self.grants)
         board.put("engines", engines, metrics=False)
         board.put("l2_store", self.store.stats)
         board.put("tails", self.tails.stats)
@@ -183,24 +176,28 @@ class Parts:
             "attached": sum(not process.detached for process in self.processes),
             "detached": sum(process.detached for process in self.processes),
             "groups": len(self.processes.groups),
-            "leases": len(self.leases),
-            "leases_revoked": self.leases.n_revoked,
-            "extents_being_written": len(self.in_flight),
+            "leases": self.grants.n_leases,
+            "leases_revoked": self.grants.n_revoked,
+            "extents_being_written": sum(
+                len(grant.open)
+                for process in self.processes
+                for grant in process.grants.values()
+                if isinstance(grant, Reservation)
+            ),
             "tasks": len(self.supervisor),
             "absent_keys_remembered": len(self.explainer.keys),
         }
 
 
-def make_boundary(parts: Parts) -> Boundary:
-    """Make the boundary, which answers frames."""
+def make_requests(parts: Parts) -> Requests:
+    """Make the part that answers frames."""
     epoch, pool, counters = parts.facts.epoch, parts.pool, parts.counters
     lookups = Lookups(
         pool=pool,
         lane=parts.lane,
         clock=parts.clock,
         processes=parts.processes,
-        effects=parts.effects,
-        in_flight=parts.in_flight,
+        grants=parts.grants,
         tiers=parts.tiers,
         prefetch=parts.prefetch,
         store=parts.store,
@@ -217,9 +214,8 @@ def make_boundary(parts: Parts) -> Boundary:
         pool,
         parts.lane,
         parts.processes,
-        parts.sessions,
-        parts.in_flight,
-        parts.freeze,
+        parts.grants,
+        parts.frozen_by,
         parts.history,
         parts.explainer.identities,
         parts.store,
@@ -228,26 +224,16 @@ def make_boundary(parts: Parts) -> Boundary:
         parts.clock,
         counters,
         epoch,
-        parts.reserved,
     )
-    handlers = Handlers(
+    return Requests(
         epoch=epoch,
         pool=pool,
+        loop=parts.loop,
+        supervisor=parts.supervisor,
         processes=parts.processes,
-        sessions=parts.sessions,
-        leases=parts.leases,
-        effects=parts.effects,
-        counters=counters,
-    )
-    return Boundary(
-        handlers=handlers,
-        reserving=reserving,
+        grants=parts.grants,
         lookups=lookups,
-        processes=parts.processes,
-        sessions=parts.sessions,
-        effects=parts.effects,
-        running=parts.running,
-        replies=parts.replies,
+        reserving=reserving,
         plain=PlainClients(pool, parts.tokens, counters, epoch),
         counters=counters,
     )

@@ -1,6 +1,6 @@
 """Opens an instance. Only this file and composition.py know all of its rooms.
 
-    ports ─▶ segment and pool ─▶ news ─▶ parts ─▶ tiers open ─▶ attach ─▶ membership ─▶ boundary ─▶ HTTP made
+    ports ─▶ segment and pool ─▶ news ─▶ parts ─▶ tiers open ─▶ attach ─▶ membership ─▶ HTTP made
 
 Rules:
 
@@ -50,14 +50,13 @@ from kvstrata.server.cluster.membership import (
 )
 from kvstrata.server.cluster.own_key import member_keys
 from kvstrata.server.cluster.told_tiers import ToldTiers
-from kvstrata.server.composition import Parts, make_boundary
+from kvstrata.server.composition import Parts
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.plan import Plan, segment_settings
-from kvstrata.server.requests.boundary import Boundary
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.entry import TierConfig
 from kvstrata.storage.stack import Surroundings, build_stack
@@ -89,7 +88,6 @@ class Instance(NamedTuple):
     adopted: bool
     """L1 was taken over from the previous server."""
     segment: Segment
-    boundary: Boundary
     attach: AttachServer
     housekeeping: Housekeeping
     peer_server: PeerServer | None
@@ -173,8 +171,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         board.put("cluster", membership.status)
         board.put("peers_served", served.server.status)
 
-    # 5. The boundary, which answers frames, and the HTTP application.
-    boundary = make_boundary(parts)
+    # 5. Housekeeping, and the HTTP application.
     housekeeping = Housekeeping(
         pool,
         own_lane,
@@ -218,7 +215,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         parts=parts,
         adopted=segment.adopted,
         segment=segment,
-        boundary=boundary,
         attach=attach,
         housekeeping=housekeeping,
         peer_server=served.server if served else None,

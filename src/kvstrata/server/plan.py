@@ -25,12 +25,12 @@ from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES, SegmentSettings, check_size
 from kvstrata.p2p import mac
 from kvstrata.p2p.engines.ports import reaches_other_hosts
-from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.http_unix import socket_path
 from kvstrata.process.listen import read_token
 from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys
 from kvstrata.server.facts import MAX_SESSION_SHARE
+from kvstrata.server.processes import TenantTokens
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.text import remember_secret
 from kvstrata.types import GB

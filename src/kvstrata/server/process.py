@@ -102,7 +102,7 @@ class Server(Process):
         pool = instance.parts.pool
         if instance.peer_server is not None:
             instance.peer_server.start()
-        await instance.attach.start(instance.boundary.on_frame)
+        await instance.attach.start(instance.parts.requests.on_frame)
         pool.heartbeat()
         self.supervisor.spawn(heartbeat(pool, instance.parts.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
@@ -174,7 +174,7 @@ class Server(Process):
 
     def _in_use(self) -> dict[str, object]:
         parts = self._instance.parts
-        return {"engines": len(parts.processes.groups), "leases": len(parts.leases)}
+        return {"engines": len(parts.processes.groups), "leases": parts.grants.n_leases}
 
     def _announce(self, instance: Instance) -> None:
         facts = instance.parts.facts

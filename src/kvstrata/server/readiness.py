@@ -1,4 +1,4 @@
-"""Whether the instance serves requests, and whether it takes new chunks."""
+"""Whether the instance serves requests."""
 
 from __future__ import annotations
 
@@ -25,24 +25,3 @@ class Readiness:
     def stopping(self) -> bool:
         """Whether the instance is about to end: it takes no new processes."""
         return self._why_not == "stopping"
-
-
-class StoreFreeze:
-    """Refuses every reserve as FROZEN while a controller's full sync needs L1 to stand still.
-
-    server/cluster/sync.py freezes and thaws, and bounds the time of a freeze.
-    """
-
-    def __init__(self) -> None:
-        self._by: set[str] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._by)
-
-    def freeze(self, controller: str) -> None:
-        """Refuse reserves until `thaw`. Idempotent."""
-        self._by.add(controller)
-
-    def thaw(self, controller: str) -> None:
-        """End this controller's freeze. Idempotent."""
-        self._by.discard(controller)

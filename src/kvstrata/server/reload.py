@@ -13,9 +13,9 @@ import msgspec
 from kvstrata.config.changes import Changes, sorted_out
 from kvstrata.config.model import ServerSettings
 from kvstrata.observability.logging import current_level, set_level
-from kvstrata.policy.processes import tenant_number
 from kvstrata.server.instance import Instance
 from kvstrata.server.plan import Plan, plan
+from kvstrata.server.processes import tenant_number
 from kvstrata.types import GB
 
 LIVE = ("log_level", "quotas_gb", "l2.drain_s")

@@ -58,7 +58,8 @@ class RpcPort:
         groups = [wire.KeyGroup(wire.Rule.PREFIX, key)]
         requests: list[wire.Request] = [
             wire.Identify(2, wire.RequestIdentity(salt="s")),
-            wire.Ping(3, [1]),
+            wire.Ping(3),
+            wire.Resume(4, [1]),
             wire.Lookup(4, 5, self.identity_id, "r", groups),
             wire.Release(5, [(SESSION, 4)]),
             wire.Reserve(6, 5, self.identity_id, b"", key, 8192),

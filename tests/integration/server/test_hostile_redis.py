@@ -117,12 +117,11 @@ ATTACKS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", ["aes-gcm", pytest.param("mac", marks=pytest.mark.long)])
-@pytest.mark.parametrize("isolation", ["in_process", pytest.param("process", marks=pytest.mark.long)])
 def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
-    start: Callable[..., ServerProcess], medium: RedisServer, tmp_path: Path, isolation: str, name: str
+    start: Callable[..., ServerProcess], medium: RedisServer, tmp_path: Path, name: str
 ) -> None:
     codec = ["zstd", {"name": name, "key_file": key_file(tmp_path)}]
-    server = start(codec=codec, isolation=isolation)
+    server = start(codec=codec)
     with RpcClient(server.socket_dir) as client, medium.client() as attacker:
         for number, (what, attack) in enumerate(ATTACKS.items(), start=1):
             identity, chain = new_prompt(client, 2)
@@ -141,10 +140,9 @@ def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
             reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
             assert (reply.n_chunks, reply.l2_chunks) == (2, 2), f"{what}: the next put has replaced it"
             check_and_release(client, reply, chain)
-        if isolation == "in_process":
-            counts = client.status()["l2_adapters"]["resp-0"]["codec"]
-            told = "4 attacks, each seen by the lookup and by the put that replaced it"
-            assert (counts["unauthenticated"], counts.get("wrong_key")) == (8, None), f"{told}: {counts}"
+        counts = client.status()["l2_adapters"]["resp-0"]["codec"]
+        told = "4 attacks, each seen by the lookup and by the put that replaced it"
+        assert (counts["unauthenticated"], counts.get("wrong_key")) == (8, None), f"{told}: {counts}"
 
 
 def test_without_a_key_a_record_is_served_if_it_fits_and_no_other(

@@ -88,7 +88,9 @@ def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(
 def test_a_directory_that_is_read_only_or_hidden_comes_back_by_itself(
     start: Callable[..., ServerProcess], folder: Path, kind: str
 ) -> None:
-    own_mounts = cast(Any, SimpleNamespace(under=("unshare", "--mount", "--propagation", "private")))
+    own_mounts = cast(
+        Any, SimpleNamespace(under=("unshare", "--mount", "--propagation", "private"), http=read)
+    )
     server, name = start(entry(kind, folder), host=own_mounts), f"{kind}-0"
 
     def inside(*command: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from kvstrata.errors import NotPermitted, Refused, WrongVersion
 from kvstrata.memory.attach.client import attach, process_locks
 from kvstrata.rpc import attach_wire
+from kvstrata.server.processes import LIMITS
 from kvstrata.types import Role, shown_name
 from tests.harness.rpc_client import RpcClient, layout, until
 from tests.harness.server_process import ServerProcess
@@ -109,13 +110,14 @@ def test_another_process_cannot_attach_as_a_session_that_it_knows(
 
 @pytest.mark.long
 def test_one_process_cannot_take_all_rows(tmp_path: Path) -> None:
-    environment = {**os.environ, "KVSTRATA_SECURITY_SESSIONS_PER_PROCESS": "3"}
-    with ServerProcess(tmp_path, l1_mb=16, environment=environment) as server:
+    with ServerProcess(tmp_path, l1_mb=16) as server:
         server.start()
-        taken = [RpcClient(server.socket_dir) for _ in range(3)]
+        taken = [RpcClient(server.socket_dir) for _ in range(LIMITS.per_process)]
         for client in taken:
             client.attach()
-        with pytest.raises(Refused, match="has 3 sessions attached, and one process may have 3; close some"):
+        with pytest.raises(
+            Refused, match="has 64 sessions attached, and one process may have 64; close some"
+        ):
             RpcClient(server.socket_dir).attach()
         taken[0].attach()
         attach_elsewhere = (

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.policy.reserved import GRANULE_BYTES, TOKEN_SHARE
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.server.plan import MAX_SESSION_SHARE
+from kvstrata.server.requests.reserve import GRANULE_BYTES, TOKEN_SHARE
 from tests.harness.cache_engine import eventually
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient, chain_of
 from tests.harness.server_process import ServerProcess

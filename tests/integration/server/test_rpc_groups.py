@@ -75,7 +75,7 @@ def test_a_lease_lasts_until_every_process_of_the_group_has_ended_its_share(
     assert first.release([name]) == 1
     assert scheduler.release([name]) == 1
     assert_held(scheduler, leases=1, reservations=0)
-    scheduler.ping([])
+    scheduler.resume([])
     assert_held(scheduler, leases=1, reservations=0)
     assert first.release([name]) == 0
     assert second.release([name]) == 1

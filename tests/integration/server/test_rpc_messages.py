@@ -36,8 +36,8 @@ def test_a_malformed_message_gets_an_error_that_names_the_field(client: RpcClien
         (b"\x93\xa7no_such\x09\xc0", 9, "op"),
         (b"\x92\xa4ping\xa1x", 0, "seq"),
         (b"\x92\xa4ping\xff", 0, "seq"),
-        (b"\x93\xa4ping\x06\xa3abc", 6, "live"),
-        (b"\x93\xa4ping\x06\x91\xff", 6, "live[0]"),
+        (b"\x93\xa6resume\x06\xa3abc", 6, "live"),
+        (b"\x93\xa6resume\x06\x91\xff", 6, "live[0]"),
         (b"\xdd\xff\xff\xff\xff", 0, "message"),
         (b"\x91" * 10_000, 0, "message"),
     ):

@@ -1,4 +1,4 @@
-"""Stores, lookups and leases of a real server over its wire, and what repeats, cancels and pings do to them."""
+"""Stores, lookups and leases of a real server over its wire, and what cancels and cuts do to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, unpack_extents
 from tests.harness.rpc_client import (
-    RECORD_BYTES,
     RpcClient,
     RpcError,
     assert_held,
@@ -145,34 +144,6 @@ def test_long_prompts_are_looked_up_off_the_loop_with_the_same_answer(client: Rp
     assert client.release([(client.session, reply.seq)]) == 1
 
 
-def test_a_repeated_request_gets_the_same_reply_and_is_carried_out_once(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 3)
-    client.store(identity, chain[:KEY_BYTES])
-    reserve = wire.Reserve(client.next_seq(), 5_000, identity.identity_id, b"", chain, RECORD_BYTES)
-    lookup = client.lookup_request(identity.identity_id, chain)
-    identify = wire.Identify(client.next_seq(), wire.RequestIdentity(salt="again"))
-    for request in (reserve, lookup, identify):
-        replies = []
-        for connection in range(2):
-            for _ in range(2):
-                client.send(request)
-                replies.append(client.receive_bytes())
-            if connection == 0:
-                client.attach()
-        assert len(set(replies)) == 1, request
-    status = client.status()
-    assert status["pool"]["reservations"] == 1
-    assert status["sessions"]["leases"] == 1
-    for request in (
-        wire.Abort(client.next_seq(), reserve.seq),
-        wire.Release(client.next_seq(), [(client.session, lookup.seq)]),
-    ):
-        assert [client.ask(request, wire.Ok).count for _ in range(3)] == [
-            client.ask(request, wire.Ok).count
-        ] * 3
-    assert_held(client, leases=0, reservations=0)
-
-
 def test_cancel_undoes_a_lookup_and_a_reserve(client: RpcClient) -> None:
     identity, chain = new_prompt(client, 4)
     client.store(identity, chain[: 2 * KEY_BYTES])
@@ -192,7 +163,7 @@ def test_a_ping_releases_the_lookups_it_does_not_name(client: RpcClient) -> None
     wanted, unwanted = (client.lookup(identity.identity_id, chain) for _ in range(2))
     client.ping()
     assert_held(client, leases=2, reservations=0)
-    client.ping([wanted.seq])
+    client.resume([wanted.seq])
     assert_held(client, leases=1, reservations=0)
     assert client.release([(client.session, wanted.seq)]) == 1
     assert client.release([(client.session, unwanted.seq)]) == 0

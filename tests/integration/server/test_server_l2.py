@@ -134,7 +134,7 @@ def test_a_hung_l2_costs_a_lookup_its_deadline_and_delays_nobody_else(
         check_bytes(waiting, reply, chain)
         told = waiting.explain("hung")["lookups"][0]["first_miss"]
         assert (told["chunk"], told["reason"]) == (1, "deadline")
-        waiting.ping([])
+        waiting.resume([])
         assert waiting.status()["sessions"]["leases"] == 0
 
 
@@ -146,7 +146,7 @@ def test_cancel_and_pings_stop_a_lookup_that_waits(
         identity = client.identify()
         chain = chain_of(identity.root, 3)
         client.store(identity, chain[: 2 * KEY_BYTES])
-        for stop in (client.cancel, lambda seq: client.ping([])):
+        for stop in (client.cancel, lambda seq: client.resume([])):
             request = client.lookup_request(identity.identity_id, chain, deadline_ms=60_000)
             client.send(request)
             stop(request.seq)

@@ -153,7 +153,7 @@ def test_the_server_serves_whatever_happens_to_a_host_and_the_host_comes_back(
             return client.lookup(identity.identity_id, chain, deadline_ms=5_000).n_chunks == 3
 
         until(client, is_back)
-        client.ping([])
+        client.resume([])
         clear_l1(client)
         reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
         assert (reply.n_chunks, reply.l2_chunks) == (3, 3)

@@ -13,11 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstrata.policy.reserved import GRANULE_BYTES, TOKEN_SHARE
 from kvstrata.rpc import wire
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.server.plan import MAX_SESSION_SHARE
-from kvstrata.server.requests.reserve import KEYS_ON_LOOP
+from kvstrata.server.requests.reserve import GRANULE_BYTES, KEYS_ON_LOOP, TOKEN_SHARE
 from kvstrata.types import RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import RECORD_BYTES, chain_of
@@ -133,7 +132,9 @@ class Reserves(RuleBasedStateMachine):
         else:
             of_these = None if how == "abort all" else items
             abort = said(session.name, wire.Abort(number, seq, of_these))
-            self.server.feed(abort, abort) if how == "twice" else self.server.feed(abort)
+            self.server.feed(abort)
+            if how == "twice":
+                self.server.feed(said(session.name, wire.Abort(session.next(), seq, of_these)))
         session.open[seq] -= session.open[seq] if how == "abort all" else set(items)
         if not session.open[seq]:
             del session.open[seq]
@@ -141,7 +142,7 @@ class Reserves(RuleBasedStateMachine):
     @rule(data=st.data())
     def ping(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(self.sessions))
-        self.server.feed(said(session.name, wire.Ping(session.next(), [])))
+        self.server.feed(said(session.name, wire.Ping(session.next())))
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
@@ -156,9 +157,10 @@ class Reserves(RuleBasedStateMachine):
         if not hasattr(self, "server"):
             return
         self.server.check()
-        for pid in TOKENS:
-            assert self.server.parts.reserved.of(pid) == self.of(pid) <= OF_PROCESS
-        assert self.server.parts.reserved.of(BLUE) == self.of_token() <= OF_TOKEN
+        for process in self.server.parts.processes:
+            of_process, *of_token = process.uses
+            assert of_process.reserved_bytes == self.of(process.pid) <= OF_PROCESS
+            assert all(use.reserved_bytes == self.of_token() <= OF_TOKEN for use in of_token)
 
     def teardown(self) -> None:
         if hasattr(self, "server"):

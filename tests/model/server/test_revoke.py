@@ -1,8 +1,9 @@
-"""Who may read which bytes while leases are revoked: a real server core, real clients, and an unreliable network.
+"""Who may read which bytes while leases are revoked: a real server core, real clients, and connections that break.
 
 Two engines, each with a scheduler and a worker, want more than half of a small L1.  The schedulers are real
-`CacheClient`s without their threads: every frame goes through this machine, which delivers it late, again, to a dead
-process, or never, and which kills and freezes processes between any two steps.  Workers speak the protocol by hand.
+`CacheClient`s without their threads: every frame goes through this machine, which delivers it late or to a dead
+process, cuts connections with what they carry, and kills and freezes processes between any two steps.  Workers speak
+the protocol by hand.
 
 The model knows only the promises: a lease that is claimed, handed on or copied stays with whoever needs it; leases
 never exceed half of L1; and when no process is frozen or waits for a copy, another one that asks for room gets it.
@@ -21,7 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstrata.client import CacheClient
 from kvstrata.client.handles import LookupCall
 from kvstrata.client.link import Step
+from kvstrata.client.requests import Kind
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.errors import Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, LeaseName, RequestIdentity, Role
 from tests.harness.amount import amount
@@ -65,6 +68,11 @@ class Scheduler:
         self.frozen = False
         self.waiting: list[LookupCall] = []
         self.claimed: list[LookupCall] = []
+
+
+def next_of(bag: list[Frame], session: bytes) -> Frame:
+    """Take the first frame of a session: a connection keeps the order."""
+    return bag.pop(next(i for i, frame in enumerate(bag) if frame.session == session))
 
 
 class Revokes(RuleBasedStateMachine):
@@ -128,15 +136,14 @@ class Revokes(RuleBasedStateMachine):
         link = client._link
         link._drain()
         client._releases.tick(self.now_s)
-        for pending, frame in link.table.to_send(self.now_s):
-            link.table.sent(pending, self.now_s)
+        for frame in link.table.to_send(self.now_s):
             self.to_server.append(Frame(client.session, frame))
 
     def arrive(self, frame: Frame) -> None:
         async def arrive() -> None:
             line = self.server.line(frame.session)
             if line.session:  # else its process is dead, and its connection with it
-                self.server.boundary.on_frame(line, frame.content)
+                self.server.requests.on_frame(line, frame.content)
             await self.server.supervisor.idle()
 
         self.server.loop.run_until_complete(arrive())
@@ -154,24 +161,33 @@ class Revokes(RuleBasedStateMachine):
     def frozen(self, session: bytes) -> bool:
         return any(s.frozen for s in self.schedulers if s.client.session == session)
 
-    @rule(at=st.integers(0, 200), again=st.booleans())
-    def server_receives(self, at: int, again: bool) -> None:
+    @rule(at=st.integers(0, 200))
+    def server_receives(self, at: int) -> None:
         if self.to_server:
-            at %= len(self.to_server)
-            self.arrive(self.to_server[at] if again else self.to_server.pop(at))
+            self.arrive(next_of(self.to_server, self.to_server[at % len(self.to_server)].session))
 
-    @rule(at=st.integers(0, 200), again=st.booleans())
-    def client_receives(self, at: int, again: bool) -> None:
-        reachable = [i for i, frame in enumerate(self.to_clients) if not self.frozen(frame.session)]
+    @rule(at=st.integers(0, 200))
+    def client_receives(self, at: int) -> None:
+        reachable = [frame.session for frame in self.to_clients if not self.frozen(frame.session)]
         if reachable:
-            at = reachable[at % len(reachable)]
-            self.hear(self.to_clients[at] if again else self.to_clients.pop(at))
+            self.hear(next_of(self.to_clients, reachable[at % len(reachable)]))
 
-    @rule(at=st.integers(0, 200), where=st.booleans())
-    def lose(self, at: int, where: bool) -> None:
-        bag = self.to_server if where else self.to_clients
-        if bag:
-            bag.pop(at % len(bag))
+    @rule(engine=st.sampled_from(ENGINES), of_worker=st.booleans())
+    def cut(self, engine: int, of_worker: bool) -> None:
+        """A connection ends with all that it carries, and its process attaches again."""
+        scheduler = self.well(engine)
+        if of_worker or scheduler is None:
+            self.lose(self.workers[engine].session)
+            return
+        link = scheduler.client._link
+        self.lose(link.session)
+        link.table.fail_all(Unavailable("cut"), *Kind)
+        link.tell(scheduler.client._upkeep._resume)
+        self.pump(scheduler.client)
+
+    def lose(self, session: bytes) -> None:
+        self.to_server = [frame for frame in self.to_server if frame.session != session]
+        self.to_clients = [frame for frame in self.to_clients if frame.session != session]
 
     @rule()
     def deliver_everything(self) -> None:
@@ -191,19 +207,11 @@ class Revokes(RuleBasedStateMachine):
         raise AssertionError("messages without end")
 
     @rule(engine=st.sampled_from(ENGINES))
-    def repeat(self, engine: int) -> None:
-        """Let a scheduler repeat its unanswered requests."""
-        scheduler = self.schedulers[engine]
-        if scheduler.alive and not scheduler.frozen:
-            scheduler.client._link.table.repeat_now()
-            self.pump(scheduler.client)
-
-    @rule(engine=st.sampled_from(ENGINES))
     def ping(self, engine: int) -> None:
         scheduler, worker = self.schedulers[engine], self.workers[engine]
         if scheduler.alive and not scheduler.frozen:
             client = scheduler.client
-            ping = wire.Ping(client._link.table.next_seq(), client._upkeep.live_lookups())
+            ping = wire.Ping(client._link.table.next_seq())
             self.to_server.append(Frame(client.session, wire.encode(ping)))
         if worker.alive:
             worker.seq += 1
@@ -358,7 +366,6 @@ class Revokes(RuleBasedStateMachine):
         if not hasattr(self, "schedulers"):
             return
         self.server.check()
-        self.server.parts.leases.validate()
         stats = self.server.pool.stats()
         assert stats["leased_bytes"] <= stats["extents_bytes"] // 2
 
@@ -371,12 +378,12 @@ class Revokes(RuleBasedStateMachine):
             for call in scheduler.claimed if scheduler.alive else ():
                 assert not call.revoked
                 name = (call.result.lease.session, call.result.lease.seq)
-                lease = self.server.parts.leases.get(name)
+                lease = self.server.parts.grants.find(name)
                 assert lease is not None, "a claimed lease has ended"
                 group = [scheduler.client.session, *([worker.session] if worker.alive else [])]
                 assert lease.rows.issuperset(rows[session] for session in group)
             for handed in worker.queued | worker.copying if worker.alive else ():
-                lease = self.server.parts.leases.get((handed.session, handed.seq))
+                lease = self.server.parts.grants.find((handed.session, handed.seq))
                 assert lease is not None and rows[worker.session] in lease.rows, "a copy has lost its bytes"
 
     def teardown(self) -> None:
@@ -409,7 +416,6 @@ class Revokes(RuleBasedStateMachine):
         for prompt in random.Random(0).sample(range(PROMPTS), 3):
             for _ in range(ROUNDS):
                 for engine in ENGINES:
-                    self.repeat(engine)
                     self.ping(engine)
                     self.worker_releases(engine)
                 self.deliver_everything()

@@ -220,7 +220,7 @@ class Stores(RuleBasedStateMachine):
         self.reserved = {
             seq: {i: s for i, s in items.items() if s == "copying"} for seq, items in self.reserved.items()
         }
-        self.link.fail(Kind.SETTLE)
+        self.link.fail(Kind.TELL)
 
     @precondition(lambda self: self.copier.jobs)
     @rule(data=st.data(), good=st.booleans())
@@ -290,7 +290,7 @@ class Stores(RuleBasedStateMachine):
             ended([0] * len(items))
         self.falls_silent()
         self.link.epoch += 1
-        self.link.fail(Kind.SETTLE)
+        self.link.fail(Kind.TELL)
         assert all(job.done.is_set() for job, _ in self.jobs)
         assert self.queue.idle
         assert self.queue.waiting_bytes == 0

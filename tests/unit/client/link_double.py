@@ -28,16 +28,12 @@ class Link:
         if self._runs_posted:
             call()
 
-    def settle(self, message: Callable[[int, int], wire.Cancel]) -> None:
+    def tell(self, message: Callable[[int, int], wire.Cancel]) -> None:
         self.settled.append(message(0, 0))
 
     def said(self, now_s: float = 0.0) -> list[wire.AnyRequest]:
         """Send the requests that are due; return them."""
-        messages = []
-        for pending, frame in self.table.to_send(now_s):
-            messages.append(wire.decode_request(frame))
-            self.table.sent(pending, now_s)
-        return messages
+        return [wire.decode_request(frame) for frame in self.table.to_send(now_s)]
 
     def send_due(self, now_s: float = 0.0) -> list[int]:
         """Send the requests that are due; return their numbers."""

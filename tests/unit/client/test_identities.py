@@ -9,7 +9,7 @@ import pytest
 
 from kvstrata.client import identities
 from kvstrata.client.identities import Declared, Identity, IdentityTable
-from kvstrata.client.requests import LAST_REPEAT_S, Kind, Pending
+from kvstrata.client.requests import Kind, Pending
 from kvstrata.errors import Refused, Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import LayoutIdentity, RequestIdentity
@@ -67,20 +67,21 @@ def test_a_refused_identity_is_not_declared_to_the_same_server_again(link, table
     assert link.send_due() == []
     link.epoch += 1
     assert table.declared(identity) is None
-    assert len(link.send_due(LAST_REPEAT_S)) == 1, "the identity is declared to another server"
+    assert len(link.send_due()) == 1, "the identity is declared to another server"
 
 
-def test_after_an_internal_error_the_identity_is_declared_again_but_not_at_once(
-    link, table, identity, monkeypatch
+@pytest.mark.parametrize("code", ["internal", "refused", "deadline"])
+def test_after_an_error_that_may_pass_the_identity_is_declared_again_but_not_at_once(
+    link, table, identity, monkeypatch, code
 ):
     monkeypatch.setattr(identities, "MISTAKE_RETRY_S", 3600.0)
     asking = Asking(table, identity, link)
     link.send_due()
     [seq] = link.send_due()
-    refuse(link, seq, "internal")
+    refuse(link, seq, code)
     assert link.send_due() == []
     assert isinstance(asking.ends[0], Refused), "the lookup does not wait for the next declaration"
-    with pytest.raises(Refused, match="it says internal"):
+    with pytest.raises(Refused, match=f"it says {code}"):
         table.declared(identity)
     identity.refused_until_s = time.monotonic()
     assert table.declared(identity) is None
@@ -90,26 +91,10 @@ def test_after_an_internal_error_the_identity_is_declared_again_but_not_at_once(
     assert identity.error == ""
 
 
-@pytest.mark.parametrize("code", ["refused", "deadline"])
-def test_a_waiting_request_gets_its_identity_after_a_temporary_refusal(link, table, identity, code):
-    asking = Asking(table, identity, link)
-    link.send_due()
-    [seq] = link.send_due()
-    refuse(link, seq, code)
-    [seq] = link.send_due(LAST_REPEAT_S)
-    accept(link, seq, identity)
-    assert len(link.send_due(LAST_REPEAT_S)) == 1
-    assert (asking.ends, identity.error) == ([], "")
-
-
-@pytest.mark.parametrize("how", ["unknown session", "connection lost"])
-def test_a_lost_connection_refuses_no_identity(link, table, identity, how):
+def test_a_lost_connection_refuses_no_identity(link, table, identity):
     assert table.declared(identity) is None
-    [seq] = link.send_due()
-    if how == "unknown session":
-        refuse(link, seq, "unknown_session")
-    else:
-        link.table.fail_all(Unavailable("gone"), Kind.SETUP)
+    link.send_due()
+    link.table.fail_all(Unavailable("gone"), Kind.TELL)
     assert identity.error == ""
     assert table.declared(identity) is None
     assert len(link.send_due()) == 1
@@ -130,7 +115,7 @@ def test_a_refused_identity_used_last_does_not_keep_the_slices_unknown(link, cod
     refuse(link, seq, code)
     assert table.due_s() < math.inf
     table.tick(table.due_s())
-    [seq] = link.send_due(LAST_REPEAT_S)
+    [seq] = link.send_due()
     accept(link, seq, good)
     assert table.slices == (bytes(32),)
 

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 
-import pytest
-
-from kvstrata.client.requests import (
-    FIRST_REPEAT_S,
-    LAST_REPEAT_S,
-    MAX_ASKS,
-    Kind,
-    Pending,
-    RequestTable,
-)
-from kvstrata.errors import BadRequest, Refused
+from kvstrata.client.requests import MAX_ASKS, Kind, Pending, RequestTable
+from kvstrata.errors import Refused
 from kvstrata.rpc import wire
 
 
@@ -28,28 +19,29 @@ class Recorded:
 
 def send_all(table: RequestTable, now_s: float) -> list[int]:
     """Send what is due; returns the numbers of the requests."""
-    numbers = []
-    for pending, frame in table.to_send(now_s):
-        assert wire.decode_request(frame).seq == pending.seq
-        table.sent(pending, now_s)
-        numbers.append(pending.seq)
-    return numbers
+    return [wire.decode_request(frame).seq for frame in table.to_send(now_s)]
 
 
-def test_a_request_is_repeated_under_its_number_ever_less_often():
+def test_a_request_is_sent_once_and_one_that_cannot_be_sent_yet_when_it_is_woken():
     table, request = RequestTable(), Recorded()
     table.add(request.pending)
-    times, now_s = [], 0.0
-    while len(times) < 8:
-        if send_all(table, now_s):
-            times.append(now_s)
-        now_s = max(table.due_s(), now_s)
-    gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert gaps[0] == FIRST_REPEAT_S
-    assert gaps == sorted(gaps)
-    assert gaps[-1] == LAST_REPEAT_S
-    assert request.pending.seq == 1
-    assert request.ends == []
+    waiting = [None, wire.Cancel(2, 77)]
+    table.add(Pending(Kind.TELL, lambda seq, ms: waiting.pop(0), request.ends.append, request.ends.append))
+    assert send_all(table, 0.0) == [1]
+    assert send_all(table, 1.0) == [] and table.due_s() == math.inf
+    table.wake_unsent()
+    assert table.due_s() == -math.inf and send_all(table, 2.0) == [2]
+    assert request.ends == [] and len(table) == 2
+
+
+def test_what_the_caller_does_not_take_is_sent_later_in_its_order():
+    table, requests = RequestTable(), [Recorded(Kind.TELL), Recorded(Kind.TELL), Recorded()]
+    for request in requests:
+        table.add(request.pending)
+    first = next(table.to_send(0.0))
+    assert wire.decode_request(first).seq == requests[2].pending.seq == 1, "a caller waits for it"
+    assert table.due_s() == -math.inf
+    assert send_all(table, 0.0) == [2, 3]
 
 
 def test_a_message_that_cannot_be_made_fails_its_request_alone():
@@ -66,52 +58,12 @@ def test_a_message_that_cannot_be_made_fails_its_request_alone():
     assert fine.ends == []
 
 
-@pytest.mark.parametrize("forgets", [1, 99])
-def test_a_settlement_whose_number_the_server_has_forgotten_is_sent_again_a_bounded_number_of_times(forgets):
-    table, request = RequestTable(), Recorded(Kind.SETTLE)
-    table.add(request.pending)
-    numbers = []
-    while not request.ends:
-        numbers += send_all(table, 0.0)
-        if len(numbers) <= forgets:
-            table.reply(wire.Error(numbers[-1], 5, "bad_request", "seq is forgotten", "seq", False))
-        else:
-            table.reply(wire.Ok(numbers[-1], 5, 1))
-    assert numbers == ([1, 2] if forgets == 1 else [1, 2, 3, 4])
-    assert isinstance(request.ends[0], wire.Ok if forgets == 1 else BadRequest)
-
-
-@pytest.mark.parametrize(
-    ("kind", "code"), [(Kind.SETTLE, "refused"), (Kind.SETTLE, "deadline"), (Kind.SETUP, "unavailable")]
-)
-def test_a_settlement_refused_for_now_is_sent_again_later_under_a_new_number(kind, code):
-    table, request = RequestTable(), Recorded(kind)
-    table.add(request.pending)
-    times, now_s = [], 0.0
-    while len(times) < 8:
-        for number in send_all(table, now_s):
-            times.append(now_s)
-            assert number == len(times)
-            assert table.reply(wire.Error(number, 5, code, "not now", "", True)) is None
-        now_s = max(table.due_s(), now_s)
-    assert request.ends == []
-    gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert gaps[0] == FIRST_REPEAT_S and gaps[-1] == LAST_REPEAT_S, (
-        "the server may have remembered the number"
-    )
-    [number] = send_all(table, now_s + LAST_REPEAT_S)
-    answer = wire.Ok(number, 5, 1)
-    table.reply(answer)
-    assert request.ends == [answer]
-    assert len(table) == 0
-
-
-def test_asks_are_bounded_and_settlements_are_not_refused():
+def test_asks_are_bounded_and_what_is_told_is_not():
     table = RequestTable()
     asks = [Recorded() for _ in range(MAX_ASKS)]
     assert all(table.add(ask.pending) for ask in asks)
     assert not table.add(Recorded().pending)
-    assert table.add(Recorded(Kind.SETTLE).pending)
+    assert table.add(Recorded(Kind.TELL).pending)
     table.remove(asks[0].pending)
     table.remove(asks[0].pending)
     assert table.n_asks == MAX_ASKS - 1

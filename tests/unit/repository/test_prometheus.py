@@ -13,7 +13,7 @@ from kvstrata.controller.metrics import CONTROLLER_FAMILIES
 from kvstrata.errors import WIRE_ERRORS, WrongKey
 from kvstrata.observability.families import FAMILIES, Family
 from kvstrata.policy.store import Skip
-from kvstrata.server.requests.boundary import OPERATIONS
+from kvstrata.server.requests.requests import OPERATIONS
 from kvstrata.storage.base import LoadStatus
 from tests.harness.cases import case
 from tests.unit.repository.test_commands_of_pages import commands_of, refusal_of_text

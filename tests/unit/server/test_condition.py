@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvstrata.policy.processes import AttachedProcess, ProcessTable
 from kvstrata.rpc.cluster_fields import MAX_ADAPTER_CHARS
 from kvstrata.server.cluster.condition import _adapters
+from kvstrata.server.processes import AttachedProcess, ProcessTable
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)

@@ -13,7 +13,6 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import Done, SyncBegin, SyncEnd, SyncPart
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.sync import FullSync
-from kvstrata.server.readiness import StoreFreeze
 from kvstrata.types import KEY_BYTES
 
 
@@ -39,7 +38,7 @@ async def test_a_tier_that_comes_or_goes_during_a_sync_does_not_end_the_server(t
 
     sync = FullSync(
         cast(Any, SimpleNamespace(ask=ask)), ("ours", 7), "tcp://x", pool=cast(Any, NoChunks()),
-        news=news, told=news._told, freeze=StoreFreeze(), supervisor=supervisor, seconds=Histogram(),
+        news=news, told=news._told, frozen_by=set(), supervisor=supervisor, seconds=Histogram(),
     )  # fmt: skip
     news.want_sync("registered")
     sync.begin_if_wanted()

@@ -10,12 +10,11 @@ import pytest
 
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.rpc import wire
-from kvstrata.rpc.session import MAX_SEQ_STEP
 from kvstrata.server.admin import prewarm
-from kvstrata.server.requests import running
+from kvstrata.server.requests import requests
 from kvstrata.types import KEY_BYTES, MissReason, RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess, Said, said
-from tests.harness.rpc_client import CHUNK_TOKENS, chain_of, layout, part
+from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, chain_of, layout, part
 
 SESSION = b"s" * 16
 
@@ -142,7 +141,7 @@ def test_a_process_with_too_many_running_requests_may_still_give_back(
     chain = chain_of(identity.root, 1)
     groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.store(SESSION, 2, identity, chain)
-    monkeypatch.setattr(running, "MAX_TASKS_OF_PROCESS", 0)
+    monkeypatch.setattr(requests, "MAX_TASKS_OF_PROCESS", 0)
     refused, released = server.feed(
         said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", groups)),
         said(SESSION, wire.Release(5, [])),
@@ -152,25 +151,60 @@ def test_a_process_with_too_many_running_requests_may_still_give_back(
     assert isinstance(released, wire.Ok)
 
 
-def test_one_request_cannot_use_up_the_numbers_of_its_session(server: InstanceInProcess) -> None:
-    """1,100 requests near 2^62 once made every later number of the session too old."""
-    [first] = server.feed(said(SESSION, wire.Release(10, [])))
-    assert isinstance(first, wire.Ok)
-    far = 100 + MAX_SEQ_STEP
-    for attempt, number in enumerate((far, 1 << 62)):
-        for request in (
-            wire.Release(number, []),
-            wire.Ping(number),
-            wire.Ping(number, []),
-            wire.Cancel(11 + attempt, number),
-        ):
-            [reply] = server.feed(said(SESSION, request))
-            assert isinstance(reply, wire.Error) and reply.code == "bad_request", request
-            assert reply.field in ("seq", "target") and "one counter" in reply.message
-    replies = server.feed(*(said(SESSION, wire.Release(20 + n, [])) for n in range(1_100)))
-    assert all(isinstance(reply, wire.Ok) for reply in replies)
-    [pong] = server.feed(said(SESSION, wire.Ping(1_200 + MAX_SEQ_STEP // 2)))
-    assert isinstance(pong, wire.Pong), "a session that only pings moves on, too"
+def test_a_session_that_holds_much_gets_no_more_until_it_gives_some_back(
+    server: InstanceInProcess, identity: wire.IdentifyReply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = chain_of(identity.root, 1)
+    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+    server.store(SESSION, 2, identity, chain)
+    monkeypatch.setattr(requests, "MAX_GRANTS", 1)
+    lookups = [wire.Lookup(seq, 1000, identity.identity_id, "", groups) for seq in (4, 5, 7)]
+    found, refused, _, again = server.feed(
+        said(SESSION, lookups[0]),
+        said(SESSION, lookups[1]),
+        said(SESSION, wire.Release(6, [(SESSION, 4)])),
+        said(SESSION, lookups[2]),
+    )
+    assert isinstance(found, wire.LookupReply) and isinstance(again, wire.LookupReply)
+    assert isinstance(refused, wire.Error) and (refused.code, refused.retryable) == ("refused", True)
+
+
+def test_a_number_that_was_used_names_nothing_new_and_takes_nothing(
+    server: InstanceInProcess, identity: wire.IdentifyReply
+) -> None:
+    chain = chain_of(identity.root, 1)
+    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+    server.store(SESSION, 2, identity, chain)
+    lookup = said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", groups))
+    found, again, back = server.feed(lookup, lookup, said(SESSION, wire.Ping(3)))
+    assert isinstance(found, wire.LookupReply)
+    for refused in (again, back):
+        assert isinstance(refused, wire.Error) and (refused.code, refused.field) == ("bad_request", "seq")
+    assert server.pool.stats()["leases"] == 1
+    server.check()
+
+
+def test_after_a_cut_a_session_keeps_what_it_names_and_what_others_use(
+    server: InstanceInProcess, identity: wire.IdentifyReply
+) -> None:
+    worker = b"w" * 16
+    server.attach(worker, b"g" * 16)
+    chain = chain_of(identity.root, 4)
+    server.store(SESSION, 2, identity, chain)
+    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+    server.feed(
+        *(said(SESSION, wire.Lookup(seq, 1000, identity.identity_id, "", groups)) for seq in (4, 5, 6))
+    )
+    new = chain_of(identity.root, 1, 9000), chain_of(identity.root, 1, 9900)
+    for seq, keys in zip((7, 8), new, strict=True):
+        server.feed(said(SESSION, wire.Reserve(seq, 1000, identity.identity_id, b"", keys, RECORD_BYTES)))
+    server.feed(said(SESSION, wire.Release(9, [(SESSION, 4)])))  # handed on to the worker
+    [ended] = server.feed(said(SESSION, wire.Resume(10, [5, 7, 77])))
+    assert isinstance(ended, wire.Ok) and ended.count == 2
+    kept = server.parts.processes.get(SESSION)
+    assert kept is not None and sorted(kept.grants) == [5, 7]
+    assert sorted(lease.name[1] for lease in server.parts.grants.leases()) == [4, 5]
+    server.check()
 
 
 HEAD = b"\xdd\x00\x00\x00\x03\xa4ping\x09"

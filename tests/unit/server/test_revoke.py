@@ -12,7 +12,7 @@ from kvstrata.client.handles import LookupResult
 from kvstrata.client.link import Step
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.rpc import wire
-from kvstrata.server.requests.leases import MAX_REVOKES, MAX_TOLD, Lease, Leases
+from kvstrata.server.requests.grants import MAX_REVOKES, MAX_TOLD, Grants
 from kvstrata.types import KEY_BYTES, LeaseName, MissReason, RequestIdentity, Role
 from tests.harness.instance_in_process import InstanceInProcess, Said, said
 from tests.harness.rpc_client import CHUNK_TOKENS, chain_of, layout
@@ -195,17 +195,30 @@ def test_leases_asked_back_are_counted_and_explained(server, old, new, prompts, 
     assert server.status()["counters"]["revoked_leases"] == 1
 
 
-def test_a_lookup_examines_a_bounded_number_of_leases_and_a_reply_names_a_bounded_number():
-    leases, session = Leases(), b"s" * 16
+class Choice:
+    """In place of a pool: says how many of the tickets have to end."""
+
+    n_to_end = 0
+
+    def leases_to_end(self, tickets: list[int], need_bytes: int) -> int:
+        self.tickets = tickets
+        return min(self.n_to_end, len(tickets))
+
+
+def test_a_lookup_examines_a_bounded_number_of_leases_and_a_reply_names_a_bounded_number(old):
+    [process] = old.server.parts.processes
+    grants = Grants(choice := Choice(), old.server.parts.counters, 1)
     for seq in range(1, 2001):
-        leases.add(Lease((session, seq), b"g" * 16, seq, [1]))
-    assert leases.revoke(lambda tickets: 0) == []
-    chosen = leases.revoke(len)
-    assert [lease.ticket for lease in chosen] == list(range(1, MAX_REVOKES + 1))
-    while leases.revoke(len):
-        leases.validate()
-    assert leases.n_revoked == 2000
-    assert leases.revoked(session) == list(range(1, MAX_TOLD + 1))
+        grants.leased(process, seq, seq, [process.row], old.server.line(old.session))
+    assert grants.revoke(1) == 0
+    assert choice.tickets == list(range(1, MAX_REVOKES + 1))
+    choice.n_to_end = 5000
+    assert grants.revoke(1) == MAX_REVOKES
+    while grants.revoke(1):
+        grants.validate()
+    assert grants.n_revoked == 2000
+    assert grants.revoked(old.session) == list(range(1, MAX_TOLD + 1))
+    process.grants.clear()
 
 
 # -- the client's side
@@ -237,9 +250,8 @@ class Waiting(CacheClient):
         kinds = []
         self._link._drain()
         self._upkeep.link_pass(time.monotonic())
-        for pending, frame in self._link.table.to_send(time.monotonic()):
-            self._link.table.sent(pending, time.monotonic())
-            kinds.append(type(pending.message(pending.seq, 1000)))
+        for frame in self._link.table.to_send(time.monotonic()):
+            kinds.append(type(wire.decode_request(frame)))
             for reply in self.server.feed(Said(self.session, frame)):
                 self._link.table.reply(reply)
         return kinds

@@ -469,6 +469,12 @@ bool Pool::is_tail(const Key& key) noexcept {
   return entry != kNoEntry && entries_.local[entry].is_tail();
 }
 
+bool Pool::is_reserved(const Key& key) noexcept {
+  const std::lock_guard lock(mutex_);
+  const std::uint32_t entry = is_closed() ? kNoEntry : entries_.index.find(key);
+  return entry != kNoEntry && entries_.index.state(entry) == EntryState::kReserved;
+}
+
 std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys, bool returned) noexcept {
   const std::lock_guard lock(mutex_);
   if (is_closed()) return 0;

@@ -207,6 +207,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // Whether the key is in the index and its record is a tail.
   bool is_tail(const Key& key) noexcept;
+  bool is_reserved(const Key& key) noexcept;
 
   // Writing.
   [[nodiscard]] Status reserve(const ReserveRequest& request, ReserveResult* result) noexcept;

@@ -11,8 +11,8 @@ from kvstrata.cli.asking import Ask, ask
 from kvstrata.errors import Unavailable
 from kvstrata.measure.engine import ANSWER_S, SETTLE_S, wait_until
 from kvstrata.memory.paths import RPC_SOCKET
-from kvstrata.policy.processes import tenant_number
 from kvstrata.rpc import wire
+from kvstrata.server.processes import tenant_number
 from kvstrata.session.plain import PlainConnection
 
 

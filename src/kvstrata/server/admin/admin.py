@@ -11,11 +11,11 @@ from kvstrata.native.pool import Pool
 from kvstrata.observability.exposition import ServerCollector
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.misses import Explainer
-from kvstrata.policy.processes import tenant_number
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import StatusBoard
 from kvstrata.server.l2.tier_control import TierControl
+from kvstrata.server.processes import tenant_number
 from kvstrata.server.readiness import Readiness
 from kvstrata.types import shown_name
 

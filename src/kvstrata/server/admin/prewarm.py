@@ -19,10 +19,10 @@ from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.keys.spans import peek
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
-from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.types import KEY_BYTES, RequestIdentity, adapter_of, identity_root
 
 MAX_JOBS = 256

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kvstrata import __version__
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.pool import Pool
-from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.server.readiness import Readiness
-from kvstrata.server.requests.leases import Lease
+from kvstrata.server.requests.grants import Grants
 from kvstrata.types import shown_name
 
 Section = Callable[[], Any]
@@ -86,9 +86,9 @@ def processes_section(processes: ProcessTable) -> list[dict[str, Any]]:
     ]
 
 
-def engines_section(processes: ProcessTable, leases: Iterable[Lease]) -> list[dict[str, Any]]:
+def engines_section(processes: ProcessTable, grants: Grants) -> list[dict[str, Any]]:
     """A row for each engine; its totals are since it attached, a record is one slice of a chunk."""
-    held = Counter(lease.group for lease in leases)
+    held = Counter(lease.owner.group.name for lease in grants.leases())
     now_s = time.monotonic()
     return [
         {

@@ -21,7 +21,6 @@ from kvstrata.native.pool import Pool
 from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.policy.processes import ProcessTable, tenant_number
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.command_wire import (
     Argument,
@@ -37,6 +36,7 @@ from kvstrata.rpc.command_wire import (
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.status import StatusBoard
 from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.processes import ProcessTable, tenant_number
 
 PULL_S = 30.0
 

@@ -9,13 +9,13 @@ from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.policy.processes import EngineGroup, ProcessTable
 from kvstrata.rpc.cluster_fields import MAX_ADAPTER_CHARS, MAX_ADAPTERS, MAX_ENGINES, KvKind
 from kvstrata.rpc.cluster_wire import Load
 from kvstrata.rpc.gateway_wire import TierRate
 from kvstrata.rpc.ping_wire import LoadRate
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.told_tiers import ToldTiers
+from kvstrata.server.processes import EngineGroup, ProcessTable
 from kvstrata.types import LayoutIdentity
 
 MAX_MODELS = 64

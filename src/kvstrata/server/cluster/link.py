@@ -38,7 +38,7 @@ from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.sync import ANSWER_S, FullSync
 from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.facts import InstanceFacts
-from kvstrata.server.readiness import Readiness, StoreFreeze
+from kvstrata.server.readiness import Readiness
 
 AGAIN_S, AGAIN_MAX_S = 0.2, 5.0
 """Wait between two attempts to register, doubling; a new connection ends it."""
@@ -88,7 +88,7 @@ class ControllerLink:
         condition: Condition,
         actions: Actions,
         fence: Fence,
-        freeze: StoreFreeze,
+        frozen_by: set[str],
         readiness: Readiness,
         supervisor: Supervisor,
         counters: ServerCounters,
@@ -128,7 +128,7 @@ class ControllerLink:
             pool=pool,
             news=news,
             told=told,
-            freeze=freeze,
+            frozen_by=frozen_by,
             supervisor=supervisor,
             seconds=counters.sync,
         )

@@ -199,7 +199,7 @@ def make_membership(
             condition=condition,
             actions=actions,
             fence=fence,
-            freeze=parts.freeze,
+            frozen_by=parts.frozen_by,
             readiness=parts.readiness,
             supervisor=parts.supervisor,
             counters=parts.counters,

@@ -28,7 +28,6 @@ from kvstrata.rpc.cluster_wire import Done, SyncBegin, SyncEnd, SyncPart
 from kvstrata.rpc.zmq_link import AskLink
 from kvstrata.server.cluster.events import L1_TIER, SyncEvent, TierNews
 from kvstrata.server.cluster.told_tiers import NotListed, ToldTiers
-from kvstrata.server.readiness import StoreFreeze
 
 ANSWER_S = 5.0
 """Timeout of a registration, and of each step of a full sync."""
@@ -56,7 +55,7 @@ class FullSync:
         pool: Pool,
         news: TierNews,
         told: ToldTiers,
-        freeze: StoreFreeze,
+        frozen_by: set[str],
         supervisor: Supervisor,
         seconds: Histogram,
     ) -> None:
@@ -70,7 +69,7 @@ class FullSync:
         self._pool = pool
         self._news = news
         self._told = told
-        self._store_freeze = freeze
+        self._frozen_by = frozen_by
         self._supervisor = supervisor
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
@@ -126,7 +125,7 @@ class FullSync:
         if self._unfreeze is not None:
             self._unfreeze.cancel()
             self._unfreeze = None
-        self._store_freeze.thaw(self._url)
+        self._frozen_by.discard(self._url)
 
     def cancel(self) -> None:
         """Cancel the tasks; the supervisor waits for them."""
@@ -251,7 +250,7 @@ class FullSync:
 
     def _freeze(self, seconds: float) -> None:
         self.thaw()
-        self._store_freeze.freeze(self._url)
+        self._frozen_by.add(self._url)
         self.counts["freezes"] += 1
         self._unfreeze = self._loop.call_later(seconds, self.thaw)
         self._log.info("frozen", at_most_s=seconds)

@@ -47,6 +47,8 @@ class StoreController:
         self.limits = limits
         self._pool = pool
         self._puts: dict[str, TierPuts] = {}
+        self.wants_touches = False
+        """Whether any tier gets chunks because they are used again."""
         """By name of the tier; a tier that is only read has none."""
         self._skipped = skipped
         self._news = news
@@ -73,11 +75,6 @@ class StoreController:
         """Queue chunks of L1 that a lookup used again."""
         if self.wants_touches:
             self._take(keys, touched=True)
-
-    @property
-    def wants_touches(self) -> bool:
-        """Whether any tier gets chunks because they are used again."""
-        return any(puts.planner.policy is StorePolicy.SECOND_TOUCH for puts in self._puts.values())
 
     def evicted(self, keys: Sequence[bytes]) -> None:
         """Note chunks that were evicted from L1. Chunks that an `on_evict` policy would have put count as skipped."""
@@ -121,6 +118,7 @@ class StoreController:
             news=self._news,
             progressed=self._note_progress,
         )
+        self.wants_touches |= puts.planner.policy is StorePolicy.SECOND_TOUCH
         if self._started:
             puts.employ()
 

@@ -32,11 +32,11 @@ from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Hold, Pool
 from kvstrata.native.record import CopyOutcome, RecordSpec
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.processes import AttachedProcess
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.tiers import TierSet
+from kvstrata.server.processes import AttachedProcess
 from kvstrata.server.recuts.geometries import Geometries, Geometry, Plan, plan
 from kvstrata.server.recuts.record import Place, record_length, recut_records
 from kvstrata.types import SERVER_ROW, LayoutIdentity, Slice

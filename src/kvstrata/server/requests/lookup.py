@@ -13,7 +13,7 @@ Rules:
    that it names.
 2. Chunks that arrive later stay in L1 without a lease.
 3. While a lookup waits for more chunks it keeps its first lease, so that the chunks it has found are not evicted.
-4. A ticket always has an owner that will end it: this coroutine, the call's effect, or a callback on a lane's future.
+4. A ticket always has an owner that will end it: this coroutine, `Grants`, or a callback on a lane's future.
 5. When leases cover as much of L1 as they may, the oldest leases that no process has begun to use are revoked.  This
    lookup is answered without waiting for that; a later one may use the room.
 """
@@ -27,28 +27,24 @@ from typing import Any, Literal, NamedTuple
 
 from kvstrata.clock import Clock
 from kvstrata.errors import Refused
-from kvstrata.keys.batch import nth, split
+from kvstrata.keys.batch import nth, part, split
 from kvstrata.keys.prompt_keys import PromptKeys
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.misses import Explained, Explainer, with_advice
-from kvstrata.policy.processes import AttachedProcess, DeclaredIdentity, EngineGroup, ProcessTable
 from kvstrata.policy.savings import Savings
 from kvstrata.process.lane import PoolLane
-from kvstrata.rpc.session import Call
-from kvstrata.rpc.wire import Lookup, LookupReply, Miss
+from kvstrata.rpc.wire import Lookup, LookupReply, Miss, Reply, check_keys
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.pool_events import PoolEvents
+from kvstrata.server.processes import AttachedProcess, DeclaredIdentity, EngineGroup, ProcessTable, Sender
 from kvstrata.server.recuts.recuts import Recuts, Wanted
-from kvstrata.server.requests.checks import check_probe, check_tails, whole_keys
-from kvstrata.server.requests.effects import Effects
-from kvstrata.server.requests.leases import InFlight, Lease
-from kvstrata.server.requests.running import KeptOutcome
-from kvstrata.server.requests.tails import Leased, NamedTails, lease, split_extents
+from kvstrata.server.requests.grants import Grants
+from kvstrata.server.requests.tails import Leased, NamedTail, NamedTails, lease, split_extents
 from kvstrata.types import KEY_BYTES, MissReason
 
 REPLY_MARGIN_S = 0.003
@@ -79,14 +75,14 @@ NOTHING = Granted(*NO_LEASE, [])
 class Asked(NamedTuple):
     """One lookup: the request, its sender, and its deadline by our clock."""
 
-    call: Call
+    sender: Sender
     process: AttachedProcess
     identity: DeclaredIdentity
     request: Lookup
     n_chunks: int
     keys: PromptKeys
     """Of no slice, if not all slices of the engine are known."""
-    tails: NamedTails
+    tails: NamedTails | None
     started_s: float
     deadline_s: float
 
@@ -108,7 +104,7 @@ class Answered(NamedTuple):
 def _lease(pool: Pool, asked: Asked, rows: list[int]) -> Granted:
     """Derive all keys, and lease the leading chunks and the tail that follows them. Any thread."""
     keys = asked.keys
-    if not asked.tails:
+    if asked.tails is None:
         return Granted(*pool.lease(keys.derive(), keys.n_slices, rows, keys.root, keys.spans), rows)
 
     def take(all_keys: bytes) -> Leased:
@@ -116,6 +112,10 @@ def _lease(pool: Pool, asked: Asked, rows: list[int]) -> Granted:
 
     leased, tail_tokens = lease(pool, keys.derive(), asked.n_chunks, keys.n_slices, asked.tails, take)
     return Granted(*leased, rows, tail_tokens)
+
+
+def _tails_in_l2(asked: Asked, n_chunks: int) -> list[NamedTail]:
+    return asked.tails.in_l2(n_chunks) if asked.tails is not None else []
 
 
 def _named(asked: Asked, number: int) -> str:
@@ -142,8 +142,7 @@ class Lookups:
         lane: PoolLane,
         clock: Clock,
         processes: ProcessTable,
-        effects: Effects,
-        in_flight: InFlight,
+        grants: Grants,
         tiers: TierSet,
         prefetch: PrefetchController,
         store: StoreController,
@@ -161,8 +160,7 @@ class Lookups:
         self._lane = lane
         self._clock = clock
         self._processes = processes
-        self._effects = effects
-        self._in_flight = in_flight
+        self._grants = grants
         self._tiers = tiers
         self._prefetch = prefetch
         self._store = store
@@ -176,23 +174,22 @@ class Lookups:
         self._policy = policy
         self._unnoted: list[Answered] = []
 
-    def start(
-        self, call: Call, process: AttachedProcess, request: Lookup
-    ) -> KeptOutcome | Coroutine[Any, Any, KeptOutcome]:
-        """Begin a lookup. Returns its outcome, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
-        self._effects.check_new(call)
+    def lookup(
+        self, sender: Sender, process: AttachedProcess, request: Lookup
+    ) -> Reply | Coroutine[Any, Any, Reply]:
+        """Begin a lookup. Returns its reply, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
+        self._grants.check_new(process, request.seq)
         identity = self._processes.identity(process, request.identity_id)
         keys = request.groups[0].keys
-        check_tails(request.tails)
-        n_chunks = whole_keys(keys, "groups[0].keys") if keys or not request.tails else 0
-        check_probe(request.probe)
+        n_chunks = 0 if request.tails and not keys else check_keys(keys, "groups[0].keys", request.probe)
         group = process.group
         now_s = self._clock.monotonic_s()
         slices, spans = (group.packed_slices, group.spans) if group.complete else (b"", ())
+        tails = NamedTails(request.tails, identity.root, slices) if request.tails else None
         asked = Asked(
-            call, process, identity, request, n_chunks,
+            sender, process, identity, request, n_chunks,
             PromptKeys(identity.root, keys, slices, spans),
-            NamedTails(() if spans else request.tails, identity.root, slices), now_s,
+            None if spans else tails, now_s,
             now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
         )  # fmt: skip
         if not group.complete:
@@ -201,7 +198,7 @@ class Lookups:
         granted = self._lease_now(asked, group.rows)
         if granted is None:
             return self._on_lane(asked)
-        whole = granted.n_chunks == n_chunks and (granted.tail_tokens or not asked.tails.in_l2(n_chunks))
+        whole = granted.n_chunks == n_chunks and (granted.tail_tokens or not _tails_in_l2(asked, n_chunks))
         if whole or not (granted.unverified or self._tiers.hit_beyond_l1):
             return self._answer(asked, granted, granted.n_chunks)
         return self._more(asked, granted)
@@ -231,11 +228,20 @@ class Lookups:
         if granted.ticket:
             self._pool.release(granted.ticket, -1)
 
-    async def _on_lane(self, asked: Asked) -> KeptOutcome:
+    async def _on_lane(self, asked: Asked) -> Reply:
         """Answer a lookup whose lease would block the loop for too long."""
-        return await self._more(asked, await self._lease_on_lane(asked, list(asked.process.group.rows)))
+        rows, keys = list(asked.process.group.rows), asked.keys
+        try:
+            granted = await self._lease_on_lane(asked, rows)
+        except Refused:
+            few = part(keys.chain, 0, KEYS_ON_LOOP // keys.n_slices)
+            leased = self._pool.lease_chain(keys.root, few, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
+            granted = NOTHING if leased is None else Granted(*leased[:5], rows)
+            detail = "too many long lookups wait; this one got what can be leased at once"
+            return self._outcome(asked, granted, granted.n_chunks, MissReason.REFUSED, detail)
+        return await self._more(asked, granted)
 
-    async def _more(self, asked: Asked, granted: Granted) -> KeptOutcome:
+    async def _more(self, asked: Asked, granted: Granted) -> Reply:
         """Verify or load the chunks that follow, and lease them too, until the deadline."""
         held, keys = granted, asked.keys
         reason: MissReason | Literal[""] = ""
@@ -305,7 +311,7 @@ class Lookups:
         """Bring the most wanted tail behind these chunks that L2 has into L1; whether there is one now."""
         if not self._tiers.take_loads or self._late(asked):
             return False
-        tails, keys = asked.tails.in_l2(n_chunks), asked.keys
+        tails, keys = _tails_in_l2(asked, n_chunks), asked.keys
         if not tails:
             return False
         found = await self._prefetch.fetch_one_of(
@@ -338,14 +344,24 @@ class Lookups:
         l1_chunks: int,
         load_reason: MissReason | Literal[""] = "",
         load_detail: str = "",
-    ) -> KeptOutcome:
-        """The outcome with what is leased now. `load_reason`: why the load from L2 went no further."""
+    ) -> Reply:
+        """The reply with what is leased now. `load_reason`: why the load from L2 went no further."""
+        try:
+            found = self._reason(asked, granted, load_reason, load_detail)
+        except BaseException:
+            self._give_up(granted)
+            raise
+        return self._outcome(asked, granted, l1_chunks, *found)
+
+    def _reason(
+        self, asked: Asked, granted: Granted, load_reason: MissReason | Literal[""], load_detail: str
+    ) -> tuple[MissReason | Literal[""], str, bytes]:
+        """Why the hit ends here, a detail, and the absent key that is the reason; empty if it is whole."""
         if granted.n_chunks == asked.n_chunks:
             if not asked.n_chunks and not granted.tail_tokens:
-                reason = MissReason.NEVER_STORED
-                return self._outcome(asked, granted, 0, reason, "no tail of the prompt is present")
-            return self._outcome(asked, granted, l1_chunks, "", "")
-        asked_back = self._effects.revoke(granted.short_bytes) if granted.short_bytes else 0
+                return MissReason.NEVER_STORED, "no tail of the prompt is present", b""
+            return "", "", b""
+        asked_back = self._grants.revoke(granted.short_bytes) if granted.short_bytes else 0
         self._events.drain()  # a chunk may have left L1 after they were last read
         keys = asked.keys
         numbers = self._lacking(asked, granted.n_chunks)
@@ -354,13 +370,12 @@ class Lookups:
         if load_reason and load_reason is not MissReason.NEVER_STORED:
             reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"
         if number is None:
-            return self._outcome(asked, granted, l1_chunks, reason, detail)
-        detail = _named(asked, number) + detail
-        return self._outcome(asked, granted, l1_chunks, reason, detail, keys.nth(number))
+            return reason, detail, b""
+        return reason, _named(asked, number) + detail, keys.nth(number)
 
     def _has_event(self, key: bytes) -> bool:
         """Whether anything is known of an absent key."""
-        return key in self._in_flight or self._explainer.keys.get(key) is not None
+        return self._pool.is_reserved(key) or self._explainer.keys.get(key) is not None
 
     def _why(
         self, asked: Asked, granted: Granted, asked_back: int, number: int | None
@@ -387,7 +402,7 @@ class Lookups:
             root=identity.root,
             layout=identity.layout,
             request=identity.request,
-            in_flight=key in self._in_flight,
+            in_flight=self._pool.is_reserved(key),
             policy=self._policy,
         )
         self._explainer.keys.missed(key, self._clock.unix_ms())
@@ -425,20 +440,18 @@ class Lookups:
         reason: MissReason | Literal[""],
         detail: str,
         missing_key: bytes = b"",
-    ) -> KeptOutcome:
-        """The reply, and the lease as its effect. `missing_key`: the absent key that is the reason; b"": none is."""
-        call, keys = asked.call, asked.keys
-        effect: Lease | None = None
+    ) -> Reply:
+        """Keep the lease, and make the reply. `missing_key`: the absent key that is the reason; b"": none is."""
+        request, keys = asked.request, asked.keys
         if granted.ticket:
-            group = asked.process.group
-            name = (call.session.name, call.seq)
-            address = call.waiters[-1] if call.waiters else None
-            effect = Lease(name, group.name, granted.ticket, granted.rows, address)
+            group, rows = asked.process.group, set(granted.rows)
             if granted.rows is not group.rows:
                 # Processes that died while a lane worked on this will never end their shares.
-                for row in effect.rows.difference(group.rows):
+                for row in rows.difference(group.rows):
                     self._pool.release(granted.ticket, row)
-                    effect.rows.discard(row)
+                rows.intersection_update(group.rows)
+            if rows:
+                self._grants.leased(asked.process, request.seq, granted.ticket, rows, asked.sender)
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
         if l1_chunks and self._store.wants_touches:
@@ -450,11 +463,12 @@ class Lookups:
                 asked, n, granted.tail_tokens, l1_chunks, reason, detail, missing_key, self._clock.monotonic_s()
             )
         )  # fmt: skip
-        extents, of_tail = split_extents(granted.extents, keys.n_slices, granted.tail_tokens)
-        reply = LookupReply(
-            call.seq, self._epoch, n, extents, l1_chunks, n - l1_chunks, str(reason), granted.tail_tokens, of_tail
+        extents, of_tail = granted.extents, b""
+        if granted.tail_tokens:
+            extents, of_tail = split_extents(extents, keys.n_slices)
+        return LookupReply(
+            request.seq, self._epoch, n, extents, l1_chunks, n - l1_chunks, str(reason), granted.tail_tokens, of_tail
         )  # fmt: skip
-        return reply, effect
 
     def note_answered(self) -> None:
         """Count and remember the lookups that were answered since the last call; their replies need not wait for it."""

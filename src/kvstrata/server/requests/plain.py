@@ -13,7 +13,6 @@ from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
-from kvstrata.policy.processes import TenantTokens
 from kvstrata.rpc.wire import (
     AnyRequest,
     Identify,
@@ -25,8 +24,9 @@ from kvstrata.rpc.wire import (
     Reply,
     Retrieve,
     RetrieveReply,
+    check_keys,
 )
-from kvstrata.server.requests.checks import whole_keys
+from kvstrata.server.processes import TenantTokens
 from kvstrata.types import identity_root
 
 MAX_IDENTITIES = 64
@@ -53,7 +53,6 @@ class PlainClients:
 
     def answer(self, identities: dict[int, PlainIdentity], request: AnyRequest, op: str) -> Reply:
         """The reply to a request; `identities` are those of its connection. Raises KvstrataError."""
-        self._counters.requests[op] = self._counters.requests.get(op, 0) + 1
         match request:
             case Ping():
                 return Pong(request.seq, self._epoch)
@@ -92,7 +91,7 @@ class PlainClients:
 
     def _lookup(self, identity: PlainIdentity, request: Lookup) -> Reply:
         [group] = request.groups
-        n_records = whole_keys(group.keys, "groups[0].keys") * len(identity.slices)
+        n_records = check_keys(group.keys, "groups[0].keys") * len(identity.slices)
         if n_records > MAX_RECORDS:
             raise BadRequest(
                 f"groups[0].keys: {n_records} records; a client that is not attached may ask for {MAX_RECORDS} at once",

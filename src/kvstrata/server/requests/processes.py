@@ -10,22 +10,20 @@ How a process attaches and when it counts as ended: memory/attach/server.py.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
 
 from kvstrata.errors import BadRequest, LayoutRefused, Unavailable
 from kvstrata.memory.attach.row import SessionRow
 from kvstrata.memory.linux import SocketCredentials
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.processes import ProcessTable, TenantTokens
 from kvstrata.rpc.attach_wire import AttachRequest
-from kvstrata.rpc.session import Effect, Sessions
 from kvstrata.server.l2.payload_kinds import PayloadKinds, declared_record_bytes
+from kvstrata.server.processes import ProcessTable, TenantTokens
 from kvstrata.server.readiness import Readiness
 from kvstrata.server.recuts.recuts import Recuts
-from kvstrata.server.requests.effects import Effects
-from kvstrata.server.requests.leases import Lease
-from kvstrata.server.requests.running import Running
+from kvstrata.server.requests.grants import Grants
+from kvstrata.server.requests.requests import Requests
 from kvstrata.types import FORMAT_VERSION, SPAN_FACT, shown_name
 
 
@@ -36,18 +34,16 @@ class Processes:
         self,
         table: ProcessTable,
         payload_kinds: PayloadKinds,
-        sessions: Sessions,
-        effects: Effects,
-        running: Running,
+        requests: Requests,
+        grants: Grants,
         tokens: TenantTokens,
         readiness: Readiness,
         recuts: Recuts,
     ) -> None:
         self._table = table
         self._payload_kinds = payload_kinds
-        self._sessions = sessions
-        self._effects = effects
-        self._running = running
+        self._requests = requests
+        self._grants = grants
         self._tokens = tokens
         self._readiness = readiness
         self._recuts = recuts
@@ -101,7 +97,6 @@ class Processes:
         )
         self._payload_kinds.attached(request.slice, request.facts)
         self._recuts.attached(process, request.slice, request.facts)
-        self._sessions.open(session.session)
         self._log.debug(
             "attached", session=shown_name(session.session), group=shown_name(session.group), role=request.role,
             pid=session.pid, row=session.row, model=request.layout.model, resumed=session.resumed,
@@ -113,23 +108,17 @@ class Processes:
         self._log.debug("detached", session=shown_name(session.session), pid=session.pid)
 
     async def on_gone(self, session: SessionRow) -> None:
-        """Stop the requests of a process that has ended, and end its effects."""
-        if session.request is not None:  # else it has done nothing here
-            process = self._table.gone(session.session)
-            left = self._sessions.close(session.session)
-            self._running.stop(left.stopped)
-            if process is not None:
-                self._log_held(session, left.effects)
-                self._effects.process_gone(process, left.effects)
-            await self._running.ended(left.stopped)
+        """Stop the requests of a process that has ended, and end what it was granted."""
+        process = self._table.gone(session.session) if session.request is not None else None
+        if process is not None:
+            running = self._requests.stop(process)
+            leases, reservations = self._grants.process_gone(process)
+            if leases or reservations:  # a process that has given back everything is not worth a line
+                self._log.repeated(
+                    logging.INFO, "held", "process_gone", pid=session.pid, session=shown_name(session.session),
+                    group=shown_name(session.group), leases=leases, reservations=reservations,
+                    note="its reservations are freed, and its leases as far as no process of its engine uses them",
+                )  # fmt: skip
+            tasks = [one.task for one in running if one.task is not None]
+            await asyncio.gather(*tasks, return_exceptions=True)
         self._log.debug("gone", session=shown_name(session.session), pid=session.pid, row=session.row)
-
-    def _log_held(self, session: SessionRow, left: Sequence[Effect]) -> None:
-        """Log what a process held when it ended; a process that has given back everything is not worth a line."""
-        leases = sum(isinstance(effect, Lease) for effect in left)
-        if left:
-            self._log.repeated(
-                logging.INFO, "held", "process_gone", pid=session.pid, session=shown_name(session.session),
-                group=shown_name(session.group), leases=leases, reservations=len(left) - leases,
-                note="its reservations are freed, and its leases as far as no process of its engine uses them",
-            )  # fmt: skip

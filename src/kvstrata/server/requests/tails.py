@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from kvstrata.errors import BadRequest
 from kvstrata.keys.batch import nth
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.rpc.tail_wire import TailSet
+from kvstrata.rpc.wire import check_keys
 from kvstrata.types import EXTENT
 
 Leased = tuple[int, int, bytes, int, int]
@@ -31,13 +33,19 @@ class NamedTails:
     """The tails that one lookup names."""
 
     def __init__(self, sets: Sequence[TailSet], root: bytes, slices: bytes) -> None:
-        """`root` of the identity, `slices`: the engine's slice digests, concatenated."""
+        """`root` of the identity, `slices`: the engine's slice digests, concatenated.
+
+        Raises BadRequest unless each tail has a key and a number of tokens.
+        """
+        for number, each in enumerate(sets):
+            n_keys = check_keys(each.keys, f"tails[{number}].keys")
+            if n_keys != len(each.tokens):
+                raise BadRequest(
+                    f"tails[{number}]: {n_keys} keys for {len(each.tokens)} numbers of tokens", field="tails"
+                )
         self._sets = sets
         self._root = root
         self._slices = slices
-
-    def __bool__(self) -> bool:
-        return bool(self._sets)
 
     def after(self, n_chunks: int) -> Iterator[NamedTail]:
         """The tails that may follow so many chunks, the most wanted first."""
@@ -89,9 +97,7 @@ def _without_tail(leased: Leased) -> Leased:
     return ticket, n_keys - 1, extents, unverified, short_bytes
 
 
-def split_extents(extents: bytes, n_slices: int, tail_tokens: int) -> tuple[bytes, bytes]:
+def split_extents(extents: bytes, n_slices: int) -> tuple[bytes, bytes]:
     """The extents of the chunks, and those of the tail."""
-    if not tail_tokens:
-        return extents, b""
     at = len(extents) - n_slices * EXTENT.size
     return extents[:at], extents[at:]

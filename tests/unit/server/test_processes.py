@@ -1,4 +1,4 @@
-"""policy/processes.py: groups, slices, identities, tenants."""
+"""server/processes.py: groups, slices, identities, tenants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
-from kvstrata.policy.processes import (
+from kvstrata.server.processes import (
     ADAPTERS_REMEMBERED,
     MAX_IDENTITIES,
     MAX_NAME_CHARS,

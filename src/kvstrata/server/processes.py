@@ -10,15 +10,18 @@ Invariants:
    refuses others (memory/attach/checks.py).
 2. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
 
-This module does not know the outcomes of requests (rpc/session.py), sockets, or the pool.
+This module does not know requests, sockets, or the pool.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.policy.savings import EngineUse
@@ -49,13 +52,31 @@ class DeclaredIdentity(NamedTuple):
     tenant: int
 
 
-class Owner(NamedTuple):
-    """Whose running requests and reserved bytes are counted together."""
+class Sender(Protocol):
+    """The connection over which a request came, and to which its reply goes."""
 
-    process: int | bytes
-    """The pid, or the session where no pid can be seen."""
-    token: frozenset[str] | None
-    """The token, by the tenants that it allows; None: there are no tokens."""
+    @property
+    def session(self) -> bytes:
+        """The attached session that speaks over it; empty for a client without a row."""
+
+    @property
+    def plain(self) -> dict[int, Any]:
+        """Identities that a client without a row has declared (requests/plain.py)."""
+
+    def send(self, message: bytes) -> None:
+        """Send a message. After the connection's end, nothing happens."""
+
+
+class Use:
+    """What all sessions of one process, or all with one token, have under way together."""
+
+    __slots__ = ("__weakref__", "n_tasks", "reserved_bytes")
+
+    def __init__(self) -> None:
+        self.n_tasks = 0
+        """Requests that take time."""
+        self.reserved_bytes = 0
+        """Bytes of open reservations, and of reserves that are not answered yet."""
 
 
 class EngineGroup:
@@ -159,17 +180,21 @@ class AttachedProcess:
         "detached",
         "digest",
         "engine_url",
+        "grants",
         "group",
         "identities",
+        "last_seq",
         "load_rate",
         "pid",
         "pinged_s",
         "role",
         "row",
+        "running",
         "session",
         "slice",
         "span",
         "tenants",
+        "uses",
     )
 
     def __init__(
@@ -198,15 +223,86 @@ class AttachedProcess:
         """How fast it loads its slice of chunks, as it last reported: latency in seconds, and bytes a second."""
         self.chunk_record_bytes = 0
         """Length of a chunk's longest record, as it declared or reserved it; 0: not known."""
-
-    @property
-    def owner(self) -> Owner:
-        """Its bounds are shared with all sessions of the same pid, and of the same token."""
-        return Owner(self.pid or self.session, self.tenants)
+        self.uses: tuple[Use, ...] = ()
+        """What it has under way together with the other sessions of its process, and of its token if there are any."""
+        self.last_seq = -1
+        """Number of its last request."""
+        self.running: dict[int, Running] = {}
+        """Its requests that take time, by number."""
+        self.grants: dict[int, Lease | Reservation] = {}
+        """The leases of its lookups whose share it has not released, and its reservations, by number (grants.py)."""
 
     def has_records_of(self, record_bytes: int) -> None:
         """Note the length of a chunk's record that the process declared, or for which it reserves extents."""
         self.chunk_record_bytes = max(self.chunk_record_bytes, record_bytes)
+
+
+LeaseId = tuple[bytes, int]
+"""(session that looked up, its lookup's seq)"""
+
+
+class Lease:
+    """One pool ticket granted to an engine."""
+
+    __slots__ = ("name", "owner", "rows", "sender", "ticket")
+
+    def __init__(
+        self, owner: AttachedProcess, seq: int, ticket: int, rows: Iterable[int], sender: Sender
+    ) -> None:
+        self.owner = owner
+        """The process that looked up, which may be gone."""
+        self.name = owner.session, seq
+        self.ticket = ticket
+        self.rows = set(rows)
+        self.sender = sender
+        """The connection over which the lookup came."""
+
+
+class Reservation:
+    """Chunks of one reserve, counted for their process and token from the beginning of the reserve to their end."""
+
+    __slots__ = ("begun_s", "bytes_each", "keys", "n_counted", "open", "replaces", "tail", "ticket", "uses")
+
+    def __init__(
+        self, uses: tuple[Use, ...], bytes_each: int, keys: bytes, *, tail: bool, replaces: bytes
+    ) -> None:
+        self.begun_s = time.perf_counter()
+        self.uses = uses
+        self.bytes_each = bytes_each
+        self.keys = keys
+        """Storage keys of all chunks of the reserve."""
+        self.tail = tail
+        """Whether the key is that of a tail."""
+        self.replaces = replaces
+        """Storage keys of the tails that leave L1 with the first commit."""
+        self.ticket = 0
+        self.open: set[int] = set()
+        """Numbers of the chunks that are neither committed nor given back."""
+        self.n_counted = 0
+
+    def count(self, n_chunks: int) -> None:
+        """Count the bytes of so many chunks from now on."""
+        change = (n_chunks - self.n_counted) * self.bytes_each
+        self.n_counted = n_chunks
+        for use in self.uses:
+            use.reserved_bytes += change
+
+
+class Running:
+    """One request that takes time, until it is answered and its task has ended."""
+
+    __slots__ = ("op", "process", "sender", "seq", "started_s", "stopped", "task")
+
+    def __init__(self, sender: Sender, process: AttachedProcess, seq: int, op: str, started_s: float) -> None:
+        self.sender = sender
+        self.process = process
+        self.seq = seq
+        self.op = op
+        self.started_s = started_s
+        """When it arrived, by `time.perf_counter`."""
+        self.stopped = False
+        """It has been answered early; what it is still granted ends with its task."""
+        self.task: asyncio.Task[None] | None = None
 
 
 class TenantTokens:
@@ -261,6 +357,8 @@ class ProcessTable:
         self._processes: dict[bytes, AttachedProcess] = {}
         self._by_root: dict[bytes, DeclaredIdentity] = {}
         self._users: dict[bytes, int] = {}
+        self._uses: WeakValueDictionary[Hashable, Use] = WeakValueDictionary()
+        """By pid, or session where no pid can be seen; and by token."""
         self._next_number = ((epoch & 0xFFFFFF) << 32) | 1
 
     @property
@@ -334,7 +432,7 @@ class ProcessTable:
         process = self._processes.get(session)
         if process is not None:
             process.detached = False
-            process.tenants = tenants
+            self._allow(process, tenants)
             process.row = row
             process.engine_url = engine_url
             process.group.changed()
@@ -343,7 +441,7 @@ class ProcessTable:
         if of_engine is None:
             of_engine = self._groups[group] = EngineGroup(group, layout, engine_slices)
         process = AttachedProcess(session, of_engine, role, part, row, pid)
-        process.tenants = tenants
+        self._allow(process, tenants)
         process.span = span
         process.engine_url = engine_url
         process.has_records_of(record_bytes)
@@ -351,6 +449,12 @@ class ProcessTable:
         of_engine.members[session] = process
         of_engine.changed()
         return process
+
+    def _allow(self, process: AttachedProcess, tenants: frozenset[str] | None) -> None:
+        """Set the tenants that a process may name, by which its token is known; None: there are no tokens."""
+        process.tenants = tenants
+        names = [process.pid or process.session, *([] if tenants is None else [tenants])]
+        process.uses = tuple(self._uses.setdefault(name, Use()) for name in names)
 
     def detached(self, session: bytes) -> None:
         """The process has closed its socket but lives: it stays in its group."""

@@ -1,0 +1,216 @@
+"""What requests have left behind in the pool: leases of lookups and reservations of reserves, by session and number.
+
+    lookup, reserve ─▶ granted ─┬─▶ released, committed, aborted
+                                ├─▶ ended: cancelled by its process, or not named in a `resume`
+                                └─▶ process_gone
+
+The pool knows tickets; processes know (session, seq).  `AttachedProcess.grants` has what the process itself still
+holds.  A `Lease` belongs to a whole engine.  Each process's share ends by its own release or its death.  The lease's
+name ends with the last share, even if the process that looked up is long gone.
+
+A lease that no process has begun to use may be *revoked*: the process that looked up is asked to give it back, again
+and again until it gives it back, hands it on, or dies.  A revoke by itself frees nothing.
+
+Invariants:
+
+1. A lease is in `Grants` exactly as long as some row still holds a share of its ticket.
+2. `rows` of a lease are the rows that hold a share; each belongs to an attached process of the engine.
+3. As long as the process that looked up is attached and no process of the engine has released its share, the lease is
+   either in `_waiting` or revoked.  Every other lease is neither.
+4. A reservation is in its process's grants exactly as long as it has an open chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from kvstrata.errors import BadRequest
+from kvstrata.native.pool import Pool
+from kvstrata.observability.metrics import ServerCounters
+from kvstrata.rpc.wire import Pong, encode
+from kvstrata.server.processes import AttachedProcess, Lease, LeaseId, Reservation, Sender
+
+MAX_TOLD = 1_024
+"""Orphaned and revoked leases named in one reply; the others follow when these have ended."""
+MAX_REVOKES = 1_024
+"""Maximum number of leases that one lookup may revoke."""
+
+
+class Grants:
+    """Creates, finds and ends leases and reservations. Belongs to the event loop."""
+
+    def __init__(self, pool: Pool, counters: ServerCounters, epoch: int) -> None:
+        self._pool = pool
+        self._counters = counters
+        self._epoch = epoch
+        self._leases: dict[LeaseId, Lease] = {}
+        self._orphans: dict[tuple[bytes, int], set[LeaseId]] = {}
+        """(Group, row) → the leases of which it holds a share and whose process that looked up is gone."""
+        # An OrderedDict, because a plain dict finds its first item only after skipping all earlier deleted ones.
+        self._waiting: OrderedDict[LeaseId, Lease] = OrderedDict()
+        """Leases that no process is known to use yet, in the order in which they were granted."""
+        self._revoked: dict[bytes, dict[int, None]] = {}
+        """Session → its lookups whose leases are revoked, oldest first."""
+
+    @property
+    def n_leases(self) -> int:
+        """Leases of which a process holds a share."""
+        return len(self._leases)
+
+    @property
+    def n_revoked(self) -> int:
+        """Revoked leases that were neither given back nor handed on yet."""
+        return sum(map(len, self._revoked.values()))
+
+    def leases(self) -> Iterator[Lease]:
+        """All leases."""
+        return iter(list(self._leases.values()))
+
+    # --- granted -----------------------------------------------------------------------------------------
+
+    def check_new(self, process: AttachedProcess, seq: int) -> None:
+        """Raises BadRequest if a lease has the name of this lookup already: that of an earlier process of the session,
+        whose group still holds it."""
+        if (process.session, seq) in self._leases:
+            raise BadRequest(
+                f"seq: {seq} names a lease that this group still holds; go on with higher numbers after attaching "
+                "again, or attach with a new session",
+                field="seq",
+            )
+
+    def leased(
+        self, process: AttachedProcess, seq: int, ticket: int, rows: Iterable[int], sender: Sender
+    ) -> None:
+        """Keep the lease of a lookup, as it is answered. `rows` hold a share."""
+        lease = process.grants[seq] = Lease(process, seq, ticket, rows, sender)
+        self._leases[lease.name] = self._waiting[lease.name] = lease
+
+    def reservation(self, process: AttachedProcess, seq: int) -> Reservation | None:
+        """The reservation of a reserve of this process, while it has an open chunk."""
+        found = process.grants.get(seq)
+        return found if isinstance(found, Reservation) else None
+
+    # --- ended -------------------------------------------------------------------------------------------
+
+    def end(self, process: AttachedProcess, seq: int) -> bool:
+        """End what a lookup or reserve of this process was granted and it still holds. False if there is nothing."""
+        found = process.grants.get(seq)
+        if isinstance(found, Lease):
+            self._release_all(found)
+        elif isinstance(found, Reservation):
+            self._pool.abort(found.ticket, None)
+            found.open.clear()
+            self.settle(process, seq, found)
+        return found is not None
+
+    def settle(self, process: AttachedProcess, seq: int, reservation: Reservation) -> None:
+        """Some chunks of a reservation have ended; with the last one it ends."""
+        reservation.count(len(reservation.open))
+        if not reservation.open:
+            del process.grants[seq]
+
+    def find(self, name: LeaseId) -> Lease | None:
+        """The lease with this name, while any share of it is held."""
+        return self._leases.get(name)
+
+    def release(self, lease: Lease, process: AttachedProcess, *, group: bool) -> bool:
+        """End this process's share, or with `group` every share. False if there was none."""
+        if not lease.rows or not (group or process.row in lease.rows):
+            return False
+        if group:
+            self._release_all(lease)
+            return True
+        self._pool.release(lease.ticket, process.row)
+        self._begun(lease)
+        self._end_share(lease, process.row)
+        return True
+
+    def process_gone(self, process: AttachedProcess) -> tuple[int, int]:
+        """End the shares of a process that has ended, and what it had reserved; how many leases and reservations.
+
+        Its reservations end in the pool, with its row.  Leases of which other processes of its group hold a share go
+        on, as orphans.
+        """
+        reservations = [one for one in process.grants.values() if isinstance(one, Reservation)]
+        for reservation in reservations:
+            reservation.count(0)
+        n_leases = len(process.grants) - len(reservations)
+        process.grants.clear()
+        group, row = process.group.name, process.row
+        self._orphans.pop((group, row), None)
+        for lease in self.leases():
+            if lease.owner.group is process.group and row in lease.rows:
+                self._end_share(lease, row)
+            if lease.owner is process and lease.rows:
+                self._begun(lease)
+                for holder in lease.rows:
+                    self._orphans.setdefault((group, holder), set()).add(lease.name)
+        return n_leases, len(reservations)
+
+    def orphans(self, group: bytes, row: int) -> list[LeaseId]:
+        """Orphaned leases of which this row of a group holds a share, at most `MAX_TOLD`."""
+        names = self._orphans.get((group, row)) if self._orphans else None
+        return sorted(itertools.islice(names, MAX_TOLD)) if names else []
+
+    def _release_all(self, lease: Lease) -> None:
+        self._pool.release(lease.ticket, -1)
+        for row in list(lease.rows):
+            self._end_share(lease, row)
+
+    def _end_share(self, lease: Lease, row: int) -> None:
+        owner = lease.owner
+        lease.rows.discard(row)
+        orphans = self._orphans.get((owner.group.name, row)) if self._orphans else None
+        if orphans is not None:
+            orphans.discard(lease.name)
+        if row == owner.row or not lease.rows:
+            owner.grants.pop(lease.name[1], None)
+        if not lease.rows:
+            self._begun(lease)
+            self._leases.pop(lease.name, None)
+
+    def _begun(self, lease: Lease) -> None:
+        """Note that the lease is in use or has ended, so that it is not revoked."""
+        session, seq = lease.name
+        if self._waiting.pop(lease.name, None) is None and (revoked := self._revoked.get(session)):
+            revoked.pop(seq, None)
+            if not revoked:
+                del self._revoked[session]
+
+    # --- revoked -----------------------------------------------------------------------------------------
+
+    def revoke(self, need_bytes: int) -> int:
+        """Revoke the oldest unused leases, as many as it takes to lease `need_bytes` more. Returns how many.
+
+        The processes that looked up are told at once, and again in each answer to their pings.  Nothing waits for
+        them, and only what they release becomes free.
+        """
+        oldest = list(itertools.islice(self._waiting.values(), MAX_REVOKES))
+        n_chosen = self._pool.leases_to_end([lease.ticket for lease in oldest], need_bytes) if oldest else 0
+        senders: dict[bytes, Sender] = {}
+        for lease in oldest[:n_chosen]:
+            session, seq = lease.name
+            del self._waiting[lease.name]
+            self._revoked.setdefault(session, {})[seq] = None
+            senders[session] = lease.sender
+        for session, sender in senders.items():
+            sender.send(encode(Pong(0, self._epoch, [], self.revoked(session))))
+        self._counters.revoked_leases += n_chosen
+        return n_chosen
+
+    def revoked(self, session: bytes) -> list[int]:
+        """Lookups of this session whose leases are revoked, at most `MAX_TOLD`."""
+        return list(itertools.islice(self._revoked.get(session, ()), MAX_TOLD))
+
+    def validate(self) -> None:
+        """Assert the invariants (tests call it after every step)."""
+        revoked = {(session, seq) for session, numbers in self._revoked.items() for seq in numbers}
+        assert all(self._revoked.values())
+        assert not revoked & self._waiting.keys()
+        assert revoked | self._waiting.keys() <= self._leases.keys()
+        assert all(lease.rows for lease in self._leases.values())
+        for (_, row), names in self._orphans.items():
+            assert not names & (revoked | self._waiting.keys())
+            assert all(row in self._leases[name].rows for name in names)

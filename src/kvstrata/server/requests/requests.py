@@ -1,0 +1,395 @@
+"""Answers requests: each message gets one reply, whatever it holds.
+
+    message ─▶ decode ─▶ verb ─▶ reply
+                  │        └─▶ a task, with the request's deadline ─▶ reply
+                  └─▶ error
+
+Rules:
+
+1. Every message gets one reply: its outcome or an error.  A request that takes time is answered when it ends, when its
+   process stops it, or at its deadline.
+2. The connection says who asks (memory/attach/server.py).  A connection without a row is answered by plain.py.
+3. A process numbers its requests upwards, so that the number of a lookup or reserve is the name of what it was granted.
+   A request that fails or was stopped leaves nothing behind under its number.
+4. A ping or an error touches only memory of this process.
+5. Only here does an unexpected exception become a reply (`internal`); the log has the trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import typing
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvstrata import failpoints
+from kvstrata.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    KvstrataError,
+    NotPermitted,
+    Refused,
+)
+from kvstrata.native.pool import Pool
+from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import ServerCounters
+from kvstrata.patience import patience
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.wire import (
+    MAX_DEADLINE_MS,
+    MAX_SEQ,
+    Abort,
+    AnyRequest,
+    Cancel,
+    Commit,
+    Corrupt,
+    Error,
+    Identify,
+    IdentifyReply,
+    Lookup,
+    Ok,
+    Ping,
+    Pong,
+    Quiesced,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    Resume,
+    Retrieve,
+    decode_request,
+    encode,
+)
+from kvstrata.server.processes import AttachedProcess, Lease, ProcessTable, Running, Sender
+from kvstrata.server.requests.grants import Grants
+from kvstrata.server.requests.lookup import Lookups
+from kvstrata.server.requests.plain import PlainClients, read_piece
+from kvstrata.server.requests.reserve import Reserving
+from kvstrata.types import shown_name
+
+HEAD_BYTES = 64 << 10
+"""Of an invalid message up to this length, operation and number are looked for."""
+MAX_TASKS_OF_PROCESS = 2_048
+"""Maximum number of requests that take time, of one process over all its sessions."""
+MAX_GRANTS = 8_192
+"""Leases and reservations of one session."""
+GRACE_S = 0.02
+"""Grace after a request's deadline before it is answered with the deadline's error."""
+
+
+class _Op(msgspec.Struct, array_like=True):
+    op: str
+
+
+class _Head(_Op, array_like=True):
+    seq: int
+
+
+_OP, _HEAD = msgspec.msgpack.Decoder(_Op), msgspec.msgpack.Decoder(_Head)
+Verb = Callable[[Sender, AttachedProcess, Any], Reply | Coroutine[Any, Any, Reply]]
+
+
+class Requests:
+    """Answers frames. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        pool: Pool,
+        loop: asyncio.AbstractEventLoop,
+        supervisor: Supervisor,
+        processes: ProcessTable,
+        grants: Grants,
+        lookups: Lookups,
+        reserving: Reserving,
+        plain: PlainClients,
+        counters: ServerCounters,
+    ) -> None:
+        self._epoch = epoch
+        self._pool = pool
+        self._loop = loop
+        self._supervisor = supervisor
+        self._processes = processes
+        self._grants = grants
+        self._lookups = lookups
+        self._plain = plain
+        self._counters = counters
+        self._log = EventLog("rpc")
+        self._verbs: dict[type[Request], Verb] = {
+            Ping: self._ping,
+            Identify: self._identify,
+            Lookup: lookups.lookup,
+            Release: self._release,
+            Reserve: reserving.reserve,
+            Commit: reserving.commit,
+            Abort: reserving.abort,
+            Cancel: self._cancel,
+            Resume: self._resume,
+            Retrieve: self._retrieve,
+            Quiesced: self._quiesced,
+            Corrupt: reserving.corrupt,
+        }
+
+    def on_frame(self, sender: Sender, frame: bytes) -> bool:
+        """Answer one message, now or when its task has ended. Returns False if it is no request."""
+        started_s = time.perf_counter()
+        process = self._processes.get(sender.session)
+        try:
+            request = decode_request(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            sender.send(self._undecodable(frame, error))
+            return False
+        kind, seq = type(request), request.seq
+        op = _OPS[kind]
+        failpoints.hit(op, "received")
+        counted = self._counters.requests
+        counted[op] = counted.get(op, 0) + 1
+        try:
+            if process is None:
+                answer = encode(self._plain.answer(sender.plain, request, op))
+            elif seq <= process.last_seq:
+                answer = self._error(seq, _not_next(process))
+            else:
+                process.last_seq = seq
+                if kind in _TAKES_TIME:
+                    _check_room(process, grants=kind is not Corrupt)
+                reply = self._verbs[kind](sender, process, request)
+                if not isinstance(reply, Reply):
+                    deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS)
+                    self._begin(Running(sender, process, seq, op, started_s), reply, deadline_ms / 1000)
+                    return True
+                answer = encode(reply)
+        except Exception as error:
+            answer = self._failed(process, seq, error)
+        self._send(sender, op, answer, started_s)
+        if process is not None:
+            if kind is Lookup:
+                self._lookups.note_answered()
+            elif type(request) is Ping and request.misses:
+                self._lookups.note_missed(process, request.misses)
+        return True
+
+    def stop(self, process: AttachedProcess) -> list[Running]:
+        """Stop all running requests of a process that has ended. Returns them; wait for their tasks."""
+        running = list(process.running.values())
+        for one in running:
+            self._stop(one, None)
+        return running
+
+    # --- verbs; those of lookups are in lookup.py, and those of writers in reserve.py ----------------------
+
+    def _ping(self, sender: Sender, process: AttachedProcess, request: Ping) -> Reply:
+        """The process is alive; it hears which leases it should give back."""
+        process.pinged_s = time.monotonic()
+        if request.copies is not None:
+            process.copies = msgspec.structs.asdict(request.copies)
+        if request.loads is not None:
+            process.load_rate = request.loads.latency_us / 1e6, float(request.loads.bytes_s)
+        grants = self._grants
+        orphaned = grants.orphans(process.group.name, process.row)
+        return Pong(request.seq, self._epoch, orphaned, grants.revoked(process.session))
+
+    def _identify(self, sender: Sender, process: AttachedProcess, request: Identify) -> Reply:
+        """Give the process a number for an identity, which its later requests use."""
+        identity = self._processes.identify(process, request.request)
+        group = process.group
+        return IdentifyReply(
+            request.seq,
+            self._epoch,
+            identity.number,
+            identity.root,
+            group.slices,
+            group.complete,
+            list(group.spans),
+        )
+
+    def _quiesced(self, sender: Sender, process: AttachedProcess, request: Quiesced) -> Reply:
+        """End the earlier epochs of a process: it does not touch their bytes any more."""
+        self._pool.row_quiesced(process.row)
+        return Ok(request.seq, self._epoch, 1)
+
+    def _release(self, sender: Sender, process: AttachedProcess, request: Release) -> Reply:
+        """End this process's shares of leases, or with `group` those of its whole group."""
+        found: list[Lease] = []
+        for name in request.leases:
+            lease = self._grants.find(name)
+            if lease is None:
+                continue
+            if lease.owner.group.name != process.group.name:
+                if process.tenants is not None:
+                    continue  # a tenant does not hear whether another one has such a lease
+                raise NotPermitted(
+                    f"leases: ({shown_name(name[0])}, {name[1]}) belongs to another engine; nothing was released",
+                    field="leases",
+                )
+            found.append(lease)
+        count = sum(self._grants.release(lease, process, group=request.group) for lease in found)
+        return Ok(request.seq, self._epoch, count)
+
+    def _cancel(self, sender: Sender, process: AttachedProcess, request: Cancel) -> Reply:
+        """Stop a lookup or reserve of this session, or end what it was granted."""
+        if request.target >= request.seq:
+            raise BadRequest(
+                f"target: {request.target} is not the number of an earlier request", field="target"
+            )
+        return Ok(request.seq, self._epoch, int(self._end(process, request.target)))
+
+    def _resume(self, sender: Sender, process: AttachedProcess, request: Resume) -> Reply:
+        """End the running requests of this session, and its grants, that it does not name."""
+        unnamed = {*process.running, *process.grants}.difference(request.live)
+        return Ok(request.seq, self._epoch, sum(self._end(process, seq) for seq in sorted(unnamed)))
+
+    def _retrieve(self, sender: Sender, process: AttachedProcess, request: Retrieve) -> Reply:
+        """Reply with bytes of a record, for a process that does not map L1."""
+        root = self._processes.identity(process, request.identity_id).root
+        return read_piece(self._pool, root, request, self._epoch, self._counters)
+
+    def _end(self, process: AttachedProcess, seq: int) -> bool:
+        """Stop a request, or end what it was granted. Returns whether it ran or was granted anything."""
+        running = process.running.get(seq)
+        if running is None:
+            return self._grants.end(process, seq)
+        return self._stop(running, Cancelled("the session cancelled this request itself"))
+
+    # --- requests that take time ---------------------------------------------------------------------------
+
+    def _begin(self, running: Running, work: Coroutine[Any, Any, Reply], deadline_s: float) -> None:
+        process = running.process
+        process.running[running.seq] = running
+        for use in process.uses:
+            use.n_tasks += 1
+        running.task = self._supervisor.job(self._run(running, work, deadline_s), running.op)
+
+    async def _run(self, running: Running, work: Coroutine[Any, Any, Reply], deadline_s: float) -> None:
+        overdue = DeadlineExceeded(
+            "no outcome before the deadline; nothing was promised", field="deadline_ms"
+        )
+        timer = self._loop.call_later(deadline_s + patience(GRACE_S), self._stop, running, overdue)
+        process, seq, uses = running.process, running.seq, running.process.uses
+        answer = b""
+        try:
+            answer = encode(await work)
+        except asyncio.CancelledError:
+            pass  # the work has undone what it did
+        except Exception as error:
+            answer = self._failed(process, seq, error)
+        timer.cancel()
+        del process.running[seq]
+        for use in uses:
+            use.n_tasks -= 1
+        if running.stopped:
+            self._grants.end(process, seq)
+            return
+        answer = answer or self._error(seq, InternalError("the request was stopped; try again"))
+        self._send(running.sender, running.op, answer, running.started_s)
+
+    def _stop(self, running: Running, error: KvstrataError | None) -> bool:
+        """Answer a running request with an error, and stop its task. False if it was stopped already."""
+        if running.stopped:
+            return False
+        running.stopped = True
+        if error is not None:
+            answer = self._error(running.seq, error)
+            self._send(running.sender, running.op, answer, running.started_s)
+        if running.task is not None:
+            # Not cancelled at once: a task that is cancelled before its first step never enters its own `try`.
+            self._loop.call_soon(running.task.cancel)
+        return True
+
+    # --- replies -------------------------------------------------------------------------------------------
+
+    def _send(self, sender: Sender, op: str, answer: bytes, started_s: float) -> None:
+        failpoints.hit(op, "done")
+        sender.send(answer)
+        failpoints.hit(op, "replied")
+        self._counters.request_ended(op, time.perf_counter() - started_s)
+
+    def _failed(self, process: AttachedProcess | None, seq: int, error: Exception) -> bytes:
+        """The reply to a request that failed, and which therefore keeps nothing."""
+        if process is not None:
+            self._grants.end(process, seq)
+        if isinstance(error, KvstrataError):
+            return self._error(seq, error)
+        logging.getLogger("kvstrata.rpc").error("request_failed", exc_info=error)
+        name = type(error).__name__
+        return self._error(
+            seq, InternalError(f"the server failed on this request ({name}); its log has details")
+        )
+
+    def _error(self, seq: int, error: KvstrataError) -> bytes:
+        counters = self._counters.errors
+        counters[error.code] = counters.get(error.code, 0) + 1
+        return encode(
+            Error(seq, self._epoch, error.code, error.message[:2000], error.field[:200], error.retryable)
+        )
+
+    def _undecodable(self, frame: bytes, error: Exception) -> bytes:
+        """The error for a message that is no request, with the sender's seq if it can be read."""
+        size_bytes = len(frame)
+        self._log.repeated(logging.WARNING, "undecodable", "bad_message", error=error, size_bytes=size_bytes)
+        seq, op = 0, ""
+        if size_bytes <= HEAD_BYTES:
+            head = _decoded(_HEAD, frame) or _decoded(_OP, frame)
+            op = head.op if head is not None else ""
+            seq = head.seq if isinstance(head, _Head) and 0 <= head.seq <= MAX_SEQ else 0
+        if not frame:
+            return self._error(
+                seq, BadRequest("message: it must have one frame, which holds an array", field="message")
+            )
+        fields = _FIELDS.get(op)
+        if op and fields is None:
+            known = ", ".join(sorted(_FIELDS))
+            bad = BadRequest(f"op: {op[:40]!r} is unknown; this server knows {known}", field="op")
+            return self._error(seq, bad)
+        text, _, where = str(error).partition(" - at `$[")
+        match = re.match(r"(\d+)\]([^`]*)", where)
+        field = "message"
+        if match and fields:
+            index = int(match[1])
+            field = ("op", *fields)[index] + match[2] if index <= len(fields) else "message"
+        return self._error(seq, BadRequest(f"{field}: {text}", field=field))
+
+
+_TAKES_TIME = frozenset({Lookup, Reserve, Corrupt})
+"""Requests that may become tasks. None of them gives anything back, so they may be refused for lack of room."""
+_OPS: dict[type[Request], str] = {
+    kind: str(kind.__struct_config__.tag) for kind in typing.get_args(AnyRequest)
+}
+OPERATIONS = frozenset(_OPS.values())
+"""Names of all operations."""
+_FIELDS: dict[str, tuple[str, ...]] = {op: kind.__struct_fields__ for kind, op in _OPS.items()}
+"""Operation → names of its fields after the operation's name."""
+
+
+def _not_next(process: AttachedProcess) -> BadRequest:
+    return BadRequest(
+        f"seq: it does not follow {process.last_seq}; number the requests of a session upwards by one counter",
+        field="seq",
+    )
+
+
+def _check_room(process: AttachedProcess, *, grants: bool) -> None:
+    """Raises Refused if the process has too much running, or if its session holds too many `grants` for one more."""
+    n_tasks = process.uses[0].n_tasks
+    if n_tasks >= MAX_TASKS_OF_PROCESS:
+        raise Refused(f"this process has {n_tasks} requests that take time running; wait for some")
+    if grants and len(process.grants) >= MAX_GRANTS:
+        raise Refused(f"seq: this session holds {len(process.grants)} leases and reservations; end some")
+
+
+H = TypeVar("H", bound=_Op)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[H], frame: bytes) -> H | None:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
