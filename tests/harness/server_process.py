@@ -173,8 +173,8 @@ class ServerProcess(Logged):
 
     def post(self, path: str, body: Any) -> Any:
         """Send a JSON document to the admin port; return the answer."""
-        assert self._host is None
-        return json.loads(read(f"{self.url}{path}", body=body))
+        send = read if self._host is None else self._host.http
+        return json.loads(send(f"{self.url}{path}", body=body))
 
     def connector_config(self, **more: Any) -> dict[str, Any]:
         """Return the `kv_connector_extra_config` of an engine that uses this server."""
