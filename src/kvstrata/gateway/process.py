@@ -231,7 +231,7 @@ class Gateway(Process):
 
     async def _serve(self, listener: Listener) -> None:
         try:
-            await self._server.serve(sockets=[listener.socket])
+            await listener.serve(self._server)
         finally:
             listener.close()
 

@@ -58,6 +58,7 @@ def listen_at(path: Path) -> socket.socket:
             os.fchmod(listener.fileno(), 0o600)  # Linux takes over the mode at the bind, so it is never wider
             listener.bind(str(path))
             listener.listen(128)
+            listener.setblocking(False)
     except OSError as error:
         listener.close()
         raise ConfigError(

@@ -10,8 +10,9 @@ import os
 import platform
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.config.tokens import read_bearer_token
@@ -22,11 +23,15 @@ from kvstrata.process.http_token import FIELD, SocketFile, TokenFile, fresh_toke
 from kvstrata.process.http_unix import SCHEME, listen_at, socket_path
 from kvstrata.process.ports import port_holder
 
+if TYPE_CHECKING:
+    import uvicorn
+
 LOOK_S = 5.0
-"""Interval at which the file with a port's token is looked at."""
+"""Interval at which a unix socket, and the file with a port's token, are looked at."""
 
 
-class Listener(NamedTuple):
+@dataclass
+class Listener:
     """A listening socket of an HTTP port."""
 
     socket: socket.socket
@@ -44,12 +49,39 @@ class Listener(NamedTuple):
         host = platform.node() if settings.host in ("*", "0.0.0.0", "::") else settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
+    def is_there(self) -> bool:
+        """Whether a unix socket's file is ours, and not removed or replaced."""
+        try:
+            return self.path is not None and os.stat(self.path).st_ino == self.inode
+        except OSError:
+            return False
+
+    async def serve(self, server: uvicorn.Server) -> None:
+        """Serve until cancelled; a unix socket whose file somebody has removed is made anew."""
+        await asyncio.gather(server.serve(sockets=[self.socket]), self._keep(server))
+
+    async def _keep(self, server: uvicorn.Server) -> None:
+        log = EventLog("http")
+        while self.path is not None:
+            await asyncio.sleep(LOOK_S)
+            if self.is_there():
+                continue
+            try:
+                self.socket = listen_at(self.path)
+                self.inode = os.stat(self.path).st_ino
+            except (OSError, ConfigError) as error:
+                log.repeated(logging.ERROR, "socket", "http_socket_lost", reason=error)
+                continue
+            for before in server.servers:
+                before.close()
+            await server.startup(sockets=[self.socket])
+            log.warning("socket_made_anew", path=self.path, note="it was removed")
+
     def close(self) -> None:
         """Close the socket, and remove a unix socket's file unless another process has replaced it. Idempotent."""
-        if self.path is not None:
+        if self.path is not None and self.is_there():
             with contextlib.suppress(OSError):
-                if os.stat(self.path).st_ino == self.inode:
-                    self.path.unlink()
+                self.path.unlink()
         self.socket.close()
 
 
@@ -188,9 +220,7 @@ def listen(settings: ListenSettings, *, flag: str = "--http-port") -> Listener:
     """A listening socket. Raises ConfigError that names the process that has the port, and the flag to change."""
     path = socket_path(settings.host)
     if path is not None:
-        listener = listen_at(path)
-        listener.setblocking(False)
-        return Listener(listener, 0, path, os.stat(path).st_ino)
+        return Listener(listen_at(path), 0, path, os.stat(path).st_ino)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -67,6 +68,9 @@ def test_ctl_works_over_the_socket_of_a_server_and_finds_it(
             server.kill()
             assert path.is_socket()
         server.start()
+        shutil.rmtree(path.parent)
+        server.expect("socket_made_anew", str(path))
+        assert ctl(environment, "status")["instance"]["pid"] == server.ready["pid"]
         server.stop()
         assert not path.exists()
 
