@@ -166,8 +166,9 @@ def together(errors: Iterable[ConfigError]) -> ConfigError:
     if not others:
         return first
     says = f"{len(single)} settings are wrong: {'; '.join(single)}"
-    kind = MachineLacks if all(isinstance(one, MachineLacks) for one in single.values()) else ConfigError
-    return kind(says, field=first.field, causes=tuple(single.values()))
+    lacks = all(isinstance(one, MachineLacks) for one in single.values())
+    waits = MachineLacks if all(one.retryable for one in single.values()) else MachineUnfit
+    return (waits if lacks else ConfigError)(says, field=first.field, causes=tuple(single.values()))
 
 
 class AllWrong:
@@ -210,6 +211,12 @@ class MachineLacks(ConfigError):
     be right."""
 
     retryable = True
+
+
+class MachineUnfit(MachineLacks):
+    """What the machine lacks does not come by waiting: memory, a NUMA node, a card, a package."""
+
+    retryable = False
 
 
 # --- the medium -----------------------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstrata.errors import ConfigError, MachineLacks, SegmentError
+from kvstrata.errors import ConfigError, MachineUnfit, SegmentError
 from kvstrata.memory import linux
 
 _NODES = Path("/sys/devices/system/node")
 
 
 def nodes_of(setting: str, root: Path = _NODES) -> list[int]:
-    """The nodes that `interleave` or a node's number means here. Raises ConfigError, MachineLacks."""
+    """The nodes that `interleave` or a node's number means here. Raises ConfigError, MachineUnfit."""
     nodes = sorted(int(node.name[4:]) for node in root.glob("node[0-9]*"))
     if setting == "interleave" and nodes:
         return nodes
@@ -25,7 +25,7 @@ def nodes_of(setting: str, root: Path = _NODES) -> list[int]:
         )
     if setting == "interleave" or int(setting) not in nodes:
         there = ", ".join(map(str, nodes)) or "none"
-        raise MachineLacks(
+        raise MachineUnfit(
             f"l1.numa: {setting!r}: no such node on this machine, whose nodes are: {there}; leave --l1-numa out",
             field="l1.numa",
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvstrata.errors import ConfigError, MachineLacks, SegmentError
+from kvstrata.errors import ConfigError, MachineUnfit, SegmentError
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import available_bytes, huge_pages, memory_limit
 from kvstrata.types import GB
@@ -51,7 +51,7 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_size(settings: SegmentSettings, processes_bytes: int = 0) -> None:
-    """Raises ConfigError for a size of L1 that is invalid for a pool, MachineLacks if memory or cgroup is smaller.
+    """Raises ConfigError for a size of L1 that is invalid for a pool, MachineUnfit if memory or cgroup is smaller.
 
     `processes_bytes`: memory that the server and its adapter hosts take beside the segment.
     """
@@ -71,7 +71,7 @@ def check_size(settings: SegmentSettings, processes_bytes: int = 0) -> None:
     needed = settings.needed_bytes() + processes_bytes
     if needed > limit.limit_bytes:
         fits = max(0, size * (limit.limit_bytes - processes_bytes) // settings.needed_bytes())
-        raise MachineLacks(
+        raise MachineUnfit(
             f"l1_size_gb: L1 of {size / GB:.2f} GB needs {needed} bytes with its index and the server's processes, but "
             f"{limit.source} is {limit.limit_bytes} bytes; set --l1-size-gb to {fits * 100 // GB / 100:.2f} or less",
             field="l1_size_gb",

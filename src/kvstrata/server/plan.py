@@ -17,7 +17,7 @@ from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.config.tokens import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS
-from kvstrata.errors import AllWrong, ConfigError, MachineLacks, install
+from kvstrata.errors import AllWrong, ConfigError, MachineLacks, MachineUnfit, install
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import nodes_of
@@ -145,7 +145,7 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str
     """The transfer engine between instances; empty for none.
 
     `auto` takes NIXL only where it has a way to peers, since it uses tcp or RDMA cards, not shared memory.  Raises
-    ConfigError, MachineLacks without a way for NIXL.
+    ConfigError, MachineUnfit without a way for NIXL.
     """
     p2p = settings.p2p
     if not settings.controller.url or p2p.engine == "off":
@@ -159,7 +159,7 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str
         )
     nixl_has_a_way = reaches_other_hosts(environment, tcp=p2p.tcp)
     if p2p.engine == "nixl" and not nixl_has_a_way:
-        raise MachineLacks(
+        raise MachineUnfit(
             "p2p.engine: nixl without an RDMA card needs tcp, and whoever reaches a tcp port of UCX can read and write "
             "this process's memory; set p2p.tcp to true (--p2p-tcp) if only the instances reach the port, or "
             "p2p.engine to ucx (--p2p-engine ucx)",
@@ -173,7 +173,7 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str
 
 
 def _check_mac(settings: ServerSettings) -> None:
-    """Raises ConfigError if anybody could send MACs, MachineLacks if the package that computes them is missing."""
+    """Raises ConfigError if anybody could send MACs, MachineUnfit if the package that computes them is missing."""
     if settings.security.insecure and not settings.controller.curve_file:
         raise ConfigError(
             "p2p.mac: true, but with security.insecure and without controller.curve_file the cluster has no keys, so "
@@ -182,7 +182,7 @@ def _check_mac(settings: ServerSettings) -> None:
             field="p2p.mac",
         )
     if importlib.util.find_spec(mac.MODULE) is None:
-        raise MachineLacks(
+        raise MachineUnfit(
             f"p2p.mac: true needs the Python package {mac.MODULE!r}, which is not installed: "
             f"{install('codecs')}",
             field="p2p.mac",

@@ -20,6 +20,7 @@ from kvstrata.errors import (
     ConfigError,
     KvstrataError,
     MachineLacks,
+    MachineUnfit,
     SegmentError,
     Unavailable,
     together,
@@ -93,7 +94,9 @@ def test_an_error_is_one_line_with_the_command_and_has_its_status(
     [
         (ConfigError("http.port: wrong"), Exit.CONFIG),
         (MachineLacks("http.port: 80 is taken"), Exit.LATER),
+        (MachineUnfit("l1_size_gb: more than the memory"), Exit.CONFIG),
         (together([MachineLacks("a: missing"), ConfigError("b: wrong")]), Exit.CONFIG),
+        (together([MachineLacks("a: missing"), MachineUnfit("b: more than the memory")]), Exit.CONFIG),
         (SegmentError("pool: belongs to process 12"), Exit.LATER),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,

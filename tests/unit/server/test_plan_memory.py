@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvstrata.config.model import ServerSettings
-from kvstrata.errors import MachineLacks
+from kvstrata.errors import MachineUnfit
 from kvstrata.memory import segment_settings
 from kvstrata.memory.memory_limit import MemoryLimit
 from kvstrata.server.plan import HOST_BYTES, SERVER_BYTES, after_out_of_memory, plan
@@ -43,7 +43,7 @@ def test_index_hosts_staging_and_interpreter_count_against_the_memory_limit(
     l1_bytes = 512 * MIB
     limit = l1_bytes + beside_bytes
     with pytest.raises(
-        MachineLacks, match=r"with its index and the server's processes, but the limit is"
+        MachineUnfit, match=r"with its index and the server's processes, but the limit is"
     ) as lacks:
         plan(wanted, os.environ)
     assert lacks.value.message.endswith("set --l1-size-gb to 0.49 or less"), "what fits"
