@@ -92,8 +92,8 @@ def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
     if not _ENDS_BY_ITSELF.isdisjoint(arguments):
         return serve(arguments, NOT_RESTARTED)
     name_process(name if NO_SUPERVISE in arguments else KEEPER)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, _pass_over)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # it waits until the process serves (lifecycle.py)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # by default they would end the process
         signal.signal(number, signal.SIG_IGN)
     if NO_SUPERVISE in arguments:
@@ -113,10 +113,6 @@ def hold_pool(restarts: Restarts, paths: Sequence[str]) -> bool:
     os.write(restarts.keeper_fd, b"\0".join(map(os.fsencode, paths)) + b"\0\0")
     os.kill(os.getppid(), _POOL_NAMED)
     return True
-
-
-def _pass_over(number: int, frame: object) -> None:
-    """Keep a signal from ending a process that is still starting and cannot answer it."""
 
 
 def open_standard_descriptors() -> None:

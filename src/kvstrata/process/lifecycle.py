@@ -145,6 +145,7 @@ class Process(ABC):
         self._asked = asyncio.Event()
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._asks, stop)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # keeper.py blocks it
         try:
             self._systemd.status("starting")
             await self.start()

@@ -170,7 +170,7 @@ def test_a_stop_says_what_it_waits_for_and_what_it_gave_up(tmp_path: Path) -> No
 PROCESS = """
 import asyncio, os, sys, threading
 from kvstrata.observability.logging import set_up
-from kvstrata.process import lifecycle
+from kvstrata.process import keeper, lifecycle
 
 class Small(lifecycle.Process):
     drain_s = 0.0
@@ -192,13 +192,29 @@ class Small(lifecycle.Process):
         return {"things": 1}
     def given_up(self):
         return {"things": 2}
-    reload = None
+    async def reload(self):
+        os.write(1, b"reloaded\\n")
+        return {}
 
 lifecycle.CLOSING_S = 1.5
 os.environ["KVSTRATA_PATIENCE"] = "1"  # each of its parts ends at once or never
-set_up("info")
-sys.exit(lifecycle.run(Small("small")))
+
+def serve(arguments, restarts):
+    set_up("info")
+    if sys.argv[1] == "asked":
+        os.kill(os.getpid(), 1)
+    return lifecycle.run(Small("small"))
+
+sys.exit(keeper.keep("small", ["--no-supervise"], serve))
 """
+
+
+def test_a_hangup_before_a_process_serves_waits_until_it_does() -> None:
+    command = [sys.executable, "-c", PROCESS, "asked"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "reloaded\n"]
+        process.terminate()
 
 
 def test_a_part_that_cannot_be_closed_does_not_hold_up_the_stop() -> None:
