@@ -51,6 +51,8 @@ _SERVER_ENVIRONMENT = {"KVSTRATA_" + key.upper().replace(".", "_") for key, _ in
 FILE_VARIABLES = ("KVSTRATA_CONFIG_FILE", FILE)
 Layer = tuple[dict[str, Any], Mapping[str, str]]
 """The settings of one source, and how it spells their names."""
+_YAML_1_1 = {"yes": True, "on": True, "no": False, "off": False}
+"""Words that LMCache reads in its file as truth values, unlike kvstrata in its own."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
@@ -99,7 +101,12 @@ def load_settings(
 def _from_file(path: str, strict: bool, notes: list[str]) -> Layer:
     if not path:
         return {}, NO_NAMES
-    values = {key: value for key, value in read_yaml(path).items() if key not in _SERVER_TOP}
+    words = {} if strict else _YAML_1_1
+    values = {
+        key: words.get(str(value).lower(), value)
+        for key, value in read_yaml(path).items()
+        if key not in _SERVER_TOP
+    }
     settings, said = translate(
         values,
         source=path,

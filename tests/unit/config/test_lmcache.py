@@ -240,12 +240,16 @@ def test_an_unknown_variable_is_a_warning_and_stops_nobody():
         assert load_settings({}, {name: "1"}) == (ClientSettings(), says)
 
 
-def test_only_a_file_for_lmcache_may_have_names_that_nobody_knows(tmp_path):
+def test_only_a_file_for_lmcache_may_have_names_that_nobody_knows_and_words_of_yaml_1_1(tmp_path):
     file = tmp_path / "x.yaml"
-    file.write_text("chunk_sice: 1\n")
-    _, notes = load_settings({}, {"LMCACHE_CONFIG_FILE": str(file)})
+    file.write_text("chunk_sice: 1\nsave_decode_cache: Yes\n")
+    settings, notes = load_settings({}, {"LMCACHE_CONFIG_FILE": str(file)})
+    assert settings.save_decode_cache is True
     assert notes == [f"{file}: chunk_sice has no effect: unknown key (did you mean 'chunk_size'?)"]
     with pytest.raises(ConfigError, match="chunk_sice: unknown key"):
+        load_settings({}, {"KVSTRATA_CONFIG_FILE": str(file)})
+    file.write_text("save_decode_cache: Yes\n")
+    with pytest.raises(ConfigError, match="must be true or false, found 'Yes'"):
         load_settings({}, {"KVSTRATA_CONFIG_FILE": str(file)})
 
 
