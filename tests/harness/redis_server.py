@@ -110,9 +110,9 @@ class RedisServer(Daemon):
 class Sentinel(RedisServer):
     """A sentinel that watches `master` under the name `mymaster`; its vote alone decides a failover."""
 
-    def __init__(self, folder: Path, master: RedisServer) -> None:
+    def __init__(self, folder: Path, master: RedisServer, password: str) -> None:
         self._master = master
-        super().__init__(folder)
+        super().__init__(folder, password=password)
 
     def _arguments(self) -> list[str]:
         configuration = self.folder / "sentinel.conf"
@@ -120,6 +120,7 @@ class Sentinel(RedisServer):
             f"bind 127.0.0.1\nport {self.port}\ndir {self.folder}\n"
             f"sentinel monitor mymaster 127.0.0.1 {self._master.port} 1\n"
             "sentinel down-after-milliseconds mymaster 300\nsentinel failover-timeout mymaster 2000\n"
+            f"sentinel auth-pass mymaster {self._master.password}\nrequirepass {self.password}\n"
         )
         return [str(configuration), "--sentinel"]
 

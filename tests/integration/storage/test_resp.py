@@ -147,20 +147,18 @@ def test_a_redis_with_another_password_costs_misses_until_the_password_fits(
 def test_a_dead_master_is_replaced_by_the_one_that_the_sentinel_names(
     redis_folder: Path, tmp_path: Path, start: Starter
 ) -> None:
+    own = tmp_path / "password"
+    own.write_text("of-the-sentinel\n")
+    own.chmod(0o600)
     with contextlib.ExitStack() as stack:
-        master = stack.enter_context(RedisServer(tmp_path / "master"))
-        replica = stack.enter_context(
-            RedisServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(master.port))
-        )
-        sentinel = stack.enter_context(Sentinel(tmp_path / "sentinel", master))
+        master = stack.enter_context(RedisServer(tmp_path / "master", password="secret"))
+        of_master = ("--replicaof", "127.0.0.1", str(master.port))
+        replica = stack.enter_context(RedisServer(tmp_path / "replica", *of_master, password="secret"))
+        sentinel = stack.enter_context(Sentinel(tmp_path / "sentinel", master, "of-the-sentinel"))
         client = stack.enter_context(sentinel.client())
-        load_client = stack.enter_context(
-            RpcClient(
-                start(
-                    {"type": "resp", "sentinels": sentinel.address, "sentinel_master": "mymaster", **QUICK}
-                ).socket_dir
-            )
-        )
+        entry = {"type": "resp", "sentinels": sentinel.address, "sentinel_master": "mymaster", **QUICK}
+        entry |= {"password": "secret", "sentinel_password_file": str(own)}
+        load_client = stack.enter_context(RpcClient(start(entry).socket_dir))
         load = Load(load_client)
         load.until_served()
         with replica.client() as of_replica:

@@ -175,8 +175,13 @@ async def test_a_server_at_a_unix_socket(tmp_path: Path) -> None:
     await adapter.close()
 
 
-@pytest.mark.parametrize("username", ["", "of-the-servers"])
-async def test_a_sentinel_that_wants_a_password_gets_that_of_the_servers(username: str) -> None:
+@pytest.mark.parametrize(("username", "own"), [("", ""), ("of-the-servers", ""), ("of-the-servers", "own")])
+async def test_a_sentinel_that_wants_a_password_gets_its_own_or_that_of_the_servers(
+    username: str, own: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "password"
+    file.write_text(own)
+    file.chmod(0o600)
     asked: list[list[bytes]] = []
     with Peer(lambda words: b"+OK\r\n" if words[0] == b"AUTH" else b":0\r\n") as master:
 
@@ -184,7 +189,7 @@ async def test_a_sentinel_that_wants_a_password_gets_that_of_the_servers(usernam
             asked.append(words)
             if words[0] != b"AUTH":
                 return b"*2\r\n" + bulk(b"127.0.0.1") + bulk(b"%d" % master.port)
-            return b"+OK\r\n" if words[1:] == [b"secret"] else b"-WRONGPASS no such user\r\n"
+            return b"+OK\r\n" if words[1:] in ([b"secret"], [b"own"]) else b"-WRONGPASS no such user\r\n"
 
         def role(words: list[bytes]) -> bytes:
             return b"*1\r\n" + bulk(b"master") if words[0] == b"ROLE" else b"+OK\r\n"
@@ -193,12 +198,13 @@ async def test_a_sentinel_that_wants_a_password_gets_that_of_the_servers(usernam
         with Peer(sentinel) as peer:
             peer.pong = b"-NOAUTH Authentication required.\r\n"
             named = {"username": username} if username else {}
+            named |= {"sentinel_password_file": str(file)} if own else {}
             entry = {"sentinels": f"127.0.0.1:{peer.port}", "sentinel_master": "m", "password": "secret"}
             adapter = make_adapter({"type": "resp", **entry, **named}, 0)
             await adapter.open(lent_context(lambda key: None))
             await adapter.close()
-    with_user = [[b"AUTH", username.encode(), b"secret"]] if username else []
-    assert asked[:-1] == [*with_user, [b"AUTH", b"secret"]]
+    with_user = [[b"AUTH", username.encode(), b"secret"]] if username and not own else []
+    assert asked[:-1] == [*with_user, [b"AUTH", own.encode() or b"secret"]]
 
 
 def test_a_node_that_does_not_know_its_own_name_redirects_to_where_it_was_asked() -> None:

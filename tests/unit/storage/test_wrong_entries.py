@@ -76,6 +76,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("resp", {"host": None, "sentinels": "a"}, "sentinel_master"),
     ("resp", {"host": None, "sentinels": "a", "sentinel_master": "m", "cluster_mode": True}, "cluster_mode"),
     ("resp", {"sentinel_master": "m"}, "sentinel_master"),
+    ("resp", {"sentinel_password_file": "f"}, "sentinel_password_file"),
     ("resp", {"tls_ca_file": "/nowhere"}, "tls_ca_file"),
     ("resp", {"tls_enable": True, "tls_ca_file": "/nowhere"}, "tls_ca_file"),
     ("resp", {"tls_enable": True, "tls_key_file": "/nowhere"}, "tls_key_file"),

@@ -62,6 +62,13 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[str, Meta(min_length=1)] | None,
         Meta(description="Name of the master whose address the sentinels are asked for."),
     ] = None
+    sentinel_password_file: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            extra={"empty": True},
+            description="Private file with the sentinels' password; not set: it is that of the servers.",
+        ),
+    ] = None
     database_id: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 20)] | None, Meta(description="Number of the database; not set: 0.")
     ] = None
@@ -171,6 +178,7 @@ def _servers(config: RespConfig, place: Place) -> RespServers:
         master_name=config.sentinel_master or "",
         username=username,
         password=password,
+        sentinel_password=_password_in("sentinel_password_file", config, place),
         database=database,
         tls=tls,
         tls_server_name=config.tls_server_name or "",
@@ -208,12 +216,12 @@ def _check_mode(config: RespConfig, source: str, addresses: tuple[Address, ...],
 
 
 def _check_sentinel_name(config: RespConfig, source: str, place: Place) -> None:
-    """Raises ConfigError unless `sentinel_master` is given with sentinels, and only with them."""
+    """Raises ConfigError unless `sentinel_master` is given with sentinels, and what belongs to them only with them."""
     if source == "sentinels" and config.sentinel_master is None:
         raise place.wrong("sentinel_master", None, "must be a non-empty string")
-    if source != "sentinels" and config.sentinel_master is not None:
-        must = "needs sentinels, the addresses of the sentinels"
-        raise place.wrong("sentinel_master", config.sentinel_master, must)
+    for name in ("sentinel_master", "sentinel_password_file"):
+        if source != "sentinels" and (value := getattr(config, name)) is not None:
+            raise place.wrong(name, value, "needs sentinels, the addresses of the sentinels")
 
 
 def _database(config: RespConfig, url: _Url | None, place: Place) -> int:
@@ -282,15 +290,10 @@ def _addresses(value: Any, default_port: int, place: Place, name: str) -> tuple[
 
 def _credentials(config: RespConfig, url: _Url | None, place: Place) -> tuple[str, str]:
     source = _one_of(config, place, PASSWORDS)
-    username, password = config.username or "", ""
+    username, password = config.username or "", _password_in("password_file", config, place)
     if source == "password":
         password = config.password or ""
-    elif config.password_file is not None:
-        path = os.path.expanduser(config.password_file)
-        password = read_private_file(path, place.at("password_file")).rstrip("\r\n")
-        if not password:
-            raise place.wrong("password_file", config.password_file, "is empty; write the password into it")
-    remember_secret(password)
+        remember_secret(password)
     if url is not None and url.username:
         if username:
             raise place.wrong("username", username, "is in url too; give one of them")
@@ -298,6 +301,17 @@ def _credentials(config: RespConfig, url: _Url | None, place: Place) -> tuple[st
     if username and not password:
         raise place.hidden("username", "a username needs a password: give password_file or password")
     return username, password
+
+
+def _password_in(name: str, config: RespConfig, place: Place) -> str:
+    """The password in the file that this field names; empty without one."""
+    if (path := getattr(config, name)) is None:
+        return ""
+    password = read_private_file(os.path.expanduser(path), place.at(name)).rstrip("\r\n")
+    if not password:
+        raise place.wrong(name, path, "is empty; write the password into it")
+    remember_secret(password)
+    return password
 
 
 def _tls(config: RespConfig, url: _Url | None, place: Place) -> ssl.SSLContext | None:

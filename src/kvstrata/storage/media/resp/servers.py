@@ -72,6 +72,8 @@ class RespServers(msgspec.Struct, frozen=True, kw_only=True):
     """The sentinels' name for the master; empty without sentinels."""
     username: str = ""
     password: str = ""
+    sentinel_password: str = ""
+    """Empty: a sentinel that asks for a password gets that of the servers."""
     database: int = 0
     tls: ssl.SSLContext | None = None
     tls_server_name: str = ""
@@ -346,13 +348,13 @@ class Servers:
         link.send([command(b"PING")])
         reply = link.reply()
         wants_one = isinstance(reply, ServerError) and reply.code == "NOAUTH"
-        # A sentinel that asks for a password gets the servers'.
-        password = settings.password if wants_one or not sentinel else ""
-        who = "sentinel" if sentinel else "server"
+        own = settings.sentinel_password if sentinel else ""
+        password = (own or settings.password) if wants_one or not sentinel else ""
+        who, field = ("sentinel", "sentinel_password_file") if sentinel else ("server", "password_file")
         if wants_one and not password:
-            raise LinkLost("denied", f"the {who} wants a password: set password_file")
+            raise LinkLost("denied", f"the {who} wants a password: set {field}")
         if password:
-            user = [settings.username.encode()] if settings.username else []
+            user = [settings.username.encode()] if settings.username and not own else []
             link.send([command(b"AUTH", *user, password.encode())])
             reply = link.reply()
             if isinstance(reply, ServerError) and user and sentinel:  # which may not know the servers' users
@@ -360,7 +362,7 @@ class Servers:
                 reply = link.reply()
             if isinstance(reply, ServerError):
                 named = f"username {settings.username!r}, password" if user else "password"
-                also = "; sentinels must have the servers' password, or none" if sentinel else ""
+                also = f"; set {field}" if sentinel else ""
                 raise LinkLost("denied", f"{named}: refused by the {who} ({reply.code}){also}")
         elif isinstance(reply, ServerError) and reply.code not in ("NOPERM", "MASTERDOWN"):
             raise LinkLost(reason_of(reply), f"the server answers PING with {reply.text:.80}")
