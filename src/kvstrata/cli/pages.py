@@ -404,7 +404,9 @@ def cluster_warnings(cluster: dict[str, Any], instances: list[dict[str, Any]]) -
     for row in instances:
         if row["state"] != "live":
             found.append(f"{row['id']}: {row['state']}, heard {span(row['heard_ago_s'])} ago")
-        elif row["sync"]["state"] == "wanted":
+            continue
+        found += [f"{row['id']}: {tier} is {state}" for tier, state in row["tier_states"].items()]
+        if row["sync"]["state"] == "wanted":
             found.append(f"{row['id']}: a full sync is wanted")
     if cluster["restarts"]:
         found.append(f"{cluster['restarts']} restarts, the last after {cluster['last_end']}")

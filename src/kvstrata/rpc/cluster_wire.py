@@ -310,6 +310,8 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     peer_sent_bytes_total: int
     peer_read_bytes_total: int
     sessions: int
+    tier_states: Annotated[dict[TierName, Word], Meta(max_length=MAX_TIERS)] = {}
+    """Of tiers that are not active."""
 
 
 class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):

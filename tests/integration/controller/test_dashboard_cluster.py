@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +80,6 @@ async def test_server_is_seen_from_its_first_word_and_drained(
             await page.get_by_role("button", name="Drain ours").click()
             await page.get_by_role("alertdialog").get_by_role("button", name="Drain").click()
             await expect(row).to_contain_text("draining")
+            shutil.rmtree(server.folder / "l2")
+            await page.evaluate("() => { location.hash = '#/'; }")
+            await expect(page.locator("main")).to_contain_text("fs-0 is gone")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import zmq
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire, wire
 from kvstrata.server.cluster.events import MAX_QUEUED_TAGS
+from tests.harness import own_commands
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.refusals import refusal
 from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, RpcClient
@@ -129,6 +131,21 @@ def test_a_server_that_stops_is_forgotten_and_one_that_comes_back_is_known_again
     server.start()
     until(lambda: keys_in(controller, "l1") == 20)
     until(lambda: confirmed(controller))
+
+
+def test_what_needs_attention_in_a_cluster_comes_first(controller, server):
+    def shown() -> list[str]:
+        done = own_commands.run("kvstrata", "ctl", "--url", controller.url, "cluster", "status")
+        return [line.strip() for line in done.stdout.splitlines()]
+
+    until(lambda: confirmed(controller))
+    assert shown()[0].split() == ["needs_attention", "nothing"]
+    shutil.rmtree(server.folder / "l2")
+    until(lambda: ours(controller)["tier_states"])
+    assert shown()[:2] == ["needs_attention", "ours: fs-0 is gone"]
+    server.kill()
+    until(lambda: ours(controller)["state"] == "dead")
+    assert shown()[1].startswith("ours: dead, heard ")
 
 
 def test_a_controller_that_was_killed_learns_everything_again(controller, server, client):

@@ -66,6 +66,9 @@ class InstanceRow(BaseModel):
     keys: dict[str, int] = Field(description="Chunks (records) by tier, as the directory knows them.")
     used_bytes: dict[str, int] = Field(description="By tier, as the instance last reported.")
     capacity_bytes: dict[str, int]
+    tier_states: dict[str, str] = Field(
+        description="Of tiers that are not active, as the instance last reported."
+    )
     hits_total: dict[str, int] = Field(description="Chunks that lookups asked for, by source, or `miss`.")
     peer_leased_bytes: int
     peer_sent_bytes_total: int

@@ -74,6 +74,7 @@ class Condition:
             peer_sent_bytes_total=self._peer_server.leases.read_bytes,
             peer_read_bytes_total=peer_bytes,
             sessions=len(self._processes),
+            tier_states=self._told.states(),
         )
 
     def models(self) -> list[KvKind]:

@@ -61,6 +61,11 @@ class ToldTiers:
         """Names of all tiers, nearest first."""
         return list(self._all())
 
+    def states(self) -> dict[str, str]:
+        """The states of the tiers that are not active."""
+        shown = {name: tier.shown_state for name, tier in self._all().items()}
+        return {name: state for name, state in shown.items() if state != TierState.ACTIVE}
+
     def media(self) -> dict[str, str]:
         """The words of the media of the shared tiers, by tier; those whose medium is not known are left out."""
         return {

@@ -190,7 +190,7 @@ class TierControl:
         """For the status document, by name."""
         return {
             tier.name: {
-                "state": _state(tier),
+                "state": tier.shown_state,
                 "takes_loads": tier.state is TierState.ACTIVE,
                 **_status(tier),
             }
@@ -203,7 +203,7 @@ class TierControl:
         return {
             "name": tier.name,
             "type": tier.name.rpartition("-")[0],
-            "state": _state(tier),
+            "state": tier.shown_state,
             "policy": str(tier.configured.policy),
             "takes_loads": tier.state is TierState.ACTIVE,
             "persistent": capabilities.persistent,
@@ -247,11 +247,3 @@ def _status(tier: Tier) -> dict[str, Any]:
             "reason": tier.reason,
         }
     return status
-
-
-def _state(tier: Tier) -> str:
-    """The state of a tier for people: an active one whose directory is not well has the state of its directory."""
-    folder = tier.configured.folder
-    if tier.state is TierState.ACTIVE and folder is not None and folder.state is not FolderState.WELL:
-        return str(folder.state)
-    return str(tier.state)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.storage.base import StorageAdapter
+from kvstrata.storage.folder import FolderState
 from kvstrata.storage.stack import Stack
 
 
@@ -53,6 +54,14 @@ class Tier:
         if not self.is_open:
             return TierState.UNREACHABLE
         return TierState.PAUSED if self.configured.adapter.paused else TierState.ACTIVE
+
+    @property
+    def shown_state(self) -> str:
+        """The state for people: an active tier whose directory is not well has the state of its directory."""
+        folder = self.configured.folder
+        if self.state is TierState.ACTIVE and folder is not None and folder.state is not FolderState.WELL:
+            return str(folder.state)
+        return str(self.state)
 
 
 class TierSet:

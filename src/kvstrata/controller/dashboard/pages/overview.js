@@ -61,15 +61,17 @@ function tiles(cluster) {
 }
 
 function attention(cluster, instances, redraw) {
-  const rows = instances.filter((one) => stateOf(one) !== "ready" || one.sync.state !== "exact");
+  const tiers = (one) => Object.entries(one.tier_states).map(([tier, word]) => `${tier} is ${word}`);
+  const rows = instances.filter((one) => stateOf(one) !== "ready" || one.sync.state !== "exact" || tiers(one).length);
+  const why = (one) => [syncText(one), ...tiers(one)].join(", ");
   const refused = cluster.directory.refused_keys_total;
   return h("section", { key: "attention" }, h("h2", {}, "Needs attention"),
     !cluster.ready && h("p", { class: "wrong" }, `The controller is not ready: ${cluster.why_not_ready}`),
     !cluster.election.leader && h("p", { class: "wrong" }, "No controller leads."),
     refused > 0 && h("p", { class: "wrong" }, `The directory is full: ${count(refused)} chunks were refused.`),
     rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The one instance is in sync." : `All ${instances.length} instances are in sync.`)
-      : list({ id: "attention", what: "instances that are not in sync", rows, key: (one) => one.id, text: (one) => `${one.id} ${stateOf(one)} ${syncText(one)}`, attributes: { class: "rows" }, redraw,
-        item: (one) => [instanceLink(one.id), state(stateOf(one)), h("div", {}, syncText(one))] }));
+      : list({ id: "attention", what: "instances", rows, key: (one) => one.id, text: (one) => `${one.id} ${stateOf(one)} ${why(one)}`, attributes: { class: "rows" }, redraw,
+        item: (one) => [instanceLink(one.id), state(stateOf(one)), h("div", {}, why(one))] }));
 }
 
 const SILENT_S = 6; // a gateway tells something every 2 s
