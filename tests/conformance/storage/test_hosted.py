@@ -19,6 +19,7 @@ from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
 from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
 from tests.conformance.storage.test_fs import Folder
+from tests.harness.alone import alone
 from tests.harness.bad_adapter import entry_of
 from tests.harness.waiting import until
 
@@ -78,13 +79,14 @@ async def test_holds_of_a_batch_whose_adapter_raised_end_with_their_last_referen
     assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
 
 
+@alone
 async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or_process(
     tmp_path: Path,
 ) -> None:
     lent = lent_context(lambda key: None)
     await asyncio.to_thread(int)  # makes the loop's own threads and descriptors
     descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
-    entry = {"type": "fs", "base_path": str(tmp_path / "kv")}
+    entry = {"type": "fs", "base_path": f"{tmp_path}/kv"}
     adapter = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000, max_pause_s=0.1)
     await adapter.open(lent)
     first = adapter.host_status()["pid"]

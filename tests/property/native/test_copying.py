@@ -16,6 +16,7 @@ from kvstrata.native import copying
 from kvstrata.native import record as native_record
 from kvstrata.native.copying import CopyEngine, CopyPlan
 from kvstrata.native.record import CopyOutcome, RecordSpec
+from tests.harness.alone import alone
 from tests.harness.waiting import HANG_S
 from tests.oracles import copying as oracle
 from tests.oracles import crc32c as crc_oracle
@@ -275,6 +276,7 @@ def test_copy_threads_do_what_a_single_copy_does(data: st.DataObject, engine: En
         assert engine.memory == before
 
 
+@alone
 def test_a_dropped_engine_leaves_no_thread_and_no_descriptor_behind() -> None:
     threads, descriptors = set(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
     copies = CopyEngine(3, 8)
@@ -288,6 +290,7 @@ def test_a_dropped_engine_leaves_no_thread_and_no_descriptor_behind() -> None:
         time.sleep(0.001)
 
 
+@alone
 def test_a_forked_child_with_an_engine_ends_normally() -> None:
     copies = CopyEngine(2, 8)
     child = os.fork()

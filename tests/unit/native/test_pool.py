@@ -11,6 +11,7 @@ import pytest
 
 from kvstrata.native.index import ExtentsMap, IndexReader
 from kvstrata.native.pool import Pool, PoolError, PoolFormatError
+from tests.harness.alone import alone
 from tests.harness.amount import amount
 from tests.unit.native import pool_churn
 from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, store
@@ -168,6 +169,7 @@ def test_a_server_killed_anywhere_leaves_a_pool_that_the_next_one_adopts(files: 
         pool.close()
 
 
+@alone
 def test_pools_and_readers_leave_no_descriptor_behind() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):

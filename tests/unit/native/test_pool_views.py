@@ -12,6 +12,7 @@ from kvstrata.native.index import ExtentsMap, IndexReader
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import PoolError, PoolFormatError
 from kvstrata.types import unpack_extents
+from tests.harness.alone import alone
 from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
 
 # holds and views
@@ -151,7 +152,9 @@ def test_a_lent_hold_is_dropped_once_by_a_call_a_block_or_its_end(files: Files) 
         hold.view()
 
 
-def test_a_forked_child_has_no_mapping(files: Files) -> None:
+@alone
+def test_a_forked_child_has_no_mapping() -> None:
+    files = Files()
     pool = files.create()
     reader = IndexReader(files.index)
     extents = ExtentsMap(files.extents, pool.extents_bytes)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import tracemalloc
 
 from kvstrata.policy.misses import Explainer
 from kvstrata.rpc import wire
 from kvstrata.types import RequestIdentity
+from tests.harness.alone import alone
 from tests.harness.amount import amount
 from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import RECORD_BYTES, chain_of
@@ -52,20 +51,11 @@ def bytes_a_session(server: InstanceInProcess, first: int) -> float:
     return (after_bytes - before_bytes) / (MEASURED - 50)
 
 
+@alone
 def test_ended_sessions_leave_no_memory_behind() -> None:
-    # A process of its own: threads that other tests left in this one allocate too.
-    script = "from tests.unit.server import test_session_memory; test_session_memory.print_rounds()"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    rounds = [float(word) for word in run.stdout.split()]
-    assert len(rounds) == amount(1, 4), run.stdout
-    assert max(rounds) < 64, rounds
-
-
-def print_rounds() -> None:
-    """Print what a session leaves behind, for each round."""
     server = InstanceInProcess(explainer=Explainer(max_keys=32, max_probes=32, max_requests=32))
     for number in range(1, 1 + MEASURED):
         session_comes_and_goes(server, number)
-    print(*(bytes_a_session(server, first * MEASURED + 1) for first in range(1, 1 + amount(1, 4))))
+    rounds = [bytes_a_session(server, first * MEASURED + 1) for first in range(1, 1 + amount(1, 4))]
+    assert max(rounds) < 64, rounds
     server.close()
