@@ -207,6 +207,9 @@ class Election:
             self._orders_version = self._orders_revision = 0
         self._revision = answer.revision
         cluster_id = await self._settled_cluster_id(connection, found, told_id)
+        if cluster_id != self.cluster_id:
+            # etcd has lost its data, and may have reached the revisions from before again.
+            self._orders_version = self._orders_revision = 0
         await self._take_orders(connection, orders, version, found)
         if refresh:
             asked_s = self._clock.monotonic_s()
