@@ -49,9 +49,7 @@ def test_a_healthy_gpu_has_lines_for_driver_kernels_and_devices() -> None:
         ({"fail": "cuDeviceGetName:1:719"}, "GPU 0", "cuDeviceGetName", "restart"),
     ],
 )
-def test_a_bad_state_has_a_line_that_says_what_to_do(
-    options: dict[str, object], check: str, found: str, advice: str
-) -> None:
+def test_a_bad_state_has_a_line_that_says_what_to_do(options, check, found, advice):
     line = lines(**options)[check]
     assert line["state"] == "warn"
     assert found in line["found"] and advice in line["advice"], line

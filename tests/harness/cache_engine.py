@@ -14,15 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.client import (
-    CacheClient,
-    Identity,
-    LoadItem,
-    LookupCall,
-    LookupResult,
-    StoreJob,
-    StoreOutcome,
-)
+from kvstrata.client import CacheClient, Identity, LoadItem, LookupCall, LookupResult, StoreJob, StoreOutcome
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.keys import ChunkHasher
 from kvstrata.types import (

@@ -66,12 +66,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def visit(
-    browser: Browser,
-    url: str,
-    live: bool = True,
-    link: str = "",
-) -> AsyncIterator[Page]:
+async def visit(browser: Browser, url: str, live: bool = True, link: str = "") -> AsyncIterator[Page]:
     """Open a page in a browser context of its own; assert at the end that it logged no error and asked no other host.
 
     With `live`, wait until the dashboard has its stream.  `link` logs the browser in first.

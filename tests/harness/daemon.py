@@ -142,12 +142,7 @@ class Daemon(Spawned, ABC):
         self, command: Sequence[str], environment: Mapping[str, str] | None, log: int
     ) -> subprocess.Popen[bytes] | Forked:
         return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
 
     def start(self) -> None:

@@ -121,11 +121,7 @@ class Forks:
 
         The caller still owns its descriptors.
         """
-        request = {
-            "command": [module, *arguments],
-            "environment": dict(environment),
-            "folder": os.getcwd(),
-        }
+        request = {"command": [module, *arguments], "environment": dict(environment), "folder": os.getcwd()}
         descriptors = streams if ready is None else (*streams, ready)
         with self.lock:
             return Command(self, int(self.ask(request, descriptors)))

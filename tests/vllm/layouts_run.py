@@ -87,11 +87,7 @@ def backend_of(case: Case) -> Any:
 def spec_of(case: Case, heads: int = HEADS) -> Any:
     """vLLM's description of a layer, as its attention layers make it, packed as the backend wants it."""
     dtype = torch.bfloat16 if case.dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[case.dtype]
-    common = {
-        "block_size": case.block_tokens,
-        "dtype": dtype,
-        "kv_quant_mode": get_kv_quant_mode(case.dtype),
-    }
+    common = {"block_size": case.block_tokens, "dtype": dtype, "kv_quant_mode": get_kv_quant_mode(case.dtype)}
     if case.mla:
         spec: Any = MLAAttentionSpec(
             num_kv_heads=1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,7 @@ def first(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def offloading(
-    first: bool,
-    server: ServerProcess,
-    vllm_model_folder: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[BesideRig]:
+def offloading(first, server, vllm_model_folder, tmp_path_factory) -> Iterator[BesideRig]:
     """Beside `OffloadingConnector`, whose loads are asynchronous, with a model that has windows."""
     folder = tmp_path_factory.mktemp("offloading")
     extra = {
@@ -97,19 +92,13 @@ def offloading(
         "spec_module_path": "tests.vllm.other_connectors",
         "hold_file": str(folder / "hold"),
     }
-    other = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     with engine(server, vllm_model_folder("gemma3"), folder / "vllm", other, first=first) as vllm:
         yield BesideRig(server, vllm, folder / "hold", first=first)
 
 
 @pytest.fixture(scope="module")
-def example(
-    server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[BesideRig]:
+def example(server, small_model, tmp_path_factory) -> Iterator[BesideRig]:
     """Beside `ExampleConnector`, whose loads are part of a step."""
     folder = tmp_path_factory.mktemp("example")
     other = {

@@ -66,9 +66,7 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 
 @pytest.fixture(scope="module")
-def engines_of_one_server(
-    vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Rig, Rig]]:
+def engines_of_one_server(vllm_model_folder, tmp_path_factory) -> Iterator[tuple[Rig, Rig]]:
     with engines(vllm_model_folder(vllm_model.DRAFTED), tmp_path_factory) as both:
         yield both
 
@@ -77,9 +75,7 @@ def tokens(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(3, vllm_model.VOCABULARY) for _ in range(count)]
 
 
-def test_a_hit_from_another_process_has_the_tokens_and_the_acceptance_of_a_cold_prompt(
-    engines_of_one_server: tuple[Rig, Rig],
-) -> None:
+def test_a_hit_from_another_process_has_the_tokens_and_the_acceptance_of_a_cold_prompt(engines_of_one_server):
     first, second = engines_of_one_server
     draw = random.Random(1)
     prompts = [tokens(draw, length) for length in LENGTHS]
@@ -94,9 +90,7 @@ def test_a_hit_from_another_process_has_the_tokens_and_the_acceptance_of_a_cold_
     assert hits == [192, 224, 224, 224, 256, 288]
 
 
-def test_a_record_in_front_of_another_token_is_not_served(
-    engines_of_one_server: tuple[Rig, Rig],
-) -> None:
+def test_a_record_in_front_of_another_token_is_not_served(engines_of_one_server):
     first, second = engines_of_one_server
     draw = random.Random(2)
     shared = [tokens(draw, chunks * CHUNK) for chunks in (2, 3, 3, 4)]

@@ -86,9 +86,7 @@ def forgotten_in_l1(server: ServerProcess) -> bool:
 
 
 @pytest.mark.parametrize(("point", "action"), cases())
-def test_the_engine_gives_the_same_tokens_and_does_not_wait(
-    rig: Rig, known: tuple[list[int], list[int]], point: str, action: str
-) -> None:
+def test_the_engine_gives_the_same_tokens_and_does_not_wait(rig, known, point, action):
     prompt, expected = known
     new = rig.fresh_prompt(600)
     rig.vllm.ask("take_calls")

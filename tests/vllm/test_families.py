@@ -4,7 +4,6 @@ the tokens of a run without cache."""
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +18,7 @@ RARE = [pytest.param(name, marks=pytest.mark.long) for name in ("gpt-oss", "mist
 
 
 @pytest.mark.parametrize("family", [*IN_GATE, *RARE])
-def test_a_family_hits_from_l1_after_a_kill_from_disk_and_from_a_peer(
-    family: str, tmp_path: Path, vllm_python: Path
-) -> None:
+def test_a_family_hits_from_l1_after_a_kill_from_disk_and_from_a_peer(family, tmp_path, vllm_python):
     seed = amount(1, random.randrange(10_000))
     lengths = draw_lengths(amount(2, 3), seed)
     ways = measure(family, lengths, tmp_path, outages=ALL, peer=ALL and family in IN_GATE)

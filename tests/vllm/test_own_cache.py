@@ -7,7 +7,6 @@ import time
 import urllib.request
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.residency.sources import Source
 from tests.harness.daemon import free_port
-from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
 from tests.vllm.conftest import API_FLAGS, make_prompt, until, whole_blocks
 
@@ -33,9 +31,7 @@ def place() -> Source:
 
 
 @pytest.fixture
-def api(
-    server: ServerProcess, small_model: Path, tmp_path: Path, vllm_python: Path, place: Source
-) -> Iterator[VllmApi]:
+def api(server, small_model, tmp_path, vllm_python, place) -> Iterator[VllmApi]:
     """An engine with our connector that keeps its last few batches only."""
     events = {
         "enable_kv_cache_events": True,
@@ -64,9 +60,7 @@ def heard(place: Source, prompts: list[list[int]]) -> tuple[list[int], dict[str,
         residency.close()
 
 
-def test_a_late_gateway_learns_what_was_stored_before_the_kept_batches(
-    api: VllmApi, small_model: Path, place: Source
-) -> None:
+def test_a_late_gateway_learns_what_was_stored_before_the_kept_batches(api, small_model, place):
     def ask(prompt: list[int], tokens: int) -> None:
         body = {"model": str(small_model), "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         headers = {"Content-Type": "application/json"}

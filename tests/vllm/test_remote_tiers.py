@@ -72,9 +72,7 @@ def put_chunks(rig: Rig, adapter: str) -> int:
 
 
 @pytest.mark.parametrize("name", remotes.NAMES)
-def test_another_engine_hits_with_the_same_tokens_and_computes_when_the_tier_is_killed(
-    scene: Scene, name: str
-) -> None:
+def test_another_engine_hits_with_the_same_tokens_and_computes_when_the_tier_is_killed(scene, name):
     if name not in scene.tiers:
         pytest.skip(f"this machine cannot run {name}")
     one, other = scene.rigs

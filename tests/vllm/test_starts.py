@@ -120,9 +120,7 @@ def complete(url, model, prompt, salt):
         "detokenize": False,
     }
     request = urllib.request.Request(
-        f"{url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=240) as reply:
         answer = json.loads(reply.read())

@@ -34,12 +34,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -192,10 +187,7 @@ def vllm_config(
         parallel_config=ParallelConfig(**parallel),
         cache_config=cache,
         scheduler_config=SchedulerConfig(
-            max_num_seqs=8,
-            max_num_batched_tokens=512,
-            max_model_len=8192,
-            is_encoder_decoder=False,
+            max_num_seqs=8, max_num_batched_tokens=512, max_model_len=8192, is_encoder_decoder=False
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="LMCacheConnectorV1",

@@ -19,14 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvstrata.connectors.vllm.groups import read_groups
 from kvstrata.errors import ConfigError
-from tests.vllm.versions_engine import (
-    BLOCK,
-    CHUNK,
-    LAYER_NAMES,
-    Client,
-    DryEngine,
-    vllm_config,
-)
+from tests.vllm.versions_engine import BLOCK, CHUNK, LAYER_NAMES, Client, DryEngine, vllm_config
 
 
 def check_groups_of(folder: Path) -> Iterator[dict[str, Any]]:

@@ -7,14 +7,8 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
-from kvstrata.testing.strategies import (
-    lent_context,
-)
-from tests.fault.p2p.net import (
-    KEYS,
-    Net,
-    TestOwner,
-)
+from kvstrata.testing.strategies import lent_context
+from tests.fault.p2p.net import KEYS, Net, TestOwner
 from tests.harness.l1 import L1
 
 

@@ -40,12 +40,7 @@ from kvstrata.rpc.cluster_wire import (
 )
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence
-from kvstrata.testing.strategies import (
-    load_item,
-    loaded_payload,
-    payload_of,
-    watched,
-)
+from kvstrata.testing.strategies import load_item, loaded_payload, payload_of, watched
 from kvstrata.types import EXTENT, KEY_BYTES
 from tests.harness.directory_double import Directory, Endpoint
 from tests.harness.l1 import L1, RECORD, SIZE, chain

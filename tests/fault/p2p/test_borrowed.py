@@ -33,9 +33,7 @@ async def lane() -> AsyncIterator[PoolLane]:
     made.close()
 
 
-async def test_a_borrowed_chunk_is_dropped_after_its_time_but_not_while_leased(
-    l1: L1, lane: PoolLane
-) -> None:
+async def test_a_borrowed_chunk_is_dropped_after_its_time_but_not_while_leased(l1, lane):
     clock = TestClock()
     borrowed = Borrowed(l1.pool, lane, clock)
     keys, own = chain("read", 4), chain("own", 3)

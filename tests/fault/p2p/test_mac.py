@@ -31,16 +31,7 @@ from kvstrata.testing.strategies import (
     section_lengths,
     watched,
 )
-from tests.fault.p2p.net import (
-    ABSENT,
-    KEYS,
-    LOADED,
-    THERE,
-    CopyEngine,
-    failed,
-    metadata_of,
-    unknown,
-)
+from tests.fault.p2p.net import ABSENT, KEYS, LOADED, THERE, CopyEngine, failed, metadata_of, unknown
 from tests.harness.directory_double import Directory
 from tests.harness.l1 import L1, RECORD, SIZE
 
@@ -212,12 +203,7 @@ def in_another_order(key: bytes, records: Records, numbers: range, earlier: byte
     ],
     ids=["right", "of an earlier read", "none", "of another key", "in another order", "zeros"],
 )
-async def test_only_the_tags_of_this_read_are_believed(
-    scene,
-    monkeypatch: pytest.MonkeyPatch,
-    tags: Callable[[bytes, Records, range, bytes], bytes],
-    served: LoadOutcome,
-) -> None:
+async def test_only_the_tags_of_this_read_are_believed(scene, monkeypatch, tags, served):
     """Both reads are of the same records in the same place."""
     told: dict[int, bytes] = {}
 
@@ -248,9 +234,7 @@ async def test_instances_with_and_without_the_setting_do_not_read_each_other_and
     assert one.owner.leases.stats()["granted"] == 0
 
 
-async def test_reads_of_parts_of_a_lease_have_macs_of_their_own_and_the_lease_ends_with_the_last(
-    scene,
-) -> None:
+async def test_reads_of_parts_of_a_lease_have_macs_of_their_own_and_the_lease_ends_with_the_last(scene):
     one = await scene(reader=True)
     await one.reader.exists(KEYS)
     for part in (KEYS[:1], KEYS[5:], KEYS[1:5]):

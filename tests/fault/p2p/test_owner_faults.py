@@ -12,24 +12,9 @@ from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.owners import OwnerLimits
 from kvstrata.policy.reasons import blames_medium, miss_reason
 from kvstrata.storage.base import Found, Presence
-from kvstrata.testing.strategies import (
-    load_item,
-    loaded_payload,
-    payload_of,
-    record_length,
-    watched,
-)
+from kvstrata.testing.strategies import load_item, loaded_payload, payload_of, record_length, watched
 from kvstrata.types import MissReason
-from tests.fault.p2p.net import (
-    ABSENT,
-    KEYS,
-    LOADED,
-    NOT_THERE,
-    THERE,
-    failed,
-    metadata_of,
-    unknown,
-)
+from tests.fault.p2p.net import ABSENT, KEYS, LOADED, NOT_THERE, THERE, failed, metadata_of, unknown
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.waiting import until
 
@@ -59,9 +44,7 @@ async def test_a_silent_owner_costs_one_deadline_and_is_then_skipped(net) -> Non
     ],
 )
 @pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.long)])
-async def test_chunks_of_an_owner_that_fails_are_not_absent(
-    net, l1: L1, named: bool, how: str, word: str, reason: MissReason | None
-) -> None:
+async def test_chunks_of_an_owner_that_fails_are_not_absent(net, l1, named, how, word, reason):
     one = await net(limits=OwnerLimits(open_s=600, max_open_s=600))
     if named:
         one.adapter.prefer(KEYS, msgspec.msgpack.encode(one.owner.entry))
@@ -148,9 +131,7 @@ async def test_a_cancelled_load_keeps_its_holds_until_the_read_has_ended(net) ->
         pytest.param(transfer.DEADLINE, "peer_deadline", marks=pytest.mark.long),
     ],
 )
-async def test_a_failure_of_the_engine_is_reported_and_every_hold_dropped(
-    net, word: str, reason: str
-) -> None:
+async def test_a_failure_of_the_engine_is_reported_and_every_hold_dropped(net, word, reason):
     one = await net()
     await one.adapter.exists(KEYS)
     one.engine.answer = word
@@ -220,9 +201,7 @@ async def test_a_restarted_owner_is_greeted_anew(net) -> None:
     assert one.owner.asked["PeerHello"] == 2
 
 
-async def test_an_owner_with_another_record_version_or_metadata_is_a_miss_and_logged_once(
-    net, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_owner_with_another_record_version_or_metadata_is_a_miss_and_logged_once(net, caplog):
     one = await net(limits=OwnerLimits(open_s=0.0, max_open_s=0.0))
     one.owner.refuses["PeerHello"] = "wrong_version"
     for _ in range(3):

@@ -10,21 +10,8 @@ import pytest
 from kvstrata.p2p.owners import OwnerLimits
 from kvstrata.rpc.cluster_wire import Failure, PeerRelease
 from kvstrata.storage.base import PutOutcome, PutStatus
-from kvstrata.testing.strategies import (
-    WAIT_S,
-    put_item,
-    watched,
-)
-from tests.fault.p2p.net import (
-    ABSENT,
-    KEYS,
-    LOADED,
-    NOT_THERE,
-    THERE,
-    TestOwner,
-    failed,
-    unknown,
-)
+from kvstrata.testing.strategies import WAIT_S, put_item, watched
+from tests.fault.p2p.net import ABSENT, KEYS, LOADED, NOT_THERE, THERE, TestOwner, failed, unknown
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.waiting import until
 
@@ -163,9 +150,7 @@ async def test_a_second_owner_is_asked_when_the_first_one_has_nothing(net, l1: L
 
 
 @pytest.mark.parametrize("cheats", [True, False])
-async def test_a_process_at_the_owners_endpoint_without_the_owners_key_is_not_believed(
-    net, l1: L1, cheats
-) -> None:
+async def test_a_process_at_the_owners_endpoint_without_the_owners_key_is_not_believed(net, l1, cheats):
     one = await net(lookup_timeout_ms=500 if cheats else 60_000)
     fake = TestOwner("owner", l1.pool)  # answers as the owner does, with the owner's chunks
     one.others.append(fake)

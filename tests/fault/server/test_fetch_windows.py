@@ -92,9 +92,7 @@ def random_prompt(rng: random.Random, name: str) -> Prompt:
 
 
 @pytest.mark.parametrize("seed", range(amount(10, 40)))
-async def test_a_fetch_loads_what_the_longest_hit_needs_and_nothing_else(
-    start: Start, l1: L1, seed: int
-) -> None:
+async def test_a_fetch_loads_what_the_longest_hit_needs_and_nothing_else(start, l1, seed):
     rig = start()
     await rig.open("a")
     rng = random.Random(seed)
@@ -110,9 +108,7 @@ async def test_a_fetch_loads_what_the_longest_hit_needs_and_nothing_else(
 
 
 @pytest.mark.parametrize("seed", range(amount(5, 20)))
-async def test_a_fetch_whose_loads_fail_tells_the_hit_that_l1_then_leases(
-    start: Start, l1: L1, seed: int
-) -> None:
+async def test_a_fetch_whose_loads_fail_tells_the_hit_that_l1_then_leases(start, l1, seed):
     rig = start()
     await rig.open("a")
     rng = random.Random(seed)

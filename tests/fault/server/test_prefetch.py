@@ -75,9 +75,7 @@ async def test_fetches_of_the_same_keys_load_them_once(l1: L1, tier: OpenTier) -
 
 
 @pytest.mark.parametrize("damage", ["flip", "gone", "another's"])
-async def test_a_bad_record_ends_the_prefix_and_is_healed_by_the_next_store(
-    l1: L1, tier: OpenTier, damage: str
-) -> None:
+async def test_a_bad_record_ends_the_prefix_and_is_healed_by_the_next_store(l1, tier, damage):
     one = await tier()
     keys = chain("a", 6)
     other = chain("b", 1)
@@ -109,9 +107,7 @@ async def test_a_bad_record_ends_the_prefix_and_is_healed_by_the_next_store(
 
 
 @pytest.mark.parametrize("damage", ["flip", "gone", "foreign"])
-async def test_every_policy_puts_a_chunk_again_whose_record_was_bad(
-    l1: L1, tier: OpenTier, damage: str
-) -> None:
+async def test_every_policy_puts_a_chunk_again_whose_record_was_bad(l1, tier, damage):
     """A policy that puts a chunk once must learn that the adapter does not have the chunk."""
     one = await tier(StorePolicy.SECOND_TOUCH)
     puts = Puts(l1, one, backlog_bytes=L1_BYTES)

@@ -15,9 +15,7 @@ from tests.harness.l1 import L1, L1_BYTES, LATER_S, RECORD, chain
 from tests.harness.waiting import until
 
 
-async def test_at_the_deadline_a_fetch_answers_with_the_loaded_chunks_and_the_rest_arrives_later(
-    l1: L1, tier: OpenTier
-) -> None:
+async def test_at_the_deadline_a_fetch_answers_with_the_loaded_chunks_and_the_rest_arrives_later(l1, tier):
     plan = FaultPlan(0)
     one = await tier(plan=plan)
     keys = chain("a", 6)
@@ -94,9 +92,7 @@ async def test_bytes_in_flight_are_bounded(l1: L1, tier: OpenTier) -> None:
     assert wait.result() == FetchOutcome(20, 20, "")
 
 
-async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_stay_safe(
-    l1: L1, tier: OpenTier
-) -> None:
+async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_stay_safe(l1, tier):
     plan = FaultPlan(0)
     one = await tier(plan=plan, deadline_ms=5)
     keys = chain("a", 2)
@@ -153,9 +149,7 @@ async def test_a_prompt_larger_than_the_pool_does_not_evict_its_own_beginning(l1
     assert l1.pool.peek(b"".join(keys), 1) == outcome.n_chunks
 
 
-async def test_loads_from_several_adapters_may_take_more_than_a_sessions_share(
-    l1: L1, tier: OpenTier
-) -> None:
+async def test_loads_from_several_adapters_may_take_more_than_a_sessions_share(l1, tier):
     """A session may reserve an eighth of the pool; the server's own loads are bounded adapter by adapter."""
     one, other = await tier(), await tier()
     keys, more = chain("a", 20), chain("b", 20)
@@ -219,9 +213,7 @@ async def test_a_cancelled_fetch_begins_no_more_loads(l1: L1, tier: OpenTier) ->
     assert l1.read(keys[1]) is None
 
 
-async def test_stop_is_bounded_and_its_bytes_stay_until_the_medium_has_finished(
-    l1: L1, tier: OpenTier
-) -> None:
+async def test_stop_is_bounded_and_its_bytes_stay_until_the_medium_has_finished(l1, tier):
     plan = FaultPlan(0)
     one = await tier(plan=plan)
     keys = chain("a", 4)

@@ -103,9 +103,7 @@ def disarmed() -> Iterator[None]:
     failpoints.arm({})
 
 
-async def test_puts_go_on_after_a_worker_crashed(
-    l1: L1, tier: OpenTier, caplog: pytest.LogCaptureFixture, disarmed: None
-) -> None:
+async def test_puts_go_on_after_a_worker_crashed(l1, tier, caplog, disarmed):
     """The chunks of its batch are skipped and unpinned; the tier is degraded until there is another worker."""
     one = await tier()
     puts = Puts(l1, one, batches_in_flight=1)
@@ -179,9 +177,7 @@ async def test_a_throttled_put_is_repeated_and_at_last_skipped(l1: L1, tier: Ope
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.RAISE, Fault.LOST_ACK])
-async def test_a_failed_put_is_skipped_with_its_reason_and_later_ones_go_on(
-    l1: L1, tier: OpenTier, fault: Fault
-) -> None:
+async def test_a_failed_put_is_skipped_with_its_reason_and_later_ones_go_on(l1, tier, fault):
     plan = FaultPlan(0)
     one = await tier(plan=plan)
     puts = Puts(l1, one)

@@ -11,16 +11,14 @@ from kvstrata.policy.store import EvictAhead, StorePolicy
 from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.testing.faults import Fault, FaultPlan
 from kvstrata.testing.strategies import payload_of
-from tests.fault.server.fs_tiers import Loads, OpenTier, Puts
+from tests.fault.server.fs_tiers import Loads, Puts
 from tests.harness.amount import amount
-from tests.harness.l1 import L1, LATER_S, RECORD, SIZE, chain
+from tests.harness.l1 import LATER_S, RECORD, SIZE, chain
 from tests.harness.waiting import until
 
 
 @pytest.mark.parametrize("seed", range(amount(2, 4)))
-async def test_whatever_goes_wrong_no_byte_is_wrong_and_nothing_leaks(
-    l1: L1, tier: OpenTier, seed: int
-) -> None:
+async def test_whatever_goes_wrong_no_byte_is_wrong_and_nothing_leaks(l1, tier, seed):
     draw = random.Random(seed)
     plan = FaultPlan(seed, rate=0.3, only=set(Fault) - {Fault.SLOW})
     faulty = await tier(plan=plan, deadline_ms=50, failures=3)

@@ -18,9 +18,7 @@ from tests.harness.shelf import SHELVES, entry
 from tests.harness.waiting import until
 
 
-async def test_a_tier_that_cannot_be_reached_stops_nothing_and_is_used_once_it_can_be(
-    start: Start, l1: L1, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tier_that_cannot_be_reached_stops_nothing_and_is_used_once_it_can_be(start, l1, monkeypatch):
     monkeypatch.setattr(tier_control, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(tier_control, "MAX_PAUSE_S", 0.001)
     rig = start()
@@ -113,9 +111,7 @@ async def test_a_paused_tier_is_asked_nothing_until_it_is_resumed(start: Start, 
     assert rig.control.pause("nobody") is None
 
 
-async def test_operations_under_way_end_well_in_a_pause_and_waiting_chunks_are_skipped(
-    start: Start, l1: L1
-) -> None:
+async def test_operations_under_way_end_well_in_a_pause_and_waiting_chunks_are_skipped(start, l1):
     rig = start()
     name = await rig.open("a")
     loaded, waited = chain("loaded", 2), chain("waited", 10)
@@ -135,9 +131,7 @@ async def test_operations_under_way_end_well_in_a_pause_and_waiting_chunks_are_s
 
 
 @pytest.mark.parametrize("seed", range(amount(2, 8)))
-async def test_whatever_is_paused_every_chunk_is_put_or_skipped_and_nothing_is_left(
-    start: Start, l1: L1, seed: int
-) -> None:
+async def test_whatever_is_paused_every_chunk_is_put_or_skipped_and_nothing_is_left(start, l1, seed):
     rng = random.Random(seed)
     rig = start()
     names = [await rig.open(f"shelf {number}") for number in range(3)]

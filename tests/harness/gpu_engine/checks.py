@@ -38,11 +38,7 @@ class BlockChecks:
             kv.poison(range(kv.num_blocks))
 
     def read(
-        self,
-        request: Request,
-        blocks: Sequence[int],
-        end: int,
-        layers: Iterable[int] | None = None,
+        self, request: Request, blocks: Sequence[int], end: int, layers: Iterable[int] | None = None
     ) -> list[Check]:
         """Queue reads of the first `end` tokens of a request, in these layers (None: in all)."""
         checks: list[Check] = []

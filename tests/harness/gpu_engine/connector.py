@@ -160,13 +160,7 @@ class Cache(NoCache):
         self.engine, plan = open_engine(settings, kv.view, "GPU 0", 0)
         pages = Pinner(self.engine, 0) if pin else PageWarmer()
         self.client = client_of(
-            settings,
-            kv,
-            Role.WORKER,
-            group,
-            engine=self.engine,
-            pages=pages,
-            registers_memory=True,
+            settings, kv, Role.WORKER, group, engine=self.engine, pages=pages, registers_memory=True
         )
         self.mover = mover(
             self.client,

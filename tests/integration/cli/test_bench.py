@@ -165,10 +165,7 @@ def test_wrong_bytes_are_an_error(engine):
 
 def test_missing_chunks_are_an_error(engine, server):
     engine.store(2)
-    eventually(
-        "its chunks are cleared",
-        lambda: [server_clear(server), nothing_of(server, "tenant")][1],
-    )
+    eventually("its chunks are cleared", lambda: [server_clear(server), nothing_of(server, "tenant")][1])
     with pytest.raises(Refused, match="only 0 of the 3 stored chunks are found"):
         engine.retrieve()
 

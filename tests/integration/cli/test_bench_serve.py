@@ -8,7 +8,6 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,10 +54,7 @@ class Endpoint:
         cached = 64 if start in self.seen else 0
         self.seen.add(start)
         self.hit_tokens += cached
-        usage = {
-            "prompt_tokens": len(body["prompt"]),
-            "completion_tokens": body["max_tokens"],
-        }
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
 
         async def events() -> AsyncIterator[str]:
             for _ in range(body["max_tokens"]):
@@ -119,9 +115,7 @@ def test_a_round_trip_counts_every_request_token_and_source(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("page", [7, 8], ids=["before the last round", "after it"])
-def test_a_round_without_counters_before_and_after_it_is_left_out_and_noted(
-    page: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_round_without_counters_before_and_after_it_is_left_out_and_noted(page, capsys):
     one, other = Endpoint(), Endpoint()
     other.shows = lambda asked: asked != page
     arguments = ["--documents", "4", "--document-tokens", "80", "--output-tokens", "1", "--rounds", "4"]
@@ -134,9 +128,7 @@ def test_a_round_without_counters_before_and_after_it_is_left_out_and_noted(
     assert note.startswith("round 4: ") and second in note
 
 
-def test_a_token_that_others_may_read_opens_a_cache_servers_counters(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_token_that_others_may_read_opens_a_cache_servers_counters(capsys, tmp_path):
     token = tmp_path / "http-token"
     token.write_text("a-token-of-this-test-only\n")
     token.chmod(0o600)
@@ -152,9 +144,7 @@ def test_a_token_that_others_may_read_opens_a_cache_servers_counters(
     assert "/nowhere/http-token: cannot be read" in capsys.readouterr().err
 
 
-def test_hits_of_a_round_count_though_a_cache_server_shows_a_page_for_a_while(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_hits_of_a_round_count_though_a_cache_server_shows_a_page_for_a_while(capsys):
     """Each request is a hit of one chunk in L1; both readings of a short round would be the same page."""
     counters = ServerCounters()
     pages = Pages(ServerCollector("one", counters, dict))
@@ -208,9 +198,7 @@ def test_wrong_arguments_name_the_flag_and_what_to_change(capsys: pytest.Capture
         assert expected.replace("URL", url) in capsys.readouterr().err
 
 
-def test_an_endpoint_that_needs_a_key_is_named_and_gets_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endpoint_that_needs_a_key_is_named_and_gets_it(capsys, monkeypatch):
     endpoint = Endpoint()
     endpoint.key = "a-key-for-the-test"
     arguments = ["long-doc-qa", "--documents", "1", "--rounds", "1", "--url"]

@@ -81,9 +81,7 @@ def test_an_output_without_our_characters_gets_them_escaped() -> None:
 @pytest.mark.parametrize(
     ("module", "supervised"), [("kvstrata.cli.server", True), ("kvstrata.cli.controller", False)]
 )
-def test_a_server_that_may_open_too_few_files_does_not_start_and_says_so(
-    module: str, supervised: bool
-) -> None:
+def test_a_server_that_may_open_too_few_files_does_not_start_and_says_so(module, supervised):
     words = [module, "--port", str(free_port()), *([] if supervised else ["--no-supervise"])]
     status, error = ended(started(words, stdout=subprocess.DEVNULL, preexec_fn=limit_files))
     assert status == Exit.CONFIG

@@ -64,9 +64,7 @@ def blocks(n_chunks: int) -> int:
 
 
 @DRIVERS
-def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine_also_by_one_in_host_memory(
-    engine: Start, driver: str
-) -> None:
+def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine_also_by_one_in_host_memory(engine, driver):
     first = engine(driver, engine="dma")
     assert first.ask("store", seed=1, n_chunks=6) == 6
     assert first.ask("store", seed=1, n_chunks=6) == 0, "what was loaded is not stored again"
@@ -147,9 +145,7 @@ def test_a_server_killed_in_mid_copy_leaves_no_wrong_byte(engine: Start, server:
     child.ask("close")
 
 
-def test_an_engine_killed_in_mid_copy_while_no_server_runs_is_stranded(
-    engine: Start, server: ServerProcess
-) -> None:
+def test_an_engine_killed_in_mid_copy_while_no_server_runs_is_stranded(engine, server):
     child = engine()
     child.ask("set_driver", name="delay_us", value="300000")
     session = child.ask("connect")
@@ -165,9 +161,7 @@ def test_an_engine_killed_in_mid_copy_while_no_server_runs_is_stranded(
 # -- pinning ------------------------------------------------------------------------------------------------------
 
 
-def test_the_pool_is_pinned_whole_and_let_go_with_the_server_that_owned_it(
-    engine: Start, server: ServerProcess
-) -> None:
+def test_the_pool_is_pinned_whole_and_let_go_with_the_server_that_owned_it(engine, server):
     child = engine()
     child.ask("wait_pinned", n_bytes=L1_MB << 20)
     server.kill()
@@ -182,9 +176,7 @@ def test_the_pool_is_pinned_whole_and_let_go_with_the_server_that_owned_it(
     assert child.ask("registrations") == 0
 
 
-def test_where_pinning_is_refused_the_rest_of_the_pool_is_copied_unpinned(
-    engine: Start, server: ServerProcess
-) -> None:
+def test_where_pinning_is_refused_the_rest_of_the_pool_is_copied_unpinned(engine, server):
     child = engine(engine="kernel", REGISTER=2 * SLAB_BYTES)
     refusal = child.ask("wait_stat", name="pin_refusal")
     assert "cuMemHostRegister" in refusal
@@ -213,17 +205,11 @@ def test_an_engine_attaches_and_works_while_pinning_hangs(engine: Start) -> None
     other.ask("close")
 
 
-def test_how_an_engine_copies_is_reported_to_every_server_and_counted_once(
-    engine: Start, server: ServerProcess
-) -> None:
+def test_how_an_engine_copies_is_reported_to_every_server_and_counted_once(engine, server):
     child = engine()
     child.ask("wait_pinned", n_bytes=L1_MB << 20)
     assert child.ask("stats")["copy_engine"] == "kernel", "runs are shorter than 32 KB"
-    wanted = {
-        "engine": "kernel",
-        "pinned_bytes": L1_MB << 20,
-        "pin_refusal": "",
-    }
+    wanted = {"engine": "kernel", "pinned_bytes": L1_MB << 20, "pin_refusal": ""}
     eventually("the server was told", lambda: copies_of(server) == wanted)
     server.kill()
     server.start()

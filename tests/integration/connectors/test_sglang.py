@@ -135,8 +135,7 @@ def test_pages_that_only_l2_has_are_found_and_loaded(open_storage, server):
     eventually("the pages have left L1", left_l1)
     eventually("the pages of L2 are found", lambda: storage.batch_exists(NAMES[:4]) == 3)
     eventually(
-        "the pages are loaded",
-        lambda: storage.batch_get_v1(NAMES[:3], pool.slots(20, 3)) == [True] * 3,
+        "the pages are loaded", lambda: storage.batch_get_v1(NAMES[:3], pool.slots(20, 3)) == [True] * 3
     )
     assert [pool.read(20 + i) for i in range(3)] == data
 

@@ -24,9 +24,7 @@ async def holders(scene: Scene, tokens: list[int], word: str, **more: Any) -> se
     return {one[:3] for one in await scene.known(tokens, word, **more) if one[1] != "peer"}
 
 
-async def test_prompts_of_a_lora_adapter_are_looked_up_by_the_content_that_each_instance_has(
-    scene: Scene,
-) -> None:
+async def test_prompts_of_a_lora_adapter_are_looked_up_by_the_content_that_each_instance_has(scene):
     names, numbers = [one.name for one in scene.engines], itertools.count()
     for engine in scene.engines:
         engine.models.append("sql")

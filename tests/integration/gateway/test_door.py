@@ -39,9 +39,7 @@ def bearer(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {KEYS[name]}"}
 
 
-async def test_with_tenants_only_their_keys_open_the_door_and_no_engine_sees_them(
-    start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_with_tenants_only_their_keys_open_the_door_and_no_engine_sees_them(start, session, tmp_path):
     engine = ScriptedEngine()
     gateway = await start(engine, tenants=tenants(tmp_path))
     wrong: list[dict[str, str]] = [
@@ -72,9 +70,7 @@ def _models(gateway: GatewayProcess, session: aiohttp.ClientSession, headers: di
     return session.get(f"{gateway.url}/v1/models", headers=headers)
 
 
-async def test_a_tenants_limits_hold_for_it_alone_and_refusals_count_as_missed(
-    start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_a_tenants_limits_hold_for_it_alone_and_refusals_count_as_missed(start, session, tmp_path):
     finish = asyncio.Event()
 
     async def slow(got: Got, line: Line) -> None:
@@ -118,9 +114,7 @@ async def test_a_tenants_limits_hold_for_it_alone_and_refusals_count_as_missed(
     assert rows == {("red", "chat"): (4, 3), ("blue", "chat"): (3, 2), ("blue", "never"): (1, 0)}
 
 
-async def test_a_web_page_of_another_site_cannot_use_a_port_without_keys(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_web_page_of_another_site_cannot_use_a_port_without_keys(start, session):
     engine = ScriptedEngine()
     gateway = await start(engine)
     for headers, code in (
@@ -134,9 +128,7 @@ async def test_a_web_page_of_another_site_cannot_use_a_port_without_keys(
     assert not engine.got
 
 
-async def test_pages_of_operators_need_their_token(
-    start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_pages_of_operators_need_their_token(start, session, tmp_path):
     gateway = await start(ScriptedEngine(), tenants=tenants(tmp_path), http={"open_metrics": False})
     for path in ("/metrics", "/gateway/status"):
         for headers in ({}, bearer("red")):
@@ -159,9 +151,7 @@ BAD_BODIES: dict[str, tuple[bytes, str]] = {
 }
 
 
-async def test_a_bad_request_gets_an_error_that_says_what_is_wrong(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_bad_request_gets_an_error_that_says_what_is_wrong(start, session):
     engine = ScriptedEngine()
     gateway = await start(engine, http={"max_body_mb": 0.5})
     for name, (body, code) in BAD_BODIES.items():
@@ -238,9 +228,7 @@ async def test_no_request_is_smuggled_past_the_gateway(start: Start, session: ai
     await at_rest(gateway, session)
 
 
-async def test_bombs_and_slow_clients_cost_only_themselves(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_bombs_and_slow_clients_cost_only_themselves(start, session):
     engine = ScriptedEngine()
     gateway = await start(engine, http={"arrival_s": 1, "stalled_s": 1, "max_connections": 64})
     many = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1_000) for i in range(20_000))
@@ -277,9 +265,7 @@ async def _closed(gateway: GatewayProcess, session: aiohttp.ClientSession, why: 
     return samples[f'kvstrata_gateway_http_closed_connections_total{{why="{why}"}}'] >= 1
 
 
-async def test_a_reload_cannot_open_a_port_that_others_reach(
-    start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_a_reload_cannot_open_a_port_that_others_reach(start, session, tmp_path):
     gateway = await start(ScriptedEngine(), tenants=tenants(tmp_path), http={"host": "0.0.0.0"})
     gateway.expect("port_without_tls", "host=0.0.0.0", f"port={gateway.port}")
     gateway.settings |= {"tenants": [], "http": {"host": "127.0.0.1"}}
@@ -294,9 +280,7 @@ async def test_a_reload_cannot_open_a_port_that_others_reach(
         assert response.status == 401
 
 
-def test_wrong_settings_stop_the_start_with_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_settings_stop_the_start_with_one_line(tmp_path, capfd):
     for settings, says in (
         ({"engines": []}, "engines: none is named; give --engine URL"),
         ({"engines": [{"url": "ftp://a:1"}]}, "engines[0].url"),

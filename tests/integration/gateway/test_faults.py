@@ -89,9 +89,7 @@ def first_fails(behaviour: Behaviour, engines: list[ScriptedEngine]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_another_engine_answers_for_one_that_fails_before_its_first_byte(
-    start: Start, session: aiohttp.ClientSession, stream: bool
-) -> None:
+async def test_another_engine_answers_for_one_that_fails_before_its_first_byte(start, session, stream):
     engines = [ScriptedEngine(), ScriptedEngine()]
     gateway = await start(*engines, retries={"budget_share": 1})
     for name, behaviour in FAILURES.items():
@@ -118,9 +116,7 @@ async def at_rest(gateway: GatewayProcess, session: aiohttp.ClientSession) -> No
     await eventually_async("nothing is under way", counts)
 
 
-async def test_a_failure_that_no_other_engine_mends_is_told(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_failure_that_no_other_engine_mends_is_told(start, session):
     engine = ScriptedEngine()
     gateway = await start(engine, health={"failures": 100})
     for name, behaviour in FAILURES.items():
@@ -140,9 +136,7 @@ async def test_a_failure_that_no_other_engine_mends_is_told(
     await at_rest(gateway, session)
 
 
-async def test_a_request_that_may_have_been_begun_is_not_repeated_if_that_could_be_seen(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_request_that_may_have_been_begun_is_not_repeated_if_that_could_be_seen(start, session):
     engines = [ScriptedEngine(behaviour=dies), ScriptedEngine(behaviour=dies)]
     gateway = await start(*engines)
     for body, sent in (
@@ -159,9 +153,7 @@ async def test_a_request_that_may_have_been_begun_is_not_repeated_if_that_could_
         assert sum(len(engine.got) for engine in engines) == sent, body
 
 
-async def test_an_answer_that_breaks_off_ends_with_an_error_and_a_cut_connection(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_an_answer_that_breaks_off_ends_with_an_error_and_a_cut_connection(start, session):
     async def breaks(got: Got, line: Line) -> None:
         stream = got.document.get("stream")
         await line.begin("text/event-stream" if stream else "application/json")
@@ -203,9 +195,7 @@ async def test_an_error_inside_a_200_is_counted(start: Start, session: aiohttp.C
     await gateway.until_sample(session, f"requests_total{{{labels}}}", 1)
 
 
-async def test_a_silent_engine_is_given_up_before_and_after_its_first_byte(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_silent_engine_is_given_up_before_and_after_its_first_byte(start, session):
     async def silent(got: Got, line: Line) -> None:
         if got.document.get("stream"):
             await line.begin()
@@ -227,9 +217,7 @@ async def test_a_silent_engine_is_given_up_before_and_after_its_first_byte(
 
 
 @pytest.mark.silence
-async def test_a_client_that_takes_its_time_is_no_silence_of_the_engine(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_client_that_takes_its_time_is_no_silence_of_the_engine(start, session):
     async def much(got: Got, line: Line) -> None:
         await line.begin()
         for _ in range(400):
@@ -242,9 +230,7 @@ async def test_a_client_that_takes_its_time_is_no_silence_of_the_engine(
         assert len(await response.read()) == 400 * 65_544
 
 
-async def test_the_engine_waits_for_a_client_that_does_not_read(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_the_engine_waits_for_a_client_that_does_not_read(start, session):
     written = 0
 
     async def much(got: Got, line: Line) -> None:
@@ -300,9 +286,7 @@ def resident_mb(pid: int) -> float:
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024
 
 
-async def test_an_engine_that_dies_gets_no_requests_until_it_answers_again(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_an_engine_that_dies_gets_no_requests_until_it_answers_again(start, session):
     one, two = ScriptedEngine(), ScriptedEngine()
     gateway = await start(one, two, policy="round_robin", health={"slow_start_s": 3600})
     await one.stop()
@@ -329,9 +313,7 @@ async def test_an_engine_that_dies_gets_no_requests_until_it_answers_again(
     await one.stop()
 
 
-async def test_an_engine_whose_models_are_garbage_does_not_serve_and_harms_nobody(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_an_engine_whose_models_are_garbage_does_not_serve_and_harms_nobody(start, session):
     class Odd(ScriptedEngine):
         models_body = b""
 
@@ -377,9 +359,7 @@ async def _state(
     return [row["state"] for row in rows if row["name"] == engine.name] == [state]
 
 
-async def test_requests_that_wait_for_a_frozen_engine_go_to_another(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_requests_that_wait_for_a_frozen_engine_go_to_another(start, session):
     frozen = asyncio.Event()
 
     async def freezes(got: Got, line: Line) -> None:
@@ -409,9 +389,7 @@ async def test_requests_that_wait_for_a_frozen_engine_go_to_another(
         await other.stop()
 
 
-async def test_retries_are_bounded_when_all_engines_fail(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_retries_are_bounded_when_all_engines_fail(start, session):
     engines = [ScriptedEngine(behaviour=busy(503)) for _ in range(3)]
     gateway = await start(*engines, retries={"attempts": 3, "budget_share": 0.1})
 
@@ -423,9 +401,7 @@ async def test_retries_are_bounded_when_all_engines_fail(
     assert 100 < sum(len(engine.got) for engine in engines) <= 100 + 10 + 10
 
 
-async def test_connections_to_engines_are_kept_and_one_that_an_engine_closes_is_not_used(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_connections_to_engines_are_kept_and_one_that_an_engine_closes_is_not_used(start, session):
     engine = ScriptedEngine()
     lines: set[Line] = set()
 

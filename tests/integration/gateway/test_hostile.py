@@ -15,7 +15,6 @@ import pytest
 
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Behaviour, Got, Line, ScriptedEngine, delta
-from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.test_door import HEAD, raw
 from tests.integration.gateway.test_faults import at_rest, first_fails, resident_mb
 from tests.integration.gateway.test_proxy import CHAT, ask
@@ -71,9 +70,7 @@ FLOODS: dict[str, Behaviour] = {
 }
 
 
-async def test_an_answer_that_is_not_http_never_reaches_a_client(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_an_answer_that_is_not_http_never_reaches_a_client(start, session):
     engines = [ScriptedEngine(), ScriptedEngine()]
     gateway = await start(*engines, retries={"budget_share": 1}, health={"failures": 100})
     behaviours = {name: says(data) for name, data in NO_ANSWER.items()} | FLOODS
@@ -95,9 +92,7 @@ ENDLESS: dict[str, tuple[bytes, bytes]] = {
 }
 
 
-async def test_ends_of_answers_that_break_the_rules_harm_nobody(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_ends_of_answers_that_break_the_rules_harm_nobody(start, session):
     engine = ScriptedEngine()
     gateway = await start(engine, health={"failures": 100})
     # An end that does not end is cut.
@@ -152,9 +147,7 @@ def usages() -> Iterator[str]:
     yield "[" * 1_000
 
 
-async def test_lies_about_tokens_change_nothing_but_their_engines_figures(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_lies_about_tokens_change_nothing_but_their_engines_figures(start, session):
     liar, sound = ScriptedEngine(), ScriptedEngine()
     gateway = await start(liar, sound, policy="ttft")
     lies = itertools.cycle(usages())
@@ -218,9 +211,7 @@ BOMBS: dict[str, tuple[bytes, bytes]] = {
 }
 
 
-async def test_requests_that_break_the_rules_cost_their_sender_only(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_requests_that_break_the_rules_cost_their_sender_only(start, session):
     engine = ScriptedEngine()
     gateway = await start(engine)
     for name, (head, part) in BOMBS.items():

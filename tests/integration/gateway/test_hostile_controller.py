@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -28,7 +26,6 @@ from kvstrata.rpc.zmq_server import Address, ZmqServer
 from kvstrata.types import LayoutIdentity
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.controllers_scene import COMPLETIONS, answers
 
 pytestmark = pytest.mark.integration
@@ -94,9 +91,7 @@ ANSWERS: dict[str, tuple[Says, str]] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_whatever_a_controller_answers_requests_are_answered(
-    liar: Liar, name: str, start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_whatever_a_controller_answers_requests_are_answered(liar, name, start, session, tmp_path):
     liar.says, outcome = ANSWERS[name]
     controllers = {"urls": [f"tcp://127.0.0.1:{liar.port}"], "insecure": True, "deadline_ms": 100}
     gateway = await start(urls=[one.url for one in liar.engines], policy="ttft", controllers=controllers)

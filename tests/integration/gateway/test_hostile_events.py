@@ -7,11 +7,9 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
 import msgspec
 import pytest
 import zmq
@@ -119,9 +117,7 @@ class Liar(ScriptedEngine):
         self._context.destroy(linger=0)
 
 
-async def test_an_engine_that_floods_lies_harms_nobody_else(
-    session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_an_engine_that_floods_lies_harms_nobody_else(session, tmp_path):
     seed = amount.seed()
     draw = random.Random(seed)
     sound, liar = Sim(), Liar()
@@ -157,9 +153,7 @@ async def test_an_engine_that_floods_lies_harms_nobody_else(
         await sound.kill()
 
 
-async def test_an_engine_whose_events_cannot_be_heard_is_not_taken_for_empty(
-    session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_an_engine_whose_events_cannot_be_heard_is_not_taken_for_empty(session, tmp_path):
     async with ScriptedEngine() as engine:
         gateway = GatewayProcess(tmp_path, [engine.url], policy="ttft")
         gateway.settings["engines"][0]["kv_events"] = f"tcp://127.0.0.1:{free_port()}"

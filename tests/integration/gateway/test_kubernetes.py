@@ -15,7 +15,6 @@ import pytest
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.waiting import eventually_async, until
-from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.test_proxy import certificate
 
 pytestmark = pytest.mark.integration
@@ -62,9 +61,7 @@ class ApiServer:
     def settings(self) -> dict[str, Any]:
         """`engines_from` of a gateway."""
         service = {"service": "vllm", "port_name": "http"}
-        return {
-            "kubernetes": {**service, "api_url": self._server.url, "account_dir": str(self.account)},
-        }
+        return {"kubernetes": {**service, "api_url": self._server.url, "account_dir": str(self.account)}}
 
     async def _answer(self, got: Got, line: Line) -> None:
         url = urlsplit(got.target)
@@ -104,9 +101,7 @@ async def until_engines(gateway: GatewayProcess, session: aiohttp.ClientSession,
     await eventually_async(f"engines {pods}", there)
 
 
-async def test_engines_come_and_go_with_their_endpoints(
-    api: ApiServer, start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_engines_come_and_go_with_their_endpoints(api, start, session):
     async with ScriptedEngine() as a, ScriptedEngine() as b, ScriptedEngine() as c:
         api.items = [slice_of("a", a), slice_of("b", b, ready=None), slice_of("c", c, ready=False)]
         gateway = await start(urls=[], engines_from=api.settings)
@@ -122,9 +117,7 @@ async def test_engines_come_and_go_with_their_endpoints(
         await until_engines(gateway, session, "b", "c", "d")
 
 
-async def test_engines_stay_while_the_api_server_makes_no_sense(
-    api: ApiServer, start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_engines_stay_while_the_api_server_makes_no_sense(api, start, session):
     async with ScriptedEngine() as a:
         api.items = [slice_of("a", a)]
         gateway = await start(urls=[], engines_from=api.settings)
@@ -137,9 +130,7 @@ async def test_engines_stay_while_the_api_server_makes_no_sense(
         assert await logged(gateway, "endpoints_unknown")
 
 
-async def test_engines_stay_while_the_api_server_refuses(
-    api: ApiServer, start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_engines_stay_while_the_api_server_refuses(api, start, session):
     async with ScriptedEngine() as a, ScriptedEngine() as b:
         api.items = [slice_of("a", a)]
         gateway = await start(urls=[], engines_from=api.settings)

@@ -72,9 +72,7 @@ async def is_idle(scene: Scene, session: aiohttp.ClientSession) -> None:
     await eventually_async("the picker's counts are zero", zero)
 
 
-async def test_a_stream_passes_and_the_conversation_keeps_its_engine(
-    scene: Scene, session: aiohttp.ClientSession
-) -> None:
+async def test_a_stream_passes_and_the_conversation_keeps_its_engine(scene, session):
     history = "x" * 20_000
     for turn in range(4):
         history += f"turn {turn} " + "y" * 2_000
@@ -91,9 +89,7 @@ async def test_a_stream_passes_and_the_conversation_keeps_its_engine(
     await is_idle(scene, session)
 
 
-async def test_an_engine_that_cannot_be_reached_is_passed_over_for_the_next_named(
-    scene: Scene, session: aiohttp.ClientSession
-) -> None:
+async def test_an_engine_that_cannot_be_reached_is_passed_over_for_the_next_named(scene, session):
     """The picker does not know yet that the engine has died, and learns who has answered in its place."""
     history = "x" * 20_000
     async with session.post(scene.envoy.url + CHAT, json=ask(history)) as response:
@@ -127,9 +123,7 @@ async def test_an_engine_that_cannot_be_reached_is_passed_over_for_the_next_name
     await eventually_async("it was probed because another one has answered", down)
 
 
-async def test_a_body_in_several_frames_arrives_as_it_was_sent(
-    scene: Scene, session: aiohttp.ClientSession
-) -> None:
+async def test_a_body_in_several_frames_arrives_as_it_was_sent(scene, session):
     body = json.dumps(ask("z" * 300_000)).encode()
     first_half = asyncio.Event()
 
@@ -147,9 +141,7 @@ async def test_a_body_in_several_frames_arrives_as_it_was_sent(
     await is_idle(scene, session)
 
 
-async def test_parts_come_as_they_are_made_and_a_client_that_leaves_frees_its_engine(
-    scene: Scene, session: aiohttp.ClientSession
-) -> None:
+async def test_parts_come_as_they_are_made_and_a_client_that_leaves_frees_its_engine(scene, session):
     left = asyncio.Event()
 
     async def endless(got: Got, line: Line) -> None:
@@ -204,9 +196,7 @@ async def none_serves(scene: Scene, session: aiohttp.ClientSession) -> bool:
 
 
 @pytest.mark.parametrize("how", ("killed", "frozen"))
-async def test_without_a_picker_requests_go_on(
-    scene: Scene, session: aiohttp.ClientSession, how: str
-) -> None:
+async def test_without_a_picker_requests_go_on(scene, session, how):
     async def passes(number: int) -> bool | None:
         """Send one request. Returns whether a picker chose its engine; None if it failed."""
         async with session.post(scene.envoy.url + CHAT, json=ask(f"number {number}")) as response:
@@ -237,9 +227,7 @@ async def test_without_a_picker_requests_go_on(
         await is_idle(scene, session)
 
 
-async def test_text_goes_where_kv_events_say_that_it_is_cached(
-    start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_text_goes_where_kv_events_say_that_it_is_cached(start, session, tmp_path):
     folder = tokenizer_folder.bytes_only(tmp_path / "model")
     sims = [Sim(), Sim(ranks=2)]
     try:

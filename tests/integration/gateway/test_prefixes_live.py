@@ -60,9 +60,7 @@ async def talk(gateway: GatewayProcess, session: aiohttp.ClientSession, draw: ra
     return shares
 
 
-async def test_a_conversation_finds_its_prefix_and_conversations_spread(
-    engines: list[str], session: aiohttp.ClientSession, tmp_path: Any
-) -> None:
+async def test_a_conversation_finds_its_prefix_and_conversations_spread(engines, session, tmp_path):
     seed = amount.seed()
     gateway = GatewayProcess(tmp_path, engines, policy="ttft")
     await asyncio.to_thread(gateway.start)
@@ -88,9 +86,7 @@ async def test_a_conversation_finds_its_prefix_and_conversations_spread(
         gateway.kill()
 
 
-async def test_a_prefix_that_an_engine_has_lost_is_noticed(
-    engines: list[str], session: aiohttp.ClientSession, tmp_path: Any
-) -> None:
+async def test_a_prefix_that_an_engine_has_lost_is_noticed(engines, session, tmp_path):
     gateway = GatewayProcess(tmp_path, engines[:1], policy="ttft")
     await asyncio.to_thread(gateway.start)
     try:

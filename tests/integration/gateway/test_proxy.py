@@ -32,9 +32,7 @@ def ask(stream: bool = False, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": stream, **more}
 
 
-async def test_the_engine_gets_the_clients_bytes_and_the_client_the_engines(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_the_engine_gets_the_clients_bytes_and_the_client_the_engines(start, session):
     engine = ScriptedEngine()
     gateway = await start(engine)
     body = json.dumps(ask(odd=[1, {"ü": "\U0001f600"}])).encode() + b"  "
@@ -95,9 +93,7 @@ async def test_parts_of_a_stream_come_as_they_are_made(start: Start, session: ai
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_hears_at_once_that_the_client_has_gone(
-    start: Start, session: aiohttp.ClientSession, stream: bool
-) -> None:
+async def test_an_engine_hears_at_once_that_the_client_has_gone(start, session, stream):
     begun, gone = asyncio.Event(), asyncio.Event()
 
     async def endless(got: Got, line: Line) -> None:
@@ -131,9 +127,7 @@ async def test_an_engine_hears_at_once_that_the_client_has_gone(
     await eventually_async("the request has ended", counted)
 
 
-async def test_requests_behind_a_stream_on_one_connection_are_answered_after_it(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_requests_behind_a_stream_on_one_connection_are_answered_after_it(start, session):
     go_on, gone = asyncio.Event(), asyncio.Event()
 
     async def slow(got: Got, line: Line) -> None:
@@ -174,9 +168,7 @@ async def test_requests_behind_a_stream_on_one_connection_are_answered_after_it(
     await eventually_async("the last request counts as cancelled", counted)
 
 
-async def test_models_are_merged_and_requests_go_where_their_model_is(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_models_are_merged_and_requests_go_where_their_model_is(start, session):
     one, two = ScriptedEngine("m", "m-lora"), ScriptedEngine("m", "other")
     gateway = await start(one, two)
     async with session.get(f"{gateway.url}/v1/models") as response:
@@ -205,9 +197,7 @@ async def test_models_are_merged_and_requests_go_where_their_model_is(
     assert two.got[-1].target == "/v1/audio/transcriptions"
 
 
-async def test_a_dns_name_stands_for_an_engine_at_each_address(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_dns_name_stands_for_an_engine_at_each_address(start, session):
     engine = ScriptedEngine()
     async with engine:
         urls = [f"dns+http://localhost:{engine.port}", "dns+http://absent.invalid:8000"]
@@ -220,9 +210,7 @@ async def test_a_dns_name_stands_for_an_engine_at_each_address(
         assert "name_not_resolved" in await asyncio.to_thread(gateway.log.read_text)
 
 
-async def test_an_engine_with_tls_is_checked_against_known_authorities(
-    start: Start, session: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_with_tls_is_checked_against_known_authorities(start, session, tmp_path, monkeypatch):
     authority = certificate(tmp_path / "engine.pem")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(authority)
@@ -292,9 +280,7 @@ async def _logged(log: Path, text: str) -> bool:
     return text in await asyncio.to_thread(log.read_text)
 
 
-async def test_a_reload_brings_engines_and_lets_others_finish(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_reload_brings_engines_and_lets_others_finish(start, session):
     finish = asyncio.Event()
 
     async def slow(got: Got, line: Line) -> None:
@@ -340,9 +326,7 @@ async def _up(gateway: Any, session: aiohttp.ClientSession, engine: ScriptedEngi
     return states.get(engine.name) == "up"
 
 
-async def test_a_stop_lets_requests_end_and_takes_no_new_ones(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_stop_lets_requests_end_and_takes_no_new_ones(start, session):
     finish = asyncio.Event()
 
     async def slow(got: Got, line: Line) -> None:
@@ -367,9 +351,7 @@ async def test_a_stop_lets_requests_end_and_takes_no_new_ones(
     assert "requests_cut=0" in gateway.log.read_text()
 
 
-async def test_a_stored_response_is_asked_of_the_engine_that_made_it(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_a_stored_response_is_asked_of_the_engine_that_made_it(start, session):
     def behaviour(number: int) -> Any:
         async def respond(got: Got, line: Line) -> None:
             await line.answer({"id": f"resp_{number}", "object": "response"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -90,9 +89,7 @@ async def test_requests_wait_here_while_the_engine_has_enough_and_a_client_that_
     await gateway.until_sample(session, 'queue_seconds_count{tenant=""}', 4)
 
 
-async def test_a_tenants_tokens_are_limited_and_those_that_the_answer_tells_count(
-    start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_a_tenants_tokens_are_limited_and_those_that_the_answer_tells_count(start, session, tmp_path):
     engine = ScriptedEngine()
     limits = {"red": {"tokens_per_s": 0.001, "tokens_burst": 30}}
     gateway = await start(engine, tenants=tenants(tmp_path, **limits))

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -15,7 +14,6 @@ import pytest_asyncio
 from tests.harness import amount
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.test_faults import at_rest
 from tests.integration.gateway.test_residency_live import (
     COMPLETIONS,
@@ -67,9 +65,7 @@ async def sent(gateway: GatewayProcess, session: aiohttp.ClientSession) -> dict[
     return {rank["name"]: rank["sent"] for row in rows for rank in row["ranks"]}
 
 
-async def test_a_request_goes_to_the_rank_that_has_its_prompt(
-    sim: Sim, session: aiohttp.ClientSession, start: Start
-) -> None:
+async def test_a_request_goes_to_the_rank_that_has_its_prompt(sim, session, start):
     seed = amount.seed()
     draw = random.Random(seed)
     held = [(rank, drawn(draw)) for rank in range(RANKS) for _ in range(3)]
@@ -91,9 +87,7 @@ async def test_a_request_goes_to_the_rank_that_has_its_prompt(
     await at_rest(gateway, session)
 
 
-async def test_queues_are_counted_by_rank_and_a_client_cannot_choose_one(
-    sim: Sim, session: aiohttp.ClientSession, start: Start
-) -> None:
+async def test_queues_are_counted_by_rank_and_a_client_cannot_choose_one(sim, session, start):
     gateway = await start(urls=[sim.url], policy="ttft")
     await until_ranks(gateway, session, sim, RANKS)
     draw = random.Random(1)
@@ -129,9 +123,7 @@ async def test_queues_are_counted_by_rank_and_a_client_cannot_choose_one(
     await at_rest(gateway, session)
 
 
-async def test_an_engine_that_comes_back_with_other_ranks_is_divided_anew(
-    sim: Sim, session: aiohttp.ClientSession, start: Start
-) -> None:
+async def test_an_engine_that_comes_back_with_other_ranks_is_divided_anew(sim, session, start):
     gateway = await start(urls=[sim.url], policy="ttft", health={"timeout_s": 1, "failures": 1})
     await until_ranks(gateway, session, sim, RANKS)
 
@@ -167,9 +159,7 @@ async def test_an_engine_that_comes_back_with_other_ranks_is_divided_anew(
         await sim.kill()
 
 
-async def test_ranks_whose_number_contradicts_the_settings_are_not_heard_but_serve(
-    sim: Sim, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_ranks_whose_number_contradicts_the_settings_are_not_heard_but_serve(sim, session, tmp_path):
     gateway = GatewayProcess(tmp_path, [sim.url], policy="ttft")
     gateway.settings["engines"][0]["data_parallel_size"] = RANKS - 1
     await asyncio.to_thread(gateway.start)

@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -120,9 +119,7 @@ def is_whole(row: dict[str, Any]) -> bool:
     return bool(row["whole"] and row["connected"] and row["phase"] == "in_order")
 
 
-async def test_what_engines_hold_is_known_from_their_events(
-    sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_what_engines_hold_is_known_from_their_events(sims, session, tmp_path):
     seed = amount.seed()
     draw = random.Random(seed)
     # Computed before the gateway comes.
@@ -177,9 +174,7 @@ async def test_what_engines_hold_is_known_from_their_events(
         gateway.kill()
 
 
-async def test_a_burst_of_one_new_prefix_is_computed_once_per_engine(
-    sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_a_burst_of_one_new_prefix_is_computed_once_per_engine(sims, session, tmp_path):
     gateway = GatewayProcess(tmp_path, [one.url for one in sims], policy="ttft")
     await asyncio.to_thread(gateway.start)
     try:
@@ -206,9 +201,7 @@ async def test_a_burst_of_one_new_prefix_is_computed_once_per_engine(
         gateway.kill()
 
 
-async def test_a_request_whose_class_cannot_be_met_is_refused_at_once(
-    sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_a_request_whose_class_cannot_be_met_is_refused_at_once(sims, session, tmp_path):
     classes = [{"name": "fast", "ttft_ms": 400, "shed": True}, {"name": "patient", "ttft_ms": 400}]
     gateway = GatewayProcess(tmp_path, [sims[0].url], policy="ttft", slo=classes)
     await asyncio.to_thread(gateway.start)

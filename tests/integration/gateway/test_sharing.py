@@ -113,9 +113,7 @@ async def asks(gateway: GatewayProcess, session: aiohttp.ClientSession) -> int:
         return response.status
 
 
-async def test_a_gateway_knows_the_queues_of_the_other_and_they_come_to_zero(
-    scene: Scene, session: aiohttp.ClientSession
-) -> None:
+async def test_a_gateway_knows_the_queues_of_the_other_and_they_come_to_zero(scene, session):
     first, second = scene.gateways
     one = [asyncio.create_task(asks(first, session))]
     await in_flight(second, session, 1)
@@ -134,9 +132,7 @@ async def test_a_gateway_knows_the_queues_of_the_other_and_they_come_to_zero(
 
 
 @pytest.mark.silence
-async def test_a_frozen_gateway_is_forgotten_delays_nobody_and_is_known_again(
-    scene: Scene, session: aiohttp.ClientSession
-) -> None:
+async def test_a_frozen_gateway_is_forgotten_delays_nobody_and_is_known_again(scene, session):
     first, second = scene.gateways
     waiting = [asyncio.create_task(asks(first, session)) for _ in range(3)]
     await in_flight(second, session, 3)
@@ -158,9 +154,7 @@ async def test_a_frozen_gateway_is_forgotten_delays_nobody_and_is_known_again(
         await at_rest(gateway, session)
 
 
-async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_changes_nothing(
-    scene: Scene, session: aiohttp.ClientSession
-) -> None:
+async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_changes_nothing(scene, session):
     gateway, port = scene.gateways[0], scene.ports[0]
     engine = scene.engines[0].name
     lie = encode(Frame(PROTOCOL, "f" * 16, [Sent(1, engine, 9, 9, b"", 0.0, True, False)]))
@@ -188,9 +182,7 @@ async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_change
         context.destroy(linger=0)
 
 
-async def test_other_gateways_change_by_a_reload_and_a_new_port_needs_a_restart(
-    scene: Scene, session: aiohttp.ClientSession
-) -> None:
+async def test_other_gateways_change_by_a_reload_and_a_new_port_needs_a_restart(scene, session):
     gateway = scene.gateways[0]
     gateway.settings["sharing"] |= {"gateways": [], "port": scene.ports[0] + 1}
     gateway.write()

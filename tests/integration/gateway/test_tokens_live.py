@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,7 +17,6 @@ from tests.harness.daemon import free_port
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.test_proxy import CHAT
 
 pytestmark = pytest.mark.integration
@@ -73,9 +71,7 @@ def user(text: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-async def test_a_verified_tokenizer_tells_what_the_engine_will_tokenise(
-    sim: str, start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_a_verified_tokenizer_tells_what_the_engine_will_tokenise(sim, start, session, tmp_path):
     folder = tokenizer_folder.bytes_only(tmp_path / "model")
     tokens = {"tokenizers": [{"model": "m", "path": str(folder)}], "deadline_ms": 10_000, "render": True}
     gateway = await start(urls=[sim], policy="ttft", tokens=tokens)
@@ -104,9 +100,7 @@ async def test_a_verified_tokenizer_tells_what_the_engine_will_tokenise(
     assert "kvstrata_gateway_mistaken_tokens_total{" not in metrics
 
 
-async def test_an_engine_with_other_tokens_is_noticed_before_and_after(
-    start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_an_engine_with_other_tokens_is_noticed_before_and_after(start, session, tmp_path):
     folder = tokenizer_folder.bytes_only(tmp_path / "model")
 
     async def engine(got: Got, line: Line) -> None:
@@ -145,9 +139,7 @@ async def test_an_engine_with_other_tokens_is_noticed_before_and_after(
     assert "tokens_degraded" in gateway.log.read_text()
 
 
-async def test_an_engine_that_does_not_render_is_left_alone(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_an_engine_that_does_not_render_is_left_alone(start, session):
     async def engine(got: Got, line: Line) -> None:
         refuses = got.target.endswith("/render")
         await line.answer({"choices": []}, status=403 if refuses else 200)
@@ -161,9 +153,7 @@ async def test_an_engine_that_does_not_render_is_left_alone(
     assert await prompts(gateway, session) == {"unknown_model": 3}
 
 
-async def test_engines_that_take_ids_get_them(
-    sim: str, start: Start, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_engines_that_take_ids_get_them(sim, start, session, tmp_path):
     folder = tokenizer_folder.bytes_only(tmp_path / "model")
     tokens = {"tokenizers": [{"model": "m", "path": str(folder)}], "deadline_ms": 10_000, "pass_ids": True}
 
@@ -197,9 +187,7 @@ async def test_engines_that_take_ids_get_them(
     assert [got.document.get("kv_transfer_params") for got in scripted.got if got.target == CHAT] == [None]
 
 
-async def test_ids_that_an_engine_rendered_go_back_to_it(
-    sim: str, start: Start, session: aiohttp.ClientSession
-) -> None:
+async def test_ids_that_an_engine_rendered_go_back_to_it(sim, start, session):
     async def passes(got: Got, line: Line) -> None:
         if got.method == "GET":
             await line.answer({})

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.attach_scene import (
-    new_worker,
-)
+from tests.harness.attach_scene import new_worker
 from tests.harness.attach_server import AttachServerChild, Place
 from tests.harness.child import Child
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import stat
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -38,9 +37,7 @@ from tests.harness.raw_line import RawLine
 pytestmark = pytest.mark.integration
 
 
-def test_an_attached_process_shares_the_pool_but_cannot_write_the_index(
-    server: AttachServerChild, place: Place, worker: Child, log: Path
-) -> None:
+def test_an_attached_process_shares_the_pool_but_cannot_write_the_index(server, place, worker, log):
     row = attach(worker, place, session_name("one"))
     told = server.event("attached")
     assert (told["row"], told["pid"], told["resumed"]) == (row, worker.pid, False)
@@ -64,9 +61,7 @@ def test_socket_and_files_are_for_this_user_alone(server: AttachServerChild, pla
         assert mode(file) == 0o600, file
 
 
-def test_sessions_of_one_process_share_one_descriptor_of_the_lock_file(
-    server: AttachServerChild, place: Place, worker: Child
-) -> None:
+def test_sessions_of_one_process_share_one_descriptor_of_the_lock_file(server, place, worker):
     rows = {attach(worker, place, session_name(text)) for text in ("one", "two", "three")}
     assert len(rows) == 3
     worker.ask("close", session=session_name("one"))
@@ -125,9 +120,7 @@ BAD_REQUESTS: list[tuple[bytes, list[str], str, str]] = [
 """Message, descriptors beside it, and the code and field of the refusal."""
 
 
-def test_a_bad_request_is_answered_with_what_is_wrong_and_changes_nothing(
-    place: Place, log: Path, worker: Child
-) -> None:
+def test_a_bad_request_is_answered_with_what_is_wrong_and_changes_nothing(place, log, worker):
     with AttachServerChild(place, log=log, refused_model="refused") as server:
         before = server.ask("open_files")
         for message, fds, code, field in BAD_REQUESTS:
@@ -142,9 +135,7 @@ def test_a_bad_request_is_answered_with_what_is_wrong_and_changes_nothing(
         attach(worker, place, session_name("good"))
 
 
-def test_a_row_whose_lock_nobody_holds_is_never_announced(
-    server: AttachServerChild, place: Place, worker: Child
-) -> None:
+def test_a_row_whose_lock_nobody_holds_is_never_announced(server, place, worker):
     for after in (b"locked", b"lock", GOOD_REQUEST, b"\x92\xa4ping\x01"):
         assert raw_reply(worker, place, [GOOD_REQUEST, after], ["self"]).code == "bad_request"
     assert raw_reply(worker, place, [GOOD_REQUEST], ["self"]).code == "", (
@@ -154,9 +145,7 @@ def test_a_row_whose_lock_nobody_holds_is_never_announced(
     assert server.events == []
 
 
-def test_other_facts_for_the_same_slice_are_refused_with_the_fact_and_both_values(
-    server: AttachServerChild, place: Place, worker: Child, log: Path
-) -> None:
+def test_other_facts_for_the_same_slice_are_refused_with_the_fact_and_both_values(server, place, worker, log):
     attach(worker, place, session_name("one"))
     other_facts = {**FACTS, "section_bytes": [1024, 3072]}
     with new_worker(log) as other:
@@ -183,18 +172,14 @@ def test_other_facts_for_the_same_slice_are_refused_with_the_fact_and_both_value
 @pytest.mark.parametrize(
     ("change", "field"), [({"model": "n"}, "layout.model"), ({"engine_slices": 2}, "engine_slices")]
 )
-def test_processes_of_one_group_declare_one_engine(
-    server: AttachServerChild, place: Place, worker: Child, change: dict[str, Any], field: str
-) -> None:
+def test_processes_of_one_group_declare_one_engine(server, place, worker, change, field):
     attach(worker, place, session_name("one"))
     with pytest.raises(ChildError) as caught:
         attach(worker, place, session_name("two"), **change)
     assert (caught.value.code, caught.value.field) == ("bad_request", field)
 
 
-def test_another_process_cannot_take_the_session_of_a_living_one(
-    server: AttachServerChild, place: Place, worker: Child, log: Path
-) -> None:
+def test_another_process_cannot_take_the_session_of_a_living_one(server, place, worker, log):
     row = attach(worker, place, session_name("one"))
     worker.ask("close", session=session_name("one"))
     server.event("detached")
@@ -207,9 +192,7 @@ def test_another_process_cannot_take_the_session_of_a_living_one(
 
 
 @pytest.mark.long
-def test_a_session_that_attaches_again_must_send_the_same_request(
-    server: AttachServerChild, place: Place, worker: Child
-) -> None:
+def test_a_session_that_attaches_again_must_send_the_same_request(server, place, worker):
     attach(worker, place, session_name("one"))
     with pytest.raises(ChildError) as caught:
         attach(worker, place, session_name("one"), layers=[0, 1])
@@ -246,9 +229,7 @@ def test_another_uid_is_refused(server: AttachServerChild, place: Place, worker:
 
 @pytest.mark.fast
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
-def test_a_client_trusts_no_socket_directory_of_another_uid(
-    server: AttachServerChild, place: Place, worker: Child
-) -> None:
+def test_a_client_trusts_no_socket_directory_of_another_uid(server, place, worker):
     os.chown(place.socket_dir, 65534, -1)
     with pytest.raises(ChildError) as caught:
         attach(worker, place, session_name("one"))
@@ -256,9 +237,7 @@ def test_a_client_trusts_no_socket_directory_of_another_uid(
 
 
 @pytest.mark.long
-def test_an_attach_is_refused_while_all_rows_are_taken_and_a_goodbye_frees_one(
-    server: AttachServerChild, place: Place, worker: Child
-) -> None:
+def test_an_attach_is_refused_while_all_rows_are_taken_and_a_goodbye_frees_one(server, place, worker):
     server.ask("claim", count=900)
     rows = {attach(worker, place, session_name(str(number))) for number in range(123)}
     assert rows == set(range(901, 1024))
@@ -282,9 +261,7 @@ def test_silent_connections_keep_nobody_out(place: Place, log: Path, worker: Chi
 
 
 @pytest.mark.long
-def test_a_server_without_free_descriptors_serves_again_when_it_has_some(
-    place: Place, log: Path, worker: Child
-) -> None:
+def test_a_server_without_free_descriptors_serves_again_when_it_has_some(place, log, worker):
     under = ("prlimit", "--nofile=48:48")
     with AttachServerChild(place, log=log, under=under, limits={"pending": 1000}) as server:
         attach(worker, place, session_name("one"))
@@ -298,9 +275,7 @@ def test_a_server_without_free_descriptors_serves_again_when_it_has_some(
         assert not worker.ask("server_closed", session=session_name("one"))
 
 
-def test_an_unfinished_handshake_is_ended_after_its_time_limit(
-    place: Place, log: Path, worker: Child
-) -> None:
+def test_an_unfinished_handshake_is_ended_after_its_time_limit(place, log, worker):
     with AttachServerChild(place, log=log, limits={"handshake_s": 0.5}) as server:
         with RawLine(place.socket_dir) as silent:
             assert msgspec.msgpack.decode(silent.receive()[0], type=AttachReply).code == "deadline"
@@ -318,9 +293,7 @@ def test_an_unfinished_handshake_is_ended_after_its_time_limit(
         assert server.event("attached")["pid"] == worker.pid
 
 
-def test_a_process_that_gives_up_after_it_has_locked_its_byte_is_counted_as_such(
-    place: Place, log: Path, worker: Child
-) -> None:
+def test_a_process_that_gives_up_after_it_has_locked_its_byte_is_counted_as_such(place, log, worker):
     """Seen where 200 engines attached at once: its wait ends, and the server, still busy, finds the byte unlocked."""
     with AttachServerChild(place, log=log) as server:
         with RawLine(place.socket_dir) as asked:
@@ -342,9 +315,7 @@ def test_a_process_that_gives_up_after_it_has_locked_its_byte_is_counted_as_such
 
 @pytest.mark.long
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_process_that_gives_up_before_its_turn_is_counted_as_such(
-    place: Place, log: Path, worker: Child, lives: bool
-) -> None:
+def test_a_process_that_gives_up_before_its_turn_is_counted_as_such(place, log, worker, lives):
     with AttachServerChild(place, log=log) as server:
         os.kill(server.pid, signal.SIGSTOP)
         with new_worker(log) as loser, contextlib.ExitStack() as sockets:

@@ -40,9 +40,7 @@ def contained(log: Path) -> Iterator[Child]:
         yield worker
 
 
-def test_worker_in_other_namespaces_attaches_maps_and_is_seen_to_die(
-    place: Place, log: Path, contained: Child
-) -> None:
+def test_worker_in_other_namespaces_attaches_maps_and_is_seen_to_die(place, log, contained):
     with AttachServerChild(place, log=log) as server:
         assert contained.pid != contained.outer_pid()
         row = attach(contained, place, session_name("one"))
@@ -64,9 +62,7 @@ def test_worker_in_other_namespaces_attaches_maps_and_is_seen_to_die(
 
 
 @pytest.mark.long
-def test_server_restart_finds_the_lock_of_a_worker_in_other_namespaces(
-    place: Place, log: Path, contained: Child
-) -> None:
+def test_server_restart_finds_the_lock_of_a_worker_in_other_namespaces(place, log, contained):
     with AttachServerChild(place, log=log) as first:
         row = attach(contained, place, session_name("one"))
         reserve(first, row, 1)
@@ -103,9 +99,7 @@ def test_server_and_worker_in_sibling_containers(place: Place, log: Path, contai
 
 
 @pytest.mark.long
-def test_pidfd_of_another_invisible_process_is_told_from_the_peers(
-    place: Place, log: Path, contained: Child
-) -> None:
+def test_pidfd_of_another_invisible_process_is_told_from_the_peers(place, log, contained):
     own = os.pidfd_open(os.getpid())
     parent = os.pidfd_open(os.getppid())
     try:

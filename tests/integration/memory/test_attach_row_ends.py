@@ -43,9 +43,7 @@ def test_a_closed_connection_only_detaches(server: AttachServerChild, place: Pla
     assert resumed == [False, True]
 
 
-def test_extents_reserved_by_a_process_are_free_only_once_it_is_dead(
-    server: AttachServerChild, place: Place, worker: Child, log: Path
-) -> None:
+def test_extents_reserved_by_a_process_are_free_only_once_it_is_dead(server, place, worker, log):
     row = attach(worker, place, session_name("one"))
     reserve(server, row, 1, 2)
     worker.ask("close", session=session_name("one"))
@@ -98,9 +96,7 @@ def test_a_forked_child_keeps_nothing_alive(server: AttachServerChild, place: Pl
     os.kill(child["pid"], 0)  # the child still lives; it ends with its process group
 
 
-def test_goodbye_frees_the_row_of_a_process_that_lives_on(
-    server: AttachServerChild, place: Place, worker: Child
-) -> None:
+def test_goodbye_frees_the_row_of_a_process_that_lives_on(server, place, worker):
     row = attach(worker, place, session_name("one"))
     other = attach(worker, place, session_name("two"))
     reserve(server, row, 1)
@@ -110,9 +106,7 @@ def test_goodbye_frees_the_row_of_a_process_that_lives_on(
     assert pool_bytes(server, "reserved") == 0
 
 
-def test_a_stopping_server_tells_its_processes(
-    server: AttachServerChild, place: Place, worker: Child
-) -> None:
+def test_a_stopping_server_tells_its_processes(server, place, worker):
     attach(worker, place, session_name("one"))
     assert not worker.ask("server_closed", session=session_name("one"))
     server.finish()
@@ -130,9 +124,7 @@ def test_without_a_server_attach_is_unavailable_and_leaves_nothing(place: Place,
     assert worker.ask("open_lock_files") == 0
 
 
-def test_a_stopped_server_makes_attach_unavailable_within_its_time(
-    server: AttachServerChild, place: Place, worker: Child
-) -> None:
+def test_a_stopped_server_makes_attach_unavailable_within_its_time(server, place, worker):
     server.signal(signal.SIGSTOP)
     with pytest.raises(ChildError, match="unavailable"):
         attach(worker, place, session_name("one"), timeout_s=0.2)
@@ -141,9 +133,7 @@ def test_a_stopped_server_makes_attach_unavailable_within_its_time(
     assert len(rows_of(server)) == 1
 
 
-def test_the_next_server_quarantines_extents_of_living_processes_until_they_are_quiet(
-    place: Place, worker: Child, log: Path
-) -> None:
+def test_the_next_server_quarantines_extents_of_living_processes_until_they_are_quiet(place, worker, log):
     with AttachServerChild(place, log=log) as first:
         row = attach(worker, place, session_name("one"))
         worker.ask("map", session=session_name("one"))
@@ -165,9 +155,7 @@ def test_the_next_server_quarantines_extents_of_living_processes_until_they_are_
         assert second.events == []
 
 
-def test_the_next_server_frees_extents_of_dead_processes_before_it_listens(
-    place: Place, worker: Child, log: Path
-) -> None:
+def test_the_next_server_frees_extents_of_dead_processes_before_it_listens(place, worker, log):
     with AttachServerChild(place, log=log) as first:
         row = attach(worker, place, session_name("one"))
         reserve(first, row, 1)
@@ -182,9 +170,7 @@ def test_the_next_server_frees_extents_of_dead_processes_before_it_listens(
 
 
 @pytest.mark.parametrize("attach_again", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_next_server_notices_when_a_process_of_the_last_one_dies(
-    place: Place, worker: Child, log: Path, attach_again: bool
-) -> None:
+def test_the_next_server_notices_when_a_process_of_the_last_one_dies(place, worker, log, attach_again):
     with AttachServerChild(place, log=log) as first:
         row = attach(worker, place, session_name("one"))
         reserve(first, row, 1)
@@ -214,9 +200,7 @@ def server_restarted_after_unseen_death(
     return second, row
 
 
-def test_extents_that_a_dead_processs_device_may_write_are_kept_until_an_admin_clears_them(
-    place: Place, log: Path
-) -> None:
+def test_extents_that_a_dead_processs_device_may_write_are_kept_until_an_admin_clears_them(place, log):
     with contextlib.ExitStack() as servers:
         second, row = server_restarted_after_unseen_death(place, log, servers, registers_memory=True)
         kept = {"row": row, "session": session_name("one"), "kept_bytes": 2 * RECORD_BYTES}
@@ -266,9 +250,7 @@ def test_a_death_or_goodbye_that_the_server_sees_strands_nothing(place: Place, l
 
 
 @pytest.mark.long
-def test_another_process_cannot_take_a_session_from_before_the_restart(
-    place: Place, worker: Child, log: Path
-) -> None:
+def test_another_process_cannot_take_a_session_from_before_the_restart(place, worker, log):
     with AttachServerChild(place, log=log) as first:
         row = attach(worker, place, session_name("one"))
         first.kill()
@@ -298,9 +280,7 @@ def test_a_session_that_fails_to_attach_again_loses_nothing(place: Place, log: P
 
 
 @pytest.mark.long
-def test_processes_of_a_replaced_segment_attach_to_the_new_one(
-    place: Place, worker: Child, log: Path
-) -> None:
+def test_processes_of_a_replaced_segment_attach_to_the_new_one(place, worker, log):
     with AttachServerChild(place, log=log) as first:
         attach(worker, place, session_name("one"))
         worker.ask("map", session=session_name("one"))

@@ -135,10 +135,7 @@ def test_no_attack_on_the_http_port_delays_an_engine(tmp_path: Path) -> None:
 
 def test_half_logins_do_not_take_a_controllers_api(tmp_path: Path) -> None:
     half = "POST /v1/login HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
-    with (
-        ControllerProcess(tmp_path) as controller,
-        attacked(port_of(controller), half, tmp_path, most=600),
-    ):
+    with ControllerProcess(tmp_path) as controller, attacked(port_of(controller), half, tmp_path, most=600):
         for _ in range(50):
             assert controller.ask("/v1/instances")["instances"] == []
             assert controller.text("/healthz")

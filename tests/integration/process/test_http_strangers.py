@@ -94,9 +94,7 @@ def test_another_user_of_this_machine_may_only_ask_the_probes_and_the_metrics(se
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_gets_the_probes_the_metrics_and_an_empty_page_from_a_controller(
-    controller: ControllerProcess,
-) -> None:
+def test_another_user_gets_the_probes_the_metrics_and_an_empty_page_from_a_controller(controller):
     opened = ["GET /healthz", "GET /readyz", "GET /metrics", "GET /", "GET /dashboard/main.js"]
     asked = ["GET /v1/cluster", "GET /v1/instances", "GET /v1/state", "GET /v1/events", "GET /v1/login", "GET /docs",
              "GET /openapi.json", "POST /v1/clear", "POST /v1/dashboard-link", "POST /v1/logout",
@@ -115,9 +113,7 @@ def asked_by_another_user(process: ServerProcess | ControllerProcess, asked: lis
     return [int(status) for status in done.stdout.split()]
 
 
-def test_a_foreign_page_and_an_unknown_name_of_this_port_are_refused_even_with_the_token(
-    server: ServerProcess, controller: ControllerProcess
-) -> None:
+def test_a_foreign_page_and_an_unknown_name_of_this_port_are_refused_even_with_the_token(server, controller):
     right = {"authorization": f"Bearer {token_of(server)}"}
     assert send(port_of(server), right, CLEAR)[0] == 200
     for head in FOREIGN:

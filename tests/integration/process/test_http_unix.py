@@ -52,9 +52,7 @@ def ctl(environment: dict[str, str], *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_ctl_works_over_the_socket_of_a_server_and_finds_it(
-    tmp_path: Path, folder: Path, environment: dict[str, str]
-) -> None:
+def test_ctl_works_over_the_socket_of_a_server_and_finds_it(tmp_path, folder, environment):
     path = folder / "admin" / "server.sock"
     flags = ("--http-host", f"unix:{path}")
     with ServerProcess(tmp_path, l1_mb=16, flags=flags, environment=environment) as server:
@@ -75,9 +73,7 @@ def test_ctl_works_over_the_socket_of_a_server_and_finds_it(
         assert not path.exists()
 
 
-def test_a_second_server_on_the_socket_of_a_living_one_does_not_start(
-    tmp_path: Path, folder: Path, environment: dict[str, str]
-) -> None:
+def test_a_second_server_on_the_socket_of_a_living_one_does_not_start(tmp_path, folder, environment):
     flags = ("--http-host", f"unix:{folder / 'admin.sock'}")
     with (
         ServerProcess(tmp_path / "one", l1_mb=16, flags=flags, environment=environment) as one,
@@ -99,9 +95,7 @@ def test_too_long_a_path_stops_the_start(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_gets_no_byte_even_where_the_files_let_it_in(
-    tmp_path: Path, folder: Path, environment: dict[str, str]
-) -> None:
+def test_another_user_gets_no_byte_even_where_the_files_let_it_in(tmp_path, folder, environment):
     path = folder / "admin.sock"
     ask = [*OTHER_USER, "python3", "-c", ASK, str(path)]
     flags = ("--http-host", f"unix:{path}")

@@ -297,10 +297,7 @@ def test_commands_that_only_print_are_not_started_again() -> None:
 
 @pytest.mark.long
 def test_a_server_that_runs_out_of_memory_says_so_and_comes_back_smaller(tmp_path: Path) -> None:
-    with (
-        memory_group(512 << 20) as under,
-        ServerProcess(tmp_path, l1_mb=320, supervised=True) as server,
-    ):
+    with memory_group(512 << 20) as under, ServerProcess(tmp_path, l1_mb=320, supervised=True) as server:
         server._host = SimpleNamespace(under=under)
         server.start()
         server._host = None

@@ -57,9 +57,7 @@ def test_the_last_line_of_a_stop_names_the_pool_that_stays_and_frees_it(server: 
     assert server.start()["adopted"] is False
 
 
-def test_where_no_file_can_be_had_the_keeper_keeps_the_pool_for_the_next_server(
-    server: ServerProcess,
-) -> None:
+def test_where_no_file_can_be_had_the_keeper_keeps_the_pool_for_the_next_server(server):
     server._environment["KVSTRATA_L1_SEGMENT_DIR"] = "/dev/shm/no/such/place"
     start_whole(server)
 

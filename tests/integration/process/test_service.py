@@ -33,11 +33,7 @@ def systemd(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 def environment_for(systemd: socket.socket) -> dict[str, str]:
-    return {
-        **os.environ,
-        "NOTIFY_SOCKET": systemd.getsockname(),
-        "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6)),
-    }
+    return {**os.environ, "NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))}
 
 
 def heard(systemd: socket.socket, word: str) -> list[str]:

@@ -88,12 +88,7 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProce
     assert status(server, OLD)["tenants"] == []
     config.secret("http", NEW)
     config.secret("tenants", f"{NEW} green")
-    config.write(
-        log_level="debug",
-        p2p={"keep": False},
-        quotas_gb={"green": 0.001},
-        l2={"drain_s": 1},
-    )
+    config.write(log_level="debug", p2p={"keep": False}, quotas_gb={"green": 0.001}, l2={"drain_s": 1})
     server.signal(signal.SIGHUP)
     assert server.expect("reloaded").partition("reloaded ")[2] == (
         "changed=http.token_file,l2.drain_s,log_level,quotas_gb,security.tenants_file needs_restart=p2p.keep"

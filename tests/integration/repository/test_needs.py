@@ -75,9 +75,7 @@ def run(clone: Path, environment: dict[str, str], *command: str) -> str:
     return done.stdout
 
 
-def test_a_clone_is_set_up_and_a_cpp_test_runs_with_what_the_readme_names(
-    clone: Path, bare: dict[str, str]
-) -> None:
+def test_a_clone_is_set_up_and_a_cpp_test_runs_with_what_the_readme_names(clone, bare):
     assert "`g++`, git, make" in (ROOT / "README.md").read_text()
     run(clone, bare, "make", "setup")
     run(clone, bare, str(clone / ".venv/bin/kvstrata"), "doctor", "--help")

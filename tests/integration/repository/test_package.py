@@ -78,9 +78,7 @@ def test_sdist_holds_every_source_and_nothing_that_was_built(artifacts: dict[str
     assert [name for name in names if re.search(r"\.(so|o|a|pyc)$|__pycache__", name)] == []
 
 
-def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(
-    artifacts: dict[str, Path],
-) -> None:
+def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(artifacts):
     with zipfile.ZipFile(artifacts["wheel"]) as archive:
         names = set(archive.namelist())
         headers = {name for name in names if name.startswith("kvstrata/include/")}

@@ -19,9 +19,7 @@ def test_promtool_finds_nothing_wrong_with_the_rules(promtool: Promtool) -> None
     assert not promtool("check", "rules", *RULES)
 
 
-def test_prometheus_of_the_compose_file_takes_its_settings_with_the_rules(
-    promtool: Promtool, tmp_path: Path
-) -> None:
+def test_prometheus_of_the_compose_file_takes_its_settings_with_the_rules(promtool, tmp_path):
     mounts = dict(
         volume.split(":")[:2]
         for volume in yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]["prometheus"][

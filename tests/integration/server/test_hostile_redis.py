@@ -22,15 +22,7 @@ from tests.harness.forged import forged_record, renamed, resealed
 from tests.harness.hostile_resp import Hostile, cursors
 from tests.harness.l2_load import check_and_release, clear_l1, stored, until_stored
 from tests.harness.redis_server import RedisServer
-from tests.harness.rpc_client import (
-    KEY_BYTES,
-    PAYLOAD_BYTES,
-    RpcClient,
-    chain_of,
-    keys_of,
-    new_prompt,
-    until,
-)
+from tests.harness.rpc_client import KEY_BYTES, PAYLOAD_BYTES, RpcClient, chain_of, keys_of, new_prompt, until
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -145,9 +137,7 @@ def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
         assert (counts["unauthenticated"], counts.get("wrong_key")) == (8, None), f"{told}: {counts}"
 
 
-def test_without_a_key_a_record_is_served_if_it_fits_and_no_other(
-    start: Callable[..., ServerProcess], medium: RedisServer
-) -> None:
+def test_without_a_key_a_record_is_served_if_it_fits_and_no_other(start, medium):
     server = start()
     with RpcClient(server.socket_dir) as client, medium.client() as attacker:
         identity, chain = new_prompt(client, 2)
@@ -194,9 +184,7 @@ def bomb(client: RpcClient, root: bytes, chain: bytes, length: int) -> bytes:
 
 
 @pytest.mark.parametrize("codec", ["zstd", pytest.param(None, marks=pytest.mark.long)])
-def test_a_value_of_another_length_than_the_layouts_takes_no_room_in_l1(
-    start: Callable[..., ServerProcess], medium: RedisServer, codec: str | None
-) -> None:
+def test_a_value_of_another_length_than_the_layouts_takes_no_room_in_l1(start, medium, codec):
     server = start(l1_mb=256, **({"codec": codec} if codec else {}))
     with RpcClient(server.socket_dir) as client, medium.client() as attacker:
         others, chain = new_prompt(client, 200)
@@ -242,9 +230,7 @@ BOMBS: dict[str, tuple[bytes, Callable[[], bytes]]] = {
     "bomb_name",
     [pytest.param(name, marks=() if name == "planes and zstd" else pytest.mark.long) for name in BOMBS],
 )
-def test_a_bomb_ends_at_the_length_of_the_layout(
-    start: Callable[..., ServerProcess], medium: RedisServer, bomb_name: str
-) -> None:
+def test_a_bomb_ends_at_the_length_of_the_layout(start, medium, bomb_name):
     server = start(codec=["zstd"])
     codecs, body = BOMBS[bomb_name]
     with RpcClient(server.socket_dir) as client, medium.client() as attacker:

@@ -48,9 +48,7 @@ def test_encoded_records_come_back_byte_for_byte(start: Callable[..., ServerProc
         check_and_release(client, reply, chain)
 
 
-def test_a_wrong_key_file_is_a_miss_with_its_reason(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
+def test_a_wrong_key_file_is_a_miss_with_its_reason(start, tmp_path):
     base, key_file = tmp_path / "encoded", tmp_path / "key"
     key_file.touch(0o600)
     key_file.write_text(secrets.token_hex(32))

@@ -56,9 +56,7 @@ def tier(server: ServerProcess, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["disk", pytest.param("fs", marks=pytest.mark.long)])
-def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(
-    start: Callable[..., ServerProcess], folder: Path, kind: str
-) -> None:
+def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(start, folder, kind):
     server, name = start(entry(kind, folder)), f"{kind}-0"
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 4)

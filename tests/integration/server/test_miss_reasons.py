@@ -205,9 +205,7 @@ def counted(server: ServerProcess, client: RpcClient, reason: str) -> tuple[int,
 
 
 @pytest.mark.parametrize("reason", PROVOKED)
-def test_a_miss_is_counted_and_explained_by_its_reason_at_the_first_lookup(
-    servers: Callable[[str], ServerProcess], reason: MissReason
-) -> None:
+def test_a_miss_is_counted_and_explained_by_its_reason_at_the_first_lookup(servers, reason):
     name, provoke, says = PROVOKED[reason]
     server = servers(name)
     request_id = secrets.token_hex(8)

@@ -62,13 +62,7 @@ def test_another_user_cannot_reach_the_unix_sockets(server: ServerProcess) -> No
 
     def ask(code: str) -> str:
         ran = subprocess.run(
-            [
-                *OTHER_USER,
-                sys.executable,
-                "-c",
-                f"{made}; {code}",
-                str(path),
-            ],
+            [*OTHER_USER, sys.executable, "-c", f"{made}; {code}", str(path)],
             capture_output=True,
             text=True,
             timeout=300,
@@ -87,9 +81,7 @@ def test_another_user_cannot_reach_the_unix_sockets(server: ServerProcess) -> No
     assert "uid 65534 may not attach to a server of uid 0" in told, told
 
 
-def test_another_process_cannot_attach_as_a_session_that_it_knows(
-    server: ServerProcess, victim: RpcClient
-) -> None:
+def test_another_process_cannot_attach_as_a_session_that_it_knows(server, victim):
     script = (
         "import sys; from pathlib import Path; from tests.harness.rpc_client import RpcClient\n"
         "client = RpcClient(Path(sys.argv[1]), group=bytes.fromhex(sys.argv[3]))\n"

@@ -55,9 +55,7 @@ def prompt(chunks: int) -> list[int]:
     ],
     ids=str,
 )
-def test_an_engine_hits_what_one_of_another_geometry_has_stored(
-    server: ServerProcess, request: pytest.FixtureRequest, stored: dict[str, Any], wanted: dict[str, Any]
-) -> None:
+def test_an_engine_hits_what_one_of_another_geometry_has_stored(server, request, stored, wanted):
     model, before = request.node.name, recuts(server)
     with GeometryEngine(server.socket_dir, model=model, **stored) as first:
         first.connect()

@@ -39,9 +39,7 @@ def engine(server: ServerProcess) -> Iterator[tuple[RpcClient, RpcClient, RpcCli
     assert_nothing_held(server.socket_dir)
 
 
-def test_a_chunk_counts_only_when_every_slice_of_the_engine_has_it(
-    engine: tuple[RpcClient, RpcClient, RpcClient],
-) -> None:
+def test_a_chunk_counts_only_when_every_slice_of_the_engine_has_it(engine):
     scheduler, *workers = engine
     salt = secrets.token_hex(8)
     identity = scheduler.identify(salt=salt)
@@ -65,9 +63,7 @@ def test_a_chunk_counts_only_when_every_slice_of_the_engine_has_it(
     assert scheduler.cancel(reply.seq) == 0, "the lookup has no lease to undo"
 
 
-def test_a_lease_lasts_until_every_process_of_the_group_has_ended_its_share(
-    engine: tuple[RpcClient, RpcClient, RpcClient],
-) -> None:
+def test_a_lease_lasts_until_every_process_of_the_group_has_ended_its_share(engine):
     scheduler, first, second = engine
     identity, chain = stored_by_all(engine)
     reply = scheduler.lookup(identity.identity_id, chain)
@@ -116,9 +112,7 @@ def test_a_scheduler_stores_nothing(engine: tuple[RpcClient, RpcClient, RpcClien
     assert caught.value.field == "slice"
 
 
-def test_workers_are_told_of_leases_whose_scheduler_is_gone(
-    engine: tuple[RpcClient, RpcClient, RpcClient],
-) -> None:
+def test_workers_are_told_of_leases_whose_scheduler_is_gone(engine):
     scheduler, first, second = engine
     identity, chain = stored_by_all(engine)
     reply = scheduler.lookup(identity.identity_id, chain)
@@ -133,9 +127,7 @@ def test_workers_are_told_of_leases_whose_scheduler_is_gone(
     scheduler.replace()
 
 
-def test_a_lease_ends_without_the_share_of_a_worker_that_is_gone(
-    engine: tuple[RpcClient, RpcClient, RpcClient],
-) -> None:
+def test_a_lease_ends_without_the_share_of_a_worker_that_is_gone(engine):
     scheduler, first, second = engine
     identity, chain = stored_by_all(engine)
     reply = scheduler.lookup(identity.identity_id, chain)

@@ -11,14 +11,7 @@ from kvstrata.errors import LayoutRefused
 from kvstrata.memory.attach.server import MAX_REFUSED
 from kvstrata.rpc import wire
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES
-from tests.harness.rpc_client import (
-    CHUNK_TOKENS,
-    RECORD_BYTES,
-    RpcClient,
-    chain_of,
-    layout,
-    new_prompt,
-)
+from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, RpcClient, chain_of, layout, new_prompt
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -48,9 +41,7 @@ def test_a_malformed_message_gets_an_error_that_names_the_field(client: RpcClien
         client.ping()
 
 
-def test_a_connection_that_sends_no_requests_is_closed_and_its_process_may_attach_again(
-    client: RpcClient,
-) -> None:
+def test_a_connection_that_sends_no_requests_is_closed_and_its_process_may_attach_again(client):
     for _ in range(MAX_REFUSED):
         client.send_bytes(b"x")
     with pytest.raises(ConnectionError):

@@ -155,10 +155,7 @@ def test_no_secret_is_in_a_command_line_page_answer_metric_or_log(tmp_path, envi
     ],
 )
 def test_settings_that_cannot_be_used_are_not_repeated_with_their_secrets(spelt):
-    for said in (
-        refusal("--l2-adapter", spelt % PASSWORD),
-        refusal(KVSTRATA_L2_ADAPTERS=spelt % PASSWORD),
-    ):
+    for said in (refusal("--l2-adapter", spelt % PASSWORD), refusal(KVSTRATA_L2_ADAPTERS=spelt % PASSWORD)):
         assert said and PASSWORD not in said
 
 

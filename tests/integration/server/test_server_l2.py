@@ -56,9 +56,7 @@ def test_chunks_that_left_l1_come_back_from_l2_in_one_reply(start: Callable[...,
         assert client.explain("back")["lookups"][0]["hits"] == {"l1": 0, "l2": 6, "served": 6}
 
 
-def test_chunks_that_a_killed_server_had_not_put_are_put_by_the_next(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
+def test_chunks_that_a_killed_server_had_not_put_are_put_by_the_next(start, tmp_path):
     server = start(faulty(tmp_path, "error"))
     good = {"type": "fs", "base_path": str(tmp_path / "good"), "capacity_gb": 1}
     with RpcClient(server.socket_dir) as client:
@@ -75,9 +73,7 @@ def test_chunks_that_a_killed_server_had_not_put_are_put_by_the_next(
         check_and_release(client, reply, chain)
 
 
-def test_chunks_leased_when_their_server_was_killed_are_put_by_the_next(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
+def test_chunks_leased_when_their_server_was_killed_are_put_by_the_next(start, tmp_path):
     server = start(faulty(tmp_path, "error"))
     good = {"type": "fs", "base_path": str(tmp_path / "good"), "capacity_gb": 1}
     with RpcClient(server.socket_dir) as leaseholder:
@@ -97,9 +93,7 @@ def test_chunks_leased_when_their_server_was_killed_are_put_by_the_next(
         check_bytes(leaseholder, reply, chain)
 
 
-def test_a_clean_stop_puts_waiting_chunks_and_l2_survives_the_loss_of_l1(
-    start: Callable[..., ServerProcess],
-) -> None:
+def test_a_clean_stop_puts_waiting_chunks_and_l2_survives_the_loss_of_l1(start):
     server = start()
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 8)
@@ -114,9 +108,7 @@ def test_a_clean_stop_puts_waiting_chunks_and_l2_survives_the_loss_of_l1(
         check_and_release(client, reply, chain)
 
 
-def test_a_hung_l2_costs_a_lookup_its_deadline_and_delays_nobody_else(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
+def test_a_hung_l2_costs_a_lookup_its_deadline_and_delays_nobody_else(start, tmp_path):
     server = start(faulty(tmp_path, "hang"))
     with RpcClient(server.socket_dir) as waiting, RpcClient(server.socket_dir) as other:
         identity = waiting.identify()
@@ -138,9 +130,7 @@ def test_a_hung_l2_costs_a_lookup_its_deadline_and_delays_nobody_else(
         assert waiting.status()["sessions"]["leases"] == 0
 
 
-def test_cancel_and_pings_stop_a_lookup_that_waits(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
+def test_cancel_and_pings_stop_a_lookup_that_waits(start, tmp_path):
     server = start(faulty(tmp_path, "hang"))
     with RpcClient(server.socket_dir) as client:
         identity = client.identify()
@@ -156,9 +146,7 @@ def test_cancel_and_pings_stop_a_lookup_that_waits(
         until(client, lambda status: status["sessions"]["leases"] == status["pool"]["leases"] == 0)
 
 
-def test_a_process_that_ends_while_its_lookup_waits_leaves_no_lease(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
+def test_a_process_that_ends_while_its_lookup_waits_leaves_no_lease(start, tmp_path):
     server = start(faulty(tmp_path, "hang"))
     with RpcClient(server.socket_dir) as leaving, RpcClient(server.socket_dir) as observer:
         identity = leaving.identify()

@@ -19,22 +19,13 @@ from tests.harness.cache_engine import eventually
 from tests.harness.child import Child
 from tests.harness.open_files import open_files
 from tests.harness.refusals import refusal
-from tests.harness.rpc_client import (
-    RECORD_BYTES,
-    RpcClient,
-    RpcError,
-    chain_of,
-    keys_of,
-    payload,
-)
+from tests.harness.rpc_client import RECORD_BYTES, RpcClient, RpcError, chain_of, keys_of, payload
 from tests.harness.server_process import ServerFailed, ServerProcess
 
 pytestmark = pytest.mark.integration
 
 
-def test_after_sigkill_the_next_server_serves_the_chunks_of_the_last(
-    start: Callable[..., ServerProcess],
-) -> None:
+def test_after_sigkill_the_next_server_serves_the_chunks_of_the_last(start):
     server = start()
     with RpcClient(server.socket_dir) as client:
         identity = client.identify(salt="s")
@@ -125,9 +116,7 @@ def test_sigterm_ends_a_server_cleanly_and_keeps_its_pool(start: Callable[..., S
         assert client.lookup(client.identify().identity_id, chain).n_chunks == 3
 
 
-def test_a_second_server_on_the_same_pool_is_refused_and_told_the_pid_of_the_first(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
+def test_a_second_server_on_the_same_pool_is_refused_and_told_the_pid_of_the_first(start, tmp_path):
     server = start()
     second = ServerProcess(tmp_path / "second", l1_mb=16, flags=("--no-http",))
     second.segment_dir = server.segment_dir
@@ -191,9 +180,7 @@ def test_a_server_leaves_no_sockets_segment_or_descriptors_behind(tmp_path: Path
     assert sorted(open_files()) == before
 
 
-def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_keeps_the_pool(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
+def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_keeps_the_pool(start, tmp_path):
     server = start()
     with RpcClient(server.socket_dir) as client:
         chain = chain_of(client.identify().root, 3)

@@ -91,9 +91,7 @@ def members(controller: ControllerProcess) -> set[str]:
     return {row["id"] for row in rows if row["state"] == "live" and row["confirmed"]}
 
 
-def test_concurrent_first_starts_of_one_user_make_one_key_and_one_cluster(
-    tmp_path: Path, run_dir: Path
-) -> None:
+def test_concurrent_first_starts_of_one_user_make_one_key_and_one_cluster(tmp_path, run_dir):
     controller = ControllerProcess(tmp_path / "controller", flags=QUICK)
     controller.start()  # takes free ports, which the servers have to know
     controller.kill()

@@ -76,9 +76,7 @@ def test_with_any_windows_the_longest_hit_is_served_and_exactly_its_chunks_are_l
             groups.load(asked, result, seed)
 
 
-def test_after_a_restart_with_an_empty_pool_l2_gives_what_the_hit_needs(
-    server: ServerProcess, groups: Groups
-) -> None:
+def test_after_a_restart_with_an_empty_pool_l2_gives_what_the_hit_needs(server, groups):
     groups.store(8, [(0, 8)])
     start_empty(server, groups)
     result = groups.whole.looked_up(prompt(8))
@@ -90,9 +88,7 @@ def test_after_a_restart_with_an_empty_pool_l2_gives_what_the_hit_needs(
     groups.load(5, result)
 
 
-def test_a_killed_server_serves_windows_from_the_pool_that_it_finds(
-    server: ServerProcess, groups: Groups
-) -> None:
+def test_a_killed_server_serves_windows_from_the_pool_that_it_finds(server, groups):
     groups.store(6, [(4, 6)])
     server.kill()
     server.start()
@@ -103,9 +99,7 @@ def test_a_killed_server_serves_windows_from_the_pool_that_it_finds(
 
 
 @pytest.mark.long
-def test_a_prewarm_loads_the_windows_at_the_end_within_its_budget(
-    server: ServerProcess, groups: Groups
-) -> None:
+def test_a_prewarm_loads_the_windows_at_the_end_within_its_budget(server, groups):
     groups.store(8, [(0, 8)])
     pool = server.get("/v1/status")["pool"]
     record_bytes = pool["used_bytes"] // pool["entries"]["ready"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -31,9 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def engine(
-    server: ServerProcess, request: pytest.FixtureRequest, tmp_path: Path
-) -> Callable[[str, str], CacheEngine]:
+def engine(server, request, tmp_path) -> Callable[[str, str], CacheEngine]:
     """Makes engines of a tenant with a token, not connected yet; they end with the test."""
 
     def make(tenant: str, token: str) -> CacheEngine:

@@ -15,15 +15,7 @@ from kvstrata.native.hashing import storage_keys
 from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
-from tests.harness.rpc_client import (
-    CHUNK_TOKENS,
-    RECORD_BYTES,
-    SECTIONS,
-    RpcClient,
-    chain_of,
-    keys_of,
-    until,
-)
+from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, SECTIONS, RpcClient, chain_of, keys_of, until
 from tests.harness.server_process import ServerProcess
 from tests.harness.tenants import BLUE, GREEN, Tenant, tenant_settings
 

@@ -20,10 +20,7 @@ def test_a_server_serves_l1_while_redis_is_away_and_uses_it_once_it_is_there(tmp
     with (
         RedisServer(tmp_path / "redis", password="right") as medium,
         ServerProcess(
-            tmp_path / "server",
-            l1_mb=16,
-            l2="embedded",
-            flags=("--l2-adapter", json.dumps(medium.entry())),
+            tmp_path / "server", l1_mb=16, l2="embedded", flags=("--l2-adapter", json.dumps(medium.entry()))
         ) as server,
     ):
         medium.kill()

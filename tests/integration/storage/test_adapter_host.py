@@ -122,9 +122,7 @@ def stored_in_l2(client: RpcClient, n_chunks: int) -> tuple[Any, bytes]:
         pytest.param("put", "stop", marks=[pytest.mark.long, pytest.mark.silence]),
     ],
 )
-def test_the_server_serves_whatever_happens_to_a_host_and_the_host_comes_back(
-    start: Callable[..., HostedServer], operation: str, how: str
-) -> None:
+def test_the_server_serves_whatever_happens_to_a_host_and_the_host_comes_back(start, operation, how):
     server = start(deadline_ms=500, host_kill_ms=1_000)
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored_in_l2(client, 3)
@@ -160,9 +158,7 @@ def test_the_server_serves_whatever_happens_to_a_host_and_the_host_comes_back(
         check_and_release(client, reply, chain)
 
 
-def test_bytes_that_a_stopped_host_may_touch_are_free_when_it_is_reaped_and_not_before(
-    start: Callable[..., HostedServer],
-) -> None:
+def test_bytes_that_a_stopped_host_may_touch_are_free_when_it_is_reaped_and_not_before(start):
     server = start(deadline_ms=100, host_kill_ms=3_600_000)
     with RpcClient(server.socket_dir) as client:
         identity = client.identify()
@@ -209,9 +205,7 @@ def test_a_server_with_a_stopped_host_stops(start: Callable[..., HostedServer]) 
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGCONT, marks=pytest.mark.long), signal.SIGSTOP])
-def test_a_killed_server_leaves_no_host_behind(
-    start: Callable[..., HostedServer], number: signal.Signals
-) -> None:
+def test_a_killed_server_leaves_no_host_behind(start, number):
     server = start()
     with RpcClient(server.socket_dir) as client:
         pid = host_of(client.status())["pid"]
@@ -302,9 +296,7 @@ def test_what_the_host_logs_and_prints_is_in_the_servers_log(start: Callable[...
         assert time.monotonic() < end_s, text
 
 
-def test_a_host_has_nothing_of_the_servers_but_the_extents_and_a_shared_lock(
-    start: Callable[..., HostedServer],
-) -> None:
+def test_a_host_has_nothing_of_the_servers_but_the_extents_and_a_shared_lock(start):
     server = start()
     with RpcClient(server.socket_dir) as client:
         pid = host_of(client.status())["pid"]

@@ -216,9 +216,7 @@ async def examine(medium: Disk | Fs, said: Said) -> None:
 @pytest.mark.parametrize("seed", range(amount(1, 3)))
 @pytest.mark.parametrize("room", ["large", "small"])
 @pytest.mark.parametrize("name", MEDIA)
-def test_acknowledged_work_survives_kills_from_outside(
-    tmp_path: Path, name: str, room: str, seed: int
-) -> None:
+def test_acknowledged_work_survives_kills_from_outside(tmp_path, name, room, seed):
     draw = random.Random(seed)
     base = tmp_path / "kv"
     said = Said()

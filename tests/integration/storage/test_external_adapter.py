@@ -100,9 +100,7 @@ def test_the_packages_own_tests_pass(package: Installed, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("isolation", ["in_process", pytest.param("process", marks=pytest.mark.long)])
-def test_a_server_finds_the_adapter_by_its_type_and_keeps_chunks_in_it(
-    package: Installed, tmp_path: Path, isolation: str
-) -> None:
+def test_a_server_finds_the_adapter_by_its_type_and_keeps_chunks_in_it(package, tmp_path, isolation):
     flags = ("--l2-adapter", package.adapter(tmp_path, isolation))
     with ServerProcess(
         tmp_path / "server",

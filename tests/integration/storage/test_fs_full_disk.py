@@ -7,7 +7,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -94,9 +93,7 @@ async def examine_names() -> None:
 @pytest.mark.parametrize(
     ("function", "size"), [(examine, "16m"), (examine_names, "16m,nr_inodes=300")], ids=["bytes", "inodes"]
 )
-def test_a_full_disk_evicts_then_throttles_and_can_be_opened(
-    function: Callable[[], Awaitable[None]], size: str
-) -> None:
+def test_a_full_disk_evicts_then_throttles_and_can_be_opened(function, size):
     if reason := why_not():
         pytest.skip(reason)
     command = [

@@ -29,9 +29,7 @@ def size_of(number: int) -> int:
     return SIZES[number % len(SIZES)]
 
 
-async def test_a_record_that_its_server_evicts_or_deletes_is_loaded_whole_or_not_at_all(
-    tmp_path: Path,
-) -> None:
+async def test_a_record_that_its_server_evicts_or_deletes_is_loaded_whole_or_not_at_all(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         servers = []
         for _ in range(2):
@@ -87,9 +85,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], ServerProcess]]:
         server.close()
 
 
-def test_a_server_hits_the_chunks_of_another_one_that_lives_and_that_has_died(
-    start: Callable[[], ServerProcess],
-) -> None:
+def test_a_server_hits_the_chunks_of_another_one_that_lives_and_that_has_died(start):
     one, other = start(), start()
     with RpcClient(one.socket_dir) as client, RpcClient(other.socket_dir) as second:
         _, chain = stored(client, 6)

@@ -105,9 +105,7 @@ async def test_every_operation_ends_whatever_the_server_says(hostile: Hostile, w
     ("numbers", "why"),
     [((1, 2), "repeated a cursor"), pytest.param((), "did not end within", marks=pytest.mark.long)],
 )
-async def test_a_scan_that_never_ends_ends_the_clear_as_incomplete(
-    hostile: Hostile, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], why: str
-) -> None:
+async def test_a_scan_that_never_ends_ends_the_clear_as_incomplete(hostile, monkeypatch, numbers, why):
     monkeypatch.setattr(module, "CLEAR_S", 0.5)
     hostile.answers[b"SCAN"] = cursors(*numbers)
     hostile.answers[b"UNLINK"] = b":%d\r\n" % ((1 << 63) - 1)

@@ -68,9 +68,7 @@ def outcomes_of(status: dict[str, Any]) -> dict[str, int]:
     return status["l2_store"]["adapters"][NAME]["outcomes"]
 
 
-def test_chunks_that_one_server_stored_are_served_by_another(
-    master: mooncake.Master, holder: mooncake.Holder, start: Starter
-) -> None:
+def test_chunks_that_one_server_stored_are_served_by_another(master, holder, start):
     one, other = start(master.setup()), start(master.setup())
     with RpcClient(one.socket_dir) as writer, RpcClient(other.socket_dir) as reader:
         _, chain = stored(writer, 6)
@@ -87,9 +85,7 @@ def test_chunks_that_one_server_stored_are_served_by_another(
 
 
 @pytest.mark.long
-def test_the_published_line_serves_hits_over_tcp(
-    mooncake_environment: dict[str, str], master: mooncake.Master, tmp_path: Path
-) -> None:
+def test_the_published_line_serves_hits_over_tcp(mooncake_environment, master, tmp_path):
     words = shlex.split(mooncake.PUBLISHED)
     entry = json.loads(words.pop())
     entry |= {"local_hostname": "127.0.0.1", "protocol": "tcp", "global_segment_size": str(256 << 20)}
@@ -115,9 +111,7 @@ def test_the_published_line_serves_hits_over_tcp(
 QUICK = {"deadline_ms": 500, "host_kill_ms": 1_500}
 
 
-def test_a_master_killed_and_restarted_costs_misses_and_comes_back(
-    master: mooncake.Master, holder: mooncake.Holder, start: Starter
-) -> None:
+def test_a_master_killed_and_restarted_costs_misses_and_comes_back(master, holder, start):
     server = start(master.setup(), **QUICK)
     with RpcClient(server.socket_dir) as client:
         load = Load(client)
@@ -131,9 +125,7 @@ def test_a_master_killed_and_restarted_costs_misses_and_comes_back(
 
 
 @pytest.mark.silence
-def test_a_frozen_master_costs_misses_and_comes_back(
-    master: mooncake.Master, holder: mooncake.Holder, start: Starter
-) -> None:
+def test_a_frozen_master_costs_misses_and_comes_back(master, holder, start):
     server = start(master.setup(), **QUICK)
     with RpcClient(server.socket_dir) as client:
         load = Load(client)
@@ -170,9 +162,7 @@ def test_a_holder_that_is_killed_costs_misses_until_there_is_another_one(
 
 
 @pytest.mark.long
-def test_a_foreign_value_is_removed_and_replaced_by_the_next_put(
-    master: mooncake.Master, holder: mooncake.Holder, start: Starter
-) -> None:
+def test_a_foreign_value_is_removed_and_replaced_by_the_next_put(master, holder, start):
     server = start(master.setup())
     with RpcClient(server.socket_dir) as client:
         _, chain = stored(client, 3)
@@ -196,9 +186,7 @@ def test_a_foreign_value_is_removed_and_replaced_by_the_next_put(
 
 
 @pytest.mark.long
-def test_a_full_store_is_asked_again_later_and_harms_nothing(
-    mooncake_environment: dict[str, str], tmp_path: Path, start: Starter
-) -> None:
+def test_a_full_store_is_asked_again_later_and_harms_nothing(mooncake_environment, tmp_path, start):
     with mooncake.cluster(tmp_path, segment_mb=16) as (master, _):
         server = start(master.setup())
         with RpcClient(server.socket_dir) as client:

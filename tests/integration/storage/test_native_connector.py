@@ -57,9 +57,7 @@ def of_adapter(server: ServerProcess) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("isolation", ["in_process", pytest.param("process", marks=pytest.mark.long)])
-def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(
-    probe: Path, tmp_path: Path, isolation: str
-) -> None:
+def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(probe, tmp_path, isolation):
     with server_with(tmp_path, entry_of(probe, tmp_path / "hang", isolation=isolation)) as server:
         server.start()
         with CacheEngine(server.socket_dir) as engine:
@@ -78,9 +76,7 @@ def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(
 
 @pytest.mark.silence
 @pytest.mark.long
-async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_answered(
-    probe: Path, tmp_path: Path
-) -> None:
+async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_answered(probe, tmp_path):
     hang = tmp_path / "hang"
     entry = entry_of(probe, hang, isolation="process")
     adapter = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=300, max_pause_s=0.1)
@@ -104,18 +100,14 @@ async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_a
 
 
 @pytest.mark.parametrize("drains", [False, True])
-async def test_an_adapter_reports_what_its_connector_reports_about_its_calls(
-    probe: Path, drains: bool
-) -> None:
+async def test_an_adapter_reports_what_its_connector_reports_about_its_calls(probe, drains):
     adapter = probe_adapter(str(probe), "", drains)
     assert adapter.capabilities.quiesce == ("drain" if drains else "never")
     await adapter.close()
 
 
 @pytest.mark.long
-def test_in_the_server_a_call_that_never_ends_keeps_its_bytes_and_not_the_server(
-    probe: Path, tmp_path: Path
-) -> None:
+def test_in_the_server_a_call_that_never_ends_keeps_its_bytes_and_not_the_server(probe, tmp_path):
     hang = tmp_path / "hang"
     with server_with(tmp_path, entry_of(probe, hang, deadline_ms=200)) as server:
         server.start()

@@ -63,9 +63,7 @@ def until_found(client: RpcClient, identity: wire.IdentifyReply, chain: bytes, n
     "kind",
     ["s3 in a process of its own", pytest.param("s3 without conditional puts", marks=pytest.mark.long)],
 )
-def test_chunks_that_one_server_stored_are_served_by_another(
-    bucket: S3Server, start: Starter, kind: str
-) -> None:
+def test_chunks_that_one_server_stored_are_served_by_another(bucket, start, kind):
     entry = bucket.entry(isolation="process" if kind.endswith("own") else "in_process")
     if "without" in kind:
         entry["conditional_put"] = "disabled"
@@ -106,9 +104,7 @@ def test_a_bucket_whose_server_was_killed_is_missed_and_used_again(bucket: S3Ser
 
 
 @pytest.mark.silence
-def test_a_bucket_whose_server_is_stopped_is_missed_and_back_by_itself(
-    bucket: S3Server, start: Starter
-) -> None:
+def test_a_bucket_whose_server_is_stopped_is_missed_and_back_by_itself(bucket, start):
     server = start(bucket.entry(deadline_ms=500, timeout="1s"))
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 6)

@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.l2_load import (
-    N_CHUNKS,
-    Load,
-    check_and_release,
-    clear_l1,
-    stored,
-    until_stored,
-)
+from tests.harness.l2_load import N_CHUNKS, Load, check_and_release, clear_l1, stored, until_stored
 from tests.harness.redis_server import RedisServer, Sentinel, cluster
 from tests.harness.rpc_client import RpcClient, until
 from tests.harness.server_process import ServerProcess
@@ -120,9 +113,7 @@ def test_a_full_redis_throttles_puts_and_serves_what_it_has(server: RedisServer,
 
 
 @pytest.mark.long
-def test_a_redis_with_another_password_costs_misses_until_the_password_fits(
-    redis_folder: Path, tmp_path: Path, start: Starter
-) -> None:
+def test_a_redis_with_another_password_costs_misses_until_the_password_fits(redis_folder, tmp_path, start):
     with RedisServer(tmp_path / "locked", password="the-first-one") as server:
         process = start(server.entry(**QUICK))
         with RpcClient(process.socket_dir) as client:
@@ -171,9 +162,7 @@ def test_a_dead_master_is_replaced_by_the_one_that_the_sentinel_names(
 
 @pytest.mark.long
 @pytest.mark.silence
-def test_a_dead_node_of_a_cluster_costs_only_its_own_chunks(
-    redis_folder: Path, tmp_path: Path, start: Starter
-) -> None:
+def test_a_dead_node_of_a_cluster_costs_only_its_own_chunks(redis_folder, tmp_path, start):
     with cluster(tmp_path / "cluster") as nodes:
         entry = {"type": "resp", "startup_nodes": nodes[0].address, "cluster_mode": True, **QUICK}
         for node in nodes:

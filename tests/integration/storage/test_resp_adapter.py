@@ -8,7 +8,6 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -46,9 +45,7 @@ def name_of(number: int) -> str:
         pytest.param([b"a", b"list"], marks=pytest.mark.long),
     ],
 )
-async def test_a_foreign_value_is_a_miss_and_replaced_by_the_next_put_in_redis(
-    server: RedisServer, value: Any
-) -> None:
+async def test_a_foreign_value_is_a_miss_and_replaced_by_the_next_put_in_redis(server, value):
     def plant(client: redis.Redis) -> None:
         client.delete(name_of(1))
         if isinstance(value, list):
@@ -92,9 +89,7 @@ async def test_a_bad_value_that_another_put_has_replaced_is_loaded_and_stays(ser
 
 
 @pytest.mark.parametrize("foreign", [False, pytest.param(True, marks=pytest.mark.long)])
-async def test_a_put_that_another_instance_overtook_stores_only_missing_records(
-    server: RedisServer, foreign: bool
-) -> None:
+async def test_a_put_that_another_instance_overtook_stores_only_missing_records(server, foreign):
     async with opened(server.entry(ttl_seconds=1000)) as adapter, opened(server.entry()) as other:
         gate = threading.Event()
         item = put_item(key_of(1), SIZE, gate=gate)

@@ -66,9 +66,7 @@ class TestOpening:
                 assert await put(adapter, 1) == [STORED]
 
     @pytest.mark.long
-    async def test_tls_where_there_is_none_and_the_other_way_round(
-        self, server: RedisServer, tmp_path: Path
-    ) -> None:
+    async def test_tls_where_there_is_none_and_the_other_way_round(self, server, tmp_path):
         folder = certificates(tmp_path / "certificates")
         entry = server.entry(tls_enable=True, connection_timeout=0.3)
         assert "set tls_enable to false" in await refusal(entry, StorageError)

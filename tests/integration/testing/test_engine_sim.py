@@ -110,9 +110,7 @@ def metric(client: httpx.Client, name: str) -> float:
     ],
     ids=["text", "ids", "chat", "responses", "messages"],
 )
-def test_a_stream_says_what_the_whole_answer_says(
-    client: httpx.Client, path: str, body: dict[str, Any]
-) -> None:
+def test_a_stream_says_what_the_whole_answer_says(client, path, body):
     whole = client.post(path, json=body)
     assert whole.status_code == 200
     told = events(client.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}}))
