@@ -54,9 +54,3 @@ def test_a_point_raises_once():
 def test_points_are_armed_only_in_an_environment_for_tests(testing: dict[str, str]):
     with pytest.raises(ConfigError, match="remove it, or set KVSTRATA_TESTING=1 too"):
         failpoints.arm({failpoints.VARIABLE: "lookup.done=kill", **testing})
-
-
-def test_unarmed_points_do_nothing():
-    failpoints.arm({})
-    failpoints.hit("lookup.done")
-    failpoints.hit("no such point")

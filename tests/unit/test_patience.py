@@ -9,7 +9,7 @@ from kvstrata import patience
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.gateway_model import GatewaySettings
-from kvstrata.config.load import limits, load
+from kvstrata.config.load import load
 from kvstrata.config.model import ServerSettings
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
@@ -47,9 +47,3 @@ def test_the_factor_raises_limits_that_nobody_has_set_up_to_their_bound() -> Non
     assert settings.l2.drain_s == 1.0, "as it was set"
     assert load_settings({}, TWENTY)[0].lookup_timeout_ms == 60_000
     assert load_settings({"lookup_timeout_ms": 7}, TWENTY)[0].lookup_timeout_ms == 7
-
-
-@pytest.mark.parametrize("struct", [ServerSettings, ControllerSettings, GatewaySettings, ClientSettings])
-def test_each_process_has_limits_and_defaults_without_a_factor(struct: type[msgspec.Struct]) -> None:
-    assert limits(struct)
-    assert load(struct, environment={TESTING_VARIABLE: "1"}) == struct()

@@ -112,27 +112,3 @@ def test_a_running_server_is_asked_how_it_is(tmp_path: Path, flags: tuple[str, .
         running = found["running server"]
         assert running.found.startswith(f"process {server.pid} at {server.socket_dir}; ")
         assert running.state == found["settings"].state == "ok", "its own ports are taken, as they should be"
-
-
-def test_the_report_ends_with_what_to_do_failures_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = [
-        Finding("one", "ok", "fine", "a note"),
-        Finding("two", "warn", "odd", "look"),
-        Finding("three", "fail", "bad", "mend"),
-    ]
-    monkeypatch.setattr(doctor, "findings", lambda flags: found)
-    assert doctor.main([]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "ok    one    fine",
-        "warn  two    odd",
-        "fail  three  bad",
-        "",
-        "What to do:",
-        "  1. three: mend",
-        "  2. two: look",
-    ]
-    found[1:] = []
-    assert doctor.main([]) == 0
-    assert capsys.readouterr().out.endswith("What to do:\n  nothing: everything is in order\n")

@@ -6,11 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from kvstrata.cli import names as names_module
 from kvstrata.cli.names import NAMES, main
-from kvstrata.config.lmcache.interfaces import COMMANDS
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -60,18 +56,6 @@ def test_the_scripts_run_our_server_and_controller(tmp_path):
     assert check.returncode == 0 and '"port": 9001' in check.stdout, check.stderr
     wrong = ran([str(tmp_path / "lmcache"), "server", "--engine-type", "blend"], SRC)
     assert wrong.returncode == 2 and "blending is not supported" in wrong.stderr
-
-
-def test_every_other_command_says_what_to_use(capsys):
-    assert names_module.run("lmcache", ["ping", "--url", "http://x"]) == 2
-    assert "use kvstrata ctl ready" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["nonsense"], 2)])
-def test_the_command_alone_lists_what_there_is(arguments, status, capsys):
-    assert names_module.run("lmcache", arguments) == status
-    out = capsys.readouterr().out
-    assert all(command in out for command in COMMANDS)
 
 
 def test_the_scripts_hand_over_to_an_installed_lmcache(tmp_path):

@@ -81,24 +81,6 @@ def test_a_page_has_40_lines_of_80_columns_and_no_escape_sequence(name: str) -> 
     assert all(line.isprintable() for line in shown)
 
 
-def test_warnings_come_before_everything_else_and_are_counted() -> None:
-    shown = pages.server_page(troubled(2))
-    assert shown[1] == "! not ready: kvstrata ctl ready says why"
-    assert shown[2] == "! L1 lacks 1.00 GB of memory: free space in /dev/shm"
-    assert shown[5].startswith("! and ") and shown[6] == ""
-    assert pages.warnings_of(seen(2)) == []
-
-
-def test_a_page_shows_hits_and_what_they_saved() -> None:
-    shown = pages.server_page(seen(1))
-    [minute] = [line for line in shown if line.startswith("last minute")]
-    assert minute.split() == ["last", "minute", "10", "100", "80", "%", "70", "%", "10", "%", "≈", "41", "s"]
-    assert "L1  ███████████████░░░░░  3.00 GB of 4.00 GB (75 %)" in shown
-    assert "first misses of the last hour: evicted 1 of 6, mostly never_stored 5 of 6" in shown
-    unknown = pages.server_page(seen(1, computed_chunks=0))
-    assert next(line for line in unknown if line.startswith("last minute")).endswith(" -")
-
-
 def test_rates_are_the_differences_between_two_looks() -> None:
     top, before, now = pages.Top(), seen(1), seen(1)
     now.status["instance"]["uptime_s"] += 10

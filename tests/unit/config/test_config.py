@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_type_hints
 
 import hypothesis
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.config import load as loading
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.config.flags import parse_server_flags, server_parser
+from kvstrata.config.flags import parse_server_flags
 from kvstrata.config.lmcache.fates import translate
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ConfigError
-from kvstrata.rpc.cluster_wire import Register
 from kvstrata.types import MAX_L2_ADAPTERS
 from tests.harness.amount import amount
-
-
-def test_without_flags_all_settings_have_their_defaults():
-    flags = parse_server_flags([])
-    assert loading.load(ServerSettings, flags=flags.settings) == ServerSettings()
 
 
 def test_later_sources_win_key_by_key(tmp_path):
@@ -115,18 +107,6 @@ def test_more_adapters_than_a_server_may_have_are_an_error_that_says_how_many(tm
     assert adapters is not None and len(adapters) == MAX_L2_ADAPTERS
     with pytest.raises(ConfigError, match=f"l2_adapters.*{MAX_L2_ADAPTERS}"):
         settings(MAX_L2_ADAPTERS + 1)
-
-
-def test_controllers_see_every_adapter_that_a_server_may_have():
-    tiers = ["l1", *(f"fs-{i}" for i in range(MAX_L2_ADAPTERS))]
-    assert msgspec.convert(tiers, get_type_hints(Register, include_extras=True)["tiers"]) == tiers
-
-
-def test_every_flag_of_ours_sets_something():
-    settings = {key for key, _ in loading.leaves(ServerSettings)}
-    other = {"config", "check", "ready_fd", "no_supervise", "help", "version"}
-    for action in server_parser()._actions:
-        assert action.dest in settings | other, action.option_strings
 
 
 def test_a_file_may_have_the_settings_of_engines_too(tmp_path):

@@ -80,15 +80,6 @@ def test_everything_that_is_wrong_in_any_source_is_said_at_once(tmp_path):
     assert all(line in caught.value.message for line in lines)
 
 
-def test_values_of_the_environment_are_named_by_their_variables():
-    environment = {"KVSTRATA_PORT": "x", "KVSTRATA_L1_EVICTION_POLICY": "mru"}
-    with pytest.raises(ConfigError) as caught:
-        loading.load(ServerSettings, environment=environment)
-    first, second = caught.value.lines
-    assert first == "environment: KVSTRATA_PORT: must be a whole number from 1 to 65535, found 'x'"
-    assert second.startswith("environment: KVSTRATA_L1_EVICTION_POLICY: must be one of LRU, ")
-
-
 @pytest.mark.parametrize(
     ("text", "struct", "found"),
     [

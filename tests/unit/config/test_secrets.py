@@ -189,19 +189,3 @@ def test_an_entry_is_shown_without_its_secrets() -> None:
         "auth": [{"apikey": SECRET_LEFT_OUT}, SECRET_LEFT_OUT],
     }
     assert given["password"] == "hunter2"
-
-
-def test_no_secret_of_an_object_store_is_shown() -> None:
-    """A text under a name that nobody knows is a secret, and so is the password of an address."""
-    for name, value in (
-        ("secret_access_key", "hunter2"),
-        ("an_option_of_the_next_version", "hunter2"),
-        ("proxy_url", "http://me:hunter2@proxy:3128"),
-        ("endpoint", "https://:hunter2@host"),
-    ):
-        public, left_out = shown(
-            {"type": "object_store", "url": "s3://bucket/kv", name: value, "max_retries": 3}
-        )
-        assert left_out == [name] and "hunter2" not in str(public)
-    for url in ("http://proxy:3128", "s3://bucket/a:b@c", "https://me@host"):
-        assert shown({"proxy_url": url, "key_prefix": "kv:"}) == ({"proxy_url": url, "key_prefix": "kv:"}, [])

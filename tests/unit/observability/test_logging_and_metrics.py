@@ -1,9 +1,10 @@
-"""observability/logging.py and metrics.py."""
+"""observability: lines of the log, their writer, histograms and the page /metrics."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.observability.exposition import Pages, ServerCollector
+from kvstrata.observability.exposition import FRESH_S, Pages, ServerCollector
+from kvstrata.observability.log_writer import LogWriter
 from kvstrata.observability.logging import WINDOW_S, EventLog, _JsonFormatter
 from kvstrata.observability.metrics import (
     MAX_OUTCOME_WORDS,
@@ -101,36 +103,6 @@ def test_a_histogram_counts_every_duration_once(seconds: list[float]) -> None:
     assert histogram.sum_s == pytest.approx(sum(seconds))
 
 
-def scrape(counters: ServerCounters, numbers: dict[str, object]) -> str:
-    return Pages(ServerCollector("i1", counters, lambda: numbers)).page().decode()
-
-
-def test_metrics_are_valid_and_carry_what_was_counted() -> None:
-    counters = ServerCounters()
-    counters.requests["lookup"] = 3
-    counters.errors["bad_request"] = 2
-    counters.lookup.add(0.003)
-    counters.l2_operation("fs-0", "put", 0.5, 4096, {"stored": 2, "failed:io": 1})
-    numbers = {"pool": {"used_bytes": 5, "policy": "LRU", "classes": [1]}, "process": {"restarts": True}}
-    text = scrape(counters, numbers)
-    for line in (
-        'kvstrata_instance{instance_id="i1"} 1.0',
-        'kvstrata_requests_total{op="lookup"} 3.0',
-        'kvstrata_errors_total{code="bad_request"} 2.0',
-        'kvstrata_lookup_seconds_bucket{le="0.0025"} 0.0',
-        'kvstrata_lookup_seconds_bucket{le="0.005"} 1.0',
-        'kvstrata_l2_items_total{adapter="fs-0",operation="put",outcome="failed:io"} 1.0',
-        'kvstrata_l2_bytes_total{adapter="fs-0",operation="put"} 4096.0',
-        "kvstrata_pool_used_bytes 5.0",
-        "kvstrata_process_restarts_total 1.0",
-    ):
-        assert line in text.splitlines(), line
-    assert "LRU" not in text
-    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
-    assert len(names) == len(set(names)), "a family twice"
-    assert all(re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", name) for name in names)
-
-
 def test_words_of_a_plugin_cannot_make_labels_without_end() -> None:
     counters = ServerCounters()
     for number in range(1000):
@@ -138,3 +110,30 @@ def test_words_of_a_plugin_cannot_make_labels_without_end() -> None:
     [counted] = counters.l2.values()
     assert len(counted.outcomes) <= MAX_OUTCOME_WORDS + 1
     assert sum(counted.outcomes.values()) == 1000
+
+
+def test_further_readers_get_the_same_page_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSTRATA_TESTING")
+    counters, now_s = ServerCounters(), [100.0]
+    made = Pages(ServerCollector("i1", counters, dict), lambda: now_s[0])
+    first = made.page()
+    counters.lookup_chunks = 7
+    assert made.page() is first
+    now_s[0] += FRESH_S
+    assert b"kvstrata_lookup_chunks_total 7.0" in made.page()
+
+
+def test_a_descriptor_that_others_made_non_blocking_loses_nothing_and_a_line_without_a_format_fails_nobody() -> (
+    None
+):
+    reader, fd = os.pipe()  # the writer's thread never ends, so `fd` stays its own
+    writer, logger = LogWriter(fd, 4096), logging.Logger("scene")
+    logger.addHandler(writer)
+    os.set_blocking(fd, False)
+    for number in range(2000):
+        logger.warning("%099d", number)
+    logger.warning("%d", "no number")
+    with os.fdopen(reader) as lines:
+        assert [int(lines.readline()) for _ in range(2000)] == list(range(2000))
+        assert lines.readline().startswith("scene: log line cannot be formatted: TypeError(")
+    assert writer.flush_within(60) and writer.dropped_lines == 0

@@ -1,11 +1,13 @@
-"""Which `Host` headers name a port."""
+"""Which `Host` headers name a port, and what a port that other machines reach needs."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvstrata.config.common_model import ListenSettings
+from kvstrata.errors import ConfigError
 from kvstrata.process.http_gate import MAX_KNOWN_HOSTS, Access
+from kvstrata.process.listen import read_token
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,13 @@ def test_hosts_beyond_those_that_are_remembered_are_known_too() -> None:
     hosts = [f"localhost:{port}" for port in range(3 * MAX_KNOWN_HOSTS)]
     assert all(access.knows_host(host) for host in (*hosts, *hosts))
     assert not access.knows_host("evil.example")
+
+
+def test_a_port_off_loopback_is_opened_with_a_token_file_or_insecure_only() -> None:
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        assert len(read_token(ListenSettings(host=host), insecure=False)) > 20
+    for host in ("0.0.0.0", "::", "10.0.0.1", "cache.example"):
+        with pytest.raises(ConfigError, match=r"is not loopback: set http\.token_file") as refused:
+            read_token(ListenSettings(host=host), insecure=False)
+        assert refused.value.field == "http.host"
+        assert read_token(ListenSettings(host=host), insecure=True) == ""

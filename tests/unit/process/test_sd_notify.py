@@ -19,31 +19,6 @@ def systemd(tmp_path: Path):
         yield listener
 
 
-def told(systemd: socket.socket) -> list[str]:
-    return systemd.recv(4096).decode().splitlines()
-
-
-def test_states_are_sent_as_sd_notify_has_them(systemd: socket.socket) -> None:
-    service = Systemd({"NOTIFY_SOCKET": systemd.getsockname()})
-    service.status("starting")
-    assert told(systemd) == ["STATUS=starting"]
-    service.ready("serving")
-    assert told(systemd) == ["READY=1", "STATUS=serving"]
-    service.reloading()
-    first, second, third = told(systemd)
-    assert (first, third) == ("RELOADING=1", "STATUS=reloading")
-    assert second.startswith("MONOTONIC_USEC=") and second.partition("=")[2].isdigit()
-    service.stopping("stopping", 1.5)
-    assert told(systemd) == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=1500000", "STATUS=stopping"]
-    service.alive()
-    assert told(systemd) == ["WATCHDOG=1"]
-    service.close()
-    service.close()
-    service.alive()
-    with pytest.raises(BlockingIOError):
-        told(systemd)
-
-
 @pytest.mark.parametrize("path", ["", "relative", "/no/such/socket"])
 def test_without_systemd_nothing_happens(path: str) -> None:
     service = Systemd({"NOTIFY_SOCKET": path})

@@ -158,13 +158,6 @@ def test_the_image_is_built_from_existing_files_and_extras(name: str) -> None:
         assert set(named.split(",")) <= set(extras)
 
 
-def test_the_image_of_an_engine_has_a_version_of_vllm_that_was_run_and_the_servers_user() -> None:
-    text = (DOCKER / "Dockerfile.vllm").read_text()
-    [version] = re.findall(r"^ARG VLLM=v(.*)$", text, re.MULTILINE)
-    assert f"| {version} | for real |" in (ROOT / "docs/vllm-versions.md").read_text()
-    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["1000:1000"]
-
-
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.vllm"])
 def test_an_image_takes_from_a_registry_what_a_lock_pins_alone(name: str) -> None:
     text = re.sub(r"\\\n", "", (DOCKER / name).read_text())

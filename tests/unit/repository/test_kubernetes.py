@@ -1,4 +1,4 @@
-"""The shipped manifests. No cluster runs here: they are parsed, and our own `--check` takes their commands."""
+"""The shipped manifests. No cluster runs here: schemas and our own `--check` take them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,35 @@ import pytest
 import yaml
 
 from kvstrata.connectors.settings import load_settings
-from tests.harness import own_commands
+from tests.harness import kubernetes_schemas, own_commands
+from tests.tools.provision import ROOT
 
-FOLDER = Path(__file__).parents[3] / "configs" / "kubernetes"
+FOLDER = ROOT / "configs" / "kubernetes"
+GATEWAYS = ("gateway", "picker")
+ALL = (*GATEWAYS, "engine", "server")
 GIB = 1 << 30
 
 
-def documents(name: str) -> dict[str, dict[str, Any]]:
-    """By kind."""
-    return {each["kind"]: each for each in yaml.safe_load_all((FOLDER / name).read_text())}
+def documents(name: str) -> list[dict[str, Any]]:
+    """The objects of a file."""
+    return list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()))
+
+
+def one(name: str, kind: str) -> dict[str, Any]:
+    """Its object of this kind."""
+    [found] = [each for each in documents(name) if each["kind"] == kind]
+    return found
 
 
 def pod(name: str) -> dict[str, Any]:
-    found = documents(name)
-    return found["Pod"]["spec"] if "Pod" in found else found["DaemonSet"]["spec"]["template"]["spec"]
+    """The pod of a file."""
+    if name == "engine":
+        return dict(one(name, "Pod")["spec"])
+    return dict(one(name, "DaemonSet" if name == "server" else "Deployment")["spec"]["template"]["spec"])
+
+
+def containers(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from (*spec.get("initContainers", []), *spec["containers"])
 
 
 def socket_folder(name: str) -> str:
@@ -42,8 +58,7 @@ def bytes_of(quantity: str) -> int:
 
 
 def test_the_server_accepts_its_command_and_settings(tmp_path: Path) -> None:
-    manifest = documents("server.yaml")
-    settings = manifest["ConfigMap"]["data"]["server.yaml"]
+    settings = one("server", "ConfigMap")["data"]["server.yaml"]
     token = tmp_path / "token"
     token.write_text("a-token-for-the-test-only-0123456789\n")
     token.chmod(0o600)
@@ -52,7 +67,7 @@ def test_the_server_accepts_its_command_and_settings(tmp_path: Path) -> None:
     file.write_text(
         settings.replace("/run/secrets/kvstrata/token", str(token)).replace("size_gb: 32", "size_gb: 0.1")
     )
-    program, *arguments = pod("server.yaml")["containers"][0]["command"]
+    program, *arguments = pod("server")["containers"][0]["command"]
     assert program == "lmcache-server"
     places = {
         "/etc/kvstrata/server.yaml": str(file),
@@ -68,20 +83,20 @@ def test_the_server_accepts_its_command_and_settings(tmp_path: Path) -> None:
 
 
 def test_l1_fits_into_the_pods_shared_memory_and_that_into_its_memory_limit() -> None:
-    settings = yaml.safe_load(documents("server.yaml")["ConfigMap"]["data"]["server.yaml"])
-    (shm,) = [each for each in pod("server.yaml")["volumes"] if each["name"] == "shm"]
+    settings = yaml.safe_load(one("server", "ConfigMap")["data"]["server.yaml"])
+    (shm,) = [each for each in pod("server")["volumes"] if each["name"] == "shm"]
     shm_bytes = bytes_of(shm["emptyDir"]["sizeLimit"])
     assert shm["emptyDir"]["medium"] == "Memory"
     assert settings["l1"]["size_gb"] * GIB < shm_bytes
-    limits = pod("server.yaml")["containers"][0]["resources"]["limits"]
+    limits = pod("server")["containers"][0]["resources"]["limits"]
     assert shm_bytes < bytes_of(limits["memory"])
 
 
 def test_engine_and_server_meet_in_one_folder_as_one_user() -> None:
-    server, engine = pod("server.yaml"), pod("engine.yaml")
+    server, engine = pod("server"), pod("engine")
     assert server["securityContext"]["runAsUser"] == engine["securityContext"]["runAsUser"]
     assert server["nodeSelector"] == engine["nodeSelector"]
-    assert socket_folder("server.yaml") == socket_folder("engine.yaml")
+    assert socket_folder("server") == socket_folder("engine")
     command = engine["containers"][0]["command"]
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     settings, notes = load_settings(transfer["kv_connector_extra_config"], {})
@@ -89,33 +104,30 @@ def test_engine_and_server_meet_in_one_folder_as_one_user() -> None:
     assert f"--socket-dir={settings.socket_dir}" in server["containers"][0]["command"]
 
 
-def test_every_mount_has_a_volume() -> None:
-    for name in ("server.yaml", "engine.yaml"):
-        spec = pod(name)
-        volumes = {volume["name"] for volume in spec["volumes"]}
-        for container in [*spec.get("initContainers", []), *spec["containers"]]:
-            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
-
-
-def test_no_container_can_gain_a_right_or_write_outside_its_volumes() -> None:
-    for name in ("server.yaml", "engine.yaml"):
-        spec = pod(name)
-        assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"]["runAsUser"] > 0 and spec["securityContext"]["runAsGroup"] > 0
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert spec["automountServiceAccountToken"] is False
-        assert not {"hostIPC", "hostPID", "hostNetwork"} & set(spec)
-        for container in [*spec.get("initContainers", []), *spec["containers"]]:
-            confined = container["securityContext"]
-            assert confined["allowPrivilegeEscalation"] is False
-            assert confined["capabilities"]["drop"] == ["ALL"]
-            assert not {"privileged", "seccompProfile"} & set(confined)
-            # vLLM writes below its home folder.
-            assert confined.get("readOnlyRootFilesystem") is (None if container["name"] == "vllm" else True)
+@pytest.mark.parametrize("name", ALL)
+def test_kubernetes_takes_it_and_no_container_can_gain_a_right_or_write_outside_its_volumes(
+    name: str,
+) -> None:
+    kubernetes_schemas.check(documents(name))
+    spec = pod(name)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] > 0 and spec["securityContext"]["runAsGroup"] > 0
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is ("serviceAccountName" in spec)
+    assert not {"hostIPC", "hostPID", "hostNetwork"} & set(spec)
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    for container in containers(spec):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        confined = container["securityContext"]
+        assert confined["allowPrivilegeEscalation"] is False
+        assert confined["capabilities"]["drop"] == ["ALL"]
+        assert not {"privileged", "seccompProfile"} & set(confined)
+        # vLLM writes below its home folder.
+        assert confined.get("readOnlyRootFilesystem") is (None if container["name"] == "vllm" else True)
 
 
 def test_only_the_container_that_makes_the_folders_is_root_and_it_may_only_give_them_away() -> None:
-    spec = pod("server.yaml")
+    spec = pod("server")
     (folders,), (server,) = spec["initContainers"], spec["containers"]
     assert folders["securityContext"]["capabilities"]["add"] == ["CHOWN", "FOWNER"]
     assert "add" not in server["securityContext"]["capabilities"]
@@ -125,7 +137,7 @@ def test_only_the_container_that_makes_the_folders_is_root_and_it_may_only_give_
 def test_folders_are_made_and_made_again_with_the_capabilities_of_their_container(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, as the container has")
-    (container,) = pod("server.yaml")["initContainers"]
+    (container,) = pod("server")["initContainers"]
     host = tmp_path / "host"
     for mount in container["volumeMounts"]:
         Path(str(mount["mountPath"]).replace("/host", str(host))).mkdir(parents=True)
@@ -140,3 +152,87 @@ def test_folders_are_made_and_made_again_with_the_capabilities_of_their_containe
             status = made.stat()
             assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (1000, 1000, 0o700)
             made.chmod(0o755)  # as a folder from elsewhere may be: the next run closes it
+
+
+@pytest.mark.parametrize("name", GATEWAYS)
+def test_the_command_takes_its_settings(name: str, tmp_path: Path) -> None:
+    text = one(name, "ConfigMap")["data"]["gateway.yaml"]
+    key = tmp_path / "red.key"
+    key.write_text("a-key-for-the-test-only-0123456789\n")
+    key.chmod(0o600)
+    for inside in ("/run/secrets/kvstrata/red.key", "/run/secrets/kvstrata-engines/key"):
+        text = text.replace(inside, str(key))
+    settings = yaml.safe_load(text)
+    account = tmp_path / "account"
+    account.mkdir()
+    for file in ("token", "namespace"):
+        (account / file).write_text("x")
+    service = settings["engines_from"]["kubernetes"]
+    service |= {"account_dir": str(account), "api_url": "https://127.0.0.1:6443"}
+    (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(settings))
+    program, *arguments = pod(name)["containers"][0]["command"]
+    assert program == "lmcache-gateway"
+    arguments = [each.replace("/etc/kvstrata", str(tmp_path)) for each in arguments]
+    checked = own_commands.run("kvstrata.cli.gateway", *arguments, "--check")
+    assert checked.returncode in (0, 75), checked.stderr  # 75: not on this machine
+    assert json.loads(checked.stdout)["http"]["host"] == "0.0.0.0"
+
+
+def test_the_pool_asks_the_picker_that_watches_its_pods() -> None:
+    pool = next(each for each in documents("picker") if each["kind"] == "InferencePool")
+    service = one("picker", "Service")
+    ports = {each["name"]: each["port"] for each in service["spec"]["ports"]}
+    reference = pool["spec"]["endpointPickerRef"]
+    assert (reference["name"], reference["port"]["number"]) == (service["metadata"]["name"], ports["grpc"])
+    engines = one("engine", "Service")
+    assert engines["spec"]["selector"] == pool["spec"]["selector"]["matchLabels"]
+    settings = yaml.safe_load(one("picker", "ConfigMap")["data"]["gateway.yaml"])
+    named = settings["engines_from"]["kubernetes"]
+    [port] = [each["port"] for each in engines["spec"]["ports"] if each["name"] == named["port_name"]]
+    assert named["service"] == engines["metadata"]["name"]
+    assert [each["number"] for each in pool["spec"]["targetPorts"]] == [port]
+    assert engines["spec"]["selector"].items() <= one("engine", "Pod")["metadata"]["labels"].items()
+
+
+def test_each_pod_is_reached_by_those_alone_that_need_its_ports() -> None:
+    doors: dict[str, dict[str, set[int]]] = {}
+    for name in ALL:
+        policy = one(name, "NetworkPolicy")["spec"]
+        [label] = policy["podSelector"]["matchLabels"].values()
+        assert policy["policyTypes"] == ["Ingress"]
+        for rule in policy["ingress"]:
+            ports = {
+                port
+                for each in rule["ports"]
+                for port in range(each["port"], each.get("endPort", each["port"]) + 1)
+            }
+            for peer in rule["from"]:
+                selector = peer["podSelector"]
+                who = [*selector.get("matchLabels", {}).values()] or ["the namespace"]
+                who = [
+                    value for each in selector.get("matchExpressions", []) for value in each["values"]
+                ] or who
+                for one_of in who:
+                    doors.setdefault(label, {}).setdefault(one_of, set()).update(ports)
+    assert doors == {
+        "kvstrata": {"prometheus": {8080}},
+        "kvstrata-gateway": {"the namespace": {8090}, "prometheus": {8090}},
+        "kvstrata-picker": {"inference": {9002}, "prometheus": {8090}},
+        "vllm": {
+            **{ours: {8000, 5557, 5558} for ours in ("kvstrata-gateway", "kvstrata-picker")},
+            **{other: {8000} for other in ("inference", "prometheus")},
+        },
+    }
+
+
+def test_gateway_and_picker_have_the_engines_key() -> None:
+    [env] = one("engine", "Pod")["spec"]["containers"][0]["env"]
+    assert env["name"] == "VLLM_API_KEY"
+    for name in GATEWAYS:
+        [volume] = [each for each in pod(name)["volumes"] if each["name"] == "engine-key"]
+        [mount] = [
+            each for each in pod(name)["containers"][0]["volumeMounts"] if each["name"] == "engine-key"
+        ]
+        key = yaml.safe_load(one(name, "ConfigMap")["data"]["gateway.yaml"])["engines_from"]["kubernetes"]
+        assert env["valueFrom"]["secretKeyRef"]["name"] == volume["secret"]["secretName"]
+        assert key["api_key_file"] == f"{mount['mountPath']}/{env['valueFrom']['secretKeyRef']['key']}"

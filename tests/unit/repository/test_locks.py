@@ -14,7 +14,6 @@ from packaging.version import Version
 
 from tests.tools import locked, provision, setup_env, supply
 
-ROOT = Path(__file__).resolve().parents[3]
 MACHINES = [
     {
         "python_version": f"3.{minor}",
@@ -71,21 +70,6 @@ def test_each_package_has_hashes_and_no_line_names_a_registry(name: str) -> None
         assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in hashes), requirement
     text = supply.lock_path(name).read_text()
     assert "://" not in text and not re.search(r"^\s*-(?!-hash=)", text, re.MULTILINE)
-
-
-def test_the_image_installs_files_of_the_locks_only() -> None:
-    text = (ROOT / "docker/Dockerfile").read_text().replace("\\\n", " ")
-    fetched = re.findall(r"pip (?:install|wheel) ([^&\n]*)", text)
-    assert len(fetched) == 4
-    locked = [each for each in fetched if "-r requirements/" in each]
-    assert len(locked) == 2
-    assert all("--require-hashes" in each and "--only-binary :all:" in each for each in locked)
-    # The others take nothing from elsewhere.
-    own, installed = (each for each in fetched if each not in locked)
-    assert "--no-build-isolation" in own and "--no-deps" in own
-    assert "--no-index" in installed
-    (extras,) = re.findall(r'"kvstrata\[([a-z_,]+)\]"', installed)
-    assert tuple(extras.split(",")) == supply.IMAGE_EXTRAS
 
 
 @pytest.mark.parametrize("with_uv", [True, False])

@@ -22,8 +22,6 @@ from tests.unit.repository.test_pages import ROOT, anchors
 ALL: dict[str, Family] = FAMILIES | CONTROLLER_FAMILIES
 ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 SAMPLES = {name + ending for name, family in ALL.items() for ending in ENDINGS[family.kind]}
-TARGET = {"job", "instance"}
-"""Labels of every sample, which Prometheus adds."""
 SELECTOR = re.compile(r"\b(kvstrata_\w+)(?:\{([^}]*)\})?")
 RECORDED = re.compile(r"\b\w+:kvstrata_\w+:\w+")
 MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
@@ -75,16 +73,6 @@ def test_an_alert_says_what_it_means_what_to_run_and_where_to_read_on() -> None:
             _, commands = commands_of(TEMPLATE.sub("NAME", told["command"]))
             for command in commands:
                 assert not refusal_of_text(command), shlex.split(command)
-
-
-def test_names_of_alerts_differ_and_labels_in_their_texts_are_those_of_their_metrics() -> None:
-    assert len({alert["alert"] for alert in ALERTS}) == len(ALERTS)
-    for alert in ALERTS:
-        samples = [sample for sample, _ in SELECTOR.findall(RECORDED.sub("", alert["expr"]))]
-        known = TARGET.union(*(family_of(sample).labels for sample in samples))
-        known |= {f"exported_{label}" for label in known & TARGET}
-        used = set(re.findall(r"\$labels\.(\w+)", " ".join(alert["annotations"].values())))
-        assert used <= known, alert["alert"]
 
 
 def test_kubernetes_gets_the_same_rules_and_a_target_with_the_job_that_they_name() -> None:

@@ -37,15 +37,6 @@ def test_the_command_line_of_each_unit_is_valid(path: Path) -> None:
     PARSERS[command]().parse_args(arguments)
 
 
-def test_systemd_waits_for_the_command_to_say_that_it_is_ready_and_watches_it(path: Path) -> None:
-    """The command speaks for itself, so the process that systemd starts must be it: env, and no keeper."""
-    service = unit(path)["Service"]
-    assert service["Type"] == "notify"
-    assert "NotifyAccess" not in service, "the default: the main process alone"
-    assert 0 < int(service["WatchdogSec"]) <= int(service["TimeoutStartSec"])
-    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
-
-
 def test_no_other_user_can_take_a_units_names_and_the_unit_can_change_nothing_of_the_system(
     path: Path,
 ) -> None:
