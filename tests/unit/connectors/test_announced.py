@@ -14,7 +14,7 @@ ROOT = b"r" * 32
 
 class L1:
     def __init__(self):
-        self.there, self.now_s, self.readable, self.looked_at = set(), 0.0, True, []
+        self.there, self.now_s, self.looked_at = set(), 0.0, []
 
     def __call__(self):
         return self.now_s
@@ -23,7 +23,7 @@ class L1:
         assert {root for root, _ in chunks} == {ROOT}
         keys = [key for _, key in chunks]
         self.looked_at += keys
-        return [key in self.there for key in keys] if self.readable else None
+        return [key in self.there for key in keys]
 
 
 @pytest.fixture
@@ -40,31 +40,12 @@ def key(number):
     return number.to_bytes(32, "little")
 
 
-def test_a_chunk_seen_in_l1_is_announced_as_removed_as_soon_as_it_is_gone(l1, watched):
-    l1.there = {key(1), key(2)}
-    watched.add(ROOT, [key(1), key(2)])
-    l1.now_s += ROUND_S
-    assert watched.left() == []
-    l1.there.remove(key(1))
-    l1.now_s += ROUND_S
-    assert watched.left() == [key(1)]
-    l1.now_s += ROUND_S
-    assert watched.left() == []
-
-
 def test_a_chunk_that_another_worker_is_still_storing_is_not_announced_as_removed(l1, watched):
     watched.add(ROOT, [key(1)])
     l1.now_s += ARRIVES_WITHIN_S / 2
     assert watched.left() == []
     l1.now_s += ARRIVES_WITHIN_S
     assert watched.left() == [key(1)]
-
-
-def test_an_index_that_cannot_be_read_removes_nothing(l1, watched):
-    l1.readable = False
-    watched.add(ROOT, [key(1)])
-    l1.now_s += 2 * ARRIVES_WITHIN_S
-    assert watched.left() == []
 
 
 def test_each_step_looks_at_a_few_chunks_and_later_steps_at_the_others(l1, watched):

@@ -43,18 +43,3 @@ def test_a_guard_passes_answers_on_and_answers_for_errors():
 def test_exceptions_that_end_a_process_pass_the_guard(stop):
     with pytest.raises(stop):
         Called().plain(stop())
-
-
-def test_repeated_errors_of_one_kind_are_logged_ever_more_rarely(caplog):
-    class Rare(Exception):
-        pass
-
-    for _ in range(120):
-        Called().plain(Rare("planted"))
-    lines = [record for record in caplog.records if "error in the connector's plain" in record.message]
-    assert [line.message.partition("(")[2].partition(")")[0] for line in lines] == [
-        "seen 1 times",
-        "seen 10 times",
-        "seen 100 times",
-    ]
-    assert all(line.exc_info for line in lines)

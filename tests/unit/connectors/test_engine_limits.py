@@ -67,10 +67,6 @@ def model(**settings):
     return SimpleNamespace(model_config=SimpleNamespace(**settings))
 
 
-def test_engines_whose_prefixes_vllm_caches_may_use_the_cache():
-    assert no_reuse_reason(model(is_prefix_caching_supported=True, pooler_config=None)) == ""
-
-
 def test_pooling_that_needs_every_token_loads_nothing():
     for sequence, token in (("MEAN", None), ("CLS", None), (None, "STEP")):
         pooler = SimpleNamespace(seq_pooling_type=sequence, tok_pooling_type=token)

@@ -13,7 +13,6 @@ from tests.harness.scheduler_side import (
     GuardedSide,
     arrive,
     ask,
-    make_request,
     make_side,
     media,
     scene,
@@ -102,18 +101,3 @@ def test_preempted_requests_are_passed_on_even_when_the_plan_fails():
     [_] = step(side, [(request, 0, 40)]).stores
     side.first.stores.plan = None
     assert step(side, preempted=[request.request_id]).preempted == {request.request_id}
-
-
-def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_again():
-    client = FakeClient(hits=3)
-    side = GuardedSide(make_side(client))
-    before, after = make_request(40), make_request(40)
-    side.on_new_request(before)
-    client.fails = "cancel"
-    side.reset(engine_empty=True)
-    side.on_new_request(after)
-    for request in (before, after):
-        assert ask(side, request) == (0, False)
-        assert step(side, [(request, 0, 40)]).stores == []
-    side.take_events()
-    assert client.leases == []

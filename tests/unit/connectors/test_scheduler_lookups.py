@@ -248,14 +248,6 @@ def test_a_revoked_lookup_is_sent_again_when_vllm_asks_next():
     assert len(client.calls) == 2
 
 
-def test_a_revoked_lookup_whose_chunks_are_gone_is_a_miss_without_a_message():
-    client, side, request = scene(100, hits=5)
-    assert revoke_while_vllm_has_no_blocks(side, client, request)
-    client.hits = 0
-    assert ask(side, request) == (0, False)
-    assert len(client.calls) == 1
-
-
 def test_a_lookup_that_is_revoked_repeatedly_is_sent_about_ten_times_a_second_at_most():
     clock = Clock()
     client, side, request = scene(100, hits=5, clock=clock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from types import SimpleNamespace
 
@@ -70,21 +69,6 @@ def test_another_machine_is_accepted_with_a_note():
     assert len(notes) == 1 and "this machine" in notes[0]
 
 
-def test_names_without_effect_are_logged():
-    for extra, environment, says in (
-        ({"lmcache.mp.heartbeat_interval": 10}, {}, "lmcache.mp.heartbeat_interval has no effect"),
-        (
-            {},
-            {"LMCACHE_LOCAL_CPU": "True"},
-            "environment: LMCACHE_LOCAL_CPU has no effect: the server has a setting for it",
-        ),
-        ({}, {"LMCACHE_CHUNKSIZE": "1"}, "unknown variable .did you mean 'LMCACHE_CHUNK_SIZE'"),
-    ):
-        settings, notes = load_settings(extra, environment)
-        assert settings == ClientSettings()
-        assert len(notes) == 1 and re.search(says, notes[0])
-
-
 def test_wrong_names_and_values_say_what_to_change():
     for extra, environment, says in (
         ({"lmcache.mp.prot": 1}, {}, "lmcache.mp.prot: unknown key .did you mean 'lmcache.mp.port'"),
@@ -100,19 +84,6 @@ def test_wrong_names_and_values_say_what_to_change():
     ):
         with pytest.raises(ConfigError, match=says):
             load_settings(extra, environment)
-
-
-def test_everything_that_is_wrong_in_any_source_is_said_at_once(tmp_path):
-    file = tmp_path / "engine.yaml"
-    file.write_text("enable_pd: true\nchunk_sice: 1\n")
-    environment = {"KVSTRATA_CONFIG_FILE": str(file), "KVSTRATA_LOAD_MODE": "never"}
-    with pytest.raises(ConfigError) as caught:
-        load_settings({"lmcache.mp.port": "x", "lmcache.mp.prot": 1}, environment)
-    assert [line.split(": ")[1] for line in caught.value.lines] == [
-        "chunk_sice",
-        "KVSTRATA_LOAD_MODE",
-        "lmcache.mp.prot",
-    ]
 
 
 # -- identity

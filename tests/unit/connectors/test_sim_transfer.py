@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvstrata.cli.sim import main
 from kvstrata.connectors.sim.connector import SimConnector
 from kvstrata.connectors.sim.transfer import read_transfer
 from kvstrata.errors import ConfigError
@@ -70,19 +69,3 @@ def test_sizes_that_do_not_fit_are_told() -> None:
         SimConnector(transfer, EngineModel(block_tokens=4, kv_blocks=40_000), model="m", token_bytes=1)
     with pytest.raises(ConfigError, match=r"more than the .* MiB of this machine"):
         SimConnector(transfer, EngineModel(), model="m", token_bytes=1 << 30)
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--kv-token-bytes", "64"], "--kv-token-bytes: has no effect without --kv-transfer-config"),
-        (["--kv-transfer-config", config(), "--speed", "2"], "--speed: must be 1 with --kv-transfer-config"),
-        (["--kv-transfer-config", config(), "--kv-token-bytes", "0"], "--kv-token-bytes: must be at least 1"),
-        (["--kv-transfer-config", "nonsense"], "--kv-transfer-config: 'nonsense' is not JSON"),
-    ],
-)
-def test_flags_that_do_not_go_together_stop_the_start(
-    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--port", "0", *flags]) != 0
-    assert told in capsys.readouterr().err

@@ -171,15 +171,6 @@ def test_closing_waits_briefly_for_stores_and_not_for_loads(fake, side):
     assert fake.now_s < 4.0
 
 
-def test_counts_are_sums_since_they_were_last_taken(fake, side):
-    fake.next_failed, fake.counted = {1}, {"pinned_bytes": 7}
-    step(side, StepPlan(1, loads=[load_of()]))
-    counts = side.take_counts()
-    assert counts["pinned_bytes"] == 7
-    assert (counts["loaded_chunks"], counts["load_failed_chunks"], counts["loaded_bytes"]) == (1, 1, 100)
-    assert side.take_counts() == {}
-
-
 # -- blocks on a device -------------------------------------------------------------------------------------------
 
 

@@ -1,13 +1,17 @@
-"""A closed adapter has neither a thread nor a descriptor left, whoever still refers to it."""
+"""A closed adapter has neither a thread nor a descriptor left, whoever still refers to it; who frees its connector."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstrata.native import fs
+from kvstrata.native.connector import NativeConnector
 from kvstrata.storage.base import PutStatus
 from kvstrata.storage.entry import configure_tier
 from kvstrata.testing.strategies import key_of, lent_context, put_item
@@ -48,3 +52,26 @@ async def test_an_adapter_that_cannot_be_opened_leaves_no_thread(tmp_path: Path)
         await second.open(lent_context(lambda key: None))
     await until(lambda: threads() <= before)
     await first.close()
+
+
+DESTRUCTOR = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_capsules_destructor_is_called_only_when_its_connector_was_not_taken(
+    tmp_path: Path, taken: bool
+) -> None:
+    calls: list[int] = []
+    # Whoever took the connector frees it: a destructor that did so too would free it twice.
+    destructor = DESTRUCTOR(lambda _: calls.append(1))
+    capsule = fs.connector(
+        str(tmp_path), "tmp", shared=False, use_odirect=False, capacity_bytes=0, min_free_bytes=0
+    )
+    set_destructor = ctypes.pythonapi.PyCapsule_SetDestructor
+    set_destructor.argtypes = [ctypes.py_object, DESTRUCTOR]
+    assert set_destructor(capsule, destructor) == 0
+    connector = NativeConnector(capsule) if taken else None
+    del capsule
+    gc.collect()
+    assert len(calls) == (not taken)
+    del connector

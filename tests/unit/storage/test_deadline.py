@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -328,37 +327,6 @@ def test_the_breaker_lets_one_probe_through_at_a_time_and_never_stays_open(
     assert breaker.would_admit(now_s + 4.0)
 
 
-async def test_every_operation_is_reported_however_it_ends() -> None:
-    reports: list[OpReport] = []
-    inner = Scripted()
-    adapter = guard(inner, report=reports.append, failures=10)
-    items = [put_item(key_of(n), SIZE) for n in range(3)]
-    await adapter.put(items)
-    inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
-    await adapter.load([load_item(key_of(1), SIZE)])
-    await adapter.exists([key_of(1), key_of(2)])
-    inner.found = Found(Presence.UNKNOWN, 0, "io")
-    await adapter.exists([key_of(1), key_of(2)])
-    await adapter.delete([key_of(1)])
-    inner.raises = True
-    await adapter.put([put_item(key_of(1), SIZE)])
-    inner.go.clear()
-    wait = asyncio.create_task(adapter.exists([key_of(1)]))
-    await asyncio.sleep(0)
-    wait.cancel()
-    await asyncio.gather(wait, return_exceptions=True)
-    assert [(r.operation, r.moved_bytes, dict(r.outcomes)) for r in reports] == [
-        ("put", 3 * record_length(SIZE), {"stored": 3}),
-        ("load", 0, {"failed:io": 1}),
-        ("exists", 0, {"present": 2}),
-        ("exists", 0, {"unknown:io": 2}),
-        ("delete", 0, {"deleted": 1, "absent": 0}),
-        ("put", 0, {"failed:adapter_error": 1}),
-        ("exists", 0, {"cancelled": 1}),
-    ]
-    assert {r.adapter for r in reports} == {"scripted-0"}
-
-
 @pytest.mark.parametrize(
     ("page", "passed"),
     [
@@ -413,23 +381,3 @@ async def test_invalid_counts_of_an_adapter_are_logged_once_and_ignored(
         with pytest.raises(StorageError, match="not cleared: it answered"):
             await adapter.clear()
     assert len(caplog.records) == 3, "each operation is named once"
-
-
-async def test_the_log_says_once_that_a_tier_is_down_and_once_that_it_is_up(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="kvstrata.adapters")
-    inner, clock = Scripted(), HandClock()
-    adapter = guard(inner, clock, failures=3, open_s=1.0)
-    inner.found = Found(Presence.UNKNOWN, 0, "io")
-    for _ in range(20):  # the breaker opens, and then its probes fail
-        await adapter.exists([key_of(1)])
-        clock.now_s += 1.0
-    inner.found = Found(Presence.PRESENT, 5000)
-    clock.now_s += 60.0
-    for _ in range(5):
-        await adapter.exists([key_of(1)])
-    down, up = caplog.messages
-    assert down.startswith("tier_down adapter=scripted-0 operation=exists reason=io meaning=")
-    assert up == "tier_up adapter=scripted-0 operation=exists"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvstrata.clock import SystemClock
@@ -19,15 +17,13 @@ from kvstrata.errors import ConfigError
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.policy.store import StorePolicy
-from kvstrata.storage import catalogue
 from kvstrata.storage.catalogue import GROUP
 from kvstrata.storage.entry import TierConfig, configure_tier, make_adapter
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.storage.stack import Surroundings, build_stack
-from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
-from kvstrata.testing.faulty_adapter import FaultyAdapter
+from kvstrata.storage.wrap.codec_fields import ChainSettings
 
 AROUND = Surroundings(SystemClock(), 1 << 30, lambda report: None)
 FS = {"type": "fs", "base_path": "/data/kv"}
@@ -37,16 +33,6 @@ def arguments_of(config: TierConfig) -> dict[str, Any]:
     """The keyword arguments with which the adapter will be made."""
     assert isinstance(config.make, functools.partial)
     return config.make.keywords
-
-
-def test_the_least_entry_makes_an_fs_adapter_with_defaults() -> None:
-    adapter = make_adapter(json.dumps(FS), 0)
-    assert isinstance(adapter, FsAdapter)
-    assert adapter.base_path == Path("/data/kv")
-    config = configure_tier(FS, 3)
-    fields = arguments_of(config)
-    assert (fields["num_workers"], fields["capacity_bytes"], fields["min_free_bytes"]) == (4, 0, None)
-    assert (config.name, config.policy, config.deadline_ms) == ("fs-3", StorePolicy.THROUGH, None)
 
 
 def test_every_field_of_fs_and_its_older_name_is_read() -> None:
@@ -91,33 +77,6 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
         "l2_adapters[0].num_read_workers",
         "l2_adapters[0].read_max_bytes_in_flight",
     ]
-
-
-def test_base_path_may_be_relative_or_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    adapter = make_adapter({**FS, "base_path": "~/kv"}, 0)
-    assert isinstance(adapter, FsAdapter)
-    assert adapter.base_path == Path("/home/someone/kv")
-
-
-def test_a_built_adapter_is_measured_and_guarded() -> None:
-    config = configure_tier({**FS, "policy": "on_evict"}, 1)
-    built = build_stack(config, AROUND)
-    assert built.name == built.adapter.name == "fs-1"
-    assert built.policy is StorePolicy.ON_EVICT
-    assert built.adapter.limits.max_stuck_bytes == 1 << 26
-    assert built.adapter.limits.deadline_ms == 5_000
-    assert built.codec is built.adapter.inner
-    assert not built.codec.chain.encodes
-
-
-def test_a_codec_goes_between_the_adapter_and_its_deadline() -> None:
-    config = configure_tier({**FS, "codec": [{"name": "zstd", "level": 3, "planes": 1}]}, 0)
-    built = build_stack(config, AROUND)
-    assert built.codec is not None
-    assert built.codec.chain.settings == ChainSettings(zstd=ZstdOptions(level=3, planes=1))
-    assert isinstance(built.codec.inner, FsAdapter)
-    assert configure_tier({**FS, "codec": "zstd"}, 0).chain.zstd == ZstdOptions()
 
 
 def test_a_key_file_is_private_long_enough_and_never_quoted(tmp_path: Path) -> None:
@@ -202,13 +161,6 @@ def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: floa
     assert built.status()["host"] == {"pid": 0, "state": "closed", "restarts": 0, "requests": 0}
 
 
-def test_faults_can_be_injected_into_any_adapter() -> None:
-    adapter = make_adapter({"type": "fault_inject", "inner": FS, "rate": 0.5, "seed": 7}, 0)
-    assert isinstance(adapter, FaultyAdapter)
-    assert (adapter.plan.seed, adapter.plan.rate) == (7, 0.5)
-    assert isinstance(adapter.inner, FsAdapter)
-
-
 @pytest.mark.parametrize("value", ["", "0", "true"])
 def test_faults_are_refused_outside_an_environment_for_tests(
     monkeypatch: pytest.MonkeyPatch, value: str
@@ -224,16 +176,6 @@ def test_a_plugin_for_lmcache_is_refused_with_what_to_do() -> None:
         ConfigError, match=r"\.config_class_name: 'B' is not .* classes for LMCache do not fit"
     ):
         configure_tier(entry, 0)
-
-
-def test_a_class_of_another_package_is_an_adapter() -> None:
-    entry = {
-        "type": "plugin",
-        "module_path": "tests.unit.storage.test_deadline",
-        "class_name": "Scripted",
-        "adapter_params": {},
-    }
-    assert make_adapter(entry, 0).name == "scripted-0"
 
 
 @pytest.mark.parametrize(
@@ -297,35 +239,6 @@ def point(name: str, attribute: str) -> importlib.metadata.EntryPoint:
     return importlib.metadata.EntryPoint(name, f"{__name__}:{attribute}", GROUP)
 
 
-SEEN: list[object] = []
-
-
-def from_fields(fields: dict[str, object], path: str) -> FsAdapter:
-    """As a package's entry point."""
-    SEEN.append((fields, path))
-    return FsAdapter(base_path=str(fields["base_path"]))
-
-
-def test_an_installed_package_adds_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    SEEN.clear()
-    points = [point("hf3fs", "from_fields"), point("fs", "no_such_thing")]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
-    config = configure_tier({"type": "hf3fs", "base_path": "/data/kv", "deadline_ms": 9}, 4)
-    assert not SEEN, "it is imported when the adapter is made"
-    assert isinstance(config.make(), FsAdapter)
-    assert SEEN == [({"base_path": "/data/kv"}, "l2_adapters[4]")]
-    assert isinstance(make_adapter(FS, 0), FsAdapter), "an own type wins over a package's"
-
-
-def test_an_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "own_points", dict)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    with pytest.raises(
-        ConfigError, match=r"\[0\]\.type: the installation of kvstrata names no types.*make setup"
-    ):
-        configure_tier(FS, 0)
-
-
 def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:
     entry = {"type": "peer", "controller": "tcp://127.0.0.1:8400"}
     with pytest.raises(ConfigError, match=r"l2_adapters\[0\].type: 'peer' .*controller.url"):
@@ -333,14 +246,3 @@ def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:
     config = peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "ucx"), 3)
     assert (config.name, config.isolated, config.deadline_ms) == ("peer-3", False, 12_000)
     assert peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "nixl"), 3).isolated
-
-
-def test_a_recipe_crosses_the_channel_whole() -> None:
-    for config in (
-        configure_tier({**FS, "per_op_workers": {"store": 3}}, 0),
-        configure_tier({"type": "fault_inject", "inner": FS, "faults": ["hang"]}, 0),
-        peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "nixl"), 3),
-    ):
-        recipe = config.recipe
-        kind = catalogue.load(recipe.medium).config
-        assert msgspec.json.decode(msgspec.json.encode(recipe.config), type=kind) == recipe.config

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstrata.errors import StorageError
-from kvstrata.storage.base import Found, KeyPage, Presence, PutItem, PutOutcome, PutStatus, Usage
+from kvstrata.storage.base import Found, Presence, PutItem, PutOutcome, PutStatus
 from kvstrata.storage.host import frames
 from kvstrata.storage.host.frames import MAX_FRAME_BYTES, MAX_ITEMS, Ended
 from kvstrata.storage.host.process import QUEUE_BYTES
@@ -25,50 +24,6 @@ from tests.unit.storage.host_double import (
 )
 
 pytestmark = pytest.mark.usefixtures("child_in_place_of_a_process")
-
-
-async def test_a_batch_is_sent_as_keys_and_places_and_answered_with_outcomes(pair) -> None:
-    adapter, child = pair
-    items = [put_item(key_of(n), 100 + n) for n in range(3)]
-    wait = asyncio.create_task(adapter.put(items))
-    request = await child.request()
-    assert isinstance(request, frames.Put)
-    assert request.items == [(item.key, item.hold.offset, item.hold.length) for item in items]
-    outcomes = [STORED, PutOutcome(PutStatus.EXISTS), PutOutcome(PutStatus.THROTTLED, "full")]
-    child.say(Ended(request.number, bytes([0, 1, 2]), [0, 1, 2], ["", "", "full"]))
-    assert await wait == outcomes
-    for item in items:
-        watched(item).check()
-    assert adapter.host_status()["requests"] == 0
-    assert adapter.capabilities == CAPABILITIES
-
-
-async def test_every_other_operation_is_asked_and_answered(pair) -> None:
-    adapter, child = pair
-
-    async def answered(call: Any, answer: Callable[[int], frames.Message], kind: type[Any]) -> Any:
-        wait = asyncio.create_task(call)
-        request = await child.request()
-        assert isinstance(request, kind)
-        child.say(answer(request.number))
-        return await wait
-
-    found = [Found(Presence.PRESENT, 77), Found(Presence.UNKNOWN, 0, "io")]
-    keys = [key_of(1), key_of(2)]
-    said = lambda n: frames.Found(n, bytes([1, 2]), [77, 0], ["", "io"])  # noqa: E731
-    assert await answered(adapter.exists(keys), said, frames.Exists) == found
-    assert await answered(adapter.delete(keys), lambda n: frames.Counted(n, 2), frames.Delete) == 2
-    assert await answered(adapter.clear(), lambda n: frames.Counted(n, 0), frames.Clear) == 0
-    usage = Usage(1, 2, 3)
-    assert await answered(adapter.usage(), lambda n: frames.Used(n, *usage), frames.GetUsage) == usage
-    for page in (KeyPage(keys, 9), KeyPage([], 9), None):
-        listed = lambda n, page=page: frames.Listed(  # noqa: E731
-            n, page is not None, page.keys if page else [], page.cursor if page else 0
-        )
-        assert await answered(adapter.list_keys(7, 5), listed, frames.ListKeys) == page
-    cannot = StorageError("cannot be cleared")
-    with pytest.raises(StorageError, match="cannot be cleared"):
-        await answered(adapter.clear(), lambda n: frames.raised(n, cannot), frames.Clear)
 
 
 async def test_a_preferred_source_reaches_the_child_with_all_its_keys(pair) -> None:
@@ -234,19 +189,4 @@ async def test_a_childs_numbers_are_shown_until_it_is_gone_and_are_no_sign_of_pr
     assert adapter._due_s() == due_s, "its loop turns, its adapter may hang all the same"
     child.reap()
     assert (adapter.numbers(), adapter.remarks()) == ({}, {})
-    assert await wait == [PUT_DIED]
-
-
-async def test_what_a_child_advertises_is_passed_on_until_it_is_gone_and_is_no_sign_of_progress(
-    pair,
-) -> None:
-    adapter, child = pair
-    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
-    await child.request()
-    due_s = adapter._due_s()
-    child.say(frames.Advertised(b"other metadata"))
-    await until(lambda: adapter.advertisement() == b"other metadata")
-    assert adapter._due_s() == due_s
-    child.reap()
-    assert adapter.advertisement() == b""
     assert await wait == [PUT_DIED]

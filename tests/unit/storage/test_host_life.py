@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterator
 
 import pytest
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.observability.logging import set_level
 from kvstrata.storage.base import (
     Capabilities,
     Found,
@@ -21,11 +18,9 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.host import frames
-from kvstrata.storage.host.frames import MAX_FRAME_BYTES, Opened
+from kvstrata.storage.host.frames import Opened
 from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.media.fs.config import FsConfig
 from kvstrata.storage.pauses import STEADY_S, WELL_S, Pauses
-from kvstrata.storage.structs import Place
 from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
 from tests.unit.storage.host_double import (
     CAPABILITIES,
@@ -198,43 +193,6 @@ async def test_a_child_that_ends_before_its_adapter_is_open_is_an_error_that_say
         await opening
 
 
-async def test_an_entry_too_long_for_a_host_is_refused() -> None:
-    recipe = RECIPE._replace(config=FsConfig(base_path="x" * MAX_FRAME_BYTES), place=Place("l2_adapters[3]"))
-    adapter = HostedAdapter(recipe, kill_ms=1)
-    opening = asyncio.create_task(adapter.open(lent_context(lambda key: None)))
-    await until(lambda: Child.made)
-    Child.made[0].reaps_at_once = True
-    if Child.made[0].killed.is_set():
-        Child.made[0].reap()
-    with pytest.raises(ConfigError, match=r"l2_adapters\[3\]: its fields take \d+ bytes"):
-        await opening
-
-
-@pytest.fixture
-def level_restored() -> Iterator[None]:
-    logger = logging.getLogger("kvstrata")
-    before = logger.level
-    yield
-    logger.setLevel(before)
-
-
-async def test_a_child_is_told_each_change_of_the_log_level_once(
-    pair: tuple[HostedAdapter, Child], level_restored: None
-) -> None:
-    _, child = pair
-    for level in ("debug", "debug", "error"):
-        set_level(level)
-    told = [await child.request() for _ in range(2)]
-    assert told == [frames.Level(logging.DEBUG), frames.Level(logging.ERROR)]
-    child.reap()
-    await until(lambda: len(Child.made) == 2)
-    second = Child.made[1]
-    set_level("info")  # while the second one begins
-    first = await second.request()
-    assert first.log_level == logging.ERROR
-    assert await second.request() == frames.Level(logging.INFO)
-
-
 def test_pauses_between_children_double_until_one_has_answered_without_failure_for_seconds() -> None:
     pauses = Pauses(longest_s=1.0, now_s=0.0)
     now_s = 0.0
@@ -252,19 +210,3 @@ def test_pauses_between_children_double_until_one_has_answered_without_failure_f
     assert ends_after(4.0, 0.1, 2.0, 0.1 + WELL_S) == 0.1
     assert [ends_after(1.0, 0.1), ends_after(1.0, 0.1)] == [0.2, 0.4], "each child by itself"
     assert ends_after(STEADY_S) == 0.1, "an idle one that stays is steady too"
-
-
-@pytest.mark.parametrize("dies", [False, True])
-async def test_an_error_of_the_first_open_ends_with_what_the_child_printed_last(dies: bool) -> None:
-    adapter = HostedAdapter(RECIPE, kill_ms=60_000)
-    opening = asyncio.create_task(adapter.open(lent_context(lambda key: None)))
-    await until(lambda: len(Child.made) == 1)
-    [child] = Child.made
-    child.reaps_at_once = True
-    await child.request()
-    if dies:
-        child.kill()
-    else:
-        child.say(frames.refused(StorageError("hosted-0: setup answered -1")))
-    with pytest.raises(StorageError, match=r"; its last lines: E1128 no such host$"):
-        await opening

@@ -1,4 +1,4 @@
-"""Lanes: bounded queues whose work always runs, and where puts never stand in the way of lookups."""
+"""Lanes: bounded queues whose work always runs, and where puts never stand in the way of lookups; work of adapters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from kvstrata.storage.lanes import Lane, Lanes
+from kvstrata.storage.work import Work
 from tests.harness.amount import amount
 from tests.harness.waiting import until
 
@@ -31,18 +32,6 @@ class Blocker:
 
     async def until_begun(self) -> None:
         assert await asyncio.to_thread(self.began.wait, WAIT_S)
-
-
-async def test_work_runs_and_its_result_or_error_comes_back() -> None:
-    lanes = Lanes("t")
-    future = lanes.submit(Lane.PUT, lambda: 41 + 1)
-    assert future is not None
-    assert await future == 42
-    failing = lanes.submit(Lane.LOAD, lambda: 1 // 0)
-    assert failing is not None
-    with pytest.raises(ZeroDivisionError):
-        await failing
-    await lanes.close()
 
 
 async def test_a_full_lane_takes_nothing() -> None:
@@ -149,3 +138,36 @@ asyncio.run(main())
             [sys.executable, "-c", script], timeout=WAIT_S, capture_output=True, text=True, check=False
         )
         assert (ended.returncode, ended.stderr) == (0, "")
+
+
+async def test_a_cancelled_call_ends_its_wait_and_not_the_work() -> None:
+    work, go, done = Work("fs-0"), asyncio.Event(), asyncio.Event()
+
+    async def long() -> None:
+        await go.wait()
+        done.set()
+
+    call = asyncio.create_task(work.own(long()))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not done.is_set()
+    go.set()
+    await work.ended()
+    assert done.is_set()
+
+
+async def test_work_in_the_background_that_fails_is_logged_and_remarked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    work = Work("fs-0")
+
+    async def fails() -> None:
+        raise ValueError("a mistake of ours")
+
+    work.background(fails(), "sweeper")
+    await asyncio.sleep(0.0)
+    await work.stop()
+    assert work.remarks() == {"sweeper_failed": "ValueError: a mistake of ours"}
+    assert "fs-0: its background task sweeper failed" in caplog.text

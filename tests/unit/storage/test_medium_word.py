@@ -11,16 +11,6 @@ from kvstrata.storage.entry import make_adapter
 from kvstrata.storage.media.medium import medium_word
 
 
-def test_parts_and_hosts_make_the_word_and_their_order_does_not() -> None:
-    words = {
-        medium_word("a", "x", hosts=["h:1", "h:2"]),
-        medium_word("a", "x", hosts=["h:2", "h:1"]),
-    }
-    assert len(words) == 1
-    others = [medium_word("b", "x", hosts=["h:1", "h:2"]), medium_word("a", "y", hosts=["h:1", "h:2"])]
-    assert words.isdisjoint(others) and len({*others, medium_word("a", "x", hosts=["h:1"])}) == 3
-
-
 @pytest.mark.parametrize(
     "host",
     ["localhost:1", "http://127.0.0.1:1", "[::1]:1", "0.0.0.0:1", ""],

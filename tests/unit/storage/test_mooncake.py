@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import shlex
 import socket
 import sys
@@ -164,49 +163,7 @@ def test_the_numbers_of_replicas_are_no_options_of_setup_as_in_entries_for_lmcac
         configure(replica_num="two")
 
 
-def test_an_unknown_option_close_to_one_of_mooncakes_is_passed_on_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.WARNING)
-    assert adapter_of(configure(rdma_device="mlx5_0")).settings.setup["rdma_device"] == "mlx5_0"
-    assert "rdma_device: unknown field (did you mean 'rdma_devices'?), passed on to Mooncake" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("replicate", "message"),
-    [
-        (
-            {"replica_number": 2},
-            r"replicate\.replica_number: not an option of this Mooncake, which has .*replica_num",
-        ),
-        ({"replica_num": "two"}, r"replicate\.replica_num: must be of type int"),
-    ],
-)
-async def test_wrong_options_of_puts_are_named(
-    package: Callable[[str], Path], replicate: dict[str, Any], message: str
-) -> None:
-    package(RECORDER.replace("replica_num = 1", "replica_num = property(lambda s: 1, lambda s, v: v + 1)"))
-    with pytest.raises(ConfigError, match=message):
-        await adapter_of(configure(replicate=replicate)).open(lent_context(lambda key: None))
-
-
 # --- what is not there, or not what it should be -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("says", "message"),
-    [
-        ("libibverbs.so.1: cannot open shared object file: No such file", "apt-get install libibverbs1"),
-        ("libcuda.so.1: cannot open shared object file: No such file", "wheel for CUDA"),
-        ("undefined symbol: x", "pip install --force-reinstall"),
-    ],
-)
-async def test_a_missing_library_is_named_with_the_line_that_installs_it(
-    package: Callable[[str], Path], says: str, message: str
-) -> None:
-    package(f"raise ImportError({says!r})")
-    with pytest.raises(ConfigError, match=message):
-        await adapter_of(configure()).open(lent_context(lambda key: None))
 
 
 async def test_rdma_without_a_network_card_is_an_error(
@@ -227,16 +184,6 @@ def test_names_of_mooncakes_own_configuration_file_are_those_of_setup() -> None:
         configure(device_name="mlx5_0", rdma_devices="mlx5_1")
 
 
-async def test_an_rdma_device_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sdk, "_NICS", tmp_path)
-    (tmp_path / "mlx5_3").mkdir()
-    adapter = adapter_of(configure(protocol="rdma", rdma_devices="mlx5_0,mlx5_3"))
-    with pytest.raises(ConfigError, match="rdma_devices: mlx5_0 not found; this machine has mlx5_3"):
-        await adapter.open(lent_context(lambda key: None))
-
-
 @pytest.mark.parametrize("field", ["master_server_addr", "metadata_server"])
 async def test_an_unreachable_server_is_named(
     package: Callable[[str], Path], master: str, field: str
@@ -250,12 +197,6 @@ async def test_an_unreachable_server_is_named(
             fields["metadata_server"] = f"http://{address}/metadata"
         with pytest.raises(StorageError, match=f"{field}: nothing answers at {address}"):
             await adapter_of(configure(**fields)).open(lent_context(lambda key: None))
-
-
-async def test_an_address_without_a_port_is_refused(package: Callable[[str], Path]) -> None:
-    package(RECORDER)
-    with pytest.raises(ConfigError, match="master_server_addr: must be host:port, found 'node01'"):
-        await adapter_of(configure(master_server_addr="node01")).open(lent_context(lambda key: None))
 
 
 # --- a client that raises ---

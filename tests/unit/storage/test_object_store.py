@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Self
 
 import obstore
 import pytest
-from obstore import exceptions
 from obstore.store import MemoryStore
 
 from kvstrata.errors import ConfigError, StorageError
@@ -37,7 +36,6 @@ from kvstrata.storage.media.object_store.adapter import (
     ObjectStoreSettings,
     path_of,
 )
-from kvstrata.storage.media.object_store.failures import advice
 from kvstrata.testing.strategies import POISON, WAIT_S, key_of, lent_context, load_item, put_item, watched
 
 SECRET = "a-secret-that-nobody-may-see"
@@ -145,23 +143,6 @@ async def test_refused_puts_say_why_and_are_tried_again_where_it_helps(
     assert blames_medium(loaded.reason), "it counts for the breaker"
     await adapter.close()
     assert SECRET not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("error sending request\n\nDebug source:\n InvalidCertificate(UnknownIssuer)", "SSL_CERT_FILE"),
-        ("Error performing PUT http://169.254.169.254/latest/api/token in 2 ms", "AWS_PROFILE"),
-        ("status code: 501: <Error><Code>NotImplemented</Code></Error>", '"conditional_put": "disabled"'),
-        ("status code: 403: <Error><Code>RequestTimeTooSkewed</Code></Error>", "set its clock"),
-        (
-            "status code: 400: <Error><Code>ExpiredToken</Code></Error>",
-            "give a new one and restart the server",
-        ),
-    ],
-)
-def test_what_is_to_be_set_is_said_with_the_reason(text: str, says: str) -> None:
-    assert says in advice(exceptions.GenericError(text))
 
 
 async def test_a_put_that_is_refused_before_it_was_read_keeps_its_bytes_until_the_library_lets_go() -> None:

@@ -25,15 +25,6 @@ def made(**fields: Any) -> RespSettings:
 
 
 @pytest.mark.usefixtures("patience_of_production")
-def test_the_smallest_entry_has_the_defaults() -> None:
-    settings = made(host="redis.example")
-    assert settings.servers.addresses == (Address("redis.example", 6379),)
-    assert not settings.servers.cluster and settings.servers.tls is None
-    assert (settings.key_prefix, settings.ttl_ms, settings.num_workers) == ("kvstrata:", 0, 8)
-    assert settings.request_timeout_s == 5.0
-
-
-@pytest.mark.usefixtures("patience_of_production")
 def test_every_field_that_users_know_is_read() -> None:
     settings = made(
         host="10.0.0.1",
@@ -91,12 +82,6 @@ def test_a_password_comes_from_a_private_file(tmp_path: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         made(host="h", password_file=str(file))
-
-
-@pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_other_names_of_the_type_are_accepted(kind: str) -> None:
-    config = configure_tier({"type": kind, "host": "h"}, 1)
-    assert isinstance(config.make(), RespAdapter) and config.name == f"{kind}-1"
 
 
 def test_an_entry_that_cannot_be_read_is_not_shown() -> None:

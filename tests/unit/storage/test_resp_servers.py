@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +22,8 @@ from kvstrata.storage.base import (
     StorageAdapter,
 )
 from kvstrata.storage.entry import make_adapter
-from kvstrata.storage.media.resp.connection import ServerError
+from kvstrata.storage.media.resp import connection as connection_module
+from kvstrata.storage.media.resp.connection import MAX_BULK_BYTES, Link, LinkLost, ServerError
 from kvstrata.storage.media.resp.pipeline import _directed
 from kvstrata.storage.media.resp.servers import Address
 from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
@@ -135,33 +136,6 @@ async def test_a_clear_that_a_server_refuses_raises_in_its_words() -> None:
         await adapter.close()
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        (b"-NOREPLICAS Not enough good replicas to write.\r\n", "no_replicas"),
-        (b"-MISCONF Redis is configured to save RDB snapshots\r\n", "not_saved"),
-        (b"-ERR Protocol error: invalid bulk length\r\n", "server_error"),
-    ],
-)
-async def test_the_server_s_own_words_are_in_the_log_once_and_in_the_status_until_a_put_is_stored(
-    caplog: pytest.LogCaptureFixture, said: bytes, reason: str
-) -> None:
-    text = said[1:-2].decode()
-    with Peer(lambda words: said if words[0] == b"SET" else b":0\r\n") as peer:
-        adapter = await adapter_of(peer)
-        with caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                assert await adapter.put([put_item(key_of(1), 1000)]) == [
-                    PutOutcome(PutStatus.FAILED, reason)
-                ]
-        assert [text in record.getMessage() for record in caplog.records] == [True]
-        assert adapter.remarks() == {"refusal": text}
-        peer.answer = stores
-        assert await adapter.put([put_item(key_of(1), 1000)]) == [PutOutcome(PutStatus.STORED)]
-        assert adapter.remarks() == {"refusal": ""}
-        await adapter.close()
-
-
 async def test_a_server_at_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     with Peer(stores, path=path):
@@ -228,3 +202,74 @@ async def test_no_server_names_a_unix_socket(tmp_path: Path) -> None:
                 await adapter.open(lent_context(lambda key: None))
             await adapter.close()
         assert private.accepted == 0
+
+
+# -- what one connection reads
+
+
+def array(count: int, items: bytes) -> Iterator[bytes]:
+    yield b"*%d\r\n" % count
+    while True:
+        yield items
+
+
+@pytest.mark.parametrize(
+    ("count", "items"),
+    [
+        (1 << 20, bulk(bytes(MAX_BULK_BYTES))),
+        (1 << 20, b":1\r\n" * 1000),
+        (1 << 20, b"*1000\r\n" + b"$-1\r\n" * 1000),
+        (1, b"$%d\r\n" % (MAX_BULK_BYTES + 1)),
+    ],
+)
+def test_the_memory_that_a_reply_takes_is_bounded(
+    count: int, items: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "MAX_ARRAY_BYTES", 1 << 23)
+    ours, theirs = socket.socketpair()
+    sent = 0
+
+    def send() -> None:
+        nonlocal sent
+        try:
+            for part in array(count, items):
+                theirs.sendall(part)
+                sent += len(part)
+        except OSError:
+            return
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    link = Link(ours, time.monotonic() + WAIT_S)
+    with pytest.raises(LinkLost, match="not Redis"):
+        link.reply()
+    link.close()
+    sending.join(WAIT_S)
+    theirs.close()
+    assert sent < 1 << 24
+
+
+def test_the_longest_replies_of_real_servers_are_read() -> None:
+    ours, theirs = socket.socketpair()
+    node = b"*4\r\n" + bulk(b"127.100.100.100") + b":6379\r\n" + bulk(b"a" * 40) + b"*0\r\n"
+    slots = b"*4096\r\n" + (b"*4\r\n:0\r\n:0\r\n" + node * 2) * 4096
+    values = b"*40\r\n" + bulk(bytes(MAX_BULK_BYTES)) * 40  # twice: the bound is that of one reply
+    sending = threading.Thread(target=theirs.sendall, args=(slots + values + values,))
+    sending.start()
+    link = Link(ours, time.monotonic() + WAIT_S)
+    for count in (4096, 40, 40):
+        reply = link.reply()
+        assert isinstance(reply, list) and len(reply) == count
+    sending.join(WAIT_S)
+    link.close()
+    theirs.close()
+
+
+def test_what_the_server_said_before_it_broke_the_connection_is_in_the_error() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(ours, time.monotonic() + WAIT_S)
+    theirs.sendall(b"+OK\r\n-ERR Protocol error: invalid bulk length\r\n")
+    theirs.close()
+    with pytest.raises(LinkLost, match="the connection broke: ERR Protocol error: invalid bulk length"):
+        link.send([b"*3\r\n"])
+    link.close()
