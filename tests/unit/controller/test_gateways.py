@@ -64,16 +64,6 @@ async def test_only_whole_chunks_of_all_slices_count(cluster: Cluster) -> None:
     assert [row.l1_chunks for row in cluster.gateways.holdings_now(Holdings(1, CHUNKS, 2))] == [2]
 
 
-async def test_gateways_are_told_of_engines_and_who_reads_peers(cluster: Cluster) -> None:
-    await join(cluster, "a", 1, (0, 0), peer_endpoint="tcp://10.0.0.1:1")
-    await join(cluster, "b", 1, (0, 0), peer_endpoint="")
-    for member in cluster.members:
-        member.engines = [f"http://{member.id}:8000"]
-    answer = cluster.gateways.beat(beat(), KEY, "10.0.0.9", 7)
-    told = {one.instance: (one.engines, one.reads_peers, one.gives_to_peers) for one in answer.instances}
-    assert told == {"a": (["http://a:8000"], True, True), "b": (["http://b:8000"], False, False)}
-
-
 async def test_gateways_are_told_which_adapters_each_instance_has(cluster: Cluster) -> None:
     layout = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
     other = LayoutIdentity(model="n", kv_dtype="bfloat16", chunk_tokens=16)

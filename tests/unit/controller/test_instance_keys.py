@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvstrata.clock import SystemClock
@@ -24,13 +22,6 @@ def refusal(known: KnownMembers, name: str, key: str) -> str:
     except KvstrataError as refused:
         return refused.code
     return ""
-
-
-def test_an_id_belongs_to_its_first_key_also_while_its_instance_is_away():
-    known = KnownMembers()
-    assert [refusal(known, "a", key) for key in (OURS, THEIRS, OURS)] == ["", "wrong_key", ""]
-    known.goodbye(wire.Goodbye(1, "a", CURRENT), 0.0, OURS)
-    assert [refusal(known, "a", key) for key in (THEIRS, OURS)] == ["wrong_key", ""]
 
 
 def test_an_instance_that_leaves_for_ever_leaves_its_id():
@@ -90,18 +81,6 @@ def test_an_id_is_new_from_the_end_of_its_member_on(leaves):
             known.tick(float(now_s))
     assert refusal(known, "new", THEIRS) == "refused"
     assert refusal(known, "a", THEIRS) == "wrong_key"
-
-
-async def test_keys_survive_a_restart_by_the_file_and_end_when_an_admin_removes_the_instance(tmp_path: Path):
-    orders = Orders(SystemClock())
-    await orders.keep_in(tmp_path, lambda path, error: None)
-    refusal(KnownMembers(orders=orders), "a", OURS)
-    await orders.write_keys()
-    later = Orders(SystemClock())
-    await later.keep_in(tmp_path, lambda path, error: None)
-    assert refusal(KnownMembers(orders=later), "a", THEIRS) == "wrong_key"
-    await later.remove("a", bar=False)
-    assert refusal(KnownMembers(orders=later), "a", THEIRS) == ""
 
 
 def test_what_etcd_has_counts_and_what_it_lacks_stays_until_it_is_written():

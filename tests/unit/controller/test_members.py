@@ -99,20 +99,6 @@ def test_a_superseded_incarnation_comes_back_once_its_successor_is_dead_and_the_
     assert CURRENT not in known.get("a").superseded
 
 
-def test_events_count_only_from_the_living_incarnation_of_a_member():
-    for state, who, dropped in (
-        ("gone", CURRENT, "unknown_instance"),
-        ("restored", CURRENT, "restored_instance"),
-        ("dead", CURRENT, "dead_instance"),
-        ("live", OLD, "superseded"),
-        ("live", NEXT, "superseded"),
-        ("live", CURRENT, ""),
-    ):
-        known = in_state(state)
-        assert (known.events(events(1, who)) is None) == bool(dropped)
-        assert known.syncs.dropped == ({dropped: 1} if dropped else {})
-
-
 def test_the_keys_of_an_older_incarnation_are_forgotten_and_its_commands_end():
     known = in_state("confirmed")
     member = known.get("a")
@@ -155,18 +141,6 @@ def test_a_member_of_the_snapshot_that_does_not_come_back_is_forgotten_after_the
     known.tick(30.0)
     assert known.get("a") is None and known.outbox.forgotten == [member]
     assert known.outbox.news[-1].kind == "did_not_come_back"
-
-
-def test_each_request_is_a_sign_of_life():
-    for speak in (
-        lambda known: known.heartbeat(heartbeat(), 25.0),
-        lambda known: known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 5, 0), 25.0),
-    ):
-        known = in_state("confirmed")
-        speak(known)
-        for now_s in range(0, 52, 3):
-            known.tick(float(now_s))
-        assert known.get("a").state is MemberState.LIVE
 
 
 @pytest.mark.parametrize("jump_s", [6.0, 1e9])

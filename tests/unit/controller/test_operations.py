@@ -121,17 +121,6 @@ async def test_many_keys_are_moved_by_several_commands_and_dropped_when_all_have
     assert "move_incomplete" not in kinds(instances)
 
 
-async def test_a_move_whose_source_does_not_drop_the_chunks_is_announced_as_incomplete(instances):
-    instances.join("from", named(1).keys)
-    instances.join("to")
-    await instances.cluster.directory.idle()
-    _, task = await instances.operations.copy(named(1), "to", None, move=True)
-    await instances.answer("to", n_keys)
-    await instances.answer("from", lambda one: "not now")
-    await task
-    assert "move_incomplete" in kinds(instances)
-
-
 def kinds(instances: Instances) -> list[str]:
     return [event.kind for event in instances.cluster.journal.tail.after(0, 100)[0]]
 

@@ -13,7 +13,7 @@ from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.cluster_instance import tags_of
 from tests.harness.known_members import KnownMembers
-from tests.unit.controller.member_messages import CURRENT, events, heartbeat, in_state, synced
+from tests.unit.controller.member_messages import CURRENT, events, heartbeat, in_state
 
 pytestmark = pytest.mark.usefixtures("patience_of_production")
 
@@ -29,17 +29,6 @@ def end(parts: int, count: int, sync: int = 1) -> wire.SyncEnd:
 
 
 # --- events -----------------------------------------------------------------------------------------------------
-
-
-def test_after_a_gap_a_member_is_inexact_and_asked_for_a_full_sync_until_it_begins_one():
-    known = in_state("confirmed")
-    member = known.get("a")
-    assert known.events(events(3)) is member and not member.confirmed
-    (asked,) = known.heartbeat(heartbeat(last_event=3), 10.0)
-    assert asked.kind is wire.CommandKind.RESYNC
-    assert known.heartbeat(heartbeat(last_event=3), 11.0) == [asked]
-    synced(known, 12.0, sync=2, seq=3)
-    assert member.confirmed and known.heartbeat(heartbeat(last_event=3), 13.0) == []
 
 
 def test_a_sync_that_does_not_begin_is_asked_for_again():

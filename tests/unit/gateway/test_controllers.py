@@ -21,7 +21,7 @@ from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import tags_of
-from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, Served, TierRate
+from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, Served
 from kvstrata.types import LayoutIdentity, RequestIdentity, canonical_json, identity_root
 from tests.harness.amount import amount
 
@@ -43,25 +43,6 @@ def served(
 
 def engine(port: int, instance: str = "") -> ServingEngine:
     return ServingEngine(Place(f"e{port}", Address("10.0.0.1", port, False), instance=instance))
-
-
-def test_an_engine_belongs_to_the_instance_that_names_its_url_or_that_the_settings_name() -> None:
-    directory = told(served("a", "http://10.0.0.1:1"), served("b", "https://10.0.0.1:2"))
-    assert directory.instance(engine(1)) is directory.instances["a"]
-    assert directory.instance(engine(2)) is None, "it speaks https there"
-    assert directory.instance(engine(1, "b")) is directory.instances["b"]
-    assert directory.instance(engine(1, "c")) is None
-
-
-def test_a_kind_is_found_by_the_model_unless_there_is_one_only() -> None:
-    other = LayoutIdentity(model="org/other", kv_dtype="bfloat16", chunk_tokens=16)
-    directory = told(
-        served("a"), served("b", kinds=(0, 1)), kinds=[KvKind(LAYOUT, [SLICE]), KvKind(other, [SLICE])]
-    )
-    assert directory.kind(directory.instances["a"], ["anything"]) == 0
-    assert directory.kind(directory.instances["b"], ["served", "/models/m"]) == 0
-    assert directory.kind(directory.instances["b"], ["org/other"]) == 1
-    assert directory.kind(directory.instances["b"], ["served"]) is None
 
 
 def test_nothing_is_asked_for_a_kind_whose_keys_cannot_be_derived() -> None:
@@ -124,14 +105,6 @@ def test_no_text_of_an_adapter_breaks_the_directory(adapter: str) -> None:
     one = Served("a", [0], [], True, True, [], [], [[0]])
     directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], [adapter]), 0.0)
     assert directory.adapter(one, 0, "") in ("", adapter)
-
-
-def test_rates_are_told_in_tokens() -> None:
-    (kind,) = told().kinds
-    assert kind is not None
-    paths = kind.paths(served("a", rates=[TierRate("l2", 2_000, 1_000_000)]))
-    assert (paths["l2"].latency_s, paths["l2"].tokens_s) == (0.002, 10_000.0)
-    assert not kind._replace(told=KvKind(LAYOUT, [SLICE])).paths(served("a", rates=[TierRate("l2", 1, 1)]))
 
 
 COUNTS = st.integers(0, 1 << 40)

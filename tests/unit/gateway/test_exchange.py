@@ -24,7 +24,6 @@ from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
-from kvstrata.gateway.routing.model import Copy
 from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.process.http_gate import Access
 from tests.harness.ext_proc import headers, part, trailers
@@ -59,8 +58,6 @@ class Scene:
         self.compared: list[tuple[str, str, int, int]] = []
         self.ids: array[int] | None = None
         """Of each prompt of text."""
-        self.held_by: tuple[Copy, ...] = ()
-        """What controllers know of each prompt."""
         self.held = Held()
 
     def exchange(self) -> Exchange:
@@ -77,7 +74,7 @@ class Scene:
         if exchange.question is not None:
             exchange.has_ids(self.ids)
         if exchange.wanted is not None:
-            replies += exchange.told(exchange.wanted._replace(held=self.held_by))
+            replies += exchange.told(exchange.wanted)
         return replies
 
     def assert_idle(self) -> None:
@@ -231,20 +228,6 @@ def test_a_prompt_whose_ids_are_known_is_chosen_by_them_and_compared(trails: boo
     [(model, engine, ours, theirs)] = scene.compared
     assert (model, ours, theirs) == ("m", 77, 78) and engine in ("a", "b")
     scene.assert_idle()
-
-
-def test_what_controllers_know_of_a_prompt_counts() -> None:
-    for number, name in enumerate("ab", start=1):
-        scene = Scene()
-        scene.ids = array("I", range(5_000))
-        scene.held_by = (Copy(engine=name, tier="l1", tokens=4_096, source="i"),)
-        exchange = scene.exchange()
-        scene.take(exchange, headers())
-        reply = scene.take(exchange, part("request_body", BODY, end=True))[0]
-        told = reply.dynamic_metadata["envoy.lb"][messages.ENDPOINT]
-        assert told.startswith(f"10.0.0.{number}:"), told
-        exchange.end()
-        scene.assert_idle()
 
 
 def test_a_stream_that_ends_while_ids_are_asked_for_gives_everything_back() -> None:

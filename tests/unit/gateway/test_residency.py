@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Iterator
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from kvstrata.gateway.residency import cache as cache_module
 from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.cache import Cache as KnownCache
 from kvstrata.gateway.residency.feed import Feed
+from kvstrata.gateway.residency.knowledge import Heard, Residency
 from kvstrata.gateway.residency.prompt import Prompt, root_of
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
 from kvstrata.native.hashing import chain_keys
@@ -29,6 +32,7 @@ from kvstrata.testing.engine_sim.kv_events import (
     KVEventBatch,
 )
 from tests.harness.amount import amount
+from tests.harness.cache_engine import eventually
 
 SIZE = 4
 
@@ -370,3 +374,20 @@ def test_a_name_of_a_block_has_a_bound() -> None:
         else:
             with pytest.raises(ValueError, match="64"):
                 decoded(payload)
+
+
+def test_a_dead_thread_is_told_with_its_defect_and_nothing_counts_as_heard() -> None:
+    residency = Residency(time.monotonic)
+    try:
+        residency.watch("a", Source("tcp://127.0.0.1:9", "", ""))
+        assert residency.thread() == {"hears": True, "error": ""}
+        watched = residency._watched["a"]
+        watched.connected = True  # as if it were heard
+        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {"a": Heard(float("-inf"), float("-inf"))}
+        residency._watcher.post(Lock().release)  # a defect
+        eventually("the thread has ended", lambda: not residency.thread()["hears"])
+        assert residency.thread()["error"].startswith("RuntimeError: ")
+        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {}
+    finally:
+        residency.close()
+    assert residency.thread()["error"].startswith("RuntimeError: ")

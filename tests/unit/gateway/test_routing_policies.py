@@ -1,4 +1,4 @@
-"""Costs of the benchmarks' rivals, computed by hand from their published formulas; turns and sessions."""
+"""Costs of the benchmarks' rivals by hand from their published formulas; turns and sessions; how fast engines load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.route_formulas import EXCLUDED, GUIDE, Llmd, Lmetric, MooncakeConductor, Smg
+from kvstrata.gateway.loading import Loading
 from kvstrata.gateway.routing.choose import choose, viewed
+from kvstrata.gateway.routing.load_rates import ASSUMED_GAIN, LoadRates
 from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
 from kvstrata.gateway.routing.policies import Policy, RoundRobin, Session
 
@@ -144,3 +146,33 @@ def test_a_session_stays_and_moves_only_when_its_engine_goes() -> None:
     }
     request = Request(id="r", tokens=1)
     assert choose(request, engines, Knowledge(), NOW_S, policy=Session()).engine == "e0"
+
+
+def test_what_is_told_counts_and_a_load_into_l1_goes_on_from_there() -> None:
+    rates = LoadRates()
+    assert rates.path("a", "l1", 1_000.0).tokens_s == ASSUMED_GAIN * 1_000.0
+    rates.tell("a", "l2", LoadPath(latency_s=0.5, tokens_s=10_000.0))
+    assert rates.path("a", "l2", 1_000.0).tokens_s == pytest.approx(1 / (1 / 10_000 + 1 / 8_000))
+    rates.tell("a", "l1", LoadPath(latency_s=0.25, tokens_s=40_000.0))
+    assert rates.path("a", "l1", 1_000.0) == LoadPath(latency_s=0.25, tokens_s=40_000.0)
+    assert rates.path("a", "l2", 1_000.0) == LoadPath(latency_s=0.75, tokens_s=pytest.approx(8_000.0))
+    rates.forget("a")
+    assert rates.path("a", "l1", 1_000.0) == rates.path("b", "l1", 1_000.0)
+
+
+def test_loads_count_by_engine_and_by_peer_until_they_end() -> None:
+    now_s = 10.0
+    loading = Loading(lambda: now_s)
+    loading.began(1, "a", "peer", "one", 1_000, 2.0)
+    loading.began(2, "b", "peer", "other", 500, 1.0)
+    loading.began(3, "a", "l2", "disk", 300, 1.0)
+    assert loading.queued() == {("a", "peer"): 1_000, ("b", "peer"): 500, ("a", "l2"): 300}
+    assert loading.queued({"one"}) == {("", "peer"): 1_000, ("b", "peer"): 500, ("a", "l2"): 300}
+    assert loading.queued({"disk"}) == loading.queued(), "only peers are shared by engines"
+    now_s = 10.5
+    assert loading.queued() == {("a", "peer"): 750, ("b", "peer"): 250, ("a", "l2"): 150}
+    now_s = 13.0
+    assert not +loading.queued(), "what is late counts as ended"
+    for number in (1, 2, 3, 3, 4):
+        loading.ended(number)
+    assert not len(loading)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from kvstrata.config.gateway_model import TokenSettings
-from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, Chat, Text, prompt_in
@@ -168,27 +166,6 @@ def test_a_template_cannot_be_given_other_messages_by_a_request() -> None:
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render(chat, parted=False)
     with pytest.raises(NotRendered):
         ChatTemplate("{{ raise_exception('no') }}", {}).render(chat, parted=False)
-
-
-@pytest.mark.parametrize(
-    "files, says",
-    [
-        ({}, "has no tokenizer.json"),
-        ({"tokenizer.json": "{"}, "tokenizer.json is none that `tokenizers` reads"),
-        (
-            {"tokenizer.json": "", "tokenizer_config.json": "[]"},
-            "tokenizer_config.json must be a JSON object",
-        ),
-        ({"tokenizer.json": "", "chat_template.jinja": "{% if %}"}, "its chat template is no template"),
-    ],
-)
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, files: dict[str, str], says: str) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text or made.byte_level().to_str())
-    with pytest.raises(ConfigError) as refused:
-        OwnTokenizer("m", str(tmp_path), "tokens.tokenizers[0].path")
-    assert says in str(refused.value) and str(refused.value).startswith("tokens.tokenizers[0].path: ")
-    assert refused.value.field == "tokens.tokenizers[0].path"
 
 
 Serve = Callable[..., Tokens]

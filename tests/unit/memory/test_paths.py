@@ -29,21 +29,6 @@ def test_runtime_dir_of_another_user_counts_as_unset(tmp_path: Path) -> None:
     assert paths.socket_dir(None, 1, {"XDG_RUNTIME_DIR": str(tmp_path)}) == Path("/tmp") / OURS / "1"
 
 
-def test_a_client_looks_where_a_server_of_systemd_or_of_a_login_would_have_its_sockets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with tempfile.TemporaryDirectory(prefix="kv-") as short:
-        login, own = Path(short, "run", str(os.geteuid())), Path(short, "own")
-        login.mkdir(parents=True)
-        own.mkdir()
-        monkeypatch.setattr(private_dir, "SYSTEM_RUN", login.parent)
-        in_login, in_tmp, in_own = (place / OURS / "7" for place in (login, Path("/tmp"), own))
-        assert paths.socket_dirs("", 7, {}) == [in_tmp, in_login]
-        assert paths.socket_dirs("", 7, {"XDG_RUNTIME_DIR": str(login)}) == [in_login, in_tmp]
-        assert paths.socket_dirs("", 7, {"XDG_RUNTIME_DIR": str(own)}) == [in_own, in_login, in_tmp]
-        assert paths.socket_dirs("/a", 7, {"XDG_RUNTIME_DIR": str(own)}) == [Path("/a")], "the configured one"
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
 def test_no_client_looks_in_a_login_folder_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,12 +110,6 @@ def test_symbolic_link_or_file_in_place_of_the_directory_is_refused(tmp_path: Pa
     for name in ("link", "file"):
         with pytest.raises(ConfigError, match=rf"{name}' is not a directory"):
             private_dir.make_private_dir(tmp_path / name, "segment")
-
-
-def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot make directory .*file/d'"):
-        private_dir.make_private_dir(tmp_path / "file" / "d", "segment")
 
 
 # --- memory -----------------------------------------------------------------------------------------------

@@ -202,14 +202,6 @@ def test_a_pool_larger_than_the_cgroups_limit_is_refused_with_its_name(
         Segment.open(settings)
 
 
-def test_a_pool_larger_than_the_free_memory_is_only_a_warning(
-    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(segment_settings, "available_bytes", lambda: MIB)
-    Segment.open(settings).close()
-    assert "only 1048576 are available now" in caplog.text
-
-
 def test_estimate_of_the_index_is_not_too_small(settings: SegmentSettings) -> None:
     for capacity in (1, 1000, 65_536, 100_000):
         found = reopen(settings, entry_capacity=capacity, extents_bytes=2 * MIB)

@@ -87,17 +87,6 @@ def test_headers_do_not_include_each_other_in_circles() -> None:
     assert sorted(str(path.relative_to(EXT)) for path in left) == []
 
 
-def test_includes_of_the_core_name_folder_and_file() -> None:
-    wrong = {
-        f'{path.relative_to(EXT)}: "{name}"'
-        for folder, path in files()
-        if path.is_relative_to(SOURCES)
-        for name in INCLUDE.findall(path.read_text())
-        if not ((SOURCES / name).is_file() or (PUBLIC / name).is_file())
-    }
-    assert wrong == set()
-
-
 def test_every_native_thread_is_started_without_signals() -> None:
     """A signal that reaches one of them interrupts its system calls, and is not seen by the application's threads."""
     started = re.compile(r"std::thread\(|(?:threads|helpers)_?\.emplace_back\(\[|std::jthread|pthread_create")

@@ -15,7 +15,7 @@ from kvstrata.errors import BadRequest, ClusterFailure
 from kvstrata.native.record import verify_record
 from kvstrata.p2p import mac as mac_module
 from kvstrata.p2p import serving
-from kvstrata.p2p.mac import MAC_KEY_BYTES, parts_of, tag_of, tags_of
+from kvstrata.p2p.mac import MAC_KEY_BYTES, parts_of, tags_of
 from kvstrata.p2p.serving import PeerLeases
 from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
 from kvstrata.types import EXTENT
@@ -46,12 +46,6 @@ def test_a_tag_is_aes_gcms_of_the_extent_and_the_record(records: list[bytes], pi
         for n, (extent, record) in enumerate(zip(extents, records, strict=True))
     ]
     assert found == b"".join(expected)
-
-
-def test_a_record_of_another_generation_in_the_same_place_has_another_tag() -> None:
-    record = ctypes.create_string_buffer(100)
-    one, other = (tag_of(KEY, 0, EXTENT.pack(0, 100, 1, n, 0), ctypes.addressof(record)) for n in (1, 2))
-    assert one != other
 
 
 def test_the_pool_keeps_records_that_are_read_for_macs_after_their_lease_has_ended(l1: L1) -> None:
@@ -98,21 +92,6 @@ def mac() -> bool:
     return True
 
 
-async def test_the_answer_to_a_release_has_the_tags_of_the_records_that_were_read(
-    l1: L1, owner: Owner
-) -> None:
-    leased = await owner.lease(l1.store(chain("a", 3)))
-    extents = split(leased.extents)
-    expected = all_tags([(one, l1.pool.extents_address + EXTENT.unpack(one)[0]) for one in extents[1:]])
-    part = PeerRelease(0, leased.lease, 1_000, 0, KEY, b"".join(extents[1:]))
-    released = await owner.link.ask(part, PeerReleased, LONG_S)
-    assert (released.stood, released.tags) == (True, expected)
-    whole = await owner.link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)
-    assert (whole.stood, whole.tags) == (True, b"")
-    late = await owner.link.ask(part, PeerReleased, LONG_S)
-    assert (late.stood, late.tags) == (False, b"")
-
-
 async def test_other_readers_are_answered_while_tags_are_computed_and_a_close_waits_for_them(
     l1: L1, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,16 +136,6 @@ async def test_an_impossible_request_for_tags_is_refused_and_releases_nothing(l1
             await owner.link.ask(PeerRelease(0, leased.lease, 0, 0, key, extents), PeerReleased, LONG_S)
         assert (refused.value.code, refused.value.field) == ("bad_request", field), what
     assert (await owner.link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)).stood
-
-
-@pytest.mark.parametrize("mac", [False])
-async def test_an_owner_without_macs_says_which_setting_it_lacks(l1: L1, owner: Owner) -> None:
-    leased = await owner.lease(l1.store(chain("a", 1)))
-    with pytest.raises(
-        ClusterFailure, match=r"p2p\.mac is true for the reader, but false for owner"
-    ) as refused:
-        await owner.link.ask(PeerRelease(0, leased.lease, 0, 0, KEY, leased.extents), PeerReleased, LONG_S)
-    assert refused.value.field == "mac"
 
 
 async def test_tags_take_no_more_memory_than_a_queue_and_the_reader_is_told(

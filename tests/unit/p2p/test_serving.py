@@ -187,22 +187,6 @@ def hello(**other: object) -> PeerHello:
     return PeerHello(0, reader="reader", **{**values, **other})  # type: ignore[arg-type]
 
 
-async def test_a_reader_gets_the_metadata_leases_reads_and_hears_that_its_lease_stood(
-    l1: L1, owner: Owner, link: AskLink
-) -> None:
-    keys = l1.store(chain("a", 3))
-    welcome = await link.ask(hello(), PeerWelcome, LONG_S)
-    assert (welcome.epoch, welcome.instance, welcome.metadata) == (7, "owner", b"how to get there")
-    assert welcome.extents_bytes == L1_BYTES
-    leased = await link.ask(PeerLease(0, "reader", b"".join(keys), 1, 1_000), PeerLeased, LONG_S)
-    assert (leased.epoch, leased.reason, leased.ttl_ms) == (7, "", 1_000)
-    assert [extent.length_bytes for extent in unpack_extents(leased.extents)] == [RECORD] * 3
-    released = await link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)
-    assert released.stood
-    again = await link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)
-    assert not again.stood
-
-
 async def test_a_lease_of_a_reader_that_is_gone_ends_after_its_time(
     l1: L1, owner: Owner, link: AskLink
 ) -> None:

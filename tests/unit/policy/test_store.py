@@ -11,21 +11,6 @@ from kvstrata.testing.strategies import key_of
 A, B, C = (key_of(n) for n in range(3))
 
 
-def test_through_puts_every_committed_chunk() -> None:
-    planner = PutPlanner(StorePolicy.THROUGH)
-    assert [planner.committed(A), planner.committed(A)] == [True, True]
-    assert not planner.touched(A)
-    assert not planner.leaving(A)
-    assert not planner.left(A)
-
-
-def test_on_evict_puts_a_chunk_only_when_it_is_about_to_leave() -> None:
-    planner = PutPlanner(StorePolicy.ON_EVICT)
-    assert not planner.committed(A)
-    assert not planner.touched(A)
-    assert planner.leaving(A)
-
-
 def test_on_evict_puts_a_chunk_once_until_the_adapter_loses_it() -> None:
     planner = PutPlanner(StorePolicy.ON_EVICT)
     planner.stored(A)
@@ -42,17 +27,6 @@ def test_on_evict_notices_chunks_that_left_before_their_put() -> None:
     assert planner.left(A)
     planner.stored(B)
     assert not planner.left(B)
-
-
-def test_second_touch_puts_at_the_second_use_and_not_again() -> None:
-    planner = PutPlanner(StorePolicy.SECOND_TOUCH)
-    assert not planner.committed(A)
-    assert not planner.touched(B)
-    assert planner.touched(A)
-    planner.stored(A)
-    assert not planner.touched(A)
-    assert not planner.touched(A)
-    assert planner.committed(B)
 
 
 @given(st.lists(st.integers(0, 30), max_size=80), st.integers(1, 10))

@@ -72,14 +72,6 @@ def test_a_session_needs_the_cookie_and_the_page_key_of_one_session(logins):
     assert not logins.proven({b"cookie": headers(one)[b"cookie"]})
 
 
-def test_a_session_ends_by_a_logout_and_others_go_on(logins):
-    one, other = logins.begin(), logins.begin()
-    logins.end({b"cookie": headers(one)[b"cookie"]})  # the cookie alone ends nothing
-    assert logins.proven(headers(one))
-    logins.end(headers(one))
-    assert not logins.proven(headers(one)) and logins.proven(headers(other))
-
-
 def test_a_session_ends_with_its_time_and_at_the_bound_the_oldest_ends(logins, clock):
     sessions = [logins.begin() for _ in range(MAX_SESSIONS + 2)]
     assert [logins.proven(headers(one)) for one in sessions] == [False] * 2 + [True] * MAX_SESSIONS

@@ -1,4 +1,4 @@
-"""rpc/key_folder.py and `kvstrata cluster`: the files of a cluster's keys agree, stay private and are not lost."""
+"""Files of a cluster's keys agree, stay private and are not lost; a changed file counts, a wrong one changes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from kvstrata.cli import main
 from kvstrata.errors import ConfigError
-from kvstrata.rpc.zmq_curve import public_of, read_cluster_keys, read_controller_keys
+from kvstrata.rpc.key_file import KeyFile
+from kvstrata.rpc.zmq_curve import new_secret, public_of, read_cluster_keys, read_controller_keys
 
 
 @pytest.fixture
@@ -109,3 +110,44 @@ def test_keys_that_are_mounted_for_our_group_are_read_and_those_for_all_are_not(
     path.chmod(0o444)
     with pytest.raises(ConfigError, match="chmod 600"):
         read_controller_keys(str(path))
+
+
+SECRET = new_secret().decode()
+A, B = (public_of(new_secret()).decode() for _ in "ab")
+
+
+def write(path: Path, *lines: str) -> None:
+    path.write_text("\n".join(lines))
+    path.chmod(0o600)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (f"secret {SECRET}", "client short"),
+        (f"secret {SECRET}",),
+        (f"secret {new_secret().decode()}", f"client {B}"),
+        None,
+    ],
+    ids=["a wrong line", "no client", "another secret", "no file"],
+)
+def test_a_changed_file_counts_unless_it_is_wrong(tmp_path: Path, lines: tuple[str, ...] | None) -> None:
+    path = tmp_path / "keys"
+    write(path, f"secret {SECRET}", f"client {A}")
+    file = KeyFile(str(path), read_controller_keys)
+    assert file.clients() == {A.encode()}
+    if lines is None:
+        os.unlink(path)
+    else:
+        write(path, *lines)
+    assert file.clients() == {A.encode()}
+    write(path, f"secret {SECRET}", f"client {A} a", f"client {B} b b-*")
+    assert file.clients() == {A.encode(), B.encode()}
+    assert file.now().listed == {A: ("a",), B: ("b", "b-*")}
+    write(path, f"secret {SECRET}", f"client {B} b")
+    assert file.clients() == {B.encode()}
+
+
+def test_a_wrong_file_at_the_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        KeyFile(str(tmp_path / "nothing"), read_controller_keys)

@@ -82,18 +82,6 @@ def test_a_folder_that_another_user_has_prepared_is_passed_over(
         SharedKey("a", {})
 
 
-def test_a_place_that_cannot_be_written_is_named_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "kvstrata.rpc.shared_key.shared_run_dirs", lambda environment: [Path(f"/proc/{os.getpid()}")]
-    )
-    with pytest.raises(
-        ConfigError, match=r"a: .*/proc/\d+/cluster\.keys: .*; make room there, or give key files"
-    ):
-        SharedKey("a", {})
-
-
 @pytest.fixture
 async def listener() -> AsyncIterator[tuple[int, bytes]]:
     """A port as a controller has it: clients of any key that know the server's. Its number, and that public key."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,25 +61,6 @@ def test_a_pull_counts_the_chunks_that_are_there_when_it_ends(
     argument = {"keys": keys, "n_slices": 1, "identity": identity.root}
     body = server.loop.run_until_complete(actions.do(argument_of(Command(1, CommandKind.PULL, argument))))
     assert body == {"count": 1, "loaded": 2, "reason": ""}
-
-
-def test_a_command_that_is_refused_is_answered_and_logged(
-    server: InstanceInProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
-
-    commands = CommandTable(actions_of(server), no_resync, lambda: None)
-
-    async def carry_out() -> None:
-        for number in (1, 2):
-            commands.take(Command(number, CommandKind.CLEAR, {"tier": "l3"}))
-            while not any(result.number == number for result in commands.results()):  # noqa: ASYNC110 (the result has no event)
-                await asyncio.sleep(0)
-
-    server.loop.run_until_complete(carry_out())
-    assert [result.ok for result in commands.results()] == [False, False]
-    [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith('command_refused command=clear message="tier: must be l1, l2 or all')
 
 
 class Clears:

@@ -1,11 +1,21 @@
-"""server/cluster/events.py and the pool's events for it: in order, and within bounds."""
+"""What controllers are told of chunks, tiers and engines: in order, once, and within bounds."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from types import SimpleNamespace
+from typing import Any, cast
 
-from kvstrata.rpc.cluster_fields import TAG_BYTES
-from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, tags_of
+import msgspec
+import pytest
+
+from kvstrata.observability.metrics import Histogram
+from kvstrata.server.processes import AttachedProcess, ProcessTable
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.cluster_fields import MAX_ADAPTER_CHARS, TAG_BYTES
+from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, Done, Events, SyncBegin, SyncEnd, SyncPart, tags_of
+from kvstrata.server.cluster.condition import _adapters
 from kvstrata.server.cluster.events import (
     BATCH_TAGS,
     L1_TIER,
@@ -13,9 +23,15 @@ from kvstrata.server.cluster.events import (
     MAX_QUEUED_RUNS,
     MAX_QUEUED_TAGS,
     EventQueue,
+    SyncEvent,
+    SyncState,
+    TierNews,
     TierTags,
 )
+from kvstrata.server.cluster.sync import FullSync
+from kvstrata.server.cluster.told_tiers import MAX_NAME_CHARS, tier_name
 from kvstrata.testing.strategies import IDENTITY
+from kvstrata.types import KEY_BYTES, LayoutIdentity, PoolEvent, RequestIdentity, Role, Slice
 from tests.harness.l1 import L1, chain
 
 
@@ -111,3 +127,152 @@ def test_the_pool_lists_the_tags_of_what_is_visible_in_slices() -> None:
         key[:TAG_BYTES] for key in keys[:15]
     )
     assert l1.pool.ready_tags(1 << 40, 1) == (b"", 0)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "big")[::-1]
+
+
+@pytest.fixture
+def news() -> TierNews:
+    own = SimpleNamespace(lists=lambda tier: tier == "disk-0")
+    news = TierNews(cast(Any, own))
+    news.set_tiers(["l1", "disk-0", "resp-1"])
+    return news
+
+
+def told(news: TierNews) -> Events:
+    frame = news.next_frame("ours", 7)
+    assert frame is not None
+    return msgspec.msgpack.decode(frame, type=Events)
+
+
+def test_a_batch_that_the_socket_did_not_take_is_sent_again_under_its_number(news: TierNews) -> None:
+    news.begin_telling()
+    news.pool_events([(PoolEvent.INSERTED, key(1), 0), (PoolEvent.EVICTED, key(2), 0)])
+    first = told(news)
+    assert [(run.change, run.tags) for run in first.runs] == [
+        (Change.ADMIT, key(1)[:TAG_BYTES]),
+        (Change.EVICT, key(2)[:TAG_BYTES]),
+    ]
+    news.pool_events([(PoolEvent.VERIFIED, key(3), 0)])
+    assert told(news) == first and (first.seq, news.seq) == (1, 0)
+    news.sent()
+    second = told(news)
+    assert (second.seq, [run.tags for run in second.runs]) == (2, [key(3)[:TAG_BYTES]])
+    assert news.n_events == 3
+
+
+def test_lost_events_call_for_a_full_sync_only_while_events_are_told(news: TierNews) -> None:
+    news.pool_events_lost()
+    assert news.sync is SyncState.IDLE and not news.wake.is_set()
+    news.begin_telling()
+    news.pool_events_lost()
+    assert news.sync_wanted and news.wake.is_set()
+
+
+def test_a_full_sync_requested_during_another_follows_it(news: TierNews) -> None:
+    news.want_sync("registered")
+    news.step(SyncEvent.BEGUN)
+    assert not news.sync_wanted
+    news.want_sync("events_lost")
+    news.step(SyncEvent.ENDED)
+    assert news.sync is SyncState.WANTED
+    news.step(SyncEvent.BEGUN)
+    news.step(SyncEvent.ENDED)
+    assert news.sync is SyncState.IDLE
+
+
+LONG = "a_plugin_with_a_really_long_name_for_its_type"
+
+
+def test_long_names_are_cut_and_stay_apart() -> None:
+    assert tier_name("disk-0") == "disk-0"
+    cut = {tier_name(f"{LONG}-{number}") for number in range(20)}
+    assert len(cut) == 20
+    assert {len(name) for name in cut} == {MAX_NAME_CHARS}
+
+
+def test_events_of_a_tier_carry_the_name_that_controllers_know() -> None:
+    name = f"{LONG}-1"
+    own = SimpleNamespace(lists=lambda tier: False)
+    news = TierNews(own)  # type: ignore[arg-type]
+    news.set_tiers(["l1", tier_name(name)])
+    news.begin_telling()
+    news.tier_got(name, bytes(32))
+    assert news.tags.count(tier_name(name)) == 1
+    news.tier_lost(name, [bytes(32)])
+    news.tier_emptied(name)
+    frame = news.next_frame("ours", 1)
+    assert frame is not None
+    told = msgspec.msgpack.decode(frame, type=Events)
+    assert [run.tier for run in told.runs] == [tier_name(name)] * 3
+    assert news.tags.count(tier_name(name)) == 0
+
+
+class NoChunks:
+    def ready_tags(self, entry: int, count: int) -> tuple[bytes, int]:
+        return b"", 0
+
+
+@pytest.mark.parametrize("tiers", [["l1", "near-1", "disk-0"], ["l1"]], ids=["added", "removed"])
+async def test_a_tier_that_comes_or_goes_during_a_sync_does_not_end_the_server(tiers: list[str]) -> None:
+    supervisor = Supervisor(asyncio.get_running_loop())
+    news = TierNews(cast(Any, SimpleNamespace(lists=lambda tier: False)))
+    news.set_tiers(["l1", "disk-0"])
+    news.tier_got("disk-0", bytes(KEY_BYTES))
+    asked: list[object] = []
+
+    async def ask(request: Any, kind: type[Done], timeout_s: float) -> Done:
+        asked.append(request)
+        if isinstance(request, SyncBegin):  # what a registration does when the tiers have changed
+            news.set_tiers(tiers)
+            news.tier_got("near-1", b"\1" * KEY_BYTES)
+        return Done(request.seq, 1)
+
+    sync = FullSync(
+        cast(Any, SimpleNamespace(ask=ask)), ("ours", 7), "tcp://x", pool=cast(Any, NoChunks()),
+        news=news, told=news._told, frozen_by=set(), supervisor=supervisor, seconds=Histogram(),
+    )  # fmt: skip
+    news.want_sync("registered")
+    sync.begin_if_wanted()
+    await supervisor.idle()
+    assert not supervisor.failure.done()
+    begun, *parts, end = asked
+    assert isinstance(begun, SyncBegin) and isinstance(end, SyncEnd)
+    assert all(isinstance(part, SyncPart) and part.tier == "disk-0" for part in parts)
+    assert set(end.tags) == {"l1", "disk-0"}
+    assert not news.telling, "the registration then wants another sync"
+
+
+LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)
+
+
+def engine(table: ProcessTable, number: int, tenants: frozenset[str] | None = None) -> AttachedProcess:
+    return table.attach(
+        bytes([number]) * 16,
+        group=bytes([number]) * 16,
+        role=Role.WORKER,
+        layout=LAYOUT,
+        engine_slices=1,
+        part=Slice(layers=(0, 8), kv_heads=(0, 1), layout="f"),
+        tenants=tenants,
+        row=number,
+        pid=number,
+    )
+
+
+def test_the_newest_adapters_of_all_engines_are_told_once() -> None:
+    table = ProcessTable(1)
+    one, other, limited = engine(table, 1), engine(table, 2), engine(table, 3, frozenset({"t"}))
+    for process, adapter in (
+        (one, "a"),
+        (one, "b"),
+        (other, "c"),
+        (other, "b"),
+        (one, "x" * MAX_ADAPTER_CHARS + "x"),
+    ):
+        table.identify(process, RequestIdentity(adapter=adapter))
+    table.identify(limited, RequestIdentity(adapter="theirs", tenant="t"))
+    told = _adapters(process.group for process in (one, other, limited))
+    assert told == ["b", "c", "a"]

@@ -1,4 +1,4 @@
-"""In which order an instance opens, starts and closes its parts, and which keys its status document has.
+"""In which order an instance opens, starts and closes its parts.
 
 The instance is whole and real, in this process: with an HTTP port, an L2 tier, a tier that reads peers, and a
 controller that is absent.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
-import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvstrata.config.model import (
@@ -30,7 +27,6 @@ from kvstrata.config.model import (
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.segment import Segment
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.process.http_token import find_token
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server import instance, process
 from kvstrata.server.cluster.membership import Membership
@@ -58,10 +54,6 @@ STEPS: list[tuple[str, Any, str]] = [
     ("L1 is closed", Segment, "close"),
 ]
 """What an instance does from its start to its end, and where."""
-
-
-OTHERS = re.compile(r"\.numbers\.")
-"""Paths whose keys depend on the machine or on a tier's medium."""
 
 
 @pytest.fixture
@@ -100,8 +92,8 @@ def settings(folder: Path) -> ServerSettings:
     )
 
 
-async def whole_life(server: process.Server, while_ready: Callable[[], Any]) -> None:
-    """Start, call `while_ready` and stop, as the process does."""
+async def whole_life(server: process.Server) -> None:
+    """Start and stop, as the process does."""
     ready = asyncio.Event()
     real_start = server.start
 
@@ -115,20 +107,15 @@ async def whole_life(server: process.Server, while_ready: Callable[[], Any]) -> 
     await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if not running.done():
-        await while_ready()
         os.kill(os.getpid(), signal.SIGTERM)
     assert await running == 0
-
-
-async def nothing() -> None:
-    """Nothing to look at."""
 
 
 async def test_an_instance_binds_early_answers_late_and_closes_in_reverse(
     said: dict[str, None], tmp_path: Path
 ) -> None:
     server = process.Server(plan(settings(tmp_path), os.environ), lambda: settings(tmp_path))
-    await whole_life(server, nothing)
+    await whole_life(server)
     assert list(said) == [step for step, _, _ in STEPS]
 
 
@@ -144,38 +131,3 @@ async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(
         "the HTTP port is bound", "L1 is opened", "puts begin", "tiers are opened", "tasks end", "tiers are closed",
         "puts end", "loads end", "L1 is closed",
     ]  # fmt: skip
-
-
-def keys_in(document: Any, above: str = "") -> Iterator[str]:
-    """Paths of all keys of a document; a list counts by its first item."""
-    if isinstance(document, Mapping):
-        for key, value in document.items():
-            yield f"{above}{key}"
-            yield from keys_in(value, f"{above}{key}.")
-    elif isinstance(document, list) and document:
-        yield from keys_in(document[0], f"{above.removesuffix('.')}[].")
-
-
-async def test_the_status_document_has_these_keys(tmp_path: Path) -> None:
-    server = process.Server(plan(settings(tmp_path), os.environ), lambda: settings(tmp_path))
-    port = 0
-    told: dict[str, Any] = {}
-
-    def announced(_: int, ready: Mapping[str, Any]) -> None:
-        nonlocal port
-        port = ready["http_port"]
-
-    async def look() -> None:
-        url = f"http://127.0.0.1:{port}"
-        headers = {"authorization": f"Bearer {find_token(url)}"}
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
-            told.update((await client.get("/v1/status")).json())
-
-    real, process.tell_ready = process.tell_ready, announced
-    try:
-        await whole_life(server, look)
-    finally:
-        process.tell_ready = real
-    expected = Path(__file__).with_name("status_keys.json")
-    found = [key for key in sorted(keys_in(told)) if not OTHERS.search(key)]
-    assert found == json.loads(expected.read_text())

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 
-from kvstrata.observability.logging import Thinning
 from kvstrata.rpc import wire
 from kvstrata.storage.base import log_broken_contract
 from kvstrata.types import RequestIdentity
@@ -37,20 +36,6 @@ def test_a_hundred_sessions_and_their_requests_write_nothing(
         server.gone(session)
     server.close()
     assert not caplog.records
-
-
-def test_the_first_line_of_a_kind_is_written_and_a_later_one_counts_those_between(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    now = [100.0]
-    thinning, log = Thinning(10.0, lambda: now[0]), logging.getLogger("test.thinned")
-    caplog.set_level(logging.INFO, logger=log.name)
-    for _ in range(50):
-        thinning.log(log, logging.INFO, "a", "%s failed", "a")
-    thinning.log(log, logging.INFO, "b", "%s failed", "b")
-    now[0] += 10
-    thinning.log(log, logging.INFO, "a", "%s failed", "a")
-    assert caplog.messages == ["a failed", "b failed", "a failed (49 more like this were left out)"]
 
 
 def test_an_adapter_that_raises_repeatedly_fills_no_log_and_keeps_nothing_alive(

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstrata.errors import BadRequest, ConfigError
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_US, EngineModel
 from kvstrata.testing.engine_sim.kv_events import BlockStored
@@ -93,28 +92,3 @@ def test_an_abort_ends_with_the_step_in_flight_and_frees_the_blocks() -> None:
     assert times_us(waits) == [420 + 140]
     assert engine.used_share == 0
     assert not engine.abort("b", FOREVER)
-
-
-def test_requests_that_cannot_be_served_are_refused_and_change_nothing() -> None:
-    engine = make()
-    with pytest.raises(BadRequest, match=r"190 tokens and the answer 11.*200 of max_model_tokens"):
-        submit(engine, ask("a", 190, 11), 0)
-    submit(engine, ask("b", 4, 1), 0)
-    with pytest.raises(BadRequest, match="'b' is there already"):
-        submit(engine, ask("b", 4, 1), 0)
-    engine.advance(FOREVER)
-    assert engine.totals.ended[End.LENGTH] == 1
-
-
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"block_tokens": 0}, "block_tokens: must be from 1 to .*, found 0"),
-        ({"step_us": 0}, "step_us: must be from 1 to"),
-        ({"prefill_token_us": -1}, "prefill_token_us: must be from 0 to"),
-        ({"kv_blocks": 49}, "kv_blocks: 49 blocks of 4 tokens do not hold one request of 200 tokens"),
-    ],
-)
-def test_a_model_that_cannot_be_is_refused(wrong: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        EngineModel(**PLAIN | wrong)

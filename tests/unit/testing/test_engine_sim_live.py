@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvstrata.errors import BadRequest
 from kvstrata.testing.engine_sim.app import parse
 from kvstrata.testing.engine_sim.bodies import (
     ChatBody,
@@ -127,45 +126,3 @@ def planned(raw: bytes, kind: Any = CompletionBody, **model: Any) -> list[tuple[
 )  # fmt: skip
 def test_bodies_ask_for_what_they_say(raw: bytes, kind: Any, wanted: list[Any]) -> None:
     assert planned(raw, kind, max_model_tokens=1000, answer_tokens=50) == wanted
-
-
-def test_a_stop_string_ends_the_answer_and_is_not_shown() -> None:
-    raw = b'{"prompt": "abc", "max_tokens": 200, "stop": ["o", "%s"]}'
-    (whole,) = plan(
-        ask_of(parse(b'{"prompt": "abc", "max_tokens": 200}', CompletionBody), SERVED), EngineModel(), "0"
-    )
-    text = whole.text(0, 200)
-    (cut,) = plan(ask_of(parse(raw % text[30:36].encode(), CompletionBody), SERVED), EngineModel(), "0")
-    first = min(text.index("o"), text.index(text[30:36]))
-    assert cut.text(0, cut.request.answer_tokens) == text[:first]
-    assert cut.request.planned_end is End.STOP
-    assert cut.stopped_by in ("o", text[30:36])
-    assert cut.request.answer_tokens == first + len(cut.stopped_by)
-
-
-@pytest.mark.parametrize(
-    ("raw", "kind", "match"),
-    [
-        (b"{", CompletionBody, "body: is not JSON"),
-        (b"{}", CompletionBody, "body: .*`prompt`"),
-        (b'{"prompt": []}', CompletionBody, "prompt: must not be empty"),
-        (b'{"prompt": ["a", 1]}', CompletionBody, r"prompt\[1\]: must be a text or a list of ids"),
-        (b'{"prompt": [1, -1]}', CompletionBody, r"prompt\[1\]: must be a token id .*, found -1"),
-        (b'{"prompt": "a", "max_tokens": 0}', CompletionBody, "max_tokens: must be at least 1, found 0"),
-        (b'{"prompt": "a", "max_tokens": 1001}', CompletionBody, "max_tokens=1001 cannot be greater"),
-        (b'{"prompt": "a", "n": 2}', CompletionBody, "n: is not simulated, found 2"),
-        (b'{"prompt": "a", "priority": 1}', CompletionBody, "priority: found 1"),
-        (b'{"prompt": "a", "stop": ["x", ""]}', CompletionBody, "stop: must not contain an empty string"),
-        (b'{"prompt": "%s"}' % (b"x" * 1000), CompletionBody, "maximum context length is 1000 tokens"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', ChatBody,
-         r"messages\[0\].content\[0\]: .* found 'image_url'"),
-        (b'{"messages": [{"role": "u"}], "kv_transfer_params": {"prompt_token_ids": [1.5]}}', ChatBody,
-         r"kv_transfer_params.prompt_token_ids\[0\]: must be a token id"),
-        (b'{"messages": [{"role": "u"}], "kv_transfer_params": {"prompt_token_ids": 7}}', ChatBody,
-         "kv_transfer_params.prompt_token_ids: must be a list"),
-    ],
-)  # fmt: skip
-def test_bad_bodies_are_refused_with_their_field(raw: bytes, kind: Any, match: str) -> None:
-    with pytest.raises(BadRequest, match=match) as refused:
-        planned(raw, kind, max_model_tokens=1000)
-    assert refused.value.field

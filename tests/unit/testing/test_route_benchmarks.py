@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.route_gateway import Death, Outside, Run
+from benchmarks.route_gateway import Death, Run
 from benchmarks.route_loads import Asked
-from benchmarks.route_oracle import Oracle, first_token_ps
+from benchmarks.route_oracle import first_token_ps
 from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
@@ -53,64 +50,10 @@ def test_the_oracle_foresees_the_first_token_of_a_request_that_is_the_last(
     assert asked.first_token_ps == foreseen_ps
 
 
-def test_the_oracle_weighs_a_cache_against_a_queue() -> None:
-    holder, other = SimEngine(MODEL), SimEngine(MODEL)
-    holder.submit(request("before", 1, 2_000), 0)
-    for engine in (holder, other):
-        engine.advance(PS_PER_S)
-    engines = {"holder": holder, "other": other}
-    oracle = Oracle()
-    assert oracle.engine_for(engines, request("next", 1, 2_100), PS_PER_S) == "holder"
-    for number in range(3):
-        holder.submit(request(f"queue-{number}", 2 + number, 2_000), PS_PER_S)
-    assert oracle.engine_for(engines, request("next", 1, 2_100), PS_PER_S) == "other"
-
-
-class InTurn(Outside):
-    """Takes one engine after the other, and writes down which were there."""
-
-    name = "in_turn"
-
-    def __init__(self) -> None:
-        self.turns = itertools.count()
-        self.seen: list[tuple[int, list[str]]] = []
-        self.told: list[str] = []
-        self.under_way: set[str] = set()
-
-    def engine_for(self, engines: Mapping[str, SimEngine], request: SimRequest, at_ps: int) -> str:
-        names = sorted(engines)
-        self.seen.append((at_ps, names))
-        self.under_way.add(request.name)
-        return names[next(self.turns) % len(names)]
-
-    def gone(self, engine: str) -> None:
-        self.told.append(f"{engine} gone")
-
-    def back(self, engine: str) -> None:
-        self.told.append(f"{engine} back")
-
-    def ended(self, request: SimRequest) -> None:
-        self.under_way.remove(request.name)
-
-
 LOAD = [Asked(0.02 * n, [n % 5 * 1_000 + k for k in range(800)], b"x" * 30, f"s{n}", 0) for n in range(100)]
 DEATH = Death("engine-0", 0.665, 1.4)
 """Just after it has got a request."""
 ENGINES = {f"engine-{number}": MODEL for number in range(3)}
-
-
-def test_the_requests_of_a_killed_engine_are_served_by_others_until_it_is_back() -> None:
-    chosen = InTurn()
-    run = Run(chosen, ENGINES, deaths=[DEATH])
-    results = run.serve(LOAD)
-    assert len(results) == len(LOAD)
-    assert chosen.told == ["engine-0 gone", "engine-0 back"]
-    assert not chosen.under_way
-    assert len(chosen.seen) > len(LOAD), "somebody waited there for a first token"
-    for at_ps, names in chosen.seen:
-        dead = DEATH.at_s <= at_ps / PS_PER_S < DEATH.back_s
-        assert ("engine-0" in names) != dead
-    assert any("engine-0" in names for at_ps, names in chosen.seen if at_ps / PS_PER_S > DEATH.back_s)
 
 
 def test_after_a_killed_engine_has_come_back_all_counts_are_zero() -> None:

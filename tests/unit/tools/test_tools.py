@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import server_process, vllm_env
-from tests.tools import contain, fetch_debian, provision, setup_env
+from tests.harness import server_process
+from tests.tools import contain, fetch_debian, provision
 
 CONTAIN = Path(contain.__file__)
 
@@ -20,14 +19,6 @@ CONTAIN = Path(contain.__file__)
 @pytest.fixture
 def steps(tmp_path: Path) -> provision.Steps:
     return provision.Steps(tmp_path / "log" / "steps.log")
-
-
-def test_only_steps_with_changed_inputs_are_due_and_all_steps_in_another_environment():
-    wanted = {"environment": "python 3.11", "packages": "list 2", "native": "sources 1"}
-    done = {"environment": "python 3.11", "packages": "list 1", "native": "sources 1", "install": "older"}
-    assert setup_env.due(wanted, done) == ["packages"]
-    assert setup_env.due(wanted, wanted) == []
-    assert setup_env.due(wanted, {**done, "environment": "python 3.12"}) == list(wanted)
 
 
 def test_a_failing_download_is_tried_again_and_then_reported_with_its_output(
@@ -43,91 +34,10 @@ def test_a_failing_download_is_tried_again_and_then_reported_with_its_output(
     assert waits == [2, 4]
 
 
-def test_an_unfinished_vllm_environment_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path))
-    python = vllm_env.root_folder() / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    assert vllm_env.find() is None
-    (vllm_env.root_folder() / vllm_env.STAMP).write_text('{"complete": true}')
-    assert vllm_env.find() == python
-    python.unlink()
-    assert vllm_env.find() is None
-
-
-@pytest.mark.parametrize(("wish", "ci", "builds"), [("", "", False), ("1", "", True), ("", "true", True)])
-def test_a_large_download_is_made_only_when_asked_for_or_in_ci(
-    wish: str, ci: str, builds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path))
-    monkeypatch.setenv("KVSTRATA_VLLM", wish)
-    monkeypatch.setenv("CI", ci)
-    monkeypatch.setattr(
-        vllm_env, "download_size", lambda: vllm_env.DownloadSize(5_700_000_000, "a CUDA build")
-    )
-    monkeypatch.setattr(vllm_env, "_build", lambda _: Path("built"))
-    if builds:
-        assert vllm_env.ensure() == Path("built")
-    else:
-        with pytest.raises(vllm_env.Unavailable, match=r"5\.7 GB \(a CUDA build\).*make test-vllm-env"):
-            vllm_env.ensure()
-
-
 @pytest.mark.parametrize("name", ["", "-oAPT::x", "redis server", "../x"])
 def test_only_package_names_reach_apt(name: str) -> None:
     with pytest.raises(ValueError, match="not the name of a Debian package"):
         fetch_debian.ensure([name])
-
-
-def script(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
-@pytest.fixture
-def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A Debian whose packages hold `usr/bin/served` of the first of these scripts; an empty text is a dangling link."""
-    scripts: list[str] = []
-
-    def fetch(steps: object, base: Path, folder: Path, root: Path, names: list[str]) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        text = scripts.pop(0)
-        if text:
-            script(root / "usr/bin/served", text)
-        else:
-            (root / "usr/bin").mkdir(parents=True)
-            (root / "usr/bin/served").symlink_to("not-fetched")
-
-    monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetch_debian, "_fetch", fetch)
-    return scripts
-
-
-def test_a_program_on_path_that_starts_is_taken_before_one_is_fetched(
-    archive: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = script(tmp_path / "bin/served", "exit 0")
-    monkeypatch.setenv("PATH", f"{installed.parent}:{os.environ['PATH']}")
-    assert fetch_debian.program("served", ["served"])[0] == str(installed)
-    script(installed, "exit 1")
-    archive.append("exit 0")
-    fetch_debian._refusal.cache_clear()
-    assert fetch_debian.program("served", ["served"])[0].startswith(str(tmp_path / "cache"))
-
-
-def test_a_fetched_program_counts_only_once_it_has_started(archive: list[str]) -> None:
-    archive += ["", "exit 0"]
-    with pytest.raises(
-        fetch_debian.Unavailable, match="fetched, but does not start; to install: sudo apt-get"
-    ):
-        fetch_debian.program("served", ["served"])
-    program, _ = fetch_debian.program("served", ["served"])
-    assert not archive, "it was fetched anew"
-    assert fetch_debian.program("served", ["served"])[0] == program
 
 
 def run_contained(*command: str) -> subprocess.CompletedProcess[str]:
