@@ -172,8 +172,3 @@ def test_a_sample_that_says_nothing_is_not_kept() -> None:
         rates = Rates(1.0)
         assert not rates.observe("a", tokens, seconds, 0)
         assert rates.samples("a") == 0
-
-
-def test_the_assumed_rate_must_be_one() -> None:
-    with pytest.raises(ValueError, match="assumed_tokens_s: 0"):
-        Rates(0)

@@ -14,7 +14,7 @@ ROOT = b"r" * 32
 
 class L1:
     def __init__(self):
-        self.there, self.now_s, self.looked_at = set(), 0.0, []
+        self.there, self.now_s, self.readable, self.looked_at = set(), 0.0, True, []
 
     def __call__(self):
         return self.now_s
@@ -23,7 +23,7 @@ class L1:
         assert {root for root, _ in chunks} == {ROOT}
         keys = [key for _, key in chunks]
         self.looked_at += keys
-        return [key in self.there for key in keys]
+        return [key in self.there for key in keys] if self.readable else None
 
 
 @pytest.fixture
@@ -46,6 +46,13 @@ def test_a_chunk_that_another_worker_is_still_storing_is_not_announced_as_remove
     assert watched.left() == []
     l1.now_s += ARRIVES_WITHIN_S
     assert watched.left() == [key(1)]
+
+
+def test_an_index_that_cannot_be_read_removes_nothing(l1, watched):
+    l1.readable = False
+    watched.add(ROOT, [key(1)])
+    l1.now_s += 2 * ARRIVES_WITHIN_S
+    assert watched.left() == []
 
 
 def test_each_step_looks_at_a_few_chunks_and_later_steps_at_the_others(l1, watched):

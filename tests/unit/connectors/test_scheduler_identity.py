@@ -36,6 +36,41 @@ def test_after_a_reset_the_same_prompt_has_other_keys():
     assert old.chain != new.chain
 
 
+def run_past_reset(side, how):
+    """(A request of 84 tokens that holds blocks from before a reset, the number of its computed tokens)."""
+    request = arrive(side, 84)
+    external, asynchronous = ask(side, request)
+    assert (external, asynchronous) == ({"running": 0}.get(how, 24), how == "loading")
+    side.allocated(request, [list(range(1, 100))], external)
+    if how == "load handed out":
+        side.reset(engine_empty=False)
+        step(side, [(request, 24, 16)])
+        return request, 40
+    step(side, [] if how == "loading" else [(request, external, 40 - external)])
+    if how == "reset twice":
+        side.reset(engine_empty=False)
+        assert step(side, [(request, 40, 16)]).stores == []
+    side.reset(engine_empty=False)
+    if how == "loading":
+        side.heard((), [request.request_id], ())
+        side.allocated(request, [list(range(1, 100))], 0)
+        return request, 24
+    return request, 40
+
+
+@pytest.mark.parametrize("how", ["running", "loaded", "loading", "load handed out", "reset twice"])
+def test_kv_computed_before_a_reset_is_never_stored_under_the_new_identity(how):
+    client = FakeClient(hits=0 if how == "running" else 3)
+    side = make_side(client, settings={"load_mode": "async" if how == "loading" else "sync"})
+    request, computed = run_past_reset(side, how)
+    assert step(side, [(request, computed, 84 - computed)]).stores == []
+    # Tokens that it generates now attend to KV from before the reset.
+    request.all_token_ids.extend(range(20))
+    assert step(side, [(request, 84, 20)]).stores == []
+    side.finished(request, [list(range(1, 100))])
+    assert step(side).stores == [] and client.leases == []
+
+
 def test_a_request_that_ended_before_the_reset_is_stored_under_the_old_identity():
     side = make_side(FakeClient(hits=3), world_size=2)
     other, request, same = make_request(40), make_request(80), make_request(80)

@@ -65,6 +65,13 @@ def test_a_producer_loads_nothing_and_a_consumer_stores_nothing():
     assert step(consumer, [(request, 0, 40)]).stores == []
 
 
+def test_blocks_are_kept_until_every_worker_has_gathered_them():
+    _, side, request = scene(40, world_size=2)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
+    assert side.finished(request, [list(range(1, 11))]) is True
+
+
 @pytest.mark.parametrize("read", [True, False])
 def test_an_engine_in_process_keeps_no_blocks_that_its_worker_has_read(read):
     asked = []
@@ -119,6 +126,16 @@ def step_with_a_synchronous_load(side):
     request, tokens = hit_of(side, 43)
     side.allocated(request, [list(range(1, 20))], tokens)
     return request, step(side, [(request, 24, 8)]).step
+
+
+def test_one_worker_of_several_does_not_confirm_a_load_for_the_others():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request, loaded = step_with_a_synchronous_load(side)
+    side.heard([WorkerReport(loaded)], [], [])
+    assert step(side, [(request, 32, 8)]).stores == []
+    side.heard([WorkerReport(loaded)], [], [])
+    (store,) = step(side, [(request, 40, 3)]).stores
+    assert store.blocks == [7, 8, 9, 10]
 
 
 def test_a_load_that_no_worker_reports_counts_as_failed_and_delays_no_other_store(caplog):

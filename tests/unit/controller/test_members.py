@@ -99,6 +99,20 @@ def test_a_superseded_incarnation_comes_back_once_its_successor_is_dead_and_the_
     assert CURRENT not in known.get("a").superseded
 
 
+def test_events_count_only_from_the_living_incarnation_of_a_member():
+    for state, who, dropped in (
+        ("gone", CURRENT, "unknown_instance"),
+        ("restored", CURRENT, "restored_instance"),
+        ("dead", CURRENT, "dead_instance"),
+        ("live", OLD, "superseded"),
+        ("live", NEXT, "superseded"),
+        ("live", CURRENT, ""),
+    ):
+        known = in_state(state)
+        assert (known.events(events(1, who)) is None) == bool(dropped)
+        assert known.syncs.dropped == ({dropped: 1} if dropped else {})
+
+
 def test_the_keys_of_an_older_incarnation_are_forgotten_and_its_commands_end():
     known = in_state("confirmed")
     member = known.get("a")

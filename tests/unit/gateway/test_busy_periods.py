@@ -138,16 +138,3 @@ def test_a_prompt_that_fails_spoils_its_piece_and_no_other() -> None:
     assert busy.rates == [1_000.0, 1_000.0], "of three pieces between cuts"
     busy.timed[str(3 * FIRST_TOKENS)].spoil()
     assert busy.rates == [1_000.0]
-
-
-def test_there_is_no_cut_while_an_older_prompt_waits() -> None:
-    busy = Busy()
-    busy.begin("long", 100.0)
-    busy.serve(1)
-    busy.serve(6 * FIRST_TOKENS)
-    assert busy.known == []
-    busy.answers("long", busy.clock())
-    busy.answers(str(busy.sent), 100.0 + busy.sent + 1)
-    assert [(tokens, seconds) for tokens, seconds, _ in busy.known] == [
-        ((busy.sent + 2) * 1_000, busy.sent + 1)
-    ]

@@ -1,4 +1,5 @@
-"""process/http_thread.py with real sockets: what a stranger sends needs no turn of the process's loop.
+"""The HTTP port with real sockets: what a stranger sends needs no turn of the process's loop, and silent and slow
+clients lose their connection while probes get through.
 
 Where a test's own sockets block, the process's loop, on which the test runs, stands still.
 """
@@ -6,6 +7,7 @@ Where a test's own sockets block, the process's loop, on which the test runs, st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -15,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from kvstrata.config.common_model import ListenSettings
-from kvstrata.process import http_gate
+from kvstrata.process import http_connections, http_gate
 from kvstrata.process.http import make_base
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_thread import Port, make_port
@@ -26,17 +28,19 @@ BEARER = f"authorization: Bearer {TOKEN}\r\n"
 CHUNKED = "transfer-encoding: chunked\r\n\r\n"
 ONE_BYTE_CHUNKS = "1\r\nx\r\n" * 5_000
 WAIT_S = 30
+SOON_S = 0.05
+GET = "GET {} HTTP/1.1\r\nhost: localhost\r\n" + BEARER + "{}\r\n"
 
 
 class Process:
-    """A port with a token. `/hold` and `/stream`, after its first line, wait for ever; `/file` is answered here."""
+    """A port with a token. `/hold` and `/stream` (after its first line) wait for `release`; `/file` needs no loop."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.listener.setblocking(False)
         self.threads: list[int] = []
         """Threads on which routes ran."""
-        self.held = asyncio.Event()
+        self.held, self.release = asyncio.Semaphore(0), asyncio.Event()
         self.cancelled = 0
 
     async def start(self) -> None:
@@ -61,22 +65,24 @@ class Process:
             self.threads.append(threading.get_ident())
             return Response(await request.body())
 
-        async def for_ever() -> None:
-            self.held.set()
+        async def released() -> None:
+            self.held.release()
             try:
-                await asyncio.Event().wait()
-            finally:
+                await self.release.wait()
+            except asyncio.CancelledError:
                 self.cancelled += 1
+                raise
 
         @app.get("/hold")
-        async def hold() -> None:
-            await for_ever()
+        async def hold() -> dict[str, bool]:
+            await released()
+            return {"held": True}
 
         @app.get("/stream")
         async def stream() -> StreamingResponse:
             async def lines() -> AsyncIterator[str]:
                 yield "first\n"
-                await for_ever()
+                await released()
 
             return StreamingResponse(lines())
 
@@ -92,6 +98,18 @@ class Process:
     async def ask(self, text: str, head: str = "") -> bytes:
         """The answer to a request, up to the end of its connection, while the loop goes on."""
         return await asyncio.to_thread(lambda: read(self.send(text, head)))
+
+    async def connect(self, text: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(*self.listener.getsockname())
+        writer.write(text.encode())
+        return reader, writer
+
+    async def status_of(self, path: str) -> int:
+        """Send one request on a connection of its own; return the status code of its answer."""
+        reader, writer = await self.connect(GET.format(path, "connection: close\r\n"))
+        answer = await asyncio.wait_for(reader.read(), WAIT_S)
+        writer.close()
+        return status(answer)
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -181,8 +199,6 @@ async def test_a_reader_of_the_metrics_that_does_not_read_keeps_no_other_one_out
 
 
 async def test_half_requests_keep_no_whole_one_out(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstrata.process import http_connections
-
     monkeypatch.setattr(http_connections, "MAX_REQUESTS", 2)
     monkeypatch.setattr(http_connections, "max_connections", lambda: 8)
     half = "POST /echo HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc"
@@ -222,7 +238,7 @@ async def test_a_stop_ends_the_routes_that_run_and_cuts_their_connections(
     half = await asyncio.to_thread(
         process.send, "POST /echo HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc", BEARER
     )
-    await asyncio.wait_for(process.held.wait(), WAIT_S)
+    await asyncio.wait_for(process.held.acquire(), WAIT_S)
     await process.stop()
     assert process.cancelled == 1
     read(link), read(half)
@@ -231,3 +247,118 @@ async def test_a_stop_ends_the_routes_that_run_and_cuts_their_connections(
             thread.join(WAIT_S)
             assert not thread.is_alive()
     assert not caplog.records
+
+
+# -- connections that are silent, slow or too many
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """Return all bytes that the server sends until it closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := await asyncio.wait_for(reader.read(65_536), WAIT_S):
+            data += part
+    return data
+
+
+async def test_silent_connections_keep_no_request_out_and_the_oldest_one_is_closed(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connections, "max_connections", lambda: 10)
+    silent = [await process.connect() for _ in range(40)]
+    for path in ("/healthz", "/readyz", "/metrics"):
+        assert await process.status_of(path) == 200
+    assert await ended(silent[0][0]) == b""
+    stats = process.port.stats()
+    assert stats["connections"] <= 10
+    assert stats["closed_idle"] >= 30
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_requests_under_way_are_bounded_and_probes_are_not(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connections, "MAX_REQUESTS", 3)
+    holding = [await process.connect(GET.format("/hold", "")) for _ in range(3)]
+    for _ in holding:
+        await process.held.acquire()
+    assert await process.status_of("/hold") == 503
+    for path in ("/healthz", "/readyz", "/metrics"):
+        assert await process.status_of(path) == 200
+    assert (process.port.stats()["requests"], process.port.stats()["refused"]) == (3, 1)
+    process.release.set()
+    for reader, writer in holding:
+        assert b'"held"' in await reader.readuntil(b"}")
+        writer.close()
+    async with asyncio.timeout(WAIT_S):
+        while process.port.stats()["requests"]:  # noqa: ASYNC110 (an answer arrives before its request has ended)
+            await asyncio.sleep(0.001)
+    assert await process.status_of("/hold") == 200
+
+
+async def test_a_connection_with_a_request_under_way_is_not_closed_for_a_new_one(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connections, "max_connections", lambda: 4)
+    reader, writer = await process.connect(GET.format("/hold", ""))
+    await process.held.acquire()
+    silent = [await process.connect() for _ in range(12)]
+    assert await process.status_of("/healthz") == 200
+    process.release.set()
+    assert b'"held"' in await reader.readuntil(b"}")
+    for _, one in [*silent, (None, writer)]:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GET /healthz HTTP/1.1\r\nhost:",
+        f"POST /echo HTTP/1.1\r\nhost: localhost\r\n{BEARER}content-length: 100\r\n\r\nabc",
+        GET.format("/healthz", "") + "GET /he",
+    ],
+    ids=["nothing", "half a header", "half a body", "half a second request"],
+)
+async def test_a_connection_is_closed_if_its_request_does_not_arrive_whole_in_time(
+    process: Process, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(http_connections, "REQUEST_S", SOON_S)
+    reader, writer = await process.connect(text)
+    await ended(reader)
+    assert process.port.stats()["closed_late"] == 1
+    writer.close()
+
+
+async def test_an_idle_connection_between_requests_is_not_closed_as_late(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connections, "REQUEST_S", SOON_S)
+    reader, writer = await process.connect(GET.format("/hold", ""))
+    await process.held.acquire()
+    late, other = await process.connect()
+    await ended(late)  # so more time has passed than a request may take to arrive
+    process.release.set()
+    assert b'"held"' in await reader.readuntil(b"}")
+    late, third = await process.connect()
+    await ended(late)
+    writer.write(GET.format("/healthz", "").encode())
+    assert b'"ok"' in await reader.readuntil(b"}")
+    for one in (writer, other, third):
+        one.close()
+
+
+async def test_a_client_that_does_not_read_its_answer_is_disconnected(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connections, "STALLED_S", SOON_S)
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    deaf.connect(process.listener.getsockname())
+    deaf.sendall(GET.format("/metrics", "").encode())
+    async with asyncio.timeout(WAIT_S):
+        while not process.port.stats()["closed_stalled"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert await process.status_of("/healthz") == 200
+    deaf.close()

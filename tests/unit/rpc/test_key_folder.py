@@ -1,4 +1,4 @@
-"""Files of a cluster's keys agree, stay private and are not lost; a changed file counts, a wrong one changes nothing."""
+"""Files of a cluster's keys agree, stay private and are not lost; changed files count, wrong ones change nothing."""
 
 from __future__ import annotations
 
