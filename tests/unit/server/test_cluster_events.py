@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from kvstrata.observability.metrics import Histogram
-from kvstrata.server.processes import AttachedProcess, ProcessTable
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import MAX_ADAPTER_CHARS, TAG_BYTES
 from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, Done, Events, SyncBegin, SyncEnd, SyncPart, tags_of
@@ -30,6 +29,7 @@ from kvstrata.server.cluster.events import (
 )
 from kvstrata.server.cluster.sync import FullSync
 from kvstrata.server.cluster.told_tiers import MAX_NAME_CHARS, tier_name
+from kvstrata.server.processes import AttachedProcess, ProcessTable
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.types import KEY_BYTES, LayoutIdentity, PoolEvent, RequestIdentity, Role, Slice
 from tests.harness.l1 import L1, chain
