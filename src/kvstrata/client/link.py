@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import os
 import select
 import threading
@@ -126,6 +127,7 @@ class Link:
         self._copies_told: DeviceCopies | None = None
         self._rate_told: LoadRate | None = None
         self._stop_attaching = threading.Event()
+        self._retry_s = ATTACH_RETRY_FIRST_S
         self._attacher: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -160,8 +162,9 @@ class Link:
         self._owner = owner
         self._watched = dict(watch)
         self.error = "no answer yet"
-        self._thread = threading.Thread(target=self._run, name="kvstrata-io", daemon=True)
-        self._thread.start()
+        for fd in (self._wake_fd, *self._watched):
+            self._poll.register(fd, select.POLLIN)
+        self._thread = self._start_thread(self._run, "kvstrata-io")
 
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` in the I/O thread soon, or in the calling thread if the I/O thread has ended. Never blocks.
@@ -235,27 +238,28 @@ class Link:
 
     def _run(self) -> None:
         try:
-            for fd in (self._wake_fd, *self._watched):
-                self._poll.register(fd, select.POLLIN)
             self._start_attaching()
             while not self._stopping:
-                self._pass()
+                self._pass(self._timeout_s(time.monotonic()))
         except Exception:
             # Supervisor of this thread: a bug must not leave the engine waiting.
             log.exception("the cache client stops: its I/O thread failed; the engine goes on without a cache")
             self.error = "the I/O thread failed, see the log"
             self._started_owner.link_died()
         finally:
-            self._dead = True
-            self._move(Step.STOPPED)
-            self._stop_attaching.set()
-            if self._attachment is not None:
-                if self._bye:
-                    self._attachment.goodbye(patience(GOODBYE_TIMEOUT_S))
-                self._attachment.close()
-                self._attachment = None
-            self.close()
-            self._drain()
+            self._end()
+
+    def _end(self) -> None:
+        self._dead = True
+        self._move(Step.STOPPED)
+        self._stop_attaching.set()
+        if self._attachment is not None:
+            if self._bye:
+                self._attachment.goodbye(patience(GOODBYE_TIMEOUT_S))
+            self._attachment.close()
+            self._attachment = None
+        self.close()
+        self._drain()
 
     def _drain(self) -> None:
         for _ in range(len(self._inbox)):
@@ -265,8 +269,14 @@ class Link:
                 return
             call()
 
-    def _pass(self) -> None:
-        timeout_s = 0.0 if self._inbox else self._timeout_s(time.monotonic())
+    def _start_thread(self, body: Callable[[], None], name: str) -> threading.Thread:
+        """Start a thread of this link. Tests that play both threads themselves replace this."""
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _pass(self, timeout_s: float) -> None:
+        """Wait for events, at most `timeout_s`, and handle everything that is due."""
         has_arrived = False
         for fd, _ in self._poll.poll(1000 * timeout_s):
             if fd == self._wake_fd:
@@ -290,6 +300,9 @@ class Link:
             self._send(self._attachment, now_s)
 
     def _timeout_s(self, now_s: float) -> float:
+        """Time from now on after which something is due even if nothing happens."""
+        if self._inbox:
+            return 0.0
         due_s = now_s + LONGEST_POLL_S
         if self._attachment is not None:
             due_s = min(
@@ -403,29 +416,30 @@ class Link:
         self._start_attaching()
 
     def _start_attaching(self, wait_s: float = 0.0) -> None:
-        self._attacher = threading.Thread(
-            target=self._attach_until_done, args=(wait_s,), name="kvstrata-attach", daemon=True
-        )
-        self._attacher.start()
+        self._retry_s = ATTACH_RETRY_FIRST_S
+        self._attacher = self._start_thread(partial(self._attach_until_done, wait_s), "kvstrata-attach")
 
     def _attach_until_done(self, wait_s: float) -> None:
         """Body of the attaching thread."""
-        retry_s = ATTACH_RETRY_FIRST_S
         while not self._stop_attaching.wait(wait_s):
-            try:
-                request = self._started_owner.attach_request(self.epoch)
-                attachment, place = attach_in(
-                    self._places, request, process_locks(), patience(ATTACH_TIMEOUT_S)
-                )
-            except Unavailable as error:
-                self._absent(error.message)
-                wait_s, retry_s = retry_s, min(2 * retry_s, ATTACH_RETRY_LAST_S)
-            except KvstrataError as error:
-                self._refused(error)
-                wait_s = ATTACH_REFUSED_RETRY_S
-            else:
-                self.post(partial(self._attached, attachment, place))
+            wait_s = self._try_to_attach()
+            if wait_s == math.inf:
                 return
+
+    def _try_to_attach(self) -> float:
+        """Try once; returns the pause before the next try, inf if the process is attached."""
+        try:
+            request = self._started_owner.attach_request(self.epoch)
+            attachment, place = attach_in(self._places, request, process_locks(), patience(ATTACH_TIMEOUT_S))
+        except Unavailable as error:
+            self._absent(error.message)
+            wait_s, self._retry_s = self._retry_s, min(2 * self._retry_s, ATTACH_RETRY_LAST_S)
+            return wait_s
+        except KvstrataError as error:
+            self._refused(error)
+            return ATTACH_REFUSED_RETRY_S
+        self.post(partial(self._attached, attachment, place))
+        return math.inf
 
     def _absent(self, why: str) -> None:
         self.error = why

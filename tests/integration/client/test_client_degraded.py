@@ -113,9 +113,9 @@ def test_a_client_that_seldom_runs_does_not_count_the_server_as_silent(server, m
     """The client looks late each time, as when an engine's threads take the cores or hold the interpreter lock."""
     pass_once = Link._pass
 
-    def oversleep(link: Link) -> None:
+    def oversleep(link: Link, timeout_s: float) -> None:
         time.sleep(1.5 * PING_PATIENCE_S)
-        pass_once(link)
+        pass_once(link, timeout_s)
 
     def nothing_lost() -> bool:
         before = engine.client.stats()["breaker_trips"]
