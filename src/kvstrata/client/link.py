@@ -28,7 +28,7 @@ import msgspec
 from kvstrata.client.link_owner import LinkOwner
 from kvstrata.client.requests import Kind, Pending, RequestTable
 from kvstrata.client.silence import Silence
-from kvstrata.errors import ConfigError, KvstrataError, Unavailable
+from kvstrata.errors import ConfigError, InternalError, KvstrataError, Unavailable
 from kvstrata.memory.attach.client import Attachment, attach_in, process_locks
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
@@ -437,6 +437,10 @@ class Link:
             return wait_s
         except KvstrataError as error:
             self._refused(error)
+            return ATTACH_REFUSED_RETRY_S
+        except Exception as error:
+            # Supervisor of this thread: a bug must not leave the engine without a cache for ever.
+            self._refused(InternalError(f"{type(error).__name__}: {error}"))
             return ATTACH_REFUSED_RETRY_S
         self.post(partial(self._attached, attachment, place))
         return math.inf

@@ -38,3 +38,19 @@ def test_an_absence_that_lasts_is_summed_up(
     with CacheEngine(tmp_path / "none"):
         eventually("a summary", lambda: len(said(caplog)) > 1)
     assert "more like this were left out" in said(caplog)[1][1]
+
+
+def test_a_mistake_of_ours_does_not_end_the_tries_to_attach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[object] = []
+
+    def fails(*arguments: object) -> None:
+        tries.append(arguments)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(link, "attach_in", fails)
+    monkeypatch.setattr(link, "ATTACH_REFUSED_RETRY_S", 0.0)
+    with CacheEngine(tmp_path / "none") as engine:
+        eventually("it goes on", lambda: len(tries) > 2)
+        assert "ZeroDivisionError" in engine.client.error
