@@ -49,7 +49,7 @@ from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
 from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.plain import PlainClients
-from kvstrata.server.requests.processes import Processes
+from kvstrata.server.requests.hooks import Hooks
 from kvstrata.server.requests.requests import Requests
 from kvstrata.server.requests.reserve import Reserving
 from kvstrata.types import GB
@@ -131,7 +131,7 @@ class Parts:
         # What serves processes.
         self.recuts = Recuts(recut_lane, clock, tiers, self.prefetch, pool, enabled=settings.l1.recut)
         self.requests = make_requests(self)
-        self.hooks = Processes(
+        self.hooks = Hooks(
             self.processes,
             self.payload_kinds,
             self.requests,

@@ -1,4 +1,4 @@
-"""Attached processes, their engine groups, identities and tenants.
+"""Attached processes, their engine groups, identities and tenants, and what they have running and were granted.
 
 A *group* is one engine: a scheduler and its workers, or one process that is both.  Each worker declares the
 slice of every chunk's KV that it has.  A group is *complete* when as many distinct slices are known as the
@@ -10,7 +10,8 @@ Invariants:
    refuses others (memory/attach/checks.py).
 2. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
 
-This module does not know requests, sockets, or the pool.
+The records of leases and reservations are here; requests/grants.py makes and ends them.  This module does not know
+sockets or the pool.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from kvstrata.policy.savings import EngineUse
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
 
 MAX_IDENTITIES = 4096
-"""Most identities that one session may have; the one that was declared or used longest ago is dropped."""
+"""Maximum number of identities of one session; the one that was declared or used longest ago is dropped."""
 MAX_NAME_CHARS = 4096
+"""Longest adapter, tenant or salt."""
 ADAPTERS_REMEMBERED = 64
 """Of each engine: those that were declared last."""
-"""Longest adapter, tenant or salt."""
 
 
 def tenant_number(tenant: str) -> int:
@@ -340,7 +341,7 @@ class TenantTokens:
 
 
 class SessionLimits(NamedTuple):
-    """Most sessions of one process, and of all processes that may name the same tenants."""
+    """Maximum number of sessions of one process, and of all processes that may name the same tenants."""
 
     per_process: int = 64
     per_token: int = 512

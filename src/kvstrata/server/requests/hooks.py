@@ -27,7 +27,7 @@ from kvstrata.server.requests.requests import Requests
 from kvstrata.types import FORMAT_VERSION, SPAN_FACT, shown_name
 
 
-class Processes:
+class Hooks:
     """The hooks of the attach server (memory.attach.server.AttachHooks). Belongs to the event loop."""
 
     def __init__(
