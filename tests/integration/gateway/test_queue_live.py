@@ -6,12 +6,8 @@ import asyncio
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 
-from kvstrata.config.gateway_model import GatewaySettings
-from kvstrata.errors import ConfigError
-from kvstrata.gateway.plan import plan
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat
 from tests.harness.waiting import eventually_async
@@ -107,19 +103,3 @@ async def test_a_tenants_tokens_are_limited_and_those_that_the_answer_tells_coun
     long = {"messages": [{"role": "user", "content": "word " * 30}]}
     assert await status_of("red", **long) == (429, "tenant_tokens")
     assert await status_of("blue", **long) == (200, "")
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"queue": {"enabled": True}}, "queue.enabled: needs `policy: ttft`"),
-        (
-            {"queue": {"enabled": True}, "policy": "ttft", "picker": {"enabled": True}},
-            "queue.enabled: Envoy would not wait",
-        ),
-    ],
-)
-def test_a_queue_that_could_not_work_is_refused_by_name(settings: dict[str, Any], says: str) -> None:
-    document = {"engines": [{"url": "http://127.0.0.1:8000"}], **settings}
-    with pytest.raises(ConfigError, match=says):
-        plan(msgspec.convert(document, GatewaySettings))

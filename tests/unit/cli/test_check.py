@@ -127,28 +127,3 @@ def test_one_port_of_one_address_is_refused_twice(first: str, second: str, clash
     else:
         refuse_port_twice(ports)
     refuse_port_twice([one._replace(port=0) for one in ports])
-
-
-@pytest.mark.parametrize(
-    ("command", "flags", "field"),
-    [
-        ("controller", ("--monitor-ports", '{"pull": 6000, "reply": 6000}'), "monitor_ports.reply"),
-        ("controller", ("--port", "8300"), "http.port"),
-        ("server", ("--http-host", "0.0.0.0"), "http.host"),
-        ("controller", ("--monitor-host", "0.0.0.0"), "monitor_host"),
-        ("controller", ("--host", "0.0.0.0", "--token-file", "TOKEN"), "http.host"),
-    ],
-)
-def test_a_port_named_twice_or_that_others_reach_without_a_key_stops_the_start(
-    tmp_path: Path, command: str, flags: tuple[str, ...], field: str
-) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("t" * 32)
-    given = [str(token) if word == "TOKEN" else word for word in flags]
-    status, said = check(*given, command=command)
-    assert status == 2
-    assert said[-1].startswith(f"{field}: ")
-    if "host" in field:
-        assert "--insecure" in said[-1]
-        assert check(*given, "--insecure", command=command)[0] != 2

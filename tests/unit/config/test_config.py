@@ -16,7 +16,6 @@ from kvstrata.config.lmcache.fates import translate
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ConfigError
-from kvstrata.types import MAX_L2_ADAPTERS
 from tests.harness.amount import amount
 
 
@@ -37,85 +36,16 @@ def test_later_sources_win_key_by_key(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("prot: 5", "prot: unknown key (did you mean 'port'?)"),
-        ("[1, 2]", "must be a mapping of setting names"),
-        ("a: [", "not YAML"),
-    ],
-)
-def test_an_error_names_file_key_and_value(tmp_path, text, says):
-    file = tmp_path / "c.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        loading.load(ServerSettings, file=file)
-    assert str(file) in str(caught.value) and says in str(caught.value)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere"):
-        loading.load(ServerSettings, file=tmp_path / "nowhere.yaml")
-
-
-def test_an_unknown_variable_is_an_error_with_the_nearest_name():
-    with pytest.raises(ConfigError, match="KVSTRATA_L1_SIZE_GB"):
-        loading.load(ServerSettings, environment={"KVSTRATA_L1_SIZEGB": "3"})
-
-
 def test_variables_of_the_build_and_of_engines_are_ignored_by_the_server():
     environment = {"KVSTRATA_WERROR": "1", "KVSTRATA_CUDA": "require", "KVSTRATA_LOAD_MODE": "sync"}
     assert loading.load(ServerSettings, environment=environment) == ServerSettings()
     assert loading.load(ClientSettings, environment=environment).load_mode == "sync"
 
 
-def test_the_choice_of_vector_instructions_must_be_one_of_ours():
-    assert loading.load(ServerSettings, environment={"KVSTRATA_SIMD": "avx2"}) == ServerSettings()
-    with pytest.raises(
-        ConfigError, match="KVSTRATA_SIMD: must be avx2, sse or none, or not set, found 'mmx'"
-    ):
-        loading.load(ServerSettings, environment={"KVSTRATA_SIMD": "mmx"})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--portt", "5"], r"--portt: unknown flag \(did you mean '--port'"),
-        (["--port", "x"], "--port: must be a whole number from 1 to 65535, found 'x'"),
-        (["--port"], "argument --port: expected one argument"),
-        (["--l2-adapter", "{"], r"l2_adapters\[0\]: not JSON"),
-        (["--l2-adapter", "[]"], r"l2_adapters\[0\]: must be a JSON object"),
-        (["extra"], "unrecognized arguments: extra"),
-        (["--blend-ratio", "1"], "blending is not supported"),
-        (["--l2-store-policy", "other"], "policy"),
-    ],
-)
-def test_a_wrong_flag_says_what_to_change(arguments, says):
-    flags = parse_server_flags(arguments)
-    with pytest.raises(ConfigError, match=says):
-        loading.load(ServerSettings, flags=flags.settings, flag_names=flags.names, wrong_flags=flags.wrong)
-
-
-def test_more_adapters_than_a_server_may_have_are_an_error_that_says_how_many(tmp_path):
-    def settings(count):
-        file = tmp_path / "c.yaml"
-        adapters = "".join(f"  - {{type: fs, base_path: /a/{i}}}\n" for i in range(count))
-        file.write_text(f"l2_adapters:\n{adapters}")
-        return loading.load(ServerSettings, file=file)
-
-    adapters = settings(MAX_L2_ADAPTERS).l2_adapters
-    assert adapters is not None and len(adapters) == MAX_L2_ADAPTERS
-    with pytest.raises(ConfigError, match=f"l2_adapters.*{MAX_L2_ADAPTERS}"):
-        settings(MAX_L2_ADAPTERS + 1)
-
-
 def test_a_file_may_have_the_settings_of_engines_too(tmp_path):
     file = tmp_path / "both.yaml"
     file.write_text("port: 1\nload_mode: sync\nsave_decode_cache: true\n")
     assert loading.load(ServerSettings, file=file) == ServerSettings(port=1)
-    file.write_text("load_modee: sync\n")
-    with pytest.raises(ConfigError, match="load_modee: unknown key"):
-        loading.load(ServerSettings, file=file)
 
 
 ANY = st.recursive(
@@ -161,21 +91,6 @@ def test_connector_examples_load(file):
     loading.convert(ClientSettings, settings, str(file))
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("max_store_backlog_gb: .inf", "max_store_backlog_gb: must be a finite number, found inf"),
-        ("max_store_backlog_gb: .nan", "max_store_backlog_gb: must be a finite number, found nan"),
-        ('tenant: "\\uD800"', "tenant: must be valid Unicode text"),
-    ],
-)
-def test_values_that_no_setting_can_have_stop_the_start(tmp_path, text, says):
-    file = tmp_path / "client.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        loading.load(ClientSettings, file=file)
-
-
 def test_yaml_means_what_is_written(tmp_path):
     for text, value in {
         "0700": 700, "22:30": "22:30", "no": "no", "off": "off", "yes": "yes", "0o17": 15, "0x1F": 31, "1e3": 1000.0,
@@ -196,14 +111,11 @@ def test_yaml_means_what_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("chunk_size: 16\nchunk_size: 32\n", "the key 'chunk_size' is given twice; leave one out"),
-        ("l1: {size_gb: 1, size_gb: 2}\n", "the key 'size_gb' is given twice"),
-        ("quotas_gb: {no: 1, 'no': 2}\n", "the key 'no' is given twice"),
         (f"chunk_size: {'9' * 5000}\n", "int"),
         ("[" * 5000, "nested too deep"),
     ],
 )
-def test_yaml_that_says_two_things_or_nothing_is_refused(tmp_path, text, says):
+def test_yaml_without_measure_is_refused(tmp_path, text, says):
     file = tmp_path / "server.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match="not YAML: ") as error:
@@ -225,18 +137,3 @@ def test_quotes_of_an_env_file_are_taken_away_and_an_empty_variable_is_not_set()
     )
     assert (found.http.host, found.http.port, found.l2_adapters) == ("127.0.0.1", 8081, [])
     assert found.security.insecure and found.l1.size_gb is None and found.log_level == "info"
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"http": {"token_file": "$HOME/token"}},
-        {"socket_dir": "${XDG_RUNTIME_DIR}/kvstrata"},
-        {"l2_adapters": [{"type": "fs", "base_path": "$HOME/l2", "capacity_gb": 1}]},
-    ],
-)
-def test_a_path_with_a_variable_of_the_shell_is_refused(values):
-    with pytest.raises(
-        ConfigError, match=r"must be written out, since variables of the shell mean nothing here"
-    ):
-        loading.load(ServerSettings, flags=values)

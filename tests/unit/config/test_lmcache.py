@@ -22,7 +22,6 @@ from kvstrata.config.lmcache.fates import find
 from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS, VARIABLE_PREFIXES, VARIABLES
 from kvstrata.config.lmcache.migration import PASSWORD_FILE, Migration, NotTranslated, adapter_of
-from kvstrata.config.lmcache.variables import server_notes
 from kvstrata.config.model import ServerSettings
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
@@ -86,43 +85,6 @@ def test_translated_values_mean_the_same(words, dotted, value):
     assert at(loaded(parse_server_flags([*words, "--log-level", "debug"])), dotted) == value
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--p2p-lookup-timeout", "90"], "--p2p-lookup-timeout: must be a whole number from 1 to 60000, found 90000"),
-        (["--p2p-advertise-url"], "--p2p-advertise-url: needs one value"),
-        (["--hash-algorithm"], "--hash-algorithm: chunk keys are SHA-256"),
-        (["--hash-algorithm", "builtin"], "--hash-algorithm: chunk keys are SHA-256"),
-        (["--transport", "grpc"], "ZMQ only"),
-        (["--l2-store-policy", "other"], '"policy" in --l2-adapter'),
-        (["--coordinator-url", "http://c:9300"], "--controller-url"),
-    ],
-)  # fmt: skip
-def test_what_we_cannot_do_is_an_error_that_says_so(words, says):
-    with pytest.raises(ConfigError) as caught:
-        loaded(parse_server_flags(words))
-    assert says in caught.value.message
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--hash-algorithm=blake3"],
-        ["--l2-store-policy", "default"],
-        ["--transport", "zmq"],
-        ["--lookup-hash-log-dir", ""],
-        ["--runtime-plugin-locations", "/a", "/b", "/c"],
-        ["--health-check-interval", "-1"],
-        ["--max-workers", "4"],
-    ],
-)
-def test_what_asks_for_nothing_is_noted(words):
-    parse = parse_controller_flags if words[0] in CONTROLLER_FLAGS else parse_server_flags
-    flags = parse(words)
-    assert not flags.wrong and flags.settings == {}
-    assert [note.split(":")[0] for note in flags.notes] == [f"{words[0].partition('=')[0]} has no effect"]
-
-
 LINE = ["--l1-size-gb", "3", "--eviction-policy"]
 FS = {"type": "fs", "base_path": "/kv/kvstrata"}
 NIXL = {"type": "nixl_store", "backend": "POSIX", "pool_size": 8, "backend_params": {"file_path": "/kv/"}}
@@ -170,22 +132,6 @@ def test_adapters_of_a_file_or_variable_are_kept_beside_the_flags_of_lmcache(tmp
         assert read().l2_adapters == [{"type": "fs", "base_path": "/x"}] and flags.notes == []
 
 
-@pytest.mark.parametrize(
-    ("name", "suggested"),
-    [
-        ("--l1-use-hugepage", "--l1-use-hugepages"),
-        ("--no-l1-use-hugepage", "--no-l1-use-hugepages"),
-        ("--max-worker", ""),  # it does nothing here
-        ("--l1-size", "--l1-size-gb"),
-        ("--cache-size", ""),  # LMCache's chunk size is another thing
-        ("--engine-typ", ""),
-    ],
-)
-def test_an_error_suggests_nothing_that_is_refused_or_the_opposite(name, suggested):
-    [error] = parse_server_flags([name, "1"]).wrong
-    assert error.message.endswith(f"(did you mean '{suggested}'?)" if suggested else "unknown flag")
-
-
 # -- keys of files, variables, connector settings
 
 
@@ -229,17 +175,6 @@ def test_a_name_without_effect_is_noted_and_changes_nothing():
         load_settings({}, {"LMCACHE_SAVE_DECODE_CACHE": "yes"})
 
 
-def test_an_unknown_variable_is_a_warning_and_stops_nobody():
-    says = [
-        "environment: LMCACHE_CHUNKSIZE has no effect: unknown variable (did you mean 'LMCACHE_CHUNK_SIZE'?)"
-    ]
-    assert load_settings({}, {"LMCACHE_CHUNKSIZE": "1"}) == (ClientSettings(), says)
-    assert server_notes({"LMCACHE_CHUNKSIZE": "1"}, ClientSettings.__struct_fields__) == says
-    for name in ("LMCACHE_WORKER_PORT", "LMCACHE_CACHE_SIZE"):  # a hint would lead to another meaning
-        says = [f"environment: {name} has no effect: unknown variable"]
-        assert load_settings({}, {name: "1"}) == (ClientSettings(), says)
-
-
 def test_only_a_file_for_lmcache_may_have_names_that_nobody_knows_and_words_of_yaml_1_1(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("chunk_sice: 1\nsave_decode_cache: Yes\n")
@@ -251,15 +186,6 @@ def test_only_a_file_for_lmcache_may_have_names_that_nobody_knows_and_words_of_y
     file.write_text("save_decode_cache: Yes\n")
     with pytest.raises(ConfigError, match="must be true or false, found 'Yes'"):
         load_settings({}, {"KVSTRATA_CONFIG_FILE": str(file)})
-
-
-def test_a_server_says_nothing_about_what_its_engines_read():
-    environment = {"LMCACHE_CHUNK_SIZE": "1", "LMCACHE_LOAD_MODE": "sync", "LMCACHE_USE_LAYERWISE": "1"}
-    environment["LMCACHE_SERVICE_HOST"] = "10.0.0.1"
-    assert server_notes(environment, ClientSettings.__struct_fields__) == []
-    environment = {"LMCACHE_MAX_LOCAL_CPU_SIZE": "5", "LMCACHE_CONFIG_FILE": "/x.yaml"}
-    size, file = server_notes(environment, ClientSettings.__struct_fields__)
-    assert "kvstrata migrate FILE" in size and "kvstrata migrate FILE" in file
 
 
 # -- migration

@@ -1,0 +1,146 @@
+"""Every route of a server's and a controller's HTTP port: what it answers, against routes_golden.txt.
+
+A line `> METHOD PATH BODY` is a request with the token to the port that the last line `# …` names. Its answer follows:
+the status, and the shape of the JSON (without texts and numbers), or the whole body of an error.
+With REWRITE in the environment the test writes all answers anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvstrata.config.common_model import ListenSettings
+from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.door import LOGIN, Door
+from kvstrata.controller.operations import Operations
+from kvstrata.controller.surroundings import Surroundings
+from kvstrata.errors import Unavailable
+from kvstrata.observability.logging import current_level, set_level
+from kvstrata.policy.misses import Explained, Explainer
+from kvstrata.process.http_gate import PROBES, Access, guard, sized
+from kvstrata.process.http_login import Logins
+from kvstrata.process.keeper import NOT_RESTARTED
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc import cluster_wire as wire
+from kvstrata.server.admin.clear import Cleared
+from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.known_members import KEY
+
+GOLDEN = Path(__file__).with_name("routes_golden.txt")
+TOKEN, LISTEN = "t" * 32, ListenSettings(open_metrics=False)
+BEARER = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
+
+
+def admin(ready: bool) -> Any:
+    """Parts of an instance: its status document is real, the other parts answer with plain values."""
+
+    async def prewarm(*, model: str, **_: Any) -> int:
+        if model:
+            raise Unavailable(f"model: nobody attached with {model!r}", field="model")
+        return 7
+
+    async def clear(tier: str, tenant: str | None, *, wait: bool) -> Cleared:
+        return Cleared({tier: 3}, held=0, leased=1, kept=4)
+
+    async def rows(session: str = "fs-0") -> list[dict[str, Any]]:
+        return [{"name": session}]
+
+    instance, explainer, tiers = InstanceInProcess(), Explainer(), {"fs-0": {"name": "fs-0"}}
+    document = instance.status()
+    instance.close()
+    for name in ("cmpl-7-0-ab", "cmpl-7-1-ab", "chat/1"):
+        explainer.requests.add(Explained(name, "", bytes(32), 0, 1.5, 1, 1, 0, 1, "", "", b""))
+    return SimpleNamespace(
+        readiness=lambda: (ready, "" if ready else "adopting the pool"),
+        collector=CollectorRegistry(),
+        board=SimpleNamespace(document=lambda: document),
+        explainer=explainer,
+        prewarms=SimpleNamespace(prewarm=prewarm, job={7: {"job": 7}}.get),
+        clearing=SimpleNamespace(clear=clear),
+        stranded=SimpleNamespace(rows=lambda: [{"session": "ab"}], clear=rows),
+        tiers=SimpleNamespace(rows=rows, pause=tiers.get, resume=tiers.get, names=lambda: list(tiers)),
+        change_quota=lambda tenant, quota_bytes: {"tenant": tenant, "quota_bytes": quota_bytes},
+    )
+
+
+async def controller(cluster: Cluster, supervisor: Supervisor) -> tuple[Any, Access]:
+    """The port of a controller with the instances `a`, which has a chunk, and `b`."""
+    from kvstrata.controller.app import make_app  # with FastAPI a second, which collection does not pay
+
+    for name in "ab":
+        where, version = f"tcp://{name}:1", wire.CLUSTER_PROTOCOL_VERSION
+        told = wire.Register(1, version, name, 1, "", ["l1"], 1 << 30, 16, where, "", "", name, 1)
+        cluster.register(told, KEY)
+    tags = wire.tags_of(bytes(range(32)))
+    cluster.apply(wire.Events("a", 1, 1, [wire.Run(wire.Change.ADMIT, "l1", tags)]), KEY)
+    await cluster.directory.idle()
+    cluster.set_ready()
+    logins = Logins(9000)
+    access = Access(LISTEN, TOKEN, public=[LOGIN, "/", "/dashboard/"], pages=["/"], logins=logins)
+    around = Surroundings({}, dict, dict, {}, None, NOT_RESTARTED)
+    door = Door(access, logins, "http://localhost:9000")
+    return make_app(cluster, Operations(cluster, supervisor), around, door), access
+
+
+def shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: shape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [shape(inner) for inner in value[:1]]
+    return "…" if isinstance(value, str) else 0 if type(value) in (int, float) else value
+
+
+def shown(answer: Any) -> str:
+    body = answer.headers.get("content-type", "").partition(";")[0]
+    if body == "application/json" and answer.content:
+        body = answer.json()
+        if answer.status_code < 400:
+            body = sorted(body["paths"]) if "openapi" in body else shape(body)
+    return f"{answer.status_code} {json.dumps(body, ensure_ascii=False)}\n"
+
+
+async def requests(port: str, app: Any, access: Access) -> AsyncIterator[str]:
+    """The requests to a port with their answers."""
+    import httpx
+
+    transport = httpx.ASGITransport(guard(sized(app, access), access))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:9000") as http:
+        for line in (line for line in port.splitlines() if line.startswith("> ")):
+            method, path, *body = line[2:].split(" ", 2)
+            sent = "".join(body).replace("<lone>", "\udfff").encode(errors="surrogatepass")
+            answer = await http.request(method, path, headers=BEARER, content=sent)
+            yield f"{line}\n{shown(answer)}"
+        for path, operations in app.openapi()["paths"].items() if "not ready" not in port else ():
+            for method, described in operations.items():
+                known = re.sub(r"{[^}]*}", "[^? ]+", path)
+                assert re.search(f"> {method.upper()} {known}[? \n]", port), "no line has this route: " + path
+                refused = (await http.request(method, path)).status_code == 401
+                assert refused == ("security" in described) == (path not in PROBES | {LOGIN}), path
+                assert described["description"] and {"4XX", "5XX"} <= described["responses"].keys(), path
+
+
+async def test_every_route_answers_as_before_and_is_described_and_needs_the_token(cluster: Cluster) -> None:
+    from kvstrata.server.http.app import make_app
+
+    supervisor, level, found = Supervisor(asyncio.get_running_loop()), current_level(), ""
+    for port in GOLDEN.read_text().split("# ")[1:]:
+        name = port.partition("\n")[0]
+        if name == "controller":
+            app, access = await controller(cluster, supervisor)
+        else:
+            app, access = make_app(await asyncio.to_thread(admin, name == "server")), Access(LISTEN, TOKEN)
+        found += f"# {name}\n" + "".join([one async for one in requests(port, app, access)])
+    set_level(level)
+    await supervisor.stop()
+    if "REWRITE" in os.environ:
+        GOLDEN.write_text(found)
+    assert found == GOLDEN.read_text()
