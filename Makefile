@@ -19,7 +19,7 @@ WHEEL_PYTHON = $(or $(wildcard $(VENV_PYTHON)),python3)
 # make test ARGS="-k name" hands ARGS to pytest; with "-n0" one test runs at a time, in pytest's own process.
 ARGS ?=
 LINTED := src tests docs benchmarks examples ext/make setup.py
-CLANG_FORMATTED = $(shell git ls-files --cached --others --exclude-standard 'ext/*.h' 'ext/*.cpp' 'ext/*.cu' 'tests/*.cpp')
+CLANG_FORMATTED = $(shell git ls-files --cached --others --exclude-standard 'ext/*.h' 'ext/*.cpp' 'ext/*.cu' 'tests/*.cpp' 'benchmarks/*.cpp')
 
 # In CI the CUDA code must compile if nvcc is installed.
 ifeq ($(CI),true)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.disk_write_amp --trace FILE
 
-ext/core/bench/disk_replay.cpp runs the real log on sparse files in /dev/shm, with records whose payloads are zeros.
+benchmarks/native/disk_replay.cpp runs the real log on sparse files in /dev/shm, with records whose payloads are zeros.
 Its policy, frames, tables and checksums are those of a server, and a log of tens of GB takes some MB of memory.  A
 record of 1 MiB stands for a block of 512 tokens (64 MiB for Llama-8B); with such small records the header of a frame,
 of 4 KiB, weighs more than in reality.
@@ -125,7 +125,7 @@ def trace_figure(name: str, prompts: list[TraceRequest], what: str) -> dict[str,
 
 def make_program() -> None:
     """Compile the program if its sources have changed. Raises RuntimeError with the compiler's output."""
-    source, target = "ext/core/bench/disk_replay.cpp", str(PROGRAM.relative_to(ROOT))
+    source, target = "benchmarks/native/disk_replay.cpp", str(PROGRAM.relative_to(ROOT))
     command = [sys.executable, "ext/make", "program", source, target]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:

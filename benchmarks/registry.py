@@ -2,11 +2,11 @@
 
     python -m benchmarks.registry [--instances N] [--chunks N]
 
-ext/core/bench/registry_table.cpp, which has the same native code as the compiled modules, fills an empty registry: 1 %
-of the keys are on all instances, and each instance has a fifth of its keys in L1 and the others on disk.  Its times are
-CPU times of its one thread; the time that the registry's own thread takes to touch memory ahead is counted separately
-(`touching_ms`).  Between the lookups the program reads random lines of other memory of the same size (`raw_us`, and
-`raw_each_needs_the_one_before_us`): no lookup can be faster.
+benchmarks/native/registry_table.cpp, which has the same native code as the compiled modules, fills an empty registry: 1
+% of the keys are on all instances, and each instance has a fifth of its keys in L1 and the others on disk. Its times
+are CPU times of its one thread; the time that the registry's own thread takes to touch memory ahead is counted
+separately (`touching_ms`). Between the lookups the program reads random lines of other memory of the same size
+(`raw_us`, and `raw_each_needs_the_one_before_us`): no lookup can be faster.
 
 In the same run, plain Python models of the three published designs are measured, at 100 instances with 1,000 chunks
 each: a lookup, the bytes of their dicts, lists and sets per placement (without the tags), a full report, and the
@@ -51,7 +51,7 @@ REPEATS = sized(5, 1)
 def table(instances: int, chunks: int) -> dict[str, Any]:
     """Run the C++ program; return its numbers. Raises RuntimeError when it cannot be compiled or fails."""
     program = "build/native/bench/registry_table"
-    command = [sys.executable, "ext/make", "program", "ext/core/bench/registry_table.cpp", program]
+    command = [sys.executable, "ext/make", "program", "benchmarks/native/registry_table.cpp", program]
     made = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if made.returncode:
         raise RuntimeError(f"registry_table: {made.stdout}")

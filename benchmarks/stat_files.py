@@ -1,6 +1,6 @@
 """For lanes_hol: a native adapter over a directory, with durable puts and one stat a key for `exists`.
 
-Its connector is ext/core/bench/stat_files.cpp, which is compiled into a module under build/ when it is first needed.
+Its connector is benchmarks/native/stat_files.cpp, which is compiled into a module under build/ when it is first needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULE = ROOT / "build" / "native" / "bench" / f"stat_files{sysconfig.get_config
 
 def module() -> Any:
     """Compile the connector's module unless it is up to date, and import it. Raises CalledProcessError."""
-    source, target = "ext/core/bench/stat_files.cpp", str(MODULE.relative_to(ROOT))
+    source, target = "benchmarks/native/stat_files.cpp", str(MODULE.relative_to(ROOT))
     subprocess.run([sys.executable, "ext/make", "module", source, target], cwd=ROOT, check=True)
     spec = importlib.util.spec_from_file_location("stat_files", MODULE)
     assert spec is not None and spec.loader is not None

@@ -26,10 +26,10 @@
 #include <string>
 #include <vector>
 
-#include "../tests/support/hooked_files.h"
 #include "disk/log.h"
 #include "hash/crc32c.h"
 #include "record/record.h"
+#include "support/hooked_files.h"
 
 using namespace kvstrata;
 
