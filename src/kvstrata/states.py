@@ -22,15 +22,11 @@ class Machine(Generic[State, Event]):
     def __init__(
         self,
         name: str,
-        states: type[State],
-        events: type[Event],
         first: State,
         moves: Mapping[State, Mapping[Event, State]],
     ) -> None:
         """`name` is for messages.  An event that `moves` does not list for a state cannot happen in it."""
         self.name = name
-        self.states = states
-        self.events = events
         self.first = first
         """The state that an object begins in."""
         self._after = {(state, event): after for state, row in moves.items() for event, after in row.items()}

@@ -57,8 +57,6 @@ class BatchEvent(enum.Enum):
 
 MACHINE = Machine(
     "Batch of a store",
-    BatchState,
-    BatchEvent,
     BatchState.RESERVING,
     {
         BatchState.RESERVING: {

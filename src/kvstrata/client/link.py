@@ -74,8 +74,6 @@ class Step(enum.Enum):
 
 MACHINE = Machine(
     "Link of a client",
-    Connection,
-    Step,
     Connection.ABSENT,
     {
         Connection.ABSENT: {Step.ATTACHED: Connection.CONNECTED, Step.STOPPED: Connection.ENDED},

@@ -70,8 +70,6 @@ class MemberEvent(enum.Enum):
 
 MEMBER = Machine(
     "Member of a controller's cluster",
-    MemberState,
-    MemberEvent,
     MemberState.GONE,
     {
         MemberState.GONE: {
@@ -134,8 +132,6 @@ class SyncEvent(enum.Enum):
 
 SYNC = Machine(
     "Full sync at a controller",
-    SyncState,
-    SyncEvent,
     SyncState.RUNNING,
     {
         SyncState.RUNNING: {
@@ -222,8 +218,6 @@ class CommandEvent(enum.Enum):
 
 COMMAND = Machine(
     "Command of a controller to an instance",
-    CommandState,
-    CommandEvent,
     CommandState.WAITING,
     {
         CommandState.WAITING: {

@@ -79,8 +79,6 @@ class LookupEvent(enum.Enum):
 
 MACHINE = Machine(
     "Lookup of a request, in vLLM's scheduler",
-    LookupState,
-    LookupEvent,
     LookupState.NEW,
     {
         LookupState.NEW: {

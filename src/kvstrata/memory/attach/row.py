@@ -63,8 +63,6 @@ class RowEvent(enum.Enum):
 
 MACHINE = Machine(
     "Row of an attached process",
-    RowState,
-    RowEvent,
     RowState.FREE,
     {
         RowState.FREE: {RowEvent.FOUND: RowState.OLD, RowEvent.CLAIMED: RowState.CLAIMED},

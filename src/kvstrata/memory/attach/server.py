@@ -126,8 +126,6 @@ class ConnectionEvent(enum.Enum):
 
 MACHINE = Machine(
     "Attach connection",
-    ConnectionState,
-    ConnectionEvent,
     ConnectionState.CONNECTED,
     {
         ConnectionState.CONNECTED: {

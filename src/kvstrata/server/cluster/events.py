@@ -144,8 +144,6 @@ class SyncEvent(enum.Enum):
 
 MACHINE = Machine(
     "Full sync of a controller, as its instance runs it",
-    SyncState,
-    SyncEvent,
     SyncState.IDLE,
     {
         SyncState.IDLE: {SyncEvent.WANTED: SyncState.WANTED},
