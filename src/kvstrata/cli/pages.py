@@ -250,8 +250,6 @@ def warnings_of(seen: Seen) -> list[str]:
             found.append(f"{name}: {tier['state']}{f': {why}' if why else ''}")
         if opened := _not_closed(tier["breakers"]):
             found.append(f"{name}: breaker of {opened}")
-        if tier["puts"].get("workers") == "degraded":
-            found.append(f"{name}: degraded, puts crash and begin again: see the server's log")
         if tier.get("numbers", {}).get("read_only"):
             found.append(f"{name}: read-only after an error of the disk")
     cluster = status.get("cluster")

@@ -35,7 +35,7 @@ class Skip(enum.StrEnum):
     """The server is stopping."""
     CLEARED = "cleared"
     """L2 was cleared while the chunk waited."""
-    CRASHED = "worker_crashed"
+    CRASHED = "crashed"
     """The put ended by a mistake of the server's own; its log has the traceback."""
 
 

@@ -149,7 +149,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     control = _make_tier_control(parts, segment)
     closers.append(control.close)
     board.put("l2_adapters", control.status)
-    parts.store.start()
     await _open_tiers(plan, peer, control, shell.log)
 
     # 3. Processes attach.

@@ -92,7 +92,6 @@ class Puts:
             StoreLimits(**values),
             lambda key, reason: self.skipped.append((key, reason)),
         )
-        self.controller.start()
 
     def counts(self, name: str = "fs-0") -> dict[str, int]:
         return self.controller.stats()["adapters"][name]["outcomes"]

@@ -67,7 +67,6 @@ class Rig:
             context=lambda name: AdapterContext("test", CLOCK, 0, 0, lambda key: None),
             open_s=open_s,
         )
-        self.store.start()
 
     async def open(self, shelf: str, **common: Any) -> str:
         """Open a tier; return its name."""

@@ -11,15 +11,13 @@ Invariants
    skipped.
 3. Every chunk that is offered ends as stored, already there, or skipped; a skip has a reason, which is counted and
    passed to `skipped`.
-4. A worker that crashes, by a mistake of ours, skips the rest of its batch and is replaced after a pause, which grows
-   while the crashes go on (Pauses).  Until then the tier counts as degraded.
+4. A batch whose put crashes, by a mistake of ours, ends alone: the rest of its chunks are skipped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import functools
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -33,7 +31,6 @@ from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Sk
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.l2.tiers import Tier
 from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus
-from kvstrata.storage.pauses import MAX_PAUSE_S, Pauses
 
 log = logging.getLogger(__name__)
 
@@ -102,24 +99,20 @@ class TierPuts:
         self._retrying: dict[bytes, tuple[asyncio.TimerHandle, Pending]] = {}
         self._unpinned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         """Keys skipped because the backlog was full. Once the backlog is empty, those still in L1 are put after all."""
-        self._taken: list[list[Pending]] = [[] for _ in range(limits.batches_in_flight)]
-        """For each worker, the chunks of its batch that have not ended."""
+        self._batches: dict[asyncio.Task[None], list[Pending]] = {}
+        """The chunks of each batch in flight that have not ended."""
+        self._begins = False
+        """Whether batches will be begun in the next turn of the loop."""
         self._not_clearing = asyncio.Event()
         """Set except while the tier is being cleared."""
         self._not_clearing.set()
         self._n_clears = 0
-        self._work_there = asyncio.Event()
-        self._workers: dict[int, asyncio.Task[None]] = {}
-        self._crashed: dict[int, asyncio.TimerHandle] = {}
-        """For each worker that has crashed, the timer that starts the next one."""
-        self._dismissed = False
-        self._pauses = [Pauses(MAX_PAUSE_S, 0.0) for _ in self._taken]
         self._counts: collections.Counter[str] = collections.Counter()
         self._stored_bytes = 0
 
     @property
     def _in_flight(self) -> int:
-        return sum(map(len, self._taken))
+        return sum(map(len, self._batches.values()))
 
     @property
     def busy(self) -> bool:
@@ -145,7 +138,6 @@ class TierPuts:
             "retrying": len(self._retrying),
             "in_flight": self._in_flight,
             "stored_bytes": self._stored_bytes,
-            "workers": "degraded" if self._crashed else "well",
             "outcomes": dict(self._counts),
         }
 
@@ -215,74 +207,56 @@ class TierPuts:
         self._unpinned.pop(pending.key, None)
         self._queued.add(pending.key)
         self._queue.append(pending)
-        self._work_there.set()
+        self._begin_soon()
 
-    # -- workers -------------------------------------------------------------------------------------------
+    # -- batches -------------------------------------------------------------------------------------------
 
-    def employ(self) -> None:
-        """Start the workers."""
-        for number in range(len(self._taken)):
-            self._start_worker(number)
+    def _begin_soon(self) -> None:
+        if not self._begins:
+            self._begins = True
+            asyncio.get_running_loop().call_soon(self._begin)
 
-    def _start_worker(self, number: int) -> None:
-        self._crashed.pop(number, None)
-        worker = asyncio.create_task(self._work(number), name=f"put-{self.name}-{number}")
-        worker.add_done_callback(functools.partial(self._worker_ended, number))
-        self._workers[number] = worker
-        self._pauses[number].begun(asyncio.get_running_loop().time())
+    def _begin(self) -> None:
+        """Put batches of what is queued, as many at a time as the limit allows."""
+        self._begins = False
+        while self._queue and len(self._batches) < self._limits.batches_in_flight:
+            batch = self._take_batch()
+            task = asyncio.create_task(self._put_batch(batch), name=f"put-{self.name}")
+            self._batches[task] = batch
+            task.add_done_callback(self._batch_ended)
 
-    def _worker_ended(self, number: int, worker: asyncio.Task[None]) -> None:
-        """Replace a worker that has crashed, after a pause."""
-        if worker.cancelled() or (error := worker.exception()) is None:
-            return
-        loop = asyncio.get_running_loop()
-        pause_s = self._pauses[number].next_s(loop.time())
-        log.error(
-            "%s crashed; its tier gets puts from another worker in %.1f s",
-            worker.get_name(),
-            pause_s,
-            exc_info=error,
-        )
-        traceback.clear_frames(error.__traceback__)  # they refer to holds
-        self._counts["worker_crashed"] += 1
-        if not self._dismissed:
-            self._crashed[number] = loop.call_later(pause_s, self._start_worker, number)
-        taken, self._taken[number] = self._taken[number], []
-        for pending in taken:
+    def _batch_ended(self, task: asyncio.Task[None]) -> None:
+        batch = self._batches.pop(task)
+        reason = Skip.STOPPING
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s crashed", task.get_name(), exc_info=error)
+            traceback.clear_frames(error.__traceback__)  # they refer to holds
+            self._counts["crashed"] += 1
+            reason = Skip.CRASHED
+        for pending in batch:
             if pending.key in self._queued and pending.key not in self._retrying:
                 self._end(pending)
-                self.skip(pending.key, Skip.CRASHED)
+                self.skip(pending.key, reason)
+        self._begin()
         self._progressed()
 
     async def dismiss(self) -> None:
-        """End the workers. A put that the adapter has not answered counts as skipped."""
-        self._dismissed = True
-        for timer in self._crashed.values():
-            timer.cancel()
-        for task in self._workers.values():
+        """End the batches in flight. A put that the adapter has not answered counts as skipped."""
+        tasks = list(self._batches)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._workers.values(), return_exceptions=True)
-        self._workers.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _work(self, number: int) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            while not self._queue:
-                self._work_there.clear()
-                await self._work_there.wait()
-            self._take_batch(self._taken[number])
-            await self._put_batch(self._taken[number])
-            self._pauses[number].answered_well(loop.time())
-
-    def _take_batch(self, batch: list[Pending]) -> None:
-        """Move chunks from the queue, which has some, to an empty batch."""
-        batch.append(self._queue.popleft())
+    def _take_batch(self) -> list[Pending]:
+        """Take chunks from the queue, which has some."""
+        batch = [self._queue.popleft()]
         batch_bytes = batch[0].length_bytes
         while self._queue and len(batch) < self.tier.adapter.capabilities.max_batch:
             batch_bytes += self._queue[0].length_bytes
             if batch_bytes > self._batch_bytes:
                 break
             batch.append(self._queue.popleft())
+        return batch
 
     async def _put_batch(self, batch: list[Pending]) -> None:
         """Put one batch and count its outcomes. Afterwards the batch is empty, and nothing here refers to its holds."""
@@ -328,7 +302,7 @@ class TierPuts:
     def _retry(self, key: bytes) -> None:
         _, pending = self._retrying.pop(key)
         self._queue.append(pending)
-        self._work_there.set()
+        self._begin_soon()
 
     def _end(self, pending: Pending) -> None:
         """Stop counting the pin of a put that has ended."""

@@ -57,7 +57,6 @@ class StoreController:
         self._turn_scheduled = False
         self._takes_up = False
         """Whether the next turn of the loop will queue more of the chunks that the backlog had no room for."""
-        self._started = False
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._stopping = False
@@ -99,12 +98,6 @@ class StoreController:
                 for key in keys:
                     news.tier_got(name, key)
 
-    def start(self) -> None:
-        """Start the workers of all tiers. Called once, on the running loop."""
-        self._started = True
-        for puts in self._puts.values():
-            puts.employ()
-
     def join(self, tier: Tier) -> None:
         """Take in an open tier of the set: it gets chunks from now on, unless it is only read."""
         if not tier.adapter.capabilities.takes_puts:
@@ -119,8 +112,6 @@ class StoreController:
             progressed=self._note_progress,
         )
         self.wants_touches |= puts.planner.policy is StorePolicy.SECOND_TOUCH
-        if self._started:
-            puts.employ()
 
     # -- the end, and clear --------------------------------------------------------------------------------
 
@@ -135,11 +126,10 @@ class StoreController:
         self._stopping = True
         for puts in self._puts.values():
             puts.stopping = True
-        if self._started:
-            try:
-                await asyncio.wait_for(self.idle(), drain_s)
-            except TimeoutError:
-                pass  # the remaining chunks are skipped and counted below
+        try:
+            await asyncio.wait_for(self.idle(), drain_s)
+        except TimeoutError:
+            pass  # the remaining chunks are skipped and counted below
         while self._waiting:
             key, _ = self._waiting.popleft()
             for puts in self._puts.values():
