@@ -182,14 +182,15 @@ def store_ended(client: Any, job: Any, again: Callable[[], Any]) -> None:
 def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:
     """Start and attach a `CacheClient` for both sides of an engine whose only slice is that of these PagedBlocks.
 
-    `more` goes to the client's settings, except `model` and `chunk_tokens` (256), which go to its layout identity.  The
-    caller closes the client.  Raises RuntimeError if it does not attach within WAIT_S.
+    `more` goes to the client's settings, except `model` and `chunk_tokens` (256), which go to its layout identity, and
+    `threads` (2), those that copy.  The caller closes the client.  Raises RuntimeError if it does not attach in WAIT_S.
     """
     from kvstrata.client import CacheClient
     from kvstrata.config.client_model import ClientSettings
+    from kvstrata.native.copying import CopyEngine
     from kvstrata.types import LayoutIdentity, Role
 
-    chunk_tokens = more.pop("chunk_tokens", 256)
+    engine, chunk_tokens = CopyEngine(threads=more.pop("threads", 2)), more.pop("chunk_tokens", 256)
     layout = LayoutIdentity(model=more.pop("model", "bench"), kv_dtype="bf16", chunk_tokens=chunk_tokens)
     settings = ClientSettings(socket_dir=str(socket_dir), port=port, chunk_size=chunk_tokens, **more)
     client = CacheClient(
@@ -200,6 +201,7 @@ def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:
         engine_slices=1,
         slice=blocks.slice(),
         facts=blocks.facts,
+        engine=engine,
     )
     client.start()
     try:

@@ -143,7 +143,7 @@ def run() -> list[dict[str, Any]]:
         start_faulted(server)
         taken = {}
         for threads, n_chunks in ((1, CHUNKS), (2, CHUNKS), (1, 1)):
-            client = engine_client(server.socket_dir, server.port, blocks, copy_threads=threads)
+            client = engine_client(server.socket_dir, server.port, blocks, threads=threads)
             try:
                 wait_until(
                     lambda client=client: client.stats()["mapped_ahead_bytes"] >= L1_MB << 20,

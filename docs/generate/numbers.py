@@ -81,7 +81,7 @@ def metrics() -> str:
             "server has it.\n\n",
             table(["metric", "type", "labels", "path", "meaning"], _status_rows()),
             "\n## Of the controller\n\n`/metrics` on its HTTP port. `instance` is the name of an instance, at most "
-            "`max_instances` of them.\n\n",
+            "1,000 of them.\n\n",
             table(["metric", "type", "labels", "meaning"], _family_rows(CONTROLLER_FAMILIES)),
             "\n## Of the gateway\n\n`/metrics` on its port. Tenants and engines are those of the settings, models "
             "those of the engines; a request that had none of them has an empty word, and beyond 4,096 combinations "

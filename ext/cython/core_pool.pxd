@@ -214,7 +214,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         Status hold_reserved(uint64_t, uint64_t, CHold*) noexcept
         cbool is_tail(const CKey&) noexcept
         cbool is_reserved(const CKey&) noexcept
-        uint64_t remove(const uint8_t*, size_t, cbool) noexcept
+        uint64_t remove(const uint8_t*, size_t) noexcept
         ClearResult clear(int64_t) noexcept
         ClearedInUse cleared_in_use(int64_t) noexcept
         uint64_t ready_tags(uint64_t, uint64_t, vector[uint64_t]*) noexcept

@@ -484,12 +484,12 @@ cdef class Pool:
 
     # administration
 
-    def remove(self, keys, cbool returned=False):
+    def remove(self, keys):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
         cdef uint64_t count
         with nogil:
-            count = self.pool.get().remove(batch.data(), n_keys, returned)
+            count = self.pool.get().remove(batch.data(), n_keys)
         return count
 
     def clear(self, int64_t tenant=-1):

@@ -192,7 +192,6 @@ class PoolEvent(enum.IntEnum):
     """The chunk was adopted from an earlier server, and is READY from now on."""
     REMOVED = 7
     """`Pool.remove` removed the chunk, or it was cleared with its identity."""
-    RETURNED = 8
     """`Pool.remove` removed the chunk because it was read from another instance and is not kept here."""
 
 

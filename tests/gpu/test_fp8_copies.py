@@ -7,18 +7,13 @@ import math
 import random
 import struct
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.device import open_engine
-from kvstrata.errors import ConfigError
 from kvstrata.native import codec, copying, cuda
 from kvstrata.native import record as native_record
 from tests.gpu.device_blocks import FAILED, KEY, OK, WANTED, Host, Shape, needs_kernels, spec
-from tests.harness import gpu_kv
 from tests.harness.amount import amount
 from tests.harness.cuda_driver import Gpu, SimulatedGpu, on_gpu, simulated
 from tests.oracles import copying as oracle
@@ -263,20 +258,6 @@ def test_an_engine_that_is_to_round_does_not_start_without_kernels() -> None:
     SimulatedGpu()
     with pytest.raises(cuda.CudaError, match="kernels: needed to round KV, and cuModuleLoadData"):
         cuda.CudaCopyEngine(0, fp8=True)
-
-
-@on_gpu
-def test_a_worker_whose_staging_buffer_is_too_small_to_round_a_chunk_does_not_start() -> None:
-    shape = gpu_kv.Shape(layers=1, hidden=64, heads=8, kv_heads=8, head_dim=128, ffn=64)
-    kv = gpu_kv.DeviceKv(
-        gpu_kv.Device(), shape, block_tokens=16, num_blocks=128, chunk_tokens=1024, rounded=True
-    )
-    enough = ClientSettings(chunk_size=1024, fidelity="fp8", gpu_staging_mb=3)
-    open_engine(enough, kv.view, "cuda:0", 0)
-    with pytest.raises(
-        ConfigError, match=r"gpu_staging_mb: 2 is too small: .* needs .*; set it to 3 or more"
-    ):
-        open_engine(msgspec.structs.replace(enough, gpu_staging_mb=2), kv.view, "cuda:0", 0)
 
 
 @pytest.mark.long

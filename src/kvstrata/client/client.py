@@ -50,6 +50,8 @@ from kvstrata.types import GB, LayoutIdentity, LeaseName, RequestIdentity, Role,
 
 log = logging.getLogger(__name__)
 
+COPY_THREADS = 2
+"""Native threads that copy between the engine's blocks and the pool."""
 CLOSE_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 1.0
 
@@ -98,7 +100,7 @@ class CacheClient:
             speaks=role is not Role.WORKER,
         )
         self._ledger = ledger = CopyLedger()
-        self._copier = copier = Copier(engine or CopyEngine(threads=settings.copy_threads))
+        self._copier = copier = Copier(engine or CopyEngine(threads=COPY_THREADS))
         self._device = engine if isinstance(engine, DeviceCopyEngine) else None
         self._pages: Pages = pages or PageWarmer()
         live = LiveLookups(link)

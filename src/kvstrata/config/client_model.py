@@ -55,10 +55,6 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "know which server the engine is attached to. Empty: it is not known by its URL.",
         ),
     ] = ""
-    copy_threads: Annotated[
-        int,
-        Meta(ge=1, le=64, description="Native threads that copy between the engine's blocks and the pool."),
-    ] = 2
     load_mode: Annotated[
         Literal["auto", "sync", "async"],
         Meta(
@@ -99,17 +95,6 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "a kernel that accesses host memory; `auto`: `dma` for contiguous runs of at least 32 KB, else `kernel`."
         ),
     ] = "auto"
-    gpu_staging_mb: Annotated[
-        int,
-        Meta(ge=1, le=65_536, description="MB of GPU memory that `fidelity: fp8` takes for each direction."),
-    ] = 64
-    gpu_pin: Annotated[
-        bool,
-        Meta(
-            description="Register the pool with the GPU's driver, slab by slab in the background, so that the GPU "
-            "reads and writes the pool directly; registered memory cannot be swapped."
-        ),
-    ] = True
     max_store_backlog_gb: Annotated[
         float,
         Meta(gt=0, description="Most bytes waiting to be copied into the pool; further stores are skipped."),

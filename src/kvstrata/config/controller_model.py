@@ -139,9 +139,6 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             "twice `heartbeat_s`.",
         ),
     ] = 30.0
-    max_instances: Annotated[
-        int, Meta(ge=1, le=4_000, description="Instances that may be registered at a time; more are refused.")
-    ] = 1_000
     peer_hosts: Annotated[
         list[
             Annotated[

@@ -100,19 +100,10 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     port_name: Annotated[
         str, Meta(max_length=63, description="Name of the endpoints' port; empty: the first.")
     ] = ""
-    https: Annotated[bool, Meta(description="Whether the engines speak HTTPS.")] = False
     api_key_file: Annotated[
         str,
         Meta(
             description="File with the engines' `--api-key`, readable by its owner only; empty: they have none."
-        ),
-    ] = ""
-    api_url: Annotated[
-        str,
-        Meta(
-            pattern=r"^(|https://[^\s/?#@]+/?)$",
-            extra={"demand": "must be empty or https://HOST:PORT"},
-            description="The API server; empty: that of the pod's environment.",
         ),
     ] = ""
     account_dir: Annotated[

@@ -170,23 +170,6 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_requests: Annotated[
         int, Meta(ge=1, le=65_536, description="Requests that wait at most; further ones get 429.")
     ] = 1_024
-    patience_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=3_600,
-            description="Requests without a class of service, and those that have missed its `ttft_ms`, are ordered as "
-            "if their first token were due so many seconds after their arrival.",
-        ),
-    ] = 10.0
-    max_priority: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1_000,
-            description="Highest priority where clients need no key; `tenants[].max_priority` is each tenant's.",
-        ),
-    ] = 0
 
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -210,9 +193,6 @@ class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When a request is sent to another engine: only before the first byte of its answer was passed on."""
 
-    attempts: Annotated[
-        int, Meta(ge=1, le=10, description="Engines that a request is sent to at most, the first included.")
-    ] = 3
     budget_share: Annotated[
         float,
         Meta(

@@ -171,13 +171,6 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             description="Zone of this instance; it prefers to read from instances of its own zone.",
         ),
     ] = ""
-    keep: Annotated[
-        bool,
-        Meta(
-            description="Chunks read from peers stay in L1 as all other chunks do; if false, they are dropped as soon "
-            "as nobody uses them."
-        ),
-    ] = True
     lookup_timeout_ms: Annotated[
         int,
         Meta(

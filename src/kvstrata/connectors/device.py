@@ -34,6 +34,8 @@ from kvstrata.types import LeaseName
 
 logger = logging.getLogger("kvstrata.connectors")
 
+STAGING_BYTES = 64 << 20
+"""Memory of the GPU that rounding takes for each direction; more where a chunk's KV in one layer is longer."""
 DMA_RUN_BYTES = 32 << 10
 """The GPU's copy engines move runs of 4 KB at 10 GB/s and of 32 KB at 34 to 48 GB/s, and take no multiprocessor from
 the model; a kernel moves both at 41 to 48 GB/s."""
@@ -77,21 +79,13 @@ def open_engine(
             engine=way,
             threads=CHECKSUM_THREADS,
             max_sms=MAX_SMS,
-            staging_bytes=settings.gpu_staging_mb << 20,
+            staging_bytes=max(STAGING_BYTES, plan.section_bytes(0, view.record_blocks)),
             fp8=view.rounding is not None,
         )
     except CudaError as error:
-        field = "gpu_staging_mb" if error.field == "staging_bytes" else "device"
-        raise ConfigError(f"{field}: KV of {device} cannot be copied: {error}", field=field) from error
+        raise ConfigError(f"device: KV of {device} cannot be copied: {error}", field="device") from error
     except ValueError as error:
         raise ConfigError(f"fidelity: KV of {device} cannot be rounded: {error}", field="fidelity") from error
-    section_bytes = plan.section_bytes(0, view.record_blocks)
-    if view.rounding is not None and section_bytes > settings.gpu_staging_mb << 20:
-        raise ConfigError(
-            f"gpu_staging_mb: {settings.gpu_staging_mb} is too small: fidelity fp8 needs room for the {section_bytes} "
-            f"bytes of a chunk in one layer; set it to {-(-section_bytes >> 20)} or more",
-            field="gpu_staging_mb",
-        )
     instead = f" ({engine.reason})" if engine.reason else ""
     logger.info(
         "KV of %s is copied by %s, in runs of %d bytes%s", device, engine.engine, plan.run_bytes, instead

@@ -97,7 +97,6 @@ class Cluster:
             keys=self._keys,
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,
-            max_instances=settings.max_instances,
             now_s=self.started_s,
         )
         self.ranking = Ranking(clock, self.members, self.lookups)

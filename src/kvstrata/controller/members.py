@@ -44,6 +44,8 @@ from kvstrata.rpc.cluster_wire import (
 )
 
 MAX_GROUP = 65_535
+MAX_INSTANCES = 1_000
+"""Members that are not dead; more are refused."""
 MAX_DEAD = 256
 """Dead members that are still shown; the oldest is forgotten first."""
 PAUSE_S = 5.0
@@ -64,7 +66,7 @@ class Members:
         keys: InstanceKeys,
         heartbeat_s: float,
         dead_after_s: float,
-        max_instances: int,
+        max_instances: int = MAX_INSTANCES,
         now_s: float,
     ) -> None:
         self._commands = commands
@@ -237,8 +239,7 @@ class Members:
     def _check_room(self) -> None:
         if sum(one.state is not MemberState.DEAD for one in self._by_id.values()) >= self._max_instances:
             raise Refused(
-                f"max_instances: {self._max_instances} instances are registered already",
-                field="max_instances",
+                f"{self._max_instances} instances are registered already",
                 retry_after_s=self._heartbeat_s,
             )
 

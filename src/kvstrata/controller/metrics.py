@@ -1,6 +1,6 @@
 """The controller's numbers as Prometheus metrics.
 
-All values of labels are in the code, except names of instances, which `max_instances` bounds.
+All values of labels are in the code, except names of instances, which MAX_INSTANCES bounds.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Requests wait here, not at the engines, once every engine that could serve them has enough before it
 (gateway/routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is fair
-between tenants, and within a tenant by `order_s`: the deadline of the class of service, or `patience_s` after the
+between tenants, and within a tenant by `order_s`: the deadline of the class of service, or PATIENCE_S after the
 arrival where there is none, less `PRIORITY_S` for each step of the request's priority.
 
     tag of a tenant = max(virtual time, tokens that it was served by, divided by its weight)
@@ -42,6 +42,9 @@ from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import Meter
 from kvstrata.observability.metrics import LONG_BUCKETS, Histogram
 
+PATIENCE_S = 10.0
+"""Requests without a class of service, and those that have missed its `ttft_ms`, are ordered as if their first token
+were due so long after their arrival."""
 PRIORITY_S = 1.0
 """A step of priority counts as an arrival so many seconds earlier."""
 QUEUE_FULL = "queue_full"
@@ -247,7 +250,7 @@ class Admission:
     def deadline_s(self, ask: Ask) -> float:
         """When the first token of a request is due."""
         slo = self._choosing.slo_of(ask.meter)
-        due_s = slo.ttft_ms / 1_000 if slo is not None and slo.ttft_ms else self._settings.patience_s
+        due_s = slo.ttft_ms / 1_000 if slo is not None and slo.ttft_ms else PATIENCE_S
         return ask.meter.arrived_s + due_s
 
     def _expire(self, ask: Ask) -> None:
@@ -338,7 +341,7 @@ class Admission:
             self._refuse(ask, self._choosing.unreachable(slo, late_s))
             return
         ask.late = True
-        patient_s = ask.meter.arrived_s + self._settings.patience_s - PRIORITY_S * ask.standing.priority
+        patient_s = ask.meter.arrived_s + PATIENCE_S - PRIORITY_S * ask.standing.priority
         ask.order_s = max(ask.order_s, patient_s)
         self._push(ask)
 

@@ -45,6 +45,8 @@ ELSEWHERE = frozenset((429, 502, 503, 504))
 """Statuses of an engine that has not begun the request: another one may answer."""
 WITHOUT_BODY = frozenset((204, 304))
 """Statuses of answers whose length is not that of a body that follows."""
+ATTEMPTS = 3
+"""Engines that a request is sent to at most, the first included."""
 MAX_ERROR_BYTES = 64 << 10
 AT_ONCE = 10.0
 """Retries that a gateway may make at once however few requests it has had."""
@@ -208,7 +210,7 @@ class Forwarder:
                 self.choosing.answered(choice, call.meter)
                 return
             repeatable = not last.begun or call.asked.repeatable
-            if not repeatable or len(tried) >= self.settings.retries.attempts:
+            if not repeatable or len(tried) >= ATTEMPTS:
                 await self._refuse(call, send, last)
                 return
 

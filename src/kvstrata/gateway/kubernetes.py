@@ -14,7 +14,7 @@ import os
 import ssl
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -71,19 +71,14 @@ class Account:
     def __init__(self, settings: KubernetesSettings) -> None:
         """Raises ConfigError if the process runs outside a pod."""
         self._folder = Path(settings.account_dir)
-        url = settings.api_url
-        if not url:
-            host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
-            if not host:
-                raise ConfigError(
-                    "engines_from.kubernetes.api_url: KUBERNETES_SERVICE_HOST is not set, so this is no pod; name the "
-                    "API server",
-                    field="engines_from.kubernetes.api_url",
-                )
-            host = f"[{host}]" if ":" in host else host
-            url = f"https://{host}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
-        parts = urlsplit(url)
-        self.address = Address(parts.hostname or "", parts.port or 443, True)
+        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
+        if not host:
+            raise ConfigError(
+                "engines_from.kubernetes: KUBERNETES_SERVICE_HOST is not set, so this is no pod; run the gateway in "
+                "the cluster, or name the engines by `engines`",
+                field="engines_from.kubernetes",
+            )
+        self.address = Address(host, int(port) if port.isdigit() else 443, True)
         self.namespace = settings.namespace or self._text("namespace")
         self._text("token")
 
@@ -209,7 +204,7 @@ def places_of(slices: Iterable[Slice], settings: KubernetesSettings, api_key: st
             host = endpoint.addresses[0]
             if not _is_address(host):
                 continue
-            address = Address(host, port, settings.https)
+            address = Address(host, port, False)
             pod = endpoint.target.name if endpoint.target is not None and endpoint.target.name else host
             found[address] = Place(f"{settings.service}/{pod[:253]}", address, api_key)
     named: dict[str, Place] = {}

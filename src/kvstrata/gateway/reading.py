@@ -84,9 +84,8 @@ class Reader:
 
     def standing_of(self, headers: Headers, tenant: Tenant | None) -> Standing:
         """A request's place among others that wait."""
-        queue = self.settings.queue
         given = headers.get(PRIORITY, b"")
-        most = tenant.settings.max_priority if tenant is not None else queue.max_priority
+        most = tenant.settings.max_priority if tenant is not None else 0
         asked_for = int(given) if given.isdigit() and len(given) <= 9 else 0
         weight = tenant.settings.weight if tenant is not None else 1.0
         return Standing(tenant.name if tenant is not None else "", weight, min(most, asked_for))

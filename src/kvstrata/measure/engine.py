@@ -18,6 +18,7 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import InternalError, Refused, Unavailable
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.measure.figures import chain_of
+from kvstrata.native.copying import CopyEngine
 from kvstrata.rpc import wire
 from kvstrata.types import (
     GB,
@@ -127,7 +128,6 @@ class SimulatedEngine:
                 socket_dir=plan.directory,
                 port=plan.port,
                 chunk_size=shape.chunk_tokens,
-                copy_threads=plan.threads,
                 max_store_backlog_gb=1 + plan.chunks * shape.chunk_bytes / GB,
                 token_file=plan.token_file,
             ),
@@ -138,6 +138,7 @@ class SimulatedEngine:
             group=secrets.token_bytes(wire.SESSION_BYTES),
             engine_slices=1,
             slice=self._source.slice(kv_heads=(0, shape.kv_heads)),
+            engine=CopyEngine(threads=plan.threads),
             facts=self._source.facts,
         )
         self.client.start()

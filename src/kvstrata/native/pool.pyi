@@ -235,12 +235,8 @@ class Pool:
         self, key: Buffer | None = None, reserved_ticket: int = 0, index: int = -1, identity: bytes = b""
     ) -> Hold | None:
         """A hold on a READY entry by key, or on an item of a reservation; None when there is none."""
-    def remove(self, keys: Buffer, returned: bool = False) -> int:
-        """Drops READY and UNVERIFIED entries that nobody uses; returns how many.
-
-        `returned`: the entries were read from another instance and are not kept here; their events are RETURNED
-        instead of REMOVED.
-        """
+    def remove(self, keys: Buffer) -> int:
+        """Drops READY and UNVERIFIED entries that nobody uses; returns how many."""
     def clear(self, tenant: int = -1) -> tuple[int, int]:
         """Drops all entries (of one tenant); returns how many it dropped, and how many it kept.
 

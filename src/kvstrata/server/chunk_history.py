@@ -16,7 +16,6 @@ from kvstrata.types import MissReason, PoolEvent
 _LEFT_BY: dict[int, str] = {
     PoolEvent.CLEARED: "clear",
     PoolEvent.REMOVED: "an evict of the controller",
-    PoolEvent.RETURNED: "its return (it was read from another instance, and p2p.keep is off)",
 }
 """The words of explain for the reason why a chunk left L1, if that is not the eviction policy."""
 

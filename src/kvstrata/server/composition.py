@@ -14,7 +14,6 @@ from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters, TenantChunks
-from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.patience import patience
 from kvstrata.policy.misses import Explainer
@@ -116,14 +115,13 @@ class Parts:
             self.history.put_skipped,
             news=news,
         )
-        self.borrowed = Borrowed(pool, own_lane, clock)
         self.peer_reads = PeerReads(peer_tier, tiers.stack, counters)
         limits = PrefetchLimits(
             patience_s=patience(TIER_PATIENCE_S),
             in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
         )
         self.prefetch = PrefetchController(
-            pool, tiers, limits, clock, self.store.dropped, self._loaded, self.peer_reads.scatter
+            pool, tiers, limits, clock, self.store.dropped, self.store.found, self.peer_reads.scatter
         )
         self.tails = TailPuts(pool, self.store, tiers, clock, settings.l2.tails_after_s)
         self.events = PoolEvents(pool, self.history, self.store, news, clock)
@@ -146,11 +144,6 @@ class Parts:
         self.clearing = Clearing(pool, own_lane, self.store, self.events)
         self.tenants = TenantRows(settings, self.processes, pool)
         self.board = self._board()
-
-    def _loaded(self, tier: str, keys: Sequence[bytes]) -> None:
-        if tier == self.peer_reads.name and not self.settings.p2p.keep:
-            self.borrowed.read(keys)
-        self.store.found(tier, keys)
 
     def _board(self) -> StatusBoard:
         board = StatusBoard()

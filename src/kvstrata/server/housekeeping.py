@@ -11,7 +11,6 @@ import collections
 from kvstrata.clock import Clock
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
-from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.l2.store import StoreController
@@ -79,7 +78,6 @@ class Housekeeping:
         lane: PoolLane,
         events: PoolEvents,
         store: StoreController,
-        borrowed: Borrowed,
         clock: Clock,
         supervisor: Supervisor,
         tails: TailPuts | None = None,
@@ -90,7 +88,6 @@ class Housekeeping:
         self._lane = lane
         self._events = events
         self._store = store
-        self._borrowed = borrowed
         self._clock = clock
         self._supervisor = supervisor
         self._unverified = 1
@@ -119,7 +116,6 @@ class Housekeeping:
             self._tails.tick()
         await asyncio.shield(lane.run(self._evict))
         await self._see_to_memory()
-        await self._borrowed.drop_due()
 
     def _evict(self) -> None:
         self._pool.evict_to_watermark()

@@ -176,7 +176,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         own_lane,
         parts.events,
         parts.store,
-        parts.borrowed,
         parts.clock,
         shell.supervisor,
         parts.tails,

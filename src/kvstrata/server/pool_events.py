@@ -20,7 +20,7 @@ from kvstrata.server.l2.store import StoreController
 from kvstrata.types import PoolEvent
 
 EVENTS_PER_TURN = 512
-_LEAVES_L1 = frozenset({PoolEvent.EVICTED, PoolEvent.CLEARED, PoolEvent.REMOVED, PoolEvent.RETURNED})
+_LEAVES_L1 = frozenset({PoolEvent.EVICTED, PoolEvent.CLEARED, PoolEvent.REMOVED})
 
 
 class PoolEvents:

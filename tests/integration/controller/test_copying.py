@@ -152,17 +152,3 @@ def test_another_owner_is_read_and_counted_when_the_named_one_has_nothing(tmp_pa
         says = "instance-1 leases none of the chunks it was named for"
         eventually("the log says so", lambda: says in cluster.servers[2].log_tail())
         assert sent_bytes(cluster, 0) > 0
-
-
-def test_a_replica_stays_in_an_l1_that_does_not_keep_chunks_read_from_peers(tmp_path: Path) -> None:
-    with cluster_of(tmp_path, 2, KVSTRATA_P2P_KEEP="false") as (cluster, (one, other)):
-        tokens, borrowed = prompt(CHUNKS), prompt(5, seed=1)
-        store(cluster, one, tokens, 0)
-        store(cluster, one, borrowed, 0)
-        copy(cluster, "replicate", tokens, to="instance-1")
-        eventually("the other prompt is read", lambda: other.hit(borrowed) == 5)
-        eventually("what was read later has left", lambda: ready(cluster, 1) <= CHUNKS)
-        assert ready(cluster, 1) == CHUNKS
-        records = cluster.peer_records(1)
-        assert other.hit(tokens) == CHUNKS
-        assert cluster.peer_records(1) == records

@@ -10,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-import yaml
 
 from kvstrata.cli import gateway as command
 from tests.harness.gateway_process import GatewayProcess
@@ -278,58 +277,6 @@ async def test_a_reload_cannot_open_a_port_that_others_reach(start, session, tmp
     await eventually_async("the reload is refused", refused)
     async with session.post(gateway.url + CHAT, json=ask()) as response:
         assert response.status == 401
-
-
-def test_wrong_settings_stop_the_start_with_one_line(tmp_path, capfd):
-    for settings, says in (
-        ({"engines": []}, "engines: none is named; give --engine URL"),
-        ({"engines": [{"url": "ftp://a:1"}]}, "engines[0].url"),
-        ({"engines": [{"url": "http://a"}]}, "must name a host and a port"),
-        (
-            {"engines": [{"url": "http://a:1"}, {"url": "http://a:1"}]},
-            "engines[1].name: 'a:1' is named twice",
-        ),
-        (
-            {"engines": [{"url": "http://a:1", "kv_events": "tcp://a:65535", "data_parallel_size": 2}]},
-            "engines[0].kv_events: 'tcp://a:65535' is above the last port, or one of the ranks beside it is",
-        ),
-        ({"http": {"host": "0.0.0.0", "port": 0}}, "is not loopback, and clients need no key"),
-        ({"policy": "fastest"}, "must be one of ttft, least_loaded, round_robin, session"),
-        (
-            {"tenants": [{"name": "a", "key_file": "/nonexistent"}]},
-            "tenants[0].key_file: /nonexistent: cannot be read",
-        ),
-        ({"polcy": "session"}, "polcy"),
-        ({"picker": {"enabled": True, "host": "0.0.0.0"}}, "picker.host: '0.0.0.0' is not loopback"),
-        ({"picker": {"only": True}}, "picker.only: nothing would take requests; set picker.enabled"),
-        (
-            {"picker": {"enabled": True}, "engines": [{"url": "http://a:1"}]},
-            "engines[0].url: 'http://a:1' names a host, but Envoy must be told an address",
-        ),
-        (
-            {"picker": {"enabled": True, "tls_cert_file": "/a"}},
-            "picker.tls_key_file: a certificate and its key belong together",
-        ),
-        ({"picker": {"enabled": True, "tls_ca_file": "/a"}}, "name tls_cert_file and tls_key_file"),
-        (
-            {"engines_from": {"kubernetes": {"service": "a", "account_dir": "/nonexistent"}}},
-            "engines_from.kubernetes.api_url: KUBERNETES_SERVICE_HOST is not set",
-        ),
-        (
-            {
-                "engines_from": {
-                    "kubernetes": {"service": "a", "account_dir": "/nonexistent", "api_url": "https://a"}
-                }
-            },
-            "engines_from.kubernetes.account_dir: cannot read /nonexistent/namespace",
-        ),
-    ):
-        file = tmp_path / "gateway.yaml"
-        file.write_text(yaml.safe_dump({"engines": [{"url": "http://127.0.0.1:1"}], **settings}))
-        # 75: a file that is not there now.
-        assert command.main(["--no-supervise", "--config", str(file), "--check"]) in (2, 75)
-        error = capfd.readouterr().err
-        assert says in error and "Traceback" not in error, settings
 
 
 def test_the_file_to_start_from_is_sound(capfd: pytest.CaptureFixture[str]) -> None:

@@ -391,7 +391,7 @@ async def test_requests_that_wait_for_a_frozen_engine_go_to_another(start, sessi
 
 async def test_retries_are_bounded_when_all_engines_fail(start, session):
     engines = [ScriptedEngine(behaviour=busy(503)) for _ in range(3)]
-    gateway = await start(*engines, retries={"attempts": 3, "budget_share": 0.1})
+    gateway = await start(*engines, retries={"budget_share": 0.1})
 
     async def one() -> int:
         async with session.post(gateway.url + CHAT, json=ask()) as response:

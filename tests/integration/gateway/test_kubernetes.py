@@ -61,7 +61,12 @@ class ApiServer:
     def settings(self) -> dict[str, Any]:
         """`engines_from` of a gateway."""
         service = {"service": "vllm", "port_name": "http"}
-        return {"kubernetes": {**service, "api_url": self._server.url, "account_dir": str(self.account)}}
+        return {"kubernetes": {**service, "account_dir": str(self.account)}}
+
+    @property
+    def place(self) -> dict[str, str]:
+        """Its host and port."""
+        return {"HOST": "127.0.0.1", "PORT": str(self._server.port)}
 
     async def _answer(self, got: Got, line: Line) -> None:
         url = urlsplit(got.target)
@@ -83,9 +88,11 @@ class ApiServer:
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiServer]:
-    """An API server."""
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
+    """An API server, which the environment names as it does in a pod."""
     async with ApiServer(tmp_path) as server:
+        for name, value in server.place.items():
+            monkeypatch.setenv(f"KUBERNETES_SERVICE_{name}", value)
         yield server
 
 

@@ -245,22 +245,3 @@ def test_an_owner_that_goes_while_it_is_read_costs_misses_and_frees_every_byte(
             owner.thaw()
             late = stored_and_known(cluster, one, seed=100)
             read(other, late)
-
-
-@pytest.mark.long
-def test_chunks_read_from_a_peer_without_keep_leave_l1_when_nobody_uses_them(
-    tmp_path: Path, engine: dict[str, str]
-) -> None:
-    settings = {**engine, "KVSTRATA_P2P_KEEP": "false"}
-    with (
-        Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, settings=settings) as cluster,
-        engines(cluster) as (one, other),
-    ):
-        tokens = stored_and_known(cluster, one)
-        store(other, prompt(2, seed=9))
-        read(other, tokens)
-        server = cluster.servers[1]
-        eventually("it has left", lambda: server.get("/v1/status")["pool"]["entries"]["ready"] == 2)
-        read(other, prompt(2, seed=9))
-        read(other, tokens)
-        assert cluster.peer_records(1) >= 2 * CHUNKS

@@ -88,10 +88,10 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProce
     assert status(server, OLD)["tenants"] == []
     config.secret("http", NEW)
     config.secret("tenants", f"{NEW} green")
-    config.write(log_level="debug", p2p={"keep": False}, quotas_gb={"green": 0.001}, l2={"drain_s": 1})
+    config.write(log_level="debug", p2p={"zone": "a"}, quotas_gb={"green": 0.001}, l2={"drain_s": 1})
     server.signal(signal.SIGHUP)
     assert server.expect("reloaded").partition("reloaded ")[2] == (
-        "changed=http.token_file,l2.drain_s,log_level,quotas_gb,security.tenants_file needs_restart=p2p.keep"
+        "changed=http.token_file,l2.drain_s,log_level,quotas_gb,security.tenants_file needs_restart=p2p.zone"
     )
     with pytest.raises(urllib.error.HTTPError):
         status(server, OLD)
@@ -131,10 +131,10 @@ def test_a_controller_reloads_its_token(tmp_path: Path, config: Config) -> None:
     with ControllerProcess(tmp_path / "controller", flags=("--config", str(config.path))) as controller:
         assert controller.ask("/v1/cluster", token=OLD)
         config.secret("http", NEW)
-        config.write(max_instances=7)
+        config.write(dead_after_s=70)
         controller.signal(signal.SIGHUP)
         line = controller.expect("reloaded")
-        assert line.endswith("changed=http.token_file needs_restart=max_instances")
+        assert line.endswith("changed=http.token_file needs_restart=dead_after_s")
         with pytest.raises(urllib.error.HTTPError):
             controller.ask("/v1/cluster", token=OLD)
         assert controller.ask("/v1/cluster", token=NEW)

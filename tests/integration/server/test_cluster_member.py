@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from kvstrata.server.cluster.events import MAX_QUEUED_TAGS
 from tests.harness import own_commands
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.refusals import refusal
-from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, RpcClient
+from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
 from tests.harness.server_process import ServerFailed, ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -229,46 +228,6 @@ def test_a_pin_outlives_the_controller_that_made_it_and_can_be_ended_by_the_next
     assert controller.ask("/v1/pins")["pins"] == []
     dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
     assert dropped["commands"][0]["result"]["count"] == 5
-
-
-@pytest.mark.long
-def test_chunks_read_from_a_peer_stay_or_go_as_p2p_keep_says(tmp_path, controller):
-    pytest.importorskip(
-        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
-    )
-    url = f"tcp://127.0.0.1:{controller.ports['reply']}"
-    environments = {"owner": "true", "keeps": "true", "drops": "false"}
-    servers = [
-        ServerProcess(
-            tmp_path / name,
-            l1_mb=64,
-            chunk_tokens=CHUNK_TOKENS,
-            flags=("--controller-url", url, "--instance-id", name if name != "owner" else "ours"),
-            environment={**os.environ, "KVSTRATA_P2P_KEEP": keep},
-        )
-        for name, keep in environments.items()
-    ]
-    with contextlib.ExitStack() as stack:
-        clients = []
-        for one in servers:
-            stack.enter_context(one)
-            one.start()
-            clients.append(stack.enter_context(RpcClient(one.socket_dir)))
-        prompts = [Prompt(client, 1, 20) for client in clients]
-        prompts[0].store()
-        until(lambda: keys_in(controller, "l1") == 20)
-        for prompt in prompts[1:]:
-            until(lambda prompt=prompt: prompt.hits() == 20)
-        until(lambda: clients[2].status()["pool"]["entries"]["ready"] == 0)
-        assert clients[1].status()["pool"]["entries"]["ready"] == 20
-        # A reader reports its bytes when it releases the lease, after its lookup was answered.
-        until(lambda: all(client.status()["pool"]["leases"] == 0 for client in clients))
-        sent = [client.status()["peers_served"]["read_bytes"] for client in clients]
-        assert sum(sent) >= 2 * 20 * RECORD_BYTES
-        assert sent[0] >= 20 * RECORD_BYTES  # the third instance may have read from the second
-        rows = {row["id"]: row for row in controller.ask("/v1/instances")["instances"]}
-        until(lambda: ours(controller)["peer_sent_bytes_total"] == sent[0])
-        assert rows["keeps"]["peer_endpoint"].startswith("tcp://127.0.0.1:")
 
 
 def test_off_loopback_only_members_with_the_clusters_key_are_let_in(tmp_path):

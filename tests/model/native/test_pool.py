@@ -320,12 +320,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     # administration
 
-    @rule(prompt=prompts, returned=st.booleans())
-    def remove(self, prompt: int, returned: bool) -> None:
+    @rule(prompt=prompts)
+    def remove(self, prompt: int) -> None:
         keys = chain(prompt)
         unused = [key for key in keys if key in self.model.index and not self.model.index[key].in_use]
-        assert self.pool.remove(b"".join(keys), returned) == len(unused)
-        assert self.take_events().get(PoolEvent.RETURNED if returned else PoolEvent.REMOVED, []) == unused
+        assert self.pool.remove(b"".join(keys)) == len(unused)
+        assert self.take_events().get(PoolEvent.REMOVED, []) == unused
         self.model.removed(unused)
 
     @rule(tenant=st.integers(-1, 1))

@@ -68,7 +68,6 @@ def test_pinned_chunks_survive_a_clear_and_are_counted(
     [
         (lambda pool, keys: pool.clear(), "clear"),
         (lambda pool, keys: pool.remove(keys), "an evict of the controller"),
-        (lambda pool, keys: pool.remove(keys, True), "its return"),
     ],
 )
 def test_explain_names_why_a_chunk_left(

@@ -35,7 +35,6 @@ def actions_of(server: InstanceInProcess, **others: Any) -> Actions:
         "clock": server.parts.clock,
         "processes": server.parts.processes,
         "prefetch": server.parts.prefetch,
-        "borrowed": server.parts.borrowed,
         "peer_reads": server.parts.peer_reads,
         "peer_server": SimpleNamespace(leases=None),
         "clearing": server.parts.clearing,

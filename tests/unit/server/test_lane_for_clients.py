@@ -49,14 +49,12 @@ def test_in_a_burst_of_long_lookups_each_gets_the_beginning_of_its_hit_and_the_s
         server.own_lane,
         server.parts.events,
         server.parts.store,
-        server.parts.borrowed,
         server.parts.clock,
         server.supervisor,
     )
 
     async def meanwhile() -> None:
         fill()
-        server.parts.borrowed.read([b"k" * 32])
         await housekeeping.round()
         assert (await server.parts.clearing.clear(ClearScope.L1, None)).tiers == {"l1": 4}
 

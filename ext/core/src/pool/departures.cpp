@@ -35,10 +35,8 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
       events.emit(EventKind::kCleared, key, bytes);
       break;
     case Cause::kRemoved:
-    case Cause::kReturned:
       counts.cleared_entries += 1;
-      events.emit(cause == Cause::kRemoved ? EventKind::kRemoved : EventKind::kReturned, key,
-                  bytes);
+      events.emit(EventKind::kRemoved, key, bytes);
       break;
     case Cause::kCorrupt:
       counts.corrupt_entries += 1;

@@ -26,7 +26,6 @@ enum class Cause : std::uint8_t {
   kWatermark,
   kCleared,
   kRemoved,
-  kReturned,
   kCorrupt,
   kAborted
 };

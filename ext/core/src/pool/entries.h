@@ -42,8 +42,7 @@ enum class EventKind : std::uint8_t {
   kInserted = 4,
   kQuarantined = 5,
   kVerified = 6,  // adopted from another server, and READY from now on
-  kRemoved = 7,   // by `remove`, or by a clear of one identity
-  kReturned = 8   // by `remove`: the entry was read from another instance and is not kept here
+  kRemoved = 7    // by `remove`
 };
 
 struct Event {

@@ -475,10 +475,10 @@ bool Pool::is_reserved(const Key& key) noexcept {
   return entry != kNoEntry && entries_.index.state(entry) == EntryState::kReserved;
 }
 
-std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys, bool returned) noexcept {
+std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys) noexcept {
   const std::lock_guard lock(mutex_);
   if (is_closed()) return 0;
-  return departures_.remove(keys, n_keys, returned ? Cause::kReturned : Cause::kRemoved);
+  return departures_.remove(keys, n_keys, Cause::kRemoved);
 }
 
 ClearResult Pool::clear(std::int64_t tenant) noexcept {

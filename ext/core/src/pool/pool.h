@@ -225,10 +225,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   [[nodiscard]] Status hold_reserved(std::uint64_t ticket, std::uint64_t index, Hold* out) noexcept;
 
   // Administration.
-  // Drops READY and UNVERIFIED entries that nobody uses. `returned`: they were read from another
-  // instance and are not kept here; their events say so.
-  std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys,
-                       bool returned = false) noexcept;
+  // Drops READY and UNVERIFIED entries that nobody uses.
+  std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys) noexcept;
   // Takes READY and UNVERIFIED entries out of the index. The extent of an entry in use becomes free
   // when its last use has ended. tenant < 0: those of every tenant.
   ClearResult clear(std::int64_t tenant) noexcept;

@@ -63,7 +63,7 @@ TEST(by_a_chain_no_more_keys_are_derived_than_the_hit_needs) {
   CHECK_EQ(copy(f.pool->stats().leased_bytes), 44 * kRecordBytes);
   give_back(whole);
   // Without the last window, an earlier one is found, and nothing is derived twice.
-  f.pool->remove(all[39 * 3].data(), 1, false);
+  f.pool->remove(all[39 * 3].data(), 1);
   f.store({key(2, 0), key(3, 0), key(4, 0), key(4, 2)});
   CHECK(lease(119).exceeded);
   const LeaseResult shorter = lease(120);

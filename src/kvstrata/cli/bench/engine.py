@@ -22,6 +22,7 @@ from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.bench.report import MB, report_of, shown
 from kvstrata.cli.bench.running import RunningServer
 from kvstrata.cli.boundary import guarded
+from kvstrata.client.client import COPY_THREADS
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
 from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, SimulatedEngine, Timed, wait_until
@@ -74,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         help="chunks in a round (%(default)s)",
     )
     add("--rounds", type=whole(1, 1000), default=5, help="measured rounds; one more warms up (%(default)s)")
-    add("--threads", type=whole(1, 64), default=settings.copy_threads,
+    add("--threads", type=whole(1, 64), default=COPY_THREADS,
         help="copy threads, also for memcpy (%(default)s)")  # fmt: skip
     for name, default, meaning in (
         ("layers", 32, "layers of the model"),

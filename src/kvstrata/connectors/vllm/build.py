@@ -401,12 +401,11 @@ def _on_device(
     """Make client and mover for blocks in the memory of a GPU. Raises ConfigError if they cannot be copied."""
     # Engines on the CPU must never load the driver.
     from kvstrata.client.pinning import Pinner
-    from kvstrata.client.warmup import PageWarmer
     from kvstrata.connectors.device import DeviceMover, open_engine
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     engine, plan = open_engine(settings, view, device, ordinal)
-    pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
+    pages = Pinner(engine, ordinal)
     client = make_client(engine=engine, pages=pages, registers_memory=True)
     section_at = {layer.base: section for section, layer in enumerate(view.layers.values())}
     mover = DeviceMover(

@@ -18,7 +18,6 @@ from kvstrata.errors import BadRequest
 from kvstrata.keys.batch import before, count, part, split
 from kvstrata.keys.spans import peek
 from kvstrata.native.pool import Pool
-from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.lane import PoolLane
@@ -63,7 +62,6 @@ class Actions:
         clock: Clock,
         processes: ProcessTable,
         prefetch: PrefetchController,
-        borrowed: Borrowed,
         peer_reads: PeerReads,
         peer_server: PeerServer,
         clearing: Clearing,
@@ -74,7 +72,6 @@ class Actions:
         self._clock = clock
         self._processes = processes
         self._prefetch = prefetch
-        self._borrowed = borrowed
         self._peer_reads = peer_reads
         self._peer_server = peer_server
         self._clearing = clearing
@@ -113,10 +110,7 @@ class Actions:
         raise AssertionError(f"{type(argument).__name__} is not an action of an instance")
 
     async def _pull(self, pull: PullArgument) -> dict[str, Any]:
-        """Load the chunks that L1 lacks, as a prewarm does: from the named owner, else from any tier that has them.
-
-        They stay in L1 even where chunks read from peers do not.
-        """
+        """Load the chunks that L1 lacks, as a prewarm does: from the named owner, else from any tier that has them."""
         keys, n_slices, spans = pull.keys, pull.n_slices, pull.spans
         if spans and len(spans) != n_slices:
             raise BadRequest(
@@ -125,24 +119,23 @@ class Actions:
         pool = self._pool
         names = split(keys)
         reason, loaded = "", 0
-        async with self._borrowed.keeping(names):
-            n_there, n_chunks = peek(pool, keys, n_slices, spans), count(keys, n_slices)
-            if n_there < n_chunks:
-                self._peer_reads.prefer(names, None if pull.owner is None else pull.owner.owner())
-                try:
-                    fetched = await self._prefetch.fetch(
-                        part(keys, n_there, n_chunks, n_slices),
-                        n_slices,
-                        identity=pull.identity,
-                        tenant=tenant_number(pull.tenant),
-                        parent=before(keys, n_there, n_slices=n_slices),
-                        deadline_s=self._clock.monotonic_s() + PULL_S,
-                        limits=[self._processes.record_limit_of(pull.identity)] * n_slices,
-                        spans=spans,
-                    )
-                finally:
-                    self._peer_reads.prefer(names, None)
-                loaded, reason = fetched.l2_chunks, str(fetched.reason)
+        n_there, n_chunks = peek(pool, keys, n_slices, spans), count(keys, n_slices)
+        if n_there < n_chunks:
+            self._peer_reads.prefer(names, None if pull.owner is None else pull.owner.owner())
+            try:
+                fetched = await self._prefetch.fetch(
+                    part(keys, n_there, n_chunks, n_slices),
+                    n_slices,
+                    identity=pull.identity,
+                    tenant=tenant_number(pull.tenant),
+                    parent=before(keys, n_there, n_slices=n_slices),
+                    deadline_s=self._clock.monotonic_s() + PULL_S,
+                    limits=[self._processes.record_limit_of(pull.identity)] * n_slices,
+                    spans=spans,
+                )
+            finally:
+                self._peer_reads.prefer(names, None)
+            loaded, reason = fetched.l2_chunks, str(fetched.reason)
         # Counted at the very end: a move drops the chunks at their source only if this number covers them.
         return {"count": peek(pool, keys, n_slices, spans), "loaded": loaded, "reason": reason}
 

@@ -177,7 +177,6 @@ def make_membership(
         clock=parts.clock,
         processes=parts.processes,
         prefetch=parts.prefetch,
-        borrowed=parts.borrowed,
         peer_reads=parts.peer_reads,
         peer_server=peer_server,
         clearing=parts.clearing,
