@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import zmq
 
@@ -142,44 +140,3 @@ def test_wrong_registrations_name_their_field(controller, instance):
         with pytest.raises(Refused) as refused:
             instance("a").register(**changes)
         assert (refused.value.field, refused.value.code) == (field, code)
-
-
-@pytest.mark.long
-def test_a_refusal_for_lack_of_slots_says_when_to_try_again(tmp_path):
-    """An instance of 16 tiers takes 16 slots, 16 more while it syncs; 65,534 slots are enough for 2,047 instances."""
-    environment = {
-        **os.environ,
-        "KVSTRATA_CONTROLLER_MAX_INSTANCES": "3000",
-        "KVSTRATA_CONTROLLER_DEAD_AFTER_S": "3600",  # the instances send no heartbeats
-    }
-    tiers = ("l1", *(f"disk-{number}" for number in range(15)))
-    with (
-        ControllerProcess(tmp_path, environment=environment) as controller,
-        ClusterInstance(controller.ports["reply"], "i0", tiers=tiers) as one,
-    ):
-        refused: Refused | None = None
-        for number in range(2_100):
-            one.name, one.event_seq, one.sync_number = f"i{number}", 0, 0
-            one.register()
-            one.sync({})
-            one.sync_parts({})
-            try:
-                one.begin()
-            except Refused as error:
-                refused = error
-                break
-        assert refused is not None
-        assert (refused.code, refused.retryable) == ("no_slots", True)
-        assert refused.retry_after_ms > 0
-        last, one.name = one.name, "i0"
-        one.goodbye()
-        one.name = last
-
-        def begun() -> bool:
-            try:
-                one.begin()
-            except Refused:
-                return False
-            return True
-
-        eventually("the slots of the instance that left are free", begun)

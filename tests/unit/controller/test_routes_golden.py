@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 from collections.abc import AsyncIterator
@@ -24,7 +25,6 @@ from kvstrata.controller.door import LOGIN, Door
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import Unavailable
-from kvstrata.observability.logging import current_level, set_level
 from kvstrata.policy.misses import Explained, Explainer
 from kvstrata.process.http_gate import PROBES, Access, guard, sized
 from kvstrata.process.http_login import Logins
@@ -105,7 +105,7 @@ def shown(answer: Any) -> str:
         body = answer.json()
         if answer.status_code < 400:
             body = sorted(body["paths"]) if "openapi" in body else shape(body)
-    return f"{answer.status_code} {json.dumps(body, ensure_ascii=False)}\n"
+    return f"{answer.status_code} {json.dumps(body, ensure_ascii=False, sort_keys=True)}\n"
 
 
 async def requests(port: str, app: Any, access: Access) -> AsyncIterator[str]:
@@ -131,7 +131,8 @@ async def requests(port: str, app: Any, access: Access) -> AsyncIterator[str]:
 async def test_every_route_answers_as_before_and_is_described_and_needs_the_token(cluster: Cluster) -> None:
     from kvstrata.server.http.app import make_app
 
-    supervisor, level, found = Supervisor(asyncio.get_running_loop()), current_level(), ""
+    supervisor, log, found = Supervisor(asyncio.get_running_loop()), logging.getLogger("kvstrata"), ""
+    level = log.level
     for port in GOLDEN.read_text().split("# ")[1:]:
         name = port.partition("\n")[0]
         if name == "controller":
@@ -139,7 +140,7 @@ async def test_every_route_answers_as_before_and_is_described_and_needs_the_toke
         else:
             app, access = make_app(await asyncio.to_thread(admin, name == "server")), Access(LISTEN, TOKEN)
         found += f"# {name}\n" + "".join([one async for one in requests(port, app, access)])
-    set_level(level)
+    log.setLevel(level)
     await supervisor.stop()
     if "REWRITE" in os.environ:
         GOLDEN.write_text(found)

@@ -8,8 +8,9 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.history import SAMPLE_S, Happened
-from kvstrata.controller.routes import bodies, requests, views
+from kvstrata.controller.history import SAMPLE_S
+from kvstrata.controller.routes import requests, views
+from kvstrata.controller.routes.views import Body
 from kvstrata.controller.surroundings import Surroundings
 
 MAX_EVENTS = 1_000
@@ -24,12 +25,6 @@ After = Annotated[
         description="Number of the last event that the client knows; without it the newest events are answered.",
     ),
 ]
-
-
-def tail_body(events: list[Happened], next_after: int, lost: bool) -> bodies.EventsBody:
-    """The body of an answer with these events."""
-    rows = [views.event_row(event) for event in events]
-    return bodies.EventsBody(events=rows, next_after=next_after, lost=lost)
 
 
 def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRouter:
@@ -47,8 +42,11 @@ def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRou
                 ge=0, le=requests.MAX_WAIT_S, description="Longest wait for the first event after `after`."
             ),
         ] = 0.0,
-    ) -> bodies.EventsBody:
-        """Recent events of the cluster, oldest first."""
+    ) -> Body:
+        """Recent events of the cluster, oldest first; `lost`: some after `after` are no longer kept.
+
+        `next_after` is the `after` of the next request.
+        """
         tail = cluster.journal.tail
         if after is None:
             found, lost = tail.latest(limit), False
@@ -57,9 +55,10 @@ def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRou
             if wait_s:
                 await tail.wait(after, wait_s)
             found, lost = tail.after(after, limit)
-        return tail_body(found, found[-1].number if found else after, lost)
+        rows = [views.event_row(event) for event in found]
+        return {"events": rows, "next_after": found[-1].number if found else after, "lost": lost}
 
-    @routes.get("/v1/state", response_model=bodies.StateBody)
+    @routes.get("/v1/state")
     async def state() -> Response:
         """The whole cluster, as the dashboard shows it; made anew once a second at most, for all readers."""
         nonlocal made_s, made
@@ -71,11 +70,9 @@ def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRou
     @routes.get("/v1/series")
     async def series(
         after_unix_ms: Annotated[int, Query(ge=0, description="Only points after this time.")] = 0,
-    ) -> bodies.SeriesBody:
-        """Numbers over the last hour."""
-        points = [
-            bodies.PointBody(**point._asdict()) for point in cluster.sampling.series.since(after_unix_ms)
-        ]
-        return bodies.SeriesBody(sample_s=SAMPLE_S, points=points)
+    ) -> Body:
+        """Numbers over the last hour; rates (`_per_s`) are since the point before."""
+        points = [point._asdict() for point in cluster.sampling.series.since(after_unix_ms)]
+        return {"sample_s": SAMPLE_S, "points": points}
 
     return routes

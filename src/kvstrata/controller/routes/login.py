@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from kvstrata.controller.door import LOGIN, Door
-from kvstrata.controller.routes import bodies, requests
+from kvstrata.controller.routes import requests
+from kvstrata.controller.routes.views import Body
 from kvstrata.errors import BadRequest, NotPermitted
 from kvstrata.process.http_login import CODE_S, SESSION_S
 
@@ -20,7 +21,7 @@ def router(door: Door, guarded: list[Any]) -> APIRouter:
     access, logins = door.access, door.logins
 
     @routes.post("/v1/dashboard-link", dependencies=guarded)
-    async def link(request: Request, response: Response) -> bodies.DashboardLinkBody:
+    async def link(request: Request, response: Response) -> Body:
         """A link that opens the dashboard in a browser and logs it in, once. Needs the token; no session is enough."""
         if not door.url:
             raise BadRequest(
@@ -33,10 +34,10 @@ def router(door: Door, guarded: list[Any]) -> APIRouter:
                 "a link needs the token of this port, not a browser's session; ask with the token"
             )
         response.headers.update(NO_STORE)
-        return bodies.DashboardLinkBody(url=door.link(), once_within_s=None if access.is_open else CODE_S)
+        return {"url": door.link(), "once_within_s": None if access.is_open else CODE_S}
 
     @routes.post(LOGIN)
-    async def log_in(body: requests.LoginBody, request: Request, response: Response) -> bodies.LoginBody:
+    async def log_in(body: requests.LoginBody, request: Request, response: Response) -> Body:
         """Begin a browser's session. Its requests carry the cookie and, as header `kvstrata-page-key`, the page key."""
         if not logins.take(body.code) and not access.is_token(body.code.encode("utf-8", "replace")):
             raise NotPermitted(
@@ -54,7 +55,7 @@ def router(door: Door, guarded: list[Any]) -> APIRouter:
             samesite="strict",
             secure=origin.startswith("https:"),
         )
-        return bodies.LoginBody(page_key=session.page_key, session_s=SESSION_S)
+        return {"page_key": session.page_key, "session_s": SESSION_S}
 
     @routes.post("/v1/logout", dependencies=guarded, status_code=204)
     async def log_out(request: Request, response: Response) -> None:

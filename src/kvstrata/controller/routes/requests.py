@@ -56,8 +56,7 @@ class ChunksBody(BaseModel):
         Annotated[list[str], Field(max_length=MAX_KEYS, fail_fast=True), long_list(list, MAX_KEYS)] | None
     ) = Field(
         None,
-        description="Storage keys in hexadecimal, instead of tokens; `tenant` says whose, if that tenant has a pool of "
-        "its own.",
+        description="Storage keys in hexadecimal, instead of tokens.",
     )
     model: str = Field("", description="Model of an attached engine; empty: the only one.")
     kind: int | None = Field(None, description="Number in /v1/models, where several match.")

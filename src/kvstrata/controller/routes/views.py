@@ -1,4 +1,7 @@
-"""Makes bodies of answers from what the cluster knows."""
+"""Makes the bodies of answers from what the cluster knows; tests/unit/controller/routes_golden.txt shows each.
+
+Times are in milliseconds since 1970 (`_unix_ms`), or as seconds ago (`_ago_s`).
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,15 @@ from kvstrata.controller.lookups import Place
 from kvstrata.controller.member import SHOWN_STATES, CommandState, Issued, Member, MemberState
 from kvstrata.controller.operations import Placement
 from kvstrata.controller.orders import Pin
-from kvstrata.controller.routes import bodies
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.types import GB, KEY_BYTES
 
+Body = dict[str, Any]
 
-def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> bodies.InstanceRow:
+
+def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> Body:
     """One instance; `keys`: its placements by tier."""
-    return bodies.InstanceRow(**_fields(member, keys, cluster.clock.monotonic_s()))
-
-
-def _fields(member: Member, keys: Mapping[str, int], now_s: float) -> dict[str, Any]:
-    """The fields of a bodies.InstanceRow."""
-    told, load = member.told, member.load
+    told, load, now_s = member.told, member.load, cluster.clock.monotonic_s()
     return {
         "id": member.id,
         "state": member.state.value,
@@ -64,8 +63,12 @@ def _fields(member: Member, keys: Mapping[str, int], now_s: float) -> dict[str, 
     }
 
 
-def _sync(member: Member, now_s: float) -> dict[str, Any]:
-    """The fields of a bodies.SyncBody."""
+def _sync(member: Member, now_s: float) -> Body:
+    """The full syncs of an instance.
+
+    `exact`: one has ended, and every event since then was applied; `wanted`: the instance is asked for one; `running`:
+    one is under way; `none`: only the snapshot is known.
+    """
     sync, ended_s = member.sync, member.synced_s
     if sync is not None:
         state = "running"
@@ -92,15 +95,15 @@ def keys_of(cluster: Cluster) -> dict[int, dict[str, int]]:
     return found
 
 
-def instances(cluster: Cluster) -> bodies.InstancesBody:
+def instances(cluster: Cluster) -> Body:
     """All instances, by name."""
     keys = keys_of(cluster)
     rows = [instance_row(cluster, member, keys.get(member.group, {})) for member in cluster.members]
-    return bodies.InstancesBody(
-        instances=sorted(rows, key=lambda row: row.id),
-        drained=list(cluster.orders.drained),
-        removed=list(cluster.orders.removed),
-    )
+    return {
+        "instances": sorted(rows, key=lambda row: row["id"]),
+        "drained": list(cluster.orders.drained),
+        "removed": list(cluster.orders.removed),
+    }
 
 
 class TierTotal:
@@ -135,103 +138,81 @@ def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict
     return {tier: totals[tier] for tier in sorted(totals, key=lambda tier: (tier != "l1", tier))}
 
 
-def tiers(cluster: Cluster) -> bodies.TiersBody:
+def tiers(cluster: Cluster) -> Body:
     """Chunks and bytes by tier."""
     keys = keys_of(cluster)
     rows = [
-        bodies.TierRow(
-            instance=member.id,
-            tier=tier,
-            keys=keys.get(member.group, {}).get(tier, 0),
-            used_bytes=member.load.used_bytes.get(tier, 0),
-            capacity_bytes=member.load.capacity_bytes.get(tier, 0),
-            confirmed=member.confirmed,
-        )
+        {
+            "instance": member.id,
+            "tier": tier,
+            "keys": keys.get(member.group, {}).get(tier, 0),
+            "used_bytes": member.load.used_bytes.get(tier, 0),
+            "capacity_bytes": member.load.capacity_bytes.get(tier, 0),
+            "confirmed": member.confirmed,
+        }
         for member in sorted(cluster.members, key=lambda member: member.id)
         if member.state is not MemberState.DEAD
         for tier in member.told.tiers
     ]
-    sums = [bodies.TierSum(tier=tier, **vars(total)) for tier, total in tier_totals(cluster, keys).items()]
-    return bodies.TiersBody(tiers=sums, rows=rows)
+    sums = [{"tier": tier, **vars(total)} for tier, total in tier_totals(cluster, keys).items()]
+    return {"tiers": sums, "rows": rows}
 
 
-def models(cluster: Cluster) -> bodies.ModelsBody:
+def models(cluster: Cluster) -> Body:
     """The kinds of KV of live instances."""
-    return bodies.ModelsBody(
-        models=[
-            bodies.ModelRow(
-                kind=number,
-                layout=msgspec.to_builtins(kind.layout),
-                slices=len(kind.slices),
-                instances=list(kind.instances),
-            )
+    return {
+        "models": [
+            {
+                "kind": number,
+                "layout": msgspec.to_builtins(kind.layout),
+                "slices": len(kind.slices),
+                "instances": list(kind.instances),
+            }
             for number, kind in enumerate(prompts.kinds(cluster.members))
         ]
-    )
-
-
-def election_body(cluster: Cluster) -> bodies.ElectionBody:
-    """The election among several controllers."""
-    election = cluster.leadership.election
-    if election is None:
-        return bodies.ElectionBody(
-            leads=True,
-            leader=cluster.name,
-            leader_url="",
-            token=0,
-            cluster_id=0,
-            members=[cluster.name],
-            no_leader_s=0.0,
-            problem="",
-        )
-    leader = election.leader
-    return bodies.ElectionBody(
-        leads=cluster.leadership.token is not None,
-        leader=leader.member.name if leader else "",
-        leader_url=leader.member.http_url if leader else "",
-        token=leader.token if leader else 0,
-        cluster_id=election.cluster_id,
-        members=[member.name for member in election.members],
-        no_leader_s=round(election.no_leader_s, 1),
-        problem=election.problem,
-    )
-
-
-def state(cluster: Cluster, around: Surroundings) -> dict[str, Any]:
-    """The fields of a bodies.StateBody; no models are made of the rows, since that takes time."""
-    keys, now_s = keys_of(cluster), cluster.clock.monotonic_s()
-    rows = [_fields(member, keys.get(member.group, {}), now_s) for member in cluster.members]
-    return {
-        "cluster": cluster_body(cluster, around, keys).model_dump(mode="json"),
-        "instances": sorted(rows, key=lambda row: row["id"]),
-        "drained": list(cluster.orders.drained),
-        "removed": list(cluster.orders.removed),
     }
 
 
-def _gateway(known: Gateway, now_s: float) -> bodies.GatewayBody:
+def election_body(cluster: Cluster) -> Body:
+    """The election among several controllers. `token`: number of the leadership, 0 for the only controller."""
+    election = cluster.leadership.election
+    leader = election.leader if election is not None else None
+    return {
+        "leads": cluster.leadership.token is not None,
+        "leader": leader.member.name if leader else cluster.name if election is None else "",
+        "leader_url": leader.member.http_url if leader else "",
+        "token": leader.token if leader else 0,
+        "cluster_id": election.cluster_id if election is not None else 0,
+        "members": [member.name for member in election.members] if election is not None else [cluster.name],
+        "no_leader_s": round(election.no_leader_s, 1) if election is not None else 0.0,
+        "problem": election.problem if election is not None else "",
+    }
+
+
+def state(cluster: Cluster, around: Surroundings) -> Body:
+    """The whole cluster, as the dashboard shows it."""
+    return {"cluster": cluster_body(cluster, around), **instances(cluster)}
+
+
+def _gateway(known: Gateway, now_s: float) -> Body:
     told = known.told
-    return bodies.GatewayBody(
-        name=told.gateway,
-        host=known.host,
-        port=told.port,
-        version=told.version,
-        policy=told.policy,
-        engines=told.engines,
-        engines_up=told.engines_up,
-        in_flight=told.in_flight,
-        requests_total=told.requests_total,
-        heard_ago_s=round(max(0.0, now_s - known.heard_s), 3),
-    )
+    return {
+        "name": told.gateway,
+        "host": known.host,
+        "port": told.port,
+        "version": told.version,
+        "policy": told.policy,
+        "engines": told.engines,
+        "engines_up": told.engines_up,
+        "in_flight": told.in_flight,
+        "requests_total": told.requests_total,
+        "heard_ago_s": round(max(0.0, now_s - known.heard_s), 3),
+    }
 
 
-def cluster_body(
-    cluster: Cluster,
-    around: Surroundings,
-    keys: Mapping[int, Mapping[str, int]] | None = None,
-) -> bodies.ClusterBody:
-    """The cluster at a glance; `keys` as from `keys_of`, if the caller has them."""
-    totals = tier_totals(cluster, keys_of(cluster) if keys is None else keys)
+def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
+    """The cluster at a glance."""
+    totals = tier_totals(cluster, keys_of(cluster))
     states = [member.state.value for member in cluster.members]
     counts = {state.value: states.count(state.value) for state in SHOWN_STATES}
     counts["draining"] = sum(member.draining for member in cluster.live())
@@ -239,108 +220,108 @@ def cluster_body(
     directory, usage = cluster.directory, cluster.directory.usage()
     total = sum(cluster.ranking.seconds.counts)
     ready, why = cluster.readiness()
-    return bodies.ClusterBody(
-        name=cluster.name,
-        version=__version__,
-        epoch=cluster.epoch,
-        unix_ms=cluster.clock.unix_ms(),
-        up_s=round(cluster.clock.monotonic_s() - cluster.started_s, 3),
-        restarts=around.restarts.times,
-        last_end=around.restarts.cause,
-        ready=ready,
-        why_not_ready=why,
-        heartbeat_s=cluster.settings.heartbeat_s,
-        dead_after_s=cluster.settings.dead_after_s,
-        instances=counts,
-        keys={tier: total.keys for tier, total in totals.items()},
-        used_bytes={tier: total.used_bytes for tier, total in totals.items()},
-        capacity_bytes={tier: total.capacity_bytes for tier, total in totals.items()},
-        hits_total=cluster.sampling.hits_total,
-        directory=bodies.DirectoryBody(
-            placements=usage.placements,
-            bytes=usage.bytes,
-            max_bytes=int(cluster.settings.directory.max_gb * GB),
-            shared_tags=usage.shared_tags,
-            slots=usage.slots,
-            retired_slots=usage.retired,
-            rebuilds=usage.rebuilds,
-            admitted_keys_total=directory.admitted_keys,
-            evicted_keys_total=directory.evicted_keys,
-            synced_keys_total=directory.synced_keys,
-            refused_keys_total=directory.refused_keys + usage.refused,
-            waiting_bytes=directory.waiting_bytes,
-        ),
-        gateways=[_gateway(one, cluster.clock.monotonic_s()) for one in cluster.gateways],
-        lookups=bodies.LookupsBody(
-            total=total,
-            hits_total=cluster.ranking.hits,
-            keys_total=cluster.ranking.keys,
-            mean_ms=round(1000 * cluster.ranking.seconds.sum_s / total, 4) if total else 0.0,
-        ),
-        dropped_event_batches=cluster.syncs.dropped,
-        refused_requests=cluster.denied,
-        sockets=around.sockets(),
-        monitor_ports=dict(around.ports),
-        snapshot=dict(around.snapshot),
-        election=election_body(cluster),
-        last_event=cluster.journal.tail.last,
-    )
+    return {
+        "name": cluster.name,
+        "version": __version__,
+        "epoch": cluster.epoch,
+        "unix_ms": cluster.clock.unix_ms(),
+        "up_s": round(cluster.clock.monotonic_s() - cluster.started_s, 3),
+        "restarts": around.restarts.times,
+        "last_end": around.restarts.cause,
+        "ready": ready,
+        "why_not_ready": why,
+        "heartbeat_s": cluster.settings.heartbeat_s,
+        "dead_after_s": cluster.settings.dead_after_s,
+        "instances": counts,
+        "keys": {tier: total.keys for tier, total in totals.items()},
+        "used_bytes": {tier: total.used_bytes for tier, total in totals.items()},
+        "capacity_bytes": {tier: total.capacity_bytes for tier, total in totals.items()},
+        "hits_total": cluster.sampling.hits_total,
+        "directory": {
+            "placements": usage.placements,
+            "bytes": usage.bytes,
+            "max_bytes": int(cluster.settings.directory.max_gb * GB),
+            "shared_tags": usage.shared_tags,
+            "slots": usage.slots,
+            "retired_slots": usage.retired,
+            "rebuilds": usage.rebuilds,
+            "admitted_keys_total": directory.admitted_keys,
+            "evicted_keys_total": directory.evicted_keys,
+            "synced_keys_total": directory.synced_keys,
+            "refused_keys_total": directory.refused_keys + usage.refused,
+            "waiting_bytes": directory.waiting_bytes,
+        },
+        "gateways": [_gateway(one, cluster.clock.monotonic_s()) for one in cluster.gateways],
+        "lookups": {
+            "total": total,
+            "hits_total": cluster.ranking.hits,
+            "keys_total": cluster.ranking.keys,
+            "mean_ms": round(1000 * cluster.ranking.seconds.sum_s / total, 4) if total else 0.0,
+        },
+        "dropped_event_batches": cluster.syncs.dropped,
+        "refused_requests": cluster.denied,
+        "sockets": around.sockets(),
+        "monitor_ports": dict(around.ports),
+        "snapshot": dict(around.snapshot),
+        "election": election_body(cluster),
+        "last_event": cluster.journal.tail.last,
+    }
 
 
-def event_row(event: Happened) -> bodies.EventRow:
+def event_row(event: Happened) -> Body:
     """One event."""
-    return bodies.EventRow(
-        number=event.number,
-        unix_ms=event.unix_ms,
-        kind=event.kind,
-        instance=event.instance,
-        facts=plain(event.facts),
-    )
+    return {
+        "number": event.number,
+        "unix_ms": event.unix_ms,
+        "kind": event.kind,
+        "instance": event.instance,
+        "facts": plain(event.facts),
+    }
 
 
-def command_row(cluster: Cluster, issued: Issued) -> bodies.CommandRow:
+def command_row(cluster: Cluster, issued: Issued) -> Body:
     """One command."""
     result = issued.result
     if result is None:
         state = "sent" if issued.state is CommandState.SENT else "waiting"
     else:
         state = "done" if result.ok else "failed"
-    return bodies.CommandRow(
-        number=issued.number,
-        instance=issued.instance,
-        kind=issued.kind.value,
-        state=state,  # type: ignore[arg-type]
-        message=result.message if result is not None else "",
-        age_s=round(cluster.clock.monotonic_s() - issued.issued_s, 3),
-        argument=plain(issued.command.argument),
-        result=plain(result.body) if result is not None else {},
-    )
+    return {
+        "number": issued.number,
+        "instance": issued.instance,
+        "kind": issued.kind.value,
+        "state": state,
+        "message": result.message if result is not None else "",
+        "age_s": round(cluster.clock.monotonic_s() - issued.issued_s, 3),
+        "argument": plain(issued.command.argument),
+        "result": plain(result.body) if result is not None else {},
+    }
 
 
-def pin_row(cluster: Cluster, pin: Pin, now_ms: int) -> bodies.PinRow:
+def pin_row(cluster: Cluster, pin: Pin, now_ms: int) -> Body:
     """One pin."""
     member = cluster.members.get(pin.instance)
     lives = member is not None and member.state is MemberState.LIVE
-    return bodies.PinRow(
-        claim=pin.claim,
-        instance=pin.instance,
-        keys=pin.n_keys,
-        left_s=round((pin.expires_unix_ms - now_ms) / 1000, 1),
-        state=("kept" if pin.kept else "asked") if lives else "unknown",
-    )
+    return {
+        "claim": pin.claim,
+        "instance": pin.instance,
+        "keys": pin.n_keys,
+        "left_s": round((pin.expires_unix_ms - now_ms) / 1000, 1),
+        "state": ("kept" if pin.kept else "asked") if lives else "unknown",
+    }
 
 
-def placement(cluster: Cluster, found: Placement, limit: int) -> bodies.PlacementBody:
+def placement(cluster: Cluster, found: Placement, limit: int) -> Body:
     """The places of chunks; at most `limit` chunks one by one."""
     named = found.named
     members = {member.group: member for member in cluster.members}
     longest = [
-        bodies.HolderBody(
-            instance=members[one.group].id,
-            chunks=one.n_chunks,
-            tokens=one.n_chunks * named.chunk_tokens,
-            confirmed=members[one.group].confirmed,
-        )
+        {
+            "instance": members[one.group].id,
+            "chunks": one.n_chunks,
+            "tokens": one.n_chunks * named.chunk_tokens,
+            "confirmed": members[one.group].confirmed,
+        }
         for one in found.longest
         if one.group in members
     ]
@@ -352,28 +333,30 @@ def placement(cluster: Cluster, found: Placement, limit: int) -> bodies.Placemen
         first = index * named.n_slices * KEY_BYTES
         end = first + named.n_slices * KEY_BYTES
         chunks.append(
-            bodies.ChunkPlaces(
-                index=index,
-                keys=[keys[at : at + KEY_BYTES].hex() for at in range(first, end, KEY_BYTES)],
-                places=_places(members, places),
-            )
+            {
+                "index": index,
+                "keys": [keys[at : at + KEY_BYTES].hex() for at in range(first, end, KEY_BYTES)],
+                "places": _places(members, places),
+            }
         )
-    return bodies.PlacementBody(
-        n_chunks=named.n_chunks,
-        n_slices=named.n_slices,
-        chunk_tokens=named.chunk_tokens,
-        identity=named.root.hex(),
-        held_chunks=found.held_chunks,
-        longest=longest,
-        chunks=chunks,
-    )
+    return {
+        "n_chunks": named.n_chunks,
+        "n_slices": named.n_slices,
+        "chunk_tokens": named.chunk_tokens,
+        "identity": named.root.hex(),
+        "held_chunks": found.held_chunks,
+        "longest": longest,
+        "chunks": chunks,
+    }
 
 
-def _places(members: Mapping[int, Member], places: list[Place]) -> list[bodies.PlaceBody]:
+def _places(members: Mapping[int, Member], places: list[Place]) -> list[Body]:
     return [
-        bodies.PlaceBody(
-            instance=members[place.group].id, tier=place.tier, confirmed=members[place.group].confirmed
-        )
+        {
+            "instance": members[place.group].id,
+            "tier": place.tier,
+            "confirmed": members[place.group].confirmed,
+        }
         for place in places
         if place.group in members
     ]
