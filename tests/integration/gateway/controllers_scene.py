@@ -142,8 +142,10 @@ async def opened(folder: Path, kind: str = "none", n_servers: int = 2) -> AsyncI
             Cluster(folder, l1_mb=64, n_servers=n_servers, chunk_tokens=CHUNK_TOKENS, l2=l2, **more)
         )
         engines, caches = [], []
-        for server in cluster.servers:
-            engine = await stack.enter_async_context(ScriptedEngine("m", behaviour=answers))
+        for number, server in enumerate(cluster.servers):
+            engine = await stack.enter_async_context(
+                ScriptedEngine("m", f"only-at-{number}", behaviour=answers)
+            )
             settings = {"engine_url": engine.url}
             cache = CacheEngine(server.socket_dir, block_bytes=1024, num_blocks=4096, settings=settings)
             stack.enter_context(cache)
