@@ -21,7 +21,7 @@ from tests.harness.server_process import ServerFailed, ServerProcess
 pytestmark = pytest.mark.integration
 
 CHUNKS, LONG_CHUNKS = 12, 44
-SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "5000"}
+SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "2000"}
 """Long enough for a busy machine; tests of silent owners wait so long."""
 
 
