@@ -46,9 +46,9 @@ from kvstrata.server.processes import ProcessTable, Reservation, TenantTokens, t
 from kvstrata.server.readiness import Readiness
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
+from kvstrata.server.requests.hooks import Hooks
 from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.plain import PlainClients
-from kvstrata.server.requests.hooks import Hooks
 from kvstrata.server.requests.requests import Requests
 from kvstrata.server.requests.reserve import Reserving
 from kvstrata.types import GB
