@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 RESERVE_DEADLINE_S = 2.0
 BATCH_BYTES = 128 << 20
 """Batches are cut so that one is reserved while another is gathered and a third committed."""
-BATCH_CHUNKS = 1024
+BATCH_CHUNKS = wire.MAX_RESERVE_CHUNKS
 BATCHES_IN_FLIGHT = 4
 NOT_COPIED = 1
 """Code of a copy that did not run, or whose bytes may not be committed."""

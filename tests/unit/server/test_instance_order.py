@@ -39,7 +39,6 @@ from tests.harness.daemon import free_port
 STEPS: list[tuple[str, Any, str]] = [
     ("the HTTP port is bound", instance, "http_listen"),
     ("L1 is opened", Segment, "open"),
-    ("puts begin", StoreController, "start"),
     ("tiers are opened", TierControl, "open"),
     ("peers are answered", PeerServer, "start"),
     ("engines can attach", AttachServer, "start"),

@@ -184,6 +184,26 @@ def test_a_number_that_was_used_names_nothing_new_and_takes_nothing(
     server.check()
 
 
+@pytest.mark.parametrize("where", ["note", "why"])
+def test_a_mistake_of_ours_in_an_answer_leaves_no_lease(
+    server: InstanceInProcess, identity: wire.IdentifyReply, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    chain = chain_of(identity.root, 2)
+    server.store(SESSION, 2, identity, chain[:KEY_BYTES])
+    target, name = (server.parts.store, "touched") if where == "note" else (server.parts.explainer, "why")
+    server.parts.store.wants_touches = True
+
+    def fails(*_: object, **more: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(target, name, fails)
+    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+    [reply] = server.feed(said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", groups)))
+    assert isinstance(reply, wire.Error) and reply.code == "internal"
+    assert server.pool.stats()["leases"] == 0
+    server.check()
+
+
 def test_after_a_cut_a_session_keeps_what_it_names_and_what_others_use(
     server: InstanceInProcess, identity: wire.IdentifyReply
 ) -> None:
