@@ -127,6 +127,6 @@ async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(
     with pytest.raises(Exception, match="base_path"):
         await server.run()
     assert list(said) == [
-        "the HTTP port is bound", "L1 is opened", "puts begin", "tiers are opened", "tasks end", "tiers are closed",
+        "the HTTP port is bound", "L1 is opened", "tiers are opened", "tasks end", "tiers are closed",
         "puts end", "loads end", "L1 is closed",
     ]  # fmt: skip
