@@ -28,8 +28,8 @@ MAX_CHUNKS = 65_536
 """Chunks in one request (16 M tokens, at 256 tokens a chunk)."""
 MAX_DEADLINE_MS = 60_000
 MAX_RESERVE_CHUNKS = 1_024
-"""Chunks in one reserve, commit, abort or corrupt, so that none holds the server's loop for long (a commit about 1.5 ms);
-a longer prompt takes several."""
+"""Chunks in one reserve, commit, abort or corrupt; a longer prompt takes several. A commit of so many holds the
+server's loop for about 1.5 ms."""
 MAX_LIVE = 16_384
 """Lookups and reserves named in one resume."""
 MAX_MISSES = 32
