@@ -30,37 +30,40 @@ def file(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-@pytest.mark.parametrize("text", [TOKEN, f"{TOKEN}\n", f"  {TOKEN}\r\n\n"])
-def test_the_token_is_the_text_of_the_file(file, text):
-    assert read_token_file(file(text), "token_file") == TOKEN
+READERS = {"token_file": read_token_file, "http.token_file": read_bearer_token}
+
+
+def test_the_token_is_the_text_of_the_file_and_a_bearer_token_may_be_long(file):
+    for text in (TOKEN, f"{TOKEN}\n", f"  {TOKEN}\r\n\n"):
+        for field, read in READERS.items():
+            assert read(file(text), field) == TOKEN
+    long = "x" * (MAX_TOKEN_CHARS + 1)
+    assert read_bearer_token(file(long), "http.token_file") == long
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "says"),
+    ("field", "text", "mode", "says"),
     [
-        ("", 0o600, "is empty"),
-        (" \n\t\n", 0o600, "is empty"),
-        (f"{TOKEN} blue", 0o600, "several words"),
-        ("short", 0o600, "holds 5 characters, but a token must have 16 to 256"),
-        ("x" * (MAX_TOKEN_CHARS + 1), 0o600, "holds 257 characters"),
-        (b"\xff" * 20, 0o600, "not UTF-8 at byte 0"),
-        (TOKEN, 0o640, r"mode 640\); chmod 600"),
-        (TOKEN, 0o604, r"mode 604\); chmod 600"),
-        (TOKEN, 0o620, r"mode 620\); chmod 600"),
+        ("token_file", " \n\t\n", 0o600, "is empty"),
+        ("token_file", f"{TOKEN} blue", 0o600, "several words"),
+        ("token_file", "short", 0o600, "holds 5 characters, but a token must have 16 to 256"),
+        ("token_file", "x" * (MAX_TOKEN_CHARS + 1), 0o600, "holds 257 characters"),
+        ("token_file", b"\xff" * 20, 0o600, "not UTF-8 at byte 0"),
+        ("token_file", TOKEN, 0o640, r"mode 640\); chmod 600"),
+        ("token_file", TOKEN, 0o604, r"mode 604\); chmod 600"),
+        ("token_file", TOKEN, 0o620, r"mode 620\); chmod 600"),
+        ("http.token_file", "", 0o600, "must hold the token alone"),
+        ("http.token_file", f"{TOKEN}\n{TOKEN}", 0o600, "must hold the token alone"),
+        ("http.token_file", f"{TOKEN}\u00e9", 0o600, "in one line of ASCII"),
+        ("http.token_file", "short", 0o600, "holds 5 characters, but a token needs at least 16"),
     ],
 )
-def test_a_bad_token_file_is_named_and_its_secret_is_not_told(file, text, mode, says):
+def test_a_bad_token_file_is_named_and_its_secret_is_not_told(file, field, text, mode, says):
     path = file(text, mode)
     with pytest.raises(ConfigError, match=says) as caught:
-        read_token_file(path, "token_file")
-    assert caught.value.message.startswith(f"token_file: {path}")
-    assert caught.value.field == "token_file"
+        READERS[field](path, field)
+    assert caught.value.message.startswith(f"{field}: {path}") and caught.value.field == field
     assert TOKEN not in caught.value.message
-
-
-@pytest.mark.parametrize("text", [TOKEN, f"  {TOKEN}\r\n\n", "x" * (MAX_TOKEN_CHARS + 1)])
-def test_a_bearer_token_may_be_long(file, text):
-    assert read_bearer_token(file(text), "http.token_file") == text.strip()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of root")
@@ -78,24 +81,6 @@ def test_a_secret_that_is_mounted_for_our_group_is_read_and_one_for_all_is_not(t
         path.chmod(mode)
         with pytest.raises(ConfigError, match="chmod 600"):
             read_bearer_token(str(path), "http.token_file")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "must hold the token alone"),
-        (f"{TOKEN}\n{TOKEN}", "must hold the token alone"),
-        (f"{TOKEN}\u00e9", "in one line of ASCII"),
-        ("short", "holds 5 characters, but a token needs at least 16"),
-    ],
-)
-def test_a_bad_file_of_a_bearer_token_is_named_and_its_secret_is_not_told(file, text, says):
-    path = file(text)
-    with pytest.raises(ConfigError, match=says) as caught:
-        read_bearer_token(path, "http.token_file")
-    assert caught.value.message.startswith(f"http.token_file: {path}")
-    assert caught.value.field == "http.token_file"
-    assert TOKEN not in caught.value.message
 
 
 def test_a_token_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path):

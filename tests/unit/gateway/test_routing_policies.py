@@ -61,32 +61,11 @@ CASES = [
         [-0.9375, -(1 - 1_600 / 4_194_304) + EXCLUDED, -0.0],
     ),
     Case(
-        "llmd: a warm engine that is 18 s behind loses its affinity",
-        Llmd(prefix_weight=1, queue_weight=0, affinity_threshold=0.8, peak_prefill_tokens_s=100),
-        [engine("a", inflight_tokens=1_801), engine("b")],
-        [copy("a", "l0", 1_600)],
-        [-1.0, -0.0],
-    ),
-    Case(
         "smg: holders of the longest prefix",
         Smg(),
         [engine("a", backlog_tokens=1_000), engine("b", backlog_tokens=100)],
         [copy("a", "l0", 1_000)],
         [0.5, 0.05 + EXCLUDED],
-    ),
-    Case(
-        "smg: half of the prompt is not enough",
-        Smg(),
-        [engine("a"), engine("b", backlog_tokens=200)],
-        [copy("b", "l0", 800)],
-        [0.0, 0.1],
-    ),
-    Case(
-        "smg: a holder with more than the mean and 32 is under pressure",
-        Smg(),
-        [engine("a", requests=66), engine("b", requests=0)],
-        [copy("a", "l0", 1_600)],
-        [0.0, 0.0],  # The mean is 33; the limit max(36.3, 65).
     ),
     Case(
         "mooncake: own, or a transfer of the difference",

@@ -93,27 +93,11 @@ def test_a_truncated_product_counts_as_missing(tree: Path, store: Path) -> None:
     assert build(tree, store) == ["out/one.o"]
 
 
-def test_a_product_that_was_overwritten_is_put_back(tree: Path, store: Path) -> None:
-    build(tree, store)
-    (tree / "out" / "one.o").unlink()
-    assert build(tree, store) == []
-    assert (tree / "out" / "one.o").stat().st_size > 0
-
-
 def test_an_object_whose_source_changed_during_the_compilation_is_not_kept(tree: Path, store: Path) -> None:
     builder = steps.Builder(cache.Cache(store))
     os.utime(tree / "include" / "used.h", (2_000_000_000, 2_000_000_000))
     build(tree, store, builder=builder)
     assert list(store.glob("??/*")) == []
-
-
-def test_a_warning_is_shown_again(tree: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tree / "one.cpp").write_text("int one() { int unused = 1; return 0; }\n")
-    age(tree / "one.cpp")
-    build(tree, store, "-Wall")
-    first = capfd.readouterr().err
-    build(tree, store, "-Wall")
-    assert "unused" in first and capfd.readouterr().err == first
 
 
 def test_a_source_with_a_mistake_leaves_no_object(tree: Path, store: Path) -> None:

@@ -3,13 +3,9 @@
 #include <pthread.h>
 #include <signal.h>
 
-#include <future>
-#include <string>
 #include <thread>
 
 #include "base/event_fd.h"
-#include "base/key_hash.h"
-#include "base/sizes.h"
 #include "base/threads.h"
 #include "support/check.h"
 
@@ -58,34 +54,6 @@ TEST(only_threads_started_meanwhile_block_signals) {
   thread.join();
   CHECK(inner);
   CHECK(!blocks(SIGUSR1));
-}
-
-TEST(a_long_thread_name_is_cut) {
-  char name[32] = "";
-  std::promise<void> named;  // a thread that has ended has no name
-  std::thread thread([waited = named.get_future()] { waited.wait(); });
-  name_thread(thread, "kv-much-longer-than-it-may-be");
-  const int error = pthread_getname_np(thread.native_handle(), name, sizeof name);
-  named.set_value();
-  thread.join();
-  CHECK_EQ(error, 0);
-  CHECK_EQ(std::string(name), std::string("kv-much-longer-"));
-}
-
-TEST(sizes_are_rounded_up_to_whole_units) {
-  CHECK_EQ(round_up(0, 4096), std::uint64_t{0});
-  CHECK_EQ(round_up(1, 4096), std::uint64_t{4096});
-  CHECK_EQ(round_up(4096, 4096), std::uint64_t{4096});
-  CHECK_EQ(round_up(4097, 4096), std::uint64_t{8192});
-  CHECK_EQ(round_up((std::uint64_t{1} << 63) - 1, 4096), std::uint64_t{1} << 63);
-}
-
-TEST(the_first_eight_bytes_of_a_key_are_its_hash) {
-  Digest key{};
-  key[1] = 2;
-  CHECK_EQ(KeyHash()(key), std::size_t{512});
-  key[8] = 1;
-  CHECK_EQ(KeyHash()(key), std::size_t{512});
 }
 
 }  // namespace

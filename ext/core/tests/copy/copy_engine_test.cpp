@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstring>
 #include <random>
 #include <thread>
 
@@ -96,22 +95,6 @@ bool all(const std::vector<CopyResult>& results, CopyOutcome outcome) {
 
 }  // namespace
 
-TEST(a_store_and_a_retrieve_give_the_same_bytes_for_any_number_of_threads) {
-  for (const int threads : {0, 1, 3}) {
-    World world(6, 7, 3, 300'000);  // sections of 900 kB: several units an item
-    const Bytes original = world.memory;
-    const auto engine = start(threads, 4);
-    std::vector<CopyResult> results;
-    CHECK_OK(engine->run(CopyKind::kGather, world.plan, world.items(0, 6), &results));
-    CHECK_EQ(results.size(), 6u);
-    CHECK(all(results, CopyOutcome::kOk));
-    std::fill(world.memory.begin(), world.memory.end(), 0);
-    CHECK_OK(engine->run(CopyKind::kScatter, world.plan, world.items(0, 6), &results));
-    CHECK(all(results, CopyOutcome::kOk));
-    CHECK(world.memory == original);
-  }
-}
-
 TEST(jobs_complete_once_each_and_signal_the_descriptor) {
   World world(8, 2, 1, 4096);
   const auto engine = start(2, 8);
@@ -168,52 +151,6 @@ TEST(a_job_id_in_use_is_refused) {
   CHECK_EQ(done.size(), 1u);
   CHECK_OK(engine->submit(7, CopyKind::kGather, world.plan, world.items(1, 2)));
   CHECK(engine->wait(7, kLong));
-}
-
-TEST(bad_records_fail_their_item_only) {
-  World world(5, 4, 1, 700'000);
-  const auto engine = start(2, 8);
-  std::vector<CopyResult> results;
-  CHECK_OK(engine->run(CopyKind::kGather, world.plan, world.items(0, 5), &results));
-  const Bytes original = world.memory;
-  world.extents[1 * world.extent_bytes + 4096 + 2 * 700'000 + 5] ^= 1;  // section 2 of chunk 1
-  world.extents[3 * world.extent_bytes + 20] ^= 1;                      // header of chunk 3
-  std::vector<CopyItem> items = world.items(0, 5);
-  items[4].spec.key = key_of(99);
-  std::fill(world.memory.begin(), world.memory.end(), 0);
-  CHECK_OK(engine->submit(1, CopyKind::kScatter, world.plan, items));
-  CHECK(engine->wait(1, kLong));
-  std::vector<CopyCompletion> done;
-  CHECK_OK(engine->completions(&done));
-  CHECK_EQ(done.size(), 1u);
-  results = done[0].results;
-  CHECK(results[0].outcome == CopyOutcome::kOk);
-  CHECK(results[1].outcome == CopyOutcome::kCorrupt);
-  CHECK_EQ(results[1].section, 2);
-  CHECK(results[2].outcome == CopyOutcome::kOk);
-  CHECK(results[3].outcome == CopyOutcome::kCorrupt);
-  CHECK_EQ(results[3].section, -1);
-  CHECK(results[4].outcome == CopyOutcome::kStale);
-  for (std::size_t s = 0; s < 4; ++s) {
-    const std::size_t at = s * world.section_bytes;
-    CHECK(std::memcmp(&world.memory[at], &original[at], 700'000) == 0);
-    CHECK(std::memcmp(&world.memory[at + 1'400'000], &original[at + 1'400'000], 700'000) == 0);
-    const Bytes zeros(1'400'000);
-    CHECK(std::memcmp(&world.memory[at + 2'100'000], zeros.data(), zeros.size()) == 0);
-  }
-}
-
-TEST(a_record_whose_sections_have_other_lengths_touches_no_block) {
-  World world(1, 3, 1, 3'000'000);  // one unit a section
-  const auto engine = start(2, 8);
-  const std::uint32_t lengths[] = {3'000'000, 2'999'999, 3'000'001};  // same sum, same count
-  const CopyItem item = world.item(0);
-  CHECK_OK(seal_record(item.record, item.length, item.spec, lengths, 3));
-  const Bytes before = world.memory;
-  std::vector<CopyResult> results;
-  CHECK_OK(engine->run(CopyKind::kScatter, world.plan, {item}, &results));
-  CHECK(results[0].outcome == CopyOutcome::kMismatch);
-  CHECK(world.memory == before);
 }
 
 TEST(a_refused_submit_names_the_item_and_does_nothing) {
@@ -417,28 +354,4 @@ TEST(submitters_runners_and_readers_may_race) {
 }
 
 #if !defined(__SANITIZE_THREAD__)
-TEST(a_forked_child_can_destroy_the_engine_and_exit) {
-  auto engine = start(2, 8);
-  World large(4, 1, 1, 1 << 20);
-  for (int turn = 0; turn < 5; ++turn) {
-    // The child's copy of the engine has a job that no thread ever ends.
-    CHECK_OK(engine->submit(2, CopyKind::kGather, large.plan, large.items(0, 4)));
-    const pid_t child = fork();
-    if (child == 0) {
-      alarm(20);
-      engine->close();
-      engine.reset();
-      _exit(0);
-    }
-    int status = -1;
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    CHECK(engine->wait(2, kLong));
-    std::vector<CopyCompletion> ended;
-    CHECK_OK(engine->completions(&ended));
-  }
-  World world(1, 1, 1, 4096);
-  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 1)));
-  CHECK(engine->wait(1, kLong));
-}
 #endif

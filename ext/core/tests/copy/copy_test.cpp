@@ -136,22 +136,6 @@ std::vector<Shape> unlike() {
 
 }  // namespace
 
-TEST(scatter_restores_exactly_the_blocks_and_nothing_else) {
-  unsigned seed = 100;
-  for (const Shape& shape : shapes()) {
-    Engine engine(2, 9, shape.dims, shape.run, shape.stride, ++seed);
-    const std::vector<std::uint32_t> ids = {7, 2, 4};
-    const Bytes record = gathered(engine, ids);
-    const Bytes before = engine.memory;
-    Bytes wiped = before;
-    engine.each_run(
-        ids, [&](std::size_t at, std::size_t run) { std::memset(wiped.data() + at, 0, run); });
-    engine.memory.assign(wiped.begin(), wiped.end());  // same storage: the plan holds its address
-    CHECK_OK(scatter_record(*engine.plan, ids, record.data(), record.size(), spec()));
-    CHECK(engine.memory == before);
-  }
-}
-
 TEST(sections_of_unlike_blocks_follow_each_other_in_the_record) {
   Engine engine(unlike(), 9, 300);
   const std::vector<std::uint32_t> ids = {7, 2, 4};
@@ -222,90 +206,6 @@ TEST(a_gather_may_not_skip_blocks) {
   const std::vector<std::uint32_t> ids = {0, kSkipBlock};
   CHECK(gather_record(*engine.plan, ids, record.data(), record.size(), spec()).code() ==
         StatusCode::kOutOfRange);
-}
-
-TEST(a_corrupted_section_is_named) {
-  Engine engine(5, 4, {}, 512, 512, 6);
-  Bytes record = gathered(engine, {1, 2});
-  record[4096 + 3 * 1024 + 17] ^= 0x40;
-  const Status status = scatter_record(*engine.plan, std::vector<std::uint32_t>{1, 2},
-                                       record.data(), record.size(), spec());
-  CHECK(status.code() == StatusCode::kCorrupt);
-  CHECK_EQ(status.detail(2), 3);
-}
-
-TEST(a_refused_scatter_touches_no_block) {
-  Engine engine(2, 4, {}, 512, 512, 7);
-  const std::vector<std::uint32_t> ids = {1, 2};
-  const Bytes good = gathered(engine, ids);
-  engine.memory.assign(engine.memory.size(), 0x55);
-  const Bytes before = engine.memory;
-  const auto code = [&](const Bytes& record, const std::vector<std::uint32_t>& blocks,
-                        const RecordSpec& wanted) {
-    return scatter_record(*engine.plan, blocks, record.data(), record.size(), wanted).code();
-  };
-  CHECK(code(good, ids, spec(2)) == StatusCode::kStale);
-  RecordSpec foreign = spec();
-  foreign.identity.fill(9);
-  CHECK(code(good, ids, foreign) == StatusCode::kStale);
-  CHECK(code(good, {1}, spec()) == StatusCode::kIncompatible);  // shorter than the record
-  Bytes longer = good;
-  longer.resize(good.size() + 1024);
-  CHECK(code(longer, {1, 2, 3}, spec()) == StatusCode::kIncompatible);
-  CHECK(code(good, {1, 4}, spec()) == StatusCode::kOutOfRange);  // no such block
-  CHECK(code(good, {}, spec()) == StatusCode::kBadArgument);
-  Bytes bad = good;
-  bad[300] ^= 1;
-  CHECK(code(bad, ids, spec()) == StatusCode::kCorrupt);
-  CHECK(code(Bytes(good.begin(), good.end() - 1), ids, spec()) == StatusCode::kBadArgument);
-  const Engine other(3, 4, {}, 512, 512, 8);
-  CHECK(code(gathered(other, ids), ids, spec()) == StatusCode::kIncompatible);
-  CHECK(engine.memory == before);
-}
-
-TEST(a_refused_gather_writes_nothing) {
-  const Engine engine(2, 4, {}, 512, 512, 9);
-  Bytes record(4096 + 2 * 1024, 0x11);
-  const Bytes before = record;
-  const auto code = [&](const std::vector<std::uint32_t>& blocks, std::size_t length) {
-    return gather_record(*engine.plan, blocks, record.data(), length, spec()).code();
-  };
-  CHECK(code({0, 4}, record.size()) == StatusCode::kOutOfRange);
-  CHECK(code({0, 1}, record.size() - 1) == StatusCode::kBadArgument);
-  CHECK(code({}, record.size()) == StatusCode::kBadArgument);
-  CHECK(record == before);
-}
-
-TEST(impossible_plans_name_what_is_wrong) {
-  const auto refused = [](std::vector<CopySection> sections, std::uint64_t blocks,
-                          std::vector<CopyDim> dims, std::uint64_t run, const char* field) {
-    PlanPtr plan;
-    BlockShape shape;
-    Status status = BlockShape::create(dims, run, &shape);
-    if (status.ok()) {
-      status = CopyPlan::create(std::move(sections), blocks, {shape}, &plan);
-    }
-    CHECK(status.code() == StatusCode::kBadArgument);
-    CHECK(std::strncmp(status.message(), field, std::strlen(field)) == 0);
-    CHECK(plan == nullptr);
-  };
-  const std::uint64_t max = ~std::uint64_t{0};
-  const CopySection ok{4096, 64};
-  refused({}, 1, {}, 64, "section_bases");
-  refused(std::vector<CopySection>(65'537, ok), 1, {}, 64, "section_bases");
-  refused({{0, 64}}, 1, {}, 64, "section_bases");
-  refused({ok}, 0, {}, 64, "num_blocks");
-  refused({ok}, std::uint64_t{1} << 32, {}, 64, "num_blocks");
-  refused({ok}, 1, {}, 0, "run_bytes");
-  refused({ok}, 1, {}, std::uint64_t{1} << 32, "run_bytes");
-  refused({ok}, 1, {{1, 1}, {1, 1}, {1, 1}, {1, 1}}, 64, "dims");
-  refused({ok}, 1, {{0, 64}}, 64, "dims");
-  refused({ok}, 1, {{3, max}}, 64, "dims");
-  refused({ok}, 1, {{max, 1}, {max, 1}}, 64, "dims");
-  refused({{max - 100, 64}}, 1, {}, 64, "block_stride");
-  refused({{4096, max}}, 3, {}, 64, "block_stride");
-  refused({{4096, std::uint64_t{1} << 40}}, 0xffffffff, {}, 64, "block_stride");
-  refused({ok, {4096, 64, 1}}, 1, {}, 64, "section_shapes");
 }
 
 TEST(a_section_beyond_32_bits_is_refused) {

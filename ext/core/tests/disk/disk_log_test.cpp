@@ -2,9 +2,7 @@
 #include "disk/log.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
-#include <functional>
 #include <thread>
 
 #include "support/check.h"
@@ -85,19 +83,6 @@ TEST(a_record_that_is_too_long_is_refused_and_nothing_else) {
   disk.log->put_end(std::span(items, 1));
   CHECK(items[0].status == PutStatus::kStored);
   CHECK(disk.load(9, fits.length) == LoadStatus::kLoaded);
-}
-
-TEST(a_log_belongs_to_one) {
-  Disk disk;
-  disk.open();
-  DiskLog second(disk.options);
-  const std::string wrong = second.open({.instance_id = "second"});
-  CHECK(wrong.find("belongs to another running server") != std::string::npos);
-  CHECK(wrong.find("instance first") != std::string::npos);
-  CHECK_OK(posix_files().unlink(disk.options.folder + "/.kvstrata.lock"));
-  CHECK(second.open({}).find("belongs to another running server") != std::string::npos);
-  disk.put({1});
-  CHECK(disk.load(1) == LoadStatus::kLoaded);
 }
 
 // A put that was cut short behind the frame's header leaves in place what lies there from an

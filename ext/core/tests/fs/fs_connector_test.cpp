@@ -552,43 +552,6 @@ std::unique_ptr<FsConnector> sharer(const std::string& base, std::uint64_t capac
 
 }  // namespace
 
-TEST(a_server_reads_the_records_of_all_and_evicts_and_deletes_its_own) {
-  const TestFolder folder;
-  const auto first = sharer(folder.path, 4 * kCharge);
-  const auto second = sharer(folder.path, 2 * kCharge);
-  CHECK(stored(*first, {1, 2, 3}, kPayload));
-  CHECK(stored(*second, {4, 5, 6}, kPayload));
-  CHECK(!exists(*first, 4) && !exists(*second, 4));  // evicted by the cap of the second
-  for (const int number : {1, 2, 3, 5, 6}) {
-    for (const auto* const server : {&first, &second}) {
-      CHECK(exists(**server, number));
-      CHECK(load_one(**server, number, kPayload) == LoadStatus::kLoaded);
-    }
-  }
-  CHECK(!removed(*second, 1) && exists(*first, 1));
-  CHECK_EQ(second->clear(), std::uint64_t{2});
-  CHECK_EQ(first->usage().records, std::uint64_t{3});
-  CHECK(removed(*first, 1));
-  CHECK(!exists(*second, 1) && load_one(*second, 1, kPayload) == LoadStatus::kAbsent);
-}
-
-TEST(a_corrupt_record_of_another_server_is_a_miss_and_is_removed) {
-  const TestFolder folder;
-  const auto first = sharer(folder.path);
-  const auto second = sharer(folder.path);
-  CHECK(stored(*first, {1, 2}, kPayload));
-  const FsPaths paths(folder.path + "/server-0", "tmp");
-  std::fstream(paths.record(numbered_key(1)), std::ios::in | std::ios::out).seekp(9'000) << "wrong";
-  std::filesystem::resize_file(paths.record(numbered_key(2)), 5'000);
-  for (const int number : {1, 2}) {
-    CHECK(exists(*second, number));
-    CHECK(load_one(*second, number, kPayload) == LoadStatus::kCorrupt);
-    CHECK(!exists(*second, number));
-    CHECK(load_one(*first, number, kPayload) == LoadStatus::kAbsent);
-  }
-  CHECK_EQ(first->usage().records, std::uint64_t{0});
-}
-
 TEST(a_server_takes_the_folder_of_one_that_has_gone_and_caps_it) {
   const TestFolder folder;
   auto first = sharer(folder.path);

@@ -79,27 +79,6 @@ TEST(confirmed_guesses_agree_with_find_batch_whatever_was_guessed) {
   CHECK(guesses == expected);
 }
 
-TEST(peek_counts_leading_chunks_that_are_ready_in_every_slice) {
-  Memory index(100);
-  std::vector<Key> keys;
-  for (std::uint32_t i = 0; i < 60; ++i) {
-    keys.push_back(make_key(i));
-    index.put(i, keys.back());
-  }
-  const auto bytes = packed(keys);
-  for (std::size_t slices : {1, 2, 3, 4})
-    CHECK_EQ(index.view.peek(bytes.data(), 60, slices), 60 / slices);
-  for (const EntryState state :
-       {EntryState::kReserved, EntryState::kUnverified, EntryState::kQuarantined}) {
-    index.view.set_state(41, state);
-    CHECK_EQ(index.view.peek(bytes.data(), 60, 1), 41);
-    CHECK_EQ(index.view.peek(bytes.data(), 60, 4), 10);
-  }
-  index.view.set_state(41, EntryState::kReady);
-  index.take(0, keys[0]);
-  CHECK_EQ(index.view.peek(bytes.data(), 60, 1), 0);
-}
-
 TEST(an_entry_that_stays_half_changed_is_a_miss) {
   Memory index(10);
   const Key key = make_key(1);
@@ -167,54 +146,6 @@ TEST(a_reader_survives_any_bytes) {
     }
     CHECK(index.view.peek(wanted.data(), keys.size(), 1) <= keys.size());
   }
-}
-
-TEST(a_header_error_names_its_field) {
-  const int fd = memfd_create("index", MFD_CLOEXEC);
-  const IndexLayout layout = IndexLayout::of(100);
-  CHECK_EQ(ftruncate(fd, static_cast<off_t>(layout.file_bytes)), 0);
-  Mapping mapping;
-  CHECK_OK(Mapping::map(fd, layout.file_bytes, true, true, &mapping));
-  IndexView view(mapping.address(), layout);
-  IndexHeader& header = view.header();
-  const auto fill = [&] {
-    header.magic = kIndexMagic;
-    header.format_version = kIndexFormatVersion;
-    header.entry_capacity = 100;
-    header.bucket_lines = layout.bucket_lines;
-    header.extents_bytes = 4096;
-    view.seal_static_header();
-  };
-  const auto field_of = [&] {
-    IndexReader reader;
-    FormatMismatch mismatch;
-    const Status status = IndexReader::open(fd, &reader, &mismatch);
-    return status.ok() ? std::string("ok") : std::string(mismatch.field);
-  };
-  fill();
-  CHECK_EQ(field_of(), "ok");
-  header.magic ^= 1;
-  CHECK_EQ(field_of(), "magic");
-  fill();
-  header.format_version = 9;
-  CHECK_EQ(field_of(), "format_version");
-  fill();
-  header.extents_bytes += 1;
-  CHECK_EQ(field_of(), "static_crc");
-  fill();
-  header.entry_capacity = 0;
-  view.seal_static_header();
-  CHECK_EQ(field_of(), "entry_capacity");
-  fill();
-  header.bucket_lines *= 2;
-  view.seal_static_header();
-  CHECK_EQ(field_of(), "bucket_lines");
-  fill();
-  CHECK_EQ(ftruncate(fd, static_cast<off_t>(layout.file_bytes + 4096)), 0);
-  CHECK_EQ(field_of(), "index_file_bytes");
-  CHECK_EQ(ftruncate(fd, 100), 0);
-  CHECK_EQ(field_of(), "index_file_bytes");
-  close(fd);
 }
 
 TEST(a_reader_answers_nothing_without_a_fresh_heartbeat) {

@@ -1,7 +1,6 @@
 #include "pool/policy.h"
 
 #include <algorithm>
-#include <random>
 #include <vector>
 
 #include "support/check.h"
@@ -31,8 +30,6 @@ struct Fixture {
     return entry;
   }
 };
-
-const char* const kEvicting[] = {"LRU", "ARC", "S3FIFO"};
 
 }  // namespace
 
@@ -111,49 +108,4 @@ TEST(s3fifo_remembers_what_left_the_small_queue) {
   for (int i = 0; i < 44; ++i)
     order.push_back(f.evict());
   CHECK(std::find(order.begin(), order.end(), 0u) == order.end());
-}
-
-TEST(lists_stay_sound_under_random_use) {
-  for (const char* name : kEvicting) {
-    Fixture f(name);
-    std::mt19937 random(17);
-    std::vector<bool> in(500, false);
-    std::int64_t count = 0;
-    for (int step = 0; step < 20000; ++step) {
-      const std::uint32_t entry = random() % 500;
-      EntryLocal& local = f.entries[entry];
-      switch (random() % 6) {
-        case 0:
-        case 1:
-          if (in[entry]) break;
-          f.insert(entry, entry % 300);
-          in[entry] = true;
-          count += 1;
-          break;
-        case 2:
-          if (in[entry]) f.policy->touch(entry);
-          break;
-        case 3: {
-          const std::uint32_t victim = f.policy->victim(0);
-          if (victim == kNoEntry) break;
-          CHECK(in[victim]);
-          CHECK(f.entries[victim].is_victim());
-          f.policy->remove(victim, victim % 300, true);
-          in[victim] = false;
-          count -= 1;
-          break;
-        }
-        case 4:
-          if (in[entry]) local.pins = 1;
-          break;
-        case 5:
-          if (!in[entry] || local.pins == 0) break;
-          local.pins = 0;
-          f.policy->unblocked(entry, random() % 2 == 0);
-          break;
-      }
-      if (step % 100 == 0) CHECK_EQ(f.policy->count(0), count);
-    }
-    CHECK_EQ(f.policy->count(0), count);
-  }
 }

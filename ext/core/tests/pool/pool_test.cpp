@@ -1,4 +1,3 @@
-#include <sys/mman.h>
 #include <unistd.h>
 #include <array>
 
@@ -11,21 +10,6 @@
 
 using namespace kvstrata;
 using namespace kvstrata::testing;
-
-TEST(a_chunk_is_visible_from_its_commit_on) {
-  Fixture f;
-  const auto keys = chain(1, 3);
-  const auto reserved = f.reserve(keys);
-  for (std::uint32_t i = 0; i < 3; ++i)
-    f.write(reserved.extents[i], keys[i]);
-  CHECK_EQ(f.peek(keys), 0);
-  CHECK_EQ(first(f.commit(reserved.ticket, {0, 2})), CommitOutcome::kCommitted);
-  CHECK_EQ(f.peek(keys), 1);
-  CHECK_EQ(f.commit_one(reserved.ticket, 1), CommitOutcome::kCommitted);
-  CHECK_EQ(f.peek(keys), 3);
-  CHECK_EQ(f.commit_one(reserved.ticket, 1), CommitOutcome::kNotReserved);
-  CHECK_OK(f.pool->validate());
-}
 
 TEST(a_commit_checks_key_identity_length_and_checksums) {
   Fixture f;
@@ -49,41 +33,6 @@ TEST(a_commit_checks_key_identity_length_and_checksums) {
   // What was refused is given back.
   CHECK_EQ(f.count(EntryState::kReserved), 0);
   CHECK_EQ(copy(f.pool->stats().used_bytes), kRecordBytes);
-}
-
-TEST(an_aborted_extent_waits_for_its_last_hold) {
-  Fixture f;
-  const auto keys = chain(1, 1);
-  const auto reserved = f.reserve(keys);
-  Hold first, second;
-  CHECK_OK(f.pool->hold_reserved(reserved.ticket, 0, &first));
-  CHECK_OK(f.pool->hold_reserved(reserved.ticket, 0, &second));
-  CHECK_EQ(f.pool->abort(reserved.ticket, {}, true), 1);
-  CHECK_EQ(f.count(EntryState::kQuarantined), 1);
-  CHECK_OK(f.pool->validate());
-  // The key can be stored elsewhere meanwhile.
-  f.store(keys);
-  CHECK_EQ(f.peek(keys), 1);
-  first.drop();
-  first.drop();
-  CHECK_EQ(f.count(EntryState::kQuarantined), 1);
-  second.drop();
-  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
-  CHECK_OK(f.pool->validate());
-}
-
-TEST(a_hold_outlives_the_pool) {
-  Hold hold;
-  {
-    Fixture f;
-    const auto keys = chain(1, 1);
-    f.store(keys);
-    CHECK_OK(f.pool->hold(keys[0], nullptr, &hold));
-    f.pool->close();
-  }
-  CHECK_EQ(hold.address()[4096], 7);
-  hold.drop();
-  CHECK(!hold.is_held());
 }
 
 TEST(the_servers_own_loads_have_no_session_share) {
@@ -150,38 +99,6 @@ TEST(a_corrupt_extent_is_dropped_when_it_is_verified) {
   CHECK_EQ(f.count(EntryState::kQuarantined), 0);
   f.store(keys);
   CHECK_EQ(f.peek(keys), 3);
-  CHECK_OK(f.pool->validate());
-}
-
-TEST(clear_hides_what_is_in_use_and_frees_it_when_its_uses_end) {
-  Fixture f;
-  const std::uint32_t a = f.row(1);
-  f.store(chain(1, 3), 0, kRecordBytes, 1);
-  f.store(chain(2, 3), 0, kRecordBytes, 2);
-  f.store(chain(3, 3), 0, kRecordBytes, 2);
-  f.store(chain(4, 2), 0, kRecordBytes, 2);
-  const auto lease = f.lease(chain(3, 2), {a});
-  const auto pinned = f.lease(chain(4, 1), {0});
-  Hold hold;
-  CHECK_OK(f.pool->hold(chain(1, 1)[0], nullptr, &hold));
-  const ClearResult of_tenant = f.pool->clear(2);
-  CHECK_EQ(of_tenant.dropped, 7);
-  CHECK_EQ(of_tenant.kept, 1);
-  CHECK_EQ(f.peek(chain(1, 3)), 3);
-  CHECK_EQ(f.peek(chain(3, 3)), 0);
-  CHECK_EQ(f.peek(chain(4, 2)), 1);
-  CHECK_EQ(f.pool->clear(-1).dropped, 3);
-  CHECK_EQ(f.peek(chain(1, 3)), 0);
-  CHECK_EQ(f.pool->cleared_in_use().held, 1);
-  CHECK_EQ(f.pool->cleared_in_use().leased, 2);
-  CHECK_EQ(f.pool->stats().used_bytes, 4 * SlabMap::round_up(kRecordBytes));
-  f.store(chain(3, 3), 0, kRecordBytes, 2);  // the same keys again, while the old bytes are read
-  hold.drop();
-  CHECK(f.pool->release(lease.ticket, -1));
-  CHECK(f.pool->release(pinned.ticket, -1));
-  CHECK_EQ(f.pool->cleared_in_use().held + f.pool->cleared_in_use().leased, 0);
-  CHECK_EQ(f.pool->clear(-1).dropped, 4);
-  CHECK_EQ(f.pool->stats().used_bytes, 0);
   CHECK_OK(f.pool->validate());
 }
 

@@ -1,35 +1,9 @@
-#include <algorithm>
 #include <vector>
 
 #include "support/pool_fixture.h"
 
 using namespace kvstrata;
 using namespace kvstrata::testing;
-
-TEST(what_is_in_use_survives_any_pressure) {
-  for (const char* policy : {"LRU", "ARC", "S3FIFO"}) {
-    Fixture f(64, policy);
-    const std::uint32_t a = f.row(1);
-    const auto leased = chain(1, 8), held = chain(2, 8), old = chain(3, 8);
-    f.store(leased);
-    f.store(held);
-    f.store(old);
-    const auto lease = f.lease(leased, {a});
-    Hold hold;
-    CHECK_OK(f.pool->hold(held[7], nullptr, &hold));
-    for (std::uint64_t p = 10; p < 60; ++p) {
-      f.store(chain(p, 3), 0, p % 2 == 0 ? kRecordBytes : kRecordBytes + 12'000);
-      CHECK_OK(f.pool->validate());
-    }
-    CHECK_EQ(f.peek(leased), 8);
-    // The ancestors of what is held stay too.
-    CHECK_EQ(f.peek(held), 8);
-    CHECK(f.peek(old) < 8);
-    CHECK(f.pool->release(lease.ticket, a));
-    hold.drop();
-    CHECK_OK(f.pool->validate());
-  }
-}
 
 TEST(a_full_pool_that_is_in_use_says_so) {
   Fixture f(16);

@@ -1,35 +1,9 @@
 #include <fcntl.h>
 
-#include <vector>
-
 #include "support/pool_fixture.h"
 
 using namespace kvstrata;
 using namespace kvstrata::testing;
-
-TEST(a_dead_row_leaves_nothing_behind) {
-  Fixture f;
-  const std::uint32_t a = f.row(1), b = f.row(2);
-  f.store(chain(1, 4));
-  const auto lease = f.lease(chain(1, 4), {a});
-  const auto mine = f.reserve(chain(2, 3), a);
-  const auto other = f.reserve(chain(3, 2), b);
-  Hold hold;
-  CHECK_OK(f.pool->hold_reserved(mine.ticket, 1, &hold));
-  CHECK_OK(f.pool->row_gone(a));
-  CHECK_EQ(f.count(EntryState::kReserved), 2);
-  CHECK_EQ(f.count(EntryState::kQuarantined), 1);  // held
-  CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
-  CHECK_EQ(f.commit_one(mine.ticket, 0), CommitOutcome::kNotReserved);
-  CHECK_OK(f.pool->validate());
-  CHECK_EQ(f.row(3), a);  // the row is free again
-  hold.drop();
-  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
-  CHECK_OK(f.pool->validate());
-  CHECK(!f.pool->row_gone(77).ok());
-  CHECK(f.pool->release(lease.ticket, -1) == false);
-  CHECK_EQ(f.pool->abort(other.ticket, {}, true), 2);
-}
 
 TEST(rows_run_out_with_an_error) {
   Fixture f;
@@ -108,73 +82,6 @@ TEST(an_entry_whose_extent_lies_in_a_hole_is_not_adopted) {
   CHECK_OK(f.pool->validate());
 }
 
-TEST(adoption_keeps_what_was_committed_and_what_others_may_touch) {
-  Fixture f;
-  const std::uint32_t a = f.row(1), b = f.row(2);
-  const auto plain = chain(1, 3), leased = chain(2, 3);
-  f.store(plain);
-  f.store(leased);
-  f.lease(leased, {a});
-  const auto theirs = f.reserve(chain(3, 2), b);
-  f.reserve(chain(4, 2), 0);  // the dead server's own
-  const std::uint64_t epoch = f.pool->epoch();
-  f.adopt();
-  CHECK(f.pool->epoch() > epoch);
-  CHECK_EQ(f.count(EntryState::kUnverified), 6);
-  CHECK_EQ(f.count(EntryState::kQuarantined), 2);
-  CHECK_EQ(f.peek(plain), 0);
-  CHECK_EQ(copy(f.lease(plain, {a}).unverified), 3);
-  std::uint64_t good = 0, bad = 0;
-  CHECK_OK(f.pool->verify(packed(plain).data(), 3, &good, &bad));
-  CHECK_EQ(good, 3);
-  CHECK_EQ(f.peek(plain), 3);
-  std::uint64_t remaining = 9;
-  CHECK_OK(f.pool->verify_next(1 << 30, &remaining));
-  CHECK_EQ(remaining, 0);
-  CHECK_EQ(f.peek(leased), 3);
-  std::uint64_t lost = 0;
-  std::uint64_t verified = 0;
-  for (const Event& event : f.pool->take_events(&lost))
-    verified += event.kind == EventKind::kVerified;
-  CHECK_EQ(verified, 6);  // each once, the leased ones too
-  // Nobody asked the old rows yet: what they may touch survives pressure.
-  for (std::uint64_t p = 10; p < 60; ++p)
-    f.store(chain(p, 4));
-  CHECK_OK(f.pool->validate());
-  CHECK_EQ(f.peek(leased), 3);
-  CHECK_EQ(f.peek(plain), 0);
-  CHECK_EQ(f.count(EntryState::kQuarantined), 2);
-  CHECK_OK(f.pool->row_quiesced(a));
-  CHECK_OK(f.pool->validate());
-  CHECK_OK(f.pool->row_gone(b));
-  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
-  CHECK_OK(f.pool->validate());
-  for (std::uint64_t p = 60; p < 120; ++p)
-    f.store(chain(p, 4));
-  CHECK_EQ(f.peek(leased), 0);
-  CHECK_EQ(f.commit_one(theirs.ticket, 0), CommitOutcome::kNotReserved);
-}
-
-TEST(a_second_crash_forgets_nobody) {
-  Fixture f;
-  const std::uint32_t a = f.row(1);
-  f.store(chain(1, 2));
-  f.lease(chain(1, 2), {a});
-  f.reserve(chain(2, 1), a);
-  for (int crash = 0; crash < 3; ++crash) {
-    f.adopt();
-    CHECK_EQ(f.count(EntryState::kQuarantined), 1);
-    for (std::uint64_t p = 10; p < 40; ++p)
-      f.store(chain(p + 100 * crash, 4));
-    std::uint64_t good = 0, bad = 0;
-    CHECK_OK(f.pool->verify(packed(chain(1, 2)).data(), 2, &good, &bad));
-    CHECK_EQ(f.peek(chain(1, 2)), 2);
-  }
-  CHECK_OK(f.pool->row_quiesced(a));
-  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
-  CHECK_OK(f.pool->validate());
-}
-
 TEST(what_a_device_may_still_write_stays_quarantined_until_its_row_is_said_to_be_gone) {
   Fixture f;
   const std::uint32_t gpu = f.row(1, true), host = f.row(2);
@@ -221,5 +128,35 @@ TEST(a_stranded_row_with_nothing_to_keep_ends) {
   CHECK_EQ(kept, 0);
   CHECK_EQ(f.pool->rows().size(), 0);
   CHECK_EQ(f.pool->row_stranded(gpu, &kept).code(), StatusCode::kNotFound);
+  CHECK_OK(f.pool->validate());
+}
+
+TEST(a_row_is_current_old_or_stranded_as_its_processes_say) {
+  Fixture f;
+  const std::uint32_t row = f.row(1, true);
+  const auto is_old = [&] { return f.pool->rows().at(0).old; };
+  std::uint64_t kept = 0;
+  CHECK(!is_old());
+  CHECK_OK(f.pool->row_quiesced(row));  // stays CURRENT
+  CHECK(!is_old());
+  f.reserve(chain(1, 1), row);
+  f.adopt();
+  CHECK(is_old());
+  CHECK_EQ(f.row(1), row);  // the same session attaches again: still OLD
+  CHECK(is_old());
+  CHECK_OK(f.pool->row_stranded(row, &kept));
+  CHECK(kept != 0);
+  CHECK_OK(f.pool->row_stranded(row, &kept));
+  CHECK(is_old());
+  CHECK_OK(f.pool->validate());
+  f.adopt();  // STRANDED is forgotten, what it keeps is not
+  CHECK(is_old());
+  CHECK_EQ(f.count(EntryState::kQuarantined), 1);
+  CHECK_OK(f.pool->row_stranded(row, &kept));
+  CHECK_OK(f.pool->row_quiesced(row));
+  CHECK(!is_old());
+  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
+  CHECK_OK(f.pool->row_stranded(row, &kept));  // nothing kept: gone
+  CHECK_EQ(f.pool->rows().size(), 0);
   CHECK_OK(f.pool->validate());
 }

@@ -74,51 +74,6 @@ StatusCode read_code(const Bytes& bytes) {
 
 }  // namespace
 
-TEST(what_was_sealed_is_read_back_and_verifies) {
-  for (const std::size_t count : {1u, 2u, 32u, 224u, 225u, 257u, 1000u}) {
-    const Bytes bytes = sealed(std::vector<std::uint32_t>(count, 64), 7);
-    RecordHeader header;
-    std::vector<Section> sections(count);
-    CHECK_OK(read_record_header(bytes.data(), bytes.size(), &header, sections.data(), count));
-    CHECK_EQ(header.section_count, count);
-    CHECK_EQ(header.record_bytes(), bytes.size());
-    CHECK_EQ(header.header_bytes % 4096, 0u);
-    CHECK(header.spec.key == spec().key && header.spec.parent_key == spec().parent_key);
-    CHECK(header.spec.identity == spec().identity);
-    CHECK(header.spec.slice_digest == spec().slice_digest);
-    CHECK_EQ(header.spec.chunk_tokens, 256u);
-    CHECK_EQ(header.spec.created_unix_ms, spec().created_unix_ms);
-    CHECK(header.plain() && !header.crc_pending());
-    CHECK_EQ(sections[count - 1].offset, (count - 1) * 64);
-    CHECK_OK(verify_record(bytes.data(), bytes.size(), nullptr));
-    const Digest mine = spec().key;
-    CHECK_OK(verify_record(bytes.data(), bytes.size(), &mine));
-    const Digest other = digest(9);
-    CHECK(verify_record(bytes.data(), bytes.size(), &other).code() == StatusCode::kStale);
-  }
-}
-
-TEST(any_flipped_bit_is_noticed) {
-  const Bytes good = sealed({64, 200, 8});
-  Bytes bytes = good;
-  std::size_t unnoticed = 0;
-  for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
-    const auto mask = static_cast<unsigned char>(1u << (bit % 8));
-    bytes[bit / 8] ^= mask;
-    unnoticed += verify_record(bytes.data(), bytes.size(), nullptr).ok();
-    bytes[bit / 8] ^= mask;
-  }
-  CHECK_EQ(unnoticed, 0u);
-}
-
-TEST(a_stored_checksum_that_does_not_follow_from_the_sections_is_corrupt) {
-  Bytes bytes = sealed({64, 200, 8});
-  bytes[96] ^= 1;
-  reseal_headers(bytes);
-  CHECK(read_code(bytes) == StatusCode::kOk);
-  CHECK(verify_record(bytes.data(), bytes.size(), nullptr).code() == StatusCode::kCorrupt);
-}
-
 TEST(every_truncation_is_refused_without_reading_on) {
   const Bytes good = sealed(std::vector<std::uint32_t>(300, 3));
   for (std::size_t n = 0; n < good.size(); n += n < 600 ? 1 : 97) {
@@ -169,33 +124,6 @@ TEST(a_record_whose_checksums_are_pending_is_readable_but_not_verified) {
   CHECK_OK(read_record_header(bytes.data(), bytes.size(), &header));
   CHECK(header.crc_pending());
   CHECK(verify_record(bytes.data(), bytes.size(), nullptr).code() == StatusCode::kBusy);
-}
-
-TEST(refused_seal_changes_nothing) {
-  Bytes bytes(4096 + 99, 0xcc);
-  const Bytes before = bytes;
-  const std::uint32_t length = 100;
-  CHECK(seal_record(bytes.data(), bytes.size(), spec(), &length, 1).code() ==
-        StatusCode::kBadArgument);
-  CHECK(seal_record(bytes.data(), bytes.size(), spec(), &length, 0).code() ==
-        StatusCode::kBadArgument);
-  const std::uint32_t lengths[] = {50, 0};
-  CHECK(seal_record(bytes.data(), bytes.size(), spec(), lengths, 2).code() ==
-        StatusCode::kBadArgument);
-  CHECK(seal_record(bytes.data() + 4, bytes.size() - 4, spec(), &length, 1).code() ==
-        StatusCode::kBadArgument);
-  CHECK(bytes == before);
-}
-
-TEST(impossible_sizes_are_refused) {
-  std::uint64_t out = 0;
-  CHECK(record_bytes(0, 10, &out).code() == StatusCode::kBadArgument);
-  CHECK(record_bytes(65'537, 1 << 20, &out).code() == StatusCode::kBadArgument);
-  CHECK(record_bytes(4, 3, &out).code() == StatusCode::kBadArgument);
-  CHECK(record_bytes(1, std::uint64_t{1} << 32, &out).code() == StatusCode::kBadArgument);
-  CHECK(record_bytes(2, ~std::uint64_t{0}, &out).code() == StatusCode::kBadArgument);
-  CHECK_OK(record_bytes(1, UINT32_MAX, &out));
-  CHECK_EQ(out, 4096u + std::uint64_t{UINT32_MAX});
 }
 
 TEST(an_invalidated_record_is_none) {

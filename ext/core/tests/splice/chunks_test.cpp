@@ -81,15 +81,4 @@ TEST(lines_and_trailers_are_bounded) {
   CHECK(read(trailers, 1000).broken);
 }
 
-TEST(nothing_is_read_after_the_end) {
-  ChunkReader reader;
-  std::string coded = "0\r\n\r\n";
-  std::size_t used = 0;
-  auto* bytes = reinterpret_cast<std::uint8_t*>(coded.data());
-  CHECK_EQ(reader.decode(bytes, coded.size(), &used), 0U);
-  CHECK(reader.done());
-  CHECK_EQ(reader.decode(bytes, coded.size(), &used), 0U);
-  CHECK_EQ(used, 0U);
-}
-
 }  // namespace
