@@ -1,26 +1,36 @@
-"""How long an engine's ping takes while a stranger attacks the HTTP port, by the shape of the attack."""
+"""What attacks on the HTTP port cost engines and others, by the shape of the attack."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
 
+from kvstrata.config.common_model import ListenSettings
+from kvstrata.process.http import make_base
+from kvstrata.process.http_gate import Access
+from kvstrata.process.http_thread import make_port
+from kvstrata.process.listen import listen
 from tests.harness.controller_process import ControllerProcess
-from tests.harness.rpc_client import RpcClient
-from tests.harness.server_process import ServerProcess
 from tests.integration.process.test_http_strangers import port_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = pytest.mark.integration
 
-PINGS, ROUNDS = 100, 5
-MOST_S = 0.020
+STEP_S, ROUNDS = 0.004, 20
+"""Maximum time for which a step may keep the interpreter.  A ping asks for it four times (to wake, to read, after the
+pool, to write), and waits for SWITCH_S and a step each time: 18 of the 20 ms that an attack may cost."""
 CHUNKED = "host: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 ONE_BYTE_CHUNKS = "1\r\nx\r\n" * 50_000
 HEADERS = "".join(f"a{number}: b\r\n" for number in range(5_000))
@@ -101,38 +111,58 @@ def attacked(port: int, text: str, folder: Path, most: int = 100) -> Iterator[No
             child.wait()
 
 
-def worst_ping_s(client: RpcClient) -> float:
-    """The time of the slowest of PINGS pings; of ROUNDS rounds that of the best, since no machine is ever quiet."""
-    rounds = []
-    for _ in range(ROUNDS):
-        worst = 0.0
-        for _ in range(PINGS):
-            begun = time.perf_counter()
-            client.ping()
-            worst = max(worst, time.perf_counter() - begun)
-        rounds.append(worst)
-    return min(rounds)
+class Steps:
+    """The longest CPU time between two calls or returns of the port's thread, at each of which others may take over."""
+
+    longest_s = before_s = 0.0
+
+    def __call__(self, frame: object, event: str, argument: object) -> None:
+        if threading.current_thread().name != "kv-http":
+            sys.setprofile(None)
+            return
+        self.longest_s = max(self.longest_s, time.thread_time() - self.before_s)
+        self.before_s = time.thread_time()
 
 
-def test_no_attack_on_the_http_port_delays_an_engine(tmp_path: Path) -> None:
-    """Compared with the same attacks on another server of this machine, which take as much of the processors."""
-    with (
-        ServerProcess(tmp_path / "ours", l1_mb=16) as server,
-        ServerProcess(tmp_path / "other", l1_mb=16) as other,
-    ):
-        server.start()
-        other.start()
-        beside, under = {}, {}
-        with RpcClient(server.socket_dir) as client:
-            for name, text in SHAPES.items():
-                for target, found in ((other, beside), (server, under)):
-                    with attacked(port_of(target), text, tmp_path):
-                        found[name] = worst_ping_s(client)
-                print(f"{under[name] * 1000:8.2f} ms, {beside[name] * 1000:8.2f} ms beside it: {name}")
-    most_s = max(1.5 * max(beside.values()), MOST_S)
-    assert not {name: seconds for name, seconds in under.items() if seconds > most_s}
+def send(port: int, text: str) -> None:
+    """Send a text over a connection of its own, and read what comes until the port ends it."""
+    with socket.create_connection(("127.0.0.1", port)) as link, contextlib.suppress(ConnectionError):
+        link.sendall(text.encode("latin-1"))
+        link.shutdown(socket.SHUT_WR)
+        while link.recv(65536):
+            pass
 
 
+def app() -> FastAPI:
+    made, _ = make_base("test", lambda: (True, ""))
+    made.get("/metrics")(lambda: Response(bytes(256 << 10)))
+    return made
+
+
+async def test_no_attack_on_the_http_port_keeps_the_interpreter_from_an_engine() -> None:
+    """What else an attack could cost an engine, turns of its loop, is in tests/unit/process/test_http_thread.py."""
+    port, steps = await make_port(app, Access(ListenSettings(), "t" * 32)), Steps()
+    listener = listen(ListenSettings(port=0))
+    threading.setprofile(steps)
+    task = asyncio.create_task(port.serve(listener))
+    gc.freeze()
+    try:
+        for name, text in SHAPES.items():
+            for turn in range(1, ROUNDS + 1):  # the machine may add time, and takes none away
+                steps.longest_s = 0.0
+                await asyncio.to_thread(send, listener.port, text)
+                if steps.longest_s <= STEP_S:
+                    break
+                assert turn < ROUNDS, f"{name}: a step takes {steps.longest_s * 1000:.1f} ms"
+        assert steps.before_s
+    finally:
+        threading.setprofile(None)
+        gc.unfreeze()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.long
 def test_half_logins_do_not_take_a_controllers_api(tmp_path: Path) -> None:
     half = "POST /v1/login HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
     with ControllerProcess(tmp_path) as controller, attacked(port_of(controller), half, tmp_path, most=600):
