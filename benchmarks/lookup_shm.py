@@ -2,7 +2,8 @@
 
 The index has 1 M READY entries.  Each call asks for another chain, in random order, so that nothing is in a cache.  The
 calls are those of the connector: `CacheClient.peek` with the request's hasher.  The hasher has derived the storage keys
-before the call (that time is in `hash_128k`); a call for `with_derivation_us` derives them first.
+before the call (that time is in `hash_128k`); a call for `with_derivation_us` derives them first.  `missed_us` is the
+time to have a miss told with the next ping.
 
 Sketch: each key touches a bucket and a hot entry, which makes two cache misses; 16 keys are prefetched at a time.  The
 ratio compares with a Python dict of the same keys.
@@ -102,6 +103,7 @@ def run() -> list[dict[str, Any]]:
             "ours": (1000, lambda hasher: client.peek(identity, hasher)),
             "native": (1000, lambda hasher: reader.peek(hasher.storage_keys((digest,)), 1)),
             "derived": (500, lambda hasher: client.peek(identity, hasher.chain)),
+            "told": (1000, lambda hasher: _told(client, identity, hasher)),
             "bare": (200, lambda hasher: _in_dict(table, hasher.storage_keys((digest,)))),
         }
         taken: dict[str, list[list[float]]] = {name: [] for name in cases}
@@ -128,6 +130,8 @@ def run() -> list[dict[str, Any]]:
                 p99_us=median_spread([percentile(part, 0.99) for part in taken["ours"]])[0],
                 native_us=p50("native")[0],
                 with_derivation_us=p50("derived")[0],
+                missed_us=p50("told")[0],
+                missed_p99_us=median_spread([percentile(part, 0.99) for part in taken["told"]])[0],
                 entries=PROMPTS * CHUNKS,
             )
         ]
@@ -140,6 +144,11 @@ def _timed_us(call: Callable[[ChunkHasher], int], hasher: ChunkHasher) -> float:
     if found != CHUNKS:
         raise RuntimeError(f"{found} of {CHUNKS} chunks were found")
     return seconds * 1e6
+
+
+def _told(client: CacheClient, identity: Identity, hasher: ChunkHasher) -> int:
+    client.missed(identity, hasher, request_id="request")
+    return CHUNKS
 
 
 def _in_dict(table: dict[bytes, None], keys: bytes) -> int:
