@@ -47,10 +47,14 @@ class _RunFile:
         self.path = folder / name
         part = folder / f"{secrets.token_hex(8)}.part"
         try:
-            self._fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            os.write(self._fd, os.fsencode(f"{text}\n"))
-            os.rename(part, self.path)
+            with contextlib.ExitStack() as undo:
+                self._fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                undo.callback(os.close, self._fd)
+                undo.callback(part.unlink)
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                os.write(self._fd, os.fsencode(f"{text}\n"))
+                os.rename(part, self.path)
+                undo.pop_all()
         except OSError as error:
             raise ConfigError(
                 f"{FIELD}: cannot write {name} into {str(folder)!r}: {error.strerror}; make room there, or name a "
@@ -64,8 +68,9 @@ class _RunFile:
         return path_id(self.path) == (written.st_dev, written.st_ino)
 
     def touch(self) -> None:
-        """Mark the file as used."""
-        os.utime(self._fd)
+        """Mark the file as used, unless its file system is read-only."""
+        with contextlib.suppress(OSError):
+            os.utime(self._fd)
 
     def close(self) -> None:
         """Remove the file, unless a later process has replaced it."""

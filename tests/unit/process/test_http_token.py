@@ -51,6 +51,18 @@ def test_a_token_is_found_at_every_name_of_this_host_until_its_file_is_closed(en
     assert not file.path.exists() and find_token(f"http://localhost:{port}", environ) == ""
 
 
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(environ, port):
+    """A port tries again every 5 s to put it back."""
+    file = TokenFile(fresh_token(), port, environ)
+    file.close()
+    file.path.mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        TokenFile(fresh_token(), port, environ)
+    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
+    opened = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in opened if str(file.path.parent) in path]
+
+
 def test_the_token_of_an_ended_process_is_neither_found_nor_kept(environ, port):
     file = TokenFile(fresh_token(), port, environ)
     left = file.path.read_bytes()
