@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import re
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvstrata import __version__
+from kvstrata.config.controller_model import ControllerSettings
+from kvstrata.config.demands import bare_type
+from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.lmcache.fates import Fate, Name, find, hint
 from kvstrata.config.lmcache.flags import BUFFER_ONLY, CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
 from kvstrata.config.lmcache.migration import entry_of_ours
-from kvstrata.config.load import put
+from kvstrata.config.load import leaves, put
+from kvstrata.config.model import ServerSettings
 from kvstrata.config.secrets import secrets_in
 from kvstrata.errors import ConfigError
 
@@ -37,184 +46,87 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"command line: {message}")
 
 
-def server_parser() -> argparse.ArgumentParser:
-    """The parser of our own flags and the kept flags of LMCache. A flag that is not given is not in the namespace."""
+# A key alone stands for the flag of its own name: `l1.size_gb` for `--l1-size-gb`.
+SERVER = """
+instance_id port socket_dir chunk_size l1.size_gb l1.use_hugepages l1.numa --no-recut=l1.recut
+--forget-on-exit=l1.forget_on_exit --eviction-policy=l1.eviction_policy
+--eviction-trigger-watermark=l1.eviction_trigger_watermark --eviction-ratio=l1.eviction_ratio --l2-adapter=l2_adapters
+http.host http.port --no-http=http.enabled controller.url --cluster-curve-file=controller.curve_file
+p2p.engine p2p.listen p2p.advertise p2p.tcp p2p.mac --zone=p2p.zone --insecure=security.insecure
+"""
+CONTROLLER = """
+name http.host --host=http.host --port=http.port monitor_host monitor_ports heartbeat_s dead_after_s
+--snapshot-dir=directory.snapshot_dir --token-file=http.token_file --curve-secret-file=security.curve_secret_file
+--etcd=etcd.endpoints --advertise-url=etcd.advertise_url --insecure=security.insecure
+"""
+GATEWAY = """
+--engine=engines --host=http.host --port=http.port policy --token-file=http.token_file --picker=picker.enabled
+picker.port drain_s insecure
+"""
+HELP = {
+    "--l2-adapter": 'an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
+    '"capacity_gb": 200}\'; `none` for no L2 (a disk tier in the cache folder)',
+    "--monitor-ports": 'ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\' (these)',
+    "--engine": "an engine: http://HOST:PORT; dns+http://NAME:PORT: all of NAME; repeatable (this host's)",
+    "--p2p-tcp": "let UCX use tcp; whoever reaches its ports can read and write this process's memory",
+    "--picker": "answer Envoy's questions for an engine on a gRPC port as well",
+    "--no-http": "no admin HTTP port",
+    "--no-recut": "use no chunk of engines with other parallel sizes, block sizes or orders of axes",
+}
+"""Where the setting's description does not fit the flag."""
+
+
+def _parser(prog: str, description: str, struct: type[msgspec.Struct], flags: str) -> argparse.ArgumentParser:
+    """A parser of these flags; a flag that is not given is absent from the namespace."""
     parser = _Parser(
-        prog="lmcache-server",
-        description="KV-cache server for LLM inference. Without flags it runs on embedded defaults.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+        prog=prog, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
-    add = parser.add_argument
+    add, known, defaults = parser.add_argument, dict(leaves(struct)), struct()
     add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md (none)")
-    add("--instance-id", dest="instance_id", help="name of this instance (default: host name and port)")
-    add("--port", dest="port", type=_number, help="number after which sockets and pool are named (5555)")
-    add(
-        "--socket-dir",
-        dest="socket_dir",
-        metavar="DIR",
-        help="directory of the local sockets (below XDG_RUNTIME_DIR, else /tmp)",
-    )
-    add("--chunk-size", dest="chunk_size", type=_number, metavar="TOKENS", help="tokens in a chunk (256)")
-    add(
-        "--l1-size-gb",
-        dest="l1.size_gb",
-        type=_number,
-        metavar="GB",
-        help="shared memory for KV (4, or what fits)",
-    )
-    add(
-        "--l1-use-hugepages",
-        dest="l1.use_hugepages",
-        action=argparse.BooleanOptionalAction,
-        help="L1 in pages of 2 MiB",
-    )
-    add("--l1-numa", dest="l1.numa", metavar="NODE",
-        help="NUMA nodes of L1: default, interleave, or the number of a node (default)")  # fmt: skip
-    add("--no-recut", dest="l1.recut", action="store_false",
-        help="use no chunk of engines with other parallel sizes, block sizes or orders of axes")  # fmt: skip
-    add("--forget-on-exit", dest="l1.forget_on_exit", action="store_true",
-        help="remove the pool from shared memory at a clean exit; otherwise the next server adopts it")  # fmt: skip
-    add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")
-    add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=_number, metavar="SHARE",
-        help="occupancy above which eviction starts ahead of need (0.8)")  # fmt: skip
-    add("--eviction-ratio", dest="l1.eviction_ratio", type=_number, metavar="SHARE",
-        help="share of the pool that one such eviction frees (0.2)")  # fmt: skip
-    add("--l2-adapter", dest="l2_adapters", action="append", metavar="JSON",
-        help='an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
-        '"capacity_gb": 200}\'; `none` for no L2 (a disk tier in the cache folder)')  # fmt: skip
-    add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1), or unix:PATH")
-    add("--http-port", dest="http.port", type=_number, help="admin HTTP port (8080)")
-    add("--no-http", dest="http.enabled", action="store_false", help="no admin HTTP port")
-    add("--controller-url", dest="controller.url", metavar="URL",
-        help="reply port of the cluster's controller, as tcp://HOST:8400 (no cluster)")  # fmt: skip
-    add("--cluster-curve-file", dest="controller.curve_file", metavar="FILE",
-        help="CURVE keys of a member of the cluster (none)")  # fmt: skip
-    add("--p2p-engine", dest="p2p.engine", metavar="NAME", help="auto, ucx, nixl or off (auto)")
-    add(
-        "--p2p-listen",
-        dest="p2p.listen",
-        metavar="HOST:PORT",
-        help="address on which peers are answered (localhost:0)",
-    )
-    add(
-        "--p2p-advertise",
-        dest="p2p.advertise",
-        metavar="HOST[:PORT]",
-        help="address at which peers reach --p2p-listen (the same)",
-    )
-    add("--p2p-tcp", dest="p2p.tcp", action="store_true",
-        help="let UCX use tcp; whoever reaches its ports can read and write this process's memory")  # fmt: skip
-    add("--p2p-mac", dest="p2p.mac", action="store_true",
-        help="read from peers only records with their MAC; all instances must use the flag")  # fmt: skip
-    add("--zone", dest="p2p.zone", metavar="NAME", help="instances of one zone are near each other (none)")
-    _add_common(parser)
-    return parser
-
-
-def controller_parser() -> argparse.ArgumentParser:
-    """The parser of the controller's flags. A flag that is not given is absent from the namespace."""
-    parser = _Parser(
-        prog="lmcache-controller",
-        description="Knows which instance of a cluster holds which chunk. Without flags it listens on this host only.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md (none)")
-    add("--name", dest="name", help="name of this controller (default: host name and reply port)")
-    add(
-        *("--host", "--http-host"),
-        dest="http.host",
-        help="address of all ports (localhost); unix:PATH puts the HTTP port on a unix socket, and leaves the others "
-        "at --monitor-host",
-    )
-    add("--port", dest="http.port", type=_number, help="HTTP port (9000)")
-    add("--monitor-host", dest="monitor_host", help="address of the ZMQ ports (that of --host)")
-    add("--monitor-ports", dest="monitor_ports", type=_json_object, metavar="JSON",
-        help='ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\' (these)')  # fmt: skip
-    add(
-        "--heartbeat-s",
-        dest="heartbeat_s",
-        type=_number,
-        metavar="S",
-        help="time between two heartbeats (10)",
-    )
-    add("--dead-after-s", dest="dead_after_s", type=_number, metavar="S",
-        help="silence after which an instance is dead (30)")  # fmt: skip
-    add("--snapshot-dir", dest="directory.snapshot_dir", metavar="DIR",
-        help="folder of the directory's snapshot; `none`: without one (below the user's state folder)")  # fmt: skip
-    add(
-        "--token-file",
-        dest="http.token_file",
-        metavar="FILE",
-        help="file with the bearer token of the HTTP port (one that the process makes)",
-    )
-    add("--curve-secret-file", dest="security.curve_secret_file", metavar="FILE",
-        help="file with the CURVE key of the ZMQ ports (none)")  # fmt: skip
-    add("--etcd", dest="etcd.endpoints", action="append", metavar="HOST:PORT",
-        help="an etcd server, with https:// before it for TLS; repeatable (none)")  # fmt: skip
-    add("--advertise-url", dest="etcd.advertise_url", metavar="URL",
-        help="URL at which other controllers and users reach this controller's HTTP API (none)")  # fmt: skip
-    _add_common(parser)
-    return parser
-
-
-def gateway_parser() -> argparse.ArgumentParser:
-    """The parser of the gateway's flags. A flag that is not given is absent from the namespace."""
-    parser = _Parser(
-        prog="lmcache-gateway",
-        description="An OpenAI-compatible proxy that sends each request to one of several engines.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md (none)")
-    add("--engine", dest="engines", action="append", metavar="URL",
-        help="an engine: http://HOST:PORT; dns+http://NAME:PORT: all of NAME; repeatable (this host's)")  # fmt: skip
-    add("--host", dest="http.host", help="address to listen on (127.0.0.1), or unix:PATH")
-    add("--port", dest="http.port", type=_number, help="port (8090)")
-    add("--policy", dest="policy", metavar="NAME",
-        help="how an engine is chosen: ttft, least_loaded, round_robin or session (least_loaded)")  # fmt: skip
-    add("--token-file", dest="http.token_file", metavar="FILE",
-        help="file with the bearer token of operators (one that the process makes)")  # fmt: skip
-    add("--picker", dest="picker.enabled", action="store_true",
-        help="answer Envoy's questions for an engine on a gRPC port as well")  # fmt: skip
-    add("--picker-port", dest="picker.port", type=_number, help="that port (9002)")
-    add("--drain-s", dest="drain_s", type=_number, metavar="S", help="time for requests at a stop (30)")
-    add("--insecure", dest="insecure", action="store_true",
-        help="serve clients without keys on addresses that other machines reach")  # fmt: skip
-    _add_process(parser)
-    return parser
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    """Flags that the server and the controller share."""
-    add = parser.add_argument
-    add(
-        "--insecure",
-        dest="security.insecure",
-        action="store_true",
-        help="open ports that lack a key or token to everybody",
-    )
-    _add_process(parser)
-
-
-def _add_process(parser: argparse.ArgumentParser) -> None:
-    """Flags that all long-running processes share."""
-    add = parser.add_argument
-    add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
-    add("--log-format", dest="log_format", help="text, or json for one object a line (text)")
+    for word in f"{flags} log_level log_format".split():
+        name, _, key = word.rpartition("=")
+        name = name or "--" + re.sub("[._]", "-", key)
+        kind = bare_type(known.get(key, dict))
+        metas = getattr(known.get(key), "__metadata__", ())
+        first = "".join(meta.description or "" for meta in metas).partition(". ")[0].rstrip(".")
+        default: Any = functools.reduce(getattr, key.split("."), defaults)
+        about = HELP.get(name) or first + (f" ({default})" if default or default == 0 else "")
+        more: dict[str, Any] = {"metavar": key.rpartition(".")[2].upper()}
+        if kind is bool:
+            plain = "store_false" if name.startswith("--no-") else "store_true"
+            more = {"action": argparse.BooleanOptionalAction if name == "--l1-use-hugepages" else plain}
+            about = HELP.get(name, first)
+        elif kind in (int, float):
+            more["type"] = _number
+        elif kind is dict:
+            more["type"] = _json_object
+        elif typing.get_origin(kind) is list:
+            more["action"] = "append"
+        add(name, dest=key, help=about.replace("%", "%%"), **more)
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
         help="run without the parent process that restarts this one, as for systemd")  # fmt: skip
-    add(
-        "--version",
-        action="version",
-        version=f"{parser.prog} {__version__}",
-        help="print the version and exit",
-    )
+    add("--version", action="version", version=f"{prog} {__version__}", help="print the version and exit")
     add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready (none)")
+    return parser
+
+
+def server_parser() -> argparse.ArgumentParser:
+    """The parser of our own flags and the kept flags of LMCache."""
+    about = "KV-cache server for LLM inference. Without flags it runs on embedded defaults."
+    return _parser("lmcache-server", about, ServerSettings, SERVER)
+
+
+def controller_parser() -> argparse.ArgumentParser:
+    """The parser of the controller's flags."""
+    about = "Knows which instance of a cluster holds which chunk. Without flags it listens on this host only."
+    return _parser("lmcache-controller", about, ControllerSettings, CONTROLLER)
+
+
+def gateway_parser() -> argparse.ArgumentParser:
+    """The parser of the gateway's flags."""
+    about = "An OpenAI-compatible proxy that sends each request to one of several engines."
+    return _parser("lmcache-gateway", about, GatewaySettings, GATEWAY)
 
 
 def _json_object(text: str) -> dict[str, Any]:

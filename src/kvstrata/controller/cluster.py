@@ -241,14 +241,6 @@ class Cluster:
         """Live members, which can get commands."""
         return [member for member in self.members if member.state is MemberState.LIVE]
 
-    def issue_all(
-        self, member: Member, kind: CommandKind, arguments: Sequence[dict[str, Any]]
-    ) -> list[Issued]:
-        """Issue several commands of one kind to a member, or none. Raises NotLeading, Unavailable, Refused."""
-        self.leadership.must_lead()
-        self.commands.check_room(member, len(arguments))
-        return [self.issue(member, kind, argument) for argument in arguments]
-
     def issue_to_each(
         self, kind: CommandKind, asked: Iterable[tuple[Member, Sequence[dict[str, Any]]]]
     ) -> list[Issued]:

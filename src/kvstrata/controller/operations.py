@@ -178,7 +178,7 @@ class Operations:
             for claim, part in zip(pin.claims, parts, strict=True)
         ]
         try:
-            issued = cluster.issue_all(member, CommandKind.PIN, arguments)
+            issued = cluster.issue_to_each(CommandKind.PIN, [(member, arguments)])
         except KvstrataError:
             await cluster.orders.end_pins(pin.claim)
             raise
@@ -198,7 +198,7 @@ class Operations:
                 member = self._cluster.members.get(pin.instance)
                 if kept and member is not None:
                     ends = [{"claim": one.command.argument["claim"]} for one in kept]
-                    self._cluster.issue_all(member, CommandKind.UNPIN, ends)
+                    self._cluster.issue_to_each(CommandKind.UNPIN, [(member, ends)])
                 await self._cluster.orders.end_pins(pin.claim)
             # Otherwise the instance may keep the chunks, so the pin stays listed as it was ordered, until it expires.
         except KvstrataError as error:
@@ -213,7 +213,9 @@ class Operations:
             )
         member = self.member(pin.instance if instance is None and pin is not None else instance or "")
         claims = [claim] if pin is None else pin.claims
-        issued = self._cluster.issue_all(member, CommandKind.UNPIN, [{"claim": one} for one in claims])
+        issued = self._cluster.issue_to_each(
+            CommandKind.UNPIN, [(member, [{"claim": one} for one in claims])]
+        )
         return issued, self._supervisor.job(self._unpinned(claim, issued), "unpin")
 
     async def _unpinned(self, claim: str, issued: list[Issued]) -> None:
@@ -265,7 +267,7 @@ class Operations:
             }
             for part, spans in _pulls(keys, named.n_slices, named.spans)
         ]
-        commands = self._cluster.issue_all(target, CommandKind.PULL, arguments)
+        commands = self._cluster.issue_to_each(CommandKind.PULL, [(target, arguments)])
         task = self._supervisor.job(self._copied(commands, owner if move else None, keys), "copy of chunks")
         return commands, task
 
@@ -279,7 +281,7 @@ class Operations:
             self._cluster.journal.say("move_incomplete", leave.id, reason=reason)
             return
         try:
-            drops = self._cluster.issue_all(leave, CommandKind.EVICT, _drops(keys))
+            drops = self._cluster.issue_to_each(CommandKind.EVICT, [(leave, _drops(keys))])
         except KvstrataError as denied:
             self._cluster.journal.say(
                 "move_incomplete", leave.id, reason=f"nothing was dropped: {denied.message}"

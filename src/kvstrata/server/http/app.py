@@ -13,7 +13,6 @@ from kvstrata.process import http_log_level
 from kvstrata.process.http import make_base
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.http.bodies import (
-    ClearAnswer,
     ClearBody,
     ClearStrandedBody,
     PrefetchBody,
@@ -81,10 +80,14 @@ def make_app(admin: Admin) -> FastAPI:
         return found
 
     @app.post("/v1/clear", dependencies=guarded)
-    async def clear(body: ClearBody) -> ClearAnswer:
-        """Drop the chunks of L1, L2 or both. Puts that are under way go on; a clear of L2 drops their records too."""
+    async def clear(body: ClearBody) -> dict[str, dict[str, int]]:
+        """Drop the chunks of L1, L2 or both. Puts that are under way go on; a clear of L2 drops their records too.
+
+        `pending`: chunks dropped from L1, now or before, whose bytes are still in use: `held` by a put or a read of the
+        server, `leased` by an engine. `kept`: those that are `pinned`, or that another instance reads there.
+        """
         done = await admin.clearing.clear(body.tier, body.tenant, wait=body.wait)
-        return ClearAnswer.model_validate(done.document())
+        return done.document()
 
     @app.get("/v1/stranded", dependencies=guarded)
     async def stranded() -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers of the admin API, as pydantic models; its OpenAPI page is made from them."""
+"""Bodies of requests of the admin API, as pydantic models; its OpenAPI page is made from them."""
 
 from __future__ import annotations
 
@@ -36,21 +36,6 @@ class ClearBody(BaseModel):
     tenant: str | None = Field(None, description="Only this tenant's chunks; with `l1` alone.")
     wait: bool = Field(
         False, description="Answer when the bytes of all dropped chunks are free, at most 30 s later."
-    )
-
-
-class ClearAnswer(BaseModel):
-    """How many chunks were dropped, and whose bytes are still in use."""
-
-    cleared: dict[Literal["l1", "l2"], int] = Field(
-        description="Chunks that left each tier: no lookup finds them any more."
-    )
-    pending: dict[Literal["held", "leased"], int] = Field(
-        description="Chunks dropped from L1, now or before, whose bytes are still in use: `held` by a put or a read of "
-        "the server, `leased` by an engine. They are free when that use ends."
-    )
-    kept: dict[Literal["pinned"], int] = Field(
-        description="Chunks that stay: `pinned` in L1 through the controller, or being read there by another instance."
     )
 
 
