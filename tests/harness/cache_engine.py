@@ -248,7 +248,6 @@ class _Child:
 
     def __init__(self) -> None:
         self.engine: CacheEngine
-        self.queue: dict[int, LookupCall] = {}
 
     def start(self, socket_dir: str, group: str = "", **more: Any) -> None:
         if group:
@@ -273,22 +272,6 @@ class _Child:
         lease = result.lease and [result.lease.session.hex(), result.lease.seq, result.lease.epoch]
         return {**result._asdict(), "lease": lease, "extents": result.extents.hex()}
 
-    def wait_in_queue(self, n_chunks: int, seed: int, claim: bool = False) -> int:
-        """Look a prompt up and keep its lease, as a waiting request does; return how many chunks were found."""
-        call = self.queue[seed] = self.engine.lookup(prompt(n_chunks, seed))
-        assert call.wait(PATIENCE_S), "the lookup never ended"
-        assert not claim or call.claim()
-        return call.result.n_chunks
-
-    def revoked(self) -> list[int]:
-        """Return the seeds of the prompts whose leases the server revoked."""
-        return [seed for seed, call in self.queue.items() if call.revoked]
-
-    def load_queued(self, n_chunks: int, seed: int) -> list[int]:
-        """Load a prompt of `wait_in_queue`; return the numbers of the failed chunks."""
-        result = self.queue[seed].result
-        return sorted(self.engine.check_load(prompt(n_chunks, seed), result, sync=False))
-
     def load(self, result: dict[str, Any], n_chunks: int, seed: int = 0, sync: bool = True) -> list[int]:
         session, seq, epoch = result["lease"]
         lease = LeaseName(bytes.fromhex(session), seq, epoch)
@@ -307,10 +290,4 @@ class _Child:
 
 if __name__ == "__main__":
     child = _Child()
-    serve(
-        {
-            name: getattr(child, name)
-            for name in dir(child)
-            if name[0] != "_" and name not in ("engine", "queue")
-        }
-    )
+    serve({name: getattr(child, name) for name in dir(child) if name[0] != "_" and name != "engine"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvstrata.native.record import CopyOutcome, verify_stored_record
@@ -144,7 +144,10 @@ class ShelfAdapter(StorageAdapter):
             await self.shelf.passed(gate)
             return work()
 
-        task = asyncio.create_task(run())
+        return await self._run(run())
+
+    async def _run(self, operation: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.create_task(operation)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
@@ -177,3 +180,32 @@ class ShelfAdapter(StorageAdapter):
             return LoadOutcome(LoadStatus.CORRUPT)
         finally:
             item.hold.drop()
+
+
+class FaultyShelf(Shelf):
+    """Records, and how the operations on them end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.takes_s: Callable[[], float] = lambda: 0.0
+        self.fails: Callable[[], bool] = lambda: False
+
+
+class Medium(ShelfAdapter):
+    """An adapter on a FaultyShelf."""
+
+    shelf: FaultyShelf
+
+    async def _own(self, gate: str, work: Callable[[], Any]) -> Any:
+        if gate in ("open", "close"):
+            return await super()._own(gate, work)
+        takes_s, fails = self.shelf.takes_s(), self.shelf.fails()
+
+        async def run() -> Any:
+            await asyncio.sleep(takes_s)
+            await self.shelf.passed(gate)
+            if fails:
+                raise OSError("a planned fault")
+            return work()
+
+        return await self._run(run())

@@ -1,0 +1,91 @@
+"""P1: one outcome per request, before its deadline; nothing leaks, whatever happens to the connection."""
+
+from __future__ import annotations
+
+from tests.promises.caller import Caller, holds_nothing, prompts
+from tests.world import Server, World, tell
+
+BACK_S = 1.0
+"""Time after which a client uses a server that is back (P4)."""
+SILENT_S = 1.5
+"""Time after which a client, even an idle one, has noticed that its server is silent."""
+
+
+def test_clients_of_a_server_that_is_cut_off_silent_or_restarted_are_answered_and_leave_nothing():
+    tell(degraded)
+
+
+def degraded(world: World) -> None:
+    rng = world.random
+    server = world.server()
+    shared = prompts(world, 4, 6)
+    callers = [Caller(world.engine(server, group=bytes([n]) * 16), shared) for n in range(1, 3)]
+    for caller in callers:
+        caller.engine.copies.takes_s = lambda: rng.choice([0.0, 0.0, 0.001, 0.05])
+    world.splits = rng.random() < 0.3
+    frozen_s = 0.0
+
+    def look() -> None:
+        nonlocal frozen_s
+        frozen_s = frozen_s if server.is_frozen else world.now_s
+        is_used = any(caller.engine.client.connected for caller in callers)
+        assert not is_used or world.now_s - frozen_s < SILENT_S, "the server's silence is not noticed"
+
+    world.watchers.append(look)
+    for tokens in shared[1:]:
+        callers[0].store(tokens)
+    for _ in range(60):
+        is_well = server.instance is not None and not server.is_frozen
+        match rng.randrange(20):
+            case 0 | 1:
+                at = rng.choice([rng.randrange(100), rng.randrange(2000)])
+                rng.choice(callers).engine.cut(**{rng.choice(["sent", "received"]): at})
+            case 2 if is_well:
+                world.note("the server is frozen")
+                server.is_frozen = True
+            case 3 if is_well and rng.random() < 0.5:
+                server.stop()
+            case 2 | 3 | 4 | 5 | 6 | 7 | 8 if not is_well:
+                heal(server)
+            case _:
+                rng.choice(callers).act()
+        if rng.random() < 0.5:
+            world.sleep(rng.choice([0.0005, 0.005, 0.05, 0.4]))
+    ends_well(world, server, callers)
+
+
+def heal(server: Server) -> None:
+    server.world.note("the server is well")
+    server.is_frozen = False
+    if server.instance is None:
+        server.start()
+
+
+def ends_well(world: World, server: Server, callers: list[Caller]) -> None:
+    """The cache is in use again soon, all calls are answered, and the pool holds what the callers own."""
+    heal(server)
+    for caller in callers:
+        caller.engine.cut()
+    clients = [caller.engine.client for caller in callers]
+    assert world.wait(lambda: all(client.connected for client in clients), BACK_S), (
+        "the server is not used again"
+    )
+    world.run(lambda: not any(caller.waits for caller in callers), "all calls are answered")
+    for caller in callers:
+        job = caller.store()
+        assert job is not None
+        world.run(lambda: not caller.waits, "a store is answered")  # noqa: B023
+        assert set(job.outcomes) <= {"stored", "present"}, job.outcomes
+    stats = server.parts.pool.stats
+    owned = sum(len(caller.owned()) for caller in callers)
+    world.run(lambda: stats()["leases"] == owned, f"{owned} leases, not {stats()['leases']}")
+    world.sleep(2.0)
+    assert stats()["leases"] == owned == sum(len(caller.owned()) for caller in callers)
+    for caller in callers:
+        while caller.held:
+            caller.load()
+            world.run(lambda: not caller.waits, "a load ends")  # noqa: B023
+    for client in clients:
+        under_way = ("copies_running", "requests_under_way", "store_backlog_bytes")
+        world.run(lambda: not any(client.stats()[name] for name in under_way), "the client is idle")  # noqa: B023
+    holds_nothing(server)
