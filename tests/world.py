@@ -265,7 +265,7 @@ class Server:
         )
         self.instance = self.run(open_instance(self._plan, shell))
         parts = self.parts
-        self.run(self.instance.attach.start(self.instance.boundary.on_frame))
+        self.run(self.instance.attach.start(parts.requests.on_frame))
         parts.pool.heartbeat()
         self._supervisor.spawn(heartbeat(parts.pool, parts.events), "heartbeat")
         self._supervisor.spawn(self.instance.housekeeping.run(), "housekeeping")

@@ -154,7 +154,6 @@ def newcomer_gets_room(world: World, server: Server) -> None:
     world.run(lambda: engine.client.connected and engine.identity().ready, "the newcomer connects")
     caller = Caller(engine, [])
     for number in world.random.sample(range(PROMPTS), 3):
-        caller.store(prompt(CHUNKS, number))
         ends_s = world.now_s + ROOM_S
         found = 0
         while found < CHUNKS:
@@ -166,5 +165,6 @@ def newcomer_gets_room(world: World, server: Server) -> None:
                     caller.held.remove(lookup)
                     engine.client.release([lookup.call.result.lease])
             if found < CHUNKS:
+                caller.store(prompt(CHUNKS, number))  # what was evicted is not found by waiting
                 caller.look_up(prompt(CHUNKS, number), 2000)
                 world.sleep(0.02)
