@@ -21,7 +21,7 @@ from kvstrata import text
 from tests.harness import mooncake, own_commands, vllm_env, vllm_model
 from tests.harness.amount import ALL
 from tests.harness.forks import Forks
-from tests.harness.promtool import Promtool
+from tests.harness.prometheus import Promtool
 from tests.tools import fetch_debian, fetch_wheels
 
 os.environ["KVSTRATA_TESTING"] = "1"  # permits servers with failpoints and with adapters of type fault_inject

@@ -1,8 +1,10 @@
-"""The kernels are compiled with the compiler that comes from PyPI, where no other is."""
+"""The kernels: they are built, used on a real GPU, and what a machine without nvcc says."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import fetch_wheels
+from tests.harness.cuda_driver import environment
+from tests.tools import fetch_wheels, gpu_run
+from tests.tools.gpu_pack import pieces
 from tests.tools.provision import ROOT
+
+pytestmark = pytest.mark.long
 
 FATBIN_MAGIC = bytes.fromhex("50ed55ba")
 PROGRAM = """
@@ -24,7 +30,6 @@ print(make_kernels(Builder(), werror=True))
 """
 
 
-@pytest.mark.long
 @pytest.mark.integration
 def test_kernels_are_built_by_the_packages_of_pypi_where_no_other_nvcc_is_named(tmp_path: Path) -> None:
     try:
@@ -52,3 +57,59 @@ def test_kernels_are_built_by_the_packages_of_pypi_where_no_other_nvcc_is_named(
     assert Path(nvcc).is_relative_to(packages)
     assert Path(made).is_relative_to(tmp_path)
     assert Path(made).read_bytes().startswith(FATBIN_MAGIC)
+
+
+BUILT = ROOT / "build" / "native" / "cuda" / "command.txt"
+
+
+def test_no_step_of_the_codec_is_contracted_or_flushed_to_zero(tmp_path: Path) -> None:
+    if not BUILT.exists():
+        pytest.skip("the kernels were not built here: install the CUDA toolkit (nvcc), then `make cuda`")
+    command = [
+        part for part in shlex.split(BUILT.read_text()) if not part.startswith(("-gencode", "-fatbin"))
+    ]
+    target = tmp_path / "kernels.ptx"
+    subprocess.run([*command, "-ptx", "-arch=compute_80", "-o", str(target)], cwd=ROOT, check=True)
+    kernels = dict(re.findall(r"\.entry (kvstrata_fp8_\w+)\((.*?)\n}", target.read_text(), re.DOTALL))
+    assert len(kernels) == 13
+    for name, body in kernels.items():
+        floats = set(re.findall(r"\b(\w+(?:\.\w+)*\.f32)\b", body))
+        # Without ".rn" the driver's assembler may contract them still.
+        assert not {step for step in floats if re.match("fma|mad|mul.f32|add.f32|sub.f32|div.[^r]", step)}, (
+            name
+        )
+        assert not {step for step in floats if "ftz" in step}, name
+        if name.startswith("kvstrata_fp8_encode"):
+            assert {"mul.rn.f32", "add.rn.f32", "div.rn.f32"} <= floats, name
+
+
+def test_the_tests_of_stage_one_reach_the_driver_and_the_figures_of_stage_two_refuse_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", environment()["LD_LIBRARY_PATH"])
+    # Nothing is compiled: other tests use the modules meanwhile.
+    monkeypatch.setattr(gpu_run, "prepare", lambda end_s: "")
+    failed = gpu_run.run_stage(1, tmp_path, more=["-k", "staging_buffer_is_too_small"])
+    told = (tmp_path / "gpu-1.txt").read_text()
+    assert not failed and "1 passed" in told, told
+    assert gpu_run.run_stage(2, tmp_path)
+    assert "whose speed says nothing" in (tmp_path / "gpu-2.txt").read_text()
+
+
+def test_a_stage_that_runs_out_of_time_says_so_and_leaves_no_process() -> None:
+    done = gpu_run.run(
+        [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"], 0.0
+    )
+    assert "not ended when" in done.failure
+
+
+def test_pieces_hold_every_wheel_once_and_none_is_too_large(tmp_path: Path) -> None:
+    wheels = []
+    for number, size in enumerate((30, 50, 20, 64, 1, 40)):
+        wheels.append(tmp_path / f"{number}.whl")
+        wheels[-1].write_bytes(bytes(size))
+    made = pieces(wheels, 64)
+    assert sorted(path for piece in made for path in piece) == sorted(wheels)
+    assert all(sum(path.stat().st_size for path in piece) <= 64 for piece in made)
+    with pytest.raises(ValueError, match=r"3\.whl"):
+        pieces(wheels, 63)

@@ -76,8 +76,6 @@ class Copies(RuleBasedStateMachine):
             self._store(slot, [2 * slot, 2 * slot + 1])
         self.finish()
 
-    # -- what is there -----------------------------------------------------------------------------------------
-
     def _write(self, block: int) -> None:
         chance = random.Random(next(self.numbers))
         self.blocks[block] = tuple(chance.randbytes(self.kv.image_bytes) for _ in range(SHAPE.layers))
@@ -124,8 +122,6 @@ class Copies(RuleBasedStateMachine):
         assert self.engine.submit(job.number, kind, plan, [item])  # type: ignore[arg-type]
         job.disturbed = self.failing
         self.jobs[job.number] = job
-
-    # -- rules -------------------------------------------------------------------------------------------------
 
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:

@@ -37,7 +37,6 @@ def key(number: int) -> bytes:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until `condition()` is true. Raises AssertionError after `HANG_S`."""
     end = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < end, "the condition never came true"
@@ -45,7 +44,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def attach(worker: Child, place: Place, session: str, **request: Any) -> int:
     """Let the worker attach; return its row. `request` has fields of the attach request."""
-    row: int = worker.ask("attach", socket_dir=str(place.socket_dir), session=session, **request)["row"]
+    row: int = worker.ask("attach", socket_dir=str(place.socket_dir), session=session, **request)
     return row
 
 

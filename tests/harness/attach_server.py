@@ -37,8 +37,6 @@ from tests.harness.open_files import open_files
 
 
 class Place(NamedTuple):
-    """The directories of one instance."""
-
     socket_dir: Path
     segment_dir: Path
 
@@ -66,10 +64,7 @@ class Handlers:
         self._attach = attach
 
     def rows(self) -> list[dict[str, Any]]:
-        return [
-            {"row": row["row"], "session": encode(row["session"]), "old": row["old"]}
-            for row in self._pool.rows()
-        ]
+        return [{"row": row["row"], "old": row["old"]} for row in self._pool.rows()]
 
     def claim(self, count: int) -> None:
         """Claim rows for processes that do not exist."""
@@ -89,24 +84,6 @@ class Handlers:
     def reserve(self, row: int, keys: str, record_bytes: int) -> dict[str, Any]:
         ticket, outcomes, extents = self._pool.reserve(decode(keys), b"", record_bytes, row, bytes(32), 0)
         return {"ticket": ticket, "outcomes": list(outcomes), "extents": list(unpack_extents(extents))}
-
-    def commit(self, ticket: int, indices: list[int]) -> list[int]:
-        return list(self._pool.commit(ticket, indices))
-
-    def lease(self, keys: str, rows: list[int]) -> dict[str, Any]:
-        ticket, n_chunks, extents, unverified, _ = self._pool.lease(decode(keys), 1, rows)
-        return {
-            "ticket": ticket,
-            "n": n_chunks,
-            "extents": list(unpack_extents(extents)),
-            "unverified": unverified,
-        }
-
-    def release(self, ticket: int, row: int) -> bool:
-        return bool(self._pool.release(ticket, row))
-
-    def verify(self, keys: str) -> list[int]:
-        return list(self._pool.verify(decode(keys)))
 
     def quiesced(self, row: int) -> None:
         self._pool.row_quiesced(row)
@@ -130,9 +107,6 @@ class Handlers:
                 tell("cleared", rows=[one.seen.row for one in cleared])
 
         self._clearing = asyncio.ensure_future(clear())
-
-    def heartbeat(self) -> None:
-        self._pool.heartbeat()
 
 
 class Hooks:
@@ -192,8 +166,6 @@ async def main(options: dict[str, Any]) -> None:
             socket_dir=Path(options["socket_dir"]),
             directory=Path(options["segment"]),
             extents_bytes=options.get("extents_bytes", 16 << 20),
-            policy=options.get("policy", "LRU"),
-            entry_capacity=options.get("entry_capacity"),
         )
     )
     attach = AttachServer(
@@ -222,19 +194,10 @@ async def main(options: dict[str, Any]) -> None:
             answer(line, table)
 
     asyncio.get_running_loop().add_reader(0, readable)
-    tell(
-        "listening",
-        adopted=segment.adopted,
-        backing=segment.backing,
-        reason=segment.reason,
-        epoch=segment.pool.epoch,
-    )
+    tell("listening", adopted=segment.adopted, epoch=segment.pool.epoch)
     await ended.wait()
     await attach.stop()
-    if options.get("destroy"):
-        segment.destroy()
-    else:
-        segment.close()
+    segment.close()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstrata.memory import linux
 from kvstrata.memory.attach.client import Attachment, attach, process_locks
-from kvstrata.native.index import ExtentsMap, IndexReader
+from kvstrata.native.index import ExtentsMap
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.wire import PROTOCOL_VERSION
 from kvstrata.types import LayoutIdentity, Role, Slice, facts_digest
@@ -62,7 +62,6 @@ def pool_mappings() -> list[str]:
 
 
 def closed(attachment: Attachment) -> bool:
-    """Whether the server has closed the connection."""
     try:
         attachment.link.receive()
     except BlockingIOError:
@@ -73,16 +72,11 @@ def closed(attachment: Attachment) -> bool:
 
 
 class Worker:
-    """The operations that a test can ask for."""
-
     def __init__(self) -> None:
         self._attachments: dict[str, Attachment] = {}
         self._maps: dict[str, ExtentsMap] = {}
-        self._readers: dict[str, IndexReader] = {}
 
-    def attach(
-        self, socket_dir: str, session: str, timeout_s: float = 30.0, **request: Any
-    ) -> dict[str, Any]:
+    def attach(self, socket_dir: str, session: str, timeout_s: float = 30.0, **request: Any) -> int:
         if "layers" in request:
             request["layers"] = tuple(request["layers"])
         if "group" in request:
@@ -91,13 +85,12 @@ class Worker:
             Path(socket_dir), make_request(session=decode(session), **request), process_locks(), timeout_s
         )
         self._attachments[session] = attachment
-        return {"row": attachment.row, "epoch": attachment.epoch, "pool_id": encode(attachment.pool_id)}
+        return attachment.row
 
     def map(self, session: str) -> None:
-        """Map index and extents as the client does, and close the descriptors."""
+        """Map the extents as the client does, and close the descriptors."""
         attachment = self._attachments[session]
         self._maps[session] = ExtentsMap(attachment.extents_fd, attachment.extents_bytes)
-        self._readers[session] = IndexReader(attachment.index_fd)
         attachment.close_pool_fds()
 
     def write(self, session: str, offset: int, data: str) -> None:
@@ -106,9 +99,6 @@ class Worker:
 
     def read(self, session: str, offset: int, length: int) -> str:
         return encode(bytes(self._maps[session].view(offset, length)))
-
-    def peek(self, session: str, keys: str) -> int:
-        return self._readers[session].peek(decode(keys), 1)
 
     def try_write_index(self, session: str) -> str:
         """Try to map the index for writing; return the error's text, "" when the map succeeded."""
@@ -161,7 +151,6 @@ class Worker:
         return [list(file) for file in process_locks().held()]
 
     def open_lock_files(self) -> int:
-        """Count the descriptors of lock files in this process."""
         held = {tuple(file) for file in process_locks().held()}
         count = 0
         for entry in os.scandir("/proc/self/fd"):

@@ -9,5 +9,4 @@ __all__ = ["PagedBlocks", "layout_identity"]
 
 
 def layout_identity(chunk_tokens: int = 16, model: str = "test-model") -> LayoutIdentity:
-    """Make a layout identity."""
     return LayoutIdentity(model=model, kv_dtype="bf16", chunk_tokens=chunk_tokens)

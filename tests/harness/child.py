@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tests.harness.signals import send
@@ -41,7 +40,7 @@ class ChildEnded(Exception):
 class Child:
     """A child that runs `python -m module arguments`, through the command `under` if given (`unshare …`, `setpriv …`).
 
-    `clone` is a checkout with a `.venv`, whose Python and modules the child runs; `python` is another Python.
+    `python` is another Python than ours.
     """
 
     def __init__(
@@ -51,11 +50,8 @@ class Child:
         under: Sequence[str] = (),
         log: Path,
         environment: Mapping[str, str] | None = None,
-        clone: Path = ROOT,
-        python: Path | None = None,
+        python: Path = Path(sys.executable),
     ) -> None:
-        if python is None:
-            python = Path(sys.executable) if clone == ROOT else clone / ".venv/bin/python"
         self.events: list[dict[str, Any]] = []
         self._log = log
         self._buffer = b""
@@ -65,7 +61,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                cwd=clone,
+                cwd=ROOT,
                 env=environment,
                 start_new_session=True,
             )
@@ -116,7 +112,6 @@ class Child:
             pid = int(children[0])
 
     def kill(self) -> None:
-        """Send SIGKILL and wait for the end."""
         self.signal(signal.SIGKILL)
         self._process.wait()
 
@@ -149,9 +144,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import zmq
@@ -100,9 +99,7 @@ class Cluster:
             self._stack = self._stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def member(self, number: int) -> dict[str, Any] | None:

@@ -11,7 +11,6 @@ import struct
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -100,10 +99,7 @@ class ClusterInstance:
         socket.connect(f"tcp://127.0.0.1:{port}")
         return socket
 
-    # --- raw ----------------------------------------------------------------------------------------------
-
     def next_seq(self) -> int:
-        """Return a fresh number for the next request."""
         self.seq += 1
         return self.seq
 
@@ -128,10 +124,7 @@ class ClusterInstance:
         assert isinstance(answer, kind), answer
         return answer
 
-    # --- the protocol ---------------------------------------------------------------------------------------
-
     def register(self, timeout_s: float = HANG_S, **changes: Any) -> wire.Registered:
-        """Register, for the first time or again."""
         fields: dict[str, Any] = {
             "protocol": wire.CLUSTER_PROTOCOL_VERSION,
             "instance": self.name,
@@ -155,7 +148,6 @@ class ClusterInstance:
         return answer
 
     def goodbye(self) -> None:
-        """Tell the controller that this instance ends."""
         self.ask(wire.Goodbye(self.next_seq(), self.name, self.incarnation), wire.Done)
 
     def sync_parts(self, held: Mapping[str, bytes], part_bytes: int = 65_536) -> list[wire.SyncPart]:
@@ -188,7 +180,6 @@ class ClusterInstance:
         )
 
     def end(self, n_parts: int, held: Mapping[str, bytes]) -> None:
-        """End the sync."""
         counts = {tier: len(tags) // 8 for tier, tags in held.items()}
         self.ask(
             wire.SyncEnd(self.next_seq(), self.name, self.incarnation, self.sync_number, n_parts, counts),
@@ -298,7 +289,5 @@ class ClusterInstance:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -52,7 +51,6 @@ class ControllerDouble:
 
     @property
     def url(self) -> str:
-        """The controller URL for instances."""
         return f"tcp://127.0.0.1:{self.ports['reply']}"
 
     def until(self, condition: Callable[[], Any]) -> None:
@@ -77,19 +75,15 @@ class ControllerDouble:
                     self._take(name, socket)
 
     def asked_for(self, kind: type[msgspec.Struct]) -> list[Any]:
-        """Return the requests of this kind so far."""
         return [one for one in self.asked if isinstance(one, kind)]
 
     def close(self) -> None:
-        """Close all sockets."""
         self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _take(self, name: str, socket: zmq.Socket[bytes]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from kvstrata.cli.ctl import reachable
@@ -81,7 +80,6 @@ class ControllerProcess(Logged):
 
     @property
     def url(self) -> str:
-        """URL of the HTTP port, without a path."""
         return f"http://127.0.0.1:{self.http_port}"
 
     def ask(self, path: str, body: Any = None, *, method: str = "", token: str | None = None) -> Any:
@@ -114,8 +112,6 @@ class ControllerProcess(Logged):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._process is not None:
             self.kill()

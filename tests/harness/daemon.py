@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.harness.forks import Command
@@ -81,7 +80,6 @@ class Spawned:
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process."""
         send(self.pid, number)
 
     def freeze(self) -> None:
@@ -89,11 +87,9 @@ class Spawned:
         self.signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Send SIGCONT."""
         self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Send SIGKILL and wait for the end. Idempotent."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -127,7 +123,6 @@ class Daemon(Spawned, ABC):
 
     @property
     def address(self) -> str:
-        """The server's `host:port`."""
         return f"127.0.0.1:{self.port}"
 
     @abstractmethod
@@ -162,7 +157,5 @@ class Daemon(Spawned, ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.kill()

@@ -52,11 +52,9 @@ class Endpoint:
             self._server.send(address, encode(reply))
 
     def answer(self, request: Any) -> ClusterReply | None:
-        """Return the reply to a request."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the socket."""
         self._server.close()
 
 

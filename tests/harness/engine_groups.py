@@ -49,7 +49,6 @@ class Groups(NamedTuple):
 
 @contextlib.contextmanager
 def open_groups(server: ServerProcess) -> Iterator[Groups]:
-    """The engine, attached to a server."""
     with (
         CacheEngine(server.socket_dir, rank=0, ranks=2) as whole,
         CacheEngine(server.socket_dir, rank=1, ranks=2, span=SPAN) as windowed,

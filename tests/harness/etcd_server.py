@@ -45,7 +45,6 @@ class EtcdServer(Daemon):
 
     @property
     def url(self) -> str:
-        """The server's URL for clients."""
         return f"{'https' if self._tls else 'http'}://{self.address}"
 
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:

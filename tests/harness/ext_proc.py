@@ -19,7 +19,6 @@ def headers(kind: str = "request_headers", end: bool = False, **values: str) -> 
 
 
 def part(kind: str, body: bytes, end: bool = False) -> Any:
-    """A message with a part of a body."""
     message = pb.ProcessingRequest()
     getattr(message, kind).body = body
     getattr(message, kind).end_of_stream = end
@@ -27,7 +26,6 @@ def part(kind: str, body: bytes, end: bool = False) -> Any:
 
 
 def trailers(kind: str) -> Any:
-    """A message with trailers."""
     message = pb.ProcessingRequest()
     getattr(message, kind).SetInParent()
     return message

@@ -83,11 +83,9 @@ class Command:
             return self.returncode
 
     def kill(self) -> None:
-        """Send SIGKILL. Idempotent."""
         self._signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Send SIGTERM. Idempotent."""
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
@@ -158,9 +156,6 @@ class Forks:
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
-
-
-# -- the process ----------------------------------------------------------------------------------------------------
 
 
 def serve() -> None:

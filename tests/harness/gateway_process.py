@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -41,17 +41,14 @@ class GatewayProcess(Logged):
 
     @property
     def url(self) -> str:
-        """URL of its port."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def port(self) -> int:
-        """Its port."""
         return int(self.ready["http_port"])
 
     @property
     def token(self) -> str:
-        """The operators' token."""
         return Path(self.ready["http_token_file"]).read_text().strip()
 
     def write(self) -> None:
@@ -77,11 +74,33 @@ class GatewayProcess(Logged):
         return self._process.wait(60)
 
     async def status(self, session: aiohttp.ClientSession) -> dict[str, Any]:
-        """The gateway's status page."""
         headers = {"Authorization": f"Bearer {self.token}"}
         async with session.get(f"{self.url}/gateway/status", headers=headers) as response:
             assert response.status == 200
             return dict(await response.json())
+
+    async def until(
+        self, session: aiohttp.ClientSession, what: str, holds: Callable[[dict[str, Any]], object]
+    ) -> None:
+        """Wait until its status is so."""
+
+        async def there() -> object:
+            return holds(await self.status(session))
+
+        await eventually_async(what, there)
+
+    async def until_engine(self, session: aiohttp.ClientSession, name: str, state: str) -> None:
+        """Wait until an engine is `up`, or `down`."""
+        row = {"name": name, "state": state}
+        await self.until(
+            session, f"{row}", lambda page: any(row.items() <= one.items() for one in page["engines"])
+        )
+
+    def reload(self, **settings: Any) -> None:
+        """Have it read these settings anew, and those that were changed in `settings`."""
+        self.settings |= settings
+        self.write()
+        self.signal(signal.SIGHUP)
 
     async def until_sample(self, session: aiohttp.ClientSession, sample: str, value: float) -> None:
         """Wait until /metrics, whose page is up to 0.25 s old, has this value for a sample (name with labels)."""
@@ -102,8 +121,6 @@ class GatewayProcess(Logged):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._process is not None:
             self.kill()

@@ -8,9 +8,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from kvstrata.client import CacheClient, LoadItem, LookupResult, StoreJob
+from kvstrata.client import CacheClient, LoadItem, StoreJob
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
@@ -143,7 +142,6 @@ class Rank:
         self.identity = self.client.identity(RequestIdentity(salt=engine.salt))
 
     def blocks_of(self, chunk: int) -> list[int]:
-        """Return the blocks of chunk number `chunk`."""
         per_chunk = CHUNK // self.geometry.block_tokens
         return list(range(chunk * per_chunk, (chunk + 1) * per_chunk))
 
@@ -201,22 +199,18 @@ class GeometryEngine:
         ]
 
     def __enter__(self) -> GeometryEngine:
+        """Wait until all workers are attached, and know of each other."""
         for rank in self.ranks:
             rank.client.start()
+        eventually("all workers are attached", lambda: all(rank.client.connected for rank in self.ranks))
+        eventually("the identity is ready", lambda: all(rank.identity.ready for rank in self.ranks))
         return self
 
     def __exit__(self, *_: object) -> None:
         for rank in self.ranks:
             rank.client.close()
 
-    def connect(self) -> GeometryEngine:
-        """Wait until all workers are attached, and know of each other."""
-        eventually("all workers are attached", lambda: all(rank.client.connected for rank in self.ranks))
-        eventually("the identity is ready", lambda: all(rank.identity.ready for rank in self.ranks))
-        return self
-
     def hasher(self, tokens: Sequence[int]) -> ChunkHasher:
-        """Return a hasher that has been fed a prompt."""
         hasher = self.ranks[0].identity.hasher()
         hasher.feed(tokens)
         return hasher
@@ -236,22 +230,15 @@ class GeometryEngine:
         assert all(job.done.wait(PATIENCE_S) for job in jobs)
         return [str(outcome) for job in jobs for outcome in job.outcomes]
 
-    def looked_up(self, tokens: Sequence[int], deadline_ms: int = 10_000) -> LookupResult:
-        """Look a prompt up."""
-        first = self.ranks[0]
-        call = first.client.lookup(
-            first.identity, self.hasher(tokens), request_id="a request", deadline_ms=deadline_ms
-        )
-        assert call.wait(PATIENCE_S)
-        return call.result
-
-    def hit(self, tokens: Sequence[int], **more: Any) -> int:
+    def hit(self, tokens: Sequence[int], deadline_ms: int = 10_000) -> int:
         """Look a prompt up, load it into all workers, and assert that each byte is right; how many chunks it had."""
-        result = self.looked_up(tokens, **more)
+        first, hasher = self.ranks[0], self.hasher(tokens)
+        call = first.client.lookup(first.identity, hasher, request_id="a request", deadline_ms=deadline_ms)
+        assert call.wait(PATIENCE_S)
+        result, slices = call.result, first.client.slices
         if not result.n_chunks:
             return 0
         assert result.lease is not None
-        hasher, slices = self.hasher(tokens), self.ranks[0].client.slices
         for rank in self.ranks:
             rank.cache.memory[:] = bytes(len(rank.cache.memory))
             mine = unpack_extents(result.extents)[slices.index(rank.client.slice_digest) :: len(slices)]

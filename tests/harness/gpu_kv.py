@@ -79,15 +79,12 @@ class Tensor(NamedTuple):
     dtype: str = "torch.bfloat16"
 
     def stride(self) -> tuple[int, ...]:
-        """Return the strides in elements."""
         return self.strides
 
     def element_size(self) -> int:
-        """Return the bytes of an element."""
         return ELEMENT_BYTES
 
     def data_ptr(self) -> int:
-        """Return the address."""
         return self.address
 
 
@@ -212,11 +209,9 @@ class PagedKv:
 
     @staticmethod
     def memory_bytes(shape: Shape, block_tokens: int, num_blocks: int) -> int:
-        """Return the bytes of all blocks of all layers."""
         return shape.layers * num_blocks * block_tokens * shape.token_bytes
 
     def address(self, layer: int, block: int) -> int:
-        """Return the address of a block."""
         return self.layers[layer].base + block * self.layers[layer].block_stride_bytes
 
     def _places(self, first: int, last: int) -> list[tuple[int, int, int]]:
@@ -259,7 +254,6 @@ class Later(NamedTuple):
 
     @property
     def raw(self) -> bytes:
-        """The bytes now."""
         return ctypes.string_at(self.address, self.length)
 
 
@@ -337,6 +331,5 @@ class DeviceKv(PagedKv):
         ]
 
     def close(self) -> None:
-        """Free the memory; no copy may run."""
         self.device.free(self.base)
         self.device.free(self._pattern)

@@ -12,7 +12,6 @@ INFO = b"used_memory:1\r\nmaxmemory:0\r\n"
 
 
 def bulk(value: bytes) -> bytes:
-    """A bulk string."""
     return b"$%d\r\n%b\r\n" % (len(value), value)
 
 
@@ -46,7 +45,6 @@ class Hostile:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def entry(self, **more: Any) -> dict[str, Any]:
-        """An adapter's entry for this server."""
         assert self._server is not None
         port = self._server.sockets[0].getsockname()[1]
         return {"type": "resp", "host": "127.0.0.1", "port": port, "request_timeout": 1.0, **more}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvstrata.rpc import wire
@@ -38,12 +39,31 @@ def check_and_release(client: RpcClient, reply: wire.LookupReply, chain: bytes) 
     client.release([(client.session, reply.seq)])
 
 
+def served(
+    client: RpcClient, identity: wire.IdentifyReply, chain: bytes, deadline_ms: int = 20_000
+) -> tuple[int, int]:
+    """Look a prompt up; return how many chunks came from L1 and how many from L2, once their bytes were checked."""
+    reply = client.lookup(identity.identity_id, chain, deadline_ms=deadline_ms)
+    check_and_release(client, reply, chain)
+    return reply.l1_chunks, reply.l2_chunks
+
+
 def stored(client: RpcClient, n_chunks: int) -> tuple[wire.IdentifyReply, bytes]:
     """Store a prompt in L1, from where the server puts it to L2; return its identity and its chain."""
     identity = client.identify()
     chain = chain_of(identity.root, n_chunks)
     client.store(identity, chain)
     return identity, chain
+
+
+def assert_shared(one: ServerProcess, other: ServerProcess) -> None:
+    """Assert that each of two servers is served by their medium what the first one has stored."""
+    with RpcClient(one.socket_dir) as writer, RpcClient(other.socket_dir) as reader:
+        _, chain = stored(writer, 6)
+        until_stored(writer)
+        assert served(reader, reader.identify(), chain) == (0, 6)
+        clear_l1(writer)
+        assert served(writer, writer.identify(), chain) == (0, 6)
 
 
 class Load:
@@ -55,18 +75,15 @@ class Load:
         self.number = 0
 
     def prompt(self) -> bytes:
-        """Store a new prompt; return its chain."""
         self.number += 1
         chain = chain_of(self.identity.root, N_CHUNKS, first_token=self.number * 10_000)
         self.client.store(self.identity, chain)
         return chain
 
     def served(self, chain: bytes) -> tuple[int, int]:
-        """Look a prompt up; return how many chunks came from L1 and how many from L2."""
-        reply = self.client.lookup(self.identity.identity_id, chain, deadline_ms=5_000)
-        check_and_release(self.client, reply, chain)
+        found = served(self.client, self.identity, chain, deadline_ms=5_000)
         self.client.resume([])
-        return reply.l1_chunks, reply.l2_chunks
+        return found
 
     def step(self) -> int:
         """Store a prompt, look it up in L1, clear L1, and look the prompt up again; return how many chunks L2 gave."""
@@ -79,3 +96,14 @@ class Load:
     def until_served(self) -> None:
         """Repeat `step` until L2 serves a whole prompt (again)."""
         until(self.client, lambda status: self.step() == N_CHUNKS)
+
+    def outlives(self, fails: Callable[[], object], comes_back: Callable[[], object]) -> None:
+        """Assert that a medium that fails costs misses, and serves whole prompts again once it has come back."""
+        self.until_served()
+        fails()
+        try:
+            for _ in range(4):
+                assert self.step() == 0
+        finally:
+            comes_back()
+        self.until_served()

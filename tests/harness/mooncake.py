@@ -14,7 +14,6 @@ import socket
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tests.harness import child
@@ -68,7 +67,6 @@ class Master(Daemon):
 
     @property
     def metadata_server(self) -> str:
-        """URL of the master's own metadata server."""
         return f"http://127.0.0.1:{self.ports[1]}/metadata"
 
     def setup(self, **more: Any) -> dict[str, Any]:
@@ -102,7 +100,6 @@ class Master(Daemon):
             return False
 
     def names(self) -> set[str]:
-        """Return the names of all objects."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/get_all_keys", timeout=10) as reply:
             return set(reply.read().decode().split())
 
@@ -124,24 +121,19 @@ class Holder:
         return bytes.fromhex(self.child.ask("get", name=name))
 
     def put(self, name: str, value: bytes) -> None:
-        """Replace the value of a name."""
         self.child.ask("put", name=name, value=value.hex())
 
     def remove(self, name: str) -> None:
-        """Remove the value of a name."""
         self.child.ask("remove", name=name)
 
     def remove_all(self) -> None:
-        """Remove every value."""
         self.child.ask("remove_all")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.child.__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        self.child.__exit__(*exception)
 
 
 @contextlib.contextmanager

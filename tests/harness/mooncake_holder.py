@@ -11,7 +11,6 @@ from tests.harness.child import serve
 
 
 def main() -> None:
-    """Set up the client and answer until stdin ends."""
     store = MooncakeDistributedStore()
     code = store.setup(json.loads(sys.argv[1]))
     if code:

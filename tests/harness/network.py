@@ -11,7 +11,6 @@ import contextlib
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tests.harness import child
@@ -94,7 +93,6 @@ class Host:
         return content.encode()
 
     def ip(self, *arguments: str) -> None:
-        """Run the program `ip` on this host."""
         self._run("ip", *arguments)
 
     def cut(self) -> None:
@@ -103,7 +101,6 @@ class Host:
         self._hub.ip("link", "set", self._port, "down")
 
     def mend(self) -> None:
-        """Undo `cut`."""
         assert self._hub is not None
         self._hub.ip("link", "set", self._port, "up")
 
@@ -113,7 +110,6 @@ class Host:
         self._run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
 
     def fast(self) -> None:
-        """Undo `slow`."""
         self._run("tc", "qdisc", "delete", "dev", "eth0", "root")
 
     def sent_bytes(self) -> int:
@@ -161,9 +157,7 @@ class Network:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
 

@@ -1,4 +1,4 @@
-"""Changes stored KV in a pool's extents file behind the server's back, for tests that such changes are noticed."""
+"""Records that are changed behind the server's back, forged, or soft enough for a codec."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from kvstrata.native.copying import buffer_address
-from kvstrata.native.record import RecordError, RecordSpec, record_header, seal_record
+from kvstrata.native.copying import buffer_address, crc32c
+from kvstrata.native.hashing import storage_keys
+from kvstrata.native.record import RecordError, RecordSpec, record_bytes, record_header, seal_record
+from kvstrata.storage.base import LoadItem
+from kvstrata.testing.strategies import watched
+from tests.harness.rpc_client import CHUNK_TOKENS, SECTIONS, RpcClient
 
 MAGIC = b"KVSTRATA"
 ALIGNMENT_BYTES = 4096
@@ -55,5 +59,55 @@ class Extents:
         seal_record(self._base + offset, header.header_bytes + header.payload_bytes, spec, lengths)
 
     def close(self) -> None:
-        """Unmap the file."""
         self._map.close()
+
+
+def forged_record(
+    client: RpcClient, root: bytes, chain_key: bytes, fill: bytes, sections: list[int] = SECTIONS
+) -> bytes:
+    """Make a sound plain record of this client's slice whose payload repeats `fill`."""
+    assert client.slice is not None
+    digest = client.slice.digest()
+    length = record_bytes(len(sections), sum(sections))
+    place = mmap.mmap(-1, length)
+    start = length - sum(sections)
+    place[start:] = (fill * (sum(sections) // len(fill) + 1))[: sum(sections)]
+    spec = RecordSpec(storage_keys(root, chain_key, digest), root, digest, bytes(32), CHUNK_TOKENS)
+    seal_record(buffer_address(place, writable=True), length, spec, list(sections))
+    return place[:]
+
+
+def resealed(record: bytes) -> bytes:
+    """Make the checksums of the stored payload and of the outer header right again."""
+    sealed = bytearray(record)
+    start = int.from_bytes(sealed[12:16], "little")
+    sealed[88:96] = (len(sealed) - start).to_bytes(8, "little")
+    sealed[96:100] = crc32c(bytes(sealed[start:])).to_bytes(4, "little")
+    sealed[252:256] = crc32c(bytes(sealed[:252])).to_bytes(4, "little")
+    return bytes(sealed)
+
+
+def renamed(record: bytes, key: bytes) -> bytes:
+    """Give a record another key in both headers, with checksums that are right."""
+    moved = bytearray(record)
+    moved[16:48] = moved[288:320] = key
+    count = int.from_bytes(moved[268:272], "little")
+    inner = crc32c(bytes(moved[512 : 512 + 16 * count]), crc32c(bytes(moved[256:508])))
+    moved[508:512] = inner.to_bytes(4, "little")
+    return resealed(bytes(moved))
+
+
+_EXPONENTS = bytes((0x3E, 0x3F, 0xBE, 0xBF)[i % 4] for i in range(256))
+
+
+def soft_payload(seed: bytes, length: int) -> bytes:
+    """Return bytes like bf16 numbers with random mantissas and few exponents."""
+    noise = random.Random(seed)
+    payload = bytearray(noise.randbytes(length))
+    payload[1::2] = noise.randbytes(length // 2).translate(_EXPONENTS)
+    return bytes(payload)
+
+
+def loaded_record(item: LoadItem) -> bytes:
+    """Return the whole record that a load left in the item's extent."""
+    return watched(item).bytes()

@@ -87,7 +87,6 @@ class RedisServer(Daemon):
         return True
 
     def client(self) -> redis.Redis:
-        """Make a client of redis-py, which the caller closes."""
         tls = {} if self.tls is None else {"ssl": True, "ssl_ca_certs": str(self.tls / "ca.crt")}
         # No retries: `start` asks again by itself.
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
@@ -101,7 +100,6 @@ class RedisServer(Daemon):
         )
 
     def entry(self, **more: Any) -> dict[str, Any]:
-        """Return an adapter's entry for this server."""
         tls = {} if self.tls is None else {"tls_enable": True, "tls_ca_file": str(self.tls / "ca.crt")}
         password = {"password": self.password} if self.password else {}
         return {"type": "resp", "host": "127.0.0.1", "port": self.port, **tls, **password, **more}

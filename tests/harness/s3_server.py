@@ -28,11 +28,9 @@ class S3Server(Daemon):
 
     @property
     def endpoint(self) -> str:
-        """The server's URL."""
         return f"http://{self.address}"
 
     def entry(self, prefix: str = "kv", **more: Any) -> dict[str, Any]:
-        """Return an entry of `l2_adapters` for this server."""
         return {
             "type": "object_store",
             "url": f"s3://{BUCKET}/{prefix}",

@@ -181,7 +181,6 @@ def make_request(n_tokens, **changes):
 
 
 def arrive(side, n_tokens, **changes):
-    """A new request of so many tokens."""
     request = make_request(n_tokens, **changes)
     side.on_new_request(request)
     return request

@@ -11,13 +11,10 @@ import json
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 
 class Got(NamedTuple):
-    """A request as it arrived."""
-
     method: str
     target: str
     headers: Mapping[str, str]
@@ -26,7 +23,6 @@ class Got(NamedTuple):
 
     @property
     def document(self) -> Any:
-        """The body as JSON."""
         return json.loads(self.body)
 
 
@@ -37,7 +33,6 @@ class Line:
         self.reader, self.writer = reader, writer
 
     async def raw(self, data: bytes) -> None:
-        """Write bytes."""
         self.writer.write(data)
         await self.writer.drain()
 
@@ -48,29 +43,23 @@ class Line:
         await self.raw(head.encode() + body)
 
     async def begin(self, kind: str = "text/event-stream") -> None:
-        """Write the head of a chunked answer."""
         await self.raw(
             f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
         )
 
     async def part(self, data: bytes) -> None:
-        """Write one chunk."""
         await self.raw(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def event(self, document: Any) -> None:
-        """Write one event of a stream."""
         await self.part(b"data: " + json.dumps(document).encode() + b"\n\n")
 
     async def end(self) -> None:
-        """End a chunked answer."""
         await self.raw(b"0\r\n\r\n")
 
     def cut(self) -> None:
-        """Cut the connection with a reset."""
         self.writer.transport.abort()
 
     async def gone(self) -> None:
-        """Return when the other end has closed the connection."""
         with contextlib.suppress(OSError):
             while await self.reader.read(1 << 16):
                 pass
@@ -119,7 +108,6 @@ class ScriptedEngine:
 
     @property
     def url(self) -> str:
-        """Its URL."""
         return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
     @property
@@ -148,9 +136,7 @@ class ScriptedEngine:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.stop()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

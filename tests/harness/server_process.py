@@ -15,7 +15,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from tests.harness import own_commands
@@ -47,7 +46,6 @@ class ServerFailed(Exception):
 
 
 def tail(log: Path) -> str:
-    """Return the end of a log."""
     return log.read_text(errors="replace")[-4000:] if log.exists() else ""
 
 
@@ -143,6 +141,14 @@ class ServerProcess(Logged):
         self.port = self.ready["port"]
         return self.ready
 
+    def started(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
     def halted(self) -> bool:
         """Return whether the server does not run: it has ended, or a signal has stopped it."""
         try:
@@ -163,11 +169,9 @@ class ServerProcess(Logged):
 
     @property
     def url(self) -> str:
-        """URL of the admin port, without a path."""
         return f"http://127.0.0.1:{self.ready['http_port']}"
 
     def get(self, path: str) -> Any:
-        """Request a JSON document from the admin port."""
         send = read if self._host is None else self._host.http
         return json.loads(send(f"{self.url}{path}"))
 
@@ -181,7 +185,6 @@ class ServerProcess(Logged):
         return {"lmcache.mp.port": self.port, "kvstrata.socket_dir": str(self.socket_dir), **more}
 
     def log_tail(self) -> str:
-        """Return the end of the server's log."""
         return tail(self.log)
 
     def close(self) -> None:
@@ -195,7 +198,5 @@ class ServerProcess(Logged):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -54,8 +54,6 @@ class Metrics:
 
 
 class Storage:
-    """The base class."""
-
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
 
@@ -65,8 +63,6 @@ class Storage:
 
 @dataclasses.dataclass
 class Arguments:
-    """Arguments of the engine."""
-
     model_path: str = "org/model"
     revision: str | None = None
     tokenizer_path: str | None = "org/model"

@@ -58,12 +58,10 @@ class Shelf:
             self.gates[name].clear()
 
     def let_go(self) -> None:
-        """Open all gates."""
         for gate in self.gates.values():
             gate.set()
 
     async def passed(self, name: str) -> None:
-        """Wait until a gate is open."""
         self.asked[name] += 1
         self.waiting[name] += 1
         try:
@@ -76,7 +74,6 @@ SHELVES: dict[str, Shelf] = collections.defaultdict(Shelf)
 
 
 def entry(shelf: str, **common: Any) -> dict[str, Any]:
-    """Return the entry of an adapter on a shelf."""
     return {
         "type": "plugin",
         "module_path": __name__,

@@ -9,13 +9,13 @@ from kvstrata.types import KEY_BYTES, Extent, unpack_extents
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient, keys_of, payload
 from tests.harness.server_process import ServerProcess
 
-BLUE, GREEN = "secret-of-blue-0123456", "secret-of-green-012345"
+BLUE, GREEN, BOTH = "secret-of-blue-0123456", "secret-of-green-012345", "secret-of-blue-and-green-01"
 
 
 def tenant_settings(folder: Path, text: str) -> tuple[str, ...]:
-    """Flags that give a server the tokens of blue and green, and further settings in YAML."""
+    """Flags that give a server the tokens of blue (also for azure), green and both, and further settings in YAML."""
     tenants, config = folder / "tenants", folder / "server.yaml"
-    tenants.write_text(f"{BLUE} blue\n{GREEN} green\n")
+    tenants.write_text(f"{BLUE} blue azure\n{GREEN} green\n{BOTH} blue green\n")
     tenants.chmod(0o600)
     config.write_text(f"security: {{tenants_file: {tenants}}}\n{text}")
     return ("--config", str(config))
@@ -29,7 +29,6 @@ class Tenant(RpcClient):
         self.name, self.salt = name, salt
 
     def begin(self) -> None:
-        """Declare the identity."""
         self.identity = self.identify(tenant=self.name, salt=self.salt)
 
     @property
@@ -52,7 +51,6 @@ class Tenant(RpcClient):
         )  # fmt: skip
 
     def reports_corrupt(self, keys: bytes) -> int:
-        """Report chunks as corrupt; how many the server dropped."""
         number = self.identity.identity_id
         return self.ask(wire.Corrupt(self.next_seq(), number, keys), wire.Ok).count
 

@@ -20,7 +20,6 @@ from tests.harness import child
 
 
 def make_engine(name: str, settings: Mapping[str, str]) -> TransferEngine:
-    """Make the transfer engine of this name."""
     if name == "nixl":
         from kvstrata.p2p.engines.nixl import NixlEngine
 
@@ -44,11 +43,9 @@ class Memory:
             self.fill(seed)
 
     def fill(self, seed: int) -> None:
-        """Overwrite the memory with the pattern of a seed."""
         self.mapping[:] = pattern(seed, len(self.mapping))
 
     def close(self) -> None:
-        """Unmap the memory."""
         del self._pin
         self.mapping.close()
 
@@ -87,11 +84,9 @@ class Peer:
         return metadata.hex()
 
     def connect(self, peer: str, metadata: str) -> None:
-        """Connect the engine to a peer."""
         self.run(self.engine.connect(peer, bytes.fromhex(metadata)))
 
     def begin_read(self, peer: str, items: list[list[int]], deadline_s: float) -> int:
-        """Begin a read; return its number."""
         number = next(self.numbers)
         self.ended[number] = 0
 
@@ -111,7 +106,6 @@ class Peer:
         return self.finish_read(self.begin_read(peer, items, deadline_s))
 
     def cancel_read(self, number: int) -> None:
-        """Cancel the await of a read."""
         self.reads[number].cancel()
 
     def times_ended(self, number: int) -> int:
@@ -123,17 +117,14 @@ class Peer:
         return zlib.crc32(self.memory[region].mapping[offset : offset + length])
 
     def fill(self, seed: int) -> None:
-        """Overwrite all regions with the patterns of consecutive seeds."""
         for i, memory in enumerate(self.memory):
             memory.fill(seed + i)
 
     def clear(self) -> None:
-        """Overwrite all regions with zeros."""
         for memory in self.memory:
             memory.mapping[:] = bytes(len(memory.mapping))
 
     def poison(self, seed: int, offset: int, length: int) -> None:
-        """Overwrite a part of the first region."""
         self.memory[0].mapping[offset : offset + length] = pattern(seed, length)
 
     def cut_connections(self) -> int:
@@ -157,16 +148,13 @@ class Peer:
         return tell(peer) if tell is not None else ""
 
     def disconnect(self, peer: str) -> None:
-        """Disconnect the engine from a peer."""
         self.run(self.engine.disconnect(peer))
 
     def close(self) -> None:
-        """Close the engine."""
         self.run(self.engine.close())
 
 
 def main() -> None:
-    """Serve until stdin ends."""
     engine, *pairs = sys.argv[1:]
     peer = Peer(engine, dict(pair.split("=", 1) for pair in pairs))
     names = [name for name in dir(Peer) if not name.startswith("_") and name != "run"]

@@ -49,7 +49,6 @@ class VllmApi(Daemon):
 
     @property
     def url(self) -> str:
-        """URL of the endpoint, without a path."""
         return f"http://{self.address}"
 
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
@@ -75,7 +74,6 @@ class VllmApi(Daemon):
         return True
 
     def get(self, path: str) -> str:
-        """Request a page."""
         with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as reply:
             return str(reply.read().decode())
 

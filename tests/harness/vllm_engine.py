@@ -231,7 +231,6 @@ class Engine:
         transfer: dict[str, Any] | None = None,
         logprobs: int | None = None,
     ) -> str:
-        """Hand a request to the engine; return its id."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -297,7 +296,6 @@ class Engine:
         return told
 
     def abort(self, request: str) -> None:
-        """Abort a request."""
         self.live.pop(request, None)
         self.core.abort_request([request])
 
@@ -333,7 +331,6 @@ class Engine:
         return ours(self.scheduler().connector)._scheduler
 
     def free_blocks(self) -> int:
-        """Count the blocks that no request holds."""
         return int(self.scheduler().kv_cache_manager.block_pool.get_num_free_blocks())
 
     def preemptions(self) -> int:

@@ -177,7 +177,6 @@ class Forked:
             return None
 
     def wait(self, timeout: float | None = None) -> str:
-        """Wait until the process has ended. Raises TimeoutError."""
         if self._descriptor >= 0:
             if not select.select([self._descriptor], [], [], timeout)[0]:
                 raise TimeoutError(f"process {self.pid} did not end within {timeout} s")
@@ -186,7 +185,6 @@ class Forked:
         return "unknown"
 
     def kill(self) -> None:
-        """Kill all processes of the engine's session. Idempotent."""
         if self._descriptor >= 0:
             for end in (os.killpg, os.kill):  # the process may not have called setsid yet
                 with contextlib.suppress(ProcessLookupError):
@@ -194,11 +192,7 @@ class Forked:
             self.wait()
 
 
-# -- the server -----------------------------------------------------------------------------------------------------
-
-
 def serve() -> None:
-    """Answer requests until the parent closes its socket."""
     asker = socket.socket(fileno=os.dup(0))
     for name in PRELOADED:
         importlib.import_module(name)

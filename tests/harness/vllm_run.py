@@ -13,7 +13,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from tests.harness import vllm_engine, vllm_env
@@ -116,7 +115,6 @@ class VllmProcess:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
         return self._process.pid
 
     def ask(self, op: str, **arguments: Any) -> Any:
@@ -143,11 +141,9 @@ class VllmProcess:
         return found
 
     def log_text(self) -> str:
-        """Return the log of vLLM and the connector."""
         return self.log.read_text(errors="replace")
 
     def log_tail(self) -> str:
-        """Return the end of the log."""
         return self.log_text()[-6000:]
 
     def quit(self) -> None:
@@ -192,7 +188,5 @@ class VllmProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import Callable
 
 HANG_S = 120.0
 
@@ -15,11 +16,11 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def eventually_async(what: str, condition: Callable[[], Awaitable[object]]) -> None:
-    """Return when `await condition()` holds. Raises AssertionError that names `what` after `HANG_S`."""
+async def eventually_async(what: str, condition: Callable[[], object]) -> None:
+    """Return when `condition()` holds, or what it gives to await. Raises AssertionError with `what` after `HANG_S`."""
     try:
         async with asyncio.timeout(HANG_S):
-            while not await condition():  # noqa: ASYNC110 (the condition has no event)
+            while not (await found if inspect.isawaitable(found := condition()) else found):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"never: {what}") from None

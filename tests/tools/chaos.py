@@ -57,12 +57,10 @@ class Prompts:
             return draw.randint(1, MOST_CHUNKS), next(self._seeds)
 
     def stored(self, prompt: tuple[int, int]) -> None:
-        """Remember a stored prompt."""
         with self._lock:
             self._known = [*self._known[1 - KNOWN_PROMPTS :], prompt]
 
     def any(self, draw: random.Random) -> tuple[int, int] | None:
-        """Return a stored prompt; None if there is none."""
         with self._lock:
             return draw.choice(self._known) if self._known else None
 
@@ -143,7 +141,6 @@ class Chaos:
         self._durable_due_s = time.monotonic() + DURABLE_EVERY_S / 4
 
     def attached(self, server: int, name: str) -> Child:
-        """Start an engine's process that uses a server."""
         child = Child("tests.harness.cache_engine", log=self._folder / f"{name}.log")
         try:
             # An engine of a server that is down begins without it, and uses it as soon as it is back.
@@ -274,7 +271,6 @@ class Chaos:
 
 
 def run(journal: Journal, draw: random.Random) -> None:
-    """See the module."""
     with tempfile.TemporaryDirectory(prefix="kvstrata-chaos-") as name:
         folder = Path(name)
         with Cluster(folder, l1_mb=L1_MB, n_servers=SERVERS, chunk_tokens=16, l2="embedded") as cluster:

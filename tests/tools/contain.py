@@ -33,7 +33,6 @@ def children() -> dict[int, str]:
 
 
 def reap() -> None:
-    """Collects every child that has ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0] != 0:
             pass

@@ -147,7 +147,6 @@ class Family:
         assert set(counts) <= {"stored", "present"}, f"stores ended otherwise: {counts}"
 
     def load(self, vllm: VllmProcess, name: str) -> Way:
-        """Answer all prompts again, without vLLM's own cache."""
         eventually("the engine is attached", lambda: vllm.ask("connected"))
         way = Way(name)
         chunk, step = int(vllm.ask("chunk_tokens")), int(vllm.ask("hit_step_tokens"))
@@ -163,13 +162,11 @@ class Family:
 
 
 def stores_ended(vllm: VllmProcess) -> bool:
-    """Whether no store is in flight."""
     vllm.ask("idle_steps", n=1)
     return not vllm.ask("stores")["in_flight"]
 
 
 def forgotten(vllm: VllmProcess) -> bool:
-    """Empty vLLM's own cache; return whether it could."""
     vllm.ask("idle_steps", n=1)
     return bool(vllm.ask("reset_prefix_cache"))
 
@@ -198,7 +195,6 @@ def on_one_host(family: Family, *, outages: bool) -> list[Way]:
 
 
 def all_put(server: ServerProcess) -> bool:
-    """Whether L2 has all that L1 has."""
     status = server.get("/v1/status")
     (adapter,) = status["l2_store"]["adapters"].values()
     return int(adapter["outcomes"].get("stored", 0)) >= int(status["pool"]["entries"]["ready"])
@@ -258,8 +254,7 @@ def measure(
 
 def run_for_real(versions: Sequence[str], lengths: Sequence[int], folder: Path) -> Iterator[tuple[str, Way]]:
     """(version, how one way of hitting went), as each ends. Raises AssertionError if storing changes the tokens."""
-    with ServerProcess(folder / "server", l1_mb=256) as server:
-        server.start()
+    with ServerProcess(folder / "server", l1_mb=256).started() as server:
         stored: list[tuple[str, Family]] = []
         for version in versions:
             in_front = vllm_python.on_path(version)

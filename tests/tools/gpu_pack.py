@@ -56,7 +56,6 @@ def pieces(wheels: list[Path], most_bytes: int = PIECE_BYTES) -> list[list[Path]
 
 
 def main() -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -47,7 +47,6 @@ STAGES = {
 
 
 def main() -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -40,16 +40,13 @@ class Journal:
 
     @property
     def over(self) -> bool:
-        """Whether the time is over, or something failed."""
         return bool(self.failures) or time.monotonic() >= self._ends_s
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since `begin`."""
         return time.monotonic() - self._begun_s
 
     def note(self, what: str, **more: Any) -> None:
-        """Count an event and write it down."""
         with self._lock:
             self.counts[what] += 1
             self._file.write(json.dumps({"at_s": round(self.elapsed_s, 3), "what": what, **more}) + "\n")
@@ -61,17 +58,14 @@ class Journal:
             self.counts[what] += count
 
     def fail(self, what: str) -> None:
-        """Record a failure, which ends the run."""
         self.note("failure", message=what)
         with self._lock:
             self.failures.append(what)
 
     def close(self) -> None:
-        """End the file."""
         self._file.close()
 
     def verdict(self) -> dict[str, Any]:
-        """The result as a document."""
         return {
             "passed": not self.failures,
             "seed": self.seed,

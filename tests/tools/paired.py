@@ -74,7 +74,6 @@ def table(this: list[Figures], older: list[Figures]) -> str:
 
 
 def main() -> int:
-    """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--commit", help="the older commit; cloned and set up in a temporary folder")

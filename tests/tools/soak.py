@@ -113,7 +113,6 @@ class Soak:
         self.samples: list[Sample] = []
 
     def run(self) -> None:
-        """Run until the time is over."""
         steps = (
             (self._come, 4),
             (self._leave, 3),
@@ -182,7 +181,6 @@ class Soak:
             self._journal.add("chunks verified", hit)
 
     def _change_tiers(self) -> None:
-        """Pause the second tier, or resume it."""
         self._paused = not self._paused
         path = f"/v1/l2/adapters/fs-1/{'pause' if self._paused else 'resume'}"
         asking.ask(self._server.url, asking.Ask(path, {}, "", timeout_s=60))
@@ -190,7 +188,6 @@ class Soak:
 
 
 def run(journal: Journal, draw: random.Random) -> None:
-    """See the module."""
     with tempfile.TemporaryDirectory(prefix="kvstrata-soak-") as name:
         folder = Path(name)
         adapter = {"type": "disk", "base_path": str(folder / "disk"), "capacity_gb": 0.25}
@@ -198,8 +195,7 @@ def run(journal: Journal, draw: random.Random) -> None:
         flags = ("--l2-adapter", json.dumps(adapter), "--l2-adapter", json.dumps(second))
         with ServerProcess(
             folder, l1_mb=L1_MB, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags
-        ) as server:
-            server.start()
+        ).started() as server:
             journal.begin()
             soak = Soak(journal, draw, server, folder)
             soak.run()

@@ -90,7 +90,6 @@ def tool_environment(tag: str, python: str) -> Path:
 
 
 def make(steps: Steps, wished: list[str]) -> None:
-    """Builds all into dist/, which is emptied first."""
     found = pythons(wished)
     missing = [f"3.{minor}" for minor in SUPPORTED_MINORS if f"cp3{minor}" not in found]
     if missing and not wished:

@@ -95,7 +95,6 @@ class Rig:
         return result
 
     def until_stored(self, wanted: int) -> None:
-        """Wait until L1 holds `wanted` chunks."""
         until(lambda: chunks_in_l1(self.server) >= wanted, "storing all chunks")
         self.vllm.ask("idle_steps", n=2)
 
@@ -186,8 +185,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, vllm_python: Path) -> Iterator[ServerProcess]:
     """A running server without L2."""
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=192) as process:
-        process.start()
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=192).started() as process:
         yield process
 
 

@@ -21,7 +21,6 @@ class HostSpec(CPUOffloadingSpec):
     """
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Make the worker that copies."""
         return HostWorker(kv_caches, Path(self.extra_config["hold_file"]))
 
 
@@ -36,7 +35,6 @@ class HostWorker(OffloadingWorker):
         self._loads: list[tuple[int, list[tuple[int, int, int]]]] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy blocks to chunks."""
         for group, block, chunk in _pairs(src_spec, dst_spec):
             self._kept[chunk] = [tensor[block].clone() for tensor in self._tensors(group)]
         self._ended.append(TransferResult(job_id, True))

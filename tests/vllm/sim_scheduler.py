@@ -51,7 +51,6 @@ def make_scheduler(load: dict[str, Any]) -> Scheduler:
 
 
 def main() -> None:
-    """Run the load until all requests have ended."""
     load = json.load(sys.stdin)
     scheduler = make_scheduler(load)
     published: list[list[Any]] = []
@@ -106,7 +105,6 @@ def main() -> None:
 
 
 def plain(event: Any) -> dict[str, Any]:
-    """An event as JSON."""
     import msgspec
 
     return msgspec.to_builtins(event)

@@ -249,8 +249,7 @@ def test_prefill_and_decode_over_nixl_in_both_orders_with_windows(
         vllm = engine(server, model, tmp_path / name, nixl, first=first, environment=variables)
         return BesideRig(server, vllm, tmp_path / "unused", first=first)
 
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=96) as another:
-        another.start()
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=96).started() as another:
         one = start(server, "one", first=True)
         with one.vllm:
             two = start(another, "two", first=False)

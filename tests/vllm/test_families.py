@@ -1,14 +1,21 @@
-"""Models of full attention, and those whose KV has windows, states or chunks of attention: another process hits, with
-the tokens of a run without cache."""
+"""Models of full attention, of windows, states or chunked attention: hits, outages, few blocks, and other versions."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness.amount import ALL, amount
-from tests.tools.families import draw_lengths, measure
+from tests.harness.records import Extents
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_model import ensure_model
+from tests.tools import vllm_python as pythons
+from tests.tools.families import as_it_should, draw_lengths, measure, run_for_real
+from tests.vllm.conftest import Rig, make_prompt, rig_of
 
 pytestmark = pytest.mark.vllm
 
@@ -23,3 +30,120 @@ def test_a_family_hits_from_l1_after_a_kill_from_disk_and_from_a_peer(family, tm
     lengths = draw_lengths(amount(2, 3), seed)
     ways = measure(family, lengths, tmp_path, outages=ALL, peer=ALL and family in IN_GATE)
     assert all(way.good for way in ways), (seed, lengths, ways)
+
+
+LENGTHS = (1_150, 1_149, 1_151, 1_148)
+"""Nine blocks of full attention each, and ten before they end: all four start, and not all can end at once."""
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory, vllm_python: Path) -> Iterator[Rig]:
+    """gpt-oss, in an engine that must preempt requests when it answers all of `LENGTHS` at once."""
+    folder = tmp_path_factory.mktemp("families")
+    options = {"max_num_batched_tokens": 512, "max_model_len": 2_304, "num_gpu_blocks_override": 50}
+    with ServerProcess(folder / "server", l1_mb=256) as server:
+        server.start()
+        with rig_of(server, ensure_model("gpt-oss"), folder / "vllm", **options) as rig:
+            yield rig
+
+
+@pytest.mark.long
+def test_requests_that_compete_for_blocks_give_the_same_tokens_and_all_blocks_back(rig: Rig) -> None:
+    rig.settle()
+    free = rig.vllm.ask("free_blocks")
+    prompts = [make_prompt(8_000 + n, n) for n in LENGTHS]
+    alone = [rig.vllm.generate(prompt, max_tokens=60, salt="alone")["tokens"] for prompt in prompts]
+    rig.settle()
+    rig.vllm.ask("preemptions")
+    together = rig.vllm.ask("generate", prompts=prompts, max_tokens=60)
+    assert rig.vllm.ask("preemptions") > 0, "there were enough blocks to test nothing"
+    assert [found["tokens"] for found in together] == alone
+    rig.settle()
+    again = rig.vllm.ask("generate", prompts=prompts, max_tokens=60)
+    assert [found["tokens"] for found in again] == alone
+    rig.settle()
+    for prompt, found, tokens in zip(prompts, again, alone, strict=True):
+        if not found["cached_tokens"]:  # preempted before its windows could be read, so they were not stored
+            assert rig.vllm.generate(prompt, max_tokens=60)["tokens"] == tokens
+            rig.settle()
+            assert rig.vllm.generate(prompt, max_tokens=60)["cached_tokens"] > 0
+            rig.settle()
+    assert rig.vllm.ask("free_blocks") == free
+
+
+def windows_of(rig: Rig, prompt: list[int]) -> tuple[Extents, list[tuple[int, Any]], list[int]]:
+    """Store a new prompt: the extents file, (offset, header) of its records of windows, and the tokens."""
+    extents = Extents(rig.server.segment_dir)
+    before = {header.key for header in extents.records().values()}
+    tokens: list[int] = rig.vllm.generate(prompt)["tokens"]
+    rig.settle()
+    added = [(at, header) for at, header in extents.records().items() if header.key not in before]
+    shortest = min(header.payload_bytes for _, header in added)
+    windows = [(at, header) for at, header in added if header.payload_bytes == shortest]
+    assert len(windows) < len(added), (
+        "all records have one length, so windows cannot be told from full attention"
+    )
+    return extents, windows, tokens
+
+
+@pytest.mark.long
+def test_vllm_computes_with_the_stored_window(rig: Rig) -> None:
+    """Another window with valid checksums changes the output, which proves that it really is loaded."""
+    rig.settle()
+    prompt = make_prompt(8_100, 1_000)
+    extents, windows, tokens = windows_of(rig, prompt)
+    for at, header in windows:
+        extents.replace_payload(at, header, seed=1)
+    extents.close()
+    found = rig.vllm.generate(prompt)
+    assert found["cached_tokens"] == 768 and found["tokens"] != tokens
+    rig.settle()
+
+
+@pytest.mark.long
+def test_a_request_whose_window_cannot_be_loaded_is_computed_and_stored_again(rig: Rig) -> None:
+    rig.settle()
+    prompt = make_prompt(8_200, 1_000)
+    extents, windows, tokens = windows_of(rig, prompt)
+    for at, header in windows:
+        extents.flip_a_byte(at, header)
+    extents.close()
+    bad = rig.vllm.generate(prompt)
+    assert (bad["cached_tokens"], bad["tokens"]) == (0, tokens)
+    rig.settle()
+    healed = rig.vllm.generate(prompt)
+    assert (healed["cached_tokens"], healed["tokens"]) == (768, tokens)
+    rig.settle()
+
+
+@pytest.mark.long
+def test_a_prompt_that_parts_from_another_one_lets_the_next_hit_up_to_there(rig: Rig) -> None:
+    """Only the windows at a prompt's end are stored; where two prompts part, the second one stores them."""
+    rig.settle()
+    shared = make_prompt(8_300, 800)
+    rest = [make_prompt(8_301 + number, 400) for number in range(3)]
+    cached, tokens = [], []
+    for each in (*rest, rest[2]):
+        found = rig.vllm.generate(shared + each, salt="parts")
+        cached.append(found["cached_tokens"])
+        tokens.append(found["tokens"])
+        rig.settle()
+    assert cached == [0, 0, 768, 1_024]
+    assert tokens[2] == tokens[3] == rig.vllm.generate(shared + rest[2], salt="reference")["tokens"]
+    rig.settle()
+
+
+@pytest.mark.long
+def test_versions_hit_their_own_records_and_those_of_each_other_exactly_if_the_facts_agree(
+    vllm_python, tmp_path
+):
+    seed = random.randrange(10_000)
+    try:
+        ways = list(run_for_real(pythons.for_real(), draw_lengths(2, seed), tmp_path))
+    except pythons.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+    assert {name for _, way in ways for name in [way.name]} >= {
+        f"records of {pythons.for_real()[0]}",
+        f"records of {pythons.for_real()[0]}, with other facts",
+    }
+    assert all(as_it_should(way) for _, way in ways), (seed, ways)

@@ -50,13 +50,11 @@ def ask(gateway: GatewayProcess, model: Path, prompt: list[int], **more: Any) ->
 
 
 def tokens_of(gateway: GatewayProcess, model: Path, prompt: list[int]) -> list[int]:
-    """The tokens of a completion."""
     with ask(gateway, model, prompt) as answer:
         return list(json.load(answer)["choices"][0]["token_ids"])
 
 
 def chat(url: str, model: Path, messages: list[Any], **more: Any) -> Any:
-    """The answer of a chat."""
     body = {
         "model": str(model),
         "messages": messages,
@@ -119,7 +117,6 @@ def tokenizer_folder_of(gateway: GatewayProcess) -> str:
 
 
 def status(gateway: GatewayProcess) -> Any:
-    """The gateway's status page."""
     headers = {"Authorization": f"Bearer {gateway.token}"}
     with urllib.request.urlopen(
         urllib.request.Request(f"{gateway.url}/gateway/status", headers=headers)
@@ -128,12 +125,10 @@ def status(gateway: GatewayProcess) -> Any:
 
 
 def place(api: VllmApi) -> str:
-    """The engine's name at the gateway."""
     return api.url.removeprefix("http://")
 
 
 def metric(api: VllmApi, name: str) -> float:
-    """The sum of an engine's samples of this name."""
     lines = [line for line in api.get("/metrics").splitlines() if line.startswith(name)]
     return sum(float(line.split()[-1]) for line in lines)
 

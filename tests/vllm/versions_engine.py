@@ -374,7 +374,6 @@ class DryEngine:
         return bool(request.num_computed_tokens >= request.num_prompt_tokens)
 
     def run(self, at_most: int = 20) -> list[dict[str, Any]]:
-        """Steps until nothing is left to do."""
         trace: list[dict[str, Any]] = []
         while self.scheduler.has_requests() and len(trace) < at_most:
             trace.append(self.step())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from kvstrata.connectors.vllm.groups import read_groups
 from kvstrata.errors import ConfigError
 from tests.vllm.versions_engine import BLOCK, CHUNK, LAYER_NAMES, Client, DryEngine, vllm_config
 
+UNIFORM, WHOLE, WINDOW = "UniformTypeKVCacheSpecs", ["prefix", 128, 2, 0], ["last_window", 128, 2, 2]
 
-def check_groups_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """The groups that vLLM makes of layers of several kinds, and what `read_groups` says about them."""
+
+def check_each_group_that_vllm_makes_has_the_rule_of_its_layers(folder: Path) -> None:
     module = "planning" if importlib.util.find_spec("vllm.v1.core.kv_cache_planning") else "utils"
     grouping = importlib.import_module(f"vllm.v1.core.kv_cache_{module}")
     config = vllm_config(folder)
@@ -39,45 +39,49 @@ def check_groups_of(folder: Path) -> Iterator[dict[str, Any]]:
         MambaSpec(block_size=BLOCK, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode)
         for mode in ("align", "none")
     )
-    for case, specs in {
-        "full": [full] * 4,
-        "latents": [latent] * 4,
-        "latents and indexer": [latent, indexer] * 2,
-        "full of two sizes": [full, large] * 2,
-        "windows": [window] * 4,
-        "windows and full": [window, window, window, full],
-        "attention in chunks": [chunked] * 4,
-        "states": [states] * 4,
-        "states without prefix caching": [states_not_kept] * 4,
-    }.items():
+    cases: list[tuple[list[Any], dict[str, Any]]] = [
+        ([full] * 4, {"FullAttentionSpec": WHOLE}),
+        ([latent] * 4, {"MLAAttentionSpec": WHOLE}),
+        ([latent, indexer] * 2, {UNIFORM: WHOLE}),
+        ([full, large] * 2, {UNIFORM: WHOLE}),
+        ([window] * 4, {"SlidingWindowSpec": WINDOW}),
+        ([window, window, window, full], {"FullAttentionSpec": WHOLE, "SlidingWindowSpec": WINDOW}),
+        ([chunked] * 4, {"ChunkedLocalAttentionSpec": ["last_window", 128, 2, 1]}),
+        ([states] * 4, {"MambaSpec": "set chunk_size to 128"}),
+        ([states_not_kept] * 4, {"MambaSpec": "mamba_cache_mode is 'none'"}),
+    ]
+    for specs, expected in cases:
         groups = grouping.get_kv_cache_groups(config, dict(zip(LAYER_NAMES, specs, strict=True)))
+        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        assert set(kinds) == expected.keys(), kinds
         try:
-            verdict: Any = [
+            found = [
                 [group.rule, group.block_tokens, group.record_blocks, group.span]
                 for group in read_groups(groups, CHUNK, 0)
             ]
+            assert found == [expected[kind] for kind in kinds], kinds
         except ConfigError as error:
-            verdict = str(error)
-        yield {
-            "check": "groups",
-            "case": case,
-            "kinds": [type(group.kv_cache_spec).__name__ for group in groups],
-            "verdict": verdict,
-        }
+            assert expected[kinds[0]] in str(error)
 
 
-def check_group_traces(folder: Path) -> Iterator[dict[str, Any]]:
-    """Traces of an engine with full attention and windows: a prompt in pieces, a hit, a hit that cannot be loaded."""
+def check_windows_are_stored_loaded_and_recovered_step_by_step(folder: Path) -> None:
+    """vLLM's own scheduler keeps the blocks of full attention and of windows in tables of their own."""
     for v2 in (False, True):
         Client.hits = 0
         engine = DryEngine(vllm_config(folder), v2=v2, windows=True)
-        trace = {}
         engine.add(1000)
-        trace["fresh"] = engine.run()
+        stores = [[name, chunks] for step in engine.run() for name, chunks, _ in step.get("stores", ())]
+        assert stores == [["r1", 2], ["r1", 1], ["r1", 1]], (
+            "three chunks, and the window before the prompt's end"
+        )
         Client.hits = 100
         engine.add(1000, first=2000)
-        trace["hit"] = engine.run()
+        hit, after, *_ = engine.run()
+        assert [load[:3] for load in hit["loads"]] == [["r2", 3, True], ["r2", 1, True]]
+        assert hit["received"] == ["r2"] and after == {"scheduled": {"r2": 232}}
         engine.copies.fails = 1
         engine.add(1000, first=4000)
-        trace["failed"] = engine.run()
-        yield {"check": "group trace", "runner": "v2" if v2 else "v1", **trace, "left": engine.left()}
+        failed, again, *_ = engine.run()
+        assert (failed["received"], failed["not_loaded"]) == (["r3"], ["r3"]) and "bad" not in failed
+        assert again["scheduled"] == {"r3": 512} and again["stores"][0][1] == 2
+        assert not any(engine.left().values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +22,28 @@ from tests.vllm.versions_engine import Client, DryEngine, vllm_config
 TOKENS = 600
 
 
-def check_api() -> Iterator[dict[str, Any]]:
-    """The tenant in a body of vLLM's OpenAI server, as it reaches the Request that the connector is asked about."""
+def check_a_tenant_in_the_body_of_a_request_reaches_the_connector(folder: Path) -> None:
     example = re.search(r"^  -d '(\{.*\})'$", (ROOT / "docs/deploy.md").read_text(), re.MULTILINE)
     assert example is not None, "docs/deploy.md has no request with a tenant"
     body: dict[str, Any] = json.loads(example[1])
     prompt = body.pop("prompt")
-    bodies = {
-        "/v1/completions": (CompletionRequest, {"prompt": prompt}),
-        "/v1/chat/completions": (ChatCompletionRequest, {"messages": [{"role": "user", "content": prompt}]}),
-        "/v1/responses": (ResponsesRequest, {"input": prompt}),
-    }
-    for path, (kind, more) in bodies.items():
+    for kind, more in (
+        (CompletionRequest, {"prompt": prompt}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": prompt}]}),
+        (ResponsesRequest, {"input": prompt}),
+    ):
         asked: Any = kind.model_validate_json(json.dumps(body | more))
         sampling: SamplingParams = asked.to_sampling_params(16, {})
         request = Request("r", [1, 2, 3], sampling, None)
-        yield {"check": "api", "path": path, "params": request.kv_transfer_params}
+        assert request.kv_transfer_params == {"kvstrata.tenant": "blue"}, kind
 
 
-def check_request_kinds(model: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """Equal prompts, one after another: the identity of what is stored, and the tokens in vLLM's own cache."""
-    adapters = [_adapter(folder / name, name) for name in ("one", "other")]
-    cases: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "plain again": {},
-        "blue": {"params": {"kvstrata.tenant": "blue"}},
-        "blue again": {"params": {"kvstrata.tenant": "blue"}},
-        "green": {"params": {"kvstrata.tenant": "green"}},
-        "blue, salt": {"params": {"kvstrata.tenant": "blue"}, "cache_salt": "pepper"},
-        "salt": {"cache_salt": "pepper"},
-        "salt again": {"cache_salt": "pepper"},
-        "other salt": {"cache_salt": "sugar"},
-        "adapter one": {"lora_request": LoRARequest("one", 1, str(adapters[0]))},
-        "adapter other": {"lora_request": LoRARequest("other", 2, str(adapters[1]))},
-        "nobody's": {"params": {"kvstrata.tenant": "red"}},
-        "nobody's again": {"params": {"kvstrata.tenant": "red"}},
-        "embeddings": {"prompt_embeds": torch.ones(TOKENS, 8)},
-        "other embeddings": {"prompt_embeds": torch.zeros(TOKENS, 8)},
-    }
+def check_tenants_salts_and_adapters_share_no_chunk_and_no_block_of_vllms_own_cache(folder: Path) -> None:
+    """Equal prompts, one after another."""
+    one, other = (_adapter(folder / name, name) for name in ("one", "other"))
+    blue = {"params": {"kvstrata.tenant": "blue"}}
     Client.hits = 0
-    engine = DryEngine(vllm_config(model, extra={"kvstrata.request_tenants": ["blue", "green"]}))
+    engine = DryEngine(vllm_config(folder, extra={"kvstrata.request_tenants": ["blue", "green"]}))
     reasons: list[str] = []
     skip = engine.side._lookups.skip
 
@@ -71,23 +52,44 @@ def check_request_kinds(model: Path, folder: Path) -> Iterator[dict[str, Any]]:
         skip(tracked, reason)
 
     engine.side._lookups.skip = noted  # type: ignore[method-assign]
-    for case, fields in cases.items():
+
+    def asked(fields: dict[str, Any]) -> tuple[int, set[tuple[str, ...]]]:
+        """The tokens that vLLM's own cache had, and the identities of what was stored."""
         engine.plans.clear()
         reasons.clear()
         engine.add(TOKENS, first=10_000, max_tokens=1, **fields)
         steps = engine.run(at_most=20_000)  # an adapter is read meanwhile
         computed = sum(sum(step.get("scheduled", {}).values()) for step in steps)
-        yield {
-            "check": "request kind",
-            "case": case,
-            "found_by_vllm": TOKENS - computed,
-            "stored": [
-                [store.identity.adapter, store.identity.tenant, store.identity.salt]
-                for plan in engine.plans
-                for store in plan.stores
-            ],
-            "skipped": list(reasons),
+        stored = {
+            (store.identity.adapter, store.identity.tenant, store.identity.salt)
+            for plan in engine.plans
+            for store in plan.stores
         }
+        return TOKENS - computed, stored
+
+    cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({}, ("", "", "")),
+        (blue, ("", "blue", "")),
+        ({"params": {"kvstrata.tenant": "green"}}, ("", "green", "")),
+        (blue | {"cache_salt": "pepper"}, ("", "blue", "pepper")),
+        ({"cache_salt": "pepper"}, ("", "", "pepper")),
+        ({"cache_salt": "sugar"}, ("", "", "sugar")),
+    ]
+    for fields, identity in cases:
+        assert asked(fields) == (0, {identity}) and not reasons
+        assert asked(fields)[0] == 512, "vLLM's own cache has it for an equal request"
+    adapters = []
+    for number, (name, path) in enumerate((("one", one), ("other", other)), start=1):
+        cached, [(adapter, tenant, _)] = asked({"lora_request": LoRARequest(name, number, str(path))})
+        assert (cached, tenant) == (0, "")
+        adapters.append(adapter)
+    assert all(adapters) and adapters[0] != adapters[1]
+    nobody = {"params": {"kvstrata.tenant": "red"}}
+    for fields, reason in (
+        *((nobody, "tenant_refused"),) * 2,
+        *(({"prompt_embeds": embeds(TOKENS, 8)}, "prompt_embeds") for embeds in (torch.ones, torch.zeros)),
+    ):
+        assert asked(fields) == (0, set()) and reasons == [reason]
 
 
 def _adapter(folder: Path, content: str) -> Path:

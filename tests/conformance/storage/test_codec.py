@@ -38,8 +38,7 @@ from kvstrata.testing.strategies import (
 )
 from tests.conformance.storage.test_fs import Folder
 from tests.conformance.storage.test_suite_itself import Forgets, Records
-from tests.harness.codec_records import loaded_record, soft_payload
-from tests.harness.forged import resealed
+from tests.harness.records import loaded_record, resealed, soft_payload
 
 PLAIN = ChainSettings()
 ZSTD = ChainSettings(zstd=ZstdOptions())

@@ -27,7 +27,7 @@ from tests.conformance.storage.test_codec import (
     soft_put_item,
 )
 from tests.conformance.storage.test_suite_itself import Records
-from tests.harness.forged import resealed
+from tests.harness.records import resealed
 
 CORRUPT = LoadOutcome(LoadStatus.CORRUPT)
 CHAINS = [

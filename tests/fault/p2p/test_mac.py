@@ -31,7 +31,7 @@ from kvstrata.testing.strategies import (
     section_lengths,
     watched,
 )
-from tests.fault.p2p.net import ABSENT, KEYS, LOADED, THERE, CopyEngine, failed, metadata_of, unknown
+from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, THERE, CopyEngine, failed, metadata_of, unknown
 from tests.harness.directory_double import Directory
 from tests.harness.l1 import L1, RECORD, SIZE
 

@@ -1,20 +1,25 @@
-"""The reader of peers against owners that are silent, restarted, lying or gone."""
+"""The reader of peers against owners that are silent, restarted, lying, full or gone."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 
 from kvstrata.native import record as native_record
+from kvstrata.p2p.borrowed import LINGER_S, Borrowed
 from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.owners import OwnerLimits
-from kvstrata.policy.reasons import blames_medium, miss_reason
-from kvstrata.storage.base import Found, Presence
+from kvstrata.policy.reasons import PEER_FAILED, blames_medium, miss_reason
+from kvstrata.process.lane import PoolLane
+from kvstrata.rpc.cluster_wire import PeerLease
+from kvstrata.storage.base import Found, LoadStatus, Presence
 from kvstrata.testing.strategies import load_item, loaded_payload, payload_of, record_length, watched
-from kvstrata.types import MissReason
-from tests.fault.p2p.net import ABSENT, KEYS, LOADED, NOT_THERE, THERE, failed, metadata_of, unknown
+from kvstrata.types import EXTENT, KEY_BYTES, MissReason
+from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, NOT_THERE, THERE, Net, failed, metadata_of, unknown
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.waiting import until
 
@@ -268,3 +273,189 @@ async def test_after_close_nothing_is_asked_or_read(net) -> None:
     assert await one.load(items=items) == [failed("closed")]
     watched(items[0]).check()
     await one.adapter.close()
+
+
+class TestClock:
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_ms(self) -> int:
+        return 0
+
+
+@pytest.fixture
+async def lane() -> AsyncIterator[PoolLane]:
+    made = PoolLane(asyncio.get_running_loop())
+    yield made
+    made.close()
+
+
+async def test_a_borrowed_chunk_is_dropped_after_its_time_but_not_while_leased(l1, lane):
+    clock = TestClock()
+    borrowed = Borrowed(l1.pool, lane, clock)
+    keys, own = chain("read", 4), chain("own", 3)
+    l1.store(keys)
+    l1.store(own)
+    borrowed.read(keys)
+    assert await borrowed.drop_due() == 0
+    ticket, *_ = l1.pool.lease(b"".join(keys[:2]), 1, [l1.row])
+    clock.now_s = LINGER_S
+    assert await borrowed.drop_due() == 2
+    assert l1.has(*keys[:2], *own)
+    l1.pool.release(ticket)
+    assert await borrowed.drop_due() == 0
+    clock.now_s = 2 * LINGER_S
+    assert await borrowed.drop_due() == 2
+    assert len(borrowed) == 0
+    assert [l1.read(key) for key in keys] == [None] * 4
+    assert l1.has(*own)
+
+
+async def test_evicted_chunks_are_forgotten_and_beyond_the_bound_the_oldest(l1: L1, lane: PoolLane) -> None:
+    clock = TestClock()
+    borrowed = Borrowed(l1.pool, lane, clock, max_keys=3)
+    keys = chain("read", 5)
+    l1.store(keys)
+    borrowed.read(keys)
+    l1.lose(keys[4:])
+    clock.now_s = LINGER_S
+    assert await borrowed.drop_due() == 2
+    assert len(borrowed) == 0
+    assert l1.has(*keys[:2])
+
+
+async def test_kept_chunks_stay_whether_they_were_read_before_or_meanwhile(l1: L1, lane: PoolLane) -> None:
+    clock = TestClock()
+    borrowed = Borrowed(l1.pool, lane, clock)
+    keys = chain("read", 4)
+    l1.store(keys)
+    borrowed.read(keys[:2])
+    async with borrowed.keeping(keys[:3]), borrowed.keeping(keys[:1]):
+        borrowed.read(keys)
+        assert len(borrowed) == 1
+    clock.now_s = LINGER_S
+    assert await borrowed.drop_due() == 1
+    assert l1.has(*keys[:3])
+    borrowed.read(keys[:3])
+    assert len(borrowed) == 3
+
+
+async def test_keeping_waits_until_a_drop_under_way_has_ended(l1: L1, lane: PoolLane) -> None:
+    clock = TestClock()
+    one_thread = PoolLane(asyncio.get_running_loop(), threads=1)
+    borrowed = Borrowed(l1.pool, one_thread, clock)
+    keys = chain("read", 4)
+    l1.store(keys)
+    borrowed.read(keys)
+    clock.now_s = LINGER_S
+    may_drop = threading.Event()
+    one_thread.run(may_drop.wait, 60)
+    dropping = asyncio.create_task(borrowed.drop_due())
+    await asyncio.sleep(0)
+
+    async def ask() -> int:
+        async with borrowed.keeping(keys):
+            return l1.pool.peek(b"".join(keys), 1)
+
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    may_drop.set()
+    assert await dropping == 4
+    assert await asking == 0
+    one_thread.close()
+
+
+ABSENT_KEYS = chain("never stored", 4)
+MIXED = [ABSENT_KEYS[0], KEYS[2], ABSENT_KEYS[1], KEYS[5], KEYS[1], ABSENT_KEYS[2]]
+FOUND = [NOT_THERE, THERE, NOT_THERE, THERE, THERE, NOT_THERE]
+
+
+async def test_each_of_scattered_keys_is_found_with_one_question_and_read(net, l1: L1) -> None:
+    made = await net()
+    made.adapter.scatter(MIXED)
+    assert await made.adapter.exists(MIXED) == FOUND
+    assert made.directory.asked["Where"] == 1
+    assert made.owner.asked["PeerLease"] == 1
+    assert await made.load(KEYS[5], KEYS[2], KEYS[1]) == [LOADED] * 3
+    assert made.owner.asked["PeerLease"] == 1
+    await until(lambda: not made.owner.leases)
+
+
+async def test_keys_of_a_prefix_are_still_found_up_to_the_first_gap(net) -> None:
+    made = await net()
+    assert await made.adapter.exists([KEYS[0], ABSENT_KEYS[0], KEYS[1]]) == [THERE, NOT_THERE, NOT_THERE]
+    assert len(made.owner.leases) == 1
+    assert set(made.owner.leases.values()) == {1}
+
+
+async def test_what_one_owner_lacks_is_asked_of_the_next_one(second, net) -> None:
+    made = await net()
+    _, owner, _ = second
+    made.others.append(owner)
+    made.directory.tell(owner.entry, KEYS[4:])
+    for key in KEYS[4:]:
+        assert made.l1.pool.remove(key)
+    made.directory.tell(made.owner.entry, KEYS[:4])
+    keys = [KEYS[1], ABSENT_KEYS[0], KEYS[6]]
+    made.adapter.scatter(keys)
+    assert await made.adapter.exists(keys) == [THERE, NOT_THERE, THERE]
+    assert await made.load(KEYS[1], KEYS[6]) == [LOADED, LOADED]
+
+
+async def test_a_scattered_key_that_is_gone_since_its_lookup_is_a_miss_and_the_others_are_read(net) -> None:
+    made = await net()
+    made.adapter.scatter(MIXED)
+    wanted = [ABSENT_KEYS[0], KEYS[2], KEYS[5]]
+    assert await made.load(*wanted) == [ABSENT, LOADED, LOADED]
+
+
+def _too_many(request: PeerLease) -> bytes:
+    return bytes(EXTENT.size) * (len(request.keys) // KEY_BYTES + 1)
+
+
+def _half_an_extent(request: PeerLease) -> bytes:
+    return bytes(EXTENT.size // 2)
+
+
+def _outside(request: PeerLease) -> bytes:
+    return EXTENT.pack(1 << 50, RECORD, 1, 1, 0) * (len(request.keys) // KEY_BYTES)
+
+
+def _of_no_length(request: PeerLease) -> bytes:
+    return EXTENT.pack(4096, 0, 1, 1, 0) * (len(request.keys) // KEY_BYTES)
+
+
+@pytest.mark.parametrize("answer", [_too_many, _half_an_extent, _outside, _of_no_length])
+async def test_an_impossible_answer_for_single_keys_is_a_miss_and_the_owner_is_skipped(net, answer) -> None:
+    made: Net = await net()
+    made.owner.each_answer = answer
+    made.adapter.scatter(MIXED)
+    assert await made.adapter.exists(MIXED) == [unknown(PEER_FAILED)] * len(MIXED)
+    assert made.counted("owners_skipped") == 1
+    assert made.counted("reads") == 0
+
+
+async def test_windows_that_an_owner_claims_and_does_not_have_are_never_loaded(net, l1: L1) -> None:
+    made: Net = await net()
+    ticket, _, extents, _, _ = l1.pool.lease(KEYS[0], 1, [l1.row])
+    assert ticket
+
+    def claim(request: PeerLease) -> bytes:
+        """The bytes of another record, for each key."""
+        return extents * (len(request.keys) // KEY_BYTES)
+
+    made.owner.each_answer = claim
+    made.adapter.scatter(MIXED)
+    found: list[Found] = await made.adapter.exists(MIXED)
+    assert found == [THERE] * len(MIXED)
+    made.owner.leases[1] = 1
+    outcomes = await made.load(*MIXED)
+    assert all(outcome.status is not LoadStatus.LOADED for outcome in outcomes)
+    assert made.counted("unsound_records") == len(MIXED)
+    made.owner.leases.pop(1, None)
+    assert l1.pool.release(ticket)

@@ -11,7 +11,7 @@ from kvstrata.p2p.owners import OwnerLimits
 from kvstrata.rpc.cluster_wire import Failure, PeerRelease
 from kvstrata.storage.base import PutOutcome, PutStatus
 from kvstrata.testing.strategies import WAIT_S, put_item, watched
-from tests.fault.p2p.net import ABSENT, KEYS, LOADED, NOT_THERE, THERE, TestOwner, failed, unknown
+from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, NOT_THERE, THERE, TestOwner, failed, unknown
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.waiting import until
 

@@ -1,21 +1,240 @@
-"""Fixtures that make adapters and rigs and close them at the end of a test."""
+"""A pool and its store and prefetch controllers over tiers: `fs` that fails, hangs, lies and fills up, and shelves."""
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from kvstrata.policy.store import StorePolicy
-from kvstrata.storage.base import AdapterContext
+from kvstrata.policy.store import RetryRule, StorePolicy
+from kvstrata.server.l2.fetch import FetchOutcome
+from kvstrata.server.l2.gate import PrefetchLimits
+from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.l2.puts import StoreLimits
+from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tier_control import TierControl
+from kvstrata.server.l2.tiers import TierSet
+from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadOutcome, PutItem, PutOutcome
+from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.wrap.deadline import DeadlineLimits
+from kvstrata.storage.stack import Stack
+from kvstrata.storage.wrap.codec import CodecAdapter
+from kvstrata.storage.wrap.codec_chain import Chain
+from kvstrata.storage.wrap.codec_fields import ChainSettings
+from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.testing.faults import FaultPlan
-from tests.fault.server.fs_tiers import Tier, Watched
-from tests.fault.server.tier_rig import Rig
-from tests.harness.l1 import CLOCK, L1
-from tests.harness.shelf import SHELVES
+from kvstrata.testing.faulty_adapter import FaultyAdapter
+from kvstrata.testing.strategies import IDENTITY
+from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD
+from tests.harness.shelf import SHELVES, entry
+
+
+class Watched(FaultyAdapter):
+    """A faulty adapter that counts its calls, and how often each key was loaded and stored."""
+
+    def __init__(self, inner: FsAdapter, plan: FaultPlan) -> None:
+        super().__init__(inner, plan)
+        self.asked: collections.Counter[str] = collections.Counter()
+        self.loaded: collections.Counter[bytes] = collections.Counter()
+        self.stored: collections.Counter[bytes] = collections.Counter()
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        self.asked["exists"] += 1
+        return await super().exists(keys)
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        self.asked["put"] += 1
+        self.stored.update(item.key for item in items)
+        return await super().put(items)
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        self.asked["load"] += 1
+        self.loaded.update(item.key for item in items)
+        return await super().load(items)
+
+
+class Tier:
+    """An `fs` adapter with a planned set of faults, inside the deadline wrapper, as the server has it."""
+
+    def __init__(self, name: str, faults: Watched, limits: DeadlineLimits, policy: StorePolicy) -> None:
+        self.faults, self.plan = faults, faults.plan
+        codec = CodecAdapter(faults, Chain(ChainSettings()))
+        self.guard = DeadlineAdapter(codec, limits, CLOCK, lambda report: None)
+        self.configured = Stack(name, policy, codec, self.guard)
+
+    @property
+    def records(self) -> set[bytes]:
+        inner = self.faults.inner
+        assert isinstance(inner, FsAdapter)
+        return {bytes.fromhex(path.stem) for path in inner.base_path.glob("??/??/*.kvc")}
+
+    def path(self, key: bytes) -> Path:
+        inner = self.faults.inner
+        assert isinstance(inner, FsAdapter)
+        return inner.path(key)
+
+
+OpenTier = Callable[..., Awaitable[Tier]]
+"""Opens a tier; see the fixture `tier`."""
+
+
+class Puts:
+    """A store controller, which the fixture `tier` stops, and the puts that it skipped."""
+
+    made: ClassVar[list[Puts]] = []
+
+    def __init__(self, l1: L1, *tiers: Tier, **limits: object) -> None:
+        self.skipped: list[tuple[bytes, str]] = []
+        values = {
+            "backlog_bytes": L1_BYTES // 4,
+            "batch_bytes": 4 * RECORD,
+            "retry": RetryRule(retries=2, first_s=0.0, longest_s=0.0),
+            **limits,
+        }
+        self.controller = StoreController(
+            l1.pool,
+            TierSet([one.configured for one in tiers]),
+            StoreLimits(**values),
+            lambda key, reason: self.skipped.append((key, reason)),
+        )
+        self.made.append(self)
+
+    async def put(self, keys: Sequence[bytes]) -> None:
+        """Put chunks that were committed, and wait until each has an outcome."""
+        self.controller.committed(keys)
+        await self.controller.idle()
+
+    def counts(self, name: str = "fs-0") -> dict[str, int]:
+        return self.controller.stats()["adapters"][name]["outcomes"]
+
+    @property
+    def backlog_bytes(self) -> int:
+        return self.controller.stats()["backlog_bytes"]
+
+
+class Loads:
+    """A prefetch controller for one pool."""
+
+    def __init__(self, l1: L1, *tiers: Tier, **limits: object) -> None:
+        values = {"in_flight_bytes": L1_BYTES // 16, "batch_bytes": 2 * RECORD, **limits}
+        self.lost: list[tuple[str, bytes]] = []
+        self.controller = PrefetchController(
+            l1.pool,
+            TierSet([one.configured for one in tiers]),
+            PrefetchLimits(**values),
+            CLOCK,
+            lambda name, keys: self.lost.extend((name, key) for key in keys),
+        )
+
+    async def fetch(
+        self,
+        keys: list[bytes],
+        n_slices: int = 1,
+        *,
+        within_s: float = LATER_S,
+        parent: list[bytes] | None = None,
+        identity: bytes = IDENTITY,
+        budget_bytes: int | None = None,
+    ) -> FetchOutcome:
+        return await self.controller.fetch(
+            b"".join(keys),
+            n_slices,
+            identity=identity,
+            tenant=1,
+            deadline_s=CLOCK.monotonic_s() + within_s,
+            parent=b"".join(parent or []),
+            budget_bytes=budget_bytes,
+        )
+
+
+async def in_l2(
+    l1: L1, one: Tier, keys: list[bytes], n_slices: int = 1, *, identity: bytes = IDENTITY
+) -> None:
+    """Store chunks in an adapter, and remove them from L1."""
+    puts = Puts(l1, one, backlog_bytes=L1_BYTES)
+    stored = l1.store(keys, n_slices, identity=identity)
+    assert sorted(stored) == sorted(keys)
+    puts.controller.committed(stored)
+    await puts.controller.stop(LATER_S)
+    assert one.records >= set(keys)
+    l1.lose(keys)
+    one.faults.asked.clear()
+
+
+class Rig:
+    """The parts of a server that handle tiers, on one pool."""
+
+    def __init__(self, l1: L1, *, close_s: float = 0.05, open_s: float = 60.0) -> None:
+        self.l1 = l1
+        self.adapters = TierSet()
+        self.skipped: list[tuple[bytes, str]] = []
+        limits = DeadlineLimits(deadline_ms=600_000, max_stuck_bytes=1 << 30, close_s=close_s)
+
+        def build(config: Any) -> Stack:
+            medium = config.make()
+            medium.name = config.name
+            codec = CodecAdapter(medium, Chain(ChainSettings()))
+            adapter = DeadlineAdapter(codec, limits, CLOCK, lambda report: None)
+            return Stack(config.name, config.policy, codec, adapter)
+
+        self.store = StoreController(
+            l1.pool,
+            self.adapters,
+            StoreLimits(
+                backlog_bytes=L1_BYTES // 4,
+                batch_bytes=4 * RECORD,
+                retry=RetryRule(retries=2, first_s=0.0, longest_s=0.0),
+            ),
+            lambda key, reason: self.skipped.append((key, reason)),
+        )
+        self.prefetch = PrefetchController(
+            l1.pool,
+            self.adapters,
+            PrefetchLimits(in_flight_bytes=4 * RECORD, batch_bytes=2 * RECORD),
+            CLOCK,
+            lambda name, keys: None,
+        )
+        self.control = TierControl(
+            self.adapters,
+            l1.pool,
+            self.store,
+            self.prefetch,
+            build=build,
+            context=lambda name: AdapterContext("test", CLOCK, 0, 0, lambda key: None),
+            open_s=open_s,
+        )
+
+    async def open(self, shelf: str, **common: Any) -> str:
+        config = configure_tier(entry(shelf, **common), len(self.adapters))
+        await self.control.open(config)
+        return config.name
+
+    async def put(self, keys: list[bytes]) -> None:
+        """Store chunks in L1 and wait until the store controller has put them."""
+        assert self.l1.store(keys) == keys
+        self.store.committed(keys)
+        await self.store.idle()
+
+    async def fetch(self, keys: list[bytes], within_s: float = LATER_S) -> FetchOutcome:
+        return await self.prefetch.fetch(
+            b"".join(keys), 1, identity=IDENTITY, tenant=1, deadline_s=CLOCK.monotonic_s() + within_s
+        )
+
+    def states(self) -> dict[str, str]:
+        return {name: row["state"] for name, row in self.control.status().items()}
+
+    async def close(self) -> None:
+        for shelf in SHELVES.values():
+            shelf.let_go()
+        await self.prefetch.stop(LATER_S)
+        await self.store.stop(LATER_S)
+        await self.control.close()
+
+
+Start = Callable[..., Rig]
 
 
 @pytest.fixture
@@ -50,13 +269,14 @@ async def tier(tmp_path: Path, l1: L1):
         return made
 
     yield open_tier
+    while Puts.made:
+        await Puts.made.pop().controller.stop(0)
     for one in opened:
         await one.guard.close()
 
 
 @pytest.fixture
 async def start(l1: L1):
-    """Makes rigs; see `tier_rig.Rig`."""
     SHELVES.clear()
     made: list[Rig] = []
 

@@ -1,9 +1,10 @@
-"""The store controller on a real pool, with adapters that fail, hang, lie and fill up."""
+"""Store to L2 through the server's real parts: what is put, when, and tiers that are added or taken away."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,17 @@ import msgspec
 import pytest
 
 from kvstrata import failpoints
+from kvstrata.errors import BadRequest, ConfigError, StorageError
 from kvstrata.policy.store import EvictAhead, StorePolicy
+from kvstrata.server.l2 import tier_control
+from kvstrata.server.l2.fetch import FetchOutcome
+from kvstrata.storage.entry import configure_tier
 from kvstrata.testing.faults import Fault, FaultPlan
-from tests.fault.server.fs_tiers import OpenTier, Puts
-from tests.harness.l1 import L1, L1_BYTES, LATER_S, RECORD, chain
+from kvstrata.testing.strategies import payload_of
+from tests.fault.server.conftest import Loads, OpenTier, Puts, Start
+from tests.harness.amount import amount
+from tests.harness.l1 import L1, L1_BYTES, LATER_S, RECORD, SIZE, chain
+from tests.harness.shelf import SHELVES, entry
 from tests.harness.waiting import until
 
 
@@ -22,19 +30,16 @@ async def test_every_committed_chunk_reaches_every_adapter(l1: L1, tier: OpenTie
     one, other = await tier(), await tier()
     puts = Puts(l1, one, other)
     keys = chain("a", 12)
-    puts.controller.committed(l1.store(keys))
-    await puts.controller.idle()
+    await puts.put(l1.store(keys))
     assert one.records == other.records == set(keys)
     assert puts.counts("fs-0") == puts.counts("fs-1") == {"stored": 12}
     assert puts.skipped == []
     assert puts.backlog_bytes == 0
-    await puts.controller.stop(0)
 
 
 async def test_chunks_beyond_the_backlog_are_skipped_counted_and_evictable(l1: L1, tier: OpenTier) -> None:
-    plan = FaultPlan(0)
-    one = await tier(plan=plan)
-    plan.schedule(*[Fault.HANG] * 2)
+    one = await tier()
+    one.plan.schedule(*[Fault.HANG] * 2)
     puts = Puts(l1, one)
     keys = l1.store(chain("a", 40))
     puts.controller.committed(keys)
@@ -51,20 +56,17 @@ async def test_chunks_beyond_the_backlog_are_skipped_counted_and_evictable(l1: L
     one.faults.release()
     await puts.controller.idle()
     assert one.records == set(keys[:n_pinned])
-    await puts.controller.stop(0)
 
 
 async def test_chunks_that_the_full_backlog_skipped_are_put_once_it_is_empty(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     puts = Puts(l1, one)
     keys = l1.store(chain("a", 40))
-    puts.controller.committed(keys)
-    await puts.controller.idle()
+    await puts.put(keys)
     n_skipped = puts.counts()["skipped:backlog"]
     assert n_skipped > 0
     assert puts.counts()["taken_up"] == n_skipped and one.records == set(keys)
     assert puts.backlog_bytes == 0
-    await puts.controller.stop(0)
 
 
 async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: OpenTier) -> None:
@@ -89,12 +91,10 @@ async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: Ope
     of_tier._pool = pool
     of_tier._unpinned.update(dict.fromkeys(chain("lost", 1000)))
     ticking = [asyncio.get_running_loop().call_soon(next_turn)]
-    puts.controller.committed(l1.store(chain("a", 1)))
-    await puts.controller.idle()
+    await puts.put(l1.store(chain("a", 1)))
     ticking[0].cancel()
     assert holds.total() == 1001
     assert max(holds.values()) <= 64
-    await puts.controller.stop(0)
 
 
 @pytest.fixture
@@ -115,24 +115,19 @@ async def test_puts_go_on_after_one_crashed(l1, tier, caplog, disarmed):
     assert sorted(puts.skipped) == sorted((key, "crashed") for key in lost)
     assert puts.backlog_bytes == 0
     kept = l1.store(chain("b", 2))
-    puts.controller.committed(kept)
-    await puts.controller.idle()
+    await puts.put(kept)
     assert one.records == set(kept)
     assert puts.counts() == {"crashed": 1, "skipped:crashed": 2, "stored": 2}
-    puts.controller.committed(lost)
-    await puts.controller.idle()
+    await puts.put(lost)
     assert one.records == {*kept, *lost}
-    await puts.controller.stop(0)
 
 
 async def test_a_put_in_flight_keeps_its_pin_after_its_deadline(l1: L1, tier: OpenTier) -> None:
-    plan = FaultPlan(0)
-    one = await tier(plan=plan, deadline_ms=1)
-    plan.schedule(Fault.HANG)
+    one = await tier(deadline_ms=1)
+    one.plan.schedule(Fault.HANG)
     puts = Puts(l1, one)
     [key] = l1.store(chain("a", 1))
-    puts.controller.committed([key])
-    await puts.controller.idle()
+    await puts.put([key])
     assert puts.skipped == [(key, "deadline")]
     assert puts.backlog_bytes == 0
     assert l1.pool.stats()["holds"] == 1
@@ -142,42 +137,33 @@ async def test_a_put_in_flight_keeps_its_pin_after_its_deadline(l1: L1, tier: Op
     one.faults.release()
     await until(lambda: one.records == {key})
     await until(lambda: l1.pool.stats()["holds"] == 0)
-    await puts.controller.stop(0)
 
 
 async def test_a_throttled_put_is_repeated_and_at_last_skipped(l1: L1, tier: OpenTier) -> None:
-    plan = FaultPlan(0)
-    one = await tier(plan=plan)
+    one = await tier()
     puts = Puts(l1, one)
     first, second = l1.store(chain("a", 2))
-    plan.schedule(Fault.THROTTLED, Fault.THROTTLED)
-    puts.controller.committed([first])
-    await puts.controller.idle()
+    one.plan.schedule(Fault.THROTTLED, Fault.THROTTLED)
+    await puts.put([first])
     assert one.records == {first}
-    plan.schedule(*[Fault.THROTTLED] * 3)
-    puts.controller.committed([second])
-    await puts.controller.idle()
+    one.plan.schedule(*[Fault.THROTTLED] * 3)
+    await puts.put([second])
     assert puts.skipped == [(second, "injected")]
     assert puts.counts() == {"throttled": 4, "stored": 1, "skipped:injected": 1}
     assert puts.backlog_bytes == 0
-    await puts.controller.stop(0)
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.RAISE, Fault.LOST_ACK])
 async def test_a_failed_put_is_skipped_with_its_reason_and_later_ones_go_on(l1, tier, fault):
-    plan = FaultPlan(0)
-    one = await tier(plan=plan)
+    one = await tier()
     puts = Puts(l1, one)
     first, second = l1.store(chain("a", 2))
-    plan.schedule(fault)
-    puts.controller.committed([first])
-    await puts.controller.idle()
+    one.plan.schedule(fault)
+    await puts.put([first])
     assert puts.skipped == [(first, "adapter_error" if fault is Fault.RAISE else "injected")]
-    puts.controller.committed([first, second])
-    await puts.controller.idle()
+    await puts.put([first, second])
     assert one.records == {first, second}
     await until(lambda: l1.pool.stats()["holds"] == 0)
-    await puts.controller.stop(0)
 
 
 async def test_a_hung_adapter_costs_the_other_nothing(l1: L1, tier: OpenTier) -> None:
@@ -192,7 +178,6 @@ async def test_a_hung_adapter_costs_the_other_nothing(l1: L1, tier: OpenTier) ->
     hung.faults.release()
     await puts.controller.idle()
     assert hung.records == set(keys)
-    await puts.controller.stop(0)
 
 
 async def test_stop_is_bounded_and_reports_the_chunks_it_did_not_put(l1: L1, tier: OpenTier) -> None:
@@ -227,12 +212,10 @@ async def test_more_keys_than_one_turn_takes_are_all_put_or_accounted_for(l1: L1
     one = await tier()
     puts = Puts(l1, one, max_waiting_keys=100)
     keys = l1.store(chain("a", 10))
-    puts.controller.committed([*keys, *chain("never stored", 150)])
-    await puts.controller.idle()
+    await puts.put([*keys, *chain("never stored", 150)])
     reasons = collections.Counter(reason for _, reason in puts.skipped)
     assert reasons == {"queue_full": 60, "evicted": 90}
     assert one.records == set(keys)
-    await puts.controller.stop(0)
 
 
 async def test_on_evict_puts_chunks_before_they_leave(l1: L1, tier: OpenTier) -> None:
@@ -240,30 +223,26 @@ async def test_on_evict_puts_chunks_before_they_leave(l1: L1, tier: OpenTier) ->
     puts = Puts(l1, one, evict_ahead=EvictAhead(low_watermark=0.5, step=0.25))
     l1_keys: list[bytes] = []
     few = l1.store(chain("few", 8))
-    puts.controller.committed(few)
-    await puts.controller.idle()
+    await puts.put(few)
     assert one.records == set(), "below the watermark nothing is put"
     l1_keys += few
     for n in range(30):
         keys = l1.store(chain(f"p{n}", 4))
         assert len(keys) == 4
         l1_keys += keys
-        puts.controller.committed(keys)
-        await puts.controller.idle()
+        await puts.put(keys)
         puts.controller.evicted([key for kind, key, _ in l1.pool.events() if kind == 1])
     assert puts.skipped == []
     for key in l1_keys:
         assert key in one.records or l1.has(key)
     assert max(one.faults.stored.values()) == 1, "a chunk is put once"
-    await puts.controller.stop(0)
 
 
 async def test_second_touch_puts_chunks_that_were_used_again(l1: L1, tier: OpenTier) -> None:
     one = await tier(StorePolicy.SECOND_TOUCH)
     puts = Puts(l1, one)
     once, twice, thrice = l1.store(chain("a", 3))
-    puts.controller.committed([once, twice, thrice])
-    await puts.controller.idle()
+    await puts.put([once, twice, thrice])
     assert one.records == set()
     puts.controller.touched([twice, thrice])
     await puts.controller.idle()
@@ -271,7 +250,6 @@ async def test_second_touch_puts_chunks_that_were_used_again(l1: L1, tier: OpenT
     await puts.controller.idle()
     assert one.records == {twice, thrice}
     assert one.faults.stored[thrice] == 1
-    await puts.controller.stop(0)
 
 
 async def test_a_read_only_medium_gets_and_loses_nothing(l1: L1, tier: OpenTier) -> None:
@@ -287,17 +265,14 @@ async def test_a_read_only_medium_gets_and_loses_nothing(l1: L1, tier: OpenTier)
     assert read_only.faults.asked["put"] == 0
     assert puts.skipped == []
     assert await puts.controller.clear() == 8
-    await puts.controller.stop(0)
 
 
 async def test_clear_empties_queue_and_adapters(l1: L1, tier: OpenTier) -> None:
-    plan = FaultPlan(0)
-    one = await tier(plan=plan)
+    one = await tier()
     puts = Puts(l1, one, batches_in_flight=1)
     done = l1.store(chain("done", 2))
-    puts.controller.committed(done)
-    await puts.controller.idle()
-    plan.schedule(Fault.HANG)
+    await puts.put(done)
+    one.plan.schedule(Fault.HANG)
     keys = l1.store(chain("a", 12))
     puts.controller.committed(keys)
     await until(lambda: one.faults.hanging == 1)
@@ -307,4 +282,206 @@ async def test_clear_empties_queue_and_adapters(l1: L1, tier: OpenTier) -> None:
     await puts.controller.idle()
     assert one.records == set(), "a record whose put was under way is deleted once the put has ended"
     assert sorted(puts.skipped) == sorted((key, "cleared") for key in keys)
-    await puts.controller.stop(0)
+
+
+@pytest.mark.parametrize("seed", range(amount(2, 4)))
+async def test_whatever_goes_wrong_no_byte_is_wrong_and_nothing_leaks(l1, tier, seed):
+    draw = random.Random(seed)
+    plan = FaultPlan(seed, rate=0.3, only=set(Fault) - {Fault.SLOW})
+    faulty = await tier(plan=plan, deadline_ms=50, failures=3)
+    other = await tier(StorePolicy.ON_EVICT, capacity_bytes=30 * 57_344)
+    puts = Puts(l1, faulty, other, evict_ahead=EvictAhead(low_watermark=0.3, step=0.25))
+    loads = Loads(l1, faulty, other, in_flight_bytes=6 * RECORD)
+    prompts = [chain(f"p{n}", 6, 2) for n in range(12)]
+    waits: list[asyncio.Task[FetchOutcome]] = []
+    for _ in range(70):
+        keys = draw.choice(prompts)
+        action = draw.randrange(5)
+        if action < 2:
+            puts.controller.committed(l1.store(keys, 2))
+        elif action == 2:
+            waits.append(asyncio.create_task(loads.fetch(keys, 2, within_s=draw.choice([0.01, 0.2]))))
+        elif action == 3:
+            l1.lose(keys[draw.randrange(6) * 2 :])
+        else:
+            faulty.faults.release()
+        if draw.random() < 0.1 and waits:
+            draw.choice(waits).cancel()
+        await asyncio.sleep(draw.choice([0, 0.001]))
+        l1.pool.validate()
+        for key in keys:
+            assert l1.read(key) in (None, payload_of(key, SIZE)), plan
+    plan.rate = 0.0
+    faulty.faults.release()
+    await asyncio.gather(*waits, return_exceptions=True)
+    await loads.controller.idle()
+    await puts.controller.idle()
+    await loads.controller.stop(LATER_S)
+    await puts.controller.stop(LATER_S)
+    await until(lambda: faulty.guard.stuck_bytes == 0)
+    assert puts.backlog_bytes == 0
+    assert loads.controller.stats()["keys_loading"] == 0
+    assert all(gate["loading_bytes"] == 0 for gate in loads.controller.stats()["adapters"].values())
+    l1.nothing_in_use()
+
+
+async def test_a_tier_that_cannot_be_reached_stops_nothing_and_is_used_once_it_can_be(start, l1, monkeypatch):
+    monkeypatch.setattr(tier_control, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(tier_control, "MAX_PAUSE_S", 0.001)
+    rig = start()
+    SHELVES["away"].fails_to_open = StorageError("plugin-0: nobody answers")
+    SHELVES["slow"].shut("open")
+    for shelf, open_s in (("away", LATER_S), ("slow", 0.0), ("well", LATER_S)):
+        rig.control._open_s = open_s
+        await rig.open(shelf)
+    assert rig.states() == {"plugin-0": "unreachable", "plugin-1": "unreachable", "plugin-2": "active"}
+    rows = await rig.control.rows()
+    assert [row.get("reason") for row in rows] == [
+        "plugin-0: nobody answers",
+        "plugin-1: it does not answer",
+        None,
+    ]
+    assert [row.get("medium_well") for row in rows] == [False, False, None], "alerts see it"
+    with pytest.raises(BadRequest, match="plugin-0 cannot be reached"):
+        rig.control.pause("plugin-0")
+    keys = chain("a", 3)
+    await rig.put(keys)
+    assert set(SHELVES["well"].records) == set(keys)
+    l1.lose(keys)
+    assert await rig.fetch(keys) == FetchOutcome(3, 3, "")
+    SHELVES["away"].fails_to_open = OSError("a plugin may raise anything")
+    await until(lambda: "OSError: a plugin may" in str(rig.control.status()["plugin-0"]["reason"]))
+    SHELVES["away"].fails_to_open = None
+    SHELVES["slow"].let_go()
+    await until(lambda: set(rig.states().values()) == {"active"})
+    loads = SHELVES["well"].asked["load"]
+    later = chain("b", 3)
+    await rig.put(later)
+    assert set(SHELVES["away"].records) == set(SHELVES["slow"].records) == set(later)
+    l1.lose(later)
+    assert await rig.fetch(later) == FetchOutcome(3, 3, "")
+    assert SHELVES["away"].asked["load"] and SHELVES["well"].asked["load"] == loads, (
+        "the nearest one is asked first"
+    )
+
+
+async def test_a_tier_that_is_wrong_stops_the_start(start: Start) -> None:
+    rig = start()
+    SHELVES["a"].fails_to_open = ConfigError("plugin-0: password: refused")
+    with pytest.raises(ConfigError, match="password: refused"):
+        await rig.open("a")
+    SHELVES["b"].fails_to_open = StorageError("plugin-0: away")
+    with pytest.raises(StorageError, match="away"):
+        await rig.control.open(configure_tier(entry("b"), 0), must=True)
+    assert rig.states() == {}
+
+
+async def test_the_end_of_the_server_ends_an_opening(start: Start) -> None:
+    rig = start(open_s=0.0)
+    SHELVES["a"].shut("open", "close")
+    name = await rig.open("a")
+    assert rig.states() == {name: "unreachable"}
+    await until(lambda: SHELVES["a"].waiting["open"])
+    closing = asyncio.create_task(rig.control.close())
+    await until(lambda: SHELVES["a"].waiting["close"])
+    SHELVES["a"].let_go()
+    await closing
+    SHELVES["a"].opened = SHELVES["a"].closed  # its opening was cancelled, and it was closed
+
+
+async def test_a_paused_tier_is_asked_nothing_until_it_is_resumed(start: Start, l1: L1) -> None:
+    rig = start()
+    one, other = await rig.open("a"), await rig.open("b")
+    before, meanwhile, after = chain("before", 3), chain("meanwhile", 3), chain("after", 3)
+    await rig.put(before)
+    row = rig.control.pause(one)
+    assert row is not None and (row["state"], row["takes_loads"], row["under_way"]) == ("paused", False, 0)
+    asked = SHELVES["a"].asked.copy()
+    await rig.put(meanwhile)
+    assert rig.skipped == [(key, "paused") for key in meanwhile]
+    l1.lose(before)
+    assert await rig.fetch(before) == FetchOutcome(3, 3, "") and SHELVES["b"].asked["load"]
+    rig.control.pause(other)
+    assert not rig.adapters.take_loads
+    l1.lose(before)
+    assert (await rig.fetch(before)).n_chunks == 0
+    assert [row["usage"] for row in await rig.control.rows()] == [None, None]
+    with pytest.raises(StorageError, match="plugin-0: not cleared: it is paused"):
+        await rig.store.clear()
+    assert SHELVES["a"].asked == asked
+    for name in (one, other):
+        row = rig.control.resume(name)
+        assert row is not None and (row["state"], row["takes_loads"]) == ("active", True)
+    await rig.put(after)
+    assert set(SHELVES["a"].records) == {*before, *after}, "chunks that were skipped meanwhile stay skipped"
+    assert (await rig.fetch(before)).n_chunks == 3
+    assert rig.control.pause("nobody") is None
+
+
+async def test_operations_under_way_end_well_in_a_pause_and_waiting_chunks_are_skipped(start, l1):
+    rig = start()
+    name = await rig.open("a")
+    loaded, waited = chain("loaded", 2), chain("waited", 10)
+    await rig.put(loaded)
+    l1.lose(loaded)
+    SHELVES["a"].shut("put", "load")
+    l1.store(waited)
+    rig.store.committed(waited)
+    fetching = asyncio.create_task(rig.fetch(loaded))
+    await until(lambda: SHELVES["a"].waiting["put"] == 2 and SHELVES["a"].waiting["load"] == 1)
+    row = rig.control.pause(name)
+    assert row is not None and row["under_way"] == 3
+    SHELVES["a"].let_go()
+    assert await fetching == FetchOutcome(2, 2, "")
+    await rig.store.idle()
+    assert len(SHELVES["a"].records) == 10 and [reason for _, reason in rig.skipped] == ["paused"] * 2
+
+
+@pytest.mark.parametrize("seed", range(amount(2, 8)))
+async def test_whatever_is_paused_every_chunk_is_put_or_skipped_and_nothing_is_left(start, l1, seed):
+    rng = random.Random(seed)
+    rig = start()
+    names = [await rig.open(f"shelf {number}") for number in range(3)]
+    stored: list[list[bytes]] = []
+
+    async def storing() -> None:
+        for n in range(30):
+            keys = l1.store(chain(f"{seed} {n}", rng.randrange(1, 5)))
+            rig.store.committed(keys)
+            if keys:
+                stored.append(keys)
+            await asyncio.sleep(rng.choice([0, 0, 0.001]))
+            if rng.random() < 0.3:
+                await rig.store.idle()
+
+    async def looking_up() -> None:
+        for _ in range(30):
+            if stored:
+                keys = rng.choice(stored)
+                if not l1.pool.stats()["pinned_bytes"]:
+                    for key in reversed(keys):
+                        l1.pool.remove(key)
+                found = await rig.fetch(keys, within_s=rng.choice([0.0, 0.01, LATER_S]))
+                assert 0 <= found.n_chunks <= len(keys)
+            await asyncio.sleep(0)
+
+    async def changing() -> None:
+        for n in range(30):
+            shelf = SHELVES[f"shelf {n % 3}"]
+            if rng.random() < 0.2:
+                shelf.shut(rng.choice(["put", "load", "exists"]))
+                asyncio.get_running_loop().call_later(0.01, shelf.let_go)
+            rng.choice([rig.control.pause, rig.control.resume])(rng.choice(names))
+            await asyncio.sleep(0.001)
+
+    await asyncio.gather(storing(), looking_up(), changing())
+    for shelf in SHELVES.values():
+        shelf.let_go()
+    await rig.prefetch.idle()
+    await rig.store.idle()
+    skipped = {key for key, _ in rig.skipped}
+    for number, name in enumerate(names):
+        records = SHELVES[f"shelf {number}"].records
+        assert all(key in records or key in skipped for keys in stored for key in keys)
+        assert rig.store.stats_of(name)["outcomes"].get("stored", 0) == len(records)
+    assert rig.store.stats()["backlog_bytes"] == 0

@@ -64,7 +64,6 @@ class Request:
 
     @property
     def all_token_ids(self) -> list[int]:
-        """The first `num_tokens` tokens."""
         return self.tokens[: self.num_tokens]
 
 
@@ -91,7 +90,6 @@ class NoCache:
         """Called when the request has its blocks and `external_tokens` of its tokens are to be loaded."""
 
     def plan(self, output: Any) -> StepPlan:
-        """Plan the step that the scheduler decided on."""
         return StepPlan(0)
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -116,7 +114,6 @@ class NoCache:
 
     @property
     def busy(self) -> bool:
-        """Whether a store or a load is under way."""
         return False
 
     def close(self) -> None:

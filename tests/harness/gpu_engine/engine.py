@@ -55,10 +55,9 @@ class GpuEngine:
         checks: bool = True,
         write_tokens: bool = True,
         device: Device | None = None,
-        cache: type[Cache] = Cache,
         **more: Any,
     ) -> None:
-        """`settings` None: no cache; `more` goes to `cache`.
+        """`settings` None: no cache; `more` goes to `Cache`.
 
         `products(tokens)` queues one layer's matrix products on `device.computes`.  Without `write_tokens` the KV of a
         block is written whole with its first token, which takes fewer copies.
@@ -77,7 +76,7 @@ class GpuEngine:
         )
         self.cache = NoCache()
         if settings is not None:
-            self.cache = cache(settings, self.device, self.kv, **more)
+            self.cache = Cache(settings, self.device, self.kv, **more)
         self.counts: collections.Counter[str] = collections.Counter()
         self.checks = BlockChecks(self.device, self.kv, self.counts, enabled=checks)
         self.scheduler = Scheduler(
@@ -101,8 +100,6 @@ class GpuEngine:
         self._write_tokens = write_tokens
         self._number = 0
 
-    # -- requests ----------------------------------------------------------------------------------------------
-
     def submit(self, tokens: Sequence[int], output_tokens: int, arrived_s: float | None = None) -> Request:
         """Queue a prompt that will be answered with `output_tokens` tokens."""
         self._number += 1
@@ -121,7 +118,6 @@ class GpuEngine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request whose client went away."""
         self.counts["aborted"] += 1
         self.scheduler.abort(request)
 
@@ -129,8 +125,6 @@ class GpuEngine:
     def idle(self) -> bool:
         """Whether no request runs or waits and the blocks of all ended requests are free."""
         return not self.scheduler.requests
-
-    # -- one step ----------------------------------------------------------------------------------------------
 
     def step(self) -> int:
         """Run one step of the engine; return how many tokens it computed."""
@@ -270,8 +264,6 @@ class GpuEngine:
         self.counts["loaded blocks"] += len(checks)
         self.checks.expect(checks)
 
-    # -- many steps --------------------------------------------------------------------------------------------
-
     def run_until(self, holds: Callable[[], bool]) -> None:
         """Step until `holds()`. Raises RuntimeError when no step computes anything for `PATIENCE_S`."""
         moved_s = time.monotonic()
@@ -290,7 +282,6 @@ class GpuEngine:
         assert sorted(self.scheduler.free) == list(range(1, self.kv.num_blocks)), "blocks were lost"
 
     def close(self) -> None:
-        """Leave the server and free the memory."""
         self.cache.close()
         self.device.finish()
         self.kv.close()

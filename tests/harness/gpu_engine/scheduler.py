@@ -60,20 +60,17 @@ class Scheduler:
         self._before_free = before_free
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self._cache.arrived(request)
 
     def abort(self, request: Request) -> None:
-        """End a request whose client went away."""
         for queue in (self.running, self.skipped, self.waiting):
             if request in queue:
                 queue.remove(request)
         self._end(request)
 
     def finish(self, request: Request) -> None:
-        """End a running request whose answer is complete."""
         self.running.remove(request)
         self._end(request)
 

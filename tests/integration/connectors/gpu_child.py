@@ -21,7 +21,7 @@ from kvstrata.native.cuda import CudaCopyPlan
 from kvstrata.types import RequestIdentity, Role, shown_name, unpack_extents
 from tests.harness.cache_engine import PATIENCE_S, eventually
 from tests.harness.child import serve
-from tests.harness.gpu_engine.connector import Cache, Request, StepOutcome, client_of
+from tests.harness.gpu_engine.connector import Cache, client_of
 from tests.harness.gpu_engine.engine import GpuEngine
 from tests.harness.gpu_kv import TINY, PagedKv, block_keys
 
@@ -48,26 +48,7 @@ class Unordered(DeviceMover):
         return plan
 
 
-class Hasty(Cache):
-    """A planted bug: the engine reuses blocks that a store still reads."""
-
-    def finished(self, request: Request) -> bool:
-        super().finished(request)
-        return False
-
-    def end_step(self) -> StepOutcome:
-        return super().end_step()._replace(sent=set())
-
-
-BUGS: dict[str, dict[str, Any]] = {
-    "": {},
-    "copies are not ordered": {"mover": Unordered},
-    "blocks are reused too early": {"cache": Hasty},
-}
-
-
 def settings_of(socket_dir: str, **more: Any) -> ClientSettings:
-    """Of a client."""
     return ClientSettings(socket_dir=socket_dir, chunk_size=CHUNK_TOKENS, **more)
 
 
@@ -142,8 +123,6 @@ class HostEngine:
 
 
 class _Child:
-    """Handlers of the child process."""
-
     def __init__(self) -> None:
         self._engine: GpuEngine
         self._host: HostEngine | None = None
@@ -157,7 +136,7 @@ class _Child:
         pin: bool = True,
         load_mode: str = "auto",
         save_decode_cache: bool = False,
-        bug: str = "",
+        ordered: bool = True,
         settings: dict[str, Any] | None = None,
         **more: Any,
     ) -> dict[str, Any]:
@@ -176,7 +155,7 @@ class _Child:
             block_tokens=BLOCK_TOKENS,
             pin=pin,
             sync_load_bytes=SYNC_CHUNKS * chunk_bytes,
-            **BUGS[bug],
+            **({} if ordered else {"mover": Unordered}),
             **more,
         )
         chosen = self._cache.engine
@@ -190,8 +169,6 @@ class _Child:
     def connect(self) -> str:
         self._cache.connect()
         return shown_name(self._cache.client.session)
-
-    # -- single requests ---------------------------------------------------------------------------------------
 
     def store(self, seed: int, n_chunks: int) -> int:
         """Ask a prompt; its chunks that were stored."""
@@ -268,8 +245,6 @@ class _Child:
         [(bad, _), (none, broken), (_, still)] = told
         return {"bad": bad == sorted(load.blocks), "none": none == [], "broken": broken and still}
 
-    # -- traffic -----------------------------------------------------------------------------------------------
-
     def churn(self, seed: int, steps: int) -> dict[str, int]:
         """Random prompts with answers of random lengths, preempted and aborted at random."""
         engine, chance = self._engine, random.Random(seed)
@@ -290,8 +265,6 @@ class _Child:
         engine.settle()
         print(f"churn {seed}: {dict(engine.counts)}", file=sys.stderr, flush=True)
         return dict(engine.counts)
-
-    # -- the client and the driver -----------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         return self._cache.client.stats()
@@ -315,10 +288,6 @@ class _Child:
     def wait_call(self, name: str) -> None:
         eventually(f"{name} is called", lambda: self._engine.device.calls(name))
 
-    def room(self, n_bytes: int) -> None:
-        """Asserts that the device has so much memory left."""
-        self._engine.device.free(self._engine.device.allocate(n_bytes))
-
     def registrations(self) -> int:
         """Slabs that are registered with the simulated driver."""
         device = self._engine.device
@@ -326,8 +295,6 @@ class _Child:
 
     def wait_registrations(self, count: int) -> None:
         eventually("so much is registered", lambda: self.registrations() == count)
-
-    # -- the same KV in host memory ----------------------------------------------------------------------------
 
     def host_store(self, seed: int, n_chunks: int) -> int:
         return self._on_host().store(seed, n_chunks)

@@ -28,10 +28,8 @@ Start = Callable[..., Child]
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path / "server", l1_mb=L1_MB, chunk_tokens=16) as server:
-        server.start()
-        yield server
+def server(start: Callable[..., ServerProcess]) -> ServerProcess:
+    return start(l1_mb=L1_MB, chunk_tokens=16)
 
 
 @pytest.fixture
@@ -115,7 +113,7 @@ def test_kv_rounded_by_the_gpu_takes_less_room_and_is_loaded_only_by_engines_tha
 
 @pytest.mark.long
 def test_the_simulated_engine_sees_a_planted_bug(engine: Start) -> None:
-    child = engine(engine="dma", bug="copies are not ordered", DELAY_US=300, SEED=1)
+    child = engine(engine="dma", ordered=False, DELAY_US=300, SEED=1)
     with pytest.raises(ChildError, match=r"of the request is (poison|wrong)"):
         for seed in range(20):
             child.ask("churn", seed=seed, steps=150)
@@ -156,9 +154,6 @@ def test_an_engine_killed_in_mid_copy_while_no_server_runs_is_stranded(engine, s
     [row] = server.get("/v1/stranded")["stranded"]
     assert row["session"] == session
     assert server.get("/v1/status")["pool"]["quarantined_bytes"] == row["kept_bytes"] > 0
-
-
-# -- pinning ------------------------------------------------------------------------------------------------------
 
 
 def test_the_pool_is_pinned_whole_and_let_go_with_the_server_that_owned_it(engine, server):
@@ -225,9 +220,6 @@ def copies_of(server: ServerProcess) -> Any:
     """What the only worker that is attached to a server said of its copies."""
     peers = server.get("/v1/status")["peers"]
     return next((peer["copies"] for peer in peers if peer["copies"]), None)
-
-
-# -- bad devices --------------------------------------------------------------------------------------------------
 
 
 def test_a_copy_that_the_driver_refuses_costs_its_request_alone(engine: Start) -> None:

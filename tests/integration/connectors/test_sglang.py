@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,7 @@ pytestmark = pytest.mark.integration
 ARGUMENTS = Arguments()
 TIMEOUT_S = 1.5
 NAMES = [f"{number:064x}" for number in range(1, 9)]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, l2="fs") as server:
-        server.start()
-        yield server
+SERVER = {"l2": "fs"}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +60,6 @@ def connected(storage) -> None:
 
 
 def stored(storage, pool: HostPool, names, first_page: int = 0) -> list[bytes]:
-    """Store pages of these names and return their bytes."""
     data = [pool.fill(first_page + i, name) for i, name in enumerate(names)]
     eventually(
         "the pages are stored",
@@ -115,7 +107,6 @@ def test_slots_that_are_not_whole_pages_are_refused(open_storage):
 
 
 def records(server: ServerProcess) -> list[Path]:
-    """The files of the server's L2."""
     return [path for path in (server.folder / "l2").rglob("*") if path.is_file()]
 
 

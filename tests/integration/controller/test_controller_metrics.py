@@ -16,7 +16,7 @@ from kvstrata.rpc import cluster_wire as wire
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, key_of
 from tests.harness.controller_process import ControllerProcess
-from tests.harness.promtool import Promtool
+from tests.harness.prometheus import Promtool
 
 pytestmark = pytest.mark.integration
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,24 @@ async def starting(folder: Path) -> AsyncIterator[Start]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
-    """The scene that the tests of a module share."""
     async with opened(tmp_path_factory.mktemp("scene")) as made:
         yield made
+
+
+async def status_of(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> int:
+    async with request as response:
+        return response.status
+
+
+async def at_rest(gateway: GatewayProcess, session: aiohttp.ClientSession) -> None:
+    def nothing(status: dict[str, Any]) -> bool:
+        of_engines = [engine["in_flight"] for engine in status["engines"]]
+        return not any([*of_engines, status["gateway"]["in_flight"], *status["tenants"].values()])
+
+    await gateway.until(session, "nothing is under way", nothing)
+
+
+def resident_mb(pid: int) -> float:
+    """The most memory that a process has had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024

@@ -90,19 +90,16 @@ class Scene:
         )
 
     async def reloaded(self) -> None:
-        """Let the gateway read its settings again."""
         self.gateway.write()
         self.gateway.signal(signal.SIGHUP)
 
     async def send(self, tokens: list[int], word: str = "", **more: Any) -> None:
-        """Send a prompt, under a request's id."""
         body = {"model": "m", "prompt": tokens, "max_tokens": 1, **more}
         headers = {"X-Request-ID": word} if word else {}
         async with self.session.post(self.gateway.url + COMPLETIONS, json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
 
     async def decided(self, tokens: list[int], word: str, **more: Any) -> dict[str, Any]:
-        """Send a prompt; returns the decision."""
         await self.send(tokens, word, **more)
         operators = {"Authorization": f"Bearer {self.gateway.token}"}
         path = f"{self.gateway.url}/gateway/decisions/{word}"

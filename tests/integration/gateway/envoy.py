@@ -7,7 +7,6 @@ import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -51,11 +50,9 @@ class Envoy(Spawned):
 
     @property
     def url(self) -> str:
-        """URL of its port."""
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Start it and wait until it listens."""
         await asyncio.to_thread(self._spawn)
 
         async def listens() -> bool:
@@ -82,9 +79,7 @@ class Envoy(Spawned):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if self._process is not None:
             self.kill()
 

@@ -1,4 +1,4 @@
-"""Who may use a real gateway, how much, and what hostile clients reach."""
+"""Who may use a real gateway, how much, who waits in its queue, and what hostile clients reach."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from kvstrata.cli import gateway as command
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.conftest import Start
-from tests.integration.gateway.test_faults import at_rest, resident_mb
+from tests.integration.gateway.conftest import Start, at_rest, resident_mb, status_of
 from tests.integration.gateway.test_proxy import CHAT, ask
 
 pytestmark = pytest.mark.integration
@@ -34,7 +33,6 @@ def tenants(folder: Path, **more: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def bearer(name: str) -> dict[str, str]:
-    """The header with a tenant's key."""
     return {"Authorization": f"Bearer {KEYS[name]}"}
 
 
@@ -55,8 +53,7 @@ async def test_with_tenants_only_their_keys_open_the_door_and_no_engine_sees_the
                 assert response.status == 401
                 assert (await response.json())["error"]["code"] in ("missing_api_key", "invalid_api_key")
     for headers in (bearer("red"), {"x-api-key": KEYS["blue"]}):
-        async with session.post(gateway.url + CHAT, json=ask(), headers=headers) as response:
-            assert response.status == 200
+        assert await status_of(session.post(gateway.url + CHAT, json=ask(), headers=headers)) == 200
     assert not any({"authorization", "x-api-key"} & set(got.headers) for got in engine.got)
     for name in KEYS:
         await gateway.until_sample(session, f'slo_requests_total{{slo="",tenant="{name}"}}', 1)
@@ -87,24 +84,19 @@ async def test_a_tenants_limits_hold_for_it_alone_and_refusals_count_as_missed(s
         ),
     )
 
-    async def status_of(name: str, **more: Any) -> tuple[int, str]:
+    async def outcome_of(name: str, **more: Any) -> tuple[int, str]:
         async with session.post(gateway.url + CHAT, json=ask(**more), headers=bearer(name)) as response:
             document = await response.json()
             return response.status, document.get("error", {}).get("code", "")
 
-    assert [await status_of("red") for _ in range(4)] == [(200, "")] * 3 + [(429, "tenant_rate")]
-    waiting = [asyncio.create_task(status_of("blue", user="slow")) for _ in range(2)]
-
-    async def both_wait() -> bool:
-        return bool((await gateway.status(session))["tenants"]["blue"] == 2)
-
-    await eventually_async("two are under way", both_wait)
-    assert await status_of("blue") == (429, "tenant_in_flight")
+    assert [await outcome_of("red") for _ in range(4)] == [(200, "")] * 3 + [(429, "tenant_rate")]
+    waiting = [asyncio.create_task(outcome_of("blue", user="slow")) for _ in range(2)]
+    await gateway.until(session, "two are under way", lambda status: status["tenants"]["blue"] == 2)
+    assert await outcome_of("blue") == (429, "tenant_in_flight")
     finish.set()
     assert await asyncio.gather(*waiting) == [(200, "")] * 2
     headers = {**bearer("blue"), "x-slo-class": "never"}
-    async with session.post(gateway.url + CHAT, json=ask(), headers=headers) as response:
-        assert response.status == 200
+    assert await status_of(session.post(gateway.url + CHAT, json=ask(), headers=headers)) == 200
     await at_rest(gateway, session)
     rows = {
         (row["tenant"], row["slo"]): (row["requests"], row["met"])
@@ -131,8 +123,7 @@ async def test_pages_of_operators_need_their_token(start, session, tmp_path):
     gateway = await start(ScriptedEngine(), tenants=tenants(tmp_path), http={"open_metrics": False})
     for path in ("/metrics", "/gateway/status"):
         for headers in ({}, bearer("red")):
-            async with session.get(gateway.url + path, headers=headers) as response:
-                assert response.status == 401
+            assert await status_of(session.get(gateway.url + path, headers=headers)) == 401
         async with session.get(
             gateway.url + path, headers={"Authorization": f"Bearer {gateway.token}"}
         ) as response:
@@ -176,16 +167,15 @@ async def test_a_bad_request_gets_an_error_that_says_what_is_wrong(start, sessio
         async with session.request(method, gateway.url + path, data=b"{}") as response:
             assert response.status == status, (method, path)
             assert (await response.json())["error"]["message"], (method, path)
-    async with session.post(gateway.url + CHAT, data=b" " * (1 << 20)) as response:
-        assert response.status == 413
+    assert await status_of(session.post(gateway.url + CHAT, data=b" " * (1 << 20))) == 413
     assert not engine.got
     await at_rest(gateway, session)
 
 
-def raw(gateway: GatewayProcess, text: bytes, *, patience_s: float = 30.0) -> bytes:
+def raw(gateway: GatewayProcess, text: bytes) -> bytes:
     """Send bytes on a connection of their own; return everything that comes until the gateway closes it."""
     got = b""
-    with socket.create_connection(("127.0.0.1", gateway.port), patience_s) as connection:
+    with socket.create_connection(("127.0.0.1", gateway.port), 30) as connection:
         with contextlib.suppress(OSError):
             connection.sendall(text)
         with contextlib.suppress(OSError):
@@ -239,8 +229,7 @@ async def test_bombs_and_slow_clients_cost_only_themselves(start, session):
         for number, connection in enumerate(half):
             with contextlib.suppress(OSError):  # cut already, since too many are open
                 connection.sendall([b"POST ", HEAD, HEAD + b"content-length: 100\r\n\r\n{"][number % 3])
-        async with session.post(gateway.url + CHAT, json=ask()) as response:
-            assert response.status == 200
+        assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
     finally:
         for connection in half:
             connection.close()
@@ -254,32 +243,97 @@ async def test_bombs_and_slow_clients_cost_only_themselves(start, session):
     text = HEAD + b'content-length: 30\r\n\r\n{"model": "m", "stream": true}'
     with socket.create_connection(("127.0.0.1", gateway.port)) as deaf:
         deaf.sendall(text)
-        await eventually_async("the deaf client is cut", lambda: _closed(gateway, session, "stalled"))
+        await gateway.until_sample(session, 'http_closed_connections_total{why="stalled"}', 1)
     assert resident_mb(gateway.pid) < 400
     await at_rest(gateway, session)
-
-
-async def _closed(gateway: GatewayProcess, session: aiohttp.ClientSession, why: str) -> bool:
-    samples = await gateway.samples(session)
-    return samples[f'kvstrata_gateway_http_closed_connections_total{{why="{why}"}}'] >= 1
 
 
 async def test_a_reload_cannot_open_a_port_that_others_reach(start, session, tmp_path):
     gateway = await start(ScriptedEngine(), tenants=tenants(tmp_path), http={"host": "0.0.0.0"})
     gateway.expect("port_without_tls", "host=0.0.0.0", f"port={gateway.port}")
-    gateway.settings |= {"tenants": [], "http": {"host": "127.0.0.1"}}
-    gateway.write()
-    gateway.signal(1)
-
-    async def refused() -> bool:
-        return "reload_failed" in await asyncio.to_thread(gateway.log.read_text)
-
-    await eventually_async("the reload is refused", refused)
-    async with session.post(gateway.url + CHAT, json=ask()) as response:
-        assert response.status == 401
+    gateway.reload(tenants=[], http={"host": "127.0.0.1"})
+    await eventually_async("the reload is refused", lambda: "reload_failed" in gateway.log.read_text())
+    assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 401
 
 
 def test_the_file_to_start_from_is_sound(capfd: pytest.CaptureFixture[str]) -> None:
     file = Path(__file__).parents[3] / "configs" / "gateway.yaml"
     assert command.main(["--no-supervise", "--config", str(file), "--check"]) == 0
     assert '"url": "http://127.0.0.1:8002"' in capfd.readouterr().out
+
+
+class Held:
+    """An engine whose answers begin when the test says so."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.open.set()
+        self.engine = ScriptedEngine(behaviour=self.behave)
+
+    async def behave(self, got: Got, line: Line) -> None:
+        """Answer a chat, once that may be."""
+        await self.open.wait()
+        await chat(got, line)
+
+
+async def queued(gateway: GatewayProcess, session: aiohttp.ClientSession, count: int) -> None:
+    await gateway.until(session, f"{count} wait", lambda status: status["queue"]["requests"] == count)
+
+
+async def test_requests_wait_here_while_the_engine_has_enough_and_a_client_that_leaves_waits_no_longer(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    held = Held()
+    gateway = await start(
+        held.engine,
+        policy="ttft",
+        slo=[{"name": "quick", "ttft_ms": 300, "shed": True}],
+        queue={"enabled": True, "ahead_s": 0.0, "max_requests": 3},
+    )
+
+    async def sent(slo: str = "") -> tuple[int, str]:
+        body = ask(stream=True)
+        async with session.post(gateway.url + CHAT, json=body, headers={"X-SLO-Class": slo}) as response:
+            text = await response.text()
+            return response.status, text
+
+    assert (await sent())[0] == 200, "this measures the engine's rate"
+    await at_rest(gateway, session)
+    held.open.clear()
+    tasks = [asyncio.create_task(sent()) for _ in range(4)]
+    await queued(gateway, session, 2)
+    await eventually_async("the engine has as many as it may have", lambda: len(held.engine.got) == 3)
+    status, text = await sent("quick")
+    assert status == 429 and "slo_unreachable" in text, "its deadline has passed in the queue"
+    leaver = asyncio.create_task(sent())
+    await queued(gateway, session, 3)
+    status, text = await sent()
+    assert status == 429 and "queue_full" in text
+    leaver.cancel()
+    await queued(gateway, session, 2)
+    held.open.set()
+    assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 4
+    assert len(held.engine.got) == 5
+    await at_rest(gateway, session)
+    await queued(gateway, session, 0)
+    await gateway.until_sample(session, 'queue_seconds_count{tenant=""}', 4)
+
+
+async def test_a_tenants_tokens_are_limited_and_those_that_the_answer_tells_count(start, session, tmp_path):
+    engine = ScriptedEngine()
+    limits = {"red": {"tokens_per_s": 0.001, "tokens_burst": 30}}
+    gateway = await start(engine, tenants=tenants(tmp_path, **limits))
+
+    async def outcome_of(name: str, **more: Any) -> tuple[int, str]:
+        async with session.post(gateway.url + CHAT, json=ask(**more), headers=bearer(name)) as response:
+            document = await response.json()
+            return response.status, document.get("error", {}).get("code", "")
+
+    assert await outcome_of("red") == (200, "")
+    await at_rest(gateway, session)
+    found = await gateway.samples(session)
+    used = found['kvstrata_gateway_tenant_used_tokens{tenant="red"}']
+    assert 15.9 < used <= 16, "11 of the prompt and 5 of the answer, as the engine tells"
+    long = {"messages": [{"role": "user", "content": "word " * 30}]}
+    assert await outcome_of("red", **long) == (429, "tenant_tokens")
+    assert await outcome_of("blue", **long) == (200, "")

@@ -1,4 +1,4 @@
-"""A gateway whose controller answers garbage, lies or errors: each request goes on, and is answered."""
+"""A gateway asks a controller by all that decides a prompt's KV, and goes on whatever it answers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from kvstrata.rpc.gateway_wire import (
 )
 from kvstrata.rpc.zmq_curve import OPEN
 from kvstrata.rpc.zmq_server import Address, ZmqServer
-from kvstrata.types import LayoutIdentity
+from kvstrata.types import LayoutIdentity, canonical_json
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.controllers_scene import COMPLETIONS, answers
+from tests.integration.gateway.controllers_scene import COMPLETIONS, TOKENS, Scene, answers
 
 pytestmark = pytest.mark.integration
+
 
 Says = Callable[[Holdings], bytes | None]
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
@@ -100,11 +101,11 @@ async def test_whatever_a_controller_answers_requests_are_answered(liar, name, s
         (row,) = (await gateway.status(session))["controllers"]
         return dict(row)
 
-    async def asks() -> bool:
-        row = await page()
-        return bool(row["asks"] and row["engines"] == 2)
+    def asks(status: dict[str, Any]) -> bool:
+        (row,) = status["controllers"]
+        return row["asks"] and row["engines"] == 2
 
-    await eventually_async("the controller has told its instances", asks)
+    await gateway.until(session, "the controller has told its instances", asks)
     numbers = itertools.count()
 
     async def counted() -> bool:
@@ -118,3 +119,69 @@ async def test_whatever_a_controller_answers_requests_are_answered(liar, name, s
         return bool(counts[outcome] >= 3)
 
     await eventually_async(f"three answers count as {outcome}", counted)
+
+
+def lora(name: str, content: str) -> str:
+    """An adapter, as the connector for vLLM puts it into a request's identity."""
+    return canonical_json([name, content]).decode()
+
+
+async def holders(scene: Scene, tokens: list[int], word: str, **more: Any) -> set[tuple[str, str, int]]:
+    """By what engine and tier how many tokens of a prompt are known; a peer's is every engine's."""
+    return {one[:3] for one in await scene.known(tokens, word, **more) if one[1] != "peer"}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_prompts_of_a_lora_adapter_are_looked_up_by_the_content_that_each_instance_has(scene):
+    names, numbers = [one.name for one in scene.engines], itertools.count()
+    for engine in scene.engines:
+        engine.models.append("sql")
+        engine.parents["sql"] = "m"
+    # The same name stands for other files at each engine; what was stored under older files counts no more.
+    stored = {}
+    for number, content in ((0, "older"), (0, "newer"), (1, "other")):
+        scene.caches[number].adapter = lora("sql", content)
+        stored[content] = await scene.store(number, len(stored))
+    for cache in scene.caches:
+        cache.adapter = ""
+
+    async def found(content: str, model: str) -> set[tuple[str, str, int]]:
+        return await holders(scene, stored[content], f"{next(numbers)}", model=model)
+
+    async def adapters_told() -> bool:
+        return await found("newer", "sql") == {(names[0], "l1", TOKENS)}
+
+    async def serves() -> bool:
+        engines = (await scene.gateway.status(scene.session))["engines"]
+        return all("sql" in engine["models"] for engine in engines)
+
+    await eventually_async("both engines are known to serve the adapter", serves)
+    await eventually_async("the gateway knows the adapters", adapters_told)
+    assert await found("other", "sql") == {(names[1], "l1", TOKENS)}
+    assert not await found("older", "sql") and not await found("newer", "m")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_prompt_is_looked_up_under_the_tenant_that_it_names(scene: Scene) -> None:
+    scene.caches[1].tenant = "blue"
+    tokens = await scene.store(1, 13)
+    named = {"kv_transfer_params": {"kvstrata.tenant": "blue"}}
+    assert await holders(scene, tokens, "blue", **named) == {(scene.engines[1].name, "l1", TOKENS)}
+    others = {"kv_transfer_params": {"kvstrata.tenant": "red"}}
+    assert not await holders(scene, tokens, "red", **others) and not await holders(scene, tokens, "none")
+    scene.caches[1].tenant = ""
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_prompts_are_looked_up_under_the_weights_that_an_engine_has_now(scene: Scene) -> None:
+    numbers = itertools.count()
+    before = await scene.store(0, 11)
+    scene.caches[0].adapter = canonical_json(["weights", "step 7", ""]).decode()
+    after = await scene.store(0, 12)
+
+    async def weights_told() -> bool:
+        found = await holders(scene, after, f"after-{next(numbers)}")
+        return found == {(scene.engines[0].name, "l1", TOKENS)}
+
+    await eventually_async("the gateway knows the weights", weights_told)
+    assert not await holders(scene, before, "before")

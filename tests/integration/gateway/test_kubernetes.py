@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
-from tests.harness.waiting import eventually_async, until
+from tests.harness.waiting import until
 from tests.integration.gateway.test_proxy import certificate
 
 pytestmark = pytest.mark.integration
@@ -59,7 +59,6 @@ class ApiServer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """`engines_from` of a gateway."""
         service = {"service": "vllm", "port_name": "http"}
         return {"kubernetes": {**service, "account_dir": str(self.account)}}
 
@@ -97,15 +96,11 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 async def until_engines(gateway: GatewayProcess, session: aiohttp.ClientSession, *pods: str) -> None:
-    """Wait until exactly these engines serve."""
+    def serve(status: dict[str, Any]) -> bool:
+        up = sorted(one["name"] for one in status["engines"] if one["state"] == "up")
+        return up == [f"vllm/pod-{pod}" for pod in pods]
 
-    async def there() -> bool:
-        engines = (await gateway.status(session))["engines"]
-        return sorted(one["name"] for one in engines if one["state"] == "up") == [
-            f"vllm/pod-{pod}" for pod in pods
-        ]
-
-    await eventually_async(f"engines {pods}", there)
+    await gateway.until(session, f"engines {pods}", serve)
 
 
 async def test_engines_come_and_go_with_their_endpoints(api, start, session):
@@ -150,5 +145,4 @@ async def test_engines_stay_while_the_api_server_refuses(api, start, session):
 
 
 async def logged(gateway: GatewayProcess, text: str) -> bool:
-    """Whether the log has a line with this text."""
     return text in await asyncio.to_thread(gateway.log.read_text)

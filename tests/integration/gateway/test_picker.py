@@ -17,9 +17,9 @@ from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, delta
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway import envoy as envoy_program
-from tests.integration.gateway.conftest import Start
+from tests.integration.gateway.conftest import Start, status_of
 from tests.integration.gateway.envoy import Envoy
-from tests.integration.gateway.test_residency_live import Sim, is_whole, operators
+from tests.integration.gateway.test_kv_events import Sim, is_whole, operators
 from tests.tools import fetch_wheels
 
 pytestmark = pytest.mark.integration
@@ -29,7 +29,6 @@ PICKED = "x-gateway-destination-endpoint"
 
 
 def ask(content: str = "hello", **more: Any) -> dict[str, Any]:
-    """The body of a streamed chat completion."""
     return {"model": "m", "messages": [{"role": "user", "content": content}], "stream": True, **more}
 
 
@@ -63,13 +62,10 @@ async def scene(start: Start, tmp_path: Path, request: pytest.FixtureRequest) ->
 
 
 async def is_idle(scene: Scene, session: aiohttp.ClientSession) -> None:
-    """Wait until the picker holds nothing of any request."""
-
-    async def zero() -> bool:
-        page = await scene.picker.status(session)
+    def zero(page: dict[str, Any]) -> bool:
         return page["gateway"]["in_flight"] == 0 and not any(one["in_flight"] for one in page["engines"])
 
-    await eventually_async("the picker's counts are zero", zero)
+    await scene.picker.until(session, "the picker's counts are zero", zero)
 
 
 async def test_a_stream_passes_and_the_conversation_keeps_its_engine(scene, session):
@@ -106,12 +102,7 @@ async def test_an_engine_that_cannot_be_reached_is_passed_over_for_the_next_name
     labels = f'engine="{other.name}",model="m",outcome="ok",tenant=""'
     await scene.picker.until_sample(session, f"requests_total{{{labels}}}", 1)
     await is_idle(scene, session)
-
-    async def down() -> bool:
-        rows = {row["name"]: row["state"] for row in (await scene.picker.status(session))["engines"]}
-        return rows[first.name] == "down"
-
-    await eventually_async("it was probed because another one has answered", down)
+    await scene.picker.until_engine(session, first.name, "down")  # probed because another one has answered
 
 
 async def test_a_body_in_several_frames_arrives_as_it_was_sent(scene, session):
@@ -164,8 +155,7 @@ async def test_refusals_have_the_shape_of_the_api(scene: Scene, session: aiohttp
     assert await refusal(CHAT, json.dumps(ask(model="other")).encode()) == (404, "model_not_found")
     assert await refusal("/sleep", b"{}") == (404, "unknown_path")
     assert await refusal(CHAT, b" " * 700_000) == (413, "body_too_large")
-    async with session.post(scene.envoy.url + CHAT, data=slices(b" " * 700_000)) as response:
-        assert response.status == 413
+    assert await status_of(session.post(scene.envoy.url + CHAT, data=slices(b" " * 700_000))) == 413
     for engine in scene.engines:
         engine.healthy = False
     await eventually_async("no engine serves", lambda: none_serves(scene, session))
@@ -181,7 +171,6 @@ async def slices(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def none_serves(scene: Scene, session: aiohttp.ClientSession) -> bool:
-    """Whether each engine is down."""
     page = await scene.picker.status(session)
     return all(one["state"] == "down" for one in page["engines"])
 
@@ -236,11 +225,11 @@ async def test_text_goes_where_kv_events_say_that_it_is_cached(start, session, t
         )
         async with Envoy(tmp_path, picker.ready["picker_port"], [one.port for one in sims]) as envoy:
 
-            async def heard() -> bool:
-                page = (await picker.status(session))["kv_events"]
+            def heard(status: dict[str, Any]) -> bool:
+                page = status["kv_events"]
                 return len(page) == 3 and all(map(is_whole, page.values()))
 
-            await eventually_async("all ranks are heard", heard)
+            await picker.until(session, "all ranks are heard", heard)
             words = itertools.count()
             for sim, rank in ((sims[0], ""), (sims[1], "@0"), (sims[1], "@1")):
 

@@ -20,7 +20,7 @@ from yarl import URL
 
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat, delta
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.conftest import Start
+from tests.integration.gateway.conftest import Start, status_of
 
 pytestmark = pytest.mark.integration
 
@@ -28,7 +28,6 @@ CHAT = "/v1/chat/completions"
 
 
 def ask(stream: bool = False, **more: Any) -> dict[str, Any]:
-    """The body of a chat completion."""
     return {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": stream, **more}
 
 
@@ -156,14 +155,10 @@ async def test_requests_behind_a_stream_on_one_connection_are_answered_after_it(
 
     async def counted() -> bool:
         samples = await gateway.samples(session)
-        return (
-            sum(
-                value
-                for name, value in samples.items()
-                if name.startswith("kvstrata_gateway_requests_total") and 'outcome="cancelled"' in name
-            )
-            == 1
-        )
+        totals = {
+            name: n for name, n in samples.items() if name.startswith("kvstrata_gateway_requests_total")
+        }
+        return sum(n for name, n in totals.items() if 'outcome="cancelled"' in name) == 1
 
     await eventually_async("the last request counts as cancelled", counted)
 
@@ -177,8 +172,7 @@ async def test_models_are_merged_and_requests_go_where_their_model_is(start, ses
         assert (await response.json())["id"] == "other"
     for _ in range(3):
         for model in ("m-lora", "other"):
-            async with session.post(gateway.url + CHAT, json=ask(model=model)) as response:
-                assert response.status == 200
+            assert await status_of(session.post(gateway.url + CHAT, json=ask(model=model))) == 200
     assert [got.document["model"] for got in one.got] == ["m-lora"] * 3
     assert [got.document["model"] for got in two.got] == ["other"] * 3
     async with session.post(gateway.url + CHAT, json=ask(model="absent")) as response:
@@ -202,8 +196,7 @@ async def test_a_dns_name_stands_for_an_engine_at_each_address(start, session):
     async with engine:
         urls = [f"dns+http://localhost:{engine.port}", "dns+http://absent.invalid:8000"]
         gateway = await start(engine, urls=urls)
-        async with session.post(gateway.url + CHAT, json=ask()) as response:
-            assert response.status == 200
+        assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
         rows = {row["name"]: row["state"] for row in (await gateway.status(session))["engines"]}
         assert rows[f"localhost:{engine.port}/127.0.0.1"] == "up"
         assert not any(name.startswith("absent") for name in rows)
@@ -258,26 +251,18 @@ async def test_policies_choose_as_they_say(start: Start, session: aiohttp.Client
     for session_id in ("s1", "s2", "s3", "s4"):
         for body in (ask(), ask(user="somebody else")):
             headers = {"x-session-id": session_id}
-            async with session.post(gateway.url + CHAT, json=body, headers=headers) as response:
-                assert response.status == 200
+            assert await status_of(session.post(gateway.url + CHAT, json=body, headers=headers)) == 200
     by_session: dict[str, set[str]] = {}
     for engine in engines:
         for got in engine.got:
             by_session.setdefault(got.headers["x-session-id"], set()).add(engine.name)
     assert [len(names) for names in by_session.values()] == [1] * 4
-    gateway.settings["policy"] = "round_robin"
-    gateway.write()
-    gateway.signal(signal.SIGHUP)
-    await eventually_async("reloaded", lambda: _logged(gateway.log, "reloaded changed=policy"))
+    gateway.reload(policy="round_robin")
+    await eventually_async("reloaded", lambda: "reloaded changed=policy" in gateway.log.read_text())
     before = [len(engine.got) for engine in engines]
     for _ in range(6):
-        async with session.post(gateway.url + CHAT, json=ask(user="one session")) as response:
-            assert response.status == 200
+        assert await status_of(session.post(gateway.url + CHAT, json=ask(user="one session"))) == 200
     assert [len(engine.got) - count for engine, count in zip(engines, before, strict=True)] == [2, 2, 2]
-
-
-async def _logged(log: Path, text: str) -> bool:
-    return text in await asyncio.to_thread(log.read_text)
 
 
 async def test_a_reload_brings_engines_and_lets_others_finish(start, session):
@@ -292,38 +277,23 @@ async def test_a_reload_brings_engines_and_lets_others_finish(start, session):
     await new.start()
     try:
         request = asyncio.create_task(session.post(gateway.url + CHAT, json=ask()))
-        await eventually_async("the request is under way", lambda: _has(old, 1))
-        gateway.settings["engines"] = [{"url": new.url}]
-        gateway.write()
-        gateway.signal(signal.SIGHUP)
-        await eventually_async("the new engine is up", lambda: _up(gateway, session, new))
-        async with session.post(gateway.url + CHAT, json=ask()) as response:
-            assert response.status == 200
+        await eventually_async("the request is under way", lambda: len(old.got) == 1)
+        gateway.reload(engines=[{"url": new.url}])
+        await gateway.until_engine(session, new.name, "up")
+        assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
         assert len(new.got) == 1
         finish.set()
         assert (await request).status == 200
         names = [engine["name"] for engine in (await gateway.status(session))["engines"]]
         assert names == [new.name]
-        gateway.settings["engines"] = []
-        gateway.write()
-        gateway.signal(signal.SIGHUP)
+        gateway.reload(engines=[])
         await eventually_async(
             "the fault is logged",
-            lambda: _logged(gateway.log, 'reload_failed reason="engines: none is named'),
+            lambda: 'reload_failed reason="engines: none is named' in gateway.log.read_text(),
         )
-        async with session.post(gateway.url + CHAT, json=ask()) as response:
-            assert response.status == 200
+        assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
     finally:
         await new.stop()
-
-
-async def _has(engine: ScriptedEngine, count: int) -> bool:
-    return len(engine.got) == count
-
-
-async def _up(gateway: Any, session: aiohttp.ClientSession, engine: ScriptedEngine) -> bool:
-    states = {one["name"]: one["state"] for one in (await gateway.status(session))["engines"]}
-    return states.get(engine.name) == "up"
 
 
 async def test_a_stop_lets_requests_end_and_takes_no_new_ones(start, session):
@@ -341,7 +311,7 @@ async def test_a_stop_lets_requests_end_and_takes_no_new_ones(start, session):
     async with session.post(gateway.url + CHAT, json=ask(stream=True)) as response:
         assert await response.content.readuntil(b"\n\n")
         gateway.signal(signal.SIGTERM)
-        await eventually_async("the stop waits", lambda: _logged(gateway.log, "stop_waits requests=1"))
+        await eventually_async("the stop waits", lambda: "stop_waits requests=1" in gateway.log.read_text())
         with pytest.raises(aiohttp.ClientConnectorError):
             async with aiohttp.ClientSession() as other:
                 await other.post(gateway.url + CHAT, json=ask())
@@ -361,17 +331,16 @@ async def test_a_stored_response_is_asked_of_the_engine_that_made_it(start, sess
     engines = [ScriptedEngine(behaviour=behaviour(number)) for number in range(3)]
     gateway = await start(*engines, policy="round_robin")
     for _ in engines:
-        async with session.post(f"{gateway.url}/v1/responses", json={"model": "m", "input": "x"}) as response:
-            assert response.status == 200
+        assert (
+            await status_of(session.post(f"{gateway.url}/v1/responses", json={"model": "m", "input": "x"}))
+            == 200
+        )
     for number, engine in enumerate(engines):
         name = f"resp_{number}"
-        async with session.get(f"{gateway.url}/v1/responses/{name}") as response:
-            assert response.status == 200
-        async with session.post(f"{gateway.url}/v1/responses/{name}/cancel") as response:
-            assert response.status == 200
+        assert await status_of(session.get(f"{gateway.url}/v1/responses/{name}")) == 200
+        assert await status_of(session.post(f"{gateway.url}/v1/responses/{name}/cancel")) == 200
         body = {"model": "m", "input": "y", "previous_response_id": name}
-        async with session.post(f"{gateway.url}/v1/responses", json=body) as response:
-            assert response.status == 200
+        assert await status_of(session.post(f"{gateway.url}/v1/responses", json=body)) == 200
         assert [got.target for got in engine.got[1:]] == [
             f"/v1/responses/{name}",
             f"/v1/responses/{name}/cancel",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.harness.daemon import free_port
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.test_faults import at_rest
+from tests.integration.gateway.conftest import at_rest
 from tests.integration.gateway.test_proxy import CHAT, ask
 
 pytestmark = pytest.mark.integration
@@ -43,7 +42,6 @@ class Scene:
         self.gateways: list[GatewayProcess] = []
 
     async def answer(self, got: Got, line: Line) -> None:
-        """Answer once that is allowed."""
         await self.go.wait()
         await chat(got, line)
 
@@ -70,16 +68,10 @@ class Scene:
 
 async def in_flight(gateway: GatewayProcess, session: aiohttp.ClientSession, wanted: int) -> None:
     """Wait until a gateway knows of so many requests of others."""
-
-    async def there() -> bool:
-        return bool((await gateway.status(session))["sharing"]["in_flight"] == wanted)
-
-    await eventually_async(f"{wanted} requests of others are under way", there)
+    await gateway.until(session, f"{wanted} of others", lambda page: page["sharing"]["in_flight"] == wanted)
 
 
 async def hear_each_other(gateways: Sequence[GatewayProcess], session: aiohttp.ClientSession) -> None:
-    """Wait until each gateway hears all others."""
-
     async def all_heard() -> bool:
         pages = [(await gateway.status(session))["sharing"] for gateway in gateways]
         return all(
@@ -91,7 +83,6 @@ async def hear_each_other(gateways: Sequence[GatewayProcess], session: aiohttp.C
 
 @pytest.fixture
 async def scene(tmp_path: Path, session: aiohttp.ClientSession) -> AsyncIterator[Scene]:
-    """Two gateways that hear each other."""
     made = Scene(tmp_path, 2)
     try:
         await made.start()
@@ -107,7 +98,6 @@ async def scene(tmp_path: Path, session: aiohttp.ClientSession) -> AsyncIterator
 
 
 async def asks(gateway: GatewayProcess, session: aiohttp.ClientSession) -> int:
-    """Send a request; returns the status of its answer."""
     async with session.post(gateway.url + CHAT, json=ask()) as response:
         await response.read()
         return response.status
@@ -139,11 +129,7 @@ async def test_a_frozen_gateway_is_forgotten_delays_nobody_and_is_known_again(sc
     first.freeze()
     await in_flight(second, session, 0)
     mine = [asyncio.create_task(asks(second, session)) for _ in range(3)]
-
-    async def sent() -> bool:
-        return sum(len(engine.got) for engine in scene.engines) == 6
-
-    await eventually_async("the requests are at the engines", sent)
+    await eventually_async("all were sent", lambda: sum(len(engine.got) for engine in scene.engines) == 6)
     first.thaw()
     await in_flight(second, session, 3)
     await in_flight(first, session, 3)
@@ -171,11 +157,11 @@ async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_change
             for frame in frames:
                 push.send(frame)
 
-        async def refused() -> bool:
-            page = (await gateway.status(session))["sharing"]
-            return bool(page["refused"] == len(garbage) and page["refused_handshakes"])
+        def refused(status: dict[str, Any]) -> bool:
+            page = status["sharing"]
+            return page["refused"] == len(garbage) and page["refused_handshakes"]
 
-        await eventually_async("the strangers are refused", refused)
+        await gateway.until(session, "the strangers are refused", refused)
         page = (await gateway.status(session))["sharing"]
         assert (page["heard"], page["in_flight"]) == (1, 0)
     finally:
@@ -184,18 +170,13 @@ async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_change
 
 async def test_other_gateways_change_by_a_reload_and_a_new_port_needs_a_restart(scene, session):
     gateway = scene.gateways[0]
-    gateway.settings["sharing"] |= {"gateways": [], "port": scene.ports[0] + 1}
-    gateway.write()
-    gateway.signal(signal.SIGHUP)
+    gateway.reload(sharing={**gateway.settings["sharing"], "gateways": [], "port": scene.ports[0] + 1})
 
-    async def told_nobody() -> bool:
-        return not (await gateway.status(session))["sharing"]["to"]
-
-    async def logged() -> bool:
+    def logged() -> bool:
         log = gateway.log.read_text()
         return "needs_restart=sharing.port" in log and "changed=sharing.gateways" in log
 
-    await eventually_async("nobody is told", told_nobody)
+    await gateway.until(session, "nobody is told", lambda status: not status["sharing"]["to"])
     await eventually_async("the log tells it", logged)
 
 

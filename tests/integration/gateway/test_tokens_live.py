@@ -1,9 +1,11 @@
-"""A real gateway with a tokenizer before simulated and scripted engines."""
+"""Real gateways by the tokens of prompts: prefixes that they know, and tokenizers."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
-import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.harness import tokenizer_folder
+from tests.harness import amount, tokenizer_folder
 from tests.harness.daemon import free_port
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.waiting import eventually_async
+from tests.integration.gateway.conftest import at_rest, status_of
 from tests.integration.gateway.test_proxy import CHAT
 
 pytestmark = pytest.mark.integration
@@ -45,7 +48,6 @@ def sim() -> Iterator[str]:
 
 
 async def ask(gateway: GatewayProcess, session: aiohttp.ClientSession, path: str = CHAT, **body: Any) -> Any:
-    """Post a request for `m`; its answer."""
     async with session.post(gateway.url + path, json={"model": "m", "max_tokens": 3, **body}) as response:
         document = await response.json()
         assert response.status == 200, document
@@ -53,7 +55,6 @@ async def ask(gateway: GatewayProcess, session: aiohttp.ClientSession, path: str
 
 
 async def page(gateway: GatewayProcess, session: aiohttp.ClientSession, path: str) -> str:
-    """A page for operators."""
     async with session.get(
         gateway.url + path, headers={"Authorization": f"Bearer {gateway.token}"}
     ) as answer:
@@ -62,12 +63,11 @@ async def page(gateway: GatewayProcess, session: aiohttp.ClientSession, path: st
 
 async def prompts(gateway: GatewayProcess, session: aiohttp.ClientSession) -> dict[str, int]:
     """Prompts of text by how their ids are known."""
-    found: dict[str, int] = json.loads(await page(gateway, session, "/gateway/status"))["tokens"]["prompts"]
+    found = (await gateway.status(session))["tokens"]["prompts"]
     return {name.split("/")[1]: count for name, count in found.items()}
 
 
 def user(text: Any) -> list[dict[str, Any]]:
-    """A conversation's first turn."""
     return [{"role": "user", "content": text}]
 
 
@@ -76,11 +76,10 @@ async def test_a_verified_tokenizer_tells_what_the_engine_will_tokenise(sim, sta
     tokens = {"tokenizers": [{"model": "m", "path": str(folder)}], "deadline_ms": 10_000, "render": True}
     gateway = await start(urls=[sim], policy="ttft", tokens=tokens)
 
-    async def verified() -> bool:
-        status = json.loads(await page(gateway, session, "/gateway/status"))
+    def verified(status: dict[str, Any]) -> bool:
         return {"plain", "system", "completion"} <= set(status["tokens"]["models"]["m"]["features"])
 
-    await eventually_async("the comparison with the engine", verified)
+    await gateway.until(session, "the comparison with the engine", verified)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": 2}}}
     messages = user("Was kostet 5 € in ¥?")
     for _ in range(3):
@@ -115,24 +114,17 @@ async def test_an_engine_with_other_tokens_is_noticed_before_and_after(start, se
     tokens = {"tokenizers": [{"model": "m", "path": str(folder)}], "deadline_ms": 10_000}
     gateway = await start(ScriptedEngine("m", behaviour=engine), policy="ttft", tokens=tokens)
 
-    async def status() -> Any:
-        return json.loads(await page(gateway, session, "/gateway/status"))["tokens"]["models"]["m"]
+    async def until(what: str) -> Any:
+        await gateway.until(session, what, lambda status: status["tokens"]["models"]["m"][what])
+        return (await gateway.status(session))["tokens"]["models"]["m"][what]
 
-    async def verified() -> bool:
-        return bool((await status())["features"])
-
-    await eventually_async("the comparison with the engine", verified)
-    assert (await status())["features"] == ["completion"]
+    assert await until("features") == ["completion"]
     assert "tokens_differ" in gateway.log.read_text()
     await ask(gateway, session, messages=user("x"))
     assert await prompts(gateway, session) == {"unverified": 1}
     for _ in range(3):  # the engine counts otherwise than it told
         await ask(gateway, session, "/v1/completions", prompt="one two")
-
-    async def degraded() -> bool:
-        return bool((await status())["degraded"])
-
-    await eventually_async("its lengths are believed no more", degraded)
+    assert await until("degraded"), "its lengths are believed no more"
     await ask(gateway, session, "/v1/completions", prompt="one two")
     assert await prompts(gateway, session) == {"unverified": 1, "tokenizer": 3, "degraded": 1}
     assert 'kvstrata_gateway_tokens_degraded{model="m"} 1' in await page(gateway, session, "/metrics")
@@ -208,5 +200,70 @@ async def test_ids_that_an_engine_rendered_go_back_to_it(sim, start, session):
     assert len(got["kv_transfer_params"]["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
 
 
-async def _logged(gateway: GatewayProcess, words: str) -> bool:
+def _logged(gateway: GatewayProcess, words: str) -> bool:
     return words in gateway.log.read_text()
+
+
+ENGINES, CONVERSATIONS, TURNS = 3, 8, 4
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[str]]:
+    """URLs of simulated engines, ten times as fast as the engine that they simulate."""
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for _ in range(ENGINES):
+            port = free_port()
+            command = ["-m", "kvstrata", "sim", "--port", str(port), "--model", "m", "--speed", "10"]
+            process = subprocess.Popen(
+                [sys.executable, *command], stderr=subprocess.DEVNULL, start_new_session=True
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            urls.append(f"http://127.0.0.1:{port}")
+        yield urls
+
+
+async def talk(gateway: GatewayProcess, session: aiohttp.ClientSession, draw: random.Random) -> list[float]:
+    """A conversation; returns the share of each turn's prompt that its engine had cached."""
+    words = ["".join(draw.choices("abcdefgh", k=7)) for _ in range(400)]
+    messages: list[dict[str, Any]] = []
+    shares = []
+    for _ in range(TURNS):
+        text = " ".join(draw.choices(words, k=draw.randrange(300, 900)))
+        messages.append({"role": "user", "content": text})
+        body = {"model": "m", "messages": messages, "max_tokens": 20}
+        async with session.post(gateway.url + CHAT, json=body) as response:
+            document = await response.json()
+            assert response.status == 200, document
+        messages.append(document["choices"][0]["message"])
+        usage = document["usage"]
+        shares.append((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) / usage["prompt_tokens"])
+    return shares
+
+
+async def test_a_conversation_finds_its_prefix_and_conversations_spread(engines, session, start):
+    seed = amount.seed()
+    gateway = await start(urls=engines, policy="ttft")
+    up = {"up"}
+    await gateway.until(session, "all are up", lambda page: {row["state"] for row in page["engines"]} == up)
+    # One at a time: beside others, a prompt may rightly go where it delays nobody.
+    for number in range(CONVERSATIONS):
+        first, *later = await talk(gateway, session, random.Random(seed + number))
+        assert first == 0 and min(later) > 0.2, (seed, number, later)
+    await asyncio.gather(*(talk(gateway, session, random.Random(seed - number)) for number in range(1, 13)))
+    sent = [row["sent"] for row in (await gateway.status(session))["engines"]]
+    assert min(sent) >= TURNS, (seed, sent)
+    samples = await gateway.samples(session)
+    assert not any("mistaken_prefixes" in name for name in samples), seed
+    await at_rest(gateway, session)
+
+
+async def test_a_prefix_that_an_engine_has_lost_is_noticed(engines, session, start):
+    gateway = await start(urls=engines[:1], policy="ttft")
+    body = {"model": "m", "messages": [{"role": "user", "content": "x" * 9_000}], "max_tokens": 2}
+    for _ in range(2):
+        assert await status_of(session.post(gateway.url + CHAT, json=body)) == 200
+        assert await status_of(session.post(engines[0] + "/reset_prefix_cache")) == 200
+    name = engines[0].removeprefix("http://")
+    await gateway.until_sample(session, f'mistaken_prefixes_total{{engine="{name}"}}', 1)

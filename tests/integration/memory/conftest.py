@@ -26,7 +26,6 @@ def place() -> Iterator[Place]:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """The file in which the test's child processes log."""
     return tmp_path / "children.log"
 
 

@@ -60,7 +60,6 @@ def main() -> None:
 
 
 def pids(log: Path) -> list[str]:
-    """The processes that have logged that they are ready."""
     return re.findall(r"kvstrata\.\w+ ready .*?\bpid=(\d+)", log.read_text())
 
 

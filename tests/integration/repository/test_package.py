@@ -1,9 +1,4 @@
-"""What users install: an sdist that can be built, and a wheel that works with its declared dependencies alone.
-
-Nothing is downloaded: the build uses the tools of this environment, and the new environment gets the packages that
-pyproject.toml declares, with what these declare in turn, from this one. Neither torch nor anything of CUDA is among
-them.
-"""
+"""What a clone, an sdist and a wheel need, have, and do where nothing else is installed."""
 
 from __future__ import annotations
 
@@ -24,10 +19,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.harness.server_process import ServerProcess
+from tests.tools import provision
+from tests.tools.provision import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-ROOT = Path(__file__).resolve().parents[3]
+
 NATIVE = "kvstrata/native"
 PAGES = "src/kvstrata/controller/dashboard/**/*"
 BUILT_HERE = shutil.ignore_patterns(
@@ -62,7 +59,6 @@ def build(folder: Path, *arguments: str) -> None:
 
 
 def files_of(tree: Path, *patterns: str) -> set[str]:
-    """Paths below `tree`, relative to it."""
     found = {path for pattern in patterns for path in tree.glob(pattern) if path.is_file()}
     made = {"build", "__pycache__"}
     return {str(path.relative_to(tree)) for path in found if made.isdisjoint(path.relative_to(tree).parts)}
@@ -151,12 +147,15 @@ def installed(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     return folder / "bin"
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user who has nothing else installed."""
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+def run(
+    command: list[str], folder: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command, with `environment` or as a user who has nothing else installed."""
+    bare = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+        command, cwd=folder, env=environment or bare, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=1_700, check=False,
+    )  # fmt: skip
 
 
 def test_every_module_but_the_connector_imports_without_torch(installed: Path, tmp_path: Path) -> None:
@@ -223,3 +222,58 @@ def test_files_of_an_earlier_commit_are_not_shipped(tmp_path: Path) -> None:
     )
     assert not gone.exists()
     assert newer.read_text() == (ROOT / "src/kvstrata/errors.py").read_text()
+
+
+NAMED = ("git", "make", "g++", "gcc", "cpp", "as", "ld", "ar", "nm", "ranlib", "strip")
+"""A compiler brings its preprocessor, assembler and linker."""
+KEPT = ("PIP_", "UV_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+"""Variables that say how this machine reaches its registry."""
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """An environment whose PATH has the programs of every Debian system and those that README.md names."""
+    if shutil.which("dpkg-query") is None:
+        pytest.skip("dpkg-query tells which programs every system has; this is no Debian")
+    every = subprocess.run(
+        ["dpkg-query", "--show", "--showformat", "${Priority} ${Package}\n"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    packages = [line.split()[1] for line in every.splitlines() if line.startswith("required ")]
+    listed = subprocess.run(["dpkg", "-L", *packages], capture_output=True, text=True, check=True).stdout
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    programs = [path for line in listed.splitlines() if (path := Path(line)).parent.name in ("bin", "sbin")]
+    programs += [
+        Path(found) for name in (*NAMED, "awk") if (found := shutil.which(name, path="/usr/bin:/bin"))
+    ]
+    for program in programs:
+        if not (folder / program.name).exists() and os.access(program, os.X_OK):
+            (folder / program.name).symlink_to(program)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (folder / version).symlink_to(Path(sys._base_executable).resolve())
+    kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
+    home = tmp_path / "home"
+    home.mkdir()
+    return {**kept, "PATH": str(folder), "HOME": str(home), "KVSTRATA_CACHE": str(provision.cache_root())}
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            target = tmp_path / "clone" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+    return tmp_path / "clone"
+
+
+@pytest.mark.timeout(1800)
+def test_a_clone_is_set_up_and_a_cpp_test_runs_with_what_the_readme_names(clone, bare):
+    assert "`g++`, git, make" in (ROOT / "README.md").read_text()
+    check = ["make", "-C", "ext/core", "check", "SANITIZER=address", "TEST=hash/sha256_test"]
+    for command in (["make", "setup"], [str(clone / ".venv/bin/kvstrata"), "doctor", "--help"], check):
+        done = run(command, clone, bare)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -32,7 +32,6 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def block(page: str, begins: str) -> str:
-    """The block of a page that begins so."""
     return next(text for _, text in blocks(page) if text.startswith(begins))
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from kvstrata.rpc import cluster_wire, wire
 from kvstrata.rpc.cluster_wire import Command, CommandKind, Goodbye, Register, SyncBegin, SyncEnd, SyncPart
 from tests.harness.controller_double import ControllerDouble
-from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
+from tests.harness.rpc_client import CHUNK_TOKENS
 from tests.harness.server_process import ServerProcess
-from tests.integration.server.test_cluster_member import Prompt, cluster_of, split
+from tests.integration.server.test_cluster_member import Prompt, cluster_of, joins, split
 
 pytestmark = pytest.mark.integration
 
@@ -27,22 +26,11 @@ def controller() -> Iterator[ControllerDouble]:
 
 
 @pytest.fixture
-def server(tmp_path: Path, controller: ControllerDouble) -> Iterator[ServerProcess]:
-    flags = ("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}", "--instance-id", "ours")
-    process = ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags)
-    with process:
-        process.start()
-        yield process
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[RpcClient]:
-    with RpcClient(server.socket_dir) as client:
-        yield client
+def server(start, controller) -> ServerProcess:
+    return start(l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=joins(controller))
 
 
 def synced(controller: ControllerDouble, times: int = 1) -> None:
-    """Wait until this many full syncs have ended."""
     controller.until(lambda: len(controller.asked_for(SyncEnd)) >= times and controller.beats)
     controller.serve(0.05)
 
@@ -56,7 +44,6 @@ def freeze(controller: ControllerDouble, number: int = 1, freeze_ms: int = 5_000
 
 
 def outcomes(prompt: Prompt) -> set[int]:
-    """Store the prompt's chunks; return the different outcomes."""
     return set(prompt.store())
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import importlib.util
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,22 @@ from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire, wire
 from kvstrata.server.cluster.events import MAX_QUEUED_TAGS
 from tests.harness import own_commands
+from tests.harness.cache_engine import eventually
+from tests.harness.controller_double import ControllerDouble
 from tests.harness.controller_process import ControllerProcess
-from tests.harness.refusals import refusal
 from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
 from tests.harness.server_process import ServerFailed, ServerProcess
 
 pytestmark = pytest.mark.integration
 
-WAIT_S = 120.0
+needs_ucx = pytest.mark.skipif(
+    importlib.util.find_spec("kvstrata.native.ucx") is None,
+    reason="this build has no UCX; install libucx-dev and build again",
+)
 QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "2")
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait for the first true value of the condition."""
-    end_s = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-    return found
+until = functools.partial(eventually, "it is known")
 
 
 @pytest.fixture
@@ -43,19 +41,13 @@ def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
 
 
 @pytest.fixture
-def server(tmp_path: Path, controller: ControllerProcess) -> Iterator[ServerProcess]:
-    url = f"tcp://127.0.0.1:{controller.ports['reply']}"
-    flags = ("--controller-url", url, "--instance-id", "ours")
-    process = ServerProcess(tmp_path / "server", l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS, flags=flags)
-    with process:
-        process.start()
-        yield process
+def server(start, controller) -> ServerProcess:
+    return start(l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS, flags=joins(controller))
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[RpcClient]:
-    with RpcClient(server.socket_dir) as client:
-        yield client
+def joins(controller: ControllerProcess | ControllerDouble, instance: str = "ours") -> tuple[str, ...]:
+    """Flags of a server with this id in the controller's cluster."""
+    return ("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}", "--instance-id", instance)
 
 
 class Prompt:
@@ -79,7 +71,6 @@ class Prompt:
 
 
 def cluster_of(server: ServerProcess) -> dict[str, Any]:
-    """The part of the server's status about the cluster."""
     with RpcClient(server.socket_dir) as client:
         return client.status()["cluster"]
 
@@ -91,7 +82,6 @@ def ours(controller: ControllerProcess) -> dict[str, Any]:
 
 
 def confirmed(controller: ControllerProcess) -> bool:
-    """Whether the controller's knowledge of the server is exact."""
     return bool(ours(controller).get("confirmed"))
 
 
@@ -230,7 +220,7 @@ def test_a_pin_outlives_the_controller_that_made_it_and_can_be_ended_by_the_next
     assert dropped["commands"][0]["result"]["count"] == 5
 
 
-def test_off_loopback_only_members_with_the_clusters_key_are_let_in(tmp_path):
+def test_off_loopback_only_members_with_the_clusters_key_are_let_in(start, tmp_path):
     public, secret = (key.decode() for key in zmq.curve_keypair())
     keys, ours_alone = tmp_path / "controller.keys", tmp_path / "member.keys"
     for path, text in ((keys, f"secret {secret}\nclient {public}\n"), (ours_alone, f"secret {secret}\n")):
@@ -238,50 +228,20 @@ def test_off_loopback_only_members_with_the_clusters_key_are_let_in(tmp_path):
         path.chmod(0o600)
     flags = (*QUICK, "--monitor-host", "0.0.0.0", "--curve-secret-file", str(keys))
     with ControllerProcess(tmp_path / "controller", flags=flags) as controller:
-        url = ("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}")
-        key = ("--cluster-curve-file", str(ours_alone))
-        with contextlib.ExitStack() as stack:
-            for name, more in (("ours", (*url, *key)), ("outside", url)):
-                one = ServerProcess(
-                    tmp_path / name,
-                    l1_mb=64,
-                    chunk_tokens=CHUNK_TOKENS,
-                    flags=(*more, "--instance-id", name, "--p2p-listen", "localhost:0"),
-                )
-                stack.enter_context(one)
-                one.start()
-            until(lambda: confirmed(controller))
-            assert [row["id"] for row in controller.ask("/v1/instances")["instances"]] == ["ours"]
-            assert not cluster_of(one)["member"]
-            with RpcClient(one.socket_dir) as client:
-                prompt = Prompt(client, 1, 5)
-                prompt.store()
-                assert prompt.hits() == 5
+        for name, key in (("ours", ("--cluster-curve-file", str(ours_alone))), ("outside", ())):
+            flags = (*joins(controller, name), *key, "--p2p-listen", "localhost:0")
+            one = start(l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags)
+        until(lambda: confirmed(controller))
+        assert [row["id"] for row in controller.ask("/v1/instances")["instances"]] == ["ours"]
+        assert not cluster_of(one)["member"]
+        with RpcClient(one.socket_dir) as client:
+            prompt = Prompt(client, 1, 5)
+            prompt.store()
+            assert prompt.hits() == 5
 
 
-def test_a_member_that_other_hosts_can_reach_needs_keys(tmp_path):
-    pytest.importorskip(
-        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
-    )
+@needs_ucx
+def test_a_member_that_other_hosts_can_reach_needs_keys(start):
     flags = ("--controller-url", "tcp://127.0.0.1:1", "--p2p-engine", "ucx", "--p2p-listen", "0.0.0.0:0")
-    with (
-        ServerProcess(tmp_path, l1_mb=64, flags=(*flags, "--p2p-advertise", "here")) as server,
-        pytest.raises(ServerFailed, match=r"controller\.curve_file"),
-    ):
-        server.start()
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--p2p-listen", "0.0.0.0:0"), "p2p.advertise"),
-        (("--p2p-listen", "nowhere"), "--p2p-listen"),
-        (("--controller-url", "http://there"), "--controller-url"),
-        (("--cluster-curve-file", "/nothing"), "controller.curve_file"),
-    ],
-)
-def test_wrong_settings_of_a_member_stop_the_start_with_their_name(flags, says):
-    pytest.importorskip(
-        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
-    )
-    assert says in refusal("--controller-url", "tcp://127.0.0.1:1", "--p2p-engine", "ucx", *flags)
+    with pytest.raises(ServerFailed, match=r"controller\.curve_file"):
+        start(flags=(*flags, "--p2p-advertise", "here"))

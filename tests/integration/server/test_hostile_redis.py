@@ -8,7 +8,6 @@ import secrets
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zstandard
@@ -18,9 +17,9 @@ from kvstrata.errors import BadRequest
 from kvstrata.native.hashing import storage_keys
 from kvstrata.types import unpack_extents
 from tests.harness.cache_engine import eventually
-from tests.harness.forged import forged_record, renamed, resealed
 from tests.harness.hostile_resp import Hostile, cursors
-from tests.harness.l2_load import check_and_release, clear_l1, stored, until_stored
+from tests.harness.l2_load import clear_l1, served, stored, until_stored
+from tests.harness.records import forged_record, renamed, resealed
 from tests.harness.redis_server import RedisServer
 from tests.harness.rpc_client import KEY_BYTES, PAYLOAD_BYTES, RpcClient, chain_of, keys_of, new_prompt, until
 from tests.harness.server_process import ServerProcess
@@ -33,31 +32,11 @@ START = 4096
 
 @pytest.fixture
 def medium(tmp_path: Path) -> Iterator[RedisServer]:
-    """A running Redis."""
     with RedisServer(tmp_path / "redis") as server:
         yield server
 
 
-@pytest.fixture
-def start(tmp_path: Path, medium: RedisServer) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts servers on the medium, with these fields in the adapter's entry."""
-    started: list[ServerProcess] = []
-
-    def starter(l1_mb: int = 16, **more: Any) -> ServerProcess:
-        entry = medium.entry(**more)
-        flags = ("--l2-adapter", json.dumps(entry))
-        process = ServerProcess(tmp_path / f"server{len(started)}", l1_mb=l1_mb, l2="embedded", flags=flags)
-        started.append(process)
-        process.start()
-        return process
-
-    yield starter
-    for process in started:
-        process.close()
-
-
 def key_file(folder: Path, name: str = "key") -> str:
-    """Write a new key; return its path."""
     path = folder / name
     path.touch(0o600)
     path.write_text(secrets.token_hex(32))
@@ -65,14 +44,12 @@ def key_file(folder: Path, name: str = "key") -> str:
 
 
 def names_of(client: RpcClient, root: bytes, chain: bytes) -> list[bytes]:
-    """The names of these chunks in Redis."""
     assert client.slice is not None
     keys = storage_keys(root, chain, client.slice.digest())
     return [b"kvstrata:" + key.hex().encode() for key in keys_of(keys)]
 
 
 def put_of(client: RpcClient, count: int) -> None:
-    """Wait until this many chunks were put."""
     until(client, lambda status: status["l2_store"]["adapters"]["resp-0"]["outcomes"].get("stored") == count)
 
 
@@ -113,7 +90,7 @@ def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
     start: Callable[..., ServerProcess], medium: RedisServer, tmp_path: Path, name: str
 ) -> None:
     codec = ["zstd", {"name": name, "key_file": key_file(tmp_path)}]
-    server = start(codec=codec)
+    server = start(medium.entry(codec=codec))
     with RpcClient(server.socket_dir) as client, medium.client() as attacker:
         for number, (what, attack) in enumerate(ATTACKS.items(), start=1):
             identity, chain = new_prompt(client, 2)
@@ -129,16 +106,14 @@ def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
             client.store(identity, chain[:KEY_BYTES])
             put_of(client, 3 * number)
             clear_l1(client)
-            reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
-            assert (reply.n_chunks, reply.l2_chunks) == (2, 2), f"{what}: the next put has replaced it"
-            check_and_release(client, reply, chain)
+            assert served(client, identity, chain) == (0, 2), f"{what}: the next put has replaced it"
         counts = client.status()["l2_adapters"]["resp-0"]["codec"]
         told = "4 attacks, each seen by the lookup and by the put that replaced it"
         assert (counts["unauthenticated"], counts.get("wrong_key")) == (8, None), f"{told}: {counts}"
 
 
 def test_without_a_key_a_record_is_served_if_it_fits_and_no_other(start, medium):
-    server = start()
+    server = start(medium.entry())
     with RpcClient(server.socket_dir) as client, medium.client() as attacker:
         identity, chain = new_prompt(client, 2)
         client.store(identity, chain)
@@ -154,9 +129,6 @@ def test_without_a_key_a_record_is_served_if_it_fits_and_no_other(start, medium)
         clear_l1(client)
         attacker.set(first, forged_record(client, other.root, chain[:KEY_BYTES], b"FORGED!!"))
         assert read_back(client, identity.identity_id, chain[:KEY_BYTES])[:2] == (0, "corrupt")
-
-
-# -- lengths -----------------------------------------------------------------------------------------------
 
 
 def odd_values(client: RpcClient, root: bytes, chain: bytes) -> dict[str, bytes]:
@@ -185,7 +157,7 @@ def bomb(client: RpcClient, root: bytes, chain: bytes, length: int) -> bytes:
 
 @pytest.mark.parametrize("codec", ["zstd", pytest.param(None, marks=pytest.mark.long)])
 def test_a_value_of_another_length_than_the_layouts_takes_no_room_in_l1(start, medium, codec):
-    server = start(l1_mb=256, **({"codec": codec} if codec else {}))
+    server = start(medium.entry(**({"codec": codec} if codec else {})), l1_mb=256)
     with RpcClient(server.socket_dir) as client, medium.client() as attacker:
         others, chain = new_prompt(client, 200)
         client.store(others, chain)
@@ -203,9 +175,7 @@ def test_a_value_of_another_length_than_the_layouts_takes_no_room_in_l1(start, m
         client.store(asked, wanted)
         until_stored(client)
         clear_l1(client)
-        reply = client.lookup(asked.identity_id, wanted, deadline_ms=20_000)
-        assert reply.l2_chunks == 1, "a put has replaced the odd value"
-        check_and_release(client, reply, wanted)
+        assert served(client, asked, wanted) == (0, 1), "a put has replaced the odd value"
     says = "more than a record of its layout"
     eventually("the log says so once", lambda: server.log.read_text().count(says) == 1)
 
@@ -231,7 +201,7 @@ BOMBS: dict[str, tuple[bytes, Callable[[], bytes]]] = {
     [pytest.param(name, marks=() if name == "planes and zstd" else pytest.mark.long) for name in BOMBS],
 )
 def test_a_bomb_ends_at_the_length_of_the_layout(start, medium, bomb_name):
-    server = start(codec=["zstd"])
+    server = start(medium.entry(codec=["zstd"]))
     codecs, body = BOMBS[bomb_name]
     with RpcClient(server.socket_dir) as client, medium.client() as attacker:
         identity, chain = new_prompt(client, 1)
@@ -249,9 +219,6 @@ def peak_kb(server: ServerProcess) -> int:
     """The most memory that the server has used, in kB."""
     lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
-# -- answers -----------------------------------------------------------------------------------------------
 
 
 async def test_a_scan_that_never_ends_does_not_block_a_clear(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""A real server that is killed, stopped, refused or crashed: what its successor serves, and what it leaves behind."""
+"""A server that is killed, restarted, or loses its files: engines go on, and L1 is adopted."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -13,14 +15,17 @@ from typing import Any
 
 import pytest
 
+from kvstrata.process.http_token import find_token
 from kvstrata.rpc import wire
 from kvstrata.types import unpack_extents
 from tests.harness.cache_engine import eventually
 from tests.harness.child import Child
+from tests.harness.l2_load import stored
 from tests.harness.open_files import open_files
 from tests.harness.refusals import refusal
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient, RpcError, chain_of, keys_of, payload
 from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
 
@@ -129,27 +134,17 @@ def test_a_second_server_on_the_same_pool_is_refused_and_told_the_pid_of_the_fir
         client.ping()
 
 
-def run_server(*flags: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a server that ends by itself; returns its exit status and output."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvstrata.cli.server", *flags],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
+UCX = ("--controller-url", "tcp://127.0.0.1:1", "--p2p-engine", "ucx")
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--port", "70000"), "--port: must be a whole number from 1 to 65535, found 70000"),
         (("--l1-size-gb", "100000"), "l1_size_gb: L1 of 100000.00 GB needs"),
         (("--socket-dir", "/tmp/" + "x" * 120), "socket_dir: "),
-        (("--chunk-sise", "256"), "--chunk-sise: unknown flag (did you mean '--chunk-size'?)"),
         (("--l2-adapter", '{"type": "moncake_store"}'), "(did you mean 'mooncake_store'?)"),
-        (("--curve-secret-file", "/keys"), "--curve-secret-file: unknown flag"),
+        ((*UCX, "--p2p-listen", "0.0.0.0:0"), "p2p.advertise"),
+        ((*UCX, "--cluster-curve-file", "/nothing"), "controller.curve_file"),
     ],
 )
 def test_wrong_settings_stop_the_start_with_what_to_change(flags: tuple[str, ...], says: str) -> None:
@@ -168,8 +163,7 @@ def test_importing_the_server_brings_neither_torch_nor_fastapi() -> None:
 
 def test_a_server_leaves_no_sockets_segment_or_descriptors_behind(tmp_path: Path) -> None:
     def start_and_stop(number: int) -> None:
-        with ServerProcess(tmp_path / f"server{number}", l1_mb=16, flags=("--no-http",)) as process:
-            process.start()
+        with ServerProcess(tmp_path / f"server{number}", l1_mb=16, flags=("--no-http",)).started() as process:
             process.stop()
         assert not process.socket_dir.exists()
         assert not process.segment_dir.exists()
@@ -211,3 +205,49 @@ def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_kee
     assert server.ready["adopted"]
     with RpcClient(server.socket_dir) as client:
         assert client.lookup(client.identify().identity_id, chain).n_chunks == 3
+
+
+def test_what_is_removed_is_made_anew_and_the_next_server_still_adopts_l1(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, l1_mb=16, supervised=True).started() as server:
+        token = find_token(server.url)
+        with RpcClient(server.socket_dir) as before:
+            identity, chain = stored(before, 2)
+            Path(server.ready["http_token_file"]).unlink()
+            shutil.rmtree(server.socket_dir)
+            shutil.rmtree(server.segment_dir)
+            eventually("L1 is held", lambda: " l1_held " in server.log.read_text())
+            said = server.log.read_text()
+            assert " socket_dir_made_anew " in said and said.count(" socket_made_anew ") == 1
+            with RpcClient(server.socket_dir) as after:
+                assert after.lookup(after.identify().identity_id, chain).n_chunks == 2
+            before.ping()
+            held = before.lookup(identity.identity_id, chain)
+            assert held.n_chunks == 2, "a connection from before goes on"
+            before.release([(before.session, held.seq)])
+            eventually("the token is found", lambda: find_token(server.url) == token)
+        send(server.ready["pid"], signal.SIGKILL)
+        eventually("the next server", lambda: server.log.read_text().count(" ready ") == 2)
+        assert " adopted=True " in server.log.read_text().rpartition(" ready ")[2]
+        with RpcClient(server.socket_dir) as client:
+            assert client.lookup(client.identify().identity_id, chain).n_chunks == 2
+
+
+def test_a_folder_that_another_server_has_taken_is_left_to_it(tmp_path: Path) -> None:
+    with (
+        ServerProcess(tmp_path / "first", l1_mb=16) as first,
+        ServerProcess(tmp_path / "second", l1_mb=16) as second,
+    ):
+        first.start()
+        shutil.rmtree(first.socket_dir)
+        shutil.rmtree(second.socket_dir, ignore_errors=True)
+        second.socket_dir.symlink_to(first.socket_dir)  # removed with it
+        second._flags = [
+            str(first.socket_dir) if flag == str(second.socket_dir) else flag for flag in second._flags
+        ]
+        second.start()
+        eventually("the first says so", lambda: " own_files_lost " in first.log.read_text())
+        assert f"is in use by server process {second.pid}" in first.log.read_text()
+        with RpcClient(first.socket_dir) as client:
+            client.ping()
+            assert client.epoch == second.ready["epoch"]
+        second.socket_dir.unlink()

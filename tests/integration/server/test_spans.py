@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,9 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
+def server(start: Callable[..., ServerProcess], tmp_path: Path) -> ServerProcess:
     adapter = {"type": "disk", "base_path": str(tmp_path / "l2"), "capacity_gb": 1}
-    flags = ("--l2-adapter", json.dumps(adapter))
-    with ServerProcess(
-        tmp_path / "server", l1_mb=64, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags
-    ) as server:
-        server.start()
-        yield server
+    return start(adapter, l1_mb=64, chunk_tokens=CHUNK_TOKENS)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An engine of two worker processes with a slice each, and one of three processes with a scheduler."""
+"""Leases of an engine of a scheduler and two ranks, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS) as server:
-        server.start()
-        yield server
+def server(start) -> ServerProcess:
+    return start(l1_mb=64, chunk_tokens=CHUNK_TOKENS)
+
+
+def leased_bytes(server: ServerProcess) -> int:
+    return server.get("/v1/status")["pool"]["leased_bytes"]
 
 
 @pytest.fixture
@@ -34,10 +36,6 @@ def ranks(server: ServerProcess, tmp_path: Path) -> Iterator[list[Child]]:
         for child in children:
             child.ask("connect")
         yield children
-
-
-def leased_bytes(server: ServerProcess) -> int:
-    return server.get("/v1/status")["pool"]["leased_bytes"]
 
 
 def test_a_scheduler_looks_up_and_both_ranks_load(server, ranks):

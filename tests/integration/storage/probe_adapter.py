@@ -38,7 +38,6 @@ def probe_adapter(module: str, hang_path: str, drains: bool) -> NativeAdapter:
 
 
 def entry_of(module: Path, hang_path: Path, *, drains: bool = False, **common: Any) -> dict[str, Any]:
-    """The JSON of such an adapter."""
     parameters = {"module": str(module), "hang_path": str(hang_path), "drains": drains}
     return {
         "type": "plugin",

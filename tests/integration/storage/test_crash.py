@@ -65,7 +65,6 @@ class Disk:
         )
 
     async def check(self, adapter: NativeAdapter) -> None:
-        """What the medium holds is within its capacity."""
         assert disk_log.used_bytes(self.base) <= self.capacity_bytes
 
 
@@ -89,9 +88,6 @@ class Fs:
 
 
 MEDIA: dict[str, type[Disk] | type[Fs]] = {"disk": Disk, "fs": Fs}
-
-
-# -- the child: python -m tests.integration.storage.test_crash MEDIUM BASE ROOM FIRST ---------------------------------
 
 
 async def work_for_ever(medium: Disk | Fs, first: int) -> None:
@@ -146,9 +142,6 @@ class Child:
         self.process.stdout.close()
         assert self.process.wait() == -signal.SIGKILL
         return self.output
-
-
-# -- the parent ------------------------------------------------------------------------------------------------
 
 
 class Said:

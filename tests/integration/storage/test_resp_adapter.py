@@ -1,30 +1,98 @@
-"""The `resp` adapter on real Redis servers: foreign values, broken connections, and slots of a cluster that move."""
+"""The `resp` adapter on real Redis servers, and before a server that means harm."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.server
 import logging
+import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
-from kvstrata.storage.base import LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
+from kvstrata.errors import ConfigError, KvstrataError, StorageError
+from kvstrata.storage.base import (
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.media.resp import adapter as module
 from kvstrata.storage.media.resp.servers import slot_of
 from kvstrata.testing.adapter_contract import EXISTS, LOADED, SIZE, STORED
-from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, watched
+from kvstrata.testing.strategies import (
+    key_of,
+    lent_context,
+    load_item,
+    loaded_payload,
+    payload_of,
+    put_item,
+    record_length,
+    watched,
+)
+from tests.harness.hostile_resp import INFO, Hostile, bulk, cursors
 from tests.harness.redis_server import RedisServer, certificates, cluster
-from tests.integration.storage.resp_records import SECRET, load, opened, put
 
 pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def shared_redis(redis_folder: Path) -> Iterator[RedisServer]:
+    with RedisServer(redis_folder / "shared") as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_redis: RedisServer) -> Iterator[RedisServer]:
+    with shared_redis.client() as client:
+        client.flushall()
+    yield shared_redis
+
+
+SECRET = "hunter2-hunter2"
+
+
+@contextlib.asynccontextmanager
+async def opened(entry: dict[str, Any]) -> AsyncIterator[StorageAdapter]:
+    adapter = make_adapter(entry, 0)
+    try:
+        await adapter.open(lent_context(lambda key: None))
+        yield adapter
+    finally:
+        await adapter.close()
+
+
+async def put(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[PutOutcome]:
+    items = [put_item(key_of(n), size) for n in numbers]
+    outcomes = await adapter.put(items)
+    for item in items:
+        watched(item).check()
+    return outcomes
+
+
+async def load(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[LoadOutcome]:
+    items = [load_item(key_of(n), size) for n in numbers]
+    outcomes = await adapter.load(items)
+    for item, outcome in zip(items, outcomes, strict=True):
+        watched(item).check()
+        if outcome == LOADED:
+            assert loaded_payload(item, size) == payload_of(item.key, size)
+    return outcomes
+
+
 HANG_S = 120.0
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Ask until it holds."""
     async with asyncio.timeout(HANG_S):
         while not await condition():  # noqa: ASYNC110 (a server has no event for this)
             await asyncio.sleep(0.005)
@@ -32,9 +100,6 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 def name_of(number: int) -> str:
     return f"kvstrata:{key_of(number).hex()}"
-
-
-# --- what is there -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,9 +251,6 @@ async def test_the_documented_rights_of_the_redis_user_are_enough(server: RedisS
             client.acl_deluser("kvstrata")
 
 
-# --- connections -------------------------------------------------------------------------------------------
-
-
 class Cutter:
     """A server in front of the real one that passes on so many bytes of its answers, then holds back or hangs up."""
 
@@ -325,9 +387,6 @@ async def test_a_server_that_is_gone_is_told_once_in_the_log_and_tried_with_paus
     assert "can be reached again" in messages[1]
 
 
-# --- clusters ----------------------------------------------------------------------------------------------
-
-
 async def test_records_are_found_while_their_slot_moves_and_after(redis_folder: Path, tmp_path: Path) -> None:
     with cluster(tmp_path) as nodes, contextlib.ExitStack() as stack:
         clients = [stack.enter_context(node.client()) for node in nodes]
@@ -358,3 +417,170 @@ def _holds(client: redis.Redis, number: int) -> bool:
         return bool(client.exists(name_of(number)))
     except redis.ResponseError:  # MOVED
         return False
+
+
+@pytest.fixture
+async def hostile() -> AsyncIterator[Hostile]:
+    async with Hostile() as server:
+        yield server
+
+
+async def drip(value: bytes) -> AsyncIterator[bytes]:
+    """One byte every 50 ms."""
+    for byte in value:
+        yield bytes([byte])
+        await asyncio.sleep(0.05)
+
+
+async def without_end(value: bytes) -> AsyncIterator[bytes]:
+    """The same bytes again and again."""
+    while True:
+        yield value
+
+
+RECORD = record_length(SIZE)
+GATE = ("an absurd length", "arrays in arrays", "a line without end", "byte by byte", "nothing")
+"""What `make test` lets the server say."""
+SAID: dict[str, Any] = {
+    "an absurd length": b"$%d\r\n" % (1 << 60),
+    "a length beyond 64 bits": b"$" + b"9" * 4000 + b"\r\n",
+    "a negative length": b"$-7\r\n",
+    "an integer": b":%d\r\n" % RECORD,
+    "an integer beyond 64 bits": b":1" + b"0" * 400 + b"\r\n",
+    "a simple string": b"+OK\r\n",
+    "an array": b"*3\r\n:1\r\n:2\r\n:3\r\n",
+    "arrays in arrays": b"*1\r\n" * 100_000,
+    "a longer array than it sends": b"*%d\r\n" % (1 << 40),
+    "an array of much": lambda words: without_end(b"*1000000\r\n" + b":1\r\n" * 1_000_000),
+    "a line without end": lambda words: without_end(b"+" + b"x" * 65536),
+    "a value without end": lambda words: without_end(b"$%d\r\n" % RECORD + b"x" * 65536),
+    "byte by byte": lambda words: drip(bulk(b"x" * RECORD)),
+    "an unknown type": b"!21\r\nSYNTAX invalid syntax\r\n",
+    "a null of RESP3": b"_\r\n",
+    "an error of 60 kB": b"-" + b"E" * 60_000 + b"\r\n",
+    "a redirection nowhere": b"-MOVED 1 \x00evil:99999999999999999999\r\n",
+    "nothing": b"",
+    "bytes without meaning": bytes(range(256)) * 16,
+}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what in GATE else pytest.mark.long) for what in SAID]
+)
+async def test_every_operation_ends_whatever_the_server_says(hostile: Hostile, what: str) -> None:
+    for verb in (b"STRLEN", b"GET", b"GETRANGE", b"SET", b"SCAN", b"DBSIZE"):
+        hostile.answers[verb] = SAID[what]
+    async with asyncio.timeout(HANG_S), opened(hostile.entry(max_capacity_gb=1)) as adapter:
+        [found] = await adapter.exists([key_of(1)])
+        assert found.presence is Presence.PRESENT if what == "an integer" else found.record_bytes == 0
+        heads = await adapter.heads([key_of(1)])
+        assert len(heads) == 1 and len(heads[0]) <= 512
+        items = load_item(key_of(1), SIZE), put_item(key_of(1), SIZE)
+        [loaded] = await adapter.load([items[0]])
+        assert loaded.status is not LoadStatus.LOADED
+        [put] = await adapter.put([items[1]])
+        assert put.status is not PutStatus.STORED or what == "a simple string"
+        for item in items:
+            watched(item).check()
+        assert isinstance(await adapter.usage(), Usage)
+        with pytest.raises(StorageError, match="not cleared"):
+            await adapter.clear()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [((1, 2), "repeated a cursor"), pytest.param((), "did not end within", marks=pytest.mark.long)],
+)
+async def test_a_scan_that_never_ends_ends_the_clear_as_incomplete(hostile, monkeypatch, numbers, why):
+    monkeypatch.setattr(module, "CLEAR_S", 0.5)
+    hostile.answers[b"SCAN"] = cursors(*numbers)
+    hostile.answers[b"UNLINK"] = b":%d\r\n" % ((1 << 63) - 1)
+    async with asyncio.timeout(HANG_S), opened(hostile.entry()) as adapter:
+        with pytest.raises(StorageError, match=f"incomplete: SCAN of .* {why}"):
+            await adapter.clear()
+
+
+async def test_numbers_that_a_server_makes_up_stay_within_64_bits(hostile: Hostile) -> None:
+    hostile.answers[b"INFO"] = bulk(
+        INFO.replace(b"used_memory:1", b"used_memory:" + b"9" * 5000).replace(
+            b"maxmemory:0", "maxmemory:²".encode()
+        )
+    )
+    hostile.answers[b"DBSIZE"] = b":%d\r\n" % ((1 << 63) - 1)
+    async with asyncio.timeout(HANG_S), opened(hostile.entry(max_capacity_gb=1)) as adapter:
+        usage = await adapter.usage()
+        assert all(0 <= number < 1 << 63 for number in usage)
+
+
+async def test_a_cluster_of_impossible_nodes_is_refused(hostile: Hostile) -> None:
+    for row in (b":99999999", b":-1", b":0"):
+        hostile.answers[b"CLUSTER"] = (
+            b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + bulk(b"127.0.0.1") + row + b"\r\n"
+        )
+        with pytest.raises(ConfigError, match="CLUSTER SLOTS has a row"):
+            async with asyncio.timeout(HANG_S), opened(hostile.entry(cluster_mode=True)):
+                pass
+    hostile.answers[b"CLUSTER"] = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + bulk(b"a\x00b") + b":6379\r\n"
+    with pytest.raises(StorageError, match="cannot be reached"):
+        async with asyncio.timeout(HANG_S), opened(hostile.entry(cluster_mode=True)):
+            pass
+
+
+async def refusal(entry: dict[str, Any], kind: type[KvstrataError] = ConfigError) -> str:
+    """The error with which opening fails. StorageError: the server cannot be reached, which stops no start."""
+    with pytest.raises(KvstrataError) as raised:
+        async with opened({"connection_timeout": 1.0, **entry}):
+            pass
+    assert type(raised.value) is kind, raised.value.message
+    assert SECRET not in raised.value.message
+    return raised.value.message
+
+
+class TestOpening:
+    async def test_nobody_listens(self) -> None:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            port = bound.getsockname()[1]
+            message = await refusal({"type": "resp", "host": "127.0.0.1", "port": port}, StorageError)
+        assert f"127.0.0.1:{port}: cannot be reached: Connection refused" in message
+
+    async def test_a_web_server_is_told_as_such_and_not_told_the_password(self) -> None:
+        seen: list[bytes] = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def handle(self) -> None:
+                seen.append(self.rfile.readline())
+                self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+                seen.append(self.rfile.read())
+
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+            thread = threading.Thread(target=web.serve_forever)
+            thread.start()
+            try:
+                entry = {"type": "resp", "host": "127.0.0.1", "port": web.server_port, "password": SECRET}
+                assert "not Redis or Valkey but a web server: b'HTTP/1.1 400" in await refusal(entry)
+            finally:
+                web.shutdown()
+                thread.join()
+        assert seen and SECRET.encode() not in b"".join(seen)
+
+    async def test_passwords(self, tmp_path: Path, redis_folder: Path) -> None:
+        with RedisServer(tmp_path, password=SECRET) as server:
+            assert "set password_file" in await refusal(server.entry(password=None))
+            assert "password: refused by the server (WRONGPASS)" in await refusal(server.entry(password="no"))
+            named = server.entry(username="nobody")
+            assert "username 'nobody', password: refused" in await refusal(named)
+            async with opened(server.entry()) as adapter:
+                assert await put(adapter, 1) == [STORED]
+
+    @pytest.mark.long
+    async def test_tls_where_there_is_none_and_the_other_way_round(self, server, tmp_path):
+        folder = certificates(tmp_path / "certificates")
+        entry = server.entry(tls_enable=True, connection_timeout=0.3)
+        assert "set tls_enable to false" in await refusal(entry, StorageError)
+        with RedisServer(tmp_path / "tls", tls=folder) as behind_tls:
+            plain = {"type": "resp", "host": "127.0.0.1", "port": behind_tls.port}
+            assert "tls_enable" in await refusal(plain, StorageError)
+            assert "certificate is not accepted" in await refusal({**plain, "tls_enable": True})
+            other = {**behind_tls.entry(), "tls_server_name": "redis.example"}
+            assert "tls_server_name" in await refusal(other)

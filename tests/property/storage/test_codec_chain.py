@@ -21,8 +21,7 @@ from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
 from kvstrata.storage.wrap.codec_seal import BadRecord, CannotDecode
 from kvstrata.testing.strategies import key_of, record_hold, record_length
 from tests.harness.amount import amount
-from tests.harness.codec_records import soft_payload
-from tests.harness.forged import resealed
+from tests.harness.records import resealed, soft_payload
 from tests.oracles import codec as oracle
 
 MASTER = b"master key of at least 32 letters"

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.harness.cache_engine import CHUNK_TOKENS
 from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
-from tests.tools.demo.servers import CHUNK_TOKENS, fitting_l1_mb, wait_for
+from tests.tools.demo.servers import fitting_l1_mb, wait_for
 from tests.tools.demo.table import Table, Wrong, say
 
 CLIENTS = 3
@@ -23,7 +24,7 @@ def act_1(folder: Path, table: Table) -> None:
     each = 2 if l1_mb >= pool_mb(2) else 1
     say(
         f"Act 1: lmcache-server with {l1_mb} MB of shared memory, {CLIENTS} client processes, "
-        f"KV of a Llama-8B shape (32 MiB a chunk of 256 tokens)"
+        f"chunks as large as those of Llama 8B (32 MiB)"
     )
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ServerProcess(folder / "act1", l1_mb=l1_mb, l2="embedded"))
@@ -65,7 +66,6 @@ def pool_mb(chunks_each: int) -> int:
 
 
 def together(clients: list[Child], ask: Callable[[Child, int], Any]) -> list[Any]:
-    """Asks all clients at once and returns their answers."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(len(clients)) as pool:

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from tests.harness import cache_engine
 from tests.harness.child import Child
 from tests.harness.cluster import Cluster
 from tests.tools.demo.prompts import HIT_TOKENS, NEW_TOKENS, begin_vllm, prompts
@@ -117,5 +118,9 @@ def _cluster_clients(folder: Path, table: Table, cluster: Cluster) -> None:
             whole = found.get("chunks") == chunks and found["equal"]
             read = cluster.peer_records(1) == chunks
             table.add(
-                CASES_4[case], 4, ok=whole and read, cached_tokens=chunks * CHUNK_TOKENS, bytes_equal=whole
+                CASES_4[case],
+                4,
+                ok=whole and read,
+                cached_tokens=chunks * cache_engine.CHUNK_TOKENS,
+                bytes_equal=whole,
             )

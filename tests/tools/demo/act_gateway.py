@@ -108,7 +108,6 @@ class _Conversations:
         self.row(4, first, len(first) - TURN_TOKENS - 256, engine=other)
 
     def said(self) -> list[int]:
-        """What the user says in a turn."""
         return [self.draw.randrange(3, 32_000) for _ in range(TURN_TOKENS)]
 
     def row(self, case: int, prompt: list[int], least: int, *, engine: str = "") -> Turn:
@@ -135,14 +134,12 @@ class _Conversations:
         return turn
 
     def sent(self) -> dict[str, int]:
-        """Requests that each engine was sent."""
         headers = {"Authorization": f"Bearer {self.gateway.token}"}
         page = urllib.request.Request(f"{self.gateway.url}/gateway/status", headers=headers)
         with urllib.request.urlopen(page, timeout=60) as answer:
             return {row["name"]: row["sent"] for row in json.load(answer)["engines"]}
 
     def ask(self, url: str, prompt: list[int], **more: Any) -> Turn:
-        """Stream a completion."""
         body = {
             "model": self.model,
             "prompt": prompt,

@@ -19,7 +19,6 @@ class Table:
         self.rows: list[Row] = []
 
     def add(self, case: str, act: int, *, run: bool = True, ok: bool = True, **values: Any) -> None:
-        """Adds a row."""
         row: Row = {
             "case": case, "act": act, "run": run, "ok": ok, "engine": None,
             "ttft_s": None, "cached_tokens": None, "tokens_equal": None, "bytes_equal": None, "gb_per_s": None,
@@ -28,7 +27,6 @@ class Table:
         self.rows.append(row)
 
     def print(self, act: int, columns: list[tuple[str, str, Callable[[Any], str]]]) -> None:
-        """Prints the rows of one act."""
         lines = [["case", *(title for _, title, _ in columns)]]
         for row in self.rows:
             if row["act"] == act:
@@ -46,7 +44,6 @@ class Table:
 
     @property
     def ok(self) -> bool:
-        """Whether every row that ran is right."""
         return all(row["ok"] for row in self.rows)
 
 

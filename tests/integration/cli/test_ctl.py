@@ -1,0 +1,249 @@
+"""`kvstrata ctl`: its pages of a real server, the live screens, and where its output ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.cli.boundary import Exit
+from tests.harness import own_commands
+from tests.harness.cache_engine import eventually
+from tests.harness.child import Child
+from tests.harness.daemon import free_port
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+
+CHUNKS = 2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose engine has computed one prompt after a miss, and has then found it."""
+    folder = tmp_path_factory.mktemp("pages")
+    with (
+        ServerProcess(folder, l1_mb=256, l2="fs").started() as server,
+        Child(
+            "tests.harness.load_client", str(server.socket_dir), str(CHUNKS), "1", log=folder / "engine.log"
+        ) as engine,
+    ):
+        eventually("the engine is attached", lambda: engine.ask("connected"))
+        assert engine.ask("retrieve", seed=1, chunks=CHUNKS)["chunks"] == 0
+        engine.ask("store", seed=1, chunks=CHUNKS)
+        assert engine.ask("retrieve", seed=1, chunks=CHUNKS)["chunks"] == CHUNKS
+        yield server
+
+
+def command(server: ServerProcess, *words: str) -> list[str]:
+    # A shell without job control starts background processes with SIGINT ignored; children of the tests inherit that.
+    python = ["env", "--default-signal=INT", sys.executable]
+    return [*python, "-m", "kvstrata", "ctl", *words, "--url", server.url]
+
+
+def ctl(server: ServerProcess, *words: str) -> str:
+    done = own_commands.run("kvstrata", "ctl", *words, "--url", server.url)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_page_tells_what_the_server_measured(server: ServerProcess) -> None:
+    page = ctl(server, "status")
+    assert "ready" in page and "\x1b" not in page
+    assert len(page.splitlines()) <= 40 and max(map(len, page.splitlines())) <= 80
+    [start] = [line for line in page.splitlines() if line.startswith("since start")]
+    assert start.split()[2:5] == ["2", str(2 * CHUNKS), "50"] and "≈" in start
+    assert "llama-8b-shape" in page and "fs-0" in page and "first misses of the last hour: " in page
+    status = json.loads(ctl(server, "status", "--json"))
+    trend = status["trend"]
+    assert trend["computed_chunks"] == CHUNKS and trend["computed_s"] > 0
+    assert trend["start"]["avoided_s"] == pytest.approx(trend["computed_s"], abs=0.01)
+    [engine] = status["engines"]
+    assert (engine["lookups"], engine["hit_chunks"], engine["stored_records"]) == (2, CHUNKS, CHUNKS)
+    everything = ctl(server, "status", "--all")
+    assert everything.splitlines()[0].startswith("needs_attention") and "pool" in everything
+    assert (len(engine["pids"]), engine["leases"]) == (1, 0) and engine["pinged_ago_s"] is not None
+    [row] = [line for line in page.splitlines() if "llama-8b-shape" in line]
+    assert row.split()[:2] == [engine["engine"][:8], str(engine["pids"][0])]
+    recent = ctl(server, "explain").splitlines()
+    assert recent[0].split()[:2] == ["request_id", "at"] and len(recent) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "as_json"), [(["status", "--watch", "0.1"], True), (["top", "--every", "0.1"], False)]
+)
+def test_pages_follow_each_other_until_ctrl_c(server: ServerProcess, words: list[str], as_json: bool) -> None:
+    more = ["--json"] if as_json else []
+    with subprocess.Popen(command(server, *words, *more), stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        seen = [running.stdout.readline() for _ in range(3 if as_json else 60)]
+        running.send_signal(signal.SIGINT)
+        running.stdout.read()
+    assert running.returncode == 0
+    if as_json:
+        assert all(json.loads(line)["instance"]["ready"] for line in seen)
+    else:
+        assert sum("up " in line for line in seen) >= 2 and "\x1b" not in "".join(seen)
+
+
+@pytest.mark.silence
+def test_a_stopped_server_costs_a_command_some_seconds_and_its_pool_is_told(server: ServerProcess) -> None:
+    os.kill(server.ready["pid"], signal.SIGSTOP)
+    try:
+        begun_s = time.monotonic()
+        done = own_commands.run("kvstrata", "ctl", "status", "--url", server.url)
+        assert time.monotonic() - begun_s < 20
+    finally:
+        os.kill(server.ready["pid"], signal.SIGCONT)
+    assert (
+        done.returncode == 1 and "has not answered for 3 s: its process is stopped or hangs;" in done.stderr
+    )
+    assert (
+        f"{server.segment_dir}" in done.stderr
+        and f"server {server.ready['pid']}, last heartbeat" in done.stderr
+    )
+
+
+class Terminal:
+    """What a command draws on a terminal of 80 columns."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._ours, theirs = os.openpty()
+        termios.tcsetwinsize(theirs, (45, 80))
+        environment = {**os.environ, "TERM": "xterm"}
+        environment.pop("NO_COLOR", None)
+        self.running = subprocess.Popen(
+            words, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment
+        )
+        os.close(theirs)
+        self.seen = b""
+
+    def until(self, word: bytes) -> None:
+        """Read until this was drawn after what was read before."""
+        begun = len(self.seen)
+        while word not in self.seen[begun:]:
+            self.seen += os.read(self._ours, 65_536)
+
+    def end(self) -> tuple[int, bytes]:
+        """Press Ctrl-C; returns the exit status and standard error."""
+        self.running.send_signal(signal.SIGINT)
+        try:
+            while more := os.read(self._ours, 65_536):
+                self.seen += more
+        except OSError:  # the other end is closed
+            pass
+        os.close(self._ours)
+        _, error = self.running.communicate(timeout=60)
+        return self.running.returncode, error
+
+
+def test_a_terminal_gets_its_screen_back(server: ServerProcess) -> None:
+    terminal = Terminal(command(server, "top", "--every", "0.1"))
+    for _ in range(3):
+        terminal.until(b"llama-8b-shape")
+    assert terminal.end() == (0, b"")
+    assert b"\x1b[?1049h" in terminal.seen and b"\x1b[?1049l" in terminal.seen
+
+
+def test_a_server_that_ends_is_said_above_the_page(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, l1_mb=64).started() as server:
+        terminal = Terminal(command(server, "status", "--watch", "0.1"))
+        terminal.until(b"no engine is attached")
+        server.kill()
+        terminal.until(b"does not answer")
+        terminal.until(b"no engine is attached")
+        status: Any = terminal.end()
+    assert status == (0, b"")
+
+
+FEW_FILES = 20
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, FEW_FILES))
+
+
+def started(words: list[str], **more: Any) -> subprocess.Popen[bytes]:
+    # A shell without job control starts background processes with SIGINT ignored; children of the tests inherit that.
+    command = [*("env", "--default-signal=INT"), sys.executable, "-m", *words]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, **more)
+
+
+def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    _, error = process.communicate(timeout=120)
+    return process.returncode, error.decode()
+
+
+@contextlib.contextmanager
+def output(kind: str) -> Iterator[int]:
+    """A descriptor for standard output that takes nothing."""
+    if kind == "gone":
+        reader, fd = os.pipe()
+        os.close(reader)
+    else:
+        fd = os.open(kind, os.O_WRONLY)
+    yield fd
+    os.close(fd)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["", "unbuffered"])
+@pytest.mark.parametrize(
+    ("kind", "status", "says"),
+    [
+        ("gone", Exit.READER_GONE, ""),
+        ("/dev/full", Exit.OUTPUT, "standard output cannot be written: No space left on device"),
+    ],
+)
+def test_output_that_is_lost_has_a_status(kind: str, status: int, says: str, unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with output(kind) as fd:
+        found, error = ended(started(["kvstrata", "--help"], stdout=fd, env=environment))
+    assert found == status and says in error and "Traceback" not in error, error
+    assert len(error.splitlines()) == bool(says)
+
+
+def test_a_closed_output_is_lost_output() -> None:
+    found, error = ended(started(["kvstrata", "--help"], preexec_fn=lambda: os.close(1)))
+    assert found == Exit.OUTPUT and "Traceback" not in error, error
+
+
+def test_an_output_without_our_characters_gets_them_escaped() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    process = started(["kvstrata", "ctl", "pool", "free", "/nonexistent/pö→l"], env=environment)
+    found, error = ended(process)
+    assert found in (Exit.FAILED, Exit.CONFIG) and error.isascii() and "Traceback" not in error, error
+
+
+@pytest.mark.parametrize(
+    ("module", "supervised"), [("kvstrata.cli.server", True), ("kvstrata.cli.controller", False)]
+)
+def test_a_server_that_may_open_too_few_files_does_not_start_and_says_so(module, supervised):
+    words = [module, "--port", str(free_port()), *([] if supervised else ["--no-supervise"])]
+    status, error = ended(started(words, stdout=subprocess.DEVNULL, preexec_fn=limit_files))
+    assert status == Exit.CONFIG
+    assert f"open files: this process may have {FEW_FILES} open at a time" in error and "ulimit -Hn" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_ctrl_c_while_a_command_waits_is_one_line_and_status_130() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        process = started(["kvstrata", "ctl", "--url", url, "status"], stdout=subprocess.DEVNULL)
+        connection, _ = listener.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            assert ended(process) == (Exit.INTERRUPTED, "kvstrata ctl: interrupted\n")

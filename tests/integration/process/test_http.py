@@ -1,0 +1,596 @@
+"""The HTTP page's socket: tokens, bodies, strangers, attacks, and a unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
+
+from kvstrata.config.common_model import ListenSettings
+from kvstrata.process.http import make_base
+from kvstrata.process.http_gate import Access
+from kvstrata.process.http_thread import make_port
+from kvstrata.process.listen import listen
+from tests.harness import own_commands
+from tests.harness.amount import amount
+from tests.harness.cluster_instance import ClusterInstance
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.http_read import read
+from tests.harness.rpc_client import RpcClient
+from tests.harness.server_process import ServerFailed, ServerProcess
+
+OTHER_USER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env")
+CLEAR = b'{"tier": "all"}'
+FOREIGN = [
+    {"host": "evil.example"},
+    {"host": "evil.example:8080"},
+    {"host": "127.0.0.1.evil.example"},
+    {"host": "10.0.0.1"},
+    {"host": "user@localhost"},
+    {"origin": "http://evil.example"},
+    {"origin": "null"},
+    {"origin": "http://localhost:1"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+]
+# Prints the status of each request that another user sends.
+ASK = """
+import http.client, sys
+port, *asked = sys.argv[1:]
+for each in asked:
+    method, path = each.split(" ")
+    link = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+    body = '{"tier": "all"}' if method == "POST" else None
+    link.request(method, path, body, {"Content-Type": "application/json"})
+    print(link.getresponse().status)
+"""
+
+
+def port_of(process: ServerProcess | ControllerProcess) -> int:
+    return int(process.ready["http_port"])
+
+
+def send(
+    port: int, head: dict[str, str], body: bytes = b"", *, request: str = "POST /v1/clear"
+) -> tuple[int, str]:
+    """Send one request as it is; return the status and the body of the answer."""
+    lines = {
+        "host": "localhost",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **head,
+    }
+    text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    with socket.create_connection(("127.0.0.1", port), 30) as link:
+        link.sendall(f"{request} HTTP/1.1\r\n{text}connection: close\r\n\r\n".encode() + body)
+        answer = b"".join(iter(lambda: link.recv(65_536), b""))
+    first, _, rest = answer.partition(b"\r\n\r\n")
+    return int(first.split()[1]), rest.decode()
+
+
+def token_of(process: ServerProcess | ControllerProcess) -> str:
+    return Path(process.ready["http_token_file"]).read_text().strip()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_of_this_machine_may_only_ask_the_probes_and_the_metrics(server: ServerProcess) -> None:
+    asked = ["GET /healthz", "GET /readyz", "GET /metrics", "GET /v1/status", "POST /v1/clear", "GET /docs",
+             "GET /openapi.json", "GET /v1/l2/adapters", "POST /v1/l2/adapters/fs-0/pause", "GET /",
+             "GET /nowhere"]  # fmt: skip
+    assert asked_by_another_user(server, asked) == [200] * 3 + [401] * 8
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_gets_the_probes_the_metrics_and_an_empty_page_from_a_controller(controller):
+    opened = ["GET /healthz", "GET /readyz", "GET /metrics", "GET /", "GET /dashboard/main.js"]
+    asked = ["GET /v1/cluster", "GET /v1/instances", "GET /v1/state", "GET /v1/events", "GET /v1/login", "GET /docs",
+             "GET /openapi.json", "POST /v1/clear", "POST /v1/dashboard-link", "POST /v1/logout",
+             "POST /v1/instances/a/drain", "DELETE /v1/instances/a", "GET /nowhere"]  # fmt: skip
+    expected = [200] * len(opened) + [405 if each == "GET /v1/login" else 401 for each in asked]
+    assert asked_by_another_user(controller, [*opened, *asked]) == expected
+    status, answer = send(port_of(controller), {}, b'{"code": "x"}', request="POST /v1/login")
+    assert (status, json.loads(answer)["field"]) == (403, "code")
+
+
+def asked_by_another_user(process: ServerProcess | ControllerProcess, asked: list[str]) -> list[int]:
+    command = [*OTHER_USER, "python3", "-c", ASK, str(port_of(process)), *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return [int(status) for status in done.stdout.split()]
+
+
+def test_a_foreign_page_and_an_unknown_name_of_this_port_are_refused_even_with_the_token(server, controller):
+    right = {"authorization": f"Bearer {token_of(server)}"}
+    assert send(port_of(server), right, CLEAR)[0] == 200
+    for head in FOREIGN:
+        status, answer = send(port_of(server), {**right, **head}, CLEAR)
+        assert (status, json.loads(answer)["code"]) == (403, "not_permitted"), head
+        assert send(port_of(controller), head, CLEAR)[0] == 403, head
+        for path in ("/", "/metrics", "/v1/cluster"):
+            assert send(port_of(controller), head, request=f"GET {path}")[0] == 403, (head, path)
+
+
+def test_names_and_pages_of_this_port_are_served(server: ServerProcess) -> None:
+    right, port = {"authorization": f"Bearer {token_of(server)}"}, port_of(server)
+    for host in ("localhost", "127.0.0.1", f"127.0.0.1:{port}", "LOCALHOST:1", "[::1]:9"):
+        assert send(port, {**right, "host": host}, CLEAR)[0] == 200, host
+        same = {"origin": f"http://{host}", "sec-fetch-site": "same-origin"}
+        assert send(port, {**right, "host": host, **same}, CLEAR)[0] == 200, host
+
+
+def test_a_wrong_token_is_refused(server: ServerProcess) -> None:
+    for token in ("", "Bearer", "Bearer wrong", "Basic {}", "{}", "Bearer {}x"):
+        status, answer = send(port_of(server), {"authorization": token.format(token_of(server))}, CLEAR)
+        assert status == 401 and "bearer token" in json.loads(answer)["message"], token
+
+
+def test_a_body_without_a_token_is_refused_before_it_arrives(server: ServerProcess) -> None:
+    long = {"content-length": str(60 << 20)}
+    for head in (long, {"transfer-encoding": "chunked", "content-length": ""}):
+        named = {name: value for name, value in head.items() if value}
+        with socket.create_connection(("127.0.0.1", port_of(server)), 30) as link:
+            text = "".join(f"{name}: {value}\r\n" for name, value in named.items())
+            link.sendall(f"POST /v1/clear HTTP/1.1\r\nhost: localhost\r\n{text}\r\n".encode())
+            answer = b"".join(iter(lambda: link.recv(65_536), b""))  # until the server closes
+        assert answer.split()[1] == b"401"
+    assert send(port_of(server), long, request="GET /metrics")[0] == 413
+    right = {"authorization": f"Bearer {token_of(server)}"}
+    status, answer = send(port_of(server), {**long, **right})
+    assert status == 413 and json.loads(answer)["field"] == "body"
+
+
+def rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_chunked_body_that_goes_on_and_on_takes_no_memory(server: ServerProcess) -> None:
+    before = rss_bytes(server.ready["pid"])
+    with socket.create_connection(("127.0.0.1", port_of(server)), 30) as link:
+        link.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
+        chunk = b"10000\r\n" + b"{}" * (1 << 15) + b"\r\n"
+        sent = 0
+        try:
+            while sent < 60 << 20:
+                link.sendall(chunk)
+                sent += len(chunk)
+        except ConnectionError:
+            pass
+    assert rss_bytes(server.ready["pid"]) - before < 16 << 20
+    assert send(port_of(server), {}, request="GET /healthz")[0] == 200
+
+
+def test_ctl_of_the_same_user_finds_the_token_which_ends_with_its_process(begin):
+    process = begin()
+    words = ("status",) if isinstance(process, ServerProcess) else ("cluster", "status")
+    file, first = Path(process.ready["http_token_file"]), token_of(process)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert own_commands.run("kvstrata", "ctl", "--url", process.url, *words).returncode == 0
+    process.stop()
+    assert not file.exists()
+    process.start()
+    assert token_of(process) != first
+    assert first not in process.log.read_text()
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        read(f"{process.url}/openapi.json", token=first)
+
+
+def test_a_token_file_that_others_can_read_stops_the_start(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    token.chmod(0o644)
+    environment = {**os.environ, "KVSTRATA_HTTP_TOKEN_FILE": str(token)}
+    with (
+        ServerProcess(tmp_path / "server", l1_mb=16, environment=environment) as server,
+        pytest.raises(ServerFailed, match=r"http\.token_file: .*mode 644\); chmod 600"),
+    ):
+        server.start()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_off_loopback_only_the_probes_answer_without_the_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t" * 32)
+    server = ServerProcess(
+        tmp_path / "server", l1_mb=16, flags=("--http-host", "0.0.0.0"),
+        environment={**os.environ, "KVSTRATA_HTTP_TOKEN_FILE": str(token)},
+    )  # fmt: skip
+    flags = ("--host", "0.0.0.0", "--monitor-host", "127.0.0.1", "--token-file", str(token))
+    controller = ControllerProcess(tmp_path / "controller", flags=flags)
+    asked = ["GET /healthz", "GET /readyz", "GET /metrics", "POST /v1/clear", "GET /openapi.json"]
+    with server, controller:
+        server.start()
+        for process in (server, controller):
+            assert asked_by_another_user(process, asked) == [200] * 2 + [401] * 3
+            process.expect("port_without_tls", "host=0.0.0.0", f"port={port_of(process)}")
+            right = {"authorization": f"Bearer {token.read_text()}"}
+            assert send(port_of(process), right, request="GET /metrics")[0] == 200
+
+
+def test_insecure_opens_the_port_and_the_log_says_so_at_each_start(begin):
+    process = begin(flags=("--insecure",))
+    for starts in (1, 2):
+        for head, status in (({}, 200), ({"host": "evil.example"}, 403)):
+            assert send(port_of(process), head, request="GET /openapi.json")[0] == status
+        process.expect("http_port_open", count=starts)
+        if isinstance(process, ControllerProcess):
+            assert process.dashboard_link() == f"{process.url}/"
+        process.stop()
+        process.start()
+
+
+DESCRIPTORS = 256
+PROBES = ("/healthz", "/readyz", "/metrics")
+
+
+@contextlib.contextmanager
+def silent_connections(port: int, count: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        yield
+
+
+def test_connections_up_to_the_descriptor_limit_end_no_server(tmp_path: Path) -> None:
+    """libzmq's ipc listener aborts the process when accept finds no descriptor."""
+    with ServerProcess(tmp_path, l1_mb=16).started() as server:
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+        with silent_connections(server.ready["http_port"], 2 * DESCRIPTORS):
+            for path in PROBES:
+                assert read(server.url + path)
+            with RpcClient(server.socket_dir) as client:
+                assert client.ping().epoch == server.ready["epoch"]
+                assert client.status()["http"]["closed_idle"] >= DESCRIPTORS
+        assert server.stop() == 0
+
+
+def test_silent_connections_do_not_switch_off_a_controllers_probes(tmp_path: Path) -> None:
+    with ControllerProcess(tmp_path) as controller, silent_connections(controller.http_port, 100):
+        for path in PROBES:
+            assert controller.text(path)
+        assert "kvstrata_controller_http_connections " in controller.text("/metrics")
+
+
+MOST = (32 << 20) - 100
+TOKENS = b'{"model": "%s", "tokens": [' + b"4294967295," * 2_900_000 + b"1]}"
+BODIES: dict[str, tuple[bytes, int, str]] = {
+    "objects": (b"[" + b"{}," * (MOST // 3) + b"{}]", 413, "objects and lists"),
+    "lists in lists": (b"[" * MOST, 413, "objects and lists"),
+    "floats": (b'{"tokens": [' + b"1.5e9," * (MOST // 6) + b"1]}", 400, "tokens.0: Expected `int`"),
+    "one number": (b'{"tokens": [' + b"9" * MOST + b"]}", 400, "an item of more than 65536 bytes"),
+    "one text": (b'{"model": "' + b"x" * MOST + b'"}', 413, "beside its lists"),
+    "escapes": (b'{"model": "' + b"\\u00e9" * (MOST // 6) + b'"}', 413, "beside its lists"),
+    "members": (b"{" + b'"a":1,' * (MOST // 6) + b'"a":1}', 413, "colons"),
+    "tokens": (TOKENS % b"nobody", 400, "'nobody' must name the one attached engine"),
+}
+OF_SERVER = amount(("lists in lists", "one number", "members", "tokens"), tuple(BODIES))
+OF_CONTROLLER = amount(("objects", "floats"), tuple(BODIES)[:-1])
+
+
+def while_pinging(server: ServerProcess, work: Callable[[], Any]) -> Any:
+    """Return the result of `work`, which runs on a thread while an engine pings the server."""
+    done: list[Any] = []
+    with RpcClient(server.socket_dir) as engine:
+        thread = threading.Thread(target=lambda: done.append(work()))
+        thread.start()
+        while thread.is_alive():
+            engine.ping()
+        thread.join()
+    return done[0]
+
+
+def test_a_large_body_is_answered_while_an_engine_pings(server: ServerProcess) -> None:
+    right = {"authorization": f"Bearer {token_of(server)}"}
+    for name in OF_SERVER:
+        body, expected, says = BODIES[name]
+        status, answer = while_pinging(
+            server, lambda body=body: send(port_of(server), right, body, request="POST /v1/prefetch")
+        )
+        assert (status, json.loads(answer)["code"]) == (expected, "bad_request"), name
+        assert says in json.loads(answer)["message"]
+
+
+def test_millions_of_tokens_are_prefetched(server: ServerProcess) -> None:
+    right = {"authorization": f"Bearer {token_of(server)}"}
+    status, answer = while_pinging(
+        server, lambda: send(port_of(server), right, TOKENS % b"tiny", request="POST /v1/prefetch")
+    )
+    assert status == 202, answer
+    job = json.loads(send(port_of(server), right, request=f"GET /v1/prefetch/{json.loads(answer)['job']}")[1])
+    assert job["chunks"] == 2_900_001 // 16
+
+
+def test_a_large_body_is_refused_by_a_controller(controller: ControllerProcess) -> None:
+    for name in OF_CONTROLLER:
+        body, expected, says = BODIES[name]
+        status, answer = send(port_of(controller), controller.bearer(), body, request="POST /v1/lookup")
+        assert (status, json.loads(answer)["code"]) == (expected, "bad_request"), name
+        assert says in json.loads(answer)["message"]
+
+
+def test_a_controller_takes_as_many_tokens_and_keys_as_its_api_says(controller: ControllerProcess) -> None:
+    for field, listed, status, says in (
+        ("tokens", b"7," * 1_048_575 + b"7", 400, "no engine has"),
+        ("tokens", b"7," * 1_048_576 + b"7", 400, "at most 1048576 items"),
+        ("keys", b",".join([b'"%064x"' % 7] * 65_536), 200, '"longest"'),
+        ("keys", b",".join([b'"%064x"' % 7] * 65_537), 400, "at most 65536 items"),
+        ("keys", b",".join([b'"nothing"'] * 20_000), 400, "keys[0]: must be 64 hexadecimal digits"),
+        ("tokens", b",".join([b'"%064x"' % 7] * 2_000), 400, "should be a valid list"),
+        ("keys", b"7," * 50_000 + b"7", 400, "should be a valid list"),
+    ):
+        body = b'{"%s": [%s]}' % (field.encode(), listed)
+        found, answer = send(port_of(controller), controller.bearer(), body, request="POST /v1/lookup")
+        assert (found, says in answer) == (status, True), answer[:500]
+
+
+STEP_S, ROUNDS = 0.004, 20
+"""Maximum time for which a step may keep the interpreter.  A ping asks for it four times (to wake, to read, after the
+pool, to write), and waits for SWITCH_S and a step each time: 18 of the 20 ms that an attack may cost."""
+CHUNKED = "host: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+ONE_BYTE_CHUNKS = "1\r\nx\r\n" * 50_000
+HEADERS = "".join(f"a{number}: b\r\n" for number in range(5_000))
+SHAPES = {
+    "probes": "GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50,
+    "metrics": "GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50,
+    "refused": "GET /v1/status HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50,
+    "foreign": "GET /metrics HTTP/1.1\r\nhost: evil.example\r\n\r\n" * 50,
+    "one-byte chunks on a probe": f"GET /healthz HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}",
+    "one-byte chunks on the metrics": f"GET /metrics HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}",
+    "one-byte chunks on a route": f"POST /v1/clear HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}",
+    "a long body": f"POST /v1/clear HTTP/1.1\r\nhost: localhost\r\ncontent-length: 40000000\r\n\r\n{'x' * 400_000}",
+    "a body of brackets": f"GET /metrics HTTP/1.1\r\nhost: localhost\r\ncontent-length: 65536\r\n\r\n{'[' * 65_536}",
+    "many headers": f"GET /healthz HTTP/1.1\r\nhost: localhost\r\n{HEADERS}\r\n",
+    "a header without end": "GET /healthz HTTP/1.1\r\nhost: localhost\r\na: " + "b" * 400_000,
+    "half a request": "GET /metrics HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\nx",
+    "nothing of HTTP": "\x16\x03\x01" * 20_000,
+    "connections": "",
+}
+# Sends a text again and again over many connections, each until it ends, until its own input ends.
+ATTACK = """
+import json, select, socket, sys
+port, text, most = json.load(open(sys.argv[1]))
+text, links = text.encode("latin-1"), {}
+def connect():
+    link = socket.socket()
+    link.setblocking(False)
+    link.connect_ex(("127.0.0.1", port))
+    links[link.fileno()] = [link, 0]
+    poll.register(link, select.POLLIN | select.POLLOUT if text else select.POLLIN)
+def close(fd):
+    poll.unregister(fd)
+    links.pop(fd)[0].close()
+poll = select.poll()
+poll.register(0, select.POLLIN)
+print("begun", flush=True)
+while True:
+    while len(links) < most:
+        connect()
+    for fd, events in poll.poll():
+        if fd == 0:
+            sys.exit()
+        try:
+            link, sent = links[fd]
+            if events & (select.POLLERR | select.POLLHUP):
+                close(fd)
+            elif events & select.POLLIN and not link.recv(1 << 16):
+                close(fd)
+            elif events & select.POLLOUT:
+                links[fd][1] += link.send(text[sent:sent + 65536])
+                if links[fd][1] == len(text):
+                    poll.modify(fd, select.POLLIN)
+        except BlockingIOError:
+            pass
+        except OSError:
+            close(fd)
+    if not text and len(links) == most:
+        for fd in list(links)[:most // 2]:
+            close(fd)
+"""
+
+
+@contextlib.contextmanager
+def attacked(port: int, text: str, folder: Path, most: int = 100) -> Iterator[None]:
+    """A process that sends `text` over up to `most` connections at a time."""
+    asked = folder / "attack.json"
+    asked.write_text(json.dumps([port, text, most]))
+    with subprocess.Popen(
+        [sys.executable, "-c", ATTACK, str(asked)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        try:
+            assert child.stdout is not None and child.stdin is not None
+            child.stdout.readline()
+            yield
+            assert child.poll() is None, "the attack has ended by itself"
+        finally:
+            child.stdin.close()
+            child.wait()
+
+
+class Steps:
+    """The longest CPU time between two calls or returns of the port's thread, at each of which others may take over."""
+
+    longest_s = before_s = 0.0
+
+    def __call__(self, frame: object, event: str, argument: object) -> None:
+        if threading.current_thread().name != "kv-http":
+            sys.setprofile(None)
+            return
+        self.longest_s = max(self.longest_s, time.thread_time() - self.before_s)
+        self.before_s = time.thread_time()
+
+
+def send_text(port: int, text: str) -> None:
+    """Send a text over a connection of its own, and read what comes until the port ends it."""
+    with socket.create_connection(("127.0.0.1", port)) as link, contextlib.suppress(ConnectionError):
+        link.sendall(text.encode("latin-1"))
+        link.shutdown(socket.SHUT_WR)
+        while link.recv(65536):
+            pass
+
+
+def app() -> FastAPI:
+    made, _ = make_base("test", lambda: (True, ""))
+    made.get("/metrics")(lambda: Response(bytes(256 << 10)))
+    return made
+
+
+@pytest.mark.integration
+async def test_no_attack_on_the_http_port_keeps_the_interpreter_from_an_engine() -> None:
+    """What else an attack could cost an engine, turns of its loop, is in tests/unit/process/test_http_thread.py."""
+    port, steps = await make_port(app, Access(ListenSettings(), "t" * 32)), Steps()
+    listener = listen(ListenSettings(port=0))
+    threading.setprofile(steps)
+    task = asyncio.create_task(port.serve(listener))
+    gc.freeze()
+    try:
+        for name, text in SHAPES.items():
+            for turn in range(1, ROUNDS + 1):  # the machine may add time, and takes none away
+                steps.longest_s = 0.0
+                await asyncio.to_thread(send_text, listener.port, text)
+                if steps.longest_s <= STEP_S:
+                    break
+                assert turn < ROUNDS, f"{name}: a step takes {steps.longest_s * 1000:.1f} ms"
+        assert steps.before_s
+    finally:
+        threading.setprofile(None)
+        gc.unfreeze()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.integration
+@pytest.mark.long
+def test_half_logins_do_not_take_a_controllers_api(tmp_path: Path) -> None:
+    half = "POST /v1/login HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
+    with ControllerProcess(tmp_path) as controller, attacked(port_of(controller), half, tmp_path, most=600):
+        for _ in range(50):
+            assert controller.ask("/v1/instances")["instances"] == []
+            assert controller.text("/healthz")
+
+
+# Prints the bytes that another user gets for a request that needs no token.
+ASK_SOCKET = """
+import socket, sys
+link = socket.socket(socket.AF_UNIX)
+link.connect(sys.argv[1])
+try:
+    link.sendall(b"GET /healthz HTTP/1.1\\r\\nhost: localhost\\r\\nconnection: close\\r\\n\\r\\n")
+    print(link.recv(4096))
+except ConnectionError:
+    print(b"")
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: pytest's folders can be too long for a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="kvs-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def environment(folder: Path) -> dict[str, str]:
+    """Variables under which nothing but this test's own ports is found."""
+    return {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+
+
+def ctl(environment: dict[str, str], *arguments: str) -> Any:
+    """What `kvstrata ctl` prints as JSON. Raises AssertionError with its error."""
+    done = own_commands.run("kvstrata", "ctl", "--json", *arguments, environment=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_ctl_works_over_the_socket_of_a_server_and_finds_it(tmp_path, folder, environment):
+    path = folder / "admin" / "server.sock"
+    flags = ("--http-host", f"unix:{path}")
+    with ServerProcess(tmp_path, l1_mb=16, flags=flags, environment=environment) as server:
+        for _ in range(2):  # the second start finds the socket that SIGKILL has left
+            ready = server.start()
+            assert (ready["http_port"], ready["http_socket"], ready["http_token_file"]) == (0, str(path), "")
+            told = ctl(environment, "--url", f"unix:{path}", "status")
+            assert told["instance"]["pid"] == server.ready["pid"]
+            assert ctl(environment, "status")["instance"]["pid"] == server.ready["pid"]
+            assert ctl(environment, "clear", "--tier", "all")["cleared"]
+            server.kill()
+            assert path.is_socket()
+        server.start()
+        shutil.rmtree(path.parent)
+        server.expect("socket_made_anew", str(path))
+        assert ctl(environment, "status")["instance"]["pid"] == server.ready["pid"]
+        server.stop()
+        assert not path.exists()
+
+
+def test_a_second_server_on_the_socket_of_a_living_one_does_not_start(tmp_path, folder, environment):
+    flags = ("--http-host", f"unix:{folder / 'admin.sock'}")
+    with (
+        ServerProcess(tmp_path / "one", l1_mb=16, flags=flags, environment=environment) as one,
+        ServerProcess(tmp_path / "two", l1_mb=16, flags=flags, environment=environment) as two,
+    ):
+        one.start()
+        with pytest.raises(ServerFailed, match=r"http\.host: another process listens"):
+            two.start()
+        assert ctl(environment, "status")["instance"]["pid"] == one.ready["pid"]
+
+
+def test_too_long_a_path_stops_the_start(tmp_path: Path, folder: Path) -> None:
+    flags = ("--http-host", f"unix:{folder / ('x' * 107)}")
+    with (
+        ServerProcess(tmp_path, l1_mb=16, flags=flags) as server,
+        pytest.raises(ServerFailed, match=r"http\.host: .*at most 107"),
+    ):
+        server.start()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_gets_no_byte_even_where_the_files_let_it_in(tmp_path, folder, environment):
+    path = folder / "admin.sock"
+    ask = [*OTHER_USER, "python3", "-c", ASK_SOCKET, str(path)]
+    flags = ("--http-host", f"unix:{path}")
+    with ServerProcess(tmp_path, l1_mb=16, flags=flags, environment=environment).started():
+        shut = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=False)
+        assert shut.returncode != 0 and "PermissionError" in shut.stderr
+        folder.chmod(0o755)
+        path.chmod(0o666)
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "b''\n", done.stderr
+        assert ctl(environment, "status")["http"]["closed_stranger"] == 1
+
+
+def test_a_controller_on_a_socket_serves_ctl_and_instances_and_has_no_link_for_browsers(
+    tmp_path: Path, folder: Path, environment: dict[str, str]
+) -> None:
+    path = folder / "controller.sock"
+    flags = ("--http-host", f"unix:{path}")
+    with ControllerProcess(tmp_path, flags=flags, environment=environment) as controller:
+        assert controller.ready["http_socket"] == str(path)
+        instance = ClusterInstance(controller.ports["reply"], "told", environment=environment)
+        instance.join({})
+        for url in ((), ("--url", f"unix:{path}")):
+            rows = ctl(environment, *url, "cluster", "instances")["instances"]
+            assert [row["id"] for row in rows] == ["told"]
+        instance.close()
+        with pytest.raises(AssertionError, match="a browser needs a tcp port"):
+            ctl(environment, "cluster", "dashboard-link")
+        assert "#/login/" not in controller.log.read_text()

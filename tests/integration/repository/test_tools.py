@@ -1,0 +1,171 @@
+"""The demo, the examples and the ordeals run, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import mooncake, redis_server
+from tests.harness.cache_engine import eventually
+from tests.harness.daemon import Unavailable, free_ports
+from tests.tools.ordeal import Journal
+from tests.tools.provision import ROOT
+from tests.tools.soak import ANONYMOUS_BYTES, SLACK, SLACK_BYTES, Sample, judge
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+COMMAND = [sys.executable, "-m", "tests.tools.demo", "--act", "1"]
+
+
+def begin() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        COMMAND, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def left_by(pid: int) -> list[str]:
+    """Files and folders that carry the demo's number, and processes of its session."""
+    files = [
+        *(ROOT / "build").glob(f"demo-{pid}-*"),
+        *Path("/tmp").glob(f"kvstrata-run-{pid}-*"),
+        *Path("/dev/shm").glob(f"kvstrata-run-{pid}-*"),
+    ]
+    processes = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != str(pid):
+            try:
+                if f"kvstrata-run-{pid}-".encode() in (entry / "cmdline").read_bytes():
+                    processes.append(entry.name)
+            except OSError:
+                continue
+    return [*map(str, files), *processes]
+
+
+def cases(output: str) -> list[str]:
+    """The rows of the demo's table, without their figures."""
+    return [line.split("  ")[1] for line in output.splitlines() if line.startswith(("  store", "  retrieve"))]
+
+
+def test_two_demos_at_once_give_the_same_table_and_leave_nothing() -> None:
+    demos = [begin(), begin()]
+    outputs = [demo.communicate(timeout=300)[0] for demo in demos]
+    for demo, output in zip(demos, outputs, strict=True):
+        assert demo.returncode == 0, output
+        assert "NOT all right" not in output
+        assert left_by(demo.pid) == []
+    assert len(cases(outputs[0])) == 3
+    assert cases(outputs[0]) == cases(outputs[1])
+
+
+def test_an_interrupted_demo_leaves_nothing() -> None:
+    demo = begin()
+    try:
+        eventually("its server runs", lambda: list(Path("/dev/shm").glob(f"kvstrata-run-{demo.pid}-*")))
+        os.kill(demo.pid, signal.SIGINT)
+        output, _ = demo.communicate(timeout=120)
+    finally:
+        demo.kill()
+    assert demo.returncode == 130, output
+    assert "interrupted" in output
+    assert left_by(demo.pid) == []
+
+
+SERVER = """#!/bin/sh
+exec lmcache-server --l1-size-gb 0.02 --port 0 --http-port 0 --socket-dir "$STATE" --l2-adapter "$1"
+"""
+
+
+@pytest.mark.parametrize("name", ["mooncake", "redis", "s3"])
+def test_a_server_starts_with_the_tier_that_the_script_starts(name: str, tmp_path: Path) -> None:
+    try:
+        programs = redis_server.ensure()[0] if name == "redis" else mooncake.ensure() / "mooncake" / "x"
+        variables = redis_server.ensure()[1] if name == "redis" else mooncake.environment()
+    except Unavailable as why:
+        pytest.skip(str(why))
+    # The script runs outside the clone, with one server in place of two servers with engines.
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / "examples" / "shared" / "two_servers.sh").write_text(SERVER)
+    port = free_ports(3)
+    environment = {
+        **variables,
+        "PATH": f"{Path(sys.executable).parent}:{Path(programs).parent}:{os.environ['PATH']}",
+        **dict.fromkeys(("REDIS_PORT", "S3_PORT", "MASTER_PORT"), str(port)),
+        "SEGMENT_BYTES": str(16 << 20),
+        "STATE": str(tmp_path / "s"),
+        "KVSTRATA_L1_SEGMENT_DIR": str(tmp_path / "segment"),
+    }
+    log = tmp_path / "log"
+    with open(log, "wb") as output:
+        script = subprocess.Popen(
+            [tmp_path / "examples" / name / "run.sh", "no-model"],
+            env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    try:
+        eventually("the server is ready", lambda: b" ready " in log.read_bytes() or script.poll() is not None)
+        assert script.poll() is None, log.read_text()
+    finally:
+        os.killpg(script.pid, signal.SIGTERM)
+        script.wait()
+
+
+MINUTES = 0.25
+
+
+def ordeal(name: str, out: Path) -> tuple[int, dict[str, Any], str]:
+    """(Exit status, verdict, output) of a short run."""
+    command = [sys.executable, "-m", f"tests.tools.{name}", "--minutes", str(MINUTES), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert (out / "verdict.json").exists(), done.stderr
+    return done.returncode, json.loads((out / "verdict.json").read_text()), done.stdout + done.stderr
+
+
+@pytest.mark.integration
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["soak", "chaos"])
+def test_a_short_soak_or_chaos_run_passes_and_has_verified_bytes(name: str, tmp_path: Path) -> None:
+    status, verdict, output = ordeal(name, tmp_path)
+    assert status == 0 and verdict["passed"], output
+    assert verdict["counts"]["chunks verified"] > 0
+    assert f"{name}: passed (seed {verdict['seed']})" in output
+
+
+def test_each_kind_of_growth_fails_a_soak_and_noise_does_not() -> None:
+    begin = Sample(10.0, 100, 50 << 20, 40, 9, 10_000, 30, 1)
+    sessions = begin.sessions + 1000
+    calm = begin._replace(
+        at_s=40.0,
+        sessions=sessions,
+        anonymous_bytes=begin.anonymous_bytes + SLACK_BYTES + 1000 * ANONYMOUS_BYTES,
+        descriptors=begin.descriptors + SLACK,
+    )
+    warm_up = begin._replace(at_s=1.0, sessions=0, descriptors=3, anonymous_bytes=1)
+    assert judge([warm_up, begin, calm]) == []
+    for name, too_much in {
+        "anonymous_bytes": calm.anonymous_bytes + 1,
+        "descriptors": calm.descriptors + 1,
+        "threads": begin.threads + SLACK + 1,
+        "log_bytes": begin.log_bytes + 1_000_000,
+        "own_descriptors": begin.own_descriptors + SLACK + 1,
+        "own_threads": begin.own_threads + SLACK + 1,
+    }.items():
+        [failure] = judge([warm_up, begin, calm._replace(**{name: too_much})])
+        assert failure.startswith(f"{name} grew by")
+
+
+def test_a_failure_ends_the_run_and_is_in_the_verdict(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", 7, 60.0)
+    assert not journal.over
+    journal.fail("chunk 3 is wrong")
+    assert journal.over
+    journal.close()
+    verdict = journal.verdict()
+    assert not verdict["passed"] and verdict["failures"] == ["chunk 3 is wrong"] and verdict["seed"] == 7
+    assert json.loads((tmp_path / "journal.jsonl").read_text())["message"] == "chunk 3 is wrong"
