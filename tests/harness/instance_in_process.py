@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,14 @@ from kvstrata.policy.misses import Explainer
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import attach_wire, wire
+from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.composition import Parts, make_requests
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.processes import Lease, Reservation, TenantTokens
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
+from tests.harness.virtual import VirtualLoop
 
 
 class Said(NamedTuple):
@@ -56,9 +59,15 @@ class InstanceInProcess:
     """One instance with a pool of its own. Everything happens inside `feed`, on a private event loop."""
 
     def __init__(
-        self, l1_bytes: int = 4 << 20, entries: int = 2048, explainer: Explainer | None = None
+        self,
+        l1_bytes: int = 4 << 20,
+        entries: int = 2048,
+        explainer: Explainer | None = None,
+        *,
+        loop: VirtualLoop | None = None,
+        news: Sequence[TierNews] = (),
     ) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = loop or asyncio.new_event_loop()
         index, extents = os.memfd_create("index"), os.memfd_create("extents")
         self.pool = Pool.create(index, extents, extents_bytes=l1_bytes, entry_capacity=entries)
         os.close(index)
@@ -70,7 +79,7 @@ class InstanceInProcess:
         self.sent: list[tuple[Any, bytes]] = []
         self.send: Any = lambda address, frame: self.sent.append((address, frame))
         """Called with each reply; a test may replace it."""
-        settings, clock = ServerSettings(), SystemClock()
+        settings, clock = ServerSettings(), loop.clock if loop else SystemClock()
         facts = InstanceFacts(
             instance_id="fuzzed",
             epoch=self.pool.epoch,
@@ -93,7 +102,7 @@ class InstanceInProcess:
             clock=clock,
             explainer=explainer or Explainer(),
             tiers=TierSet(),
-            news=(),
+            news=news,
             tokens=TenantTokens(),
             peer_tier="",
         )

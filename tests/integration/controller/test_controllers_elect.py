@@ -6,7 +6,7 @@ import contextlib
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from kvstrata.rpc import cluster_wire as wire
 from tests.harness import etcd_server
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, Refused, tags_of
-from tests.harness.controller_double import ControllerDouble
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.etcd_server import EtcdServer
 from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient, chain_of
@@ -280,49 +279,6 @@ def test_without_etcd_lookups_go_on_and_writes_are_refused_with_the_reason(contr
     assert float(values["kvstrata_controller_election_failures_total"]) > 0
     etcd.start()
     leader_of(controllers)
-
-
-def test_an_instance_refuses_commands_of_an_earlier_leader(tmp_path):
-    drain = wire.CommandKind.DRAIN
-    with ControllerDouble(token=7) as old, ControllerDouble(token=0) as new:
-
-        def both(condition: Callable[[], Any]) -> None:
-            def served() -> Any:
-                old.serve(0.01)
-                new.serve(0.01)
-                return condition()
-
-            eventually("both controllers have seen it", served)
-
-        flags = ("--controller-url", f"{old.url},{new.url}", "--instance-id", "ours", "--p2p-engine", "off")
-        with ServerProcess(tmp_path / "server", l1_mb=16, flags=flags) as server:
-            server.start()
-            both(lambda: old.beats and new.beats)
-            old.commands = [wire.Command(1, drain, {"on": True})]
-            both(lambda: old.results)
-            assert old.results[1].ok
-            new.token, heard = 9, len(new.beats)
-            both(lambda: len(new.beats) > heard + 2)
-            old.commands = [
-                wire.Command(2, drain, {"on": False}),
-                wire.Command(3, wire.CommandKind.RESYNC, {}),
-            ]
-            both(lambda: {2, 3} <= set(old.results))
-            assert not old.results[2].ok and "token: 7" in old.results[2].message
-            assert old.results[3].ok, "a full sync is allowed: it concerns its controller alone"
-            new.commands = [wire.Command(2, drain, {"on": False})]
-            both(lambda: new.results)
-            assert new.results[2].ok
-            assert new.beats[-1].obeys == (0, 9)
-            # etcd has lost its data: tokens start at 1 again, under a greater cluster id.
-            new.token, new.cluster_id, heard = 2, 5, len(new.beats)
-            both(lambda: len(new.beats) > heard + 2)
-            new.commands = [wire.Command(4, drain, {"on": True})]
-            both(lambda: 4 in new.results)
-            assert new.results[4].ok
-            old.token, old.commands = 9, [wire.Command(4, drain, {"on": False})]
-            both(lambda: 4 in old.results)
-            assert not old.results[4].ok and "seen: 2 of cluster 5" in old.results[4].message
 
 
 @pytest.mark.silence
