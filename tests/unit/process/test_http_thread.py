@@ -38,7 +38,7 @@ class Process:
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.listener.setblocking(False)
-        self.threads: list[int] = []
+        self.threads: list[threading.Thread] = []
         """Threads on which routes ran."""
         self.held, self.release = asyncio.Semaphore(0), asyncio.Event()
         self.cancelled = 0
@@ -53,7 +53,7 @@ class Process:
 
         @app.get("/file")
         async def file() -> Response:
-            self.threads.append(threading.get_ident())
+            self.threads.append(threading.current_thread())
             return Response("file")
 
         @app.get("/metrics")
@@ -62,7 +62,7 @@ class Process:
 
         @app.post("/echo")
         async def echo(request: Request) -> Response:
-            self.threads.append(threading.get_ident())
+            self.threads.append(threading.current_thread())
             return Response(await request.body())
 
         async def released() -> None:
@@ -160,7 +160,7 @@ async def test_what_a_stranger_sends_is_answered_while_the_loop_stands_still(
 ) -> None:
     """Each of these connections ends by itself: those whose request did not end when its answer did, too."""
     assert status(read(process.send(text))) == expected
-    assert threading.get_ident() not in process.threads
+    assert threading.current_thread() not in process.threads
     assert not caplog.records
 
 
@@ -184,7 +184,7 @@ async def test_routes_run_on_the_process_s_loop_and_get_whole_bodies(process: Pr
     for text in (f"content-length: 60000\r\n\r\n{body}", CHUNKED + chunks):
         answer = await process.ask(f"POST /echo HTTP/1.1\r\n{text}", close)
         assert (status(answer), answer.endswith(b"\r\n\r\n" + body.encode())) == (200, True)
-    assert process.threads == [threading.get_ident()] * 2
+    assert process.threads == [threading.current_thread()] * 2
 
 
 async def test_a_reader_of_the_metrics_that_does_not_read_keeps_no_other_one_out(process: Process) -> None:
@@ -234,6 +234,7 @@ async def test_another_token_holds_from_now_on(process: Process) -> None:
 async def test_a_stop_ends_the_routes_that_run_and_cuts_their_connections(
     process: Process, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
+    assert await process.status_of("/file") == 200
     link = await asyncio.to_thread(process.send, f"GET {path} HTTP/1.1\r\n\r\n", BEARER)
     half = await asyncio.to_thread(
         process.send, "POST /echo HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc", BEARER
@@ -242,10 +243,9 @@ async def test_a_stop_ends_the_routes_that_run_and_cuts_their_connections(
     await process.stop()
     assert process.cancelled == 1
     read(link), read(half)
-    for thread in threading.enumerate():
-        if thread.name == "kv-http":
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+    [thread] = process.threads
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
     assert not caplog.records
 
 
