@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
+import functools
 import os
 import random
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,7 @@ from tests.harness.signals import send
 from tests.harness.vllm_fork import Forked
 
 PORT_ATTEMPTS = 5
-FIRST_PORT, PORTS_OF_A_WORKER, MOST_PROBES = 10_000, 2_000, 100
+FIRST_PORT, MOST_PROBES = 10_000, 1_000
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _given: set[int] = set()
 
@@ -33,39 +35,43 @@ class DidNotStart(Unavailable):
 
 
 def free_port() -> int:
-    """Return a free port of the loopback, below the ephemeral ports.
-
-    No outgoing connection gets such a port, so a server that was killed finds its port free again.  Each process of
-    tests has ports of its own, and takes none twice, so nobody binds it before the server does.
-    """
-    lowest_ephemeral = int(_EPHEMERAL.read_text().split()[0])
-    worker = int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"))
-    first = FIRST_PORT + worker * PORTS_OF_A_WORKER % (lowest_ephemeral - FIRST_PORT - PORTS_OF_A_WORKER)
-    candidates = [port for port in range(first, first + PORTS_OF_A_WORKER) if port not in _given]
-    for port in random.SystemRandom().sample(candidates, k=min(MOST_PROBES, len(candidates))):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            _given.add(port)
-            return port
-    raise Unavailable(f"no port from {first} to {first + PORTS_OF_A_WORKER} is free on the loopback")
+    """Return a free port of the loopback; see `free_ports`."""
+    return free_ports(1)
 
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` free ports in a row; see `free_port`."""
+    """Return the first of `count` free ports of the loopback in a row, below the ephemeral ports.
+
+    No outgoing connection gets such a port, so a server that was killed finds its port free again.  They belong to this
+    process until it ends, so no other test binds them before the server does, nor another run of tests.
+    """
+    lowest_ephemeral = int(_EPHEMERAL.read_text().split()[0])
+    end = max(lowest_ephemeral, 2 * FIRST_PORT) - count
     for _ in range(MOST_PROBES):
-        first = free_port()
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except (OSError, OverflowError):
-                continue
-            _given.update(range(first, first + count))
+        first = random.SystemRandom().randrange(FIRST_PORT, end)
+        if all(map(_claim, range(first, first + count))):
             return first
-    raise Unavailable(f"no {count} ports in a row are free on the loopback")
+    raise Unavailable(f"no {count} ports in a row from {FIRST_PORT} to {end} are free on the loopback")
+
+
+def _claim(port: int) -> bool:
+    """Claim a port, which somebody else may have or listen at: False."""
+    if port in _given:
+        return False
+    try:
+        fcntl.lockf(_owned(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    _given.add(port)
+    return True
+
+
+@functools.cache
+def _owned() -> int:
+    """A file whose byte N is locked by the process that has port N."""
+    return os.open(f"{tempfile.gettempdir()}/kvstrata-ports-{os.getuid()}", os.O_RDWR | os.O_CREAT, 0o600)
 
 
 class Spawned:
