@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,22 +16,19 @@ from tests.harness.cluster import Cluster
 pytestmark = pytest.mark.integration
 
 CHUNKS = 12
-SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "5000"}
-"""So long a busy machine may take."""
+SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "2000"}
+"""So long a busy machine may take, and so long a silent owner costs."""
+
+Scene = tuple[Cluster, list[CacheEngine]]
 
 
-@contextlib.contextmanager
-def cluster_of(folder: Path, n_servers: int, **settings: str) -> Iterator[tuple[Cluster, list[CacheEngine]]]:
-    """Servers under a controller, with an engine at each."""
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Three servers under a controller, with an engine at each. Each test has a prompt of its own."""
+    folder = tmp_path_factory.mktemp("scene")
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(
-            Cluster(
-                folder,
-                l1_mb=64,
-                n_servers=n_servers,
-                chunk_tokens=CHUNK_TOKENS,
-                settings={**SETTINGS, **settings},
-            )
+            Cluster(folder, l1_mb=64, n_servers=3, chunk_tokens=CHUNK_TOKENS, settings=SETTINGS)
         )
         engines = [
             stack.enter_context(CacheEngine(server.socket_dir, block_bytes=32_768))
@@ -74,81 +70,86 @@ def reader_numbers(cluster: Cluster, number: int) -> dict[str, int]:
     return dict(numbers)
 
 
-def test_a_replica_is_served_from_its_own_l1_with_the_source_killed(tmp_path: Path) -> None:
-    with cluster_of(tmp_path, 2) as (cluster, (one, other)):
-        tokens = prompt(CHUNKS)
-        store(cluster, one, tokens, 0)
-        [pull] = copy(cluster, "replicate", tokens, to="instance-1")
-        assert (pull["kind"], pull["state"]) == ("pull", "done"), pull
-        assert pull["result"] == {"count": CHUNKS, "loaded": CHUNKS, "reason": ""}
-        assert ready(cluster, 0) == ready(cluster, 1) == CHUNKS
-        records = cluster.peer_records(1)
-        assert records == CHUNKS
-        cluster.servers[0].kill()
-        assert other.hit(tokens) == CHUNKS  # every byte is compared
-        assert cluster.peer_records(1) == records
+def test_moved_chunks_are_at_their_target_and_no_longer_at_their_source(scene: Scene) -> None:
+    cluster, (one, other, _) = scene
+    tokens, stays = prompt(CHUNKS, seed=1), prompt(3, seed=2)
+    store(cluster, one, tokens, 0)
+    store(cluster, one, stays, 0)
+    before = [ready(cluster, number) for number in (0, 1)]
+    pull, drop = copy(cluster, "move", tokens, to="instance-1")
+    assert (pull["kind"], pull["result"]["count"]) == ("pull", CHUNKS)
+    assert (drop["kind"], drop["instance"], drop["result"]) == ("evict", "instance-0", {"count": CHUNKS})
+    assert [ready(cluster, number) for number in (0, 1)] == [before[0] - CHUNKS, before[1] + CHUNKS]
+    records = cluster.peer_records(1)
+    assert other.hit(tokens) == CHUNKS
+    assert cluster.peer_records(1) == records and one.hit(stays) == 3
 
 
-def test_moved_chunks_are_at_their_target_and_no_longer_at_their_source(tmp_path: Path) -> None:
-    with cluster_of(tmp_path, 2) as (cluster, (one, other)):
-        tokens, stays = prompt(CHUNKS), prompt(3, seed=1)
-        store(cluster, one, tokens, 0)
-        store(cluster, one, stays, 0)
-        pull, drop = copy(cluster, "move", tokens, to="instance-1")
-        assert (pull["kind"], pull["result"]["count"]) == ("pull", CHUNKS)
-        assert (drop["kind"], drop["instance"], drop["result"]) == ("evict", "instance-0", {"count": CHUNKS})
-        assert (ready(cluster, 0), ready(cluster, 1)) == (3, CHUNKS)
-        cluster.servers[0].kill()
-        assert other.hit(tokens) == CHUNKS
-
-
-def test_an_incomplete_move_drops_nothing_and_is_announced(tmp_path: Path) -> None:
-    with cluster_of(tmp_path, 2) as (cluster, (one, other)):
-        tokens = prompt(CHUNKS)
-        store(cluster, one, tokens[: 8 * CHUNK_TOKENS], 0)
-        [pull] = copy(cluster, "move", tokens, to="instance-1", source="instance-0")
-        assert pull["result"]["count"] == 8
-        kinds = [row["kind"] for row in cluster.controller.ask("/v1/events")["events"]]
-        assert "move_incomplete" in kinds
-        assert ready(cluster, 0) == 8
-        assert one.hit(tokens) == other.hit(tokens) == 8
-
-
-def test_a_move_from_an_instance_that_does_not_answer_drops_nothing(tmp_path: Path) -> None:
-    with cluster_of(tmp_path, 2, KVSTRATA_P2P_LOOKUP_TIMEOUT_MS="500") as (cluster, (one, other)):
-        tokens = prompt(CHUNKS)
-        store(cluster, one, tokens, 0)
-        cluster.servers[0].freeze()
-        [pull] = copy(cluster, "move", tokens, to="instance-1", source="instance-0")
-        assert pull["result"]["count"] == 0
-        cluster.servers[0].thaw()
-        assert ready(cluster, 0) == CHUNKS
-        assert one.hit(tokens) == CHUNKS
-        eventually("it is read again", lambda: other.hit(tokens) == CHUNKS)
+def test_an_incomplete_move_drops_nothing_and_is_announced(scene: Scene) -> None:
+    cluster, (one, other, _) = scene
+    tokens = prompt(CHUNKS, seed=3)
+    store(cluster, one, tokens[: 8 * CHUNK_TOKENS], 0)
+    before = ready(cluster, 0)
+    [pull] = copy(cluster, "move", tokens, to="instance-1", source="instance-0")
+    assert pull["result"]["count"] == 8
+    kinds = [row["kind"] for row in cluster.controller.ask("/v1/events")["events"]]
+    assert "move_incomplete" in kinds
+    assert ready(cluster, 0) == before
+    assert one.hit(tokens) == other.hit(tokens) == 8
 
 
 @pytest.mark.parametrize("source", [0, 1])
-def test_the_named_owner_is_read_when_there_are_several(tmp_path: Path, source: int) -> None:
-    with cluster_of(tmp_path, 3) as (cluster, engines):
-        tokens = prompt(CHUNKS)
-        for number in (0, 1):
-            store(cluster, engines[number], tokens, number)
-        before = [sent_bytes(cluster, number) for number in (0, 1)]
-        [pull] = copy(cluster, "replicate", tokens, to="instance-2", source=f"instance-{source}")
-        assert pull["result"]["loaded"] == CHUNKS
-        grown = [sent_bytes(cluster, number) > before[number] for number in (0, 1)]
-        assert grown == [source == 0, source == 1]
-        assert reader_numbers(cluster, 2)["named_leases"] > 0
-        assert engines[2].hit(tokens) == CHUNKS
+def test_the_named_owner_is_read_when_there_are_several(scene: Scene, source: int) -> None:
+    cluster, engines = scene
+    tokens = prompt(CHUNKS, seed=10 + source)
+    for number in (0, 1):
+        store(cluster, engines[number], tokens, number)
+    before = [sent_bytes(cluster, number) for number in (0, 1)]
+    named = reader_numbers(cluster, 2)["named_leases"]
+    [pull] = copy(cluster, "replicate", tokens, to="instance-2", source=f"instance-{source}")
+    assert pull["result"]["loaded"] == CHUNKS
+    grown = [sent_bytes(cluster, number) > before[number] for number in (0, 1)]
+    assert grown == [source == 0, source == 1]
+    assert reader_numbers(cluster, 2)["named_leases"] > named
+    assert engines[2].hit(tokens) == CHUNKS
 
 
-def test_another_owner_is_read_and_counted_when_the_named_one_has_nothing(tmp_path: Path) -> None:
-    with cluster_of(tmp_path, 3) as (cluster, engines):
-        tokens = prompt(CHUNKS)
-        store(cluster, engines[0], tokens, 0)
-        [pull] = copy(cluster, "replicate", tokens, to="instance-2", source="instance-1")
-        assert pull["result"]["loaded"] == CHUNKS
-        assert reader_numbers(cluster, 2)["named_refused"] > 0
-        says = "instance-1 leases none of the chunks it was named for"
-        eventually("the log says so", lambda: says in cluster.servers[2].log_tail())
-        assert sent_bytes(cluster, 0) > 0
+def test_another_owner_is_read_and_counted_when_the_named_one_has_nothing(scene: Scene) -> None:
+    cluster, engines = scene
+    tokens = prompt(CHUNKS, seed=20)
+    store(cluster, engines[0], tokens, 0)
+    before = sent_bytes(cluster, 0)
+    [pull] = copy(cluster, "replicate", tokens, to="instance-2", source="instance-1")
+    assert pull["result"]["loaded"] == CHUNKS
+    assert reader_numbers(cluster, 2)["named_refused"] > 0
+    says = "instance-1 leases none of the chunks it was named for"
+    eventually("the log says so", lambda: says in cluster.servers[2].log_tail())
+    assert sent_bytes(cluster, 0) > before
+
+
+def test_a_move_from_an_instance_that_does_not_answer_drops_nothing(scene: Scene) -> None:
+    cluster, (one, other, _) = scene
+    tokens = prompt(CHUNKS, seed=30)
+    store(cluster, one, tokens, 0)
+    before = ready(cluster, 0)
+    cluster.servers[0].freeze()
+    [pull] = copy(cluster, "move", tokens, to="instance-1", source="instance-0")
+    assert pull["result"]["count"] == 0
+    cluster.servers[0].thaw()
+    assert ready(cluster, 0) == before
+    assert one.hit(tokens) == CHUNKS
+    eventually("it is read again", lambda: other.hit(tokens) == CHUNKS)
+
+
+def test_a_replica_is_served_from_its_own_l1_with_the_source_killed(scene: Scene) -> None:
+    cluster, (one, _, other) = scene
+    tokens = prompt(CHUNKS, seed=40)
+    store(cluster, one, tokens, 0)
+    before, records = ready(cluster, 2), cluster.peer_records(2)
+    [pull] = copy(cluster, "replicate", tokens, to="instance-2")
+    assert (pull["kind"], pull["state"]) == ("pull", "done"), pull
+    assert pull["result"] == {"count": CHUNKS, "loaded": CHUNKS, "reason": ""}
+    assert (ready(cluster, 2), cluster.peer_records(2)) == (before + CHUNKS, records + CHUNKS)
+    cluster.servers[0].kill()
+    assert other.hit(tokens) == CHUNKS  # every byte is compared
+    assert cluster.peer_records(2) == records + CHUNKS
