@@ -6,6 +6,24 @@
 using namespace kvstrata;
 using namespace kvstrata::testing;
 
+TEST(a_lease_ends_row_by_row) {
+  Fixture f;
+  const std::uint32_t a = f.row(1), b = f.row(2);
+  const auto keys = chain(1, 4);
+  f.store(keys);
+  const auto lease = f.lease(keys, {a, b});
+  CHECK_EQ(lease.n_chunks, 4);
+  CHECK_EQ(copy(f.pool->stats().leased_bytes), 4 * kRecordBytes);
+  CHECK(!f.pool->release(lease.ticket, 5));
+  CHECK(f.pool->release(lease.ticket, a));
+  CHECK(!f.pool->release(lease.ticket, a));
+  CHECK_EQ(copy(f.pool->stats().leased_bytes), 4 * kRecordBytes);
+  CHECK_OK(f.pool->row_gone(b));
+  CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
+  CHECK(!f.pool->release(lease.ticket, -1));
+  CHECK_OK(f.pool->validate());
+}
+
 TEST(leases_take_at_most_half_of_the_pool) {
   Fixture f(64);
   const std::uint32_t a = f.row(1);
