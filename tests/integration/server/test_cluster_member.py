@@ -17,7 +17,6 @@ from kvstrata.rpc import cluster_wire, wire
 from kvstrata.server.cluster.events import MAX_QUEUED_TAGS
 from tests.harness import own_commands
 from tests.harness.cache_engine import eventually
-from tests.harness.controller_double import ControllerDouble
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
 from tests.harness.server_process import ServerFailed, ServerProcess
@@ -45,7 +44,7 @@ def server(start, controller) -> ServerProcess:
     return start(l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS, flags=joins(controller))
 
 
-def joins(controller: ControllerProcess | ControllerDouble, instance: str = "ours") -> tuple[str, ...]:
+def joins(controller: ControllerProcess, instance: str = "ours") -> tuple[str, ...]:
     """Flags of a server with this id in the controller's cluster."""
     return ("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}", "--instance-id", instance)
 
