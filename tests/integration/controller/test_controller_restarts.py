@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 
 import pytest
 
+from kvstrata.clock import SystemClock
+from kvstrata.controller.orders import Orders
+from kvstrata.controller.snapshot import BadSnapshot, read_document
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness import own_commands
 from tests.harness.cache_engine import eventually
@@ -69,31 +73,19 @@ def test_a_snapshot_that_cannot_be_used_is_ignored_counted_and_logged(tmp_path):
             written(controller)
         controller.kill()
         good = controller.snapshot.read_bytes()
-        damaged = {
-            "cut": good[:-1],
-            "a bit": bytes([*good[:20], good[20] ^ 1, *good[21:]]),
-            "foreign": b"#!/bin/sh\necho hello to the world\n",
-            "another version": good[:7] + b"\x63" + good[8:],
-            "empty": b"",
-        }
-        for damage, content in damaged.items():
+        a_bit, another_version = bytes([*good[:20], good[20] ^ 1, *good[21:]]), good[:7] + b"\x63" + good[8:]
+        for content in (good[:-1], a_bit, another_version, b"#!/bin/sh\necho hello to the world\n", b""):
             controller.snapshot.write_bytes(content)
-            ignored(controller, damage)
+            with pytest.raises(BadSnapshot):
+                read_document(controller.snapshot)
         controller.snapshot.unlink()
         controller.snapshot.mkdir()
-        ignored(controller, "a folder")
-
-
-def ignored(controller: ControllerProcess, damage: str) -> None:
-    """Start the controller, assert that it says that it ignores its snapshot, and kill it before it writes another."""
-    controller.log.unlink()
-    controller.start()
-    told = controller.ask("/v1/cluster")
-    assert told["snapshot"]["ignored"] == 1 and told["snapshot"]["ignored_reason"], damage
-    assert told["instances"]["restored"] == 0 and told["directory"]["placements"] == 0, damage
-    controller.expect("snapshot_ignored")
-    assert "kvstrata_controller_snapshots_ignored_total 1.0" in controller.text("/metrics"), damage
-    controller.kill()
+        controller.start()
+        told = controller.ask("/v1/cluster")
+        assert told["snapshot"]["ignored"] == 1 and told["snapshot"]["ignored_reason"]
+        assert told["instances"]["restored"] == 0 and told["directory"]["placements"] == 0
+        controller.expect("snapshot_ignored")
+        assert "kvstrata_controller_snapshots_ignored_total 1.0" in controller.text("/metrics")
 
 
 UNREADABLE = {
@@ -105,16 +97,19 @@ UNREADABLE = {
 
 def test_orders_that_cannot_be_read_are_ignored_counted_and_announced(tmp_path):
     with ControllerProcess(tmp_path / "controller") as controller:
+        controller.kill()
         orders = controller.snapshot.with_name("orders.json")
         for says, content in UNREADABLE.items():
-            controller.kill()
             orders.write_bytes(content)
-            controller.start()
-            assert controller.ask("/v1/pins")["pins"] == []
-            events = controller.ask("/v1/events")["events"]
-            (said,) = [row for row in events if row["kind"] == "snapshot_ignored"]
-            assert says in said["facts"]["reason"] and said["facts"]["path"] == str(orders)
-            assert controller.ask("/v1/cluster")["snapshot"]["ignored"] == 1
+            read = Orders(SystemClock())
+            assert says in asyncio.run(read.keep_in(orders.parent, lambda *failed: None))[1]
+            assert not read.entries()
+        controller.start()
+        assert controller.ask("/v1/pins")["pins"] == []
+        events = controller.ask("/v1/events")["events"]
+        (said,) = [row for row in events if row["kind"] == "snapshot_ignored"]
+        assert says in said["facts"]["reason"] and said["facts"]["path"] == str(orders)
+        assert controller.ask("/v1/cluster")["snapshot"]["ignored"] == 1
         with ClusterInstance(controller.ports["reply"], "a") as a:
             a.join({})
             claim = controller.ask(
