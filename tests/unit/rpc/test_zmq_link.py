@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -214,12 +215,15 @@ def connections_of(port: int) -> tuple[list[socket.socket], list[socket.socket]]
     accepted: list[socket.socket] = []
     opened: list[socket.socket] = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-            if found.family in (socket.AF_INET, socket.AF_INET6):
-                if found.getpeername()[1] == port:
-                    opened.append(found.dup())
-                elif found.getsockname()[1] == port:
-                    accepted.append(found.dup())
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    if found.getpeername()[1] == port:
+                        opened.append(found.dup())
+                    elif found.getsockname()[1] == port:
+                        accepted.append(found.dup())
     return accepted, opened
 
 
