@@ -1,4 +1,7 @@
-"""Deadlines end waits and never holds; the breaker stops asking and starts again by itself."""
+"""Deadlines end waits and never holds; the breaker stops asking and starts again by itself.
+
+All on virtual time: no deadline of a millisecond ends anything that goes on.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,8 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits, OpReport
 from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, watched
+from tests.harness.virtual import on_virtual_time
+from tests.harness.waiting import until
 
 SIZE = 1000
 
@@ -112,13 +117,7 @@ def guard(
     return DeadlineAdapter(inner, DeadlineLimits(**values), clock or HandClock(), report)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Turn the loop until something that must happen has happened."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (the wrapper has no event for this)
-            await asyncio.sleep(0)
-
-
+@on_virtual_time
 async def test_a_deadline_answers_while_the_hold_stays_with_the_medium() -> None:
     inner = Scripted()
     adapter = guard(inner, deadline_ms=1)
@@ -137,6 +136,7 @@ async def test_a_deadline_answers_while_the_hold_stays_with_the_medium() -> None
     assert adapter.stuck_bytes == 0
 
 
+@on_virtual_time
 async def test_a_cancelled_wait_leaves_the_operation_running_and_counts_its_bytes() -> None:
     inner = Scripted()
     adapter = guard(inner)
@@ -155,6 +155,7 @@ async def test_a_cancelled_wait_leaves_the_operation_running_and_counts_its_byte
     assert adapter.stuck_bytes == 0
 
 
+@on_virtual_time
 async def test_operations_that_their_callers_gave_up_count_for_the_breaker() -> None:
     inner = Scripted()
     adapter = guard(inner, failures=2, deadline_ms=20)
@@ -167,6 +168,7 @@ async def test_operations_that_their_callers_gave_up_count_for_the_breaker() -> 
 
 
 @pytest.mark.parametrize("well", [True, False])
+@on_virtual_time
 async def test_a_late_good_end_lets_the_next_operation_try_at_once(well: bool) -> None:
     inner, clock = Scripted(), HandClock()
     adapter = guard(inner, clock, failures=2, deadline_ms=1, open_s=30.0)
@@ -181,6 +183,7 @@ async def test_a_late_good_end_lets_the_next_operation_try_at_once(well: bool) -
     assert adapter.breaker_states()["exists"] == ("closed" if well else "open")
 
 
+@on_virtual_time
 async def test_no_operation_is_taken_while_the_limit_of_stuck_bytes_is_used_up() -> None:
     inner = Scripted()
     adapter = guard(inner, deadline_ms=1, failures=1000, max_stuck_bytes=2 * record_length(SIZE))
@@ -200,6 +203,7 @@ async def test_no_operation_is_taken_while_the_limit_of_stuck_bytes_is_used_up()
     await adapter.close()
 
 
+@on_virtual_time
 async def test_the_deadline_of_a_batch_grows_with_its_bytes() -> None:
     inner = Scripted()
     adapter = guard(inner, deadline_ms=1, bytes_per_deadline=1)
@@ -222,6 +226,7 @@ async def test_the_deadline_of_a_batch_grows_with_its_bytes() -> None:
         ("delete", "raises"),
     ],
 )
+@on_virtual_time
 async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
     operation: str, failure: str
 ) -> None:
@@ -278,6 +283,7 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
         PutOutcome(PutStatus.FAILED, "queue_full"),
     ],
 )
+@on_virtual_time
 async def test_failures_that_are_not_the_mediums_keep_the_breaker_closed(outcome: PutOutcome) -> None:
     inner = Scripted()
     inner.put_outcome = outcome
@@ -290,6 +296,7 @@ async def test_failures_that_are_not_the_mediums_keep_the_breaker_closed(outcome
     assert set(adapter.breaker_states().values()) == {"closed"}
 
 
+@on_virtual_time
 async def test_while_loads_fail_no_key_is_reported_as_present() -> None:
     inner, clock = Scripted(), HandClock()
     adapter = guard(inner, clock, failures=1)
@@ -302,6 +309,7 @@ async def test_while_loads_fail_no_key_is_reported_as_present() -> None:
     assert await adapter.exists([key_of(1)]) == [Found(Presence.PRESENT, 5000)]
 
 
+@on_virtual_time
 async def test_close_gives_up_waiting_for_a_stuck_operation() -> None:
     inner = Scripted()
     adapter = guard(inner, close_s=0.01)
@@ -341,12 +349,14 @@ def test_the_breaker_lets_one_probe_through_at_a_time_and_never_stays_open(
         ([key_of(1)], False),
     ],
 )
+@on_virtual_time
 async def test_a_valid_page_of_keys_is_passed_on_and_any_other_is_none(page: Any, passed: bool) -> None:
     inner = Scripted()
     inner.page = page
     assert await guard(inner).list_keys(0, 2) == (page if passed else None)
 
 
+@on_virtual_time
 async def test_a_page_of_keys_that_is_late_or_fails_is_none_and_opens_no_breaker() -> None:
     inner = Scripted()
     inner.page = KeyPage([], 1)
@@ -365,6 +375,7 @@ async def test_a_page_of_keys_that_is_late_or_fails_is_none_and_opens_no_breaker
     "answer",
     [None, 1.5, "many", (1, 2), Usage(1, 2.0, 3), Usage(-1, 0, 0), Usage(True, 0, 1 << 64)],  # type: ignore[arg-type]
 )
+@on_virtual_time
 async def test_invalid_counts_of_an_adapter_are_logged_once_and_ignored(
     answer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
