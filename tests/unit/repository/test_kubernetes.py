@@ -167,13 +167,13 @@ def test_the_command_takes_its_settings(name: str, tmp_path: Path) -> None:
     account.mkdir()
     for file in ("token", "namespace"):
         (account / file).write_text("x")
-    service = settings["engines_from"]["kubernetes"]
-    service |= {"account_dir": str(account), "api_url": "https://127.0.0.1:6443"}
+    settings["engines_from"]["kubernetes"]["account_dir"] = str(account)
     (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(settings))
     program, *arguments = pod(name)["containers"][0]["command"]
     assert program == "lmcache-gateway"
     arguments = [each.replace("/etc/kvstrata", str(tmp_path)) for each in arguments]
-    checked = own_commands.run("kvstrata.cli.gateway", *arguments, "--check")
+    of_pod = os.environ | {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "6443"}
+    checked = own_commands.run("kvstrata.cli.gateway", *arguments, "--check", environment=of_pod)
     assert checked.returncode in (0, 75), checked.stderr  # 75: not on this machine
     assert json.loads(checked.stdout)["http"]["host"] == "0.0.0.0"
 
