@@ -16,7 +16,6 @@ from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, Refused, key_of, tags_of
-from tests.harness.controller_process import ControllerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -196,16 +195,3 @@ def test_events_are_read_by_cursor_and_by_long_poll(controller, instance):
     assert [event["kind"] for event in told[0]["events"]] == ["joined"]
     assert controller.ask(f"/v1/events?after={cursor}&limit=1")["events"] == told[0]["events"]
     assert controller.ask("/v1/events?after=0")["lost"]
-
-
-def test_the_token_of_a_file_is_checked(tmp_path):
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text("t" * 32)
-    with ControllerProcess(tmp_path, flags=("--token-file", str(token))) as controller:
-        for given in ("", "u" * 32):
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                controller.ask("/v1/instances", token=given)
-            assert refused.value.code == 401
-        assert controller.ask("/v1/instances", token="t" * 32)["instances"] == []
-        assert controller.ask("/healthz") == {"ok": True}
