@@ -62,8 +62,8 @@ class Kernel:
         return linux.PidfdSubject(-1 if self._pipes[pid][1] < 0 else pid, False)
 
     def credentials_of(self, sock: socket.socket) -> linux.SocketCredentials:
-        name = sock.getpeername()  # of a Wire: \0 pid . number
-        pid = int(name[1:].partition(b".")[0]) if isinstance(name, bytes) and name else os.getpid()
+        name = sock.getpeername()  # of a Wire: \0 our pid . its pid . number
+        pid = int(name.split(b".")[1]) if isinstance(name, bytes) and name else os.getpid()
         return linux.SocketCredentials(pid, os.geteuid())
 
     def lock_byte(self, fd: int, byte: int) -> bool:
@@ -94,7 +94,7 @@ class Wire(socket.socket):
         self.may_send, self.may_receive = self.engine.cut_next
         self.engine.cut_next = math.inf, math.inf
         self.engine.wire = self
-        self.bind(b"\0%d.%d" % (self.engine.pid, next(playing.numbers)))
+        self.bind(b"\0%d.%d.%d" % (os.getpid(), self.engine.pid, next(playing.numbers)))
 
     def settimeout(self, value: float | None) -> None:
         self.waits_s = math.inf if value is None else value
@@ -189,8 +189,12 @@ class Copies:
         self._queue: dict[int, tuple[float, Any, Any, Any]] = {}
         self._ended: list[tuple[int, list[int]]] = []
         self.takes_s: Callable[[], float] = lambda: 0.0
+        self.room = 256
+        """Jobs that it takes before one has ended."""
 
     def submit(self, job_id: int, direction: Any, plan: Any, items: Any) -> bool:
+        if len(self._queue) >= self.room:
+            return False
         self._queue[job_id] = playing.now_s + self.takes_s(), direction, plan, items
         return True
 
@@ -216,9 +220,9 @@ class Copies:
         return self._native.run(direction, plan, items)
 
     def cancel(self, job_id: int) -> bool:
-        job = self._queue.pop(job_id, None)
-        if job is None:
-            return False
+        if job_id not in self._queue or playing.random.random() < 0.5:
+            return False  # it has ended, or all its items have begun
+        job = self._queue.pop(job_id)
         self._ended.append((job_id, [CopyOutcome.CANCELLED] * len(job[3])))
         os.eventfd_write(self.event_fd, 1)
         return True
@@ -276,6 +280,7 @@ def played() -> Iterator[None]:
             "byte_locker",
         ):
             patch.setattr(linux, name, lambda *args, _name=name: getattr(playing.kernel, _name)(*args))
+        patch.setattr(os, "sched_yield", lambda: None)
         for name, module in list(sys.modules.items()):
             if name.startswith("kvstrata.") and getattr(module, "time", None) is time:
                 patch.setattr(module, "time", _Time())

@@ -138,8 +138,12 @@ class Caller:
             lookup.call.cancel()
 
     def cancel_store(self) -> None:
+        """Cancel a store, and write its blocks at once, though they are free only when they are gathered."""
         if self.stores:
-            self.random.choice(self.stores).job.cancel()
+            store = self.random.choice(self.stores)
+            store.job.cancel()
+            for ids in store.blocks:
+                self.engine.fill(ids, "written early")
 
     def cancel_load(self) -> None:
         if self.loads:
@@ -152,17 +156,21 @@ class Caller:
     def note(self, what: str) -> None:
         self.world.note(f"{self.engine.name} {what}")
 
+    def answered(self, lookup: Lookup) -> None:
+        """For a caller that knows more of what an answer may be."""
+
     # --- answers ------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Note what has ended, and check it."""
-        if self.engine.is_dead:
+        if self.engine.is_dead or not self.waits:
             return
         for lookup in [one for one in self.lookups if one.call.done]:
             self.lookups.remove(lookup)
             self.note(
                 f"found {lookup.call.result.n_chunks} of {lookup.tokens[0]} {lookup.call.result.reason}"
             )
+            self.answered(lookup)
             if lookup.call.result.lease:
                 self.held.append(lookup)
         now_s = self.world.now_s
@@ -171,7 +179,7 @@ class Caller:
         for store in self.stores:
             if store.blocks and store.job.gathered.is_set():
                 for ids in store.blocks:
-                    self.engine.blocks.fill(ids, "used for something else")
+                    self.engine.fill(ids, "used for something else")
                 self.engine.free_blocks(store.blocks)
                 store.blocks.clear()
         for store in [one for one in self.stores if one.job.done.is_set()]:
@@ -186,8 +194,8 @@ class Caller:
         for load in [one for one in self.loads if one.job.done.is_set()]:
             self.loads.remove(load)
             self.engine.check_loaded(load.job, load.items)
+            assert not self.engine.client.stats()["corrupt_chunks"], "a chunk was damaged"
             self.engine.free_blocks(load.blocks)
-        assert not self.engine.client.stats()["corrupt_chunks"], "a chunk was damaged"
 
 
 def prompts(world: World, count: int, most_chunks: int) -> list[list[int]]:

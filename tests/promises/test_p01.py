@@ -19,9 +19,12 @@ def degraded(world: World) -> None:
     rng = world.random
     server = world.server()
     shared = prompts(world, 4, 6)
-    callers = [Caller(world.engine(server, group=bytes([n]) * 16), shared) for n in range(1, 3)]
+    callers = [
+        Caller(world.engine(server, group=bytes([n]) * 16, block_bytes=2048), shared) for n in range(1, 3)
+    ]
     for caller in callers:
         caller.engine.copies.takes_s = lambda: rng.choice([0.0, 0.0, 0.001, 0.05])
+        caller.engine.copies.room = rng.choice([1, 2, 256])
     world.splits = rng.random() < 0.3
     frozen_s = 0.0
 
@@ -71,6 +74,9 @@ def ends_well(world: World, server: Server, callers: list[Caller]) -> None:
         "the server is not used again"
     )
     world.run(lambda: not any(caller.waits for caller in callers), "all calls are answered")
+    for client in clients:
+        under_way = ("copies_running", "requests_under_way", "store_backlog_bytes")
+        world.run(lambda: not any(client.stats()[name] for name in under_way), "the client is idle")  # noqa: B023
     for caller in callers:
         job = caller.store()
         assert job is not None
@@ -85,7 +91,4 @@ def ends_well(world: World, server: Server, callers: list[Caller]) -> None:
         while caller.held:
             caller.load()
             world.run(lambda: not caller.waits, "a load ends")  # noqa: B023
-    for client in clients:
-        under_way = ("copies_running", "requests_under_way", "store_backlog_bytes")
-        world.run(lambda: not any(client.stats()[name] for name in under_way), "the client is idle")  # noqa: B023
     holds_nothing(server)

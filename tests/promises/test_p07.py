@@ -1,0 +1,84 @@
+"""P7: pressure evicts, L1 wins over L2, and nothing is dropped in silence."""
+
+from __future__ import annotations
+
+from kvstrata.types import MissReason
+from tests.harness.cache_engine import prompt
+from tests.promises.caller import Caller, disturb, holds_nothing, prompts, relieve
+from tests.world import Server, World, tell
+
+BLOCK_BYTES = 8192
+STORED_S = 0.5
+"""Time in which a store ends whose chunks fit into L1."""
+PUT_S = 40.0
+"""Time in which a tier that is well again gets all chunks that wait for it."""
+
+
+def test_a_full_l1_takes_new_chunks_and_tells_of_every_chunk_that_it_or_a_tier_did_not_take():
+    tell(pressure)
+
+
+def pressure(world: World) -> None:
+    rng = world.random
+    server = world.server(tiers=1)
+    [shelf] = world.shelves
+    shared = prompts(world, 16, 6)
+    callers = [
+        Caller(world.engine(server, group=bytes([n]) * 16, block_bytes=BLOCK_BYTES), shared) for n in (1, 2)
+    ]
+    world.run(lambda: all(caller.engine.identity().ready for caller in callers), "all engines are ready")
+    stored: set[bytes] = set()
+
+    def look() -> None:
+        stats, store = server.parts.pool.stats(), server.parts.store.stats()
+        assert stats["leased_bytes"] <= stats["extents_bytes"] // 2
+        assert store["backlog_bytes"] <= store["backlog_limit_bytes"]
+
+    for number in range(45):
+        caller = rng.choice(callers)
+        match rng.randrange(12):
+            case 0 | 1:
+                disturb(world, shelf)
+            case 2 | 3 if not caller.stores:
+                fits(caller, prompt(4, 100 + number))
+            case 4 | 5 | 6:
+                caller.store()
+            case _:
+                caller.act()
+        look()
+        if rng.random() < 0.4:
+            world.sleep(rng.choice([0.001, 0.05, 0.3]))
+    world.run(lambda: not any(caller.waits for caller in callers), "all calls are answered")
+    for caller in callers:
+        stored |= caller.stored
+        while caller.held:
+            caller.release()
+    accounts(world, server, callers, stored)
+
+
+def fits(caller: Caller, tokens: list[int]) -> None:
+    """A store that is much smaller than what nobody uses is taken at once, whatever waits for a tier."""
+    world = caller.world
+    job = caller.store(tokens)
+    if job is not None:
+        assert world.wait(job.done.is_set, STORED_S), "a store that fits waits"
+        assert set(job.outcomes) == {"stored"}, job.outcomes
+
+
+def accounts(world: World, server: Server, callers: list[Caller], stored: set[bytes]) -> None:
+    """The answers agree with what the server counted; each chunk is in the tier, or noted as skipped."""
+    [shelf] = world.shelves
+    relieve(shelf)
+    assert world.wait(lambda: not server.parts.store.undone, PUT_S), "puts never end"
+    counters, told = server.parts.counters, [caller.outcomes for caller in callers]
+    assert counters.committed_chunks == sum(outcomes.get("stored", 0) for outcomes in told)
+    for word in ("pool_pinned", "session_limit", "chain_exceeds_pool", "entries_full"):
+        was_told = any(outcomes.get(word) for outcomes in told)
+        assert was_told == bool(counters.reserve_outcomes.get(word)), word
+    notes = server.parts.explainer.keys
+    for key in stored - shelf.records.keys():
+        note = notes.get(key)
+        assert note is not None and note.reason is MissReason.PUT_SKIPPED, (
+            f"a chunk was dropped in silence: {note}"
+        )
+    holds_nothing(server)
