@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-import time
-from collections.abc import Callable
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import msgspec
 from kvstrata.rpc.attach_wire import AttachReply
 from tests.harness.attach_server import Place
 from tests.harness.attach_worker import make_request
-from tests.harness.child import HANG_S, Child
+from tests.harness.cache_engine import eventually
+from tests.harness.child import Child
 
 RECORD_BYTES = 8192
 
@@ -36,10 +36,7 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < end, "the condition never came true"
+until = functools.partial(eventually, "the condition holds")
 
 
 def attach(worker: Child, place: Place, session: str, **request: Any) -> int:

@@ -25,7 +25,7 @@ class GatewayProcess(Logged):
     Probes come every 0.1 s, unless the settings say otherwise.
     """
 
-    def __init__(self, folder: Path, engines: Sequence[str], **settings: Any) -> None:
+    def __init__(self, folder: Path, engines: Sequence[str], /, **settings: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "gateway.log"
         self.file = folder / "gateway.yaml"

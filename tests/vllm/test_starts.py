@@ -155,23 +155,9 @@ def test_tensor_parallel_workers_store_and_load_their_own_heads(server, small_mo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("extra", "says"),
-    [
-        (
-            {"kvstrata.chunk_size": 200},
-            r"chunk_size: 200 tokens is not a multiple of vLLM's block_size of 128",
-        ),
-        (
-            {"kvstrata.fidelity": "fp8"},
-            r"fidelity: 'fp8' rounds KV on a GPU, but KV of this engine lies on cpu; set it to 'lossless'",
-        ),
-        ({"lmcache.mp.prot": 1}, r"lmcache.mp.prot: unknown key \(did you mean 'lmcache.mp.port'\?\)"),
-    ],
-)
-def test_wrong_settings_stop_the_start_with_advice(small_model, tmp_path, extra, says):
-    with pytest.raises(VllmFailed, match=says):
-        VllmProcess(small_model, tmp_path / "refused", extra=extra, options=OPTIONS)
+def test_a_wrong_setting_stops_the_start_with_advice(small_model, tmp_path):
+    with pytest.raises(VllmFailed, match=r"fidelity: 'fp8' rounds KV on a GPU, .* set it to 'lossless'"):
+        VllmProcess(small_model, tmp_path, extra={"kvstrata.fidelity": "fp8"}, options=OPTIONS)
 
 
 @pytest.mark.long

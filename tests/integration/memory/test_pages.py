@@ -12,7 +12,6 @@ import pytest
 
 from kvstrata.memory.memory_limit import HUGE_PAGE_BYTES, huge_pages
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
-from tests.harness.refusals import refusal
 from tests.harness.server_process import ServerFailed, ServerProcess
 from tests.harness.signals import send
 
@@ -63,10 +62,6 @@ def test_l1_lies_on_the_node_that_was_asked_for(tmp_path: Path) -> None:
         [line] = [line for line in maps.splitlines() if f"{server.segment_dir}/extents" in line]
         assert re.findall(r"N(\d+)=(\d+)", line) == [("0", str(pool["extents_bytes"] // 4096))]
         assert "prefer" in line
-
-
-def test_a_missing_node_ends_the_start():
-    assert "l1.numa: '999': no such node on this machine" in refusal("--l1-numa", "999")
 
 
 def mappings(pid: int) -> list[tuple[str, int, set[str]]]:

@@ -194,18 +194,6 @@ def test_ctl_of_the_same_user_finds_the_token_which_ends_with_its_process(begin)
         read(f"{process.url}/openapi.json", token=first)
 
 
-def test_a_token_file_that_others_can_read_stops_the_start(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("t" * 32)
-    token.chmod(0o644)
-    environment = {**os.environ, "KVSTRATA_HTTP_TOKEN_FILE": str(token)}
-    with (
-        ServerProcess(tmp_path / "server", l1_mb=16, environment=environment) as server,
-        pytest.raises(ServerFailed, match=r"http\.token_file: .*mode 644\); chmod 600"),
-    ):
-        server.start()
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_off_loopback_only_the_probes_answer_without_the_token(tmp_path: Path) -> None:
     token = tmp_path / "token"
@@ -552,15 +540,6 @@ def test_a_second_server_on_the_socket_of_a_living_one_does_not_start(tmp_path, 
         with pytest.raises(ServerFailed, match=r"http\.host: another process listens"):
             two.start()
         assert ctl(environment, "status")["instance"]["pid"] == one.ready["pid"]
-
-
-def test_too_long_a_path_stops_the_start(tmp_path: Path, folder: Path) -> None:
-    flags = ("--http-host", f"unix:{folder / ('x' * 107)}")
-    with (
-        ServerProcess(tmp_path, l1_mb=16, flags=flags) as server,
-        pytest.raises(ServerFailed, match=r"http\.host: .*at most 107"),
-    ):
-        server.start()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

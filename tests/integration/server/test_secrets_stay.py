@@ -19,7 +19,6 @@ from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, pr
 from tests.harness.cluster_instance import LOAD, ClusterInstance, Refused
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.redis_server import RedisServer
-from tests.harness.refusals import refusal
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import of_threads
 
@@ -142,21 +141,6 @@ def test_no_secret_is_in_a_command_line_page_answer_metric_or_log(tmp_path, envi
     # SDKs read their credentials from the environment, so the adapter host has all variables but our settings.
     found -= {("environment of the adapter host", ELSEWHERE)}
     assert found == set()
-
-
-@pytest.mark.parametrize(
-    "spelt",
-    [
-        '[{"type": "resp", "password": "%s"',
-        '{"type": "resp", "password": "%s"}',
-        '["%s"]',
-        "%s: [",
-        '[{"type": 7, "password": "%s"}]',
-    ],
-)
-def test_settings_that_cannot_be_used_are_not_repeated_with_their_secrets(spelt):
-    for said in (refusal("--l2-adapter", spelt % PASSWORD), refusal(KVSTRATA_L2_ADAPTERS=spelt % PASSWORD)):
-        assert said and PASSWORD not in said
 
 
 BAD_LOADS = (

@@ -22,7 +22,6 @@ from tests.harness.cache_engine import eventually
 from tests.harness.child import Child
 from tests.harness.l2_load import stored
 from tests.harness.open_files import open_files
-from tests.harness.refusals import refusal
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient, RpcError, chain_of, keys_of, payload
 from tests.harness.server_process import ServerFailed, ServerProcess
 from tests.harness.signals import send
@@ -132,23 +131,6 @@ def test_a_second_server_on_the_same_pool_is_refused_and_told_the_pid_of_the_fir
     second.close()
     with RpcClient(server.socket_dir) as client:
         client.ping()
-
-
-UCX = ("--controller-url", "tcp://127.0.0.1:1", "--p2p-engine", "ucx")
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--l1-size-gb", "100000"), "l1_size_gb: L1 of 100000.00 GB needs"),
-        (("--socket-dir", "/tmp/" + "x" * 120), "socket_dir: "),
-        (("--l2-adapter", '{"type": "moncake_store"}'), "(did you mean 'mooncake_store'?)"),
-        ((*UCX, "--p2p-listen", "0.0.0.0:0"), "p2p.advertise"),
-        ((*UCX, "--cluster-curve-file", "/nothing"), "controller.curve_file"),
-    ],
-)
-def test_wrong_settings_stop_the_start_with_what_to_change(flags: tuple[str, ...], says: str) -> None:
-    assert says in refusal(*flags, "--no-http")
 
 
 def test_importing_the_server_brings_neither_torch_nor_fastapi() -> None:

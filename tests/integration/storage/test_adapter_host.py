@@ -85,16 +85,14 @@ def outcomes_of(status: dict[str, Any]) -> dict[str, int]:
 
 def until_gone(pid: int) -> None:
     """Wait until the process has ended; a zombie counts as ended."""
-    end_s = time.monotonic() + HANG_S
-    while True:
+
+    def ended() -> bool:
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except (FileNotFoundError, ProcessLookupError):
-            return
-        if state in "ZX":
-            return
-        assert time.monotonic() < end_s, f"process {pid} still runs"
-        time.sleep(0.005)
+            return True
+
+    eventually(f"process {pid} has ended", ended)
 
 
 def stored_in_l2(client: RpcClient, n_chunks: int) -> tuple[Any, bytes]:

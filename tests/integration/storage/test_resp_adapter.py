@@ -8,7 +8,7 @@ import http.server
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from kvstrata.testing.strategies import (
 )
 from tests.harness.hostile_resp import INFO, Hostile, bulk, cursors
 from tests.harness.redis_server import RedisServer, certificates, cluster
+from tests.harness.waiting import HANG_S, eventually_async
 
 pytestmark = pytest.mark.integration
 
@@ -87,15 +88,6 @@ async def load(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list
         if outcome == LOADED:
             assert loaded_payload(item, size) == payload_of(item.key, size)
     return outcomes
-
-
-HANG_S = 120.0
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not await condition():  # noqa: ASYNC110 (a server has no event for this)
-            await asyncio.sleep(0.005)
 
 
 def name_of(number: int) -> str:
@@ -199,7 +191,9 @@ async def test_records_expire_after_their_time(server: RedisServer) -> None:
         with server.client() as client:
             assert 99_000 < client.pttl(name_of(1)) <= 100_000
             client.pexpire(name_of(1), 1)
-            await until(lambda: asyncio.to_thread(lambda: not client.exists(name_of(1))))
+            await eventually_async(
+                "the condition holds", lambda: asyncio.to_thread(lambda: not client.exists(name_of(1)))
+            )
         assert await load(adapter, 1) == [LoadOutcome(LoadStatus.ABSENT)]
 
 
@@ -328,7 +322,7 @@ async def test_answers_from_before_a_broken_connection_count(server: RedisServer
             async def all_loaded() -> bool:
                 return await load(adapter, *range(8), size=300_000) == [LOADED] * 8
 
-            await until(all_loaded)
+            await eventually_async("the condition holds", all_loaded)
             assert adapter.numbers()["connections_lost"] >= 1
 
 
@@ -353,7 +347,7 @@ async def test_a_server_behind_tls_that_is_stopped_costs_the_time_limit_and_come
             async def is_back() -> bool:
                 return await load(adapter, 1) == [LOADED]
 
-            await until(is_back)
+            await eventually_async("the condition holds", is_back)
 
 
 async def test_a_connection_that_the_server_closed_while_idle_is_not_used(server: RedisServer) -> None:
@@ -381,7 +375,7 @@ async def test_a_server_that_is_gone_is_told_once_in_the_log_and_tried_with_paus
             async def is_back() -> bool:
                 return (await adapter.exists([key_of(1)]))[0].presence is Presence.ABSENT
 
-            await until(is_back)
+            await eventually_async("the condition holds", is_back)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2, messages
     assert "can be reached again" in messages[1]
