@@ -214,7 +214,7 @@ async def test_how_fast_engines_load_is_told_before_the_gateway_has_seen_a_load(
     await asyncio.to_thread(eventually, "a new server is told as well", lambda: rates() == [rate])
 
 
-async def test_a_killed_or_frozen_controller_delays_no_request(scene: Scene) -> None:
+async def test_a_killed_controller_delays_no_request(scene: Scene) -> None:
     tokens = await scene.store(0, 33)
     controller = scene.cluster.controller
 
@@ -223,20 +223,6 @@ async def test_a_killed_or_frozen_controller_delays_no_request(scene: Scene) -> 
 
     for engine in scene.engines:
         engine.behaviour = at_once
-    asked_before = (await scene.page())["asked"]
-    controller.freeze()
-    for _ in range(12):
-        await scene.send(tokens)
-    counts = await scene.page()
-    # After a few late answers it is not asked, but for now and then.
-    assert counts["late"] >= 4 and counts["asked"] - asked_before < 12 and not counts["asks"], counts
-    controller.thaw()
-
-    async def asked_again() -> bool:
-        await scene.send(tokens)
-        return bool((await scene.page())["asks"])
-
-    await eventually_async("the controller is asked again", asked_again)
     controller.kill()
 
     async def gone() -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.errors import Unavailable
 from kvstrata.gateway.choosing import Choosing, Wanted
 from kvstrata.gateway.controllers.asking import _At, copies_of
 from kvstrata.gateway.controllers.directory import Directory
+from kvstrata.gateway.controllers.link import FAILURES, ControllerLink
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from kvstrata.gateway.metering import Meters
@@ -21,9 +25,18 @@ from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import tags_of
-from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, Served
+from kvstrata.rpc.gateway_wire import (
+    GatewayBeat,
+    GatewayHeard,
+    Holding,
+    Holdings,
+    HoldingsReply,
+    Served,
+)
+from kvstrata.rpc.zmq_curve import open_keys
 from kvstrata.types import LayoutIdentity, RequestIdentity, canonical_json, identity_root
 from tests.harness.amount import amount
+from tests.harness.virtual import clock, on_virtual_time
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
 SLICE = b"s" * 32
@@ -167,3 +180,38 @@ def test_a_load_is_not_timed_as_computing(tier: Any) -> None:
         assert not fleet.measured(fleet.engines["a"]), "no prefill rate comes of a load"
     finally:
         residency.close()
+
+
+@on_virtual_time
+async def test_a_frozen_controller_delays_few_requests_and_is_asked_again_when_it_goes_on() -> None:
+    goes = asyncio.Event()
+    goes.set()
+
+    class Frozen:
+        """The link to a controller that answers while it goes."""
+
+        async def ask(self, request: Any, kind: type[Any], timeout_s: float) -> Any:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await goes.wait()
+            except TimeoutError:
+                raise Unavailable("no answer") from None
+            return GatewayHeard(1, 1, 500, [], []) if kind is GatewayHeard else HoldingsReply(1, 1, [])
+
+    links: Any = SimpleNamespace(ask=lambda url, **_: Frozen())
+    link = ControllerLink("tcp://controller:1", links, open_keys(b""), clock().monotonic_s)
+    link._changed(True)
+    beating = asyncio.create_task(link.keep(lambda: GatewayBeat(0, "gw", "1", 1, "ttft", 2, 2, 0, 0)))
+    await asyncio.sleep(1)
+    asked, began_s = [Holdings(0, b"", 1)], clock().now_s
+    assert link.asks and await link.holdings(asked, 0.002) == [[]]
+    goes.clear()
+    assert [await link.holdings(asked, 0.002) for _ in range(12)] == [None] * 12
+    assert (link.counts["late"], link.counts["asked"], link.asks) == (FAILURES, 1 + FAILURES, False)
+    assert clock().now_s - began_s == pytest.approx(FAILURES * 0.002)
+    await asyncio.sleep(60)
+    assert link.known is None and not link.usable
+    goes.set()
+    await asyncio.sleep(60)
+    assert link.usable and await link.holdings(asked, 0.002) == [[]] and link.asks
+    beating.cancel()
