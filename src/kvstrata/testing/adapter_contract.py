@@ -155,10 +155,11 @@ class AdapterContract(ABC):
         """Load records by number; check their holds, and the bytes of the LOADED ones."""
         items = [load_item(key_of(n), size) for n in numbers]
         outcomes = await adapter.load(items)
-        for item, outcome in zip(items, outcomes, strict=True):
+        for number, item, outcome in zip(numbers, items, outcomes, strict=True):
             watched(item).check()
             if outcome.status is LoadStatus.LOADED:
-                assert loaded_payload(item, size) == payload_of(item.key, size)
+                right = loaded_payload(item, size) == payload_of(item.key, size)
+                assert right, f"record {number} was loaded with other bytes"
         return outcomes
 
     # -- batches -------------------------------------------------------------------------------------------
