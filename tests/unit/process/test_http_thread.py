@@ -147,7 +147,7 @@ def status(answer: bytes) -> int:
         ("GET /file HTTP/1.1\r\nconnection: close\r\n\r\n", 200),
         ("GET /file HTTP/1.1\r\norigin: http://evil.example\r\nconnection: close\r\n\r\n", 403),
         (f"GET /healthz HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}", 400),
-        ("GET /healthz HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc", 400),
+        ("GET /healthz HTTP/1.1\r\nconnection: close\r\ncontent-length: 3\r\n\r\nabc", 400),
         (f"POST /echo HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}", 400),
         (f"POST /file HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}", 400),
         ("POST /echo HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc", 401),
