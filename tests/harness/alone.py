@@ -23,7 +23,7 @@ def alone(test: Callable[..., Any]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(**arguments: Any) -> None:
         text = json.dumps(arguments, default=str)
-        ended = own_commands.run("tests.harness.alone", test.__module__, test.__name__, text)
+        ended = own_commands.run("tests.harness.alone", test.__module__, test.__name__, text, timeout_s=500)
         assert ended.returncode == 0, ended.stderr
 
     return run

@@ -81,7 +81,6 @@ def test_a_frozen_server_ends_waiting_calls_and_is_used_again_when_it_goes_on(se
         engine.stored(prompt(4))
         server.freeze()
         lookup, store = engine.lookup(prompt(4), deadline_ms=60_000), engine.store(prompt(4, seed=1))
-        assert not lookup.wait(0.0)
         assert lookup.wait(PATIENCE_S), "the lookup ends long before its deadline"
         assert lookup.result.reason == "breaker_open"
         assert store.done.wait(PATIENCE_S)
