@@ -66,7 +66,10 @@ def test_a_silent_instance_is_dead_within_the_timeout_and_may_come_back(tmp_path
             assert b.where(tags_of([1]))
 
             def forgotten() -> bool:
-                b.heartbeat()
+                try:
+                    b.heartbeat()
+                except Refused:  # it was silent, too, on a busy machine
+                    b.join({})
                 return not b.where(tags_of([1]))
 
             eventually("the silent instance is forgotten", forgotten)

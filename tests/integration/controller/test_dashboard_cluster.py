@@ -18,7 +18,7 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
-QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "2")
+QUICK = ("--heartbeat-s", "0.2")
 CHUNKS = 20
 
 

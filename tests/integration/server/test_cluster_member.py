@@ -27,7 +27,7 @@ needs_ucx = pytest.mark.skipif(
     importlib.util.find_spec("kvstrata.native.ucx") is None,
     reason="this build has no UCX; install libucx-dev and build again",
 )
-QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "2")
+QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "5")
 
 
 until = functools.partial(eventually, "it is known")
