@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.errors import Unavailable
+from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.gateway.choosing import Choosing, Wanted
 from kvstrata.gateway.controllers.asking import _At, copies_of
 from kvstrata.gateway.controllers.directory import Directory
@@ -183,12 +183,12 @@ def test_a_load_is_not_timed_as_computing(tier: Any) -> None:
 
 
 @on_virtual_time
-async def test_a_frozen_controller_delays_few_requests_and_is_asked_again_when_it_goes_on() -> None:
-    goes = asyncio.Event()
+async def test_a_frozen_or_refusing_controller_delays_few_requests_and_is_asked_again_later() -> None:
+    goes, refuses = asyncio.Event(), asyncio.Event()
     goes.set()
 
     class Frozen:
-        """The link to a controller that answers while it goes."""
+        """The link to a controller that answers while it goes; what is no answer is dropped by rpc/zmq_link.py."""
 
         async def ask(self, request: Any, kind: type[Any], timeout_s: float) -> Any:
             try:
@@ -196,6 +196,8 @@ async def test_a_frozen_controller_delays_few_requests_and_is_asked_again_when_i
                     await goes.wait()
             except TimeoutError:
                 raise Unavailable("no answer") from None
+            if refuses.is_set() and kind is HoldingsReply:
+                raise ClusterFailure("internal", "no\n", field="", retryable=True, retry_after_ms=0)
             return GatewayHeard(1, 1, 500, [], []) if kind is GatewayHeard else HoldingsReply(1, 1, [])
 
     links: Any = SimpleNamespace(ask=lambda url, **_: Frozen())
@@ -214,4 +216,7 @@ async def test_a_frozen_controller_delays_few_requests_and_is_asked_again_when_i
     goes.set()
     await asyncio.sleep(60)
     assert link.usable and await link.holdings(asked, 0.002) == [[]] and link.asks
+    refuses.set()
+    assert [await link.holdings(asked, 0.002) for _ in range(12)] == [None] * 12
+    assert (link.counts["failed"], link.asks) == (FAILURES, False)
     beating.cancel()
