@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-import yaml
 
 from kvstrata.config import load as loading
 from kvstrata.config.client_model import ClientSettings
@@ -13,12 +12,6 @@ from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ConfigError
 
 STRUCTS = (ServerSettings, ControllerSettings, ClientSettings)
-
-
-def refused(text: str, struct=ServerSettings) -> str:
-    with pytest.raises(ConfigError) as caught:
-        loading.convert(struct, yaml.safe_load(text), "file")
-    return caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,6 @@ def test_the_longest_unused_pieces_are_forgotten_first(monkeypatch: pytest.Monke
     assert [bool(found[text]) for text in found] == [True, False, True]
 
 
-TURNS = st.lists(st.text(max_size=4_000), min_size=1, max_size=5)
-
-
 def test_what_an_engine_had_before_it_was_emptied_counts_no_more() -> None:
     prefixes, generations = Prefixes(), {"x": 0, "y": 0}
     for engine in generations:

@@ -122,65 +122,6 @@ TEST(jobs_complete_once_each_and_signal_the_descriptor) {
   }
 }
 
-TEST(a_full_queue_refuses_until_completions_are_read) {
-  World world(3, 1, 1, 4096);
-  const auto engine = start(1, 2);
-  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 1)));
-  CHECK_OK(engine->submit(2, CopyKind::kGather, world.plan, world.items(1, 2)));
-  CHECK(engine->submit(3, CopyKind::kGather, world.plan, world.items(2, 3)).code() ==
-        StatusCode::kQueueFull);
-  engine->drain();
-  CHECK(engine->submit(3, CopyKind::kGather, world.plan, world.items(2, 3)).code() ==
-        StatusCode::kQueueFull);  // done but not read still counts
-  std::vector<CopyCompletion> done;
-  CHECK_OK(engine->completions(&done));
-  CHECK_EQ(done.size(), 2u);
-  CHECK_OK(engine->submit(3, CopyKind::kGather, world.plan, world.items(2, 3)));
-  CHECK(engine->wait(3, kLong));
-}
-
-TEST(a_job_id_in_use_is_refused) {
-  World world(2, 1, 1, 4096);
-  const auto engine = start(1, 8);
-  CHECK_OK(engine->submit(7, CopyKind::kGather, world.plan, world.items(0, 1)));
-  CHECK(engine->submit(7, CopyKind::kGather, world.plan, world.items(1, 2)).code() ==
-        StatusCode::kExists);
-  CHECK(engine->wait(7, kLong));
-  std::vector<CopyCompletion> done;
-  CHECK_OK(engine->completions(&done));
-  CHECK_EQ(done.size(), 1u);
-  CHECK_OK(engine->submit(7, CopyKind::kGather, world.plan, world.items(1, 2)));
-  CHECK(engine->wait(7, kLong));
-}
-
-TEST(a_refused_submit_names_the_item_and_does_nothing) {
-  World world(3, 1, 1, 4096);
-  const auto engine = start(1, 8);
-  const auto refused = [&](std::vector<CopyItem> items, StatusCode code, int index) {
-    const Status status = engine->submit(1, CopyKind::kGather, world.plan, std::move(items));
-    CHECK(status.code() == code);
-    CHECK_EQ(status.detail(2), index);
-  };
-  auto items = world.items(0, 3);
-  items[1].blocks[0] = 3;
-  refused(items, StatusCode::kOutOfRange, 1);
-  items = world.items(0, 3);
-  items[2].length -= 1;
-  refused(items, StatusCode::kBadArgument, 2);
-  items = world.items(0, 3);
-  items[0].blocks.clear();
-  refused(items, StatusCode::kBadArgument, 0);
-  items = world.items(0, 3);
-  items[1].record = nullptr;
-  refused(items, StatusCode::kBadArgument, 1);
-  refused({}, StatusCode::kBadArgument, -1);
-  engine->drain();
-  std::vector<CopyCompletion> done;
-  CHECK_OK(engine->completions(&done));
-  CHECK(done.empty());
-  CHECK(world.extents == Bytes(world.extents.size()));
-}
-
 TEST(every_item_is_either_copied_or_cancelled_never_both) {
   // One thread, one long job in front: the jobs behind it race with their cancellation, and then
   // the long one itself is cancelled somewhere in the middle.
@@ -352,6 +293,3 @@ TEST(submitters_runners_and_readers_may_race) {
   CHECK_EQ(accepted.load(), 64u);
   CHECK_EQ(completed.load(), 64u);
 }
-
-#if !defined(__SANITIZE_THREAD__)
-#endif

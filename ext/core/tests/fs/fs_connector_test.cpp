@@ -5,12 +5,10 @@
 #include <atomic>
 #include <cerrno>
 #include <filesystem>
-#include <fstream>
 #include <future>
 #include <latch>
 #include <random>
 
-#include "support/amount.h"
 #include "support/check.h"
 #include "support/fs_records.h"
 #include "support/hooked_files.h"
@@ -369,55 +367,6 @@ TEST(a_directory_whose_lock_file_was_removed_still_belongs_to_one) {
   std::filesystem::remove(fs.base + "/.kvstrata.lock");
   FsConnector second(fs_options(fs.base), posix_files());
   CHECK(second.open({}).find("belongs to another running server") != std::string::npos);
-}
-
-TEST(damage_in_random_places_costs_the_records_that_it_hits) {
-  Random random(1);
-  for (int story = 0; story < amount(10, 500); ++story) {
-    const TestFolder folder;
-    const FsPaths paths(folder.path, "tmp");
-    std::unique_ptr<FsConnector> fs;
-    const auto open = [&] {
-      fs.reset();
-      fs = std::make_unique<FsConnector>(fs_options(folder.path), posix_files());
-      CHECK_EQ(fs->open({}), std::string());
-    };
-    open();
-    for (int number = 1; number <= 12; ++number)
-      CHECK(stored(*fs, {number}, kPayload));
-    std::set<int> gone = {5, 6};
-    for (const int number : gone)
-      CHECK(removed(*fs, number));
-    fs.reset();
-    std::set<int> hit;
-    for (int damages = 0; damages < 3; ++damages) {
-      const int number = 1 + static_cast<int>(random.below(12));
-      const std::string path = paths.record(numbered_key(number));
-      if (gone.contains(number) || !hit.insert(number).second) continue;
-      const std::uint64_t length = std::filesystem::file_size(path);
-      const std::uint64_t at = random.below(random.chance(50) ? length : 300);
-      std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
-      const std::uint64_t kind = random.below(3);
-      file.seekg(static_cast<std::streamoff>(at));
-      const auto flipped = static_cast<char>(file.get() ^ 1 << random.below(8));
-      file.seekp(static_cast<std::streamoff>(at));
-      if (kind == 0) file.put(flipped);
-      if (kind == 1)
-        file << std::string(std::min<std::uint64_t>(length - at, random.below(9000)), 0);
-      file.close();
-      if (kind == 2) std::filesystem::resize_file(path, at);
-    }
-    open();
-    for (int number = 1; number <= 12; ++number) {
-      const bool loaded = load_one(*fs, number, kPayload) == LoadStatus::kLoaded;
-      CHECK(hit.contains(number) || loaded != gone.contains(number));
-      if (!loaded) CHECK(stored(*fs, {number}, kPayload));
-    }
-    CHECK(removed(*fs, 1));
-    open();
-    for (int number = 1; number <= 12; ++number)
-      CHECK((load_one(*fs, number, kPayload) == LoadStatus::kLoaded) == (number != 1));
-  }
 }
 
 TEST(batches_that_put_each_others_keys_end_in_one_thread) {

@@ -48,21 +48,8 @@ BytesHold counted(std::atomic<int>* dropped) {
 class Memory final : public Connector {
  public:
   ConnectorCapabilities capabilities() const noexcept override { return {}; }
-  std::string open(const ConnectorContext& context) override {
-    return context.instance_id == "bad" ? "it is bad" : "";
-  }
-  void exists(std::span<ExistsItem> items) noexcept override {
-    for (ExistsItem& item : items)
-      item.presence = records.contains(item.key) ? Presence::kPresent : Presence::kAbsent;
-  }
-  void heads(std::span<HeadItem> items) noexcept override {
-    for (HeadItem& item : items) {
-      const auto found = records.find(item.key);
-      if (found == records.end()) continue;
-      item.length = kHeadBytes;
-      std::copy(found->second.begin(), found->second.begin() + kHeadBytes, item.bytes);
-    }
-  }
+  std::string open(const ConnectorContext&) override { return ""; }
+  void exists(std::span<ExistsItem>) noexcept override {}
   void put(std::span<PutItem> piece) noexcept override {
     const std::lock_guard lock(mutex);
     pieces += 1;
@@ -94,9 +81,9 @@ class Memory final : public Connector {
     for (DeleteItem& item : items)
       item.removed = records.erase(item.key) != 0;
   }
-  ConnectorUsage usage() noexcept override { return {.records = records.size()}; }
+  ConnectorUsage usage() noexcept override { return {}; }
   void take_evicted(std::vector<Digest>* keys) noexcept override { keys->push_back(key_of(77)); }
-  void close() noexcept override { closed = true; }
+  void close() noexcept override {}
 
   std::mutex mutex;
   std::map<Digest, std::vector<std::uint8_t>> records;
@@ -104,7 +91,6 @@ class Memory final : public Connector {
   int ended_after_pieces = 0;
   std::size_t ended_items = 0;
   bool drops_early = false;
-  bool closed = false;
 };
 
 void run_all(LaneJob& job) {
@@ -168,21 +154,6 @@ TEST(what_was_loaded_is_checked_and_a_bad_record_leaves_the_medium) {
   }
 }
 
-TEST(another_records_bytes_under_a_key_are_corrupt) {
-  auto memory = std::make_shared<Memory>();
-  const Extent other(5);
-  memory->records[key_of(6)].assign(other.bytes, other.bytes + other.length);
-  const Extent extent(-1);
-  std::vector<LoadItem> items(1);
-  items[0].key = key_of(6);
-  items[0].bytes = extent.bytes;
-  items[0].length = extent.length;
-  LoadJob job(memory, std::move(items), 1);
-  run_all(job);
-  CHECK(job.items[0].status == LoadStatus::kCorrupt);
-  CHECK(memory->records.empty());
-}
-
 TEST(an_encoded_record_is_checked_as_stored_and_one_of_another_version_is_left_alone) {
   auto memory = std::make_shared<Memory>();
   const Extent plain(5);
@@ -224,30 +195,4 @@ TEST(an_encoded_record_is_checked_as_stored_and_one_of_another_version_is_left_a
   stored.back() ^= 1;
   CHECK(load() == LoadStatus::kCorrupt);
   CHECK(memory->records.empty());
-}
-
-TEST(heads_come_from_the_connector) {
-  auto memory = std::make_shared<Memory>();
-  const Extent extent(5);
-  memory->records[key_of(5)].assign(extent.bytes, extent.bytes + extent.length);
-  std::vector<HeadItem> items(2);
-  items[0].key = key_of(5);
-  items[1].key = key_of(6);
-  HeadsJob job(memory, std::move(items));
-  run_all(job);
-  CHECK_EQ(job.items[0].length, kHeadBytes);
-  CHECK(std::equal(job.items[0].bytes, job.items[0].bytes + kHeadBytes, extent.bytes));
-  CHECK_EQ(job.items[1].length, 0U);
-}
-
-TEST(opening_tells_what_is_wrong) {
-  auto memory = std::make_shared<Memory>();
-  for (const char* name : {"good", "bad"}) {
-    CallConnectorJob job(memory, CallConnectorJob::Call::kOpen, {.instance_id = name});
-    run_all(job);
-    CHECK_EQ(job.wrong, name == std::string("bad") ? "it is bad" : "");
-  }
-  CallConnectorJob close(memory, CallConnectorJob::Call::kClose, {});
-  run_all(close);
-  CHECK(memory->closed);
 }

@@ -50,7 +50,6 @@ struct Job final : LaneJob {
   std::function<void(std::size_t)> work;
   std::function<void()> at_end;
   std::size_t count = 1;
-  int number = 0;
 
   std::size_t pieces() const noexcept override { return count; }
   void run(std::size_t index) override {
@@ -62,12 +61,11 @@ struct Job final : LaneJob {
 };
 
 std::unique_ptr<LaneJob> job(std::function<void(std::size_t)> work, std::size_t count = 1,
-                             std::function<void()> at_end = {}, int number = 0) {
+                             std::function<void()> at_end = {}) {
   auto made = std::make_unique<Job>();
   made->work = std::move(work);
   made->at_end = std::move(at_end);
   made->count = count;
-  made->number = number;
   return made;
 }
 
@@ -131,42 +129,6 @@ TEST(pieces_of_one_job_run_at_the_same_time) {
   done(*lanes, 1);
 }
 
-TEST(a_full_lane_refuses_and_leaves_the_job_to_its_owner) {
-  auto lanes = lanes_of(1, {}, 2);
-  Gate gate;
-  submit(*lanes, Lane::kPut, job([&](std::size_t) { gate.pass(); }));
-  gate.await_arrived(1);
-  submit(*lanes, Lane::kPut, job({}));
-  submit(*lanes, Lane::kPut, job({}));
-  auto refused = job({});
-  CHECK_EQ(lanes->submit(Lane::kPut, refused).code(), StatusCode::kQueueFull);
-  CHECK(refused != nullptr);
-  CHECK_OK(lanes->submit(Lane::kPut, refused, true));
-  submit(*lanes, Lane::kLoad, job({}));  // another lane has a queue of its own
-  CHECK_EQ(lanes->counts(Lane::kPut).refused, 1U);
-  CHECK_EQ(lanes->counts(Lane::kPut).waiting, 3U);
-  gate.open();
-  done(*lanes, 5);
-}
-
-TEST(puts_never_occupy_the_last_free_thread) {
-  for (const std::uint32_t workers : {1U, 2U, 4U}) {
-    auto lanes = lanes_of(workers);
-    Gate gate;
-    submit(*lanes, Lane::kPut, job([&](std::size_t) { gate.pass(); }, 8));
-    gate.await_arrived(workers == 1 ? 1 : static_cast<int>(workers) - 1);
-    submit(*lanes, Lane::kLookup, job({}));
-    done(*lanes, 1);
-    if (workers > 1) {
-      submit(*lanes, Lane::kLoad, job({}));
-      done(*lanes, 1);
-      CHECK_EQ(lanes->counts(Lane::kPut).running, workers - 1);
-    }
-    gate.open();
-    done(*lanes, 1);
-  }
-}
-
 TEST(in_the_common_group_lookups_go_first_then_loads_deletes_puts) {
   auto lanes = lanes_of(2);
   Gate gate;
@@ -197,24 +159,6 @@ TEST(lanes_of_their_own_do_not_share_threads) {
   }
   gate.open();
   done(*lanes, 1);
-}
-
-TEST(what_was_taken_runs_to_its_end_while_the_lanes_close) {
-  auto lanes = lanes_of(2);
-  std::atomic<int> runs{0};
-  for (int i = 0; i < 100; ++i)
-    submit(*lanes, i % 2 == 0 ? Lane::kPut : Lane::kLoad, job([&](std::size_t) { runs += 1; }, 3));
-  lanes->stop();
-  auto late = job({});
-  CHECK_EQ(lanes->submit(Lane::kPut, late).code(), StatusCode::kClosed);
-  while (!lanes->idle()) {
-    pollfd ready{lanes->event_fd(), POLLIN, 0};
-    CHECK_EQ(poll(&ready, 1, kLongMs), 1);
-    std::vector<std::unique_ptr<LaneJob>> some;
-    CHECK_OK(lanes->take_done(&some));
-  }
-  lanes->close();
-  CHECK_EQ(runs.load(), 300);
 }
 
 TEST(a_forked_child_can_let_go_of_them) {
@@ -264,8 +208,7 @@ TEST(many_threads_may_submit_and_each_job_is_done_once) {
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < kJobs; ++i) {
-        auto work =
-            job([&](std::size_t) { runs += 1; }, static_cast<std::size_t>(i % 4 + 1), {}, i);
+        auto work = job([&](std::size_t) { runs += 1; }, static_cast<std::size_t>(i % 4 + 1));
         if (!lanes->submit(static_cast<Lane>((i + t) % 4), work).ok()) refused += 1;
       }
     });
