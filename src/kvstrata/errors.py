@@ -166,9 +166,10 @@ def together(errors: Iterable[ConfigError]) -> ConfigError:
     if not others:
         return first
     says = f"{len(single)} settings are wrong: {'; '.join(single)}"
-    lacks = all(isinstance(one, MachineLacks) for one in single.values())
-    waits = MachineLacks if all(one.retryable for one in single.values()) else MachineUnfit
-    return (waits if lacks else ConfigError)(says, field=first.field, causes=tuple(single.values()))
+    kind = ConfigError
+    if all(isinstance(one, MachineLacks) for one in single.values()):
+        kind = MachineLacks if all(one.retryable for one in single.values()) else MachineUnfit
+    return kind(says, field=first.field, causes=tuple(single.values()))
 
 
 class AllWrong:
