@@ -44,7 +44,7 @@ PRELOADED = (
     "kvstrata.controller.process",
     "kvstrata.gateway.process",
     "kvstrata.process.http_connections",
-    "kvstrata.server.http.app",
+    "kvstrata.server.http",
     "kvstrata.server.process",
     "kvstrata.storage.media.disk.adapter",
     "kvstrata.storage.media.fs.adapter",

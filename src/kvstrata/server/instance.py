@@ -306,6 +306,6 @@ async def _open_tiers(plan: Plan, peer: TierConfig | None, control: TierControl,
 
 def _make_app(admin: Admin) -> FastAPI:
     # FastAPI is imported here, on a thread, and only if HTTP is served.
-    from kvstrata.server.http.app import make_app
+    from kvstrata.server.http import make_app
 
     return make_app(admin)

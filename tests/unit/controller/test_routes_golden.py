@@ -129,7 +129,7 @@ async def requests(port: str, app: Any, access: Access) -> AsyncIterator[str]:
 
 
 async def test_every_route_answers_as_before_and_is_described_and_needs_the_token(cluster: Cluster) -> None:
-    from kvstrata.server.http.app import make_app
+    from kvstrata.server.http import make_app
 
     supervisor, log, found = Supervisor(asyncio.get_running_loop()), logging.getLogger("kvstrata"), ""
     level = log.level

@@ -1,1 +1,0 @@
-"""The admin HTTP port: health, metrics, status, explain, prewarm, clear."""
