@@ -14,7 +14,6 @@ import zmq
 
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire, wire
-from kvstrata.server.cluster.events import MAX_QUEUED_TAGS
 from tests.harness import own_commands
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
@@ -149,24 +148,6 @@ def test_a_controller_that_was_killed_learns_everything_again(controller, server
     until(lambda: keys_in(controller, "fs-0") == 60)
     until(lambda: confirmed(controller))
     assert [prompt.hits() for prompt in prompts] == [10] * 6
-
-
-@pytest.mark.silence
-def test_a_frozen_controller_costs_the_server_nothing(controller, server, client):
-    until(lambda: confirmed(controller))
-    controller.freeze()
-    prompts = [Prompt(client, number, 40) for number in range(30)]  # more than L1 holds
-    for prompt in prompts:
-        assert set(prompt.store()) == {wire.ReserveOutcome.RESERVED}
-        assert prompt.hits() == 40
-    told = cluster_of(server)
-    assert told["queued_tags"] <= MAX_QUEUED_TAGS
-    assert not told["frozen"]
-    until(lambda: cluster_of(server)["unanswered"] > told["unanswered"])
-    controller.thaw()
-    until(lambda: confirmed(controller))
-    in_l1 = client.status()["pool"]["entries"]["ready"]
-    until(lambda: keys_in(controller, "l1") == in_l1)
 
 
 def test_commands_are_carried_out_and_answered(controller, server, client):

@@ -44,6 +44,8 @@ class ControllerDouble:
         self.url = f"tcp://{name}:1"
         self.token = token
         self.cluster_id = 0
+        self.frozen = False
+        """Nothing is answered, and the queue of events is full."""
         self.silent: set[str] = set()
         self.slow: set[str] = set()
         """Names of requests whose answers are kept until `release`."""
@@ -72,7 +74,7 @@ class ControllerDouble:
         """The answer to a request."""
         self.asked.append(request)
         word = type(request).__name__
-        if word in self.silent:
+        if self.frozen or word in self.silent:
             await asyncio.Event().wait()
         codes = self.failures.get(word)
         if codes:
@@ -142,8 +144,9 @@ class Link:
         return reply
 
     def try_send(self, frame: bytes) -> bool:
-        self._controller.take(cluster_wire.EVENTS.decode(frame))
-        return True
+        if not self._controller.frozen:
+            self._controller.take(cluster_wire.EVENTS.decode(frame))
+        return not self._controller.frozen
 
     def close(self) -> None:
         pass

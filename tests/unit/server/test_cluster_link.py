@@ -9,6 +9,7 @@ import pytest
 
 from kvstrata.rpc import cluster_wire, wire
 from kvstrata.rpc.cluster_wire import Command, CommandKind, Goodbye, Register, SyncBegin, SyncEnd, SyncPart
+from kvstrata.server.cluster.events import MAX_QUEUED_TAGS
 from tests.unit.server.controller_double import ControllerDouble, Member, split
 
 pytestmark = pytest.mark.usefixtures("patience_of_production")
@@ -138,6 +139,20 @@ def test_a_controller_that_ceases_to_answer_is_said_once_and_once_when_it_is_bac
     controller.silent.clear()
     member.passes(60)
     assert (said("controller_lost"), said("controller_back")) == (1, 1)
+
+
+def test_a_frozen_controller_costs_the_instance_nothing(controller, member):
+    synced(controller, member)
+    controller.frozen = True
+    for prompt in range(30):  # more than L1 holds
+        member.store(prompt)
+        assert member.hits(prompt) == 10
+        member.passes(1)
+    told = member.membership.status()
+    assert told["queued_tags"] <= MAX_QUEUED_TAGS and not told["frozen"] and told["unanswered"] > 5
+    controller.frozen = False
+    in_l1, _ = member.instance.pool.ready_tags(0, 8_192)
+    member.until(lambda: controller.held.get("l1") == set(split(in_l1)))
 
 
 def test_an_instance_refuses_commands_of_an_earlier_leader(monkeypatch):
