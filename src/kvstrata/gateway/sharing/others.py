@@ -26,6 +26,7 @@ from kvstrata.gateway.sharing.messages import (
     UnderWay,
     split,
 )
+from kvstrata.patience import patience
 
 MAX_GATEWAYS = 64
 MAX_FLIGHTS = 1 << 16
@@ -88,8 +89,8 @@ class Others:
 
     def forget_silent(self) -> list[str]:
         """Forget the gateways that have said nothing for SILENT_S; returns their names."""
-        now_s = self._now_s()
-        silent = [name for name, other in self._others.items() if now_s - other.heard_s > SILENT_S]
+        since_s = self._now_s() - patience(SILENT_S)
+        silent = [name for name, other in self._others.items() if other.heard_s < since_s]
         for name in silent:
             self._forget(name)
         return silent
