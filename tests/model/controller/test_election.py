@@ -472,19 +472,6 @@ async def test_after_a_loss_no_revision_from_before_hides_an_order(ahead: int) -
 
 
 @on_virtual_time
-async def test_a_leader_outbids_what_an_instance_has_seen_and_only_a_leader_does() -> None:
-    async with taking_part("a", "b") as (_, contenders):
-        leader = await one_leads(contenders)
-        [follower] = set(contenders) - {leader}
-        token, first, ahead = leader.token, leader.cluster_id, clock().unix_ms() + 10**9
-        assert 0 < first == follower.cluster_id
-        for who, expected in ((follower, first), (leader, ahead + 1)):
-            who.outbid(ahead)
-            await asyncio.sleep(3 * STEP_S)
-            assert (leader.cluster_id, follower.cluster_id, leader.token) == (expected, expected, token)
-
-
-@on_virtual_time
 async def test_orders_are_read_by_all_controllers_and_more_of_them_than_one_transaction_holds() -> None:
     async with taking_part("a", "b") as (etcd, contenders):
         leader = await one_leads(contenders)
