@@ -25,7 +25,7 @@ ITEMS = sized(64, 4)
 WARM_UP, SETS, ROUNDS, READS = sized((2, 5, 3, 3), (1, 1, 1, 1))
 TARGETS = {"nixl": 0.9, "ucx": 1.0}
 BYTES = ITEMS * MIB
-READ = [[0, i * MIB, 0, i * MIB, MIB] for i in range(ITEMS)]
+READ = [[i * MIB, i * MIB, MIB] for i in range(ITEMS)]
 
 
 class Pair:
@@ -37,8 +37,8 @@ class Pair:
             stack.enter_context(Child("benchmarks.p2p_reader", name, log=log, environment=environment))
             for _ in range(2)
         )
-        metadata = self.owner.ask("open", lengths=[BYTES], seed=7)
-        self.reader.ask("open", lengths=[BYTES], seed=0)
+        metadata = self.owner.ask("open", length=BYTES, seed=7)
+        self.reader.ask("open", length=BYTES, seed=0)
         self.reader.ask("connect", peer="owner", metadata=metadata)
         self.read(WARM_UP)
         self.transports: str = self.reader.ask("transports", peer="owner")

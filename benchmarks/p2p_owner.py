@@ -36,7 +36,7 @@ class Owner:
         l1 = L1(5 * records * record_length(size) + (1 << 20))
         assert len(l1.store(chain("mac", records), size=size)) == records
         engine = UcxEngine()
-        metadata = await engine.open([Region(l1.pool.extents_address, l1.pool.extents_bytes)])
+        metadata = await engine.open(Region(l1.pool.extents_address, l1.pool.extents_bytes))
         self.kept += [l1, engine]
         return {name: self._serve(l1, metadata, mac=name == "mac") for name in ("plain", "mac")}
 

@@ -41,9 +41,9 @@ class Bare:
         self.agent = nixl_agent(f"bare-{os.getpid()}", nixl_agent_config(backends=["UCX"]))
         self.memory = self.owner = self.bases = self.prepared = None
 
-    def open(self, lengths: list[int], seed: int) -> str:
-        """Register regions of these lengths; return the metadata in hexadecimal."""
-        self.memory = Memory(lengths[0], seed)
+    def open(self, length: int, seed: int) -> str:
+        """Register memory of this length; return the metadata in hexadecimal."""
+        self.memory = Memory(length, seed)
         region = self.memory.region
         self.agent.register_memory([(region.address, region.length, 0, "")], "DRAM")
         return f"{region.address:016x}{self.agent.get_agent_metadata().hex()}"
@@ -60,8 +60,8 @@ class Bare:
     def time_read(self, items: list[list[int]], times: int) -> list[float]:
         """Read `items` `times` times; return the seconds of each read."""
         agent = self.agent
-        local = [(self.memory.region.address + item[3], item[4], 0) for item in items]
-        remote = [(self.bases + item[1], item[4], 0) for item in items]
+        local = [(self.memory.region.address + item[1], item[2], 0) for item in items]
+        remote = [(self.bases + item[0], item[2], 0) for item in items]
         handle = agent.initialize_xfer(
             "READ", agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM"), self.owner
         )
@@ -77,9 +77,9 @@ class Bare:
         handle.release()
         return took
 
-    def checksum(self, region: int, offset: int, length: int) -> int:
-        """Return the CRC-32 of a part of a region of this process."""
-        return Peer.checksum(self, region, offset, length)  # type: ignore[arg-type]
+    def checksum(self, offset: int, length: int) -> int:
+        """Return the CRC-32 of a part of this process's memory."""
+        return Peer.checksum(self, offset, length)  # type: ignore[arg-type]
 
 
 def main() -> None:

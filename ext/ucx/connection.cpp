@@ -42,7 +42,7 @@ struct UcxEngine::Transports {
 void UcxEngine::make_connection(const Command& command) {
   UcxPeer peer;
   std::string error;
-  if (!read_ucx_peer(command.packed, boot_id_, command.region_bytes, &peer, &error)) {
+  if (!read_ucx_peer(command.packed, boot_id_, command.memory_bytes, &peer, &error)) {
     tell(command.ticket, UcxEnd::kFailed, error);
     return;
   }
@@ -62,7 +62,8 @@ void UcxEngine::make_connection(const Command& command) {
     return;
   }
   connection->messages = !used.one_sided;
-  connection->regions = std::move(peer.regions);
+  connection->memory = peer.memory;
+  connection->memory_bytes = peer.memory_bytes;
   connection->secret = std::move(peer.secret);
   connections_.emplace(command.connection, std::move(connection));
   tell(command.ticket, UcxEnd::kDone, used.names + (used.one_sided ? "" : " (messages)"));
@@ -106,16 +107,11 @@ bool UcxEngine::make_endpoint(Connection& connection, const UcxPeer& peer, bool 
                  status);
     return false;
   }
-  for (const UcxPeer::Region& region : peer.regions) {
-    ucp_rkey_h key = nullptr;
-    status = ucx_.ucp_ep_rkey_unpack(connection.endpoint, region.key.data(), &key);
-    if (status != UCS_OK) {
-      *error = why("UCX cannot use the key of a region", status);
-      return false;
-    }
-    connection.keys.push_back(key);
-  }
-  return true;
+  status = ucx_.ucp_ep_rkey_unpack(connection.endpoint, peer.key.data(), &connection.key);
+  if (status == UCS_OK) return true;
+  connection.key = nullptr;
+  *error = why("UCX cannot use the key of its memory", status);
+  return false;
 }
 
 // The transports of a connection, each name once. Empty if this libucp cannot name them.
@@ -184,11 +180,10 @@ bool UcxEngine::look_after(Connection& connection) {
   return false;
 }
 
-// Frees the connection's keys, endpoint and worker.
+// Frees the connection's key, endpoint and worker.
 void UcxEngine::drop(Connection& connection) {
-  for (ucp_rkey_h key : connection.keys)
-    ucx_.ucp_rkey_destroy(key);
-  connection.keys.clear();
+  if (connection.key != nullptr) ucx_.ucp_rkey_destroy(connection.key);
+  connection.key = nullptr;
   connection.closing = nullptr;
   if (connection.worker != nullptr) ucx_.ucp_worker_destroy(connection.worker);
   connection.worker = nullptr;

@@ -29,7 +29,7 @@ struct UcxEngine::Command {
   Kind kind;
   std::uint64_t ticket = 0, connection = 0;
   std::string packed;
-  std::vector<std::uint64_t> region_bytes;  // lengths of the peer's regions
+  std::uint64_t memory_bytes = 0;  // length of the peer's memory
   std::vector<UcxItem> items;
 };
 
@@ -51,10 +51,10 @@ struct UcxEngine::Connection {
   ucp_ep_h endpoint = nullptr;
   bool guarded = false, messages = false, broken = false, ending = false;
   std::chrono::steady_clock::time_point force_at;
-  void* closing = nullptr;             // UCX's request that closes the endpoint, or null
-  std::vector<std::uint64_t> tickets;  // of the disconnects that wait for its end
-  std::vector<UcxPeer::Region> regions;
-  std::vector<ucp_rkey_h> keys;
+  void* closing = nullptr;                     // UCX's request that closes the endpoint, or null
+  std::vector<std::uint64_t> tickets;          // of the disconnects that wait for its end
+  std::uint64_t memory = 0, memory_bytes = 0;  // of the peer
+  ucp_rkey_h key = nullptr;
   std::string secret;
   std::list<Read> reads;
   struct Wanted {

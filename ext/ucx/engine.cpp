@@ -70,17 +70,12 @@ void UcxEngine::submit(Command command) {
 }
 
 void UcxEngine::connect(std::uint64_t ticket, std::uint64_t connection, std::string packed,
-                        std::vector<std::uint64_t> region_bytes) {
-  submit({Command::Kind::kConnect,
-          ticket,
-          connection,
-          std::move(packed),
-          std::move(region_bytes),
-          {}});
+                        std::uint64_t memory_bytes) {
+  submit({Command::Kind::kConnect, ticket, connection, std::move(packed), memory_bytes, {}});
 }
 
 void UcxEngine::read(std::uint64_t ticket, std::uint64_t connection, std::vector<UcxItem> items) {
-  submit({Command::Kind::kRead, ticket, connection, {}, {}, std::move(items)});
+  submit({Command::Kind::kRead, ticket, connection, {}, 0, std::move(items)});
 }
 
 void UcxEngine::cancel(std::uint64_t read_ticket) {
@@ -162,7 +157,8 @@ UcxEnd UcxEngine::set_up(std::string* error) {
     *error = "the kernel gives no random bytes";
     return UcxEnd::kFailed;
   }
-  UcxPeerPacker packer(boot_id_, secret_);
+  UcxPeer self;
+  self.secret = secret_;
 
   ucp_worker_params_t worker_params{};
   worker_params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
@@ -183,43 +179,41 @@ UcxEnd UcxEngine::set_up(std::string* error) {
     *error = why("UCX's worker cannot be made", status);
     return UcxEnd::kFailed;
   }
-  packer.address(address, address_bytes, options_.regions.size());
+  self.address.assign(reinterpret_cast<const char*>(address), address_bytes);
   ucx_.ucp_worker_release_address(server_, address);
 
-  for (const UcxRegion& region : options_.regions) {
-    ucp_mem_map_params_t map{};
-    map.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH |
-                     UCP_MEM_MAP_PARAM_FIELD_PROT;
-    map.address = reinterpret_cast<void*>(region.address);
-    map.length = region.length;
-    // A peer gets the region's key, and reads are all that it needs; without these flags the key
-    // allows writes too.
-    map.prot =
-        UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_LOCAL_WRITE | UCP_MEM_MAP_PROT_REMOTE_READ;
-    ucp_mem_h memory = nullptr;
-    status = ucx_.ucp_mem_map(context_, &map, &memory);
-    void* key = nullptr;
-    std::size_t key_bytes = 0;
-    if (status == UCS_OK) {
-      memory_.push_back(memory);
-      status = ucx_.ucp_rkey_pack(context_, memory, &key, &key_bytes);
-    }
-    if (status != UCS_OK) {
-      *error = why("a region cannot be registered; if memory may not be locked, raise ulimit -l",
-                   status);
-      return UcxEnd::kFailed;
-    }
-    packer.region(region.address, key, key_bytes);
-    ucx_.ucp_rkey_buffer_release(key);
+  ucp_mem_map_params_t map{};
+  map.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH |
+                   UCP_MEM_MAP_PARAM_FIELD_PROT;
+  map.address = reinterpret_cast<void*>(options_.memory);
+  map.length = options_.memory_bytes;
+  // A peer gets the memory's key, and reads are all that it needs; without these flags the key
+  // allows writes too.
+  map.prot =
+      UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_LOCAL_WRITE | UCP_MEM_MAP_PROT_REMOTE_READ;
+  status = ucx_.ucp_mem_map(context_, &map, &memory_);
+  void* key = nullptr;
+  std::size_t key_bytes = 0;
+  if (status != UCS_OK) {
+    memory_ = nullptr;
+  } else {
+    status = ucx_.ucp_rkey_pack(context_, memory_, &key, &key_bytes);
   }
-  tell(0, UcxEnd::kDone, std::move(packer).packed());
+  if (status != UCS_OK) {
+    *error = why("the memory cannot be registered; if memory may not be locked, raise ulimit -l",
+                 status);
+    return UcxEnd::kFailed;
+  }
+  self.memory = options_.memory;
+  self.key.assign(static_cast<const char*>(key), key_bytes);
+  ucx_.ucp_rkey_buffer_release(key);
+  tell(0, UcxEnd::kDone, pack_ucx_peer(self, boot_id_));
   return UcxEnd::kDone;
 }
 
 void UcxEngine::tear_down() {
   if (server_ != nullptr) ucx_.ucp_worker_destroy(server_);
-  for (ucp_mem_h memory : memory_)
-    ucx_.ucp_mem_unmap(context_, memory);
+  if (memory_ != nullptr) ucx_.ucp_mem_unmap(context_, memory_);
   if (context_ != nullptr) ucx_.ucp_cleanup(context_);
 }
 
@@ -301,14 +295,10 @@ void UcxEngine::obey(Command& command) {
       }
       Connection& connection = *found->second;
       if (!std::ranges::all_of(command.items, [&](const UcxItem& item) {
-            return item.remote_region < connection.regions.size() &&
-                   item.local_region < options_.regions.size() &&
-                   lies_within(item.remote_offset, item.length,
-                               connection.regions[item.remote_region].length) &&
-                   lies_within(item.local_offset, item.length,
-                               options_.regions[item.local_region].length);
+            return lies_within(item.remote_offset, item.length, connection.memory_bytes) &&
+                   lies_within(item.local_offset, item.length, options_.memory_bytes);
           })) {
-        tell(command.ticket, UcxEnd::kFailed, "an item leaves its region");
+        tell(command.ticket, UcxEnd::kFailed, "an item leaves the memory");
         break;
       }
       connection.reads.push_back({this, &connection, command.ticket, std::move(command.items)});

@@ -2,11 +2,11 @@
 //
 // One-sided reads over UCX.
 //
-// One thread makes every call of libucp. It serves this process's regions to peers, posts reads and
+// One thread makes every call of libucp. It serves this process's memory to peers, posts reads and
 // reports the end of each command as an event. Calls queue their command and never wait for it.
 //
 //   command     its event comes
-//   (start)     when the regions are registered: ticket 0, text = the `packed` for a peer's connect
+//   (start)     when the memory is registered: ticket 0, text = the `packed` for a peer's connect
 //   connect     when the connection is made: text = its transports
 //   read        when no byte of its destinations can be written any more
 //   disconnect  when all reads of the connection have had their events and the connection is gone
@@ -44,13 +44,8 @@
 
 namespace kvstrata {
 
-struct UcxRegion {
-  std::uint64_t address = 0, length = 0;
-};
-
 struct UcxItem {
   std::uint64_t remote_offset = 0, local_offset = 0, length = 0;
-  std::uint32_t remote_region = 0, local_region = 0;
 };
 
 enum class UcxEnd : std::uint8_t {
@@ -72,12 +67,12 @@ struct UcxOptions {
   std::string library;
   // Settings of UCX, named without the prefix UCX_; they override those in the environment.
   std::vector<std::pair<std::string, std::string>> config;
-  std::vector<UcxRegion> regions;
+  std::uint64_t memory = 0, memory_bytes = 0;  // the address that peers may read from, and length
 };
 
 class UcxEngine {
  public:
-  // Begins to open; the event of ticket 0 tells the outcome. The regions belong to the caller and
+  // Begins to open; the event of ticket 0 tells the outcome. The memory belongs to the caller and
   // must stay mapped until close() has returned.
   explicit UcxEngine(UcxOptions options);
   ~UcxEngine();
@@ -90,11 +85,11 @@ class UcxEngine {
   std::vector<UcxEvent> take_events();
 
   // The caller chooses the number of a connection, and uses no number twice. `packed` is the text
-  // of the peer's event of ticket 0, and `region_bytes` are the lengths of the peer's regions.
+  // of the peer's event of ticket 0, and `memory_bytes` is the length of the peer's memory.
   void connect(std::uint64_t ticket, std::uint64_t connection, std::string packed,
-               std::vector<std::uint64_t> region_bytes);
-  // Reads bytes of the peer's regions into ours. Ends as kFailed, and reads nothing, unless every
-  // item lies within the regions of both sides.
+               std::uint64_t memory_bytes);
+  // Reads bytes of the peer's memory into ours. Ends as kFailed, and reads nothing, unless every
+  // item lies within the memory of both sides.
   void read(std::uint64_t ticket, std::uint64_t connection, std::vector<UcxItem> items);
   // Posts no more items of a read; items that are under way run to their end.
   void cancel(std::uint64_t read_ticket);
@@ -160,7 +155,7 @@ class UcxEngine {
   ucp_context_h context_ = nullptr;
   ucp_worker_h server_ = nullptr;
   int server_fd_ = -1;
-  std::vector<ucp_mem_h> memory_;
+  ucp_mem_h memory_ = nullptr;
   std::map<std::uint64_t, std::unique_ptr<Connection>> connections_;
   std::vector<Read*> moved_;  // reads of which items have ended, for advance()
   std::size_t posted_ = 0;

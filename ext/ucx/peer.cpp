@@ -3,26 +3,21 @@
 
 #include <cstring>
 #include <string_view>
-#include <utility>
 
 namespace kvstrata {
 
 namespace {
 
-constexpr std::uint32_t kPeerVersion = 1;
+constexpr std::uint32_t kPeerVersion = 2;
 
 void append(std::string* to, const void* bytes, std::size_t n) {
   to->append(static_cast<const char*>(bytes), n);
 }
 
-template <typename T>
-void append_number(std::string* to, T number) {
-  append(to, &number, sizeof(number));
-}
-
-void append_sized(std::string* to, const void* bytes, std::size_t n) {
-  append_number(to, static_cast<std::uint32_t>(n));
-  append(to, bytes, n);
+void append_sized(std::string* to, const std::string& bytes) {
+  const auto n = static_cast<std::uint32_t>(bytes.size());
+  append(to, &n, sizeof(n));
+  append(to, bytes.data(), n);
 }
 
 class Reader {
@@ -50,52 +45,35 @@ class Reader {
 
 }  // namespace
 
-UcxPeerPacker::UcxPeerPacker(const std::string& boot_id, const std::string& secret) {
-  append_number(&packed_, kPeerVersion);
-  append_sized(&packed_, boot_id.data(), boot_id.size());
-  append_sized(&packed_, secret.data(), secret.size());
-}
-
-void UcxPeerPacker::address(const void* bytes, std::size_t n, std::size_t regions) {
-  append_sized(&packed_, bytes, n);
-  append_number(&packed_, static_cast<std::uint32_t>(regions));
-}
-
-void UcxPeerPacker::region(std::uint64_t address, const void* key, std::size_t key_bytes) {
-  append_number(&packed_, address);
-  append_sized(&packed_, key, key_bytes);
+std::string pack_ucx_peer(const UcxPeer& peer, const std::string& boot_id) {
+  std::string packed;
+  append(&packed, &kPeerVersion, sizeof(kPeerVersion));
+  append_sized(&packed, boot_id);
+  append_sized(&packed, peer.secret);
+  append_sized(&packed, peer.address);
+  append(&packed, &peer.memory, sizeof(peer.memory));
+  append_sized(&packed, peer.key);
+  return packed;
 }
 
 bool read_ucx_peer(const std::string& packed, const std::string& boot_id,
-                   std::span<const std::uint64_t> region_bytes, UcxPeer* peer, std::string* error) {
+                   std::uint64_t memory_bytes, UcxPeer* peer, std::string* error) {
   Reader reader(packed);
-  std::uint32_t version = 0, regions = 0;
+  std::uint32_t version = 0;
   std::string its_boot_id;
-  bool whole = reader.number(&version) && version == kPeerVersion && reader.sized(&its_boot_id) &&
-               reader.sized(&peer->secret) && peer->secret.size() == kUcxSecretBytes &&
-               reader.sized(&peer->address) && !peer->address.empty() && reader.number(&regions);
-  if (whole && regions != region_bytes.size()) {
-    *error = "names " + std::to_string(region_bytes.size()) +
-             " regions, but its UCX engine describes " + std::to_string(regions);
-    return false;
-  }
-  for (std::uint32_t i = 0; whole && i < regions; ++i) {
-    UcxPeer::Region region;
-    region.length = region_bytes[i];
-    whole = reader.number(&region.address) && reader.sized(&region.key) && !region.key.empty();
-    if (whole && region.length > ~std::uint64_t{0} - region.address) {
-      *error = "region " + std::to_string(i) + " of " + std::to_string(region.length) +
-               " bytes ends after the last address";
-      return false;
-    }
-    peer->regions.push_back(std::move(region));
-  }
-  if (!whole || !reader.at_end()) {
+  peer->memory_bytes = memory_bytes;
+  const bool whole = reader.number(&version) && version == kPeerVersion &&
+                     reader.sized(&its_boot_id) && reader.sized(&peer->secret) &&
+                     peer->secret.size() == kUcxSecretBytes && reader.sized(&peer->address) &&
+                     !peer->address.empty() && reader.number(&peer->memory) &&
+                     reader.sized(&peer->key) && !peer->key.empty() && reader.at_end();
+  if (!whole) {
     *error = "the description of its UCX engine is cut off, or of another version";
-    return false;
+  } else if (memory_bytes > ~std::uint64_t{0} - peer->memory) {
+    *error = "memory of " + std::to_string(memory_bytes) + " bytes ends after the last address";
   }
   peer->same_host = !boot_id.empty() && its_boot_id == boot_id;
-  return true;
+  return error->empty();
 }
 
 }  // namespace kvstrata

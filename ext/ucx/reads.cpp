@@ -65,12 +65,10 @@ ucs_status_t UcxEngine::post_get(Read& read, const UcxItem& item) {
       UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH;
   param.cb.send = &on_read;
   param.user_data = &read;
-  param.memh = memory_[item.local_region];
-  const std::uint64_t local = options_.regions[item.local_region].address + item.local_offset;
-  void* request =
-      ucx_.ucp_get_nbx(connection.endpoint, reinterpret_cast<void*>(local), item.length,
-                       connection.regions[item.remote_region].address + item.remote_offset,
-                       connection.keys[item.remote_region], &param);
+  param.memh = memory_;
+  const std::uint64_t local = options_.memory + item.local_offset;
+  void* request = ucx_.ucp_get_nbx(connection.endpoint, reinterpret_cast<void*>(local), item.length,
+                                   connection.memory + item.remote_offset, connection.key, &param);
   return UCS_PTR_IS_PTR(request) ? UCS_INPROGRESS : UCS_PTR_STATUS(request);
 }
 
@@ -96,7 +94,7 @@ ucs_status_t UcxEngine::post_request(Read& read, const UcxItem& item) {
   Request message{};
   std::memcpy(message.secret, connection.secret.data(), kUcxSecretBytes);
   message.token = ++last_token_;
-  message.address = connection.regions[item.remote_region].address + item.remote_offset;
+  message.address = connection.memory + item.remote_offset;
   message.length = item.length;
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
@@ -105,13 +103,13 @@ ucs_status_t UcxEngine::post_request(Read& read, const UcxItem& item) {
                                        sizeof(message), nullptr, 0, &param);
   if (UCS_PTR_IS_ERR(request)) return UCS_PTR_STATUS(request);
   if (UCS_PTR_IS_PTR(request)) ucx_.ucp_request_free(request);  // the sending goes on
-  const std::uint64_t local = options_.regions[item.local_region].address + item.local_offset;
+  const std::uint64_t local = options_.memory + item.local_offset;
   connection.wanted[message.token] = {&read, reinterpret_cast<void*>(local), item.length};
   return UCS_INPROGRESS;
 }
 
 // Answers a peer's request with the bytes that it names, or refuses it: the secret must be ours,
-// and the bytes must lie in one of our regions.
+// and the bytes must lie in our memory.
 ucs_status_t UcxEngine::on_request(void* engine, const void* header, std::size_t header_bytes,
                                    void* /*data*/, std::size_t /*length*/,
                                    const ucp_am_recv_param_t* from) {
@@ -125,17 +123,13 @@ ucs_status_t UcxEngine::on_request(void* engine, const void* header, std::size_t
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_AM_SEND_FLAG_EAGER | UCP_AM_SEND_FLAG_COPY_HEADER;
-  for (std::size_t i = 0; i < self.options_.regions.size(); ++i) {
-    const UcxRegion& region = self.options_.regions[i];
-    if (std::memcmp(asked.secret, self.secret_.data(), kUcxSecretBytes) == 0 &&
-        asked.length <= kMessageBytes && asked.length <= region.length &&
-        asked.address >= region.address &&
-        asked.address - region.address <= region.length - asked.length) {
-      reply.length = asked.length;
-      param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
-      param.memh = self.memory_[i];
-      break;
-    }
+  const std::uint64_t first = self.options_.memory, bytes = self.options_.memory_bytes;
+  if (std::memcmp(asked.secret, self.secret_.data(), kUcxSecretBytes) == 0 &&
+      asked.length <= kMessageBytes && asked.length <= bytes && asked.address >= first &&
+      asked.address - first <= bytes - asked.length) {
+    reply.length = asked.length;
+    param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
+    param.memh = self.memory_;
   }
   void* request = self.ucx_.ucp_am_send_nbx(
       from->reply_ep, kUcxReplyId, &reply, sizeof(reply),

@@ -10,12 +10,8 @@ from libcpp.vector cimport vector
 
 
 cdef extern from "engine.h" namespace "kvstrata" nogil:
-    cdef cppclass UcxRegion:
-        uint64_t address, length
-
     cdef cppclass UcxItem:
         uint64_t remote_offset, local_offset, length
-        uint32_t remote_region, local_region
 
     enum class UcxEnd(uint8_t):
         pass
@@ -28,13 +24,13 @@ cdef extern from "engine.h" namespace "kvstrata" nogil:
     cdef cppclass UcxOptions:
         string library
         vector[pair[string, string]] config
-        vector[UcxRegion] regions
+        uint64_t memory, memory_bytes
 
     cdef cppclass CUcxEngine "kvstrata::UcxEngine":
         CUcxEngine(UcxOptions) except +
         int event_fd()
         vector[UcxEvent] take_events() except +
-        void connect(uint64_t ticket, uint64_t connection, string packed, vector[uint64_t] region_bytes) except +
+        void connect(uint64_t ticket, uint64_t connection, string packed, uint64_t memory_bytes) except +
         void read(uint64_t ticket, uint64_t connection, vector[UcxItem] items) except +
         void cancel(uint64_t read_ticket) except +
         void disconnect(uint64_t ticket, uint64_t connection) except +
@@ -45,14 +41,12 @@ cdef extern from "engine.h" namespace "kvstrata" nogil:
 cdef class UcxEngine:
     cdef unique_ptr[CUcxEngine] engine
 
-    def __cinit__(self, library, config, regions):
+    def __cinit__(self, library, config, region):
         cdef UcxOptions options
-        cdef UcxRegion region
         options.library = library.encode("utf-8", "surrogateescape")
         for name, value in config.items():
             options.config.push_back(pair[string, string](name.encode(), value.encode()))
-        for region.address, region.length in regions:
-            options.regions.push_back(region)
+        options.memory, options.memory_bytes = region
         self.engine.reset(new CUcxEngine(move(options)))
 
     def __dealloc__(self):
@@ -79,7 +73,7 @@ cdef class UcxEngine:
         cdef vector[UcxItem] wanted
         cdef UcxItem item
         wanted.reserve(len(items))
-        for item.remote_region, item.remote_offset, item.local_region, item.local_offset, item.length in items:
+        for item.remote_offset, item.local_offset, item.length in items:
             wanted.push_back(item)
         self.engine.get().read(ticket, connection, move(wanted))
 

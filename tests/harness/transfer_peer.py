@@ -68,7 +68,7 @@ class Peer:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.engine = make_engine(engine, settings)
-        self.memory: list[Memory] = []
+        self.memory: Memory
         self.reads: dict[int, Any] = {}
         self.ended: dict[int, int] = {}
         self.numbers = itertools.count(1)
@@ -77,10 +77,10 @@ class Peer:
         """Run a coroutine on the engine's loop; return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
-    def open(self, lengths: list[int], seed: int) -> str:
-        """Open the engine over regions of these lengths; return its metadata in hexadecimal."""
-        self.memory = [Memory(length, seed and seed + i) for i, length in enumerate(lengths)]
-        metadata: bytes = self.run(self.engine.open([memory.region for memory in self.memory]))
+    def open(self, length: int, seed: int) -> str:
+        """Open the engine over memory of this length; return its metadata in hexadecimal."""
+        self.memory = Memory(length, seed)
+        metadata: bytes = self.run(self.engine.open(self.memory.region))
         return metadata.hex()
 
     def connect(self, peer: str, metadata: str) -> None:
@@ -112,20 +112,18 @@ class Peer:
         """Return how many times `ended` of a read has been called."""
         return self.ended[number]
 
-    def checksum(self, region: int, offset: int, length: int) -> int:
-        """Return the CRC-32 of a part of a region of this process."""
-        return zlib.crc32(self.memory[region].mapping[offset : offset + length])
+    def checksum(self, offset: int, length: int) -> int:
+        """Return the CRC-32 of a part of this process's memory."""
+        return zlib.crc32(self.memory.mapping[offset : offset + length])
 
     def fill(self, seed: int) -> None:
-        for i, memory in enumerate(self.memory):
-            memory.fill(seed + i)
+        self.memory.fill(seed)
 
     def clear(self) -> None:
-        for memory in self.memory:
-            memory.mapping[:] = bytes(len(memory.mapping))
+        self.memory.mapping[:] = bytes(len(self.memory.mapping))
 
     def poison(self, seed: int, offset: int, length: int) -> None:
-        self.memory[0].mapping[offset : offset + length] = pattern(seed, length)
+        self.memory.mapping[offset : offset + length] = pattern(seed, length)
 
     def cut_connections(self) -> int:
         """Shut down every TCP connection of this process without telling the engine; return how many there were."""

@@ -26,7 +26,6 @@ using kvstrata::UcxItem;
 namespace {
 
 constexpr std::size_t kRegionBytes = 8 << 20, kItemBytes = 256 << 10;
-const std::vector<std::uint64_t> kRegions{kRegionBytes};
 
 struct Side {
   std::vector<unsigned char> memory = std::vector<unsigned char>(kRegionBytes);
@@ -37,7 +36,8 @@ struct Side {
     kvstrata::UcxOptions options;
     options.library = library;
     options.config = {{"TLS", tls}};
-    options.regions = {{reinterpret_cast<std::uint64_t>(memory.data()), memory.size()}};
+    options.memory = reinterpret_cast<std::uint64_t>(memory.data());
+    options.memory_bytes = memory.size();
     engine = std::make_unique<UcxEngine>(std::move(options));
   }
 
@@ -56,7 +56,7 @@ struct Side {
 std::vector<UcxItem> whole() {
   std::vector<UcxItem> items;
   for (std::size_t at = 0; at < kRegionBytes; at += kItemBytes) {
-    items.push_back({at, at, kItemBytes, 0, 0});
+    items.push_back({at, at, kItemBytes});
   }
   return items;
 }
@@ -65,7 +65,7 @@ void a_part_that_is_not_one_is_refused(const std::string& packed) {
   for (std::size_t n = 0; n < packed.size(); ++n) {
     kvstrata::UcxPeer peer;
     std::string error;
-    CHECK(!read_ucx_peer(packed.substr(0, n), "", kRegions, &peer, &error));
+    CHECK(!read_ucx_peer(packed.substr(0, n), "", kRegionBytes, &peer, &error));
     CHECK(!error.empty());
   }
   for (std::size_t i = 0; i < packed.size(); ++i) {
@@ -73,19 +73,11 @@ void a_part_that_is_not_one_is_refused(const std::string& packed) {
     damaged[i] = static_cast<char>(damaged[i] ^ 0xff);
     kvstrata::UcxPeer peer;
     std::string error;
-    (void)read_ucx_peer(damaged, "", kRegions, &peer, &error);  // must only not read outside
-  }
-  for (std::size_t regions = 0; regions < 4; ++regions) {
-    kvstrata::UcxPeer peer;
-    std::string error;
-    const std::vector<std::uint64_t> lengths(regions, kRegionBytes);
-    CHECK(read_ucx_peer(packed, "", lengths, &peer, &error) == (regions == 1));
-    CHECK(error.empty() == (regions == 1));
+    (void)read_ucx_peer(damaged, "", kRegionBytes, &peer, &error);  // must only not read outside
   }
   kvstrata::UcxPeer peer;
   std::string error;
-  const std::vector<std::uint64_t> endless{~std::uint64_t{0}};
-  CHECK(!read_ucx_peer(packed, "", endless, &peer, &error));
+  CHECK(!read_ucx_peer(packed, "", ~std::uint64_t{0}, &peer, &error));
 }
 
 // Changes a peer's description at random, in the bytes that we wrote and not in those of UCX: the
@@ -97,7 +89,7 @@ void changed_metadata_end_as_errors(Side& reader, const std::string& packed, std
     state = state * 6364136223846793005ULL + 1442695040888963407ULL;
     return (state >> 33) % end;
   };
-  // version, sized: boot id, secret, address; count; then per region address and sized key.
+  // version, sized: boot id, secret, address; then the memory's address and sized key.
   std::vector<std::size_t> ours{0};
   std::size_t at = 4;
   const auto skip = [&] {
@@ -108,26 +100,23 @@ void changed_metadata_end_as_errors(Side& reader, const std::string& packed, std
   };
   for (int i = 0; i < 3; ++i)
     skip();
-  ours.push_back(at);
-  at += 4 + 8;
+  at += 8;
   skip();
   for (int round = 0; round < 200; ++round) {
     std::string changed = packed;
-    std::vector<std::uint64_t> lengths(below(4), kRegionBytes);
-    if (below(2) == 0) lengths = kRegions;
-    if (!lengths.empty() && below(4) == 0) lengths[0] = below(2) ? ~std::uint64_t{0} : below(9000);
+    std::uint64_t bytes = kRegionBytes;
+    if (below(4) == 0) bytes = below(2) ? ~std::uint64_t{0} : below(9000);
     if (below(2) == 0) changed[ours[below(ours.size())] + below(4)] ^= 1 << below(8);
     if (below(4) == 0) changed.resize(below(changed.size() + 1));
     if (below(8) == 0) changed += changed.substr(below(changed.size() + 1));
-    reader.engine->connect(++*ticket, ++*connection, changed, lengths);
+    reader.engine->connect(++*ticket, ++*connection, changed, bytes);
     const UcxEnd end = reader.wait(*ticket).end;
     CHECK(end == UcxEnd::kDone || end == UcxEnd::kFailed || end == UcxEnd::kNoWay);
-    const auto region = static_cast<std::uint32_t>(below(3));
     const std::uint64_t offset = below(2) == 0 ? 0 : ~std::uint64_t{0} - below(100);
-    reader.engine->read(++*ticket, *connection, {{offset, 0, 1 + below(9000), region, 0}});
+    reader.engine->read(++*ticket, *connection, {{offset, 0, 1 + below(9000)}});
     const UcxEnd read = reader.wait(*ticket).end;
     CHECK(end == UcxEnd::kDone ? read != UcxEnd::kNotConnected : read == UcxEnd::kNotConnected);
-    if (end == UcxEnd::kDone && (region > 0 || offset > 0)) CHECK(read == UcxEnd::kFailed);
+    if (end == UcxEnd::kDone && offset > 0) CHECK(read == UcxEnd::kFailed);
     reader.engine->disconnect(++*ticket, *connection);
     CHECK(reader.wait(*ticket).end == UcxEnd::kDone);
   }
@@ -144,12 +133,12 @@ void every_command_has_its_one_end(const std::string& library, const std::string
   a_part_that_is_not_one_is_refused(packed);
 
   std::uint64_t ticket = 1;
-  reader.engine->connect(ticket, 1, "garbage", kRegions);
+  reader.engine->connect(ticket, 1, "garbage", kRegionBytes);
   CHECK(reader.wait(ticket).end == UcxEnd::kFailed);
   reader.engine->read(++ticket, 1, whole());
   CHECK(reader.wait(ticket).end == UcxEnd::kNotConnected);
   for (std::uint64_t connection = 2; connection < 8; ++connection) {
-    reader.engine->connect(++ticket, connection, packed, kRegions);
+    reader.engine->connect(++ticket, connection, packed, kRegionBytes);
     CHECK(reader.wait(ticket).end == UcxEnd::kDone);
     std::memset(reader.memory.data(), 0, kRegionBytes);
     reader.engine->read(++ticket, connection, whole());
@@ -170,8 +159,8 @@ void every_command_has_its_one_end(const std::string& library, const std::string
     }
     // Nothing is written after the end.
     std::memset(reader.memory.data(), 1, kRegionBytes);
-    reader.engine->connect(++ticket, connection + 100, packed, kRegions);
-    reader.engine->read(++ticket, connection + 100, {{0, 0, 1, 0, 0}});
+    reader.engine->connect(++ticket, connection + 100, packed, kRegionBytes);
+    reader.engine->read(++ticket, connection + 100, {{0, 0, 1}});
     CHECK(reader.wait(ticket).end == UcxEnd::kDone);
     for (std::size_t i = 1; i < kRegionBytes; ++i)
       CHECK(reader.memory[i] == 1);
@@ -180,7 +169,7 @@ void every_command_has_its_one_end(const std::string& library, const std::string
   changed_metadata_end_as_errors(reader, packed, /*seed=*/tls.size(), &ticket, &changed);
   // Closed in mid-read, the owner first or the reader first.
   std::uint64_t close = ++ticket + 8;
-  reader.engine->connect(ticket, 1000, packed, kRegions);
+  reader.engine->connect(ticket, 1000, packed, kRegionBytes);
   for (int i = 0; i < 7; ++i)
     reader.engine->read(++ticket, 1000, whole());
   if (tls == "tcp") owner.engine->close();

@@ -7,15 +7,13 @@ kvstrata.p2p.engines.ucx; `text` gives details.
 from collections.abc import Mapping, Sequence
 
 class UcxEngine:
-    """A transfer engine with one thread, which loads `library` and registers `regions` (address, length).
+    """A transfer engine with one thread, which loads `library` and registers `region` (address, length).
 
     The event of ticket 0 says when that has ended.  `config` holds UCX's settings without their prefix UCX_; they
     override those of the environment.
     """
 
-    def __init__(
-        self, library: str, config: Mapping[str, str], regions: Sequence[tuple[int, int]]
-    ) -> None: ...
+    def __init__(self, library: str, config: Mapping[str, str], region: tuple[int, int]) -> None: ...
     @property
     def event_fd(self) -> int:
         """Readable while events wait."""
@@ -23,15 +21,15 @@ class UcxEngine:
     def take_events(self) -> list[tuple[int, int, bytes]]:
         """The events since the last call."""
 
-    def connect(self, ticket: int, connection: int, packed: bytes, region_bytes: Sequence[int]) -> None:
-        """Connect to a peer. `packed`: the text of the peer's event of ticket 0; `region_bytes`: the lengths of the
-        peer's regions, as its metadata names them.
+    def connect(self, ticket: int, connection: int, packed: bytes, region_bytes: int) -> None:
+        """Connect to a peer. `packed`: the text of the peer's event of ticket 0; `region_bytes`: the length of the
+        peer's memory, as its metadata names it.
 
         The text of the event names the transports, or says what is wrong with `packed`.
         """
 
-    def read(self, ticket: int, connection: int, items: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Read `items`, each a base.ReadItem; if one lies outside the regions of either side, nothing is read.
+    def read(self, ticket: int, connection: int, items: Sequence[tuple[int, int, int]]) -> None:
+        """Read `items`, each a base.ReadItem; if one lies outside the memory of either side, nothing is read.
 
         After the read's event no byte is written any more.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvstrata.errors import TransferError
 from kvstrata.p2p.engines.base import Region, TransferEngine
@@ -26,7 +26,7 @@ class PeerEngine:
     def __init__(self, name: str, make: Callable[[], TransferEngine]) -> None:
         """`make` may raise TransferError."""
         self.metadata = b""
-        """The metadata by which peers reach the regions; empty while no engine is open."""
+        """The metadata by which peers reach the memory; empty while no engine is open."""
         self._name = name
         self._make = make
         self._engine: TransferEngine | None = None
@@ -40,13 +40,13 @@ class PeerEngine:
             raise TransferError("no network device of this instance can be used", field="engine")
         return self._engine
 
-    async def open(self, regions: Sequence[Region]) -> None:
+    async def open(self, region: Region) -> None:
         """Open the engine. Raises TransferError.
 
         If only a usable network device is missing, that is logged instead, and a task tries again every RETRY_S.
         """
         try:
-            await self._open(regions)
+            await self._open(region)
         except TransferError as error:
             if error.field != "network":
                 raise
@@ -54,7 +54,7 @@ class PeerEngine:
             log.warning(
                 "%s: no peers are read until a network device can be used: %s", self._name, error.message
             )
-            self._opening = asyncio.create_task(self._retry(regions), name=f"{self._name}-engine")
+            self._opening = asyncio.create_task(self._retry(region), name=f"{self._name}-engine")
 
     def remarks(self) -> dict[str, str]:
         """Why no engine is open."""
@@ -68,20 +68,20 @@ class PeerEngine:
         if self._engine is not None:
             await self._engine.close()
 
-    async def _open(self, regions: Sequence[Region]) -> None:
+    async def _open(self, region: Region) -> None:
         engine = self._make()
         try:
-            self.metadata = await engine.open(regions)
+            self.metadata = await engine.open(region)
         except asyncio.CancelledError:
             await engine.close()
             raise
         self._engine = engine
 
-    async def _retry(self, regions: Sequence[Region]) -> None:
+    async def _retry(self, region: Region) -> None:
         while self._engine is None:
             await asyncio.sleep(RETRY_S)
             try:
-                await self._open(regions)
+                await self._open(region)
             except (TransferError, OSError, RuntimeError) as error:  # RuntimeError: no thread for native code
                 self._why_not = str(error)[:MAX_REMARK_CHARS]
         self._why_not = ""

@@ -122,7 +122,7 @@ class Reader:
                 hold.drop()
             else:
                 fitting.append(at)
-                reads.append(ReadItem(0, extent.offset_bytes, 0, hold.offset, hold.length))
+                reads.append(ReadItem(extent.offset_bytes, hold.offset, hold.length))
         batch = [items[extents[at][0]] for at in fitting]
         landing = _Landing([item.hold for item in batch])
         reason = await self._transfer(lease, reads, landing)

@@ -131,7 +131,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
         self._region = Region(context.region_address, context.region_bytes)
         try:
             keys = self._read_keys()
-            await self._engine.open([self._region])
+            await self._engine.open(self._region)
         except TransferError as error:
             self._closed = True
             await self._lanes.close()

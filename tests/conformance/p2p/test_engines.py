@@ -20,7 +20,7 @@ from tests.harness.transfer_peer import pattern
 pytestmark = pytest.mark.integration
 
 KIB, MIB = 1 << 10, 1 << 20
-LENGTHS = [16 * MIB, MIB]
+LENGTH = 16 * MIB
 LONG_S = 60.0
 ENDED_ONCE = 1
 
@@ -81,7 +81,7 @@ def starting(engine: Engine, folder: Path) -> Iterator[Start]:
             command = ("tests.harness.transfer_peer", engine.name, *engine.settings)
             process = Child(*command, log=folder / "peer.log", environment=engine.environment)
             stack.enter_context(process)
-            process.metadata = process.ask("open", lengths=LENGTHS, seed=seed)  # type: ignore[attr-defined]
+            process.metadata = process.ask("open", length=LENGTH, seed=seed)  # type: ignore[attr-defined]
             return process
 
         yield started
@@ -124,16 +124,13 @@ def connect(reader: Child, peer: str, metadata: bytes) -> None:
     reader.ask("connect", peer=peer, metadata=metadata.hex())
 
 
-def whole(piece: int = MIB, length: int = LENGTHS[0]) -> list[list[int]]:
+def whole(piece: int = MIB, length: int = LENGTH) -> list[list[int]]:
     """Items that read the first `length` bytes in pieces."""
-    return [[0, at, 0, at, piece] for at in range(0, length, piece)]
+    return [[at, at, piece] for at in range(0, length, piece)]
 
 
-def sums(process: Child) -> list[int]:
-    return [process.ask("checksum", region=i, offset=0, length=n) for i, n in enumerate(LENGTHS)]
-
-
-ZEROS = [zlib.crc32(bytes(length)) for length in LENGTHS]
+def sum_of(process: Child) -> int:
+    return int(process.ask("checksum", offset=0, length=LENGTH))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -146,48 +143,42 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_bytes_arrive_where_the_items_say_and_nowhere_else(pair: Pair) -> None:
     owner, reader = pair
-    items = [[0, 1, 1, 3, 1], [1, 5, 0, 777, 12345], [0, 4 * MIB - 7, 0, 3 * MIB + 1, 2 * MIB + 11]]
+    items = [[1, 3, 1], [5, 777, 12345], [4 * MIB - 7, 3 * MIB + 1, 2 * MIB + 11]]
     assert reader.ask("read", peer="owner", items=items) == ["", ENDED_ONCE]
-    expected = [bytearray(n) for n in LENGTHS]
-    for remote, at, local, to, length in items:
-        expected[local][to : to + length] = pattern(5 + remote, LENGTHS[remote])[at : at + length]
-    assert sums(reader) == [zlib.crc32(part) for part in expected]
-    assert sums(owner) == [zlib.crc32(pattern(5 + i, n)) for i, n in enumerate(LENGTHS)]
+    theirs, expected = pattern(5, LENGTH), bytearray(LENGTH)
+    for at, to, length in items:
+        expected[to : to + length] = theirs[at : at + length]
+    assert sum_of(reader) == zlib.crc32(expected)
+    assert sum_of(owner) == zlib.crc32(theirs)
 
 
 def test_a_batch_of_2048_items_is_whole(pair: Pair) -> None:
     owner, reader = pair
     many = whole(4 * KIB, 8 * MIB)
     assert reader.ask("read", peer="owner", items=many) == ["", ENDED_ONCE]
-    read = {"region": 0, "offset": 0, "length": 8 * MIB}
+    read = {"offset": 0, "length": 8 * MIB}
     assert reader.ask("checksum", **read) == owner.ask("checksum", **read)
 
 
-END = LENGTHS[0]
 OUTSIDE = [
-    [0, END, 0, 0, 1],
-    [0, END - 10, 0, 0, 11],
-    [0, 0, 0, END - 10, 11],
-    [1, 0, 0, 0, MIB + 1],
-    [0, 0, 1, 0, MIB + 1],
-    [0, -1, 0, 0, 1],
-    [0, 0, 0, -1, 1],
-    [2, 0, 0, 0, 1],
-    [0, 0, 2, 0, 1],
-    [-1, 0, 0, 0, 1],
-    [0, 0, 0, 0, 0],
-    [0, 0, 0, 0, -1],
-    [0, 1 << 64, 0, 0, 1],
-    [0, 0, 0, 0, 1 << 64],
+    [LENGTH, 0, 1],
+    [LENGTH - 10, 0, 11],
+    [0, LENGTH - 10, 11],
+    [-1, 0, 1],
+    [0, -1, 1],
+    [0, 0, 0],
+    [0, 0, -1],
+    [1 << 64, 0, 1],
+    [0, 0, 1 << 64],
 ]
 
 
 def test_wrong_items_none_and_too_many_are_refused_before_anything_is_read(pair: Pair) -> None:
     _, reader = pair
-    one = [0, 0, 0, 0, MIB]
+    one = [0, 0, MIB]
     for items in (*([bad] for bad in OUTSIDE), *([one, bad] for bad in OUTSIDE), [], [one] * (MAX_ITEMS + 1)):
         assert reader.ask("read", peer="owner", items=items) == ["out_of_range", ENDED_ONCE], items[:2]
-    assert sums(reader) == ZEROS
+    assert sum_of(reader) == zlib.crc32(bytes(LENGTH))
 
 
 def test_impossible_metadata_are_refused_and_the_old_connection_stays(pair: Pair, engine: Engine) -> None:
@@ -198,54 +189,46 @@ def test_impossible_metadata_are_refused_and_the_old_connection_stays(pair: Pair
     wrong = {
         "was not packed by a transfer engine": [b"", b"garbage" * 9, bytes(len(good))],
         "at most": [good + bytes(MAX_METADATA_BYTES)],
-        "names another length": [good[:-1], good + b"x", good[:20]],
+        "names another length": [good[:-1], good + b"x", good[:24]],
         "damaged": [good[:-1] + bytes([good[-1] ^ 1]), other],
         "format version": [good[:4] + b"\x63\x00" + good[6:]],
-        "comes from the engine": [other[:13] + struct.pack("<I", zlib.crc32(other[17:])) + other[17:]],
+        "comes from the engine": [other[:19] + struct.pack("<I", zlib.crc32(other[23:])) + other[23:]],
     }
     for sentence, many in wrong.items():
         for metadata in many:
             with pytest.raises(ChildError, match=sentence) as refused:
                 connect(reader, "owner", metadata)
             assert (refused.value.code, refused.value.field) == ("transfer", "metadata")
-    for metadata, field in (*cut_short(good), *of_other_regions(good)):
+    for metadata in cut_short(good):
         with pytest.raises(ChildError) as refused:
             connect(reader, "other", metadata)
-        assert refused.value.code == "transfer" and field in ("", refused.value.field)
+        assert refused.value.code == "transfer"
     assert reader.ask("read", peer="owner", items=whole()) == ["", ENDED_ONCE]
-    assert sums(reader)[0] == sums(owner)[0]
+    assert sum_of(reader) == sum_of(owner)
 
 
-HEAD = struct.Struct("<4sHHBII")
+HEAD = struct.Struct("<4sHQBII")
 
 
-def cut_short(good: bytes) -> Iterator[tuple[bytes, str]]:
-    """Metadata with a sound head whose engine's part lacks bytes; the field of the error is the engine's choice."""
-    magic, version, regions, name_bytes, part_bytes, _ = HEAD.unpack_from(good)
+def cut_short(good: bytes) -> Iterator[bytes]:
+    """Metadata with a sound head whose engine's part lacks bytes."""
+    magic, version, length, name_bytes, part_bytes, _ = HEAD.unpack_from(good)
     for cut in (part_bytes, part_bytes - 1, part_bytes // 2):
         rest = good[HEAD.size : len(good) - cut]
-        yield HEAD.pack(magic, version, regions, name_bytes, part_bytes - cut, zlib.crc32(rest)) + rest, ""
-
-
-def of_other_regions(good: bytes) -> Iterator[tuple[bytes, str]]:
-    """Metadata whose sound head names other regions than the engine's part has; with the field of the error."""
-    magic, version, regions, name_bytes, part_bytes, _ = HEAD.unpack_from(good)
-    for named in (regions - 1, regions + 1, regions + 7):
-        rest = struct.pack("<Q", MIB) * named + good[HEAD.size + 8 * regions :]
-        yield HEAD.pack(magic, version, named, name_bytes, part_bytes, zlib.crc32(rest)) + rest, "metadata"
+        yield HEAD.pack(magic, version, length, name_bytes, part_bytes - cut, zlib.crc32(rest)) + rest
 
 
 def test_connecting_again_changes_nothing_and_after_disconnecting_reads_fail(pair: Pair) -> None:
     owner, reader = pair
     for _ in range(3):
         connect(reader, "owner", metadata_of(owner))
-    assert reader.ask("read", peer="owner", items=[[0, 0, 0, 0, 1]]) == ["", ENDED_ONCE]
+    assert reader.ask("read", peer="owner", items=[[0, 0, 1]]) == ["", ENDED_ONCE]
     for _ in range(2):
         reader.ask("disconnect", peer="owner")
-    assert reader.ask("read", peer="owner", items=[[0, 0, 0, 0, 1]]) == ["not_connected", ENDED_ONCE]
+    assert reader.ask("read", peer="owner", items=[[0, 0, 1]]) == ["not_connected", ENDED_ONCE]
     reader.ask("disconnect", peer="nobody")
     connect(reader, "owner", metadata_of(owner))
-    assert reader.ask("read", peer="owner", items=[[0, 0, 0, 0, 1]]) == ["", ENDED_ONCE]
+    assert reader.ask("read", peer="owner", items=[[0, 0, 1]]) == ["", ENDED_ONCE]
 
 
 def test_a_read_from_a_killed_peer_fails_and_its_successor_can_be_read(start: Start) -> None:
@@ -255,11 +238,11 @@ def test_a_read_from_a_killed_peer_fails_and_its_successor_can_be_read(start: St
     owner.kill()
     answers = [reader.ask("finish_read", number=number) for number in numbers]
     assert all(reason in ("", "peer_gone") and ended == ENDED_ONCE for reason, ended in answers), answers
-    until(lambda: reader.ask("read", peer="owner", items=[[0, 0, 0, 0, 1]]) == ["peer_gone", ENDED_ONCE])
+    until(lambda: reader.ask("read", peer="owner", items=[[0, 0, 1]]) == ["peer_gone", ENDED_ONCE])
     successor = start(9)
     connect(reader, "owner", metadata_of(successor))
     assert reader.ask("read", peer="owner", items=whole()) == ["", ENDED_ONCE]
-    assert sums(reader)[0] == zlib.crc32(pattern(9, LENGTHS[0]))
+    assert sum_of(reader) == zlib.crc32(pattern(9, LENGTH))
 
 
 def test_a_reader_killed_in_mid_read_does_not_harm_the_owner(start: Start, engine: Engine) -> None:
@@ -277,7 +260,7 @@ def test_a_reader_killed_in_mid_read_does_not_harm_the_owner(start: Start, engin
         reader = start()
         connect(reader, "owner", metadata_of(owner))
         assert reader.ask("read", peer="owner", items=whole()) == ["", ENDED_ONCE]
-        assert sums(reader)[0] == sums(owner)[0]
+        assert sum_of(reader) == sum_of(owner)
 
     for happens in (*(killed_in_mid_read,) * amount(1, 3), read):
         try:
@@ -303,13 +286,13 @@ def test_a_read_from_a_stopped_peer_fails_in_time_and_writes_nothing_after_its_e
         owner.signal(signal.SIGCONT)
     # Over these transports a read whose wait has ended ends by itself; another test covers `disconnect`.
     until(lambda: all(reader.ask("times_ended", number=number) for number in numbers))
-    reader.ask("poison", seed=77, offset=0, length=LENGTHS[0])
+    reader.ask("poison", seed=77, offset=0, length=LENGTH)
     owner.signal(signal.SIGCONT)
     # When new reads have arrived, no byte of the old ones can be on its way any more.
     connect(reader, "owner", metadata_of(owner))
-    assert reader.ask("read", peer="owner", items=[[0, 0, 0, 0, MIB]]) == ["", ENDED_ONCE]
-    expected = pattern(5, LENGTHS[0])[:MIB] + pattern(77, LENGTHS[0])[MIB:]
-    assert sums(reader)[0] == zlib.crc32(expected)
+    assert reader.ask("read", peer="owner", items=[[0, 0, MIB]]) == ["", ENDED_ONCE]
+    expected = pattern(5, LENGTH)[:MIB] + pattern(77, LENGTH)[MIB:]
+    assert sum_of(reader) == zlib.crc32(expected)
     assert [reader.ask("times_ended", number=number) for number in numbers] == [ENDED_ONCE] * 3
 
 
@@ -321,7 +304,7 @@ def test_a_read_whose_wait_was_cancelled_still_ends(pair: Pair) -> None:
     owner.signal(signal.SIGCONT)
     until(lambda: reader.ask("times_ended", number=number) == ENDED_ONCE)
     assert reader.ask("read", peer="owner", items=whole()) == ["", ENDED_ONCE]
-    assert sums(reader)[0] == sums(owner)[0]
+    assert sum_of(reader) == sum_of(owner)
     assert reader.ask("times_ended", number=number) == ENDED_ONCE
 
 
@@ -345,18 +328,18 @@ def test_close_and_disconnect_end_reads_as_far_as_the_engine_can(
         until(lambda: [reader.ask("times_ended", number=n) for n in numbers] == [ENDED_ONCE] * 6)
     if ending == "close":
         reader.ask("close")
-        assert reader.ask("read", peer="owner", items=[[0, 0, 0, 0, 1]]) == ["closed", ENDED_ONCE]
+        assert reader.ask("read", peer="owner", items=[[0, 0, 1]]) == ["closed", ENDED_ONCE]
     assert owner.finish() == 0
 
 
 def test_two_peers_read_each_other_at_once(pair: Pair) -> None:
     one, two = pair
-    half = LENGTHS[0] // 2
+    half = LENGTH // 2
     one.ask("fill", seed=5)
     two.ask("fill", seed=11)
     connect(one, "owner", metadata_of(two))
     # Each process reads the other's upper half into its own lower half.
-    items = [[0, half + at, 0, at, MIB] for at in range(0, half, MIB)]
+    items = [[half + at, at, MIB] for at in range(0, half, MIB)]
     begun = [
         (process, process.ask("begin_read", peer="owner", items=items, deadline_s=LONG_S))
         for _ in range(4)
@@ -365,16 +348,16 @@ def test_two_peers_read_each_other_at_once(pair: Pair) -> None:
     for process, number in begun:
         assert process.ask("finish_read", number=number) == ["", ENDED_ONCE]
     for process, seed in ((one, 11), (two, 5)):
-        expected = zlib.crc32(pattern(seed, LENGTHS[0])[half:])
-        assert process.ask("checksum", region=0, offset=0, length=half) == expected
+        expected = zlib.crc32(pattern(seed, LENGTH)[half:])
+        assert process.ask("checksum", offset=0, length=half) == expected
 
 
 def test_a_read_over_a_cut_connection_fails_and_the_connection_can_be_made_again(pair: Pair) -> None:
     owner, reader = pair
     assert reader.ask("read", peer="owner", items=whole()) == ["", ENDED_ONCE]
     if owner.ask("cut_connections") > 0:  # when the kernel copies, no connection exists
-        until(lambda: reader.ask("read", peer="owner", items=[[0, 0, 0, 0, 1]]) == ["peer_gone", ENDED_ONCE])
+        until(lambda: reader.ask("read", peer="owner", items=[[0, 0, 1]]) == ["peer_gone", ENDED_ONCE])
     connect(reader, "owner", metadata_of(owner))
-    reader.ask("poison", seed=77, offset=0, length=LENGTHS[0])
+    reader.ask("poison", seed=77, offset=0, length=LENGTH)
     assert reader.ask("read", peer="owner", items=whole()) == ["", ENDED_ONCE]
-    assert sums(reader)[0] == sums(owner)[0]
+    assert sum_of(reader) == sum_of(owner)

@@ -77,14 +77,13 @@ class CopyEngine(TransferEngine):
         self.reads = 0
         self.before_read: Callable[[], None] = lambda: None
 
-    async def open(self, regions: Sequence[Region]) -> bytes:
-        [region] = regions
+    async def open(self, region: Region) -> bytes:
         self.local = (region.address, region.length)
         return metadata_of(*region)
 
     async def connect(self, peer: str, metadata: bytes) -> None:
         known = unpack_metadata(self.name, peer, metadata)
-        self.peers[peer] = (int.from_bytes(known.part, "little"), known.region_bytes[0])
+        self.peers[peer] = (int.from_bytes(known.part, "little"), known.region_bytes)
 
     async def read(
         self, peer: str, items: Sequence[ReadItem], deadline_s: float, ended: Callable[[], None]
@@ -94,7 +93,7 @@ class CopyEngine(TransferEngine):
             ended()
             return NOT_CONNECTED
         address, length = self.peers[peer]
-        assert in_range(items, [self.local[1]], [length])
+        assert in_range(items, self.local[1], length)
         self.before_read()
         if self.answer:
             ended()
@@ -133,7 +132,7 @@ class CopyEngine(TransferEngine):
 
 def metadata_of(address: int, length: int) -> bytes:
     """Return the metadata that connect a `CopyEngine` to this region."""
-    return pack_metadata("copy", [Region(address, length)], address.to_bytes(8, "little"))
+    return pack_metadata("copy", Region(address, length), address.to_bytes(8, "little"))
 
 
 class TestOwner(Endpoint):

@@ -58,7 +58,7 @@ class Pair:
     async def open(self) -> None:
         pool = self.l1.pool
         try:
-            metadata = await self.engine.open([Region(pool.extents_address, pool.extents_bytes)])
+            metadata = await self.engine.open(Region(pool.extents_address, pool.extents_bytes))
         except TransferError as why:
             pytest.skip(why.message)
         public, secret = zmq.curve_keypair()

@@ -5,7 +5,7 @@ Invariants
    more: after its completion, its error completion, or the forced end of its connection.  A deadline or a cancelled
    await ends only the wait.  `ended` is also called for a read that was refused before anything was posted.
 2. A read answers at its deadline at the latest, whatever the peer and the network do.
-3. Nothing outside the regions of either side is read or written: all items are checked before the first is posted.
+3. Nothing outside the memory of either side is read or written: all items are checked before the first is posted.
 4. Where `quiesce` is "drain", `disconnect` and `close` force the reads that they concern to their end.  Where it is
    "never", a read from a hanging peer may never end, and only the end of this process frees its destinations.
 5. Metadata from another instance are checked before any part of them reaches native code.
@@ -24,7 +24,6 @@ from typing import Literal, NamedTuple
 
 from kvstrata.errors import TransferError
 
-MAX_REGIONS = 8
 MAX_ITEMS = 4096
 """Maximum number of items of one read."""
 MAX_METADATA_BYTES = (1 << 20) - 1024
@@ -54,24 +53,22 @@ class Region(NamedTuple):
 
 
 class ReadItem(NamedTuple):
-    """Read `length` bytes at an offset in a region of the peer into a region of this process. Regions have indices."""
+    """Read `length` bytes at an offset in the peer's memory into the memory of this process."""
 
-    remote_region: int
     remote_offset: int
-    local_region: int
     local_offset: int
     length: int
 
 
 class TransferEngine(ABC):
-    """Registered regions, connections by the peer's name, and reads.  Called on one event loop; never blocks it."""
+    """Registered memory, connections by the peer's name, and reads.  Called on one event loop; never blocks it."""
 
     name: str
     quiesce: Literal["drain", "never"]
     """Whether `disconnect` ends a read in flight ("drain"), or only killing this process does ("never")."""
 
     @abstractmethod
-    async def open(self, regions: Sequence[Region]) -> bytes:
+    async def open(self, region: Region) -> bytes:
         """Register memory and serve it to peers; returns metadata for their `connect`, below MAX_METADATA_BYTES.
 
         Raises a TransferError that says what to install or change; its field is `network` if no device can be used.
@@ -108,27 +105,26 @@ class TransferEngine(ABC):
 
 # --- metadata ----------------------------------------------------------------------------------------------
 #
-# Magic, format version, number of regions, length of the transfer engine's name, length of its part, and the CRC-32 of
-# all bytes that follow.  These are the region lengths, the name and the part.
+# Magic, format version, length of the memory, length of the transfer engine's name, length of its part, and the CRC-32
+# of all bytes that follow.  These are the name and the part.
 
 _MAGIC = b"KVXF"
-_VERSION = 2
-_HEAD = struct.Struct("<4sHHBII")
-_REGION = struct.Struct("<Q")
+_VERSION = 3
+_HEAD = struct.Struct("<4sHQBII")
 
 
 class PeerMetadata(NamedTuple):
     """The metadata that another instance's `open` returned."""
 
-    region_bytes: tuple[int, ...]
+    region_bytes: int
     part: bytes
     """The part that only transfer engines of the same kind understand."""
 
 
-def pack_metadata(engine: str, regions: Sequence[Region], part: bytes) -> bytes:
+def pack_metadata(engine: str, region: Region, part: bytes) -> bytes:
     """Pack metadata for peers. Raises TransferError if they would be too long."""
-    rest = b"".join(_REGION.pack(region.length) for region in regions) + engine.encode() + part
-    packed = _HEAD.pack(_MAGIC, _VERSION, len(regions), len(engine), len(part), zlib.crc32(rest)) + rest
+    rest = engine.encode() + part
+    packed = _HEAD.pack(_MAGIC, _VERSION, region.length, len(engine), len(part), zlib.crc32(rest)) + rest
     if len(packed) > MAX_METADATA_BYTES:
         what = f"{len(packed)} bytes exceed {MAX_METADATA_BYTES}; use fewer network devices"
         raise TransferError(f"{engine}: the metadata for peers: {what}", field="metadata")
@@ -147,44 +143,34 @@ def unpack_metadata(engine: str, peer: str, metadata: bytes) -> PeerMetadata:
         raise wrong(f"has {len(metadata)} bytes; at most {MAX_METADATA_BYTES} are allowed")
     if len(metadata) < _HEAD.size or metadata[:4] != _MAGIC:
         raise wrong("was not packed by a transfer engine of kvstrata")
-    _, version, regions, name_bytes, part_bytes, checksum = _HEAD.unpack_from(metadata)
+    _, version, region_bytes, name_bytes, part_bytes, checksum = _HEAD.unpack_from(metadata)
     if version != _VERSION:
         raise wrong(f"has format version {version}, but this instance uses {_VERSION}; upgrade the older one")
     rest = metadata[_HEAD.size :]
-    if len(rest) != regions * _REGION.size + name_bytes + part_bytes:
+    if len(rest) != name_bytes + part_bytes:
         raise wrong(f"has {len(rest)} bytes after its head, but the head names another length")
     if zlib.crc32(rest) != checksum:
         raise wrong("is damaged: its checksum is wrong")
-    name = rest[regions * _REGION.size :][:name_bytes]
+    name = rest[:name_bytes]
     if name != engine.encode():
         raise wrong(
             f"comes from the engine {name.decode(errors='replace')!r}; set the same p2p.engine on both sides"
         )
-    if not 0 < regions <= MAX_REGIONS:
-        raise wrong(f"names {regions} regions; 1 to {MAX_REGIONS} are allowed")
-    lengths = tuple(length for (length,) in _REGION.iter_unpack(rest[: regions * _REGION.size]))
-    return PeerMetadata(lengths, rest[regions * _REGION.size + name_bytes :])
+    return PeerMetadata(region_bytes, rest[name_bytes:])
 
 
-def check_regions(engine: str, regions: Sequence[Region]) -> None:
-    """Raise TransferError for regions that cannot be registered."""
-    if not 0 < len(regions) <= MAX_REGIONS:
-        raise TransferError(
-            f"{engine}: regions: must be 1 to {MAX_REGIONS}, found {len(regions)}", field="regions"
-        )
-    for index, region in enumerate(regions):
-        if region.address <= 0 or region.length <= 0 or region.address + region.length >= 1 << 63:
-            what = f"{region.length} bytes at {region.address:#x} are not a range of memory"
-            raise TransferError(f"{engine}: regions[{index}]: {what}", field="regions")
+def check_region(engine: str, region: Region) -> None:
+    """Raise TransferError for memory that cannot be registered."""
+    if region.address <= 0 or region.length <= 0 or region.address + region.length >= 1 << 63:
+        what = f"{region.length} bytes at {region.address:#x} are not a range of memory"
+        raise TransferError(f"{engine}: region: {what}", field="region")
 
 
-def in_range(items: Sequence[ReadItem], local_bytes: Sequence[int], remote_bytes: Sequence[int]) -> bool:
-    """Whether the number of items is 1 to MAX_ITEMS, and every item lies within its regions, given their lengths."""
+def in_range(items: Sequence[ReadItem], local_bytes: int, remote_bytes: int) -> bool:
+    """Whether the number of items is 1 to MAX_ITEMS, and every item lies within the memory of both sides."""
     return 0 < len(items) <= MAX_ITEMS and all(
         item.length > 0
-        and 0 <= item.remote_region < len(remote_bytes)
-        and 0 <= item.remote_offset <= remote_bytes[item.remote_region] - item.length
-        and 0 <= item.local_region < len(local_bytes)
-        and 0 <= item.local_offset <= local_bytes[item.local_region] - item.length
+        and 0 <= item.remote_offset <= remote_bytes - item.length
+        and 0 <= item.local_offset <= local_bytes - item.length
         for item in items
     )

@@ -47,7 +47,7 @@ from kvstrata.p2p.engines.base import (
     ReadItem,
     Region,
     TransferEngine,
-    check_regions,
+    check_region,
     in_range,
     pack_metadata,
     unpack_metadata,
@@ -64,19 +64,17 @@ CLOSE_WAITS_S = 2.0
 """How long `close` waits for transfers that may still end by themselves."""
 POLL_S = 50e-6
 """Time between two looks at transfers under way."""
-_PART = struct.Struct("<BBH")  # length of the version, regions, length of NIXL's own metadata
+_PART = struct.Struct("<BHQ")  # length of the version, of NIXL's own metadata; address of the memory
 
 
 class _Peer:
     """One process of a peer, as the owner thread and the loop know it."""
 
-    def __init__(
-        self, metadata: bytes, region_bytes: tuple[int, ...], agent: str, bases: tuple[int, ...]
-    ) -> None:
+    def __init__(self, metadata: bytes, region_bytes: int, agent: str, base: int) -> None:
         self.metadata = metadata
         self.region_bytes = region_bytes
         self.agent = agent
-        self.bases = bases
+        self.base = base
         self.broken = False
         self.forgotten = False
         # Only the owner thread uses these.
@@ -108,7 +106,7 @@ class NixlEngine(TransferEngine):
         self._peers: dict[str, _Peer] = {}
         self._connecting = asyncio.Lock()
         self._answers: dict[asyncio.Future[str], _Peer] = {}
-        self._regions: tuple[Region, ...] = ()
+        self._region = Region(0, 0)
         self._items_under_way = 0
         self._closed = False
         self._drained = asyncio.Event()
@@ -122,13 +120,13 @@ class NixlEngine(TransferEngine):
 
     # --- on the loop -------------------------------------------------------------------------------------
 
-    async def open(self, regions: Sequence[Region]) -> bytes:
+    async def open(self, region: Region) -> bytes:
         """See the contract."""
-        check_regions(self.name, regions)
+        check_region(self.name, region)
         if self._loop is not None:
             raise TransferError("nixl: an engine can be opened only once", field="engine")
         self._loop = asyncio.get_running_loop()
-        self._regions = tuple(regions)
+        self._region = region
         self._thread = threading.Thread(target=self._own, name="kvs-nixl", daemon=True)
         self._thread.start()
         try:
@@ -136,7 +134,7 @@ class NixlEngine(TransferEngine):
         except TransferError:
             await self.close()
             raise
-        return pack_metadata(self.name, regions, part)
+        return pack_metadata(self.name, region, part)
 
     async def connect(self, peer: str, metadata: bytes) -> None:
         """See the contract."""
@@ -163,7 +161,7 @@ class NixlEngine(TransferEngine):
             refused = CLOSED
         elif known is None:
             refused = NOT_CONNECTED
-        elif not in_range(items, [region.length for region in self._regions], known.region_bytes):
+        elif not in_range(items, self._region.length, known.region_bytes):
             refused = OUT_OF_RANGE
         elif known.broken:
             refused = PEER_GONE
@@ -280,15 +278,14 @@ class NixlEngine(TransferEngine):
         name = uuid.uuid4().hex
         try:
             self._agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
-            described = [(region.address, region.length, 0, "") for region in self._regions]
-            self._registered = self._agent.register_memory(described, "DRAM")
+            described = (self._region.address, self._region.length, 0, "")
+            self._registered = self._agent.register_memory([described], "DRAM")
             own: bytes = self._agent.get_agent_metadata()
         except Exception as error:  # the plugin boundary: NIXL's exceptions have no common class
             self._agent = None
             raise TransferError(f"nixl: {type(error).__name__}: {scrubbed(error)}", field="engine") from error
         version = self._version.encode()
-        bases = b"".join(struct.pack("<Q", region.address) for region in self._regions)
-        return _PART.pack(len(version), len(self._regions), len(own)) + version + bases + own
+        return _PART.pack(len(version), len(own), self._region.address) + version + own
 
     def _import(self) -> Any:
         """Import NIXL's module, with the environment variables that it needs."""
@@ -314,28 +311,27 @@ class NixlEngine(TransferEngine):
         logger.setLevel(logging.WARNING)
         return module
 
-    def _add(self, peer: str, metadata: bytes, region_bytes: tuple[int, ...], part: bytes) -> _Peer:
+    def _add(self, peer: str, metadata: bytes, region_bytes: int, part: bytes) -> _Peer:
         def wrong(what: str) -> TransferError:
             return TransferError(f"nixl: metadata of peer {peer!r:.80}: {what}", field="metadata")
 
         if len(part) < _PART.size:
             raise wrong(f"the engine's part has only {len(part)} bytes")
-        version_bytes, regions, own_bytes = _PART.unpack_from(part)
+        version_bytes, own_bytes, base = _PART.unpack_from(part)
         rest = part[_PART.size :]
-        if len(rest) != version_bytes + 8 * regions + own_bytes or regions != len(region_bytes):
+        if len(rest) != version_bytes + own_bytes:
             raise wrong("the engine's part does not have the length that its head names")
         version = rest[:version_bytes].decode(errors="replace")
         if version != self._version:
             raise wrong(
                 f"comes from NIXL {version}, but this instance has {self._version}; install the same version on both"
             )
-        bases = struct.unpack_from(f"<{regions}Q", rest, version_bytes)
         try:
-            agent: str | bytes = self._agent.add_remote_agent(rest[version_bytes + 8 * regions :])
+            agent: str | bytes = self._agent.add_remote_agent(rest[version_bytes:])
         except Exception as error:  # the plugin boundary
             what = f"nixl: metadata of peer {peer!r:.80}: {type(error).__name__}: {scrubbed(error)}"
             raise TransferError(what, field="network") from error
-        return _Peer(metadata, region_bytes, agent.decode() if isinstance(agent, bytes) else agent, bases)
+        return _Peer(metadata, region_bytes, agent.decode() if isinstance(agent, bytes) else agent, base)
 
     def _post(self, read: _Read) -> None:
         peer = read.peer
@@ -353,13 +349,8 @@ class NixlEngine(TransferEngine):
         self._judge(read, state)
 
     def _prepare(self, read: _Read) -> Any:
-        local = [
-            (self._regions[item.local_region].address + item.local_offset, item.length, 0)
-            for item in read.items
-        ]
-        remote = [
-            (read.peer.bases[item.remote_region] + item.remote_offset, item.length, 0) for item in read.items
-        ]
+        local = [(self._region.address + item.local_offset, item.length, 0) for item in read.items]
+        remote = [(read.peer.base + item.remote_offset, item.length, 0) for item in read.items]
         agent = self._agent
         return agent.initialize_xfer(
             "READ", agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM"), read.peer.agent

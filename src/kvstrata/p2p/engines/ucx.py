@@ -42,7 +42,7 @@ from kvstrata.p2p.engines.base import (
     ReadItem,
     Region,
     TransferEngine,
-    check_regions,
+    check_region,
     in_range,
     pack_metadata,
     unpack_metadata,
@@ -89,7 +89,7 @@ def find_library() -> str:
 class _Connection:
     """The connection to one process of a peer."""
 
-    def __init__(self, number: int, metadata: bytes, region_bytes: tuple[int, ...]) -> None:
+    def __init__(self, number: int, metadata: bytes, region_bytes: int) -> None:
         self.number = number
         self.metadata = metadata
         self.region_bytes = region_bytes
@@ -113,14 +113,14 @@ class UcxEngine(TransferEngine):
         """By ticket: the function to call when the ticket's command has ended."""
         self._connections: dict[str, _Connection] = {}
         self._connecting = asyncio.Lock()
-        self._region_bytes: tuple[int, ...] = ()
+        self._region_bytes = 0
         self._items_under_way = 0
         self._thinning = Thinning()
         self._closed: asyncio.Future[None] | None = None
 
-    async def open(self, regions: Sequence[Region]) -> bytes:
+    async def open(self, region: Region) -> bytes:
         """See the contract."""
-        check_regions(self.name, regions)
+        check_region(self.name, region)
         if self._native is not None or self._closed is not None:
             raise TransferError("ucx: an engine can be opened only once", field="engine")
         native = native_module()
@@ -130,7 +130,7 @@ class UcxEngine(TransferEngine):
         with _load_lock:
             unset = [name for name in _PROCESS_SETTINGS if name not in os.environ]
             os.environ.update({name: _PROCESS_SETTINGS[name] for name in unset})
-            self._native = native(library, self._settings, regions)
+            self._native = native(library, self._settings, region)
         self._loop.add_reader(self._native.event_fd, self._take_events)
         try:
             end, text = await asyncio.shield(opened)
@@ -143,8 +143,8 @@ class UcxEngine(TransferEngine):
             advice = f"; install UCX: {INSTALL}" if "libucp" in what else ""
             field = "network" if end == _NO_WAY else "engine"
             raise TransferError(f"ucx: {what}{advice}", field=field)
-        self._region_bytes = tuple(region.length for region in regions)
-        return pack_metadata(self.name, regions, text)
+        self._region_bytes = region.length
+        return pack_metadata(self.name, region, text)
 
     async def connect(self, peer: str, metadata: bytes) -> None:
         """See the contract."""
