@@ -356,7 +356,7 @@ class ElectionMachine(RuleBasedStateMachine):
 
 
 ElectionMachine.TestCase.settings = settings(
-    max_examples=amount(40, 1_000), stateful_step_count=amount(40, 60), phases=(Phase.generate,)
+    max_examples=amount(30, 1_000), stateful_step_count=amount(40, 60), phases=(Phase.generate,)
 )
 TestElections = ElectionMachine.TestCase
 
