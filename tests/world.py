@@ -129,6 +129,12 @@ class Engine(CacheEngine):
         else:
             self.cut_next = sent, received
 
+    @property
+    def is_to_be_cut(self) -> bool:
+        """Whether its connection is cut, or will be."""
+        wire = self.wire
+        return wire is None or wire.fileno() < 0 or min(wire.may_send, wire.may_receive) < math.inf
+
     def die(self) -> None:
         """Play the death of the process."""
         self.world.note(f"{self.name} dies")

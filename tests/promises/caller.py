@@ -30,6 +30,7 @@ class Load(NamedTuple):
     lookup: Lookup
     items: list[LoadItem]
     blocks: list[list[int]]
+    has_begun: bool
 
 
 class Store(NamedTuple):
@@ -80,8 +81,9 @@ class Caller:
                 self.cancel,
                 self.cancel_store,
                 self.cancel_load,
+                self.store_rest,
             ],
-            [4, 8, 4, 2, 2, 1, 1],
+            [4, 8, 4, 2, 2, 1, 1, 1],
         )[0]()
 
     def store(self, tokens: list[int] | None = None, first: int = 0) -> StoreJob | None:
@@ -95,6 +97,11 @@ class Caller:
         assert was_connected or job.done.is_set(), "a store waits for an absent server"
         self.stores.append(Store(tokens, job, blocks))
         return job
+
+    def store_rest(self) -> None:
+        """Store the end of a prompt, whose beginning may be present."""
+        tokens = self.some_prompt()
+        self.store(tokens, self.random.randrange(len(tokens) // 16))
 
     def look_up(self, tokens: list[int] | None = None, deadline_ms: int | None = None) -> Lookup:
         tokens = tokens or self.some_prompt()
@@ -120,13 +127,21 @@ class Caller:
         )
         self.note(f"loads {len(items)} chunks of {lookup.tokens[0]}")
         assert not job.done.is_set() or not job.failed or not is_ours, "a load under a good lease failed"
-        self.loads.append(Load(job, lookup, items, blocks))
+        self.loads.append(Load(job, lookup, items, blocks, not job.failed))
 
     def release(self) -> None:
-        if self.held:
-            lookup = self.held.pop(self.random.randrange(len(self.held)))
-            self.note(f"releases {lookup.tokens[0]}")
-            self.engine.client.release([lookup.call.result.lease], group=self.random.random() < 0.5)
+        if not self.held:
+            return
+        lookup = self.held.pop(self.random.randrange(len(self.held)))
+        self.note(f"releases {lookup.tokens[0]}")
+        self.engine.client.release([lookup.call.result.lease], group=self.random.random() < 0.5)
+        blocks = (
+            self.engine.take_blocks(lookup.call.result.n_chunks) if self.engine.client.slice_digest else None
+        )
+        if blocks is not None:
+            job, items = self.engine.begin_load(lookup.tokens, lookup.call, blocks, sync=True)
+            assert len(job.failed) == len(items), "a lease that was given back is loaded"
+            self.engine.free_blocks(blocks)
 
     def cancel(self) -> None:
         """Cancel a lookup, before or after its answer."""
@@ -146,8 +161,13 @@ class Caller:
                 self.engine.fill(ids, "written early")
 
     def cancel_load(self) -> None:
+        """Cancel a load that runs, or give back its lease, which the load keeps to its end."""
         if self.loads:
-            self.random.choice(self.loads).job.cancel()
+            load = self.random.choice(self.loads)
+            if self.random.random() < 0.5:
+                load.job.cancel()
+            else:
+                self.engine.client.release([load.lookup.call.result.lease])
 
     def some_prompt(self) -> list[int]:
         tokens = self.random.choice(self.prompts)
@@ -193,6 +213,8 @@ class Caller:
             self.note(f"stored {store.tokens[0]}: {' '.join(store.job.outcomes)}")
         for load in [one for one in self.loads if one.job.done.is_set()]:
             self.loads.remove(load)
+            if load.has_begun and not load.job.cancelled:
+                assert not load.job.failed, "a load that had begun failed"
             self.engine.check_loaded(load.job, load.items)
             assert not self.engine.client.stats()["corrupt_chunks"], "a chunk was damaged"
             self.engine.free_blocks(load.blocks)

@@ -48,13 +48,43 @@ def degraded(world: World) -> None:
                 server.is_frozen = True
             case 3 if is_well and rng.random() < 0.5:
                 server.stop()
+            case 9 if is_well:
+                stalls(world, rng.choice(callers))
             case 2 | 3 | 4 | 5 | 6 | 7 | 8 if not is_well:
                 heal(server)
             case _:
                 rng.choice(callers).act()
         if rng.random() < 0.5:
             world.sleep(rng.choice([0.0005, 0.005, 0.05, 0.4]))
+    if rng.random() < 0.3:
+        closes(callers.pop())
     ends_well(world, server, callers)
+
+
+def stalls(world: World, caller: Caller) -> None:
+    """A process that does not run for a while does not take its well server for silent."""
+    engine = caller.engine
+    caller.look_up()
+    world.step()  # it has asked, and has not seen the answer
+    cut, trips = engine.is_to_be_cut or world.splits, engine.client.stats()["breaker_trips"]
+    world.note(f"{engine.name} does not run")
+    engine.is_frozen = True
+    world.sleep(world.random.choice([0.35, 0.5, 1.5]))
+    engine.is_frozen = False
+    world.sleep(0.02)
+    assert cut or engine.client.stats()["breaker_trips"] == trips, "a well server is taken for silent"
+
+
+def closes(caller: Caller) -> None:
+    """A closing client ends every call, whatever its server does."""
+    caller.store()
+    caller.look_up()
+    caller.note("closes")
+    caller.engine.close()
+    for lookup in caller.lookups:
+        assert lookup.call.done, "a lookup outlives its client"
+    for store in caller.stores:
+        assert store.job.done.is_set() and store.job.gathered.is_set(), "a store outlives its client"
 
 
 def heal(server: Server) -> None:

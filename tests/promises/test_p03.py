@@ -87,7 +87,7 @@ class Group:
         self.loads.note(f"loads {lookup.tokens[0]}")
         job, items = self.worker.begin_load(lookup.tokens, lookup.call, blocks)
         assert not job.failed or self.scheduler.is_dead, "a lease that was handed on is gone"
-        self.loads.loads.append(Load(job, lookup, items, blocks))
+        self.loads.loads.append(Load(job, lookup, items, blocks, not job.failed))
 
     def die(self) -> None:
         (self.scheduler if self.world.random.random() < 0.7 else self.worker).die()
@@ -106,11 +106,13 @@ def revokes(world: World) -> None:
     rng = world.random
     server = world.server()
     store_all(world, server)
+    shared = [prompt(CHUNKS, number) for number in range(PROMPTS)]
     groups = [Group(world, server, name) for name in (b"a", b"b")]
-    writer = Caller(world.engine(server, group=b"writer" * 2 + b"1234", block_bytes=BLOCK_BYTES), [])
+    writer = Caller(world.engine(server, group=b"writer" * 2 + b"1234", block_bytes=BLOCK_BYTES), shared)
+    writer.engine.copies.takes_s = lambda: rng.choice([0.0, 0.3])
     engines = [engine for group in groups for engine in (group.scheduler, group.worker)]
     world.run(lambda: all(engine.identity().ready for engine in engines), "all engines are ready")
-    for number in range(50):
+    for number in range(60):
         group = rng.choice(groups)
         match rng.randrange(24):
             case 0:
@@ -121,6 +123,10 @@ def revokes(world: World) -> None:
                 rng.choice(engines).cut(**{rng.choice(["sent", "received"]): rng.randrange(500)})
             case 3 | 4:
                 writer.store(prompt(4, 100 + number))
+            case 5 | 6 | 7 | 8:
+                writer.act()
+            case 9 | 10 | 11 if writer.held or writer.loads:
+                give_back_while_it_loads(writer, number)
             case _:
                 group.act()
         if rng.random() < 0.5:
@@ -130,11 +136,21 @@ def revokes(world: World) -> None:
     for group in groups:
         group.recover()
     newcomer_gets_room(world, server)
-    world.run(lambda: not writer.waits, "stores end")
+    world.run(lambda: not writer.waits, "the writer's calls end")
     server.check()
     for engine in world.engines:
         engine.close()
     holds_nothing(server)
+
+
+def give_back_while_it_loads(caller: Caller, number: int) -> None:
+    """A lease that is given back stays until the load under it has ended, also when its bytes are wanted."""
+    caller.load()
+    if not caller.loads:
+        return
+    caller.engine.client.release([caller.loads[-1].lookup.call.result.lease])
+    for prompt_number in range(1000 + 8 * number, 1008 + 8 * number):
+        caller.store(prompt(CHUNKS, prompt_number))
 
 
 def store_all(world: World, server: Server) -> None:

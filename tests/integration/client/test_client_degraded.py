@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import signal
-import socket
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +11,6 @@ import pytest
 
 from kvstrata import failpoints
 from kvstrata.client import StoreOutcome
-from kvstrata.client.link import Link
-from kvstrata.client.silence import PING_PATIENCE_S
-from kvstrata.client.stores import BATCHES_IN_FLIGHT
-from kvstrata.rpc import wire
-from kvstrata.session.zmtp import Connection, header
-from tests.harness.amount import amount
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
 from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
@@ -90,59 +80,6 @@ def test_a_frozen_server_ends_waiting_calls_and_is_used_again_when_it_goes_on(se
         eventually("connected again", lambda: engine.client.connected)
         assert engine.hit(prompt(4)) == 4
         eventually("the lookup nobody waited for left no lease", lambda: nothing_leased(server))
-
-
-@pytest.mark.long
-@pytest.mark.silence
-def test_the_engine_of_the_tests_repeats_stores_that_a_silent_server_did_not_take(server):
-    server.start()
-    with CacheEngine(server.socket_dir) as engine, ThreadPoolExecutor(1) as thread:
-        engine.connect()
-        for ask, expected in ((engine.stored, ["stored"] * 4), (engine.hit, 4)):
-            server.freeze()
-            asked = thread.submit(ask, prompt(4))
-            eventually("the server is given up", lambda: not engine.client.connected)
-            server.thaw()
-            assert asked.result(PATIENCE_S) == expected
-
-
-@pytest.mark.long
-@pytest.mark.silence
-def test_a_client_that_seldom_runs_does_not_count_the_server_as_silent(server, monkeypatch):
-    """The client looks late each time, as when an engine's threads take the cores or hold the interpreter lock."""
-    pass_once = Link._pass
-
-    def oversleep(link: Link, timeout_s: float) -> None:
-        time.sleep(1.5 * PING_PATIENCE_S)
-        pass_once(link, timeout_s)
-
-    def nothing_lost() -> bool:
-        before = engine.client.stats()["breaker_trips"]
-        found = [engine.hit(prompt(4)) for _ in range(3)]
-        return found == [4] * 3 and engine.client.stats()["breaker_trips"] == before
-
-    server.start()
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        engine.stored(prompt(4))
-        with monkeypatch.context() as patch:
-            patch.setattr(Link, "_pass", oversleep)
-            eventually("some lookups without a false alarm", nothing_lost)
-
-
-@pytest.mark.long
-@pytest.mark.silence
-def test_a_server_that_is_frozen_repeatedly_keeps_no_lease(server):
-    server.start()
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        for seed in range(5):
-            server.freeze()
-            calls = [engine.lookup(prompt(4, seed)) for _ in range(20)]
-            assert all(call.wait(PATIENCE_S) for call in calls)
-            server.thaw()
-            use_until_it_works(engine, seed)
-        eventually("no lease is left", lambda: nothing_leased(server))
 
 
 def test_stored_chunks_are_hits_after_the_server_was_killed(server):
@@ -215,26 +152,6 @@ def old_mappings(server) -> list[str]:
     """This process's mappings of the server's deleted pools."""
     gone = f"{server.segment_dir}/extents (deleted)"
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(gone)]
-
-
-def test_a_server_killed_during_stores_frees_the_engines_blocks_and_serves_no_wrong_byte(server):
-    server.start()
-    with CacheEngine(server.socket_dir, block_bytes=64 << 10) as engine:
-        engine.connect()
-        rng = random.Random(3)
-        for seed in range(6):
-            jobs = [engine.store(prompt(12, seed * 10 + part), compute=False) for part in range(3)]
-            if rng.random() < 0.5:
-                eventually("some way into it", lambda jobs=jobs: jobs[0].bytes or jobs[0].done.is_set())
-            server.kill()
-            for job in jobs:
-                assert job.wait_gathered(PATIENCE_S)
-                assert job.done.wait(PATIENCE_S)
-            server.start()
-            engine.connect()
-        use_until_it_works(engine, seed=999)
-        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
-        eventually("no quarantine is left", lambda: pool_has_no(server, "quarantined"))
 
 
 def work(engine: CacheEngine) -> None:
@@ -315,128 +232,6 @@ def test_a_server_killed_or_frozen_at_any_step_stops_no_engine_and_the_cache_com
 def arm(server: ServerProcess, points: str) -> None:
     server._environment[failpoints.VARIABLE] = points
     server.start()
-
-
-class Cuts:
-    """Cuts the connections of this process's clients, before a message, within it or behind it, reproducibly."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-        self.rate = 0.0
-        self.count = 0
-        self._random = random.Random(seed)
-        send, receive = Connection.send, Connection.receive
-
-        def cut(link: Connection) -> None:
-            self.count += 1
-            link.socket.shutdown(socket.SHUT_RDWR)
-            raise ConnectionResetError("cut by the test")
-
-        def sends(link: Connection, message: bytes, fds: Sequence[int] = ()) -> bool:
-            if fds or self._random.random() >= self.rate:
-                return send(link, message, fds)
-            match self._random.randrange(3):
-                case 0:
-                    send(link, message)
-                case 1:
-                    whole = header(len(message)) + message
-                    link.socket.send(whole[: self._random.randrange(len(whole))])
-            cut(link)
-            return False
-
-        def receives(link: Connection) -> list[bytes]:
-            messages = receive(link)
-            if self._random.random() < self.rate:
-                cut(link)
-            return messages
-
-        monkeypatch.setattr(Connection, "send", sends)
-        monkeypatch.setattr(Connection, "receive", receives)
-
-
-@pytest.mark.parametrize("seed", range(amount(1, 6)))
-def test_connections_that_are_cut_anywhere_leave_no_lease_and_no_reservation(server, monkeypatch, seed):
-    server.start()
-    cuts = Cuts(monkeypatch, seed)
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        rng = random.Random(seed)
-        cuts.rate = 0.05
-        for number in range(40):
-            tokens = prompt(rng.randrange(1, 5), seed=rng.randrange(6))
-            if rng.random() < 0.5:
-                job = engine.store(tokens)
-                assert job.wait_gathered(PATIENCE_S)
-                assert job.done.wait(PATIENCE_S)
-            else:
-                call = engine.lookup(tokens, deadline_ms=rng.choice([50, 5000]))
-                if rng.random() < 0.3:
-                    call.cancel()
-                assert call.wait(PATIENCE_S), number
-                if call.result.n_chunks:
-                    engine.check_load(tokens, call.result, sync=rng.random() < 0.5)
-            if rng.random() < 0.5:
-                engine.connect()
-        cuts.rate = 0.0
-        assert cuts.count > 0
-        engine.connect()
-        use_until_it_works(engine, seed=100 + seed)
-        eventually("no lease is left", lambda: nothing_leased(server))
-        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
-
-
-def lose_replies(monkeypatch: pytest.MonkeyPatch, kind: type[wire.Reply]) -> None:
-    """Drop all replies of this kind on their way to the clients of this process."""
-    receive = Connection.receive
-
-    def without(link: Connection) -> list[bytes]:
-        return [
-            message
-            for message in receive(link)
-            if not (message[0] >> 4 == 9 and isinstance(wire.decode_reply(message), kind))
-        ]
-
-    monkeypatch.setattr(Connection, "receive", without)
-
-
-def test_a_lookup_whose_answer_never_comes_ends_at_its_deadline_and_leaves_no_lease(server, monkeypatch):
-    server.start()
-    lose_replies(monkeypatch, wire.LookupReply)
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        engine.stored(prompt(4))
-        call = engine.lookup(prompt(4), deadline_ms=300)
-        assert call.wait(PATIENCE_S)
-        assert call.result.reason == "deadline"
-        assert engine.client.connected, "pings are answered, so the server is in use"
-        eventually("no lease is left", lambda: nothing_leased(server))
-
-
-@pytest.mark.long
-def test_a_closing_client_reserves_nothing_more(server, monkeypatch):
-    server.start()
-    lose_replies(monkeypatch, wire.ReserveReply)
-    reserves: dict[int, None] = {}
-    send = Connection.send
-
-    def note(link: Connection, message: bytes, fds: Sequence[int] = ()) -> bool:
-        if (
-            not fds
-            and message not in (b"locked", b"bye")
-            and isinstance(request := wire.decode_request(message), wire.Reserve)
-        ):
-            reserves[request.seq] = None
-        return send(link, message, fds)
-
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        monkeypatch.setattr(Connection, "send", note)
-        jobs = [engine.store(prompt(4, seed)) for seed in range(3 * BATCHES_IN_FLIGHT)]
-        eventually("some are reserved", lambda: len(reserves) == BATCHES_IN_FLIGHT)
-        engine.client.close()
-        assert len(reserves) == BATCHES_IN_FLIGHT
-        assert {outcome for job in jobs for outcome in job.outcomes} == {StoreOutcome.UNAVAILABLE}
-        assert all(job.gathered.is_set() and job.done.is_set() for job in jobs)
-        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
 
 
 def test_a_client_frozen_for_long_keeps_its_leases_and_goes_on(server, tmp_path):

@@ -52,35 +52,12 @@ def test_stored_chunks_come_back_byte_for_byte(engine, sync):
     assert engine.check_load(tokens, result, sync=sync) == set()
 
 
-def test_a_longer_prompt_hits_as_far_as_it_was_stored(engine):
-    engine.stored(prompt(5))
-    result = engine.looked_up(prompt(9))
-    assert result.n_chunks == 5
-    assert engine.check_load(prompt(9), result, sync=True) == set()
-
-
-def test_a_prompt_grows_over_several_stores(engine):
-    assert engine.stored(prompt(4)) == ["stored"] * 4
-    assert engine.stored(prompt(10), first=4) == ["stored"] * 6
-    assert engine.hit(prompt(10)) == 10
-
-
 def test_chunks_that_are_present_are_not_copied_again(engine):
     engine.stored(prompt(4))
     job = engine.store(prompt(6))
     assert job.done.wait(PATIENCE_S)
     assert job.outcomes == [StoreOutcome.PRESENT] * 4 + [StoreOutcome.STORED] * 2
     assert job.bytes == 2 * engine.blocks.plan.payload_bytes(2)
-
-
-def test_peek_sees_what_a_lookup_would_find(engine):
-    tokens = prompt(12)
-    identity, hasher = engine.identity(), engine.hasher(tokens)
-    assert engine.client.peek(identity, hasher) == 0
-    engine.stored(tokens[: 7 * CHUNK_TOKENS])
-    assert engine.client.peek(identity, hasher) == 7
-    assert engine.client.peek(identity, hasher.chain) == 7
-    assert engine.client.peek(identity, b"") == 0
 
 
 def test_present_tells_for_each_chunk_whether_it_is_in_l1(engine):
@@ -92,47 +69,6 @@ def test_present_tells_for_each_chunk_whether_it_is_in_l1(engine):
     assert engine.client.pool.present([chunks[2], chunks[0]]) == [False, True]
     engine.client.close()
     assert engine.client.pool.present(chunks) is None
-
-
-def test_leases_end_with_the_load(server, engine):
-    tokens = prompt(6)
-    engine.stored(tokens)
-    result = engine.looked_up(tokens)
-    assert server_leases(server) > 0
-    engine.check_load(tokens, result, sync=False)
-    eventually("the lease ends", lambda: server_leases(server) == 0)
-
-
-@pytest.mark.parametrize("group", [False, True])
-def test_leases_end_by_release(server, engine, group):
-    engine.stored(prompt(6))
-    result = engine.looked_up(prompt(6))
-    engine.client.release([result.lease], group=group)
-    eventually("the lease ends", lambda: server_leases(server) == 0)
-
-
-@pytest.mark.parametrize("when", ["at once", "after the result"])
-def test_a_cancelled_lookup_leaves_no_lease(server, engine, when):
-    engine.stored(prompt(6))
-    call = engine.lookup(prompt(6))
-    if when == "after the result":
-        assert call.wait(PATIENCE_S)
-        assert call.result.n_chunks == 6
-    call.cancel()
-    assert call.done
-    assert call.result.n_chunks == 0
-    eventually(
-        "the lease ends",
-        lambda: server_leases(server) == 0 and engine.client.stats()["requests_under_way"] == 0,
-    )
-
-
-def test_a_released_lease_loads_nothing(engine):
-    tokens = prompt(4)
-    engine.stored(tokens)
-    result = engine.looked_up(tokens)
-    engine.client.release([result.lease])
-    assert engine.check_load(tokens, result, sync=True) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -186,15 +122,6 @@ def test_a_damaged_chunk_is_a_miss_and_is_dropped(server, engine, sync):
     assert engine.hit(tokens) == 5
 
 
-def test_a_store_larger_than_one_reserve_is_split_into_several(server, request):
-    # 64 MB of L1 let one session reserve 8 MB; this stores 20 MB.
-    with CacheEngine(server.socket_dir, model=request.node.name, block_bytes=64 << 10) as engine:
-        engine.connect()
-        tokens = prompt(80)
-        assert engine.stored(tokens) == ["stored"] * 80
-        assert engine.hit(tokens, sync=False) == 80
-
-
 def test_a_backlog_too_large_is_refused_and_frees_the_blocks(server, request):
     settings = {"max_store_backlog_gb": 1e-4}
     with CacheEngine(server.socket_dir, model=request.node.name, settings=settings) as engine:
@@ -209,22 +136,6 @@ def test_a_backlog_too_large_is_refused_and_frees_the_blocks(server, request):
         finally:
             server.thaw()
         assert first.done.wait(PATIENCE_S)
-
-
-def test_a_cancelled_store_commits_nothing_gathered_later(server, engine):
-    tokens = prompt(16)
-    server.freeze()
-    try:
-        job = engine.store(tokens)
-        job.cancel()
-        assert job.wait_gathered(PATIENCE_S)
-        engine.blocks.fill(range(64), "reused by another request")
-    finally:
-        server.thaw()
-    assert job.done.wait(PATIENCE_S)
-    assert StoreOutcome.STORED not in job.outcomes
-    eventually("connected again", lambda: engine.client.connected)
-    assert engine.hit(tokens) == 0
 
 
 def test_on_done_is_called_once_and_may_raise(engine):
@@ -285,17 +196,6 @@ def test_a_scheduler_needs_no_slice_and_copies_nothing(server, engine, request):
         with pytest.raises(ValueError, match="no slice"):
             scheduler.client.store(scheduler.identity(), b"", b"", scheduler.blocks.plan, [])
         scheduler.client.release([result.lease])
-
-
-def test_a_worker_loads_what_its_scheduler_looked_up(server, engine, request):
-    tokens = prompt(5)
-    engine.stored(tokens)
-    with CacheEngine(server.socket_dir, model=request.node.name, role=Role.SCHEDULER) as scheduler:
-        scheduler.connect()
-        result = scheduler.looked_up(tokens)
-        scheduler.client.release([result.lease])
-        assert engine.check_load(tokens, result, sync=False) == set()
-    eventually("the lease ends", lambda: server_leases(server) == 0)
 
 
 def test_other_facts_for_the_same_layout_are_refused_with_the_field(server, engine, request):

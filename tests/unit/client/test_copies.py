@@ -1,87 +1,18 @@
-"""Which copies may touch which bytes (epochs, leases, mappings), and copies that wait for room in the native queue."""
+"""Copies that wait for room in the native queue."""
 
 from __future__ import annotations
 
-import gc
 import mmap
 import select
-import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from kvstrata.client import copies
-from kvstrata.client.copies import Copier, CopyLedger
+from kvstrata.client.copies import Copier
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.native.copying import CopyEngine, buffer_address
 from kvstrata.native.record import RecordSpec, record_bytes
-from kvstrata.types import LeaseName
-
-POOL, OTHER_POOL = b"p" * 16, b"q" * 16
-SESSION = bytes(16)
-
-
-class Mapped:
-    """Stands for a mapping of a pool; tests ask whether it still lives."""
-
-    def __init__(self, pool_id: bytes) -> None:
-        self.pool_id = pool_id
-
-
-def lease(seq: int = 1, epoch: int = 7) -> LeaseName:
-    return LeaseName(SESSION, seq, epoch)
-
-
-@pytest.fixture
-def ledger() -> CopyLedger:
-    ledger = CopyLedger()
-    ledger.attached(7, POOL, lambda: Mapped(POOL))
-    return ledger
-
-
-@pytest.mark.parametrize("kind", ["gather", "load"])
-def test_a_running_copy_forbids_to_quiesce_its_epoch(ledger, kind):
-    if kind == "gather":
-        ledger.begin_gather(7)
-    else:
-        ledger.begin_load(lease())
-    ledger.attached(8, POOL, lambda: Mapped(POOL))
-    assert ledger.quiesce(8) is None
-    if kind == "gather":
-        ledger.end_gather(7)
-    else:
-        ledger.end_load(lease())
-    assert ledger.quiesce(8) == set()
-
-
-def test_a_mapping_lives_while_a_copy_uses_it_and_no_longer(ledger):
-    held = ledger.begin_gather(7)
-    gone = weakref.ref(held)
-    ledger.attached(8, OTHER_POOL, lambda: Mapped(OTHER_POOL))
-    assert ledger.quiesce(8) is None
-    ledger.end_gather(7)
-    assert ledger.quiesce(8) == {held}
-    assert gone() is held
-    del held
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_lease_loads_once(ledger):
-    assert ledger.begin_load(lease()) is not None
-    assert ledger.begin_load(lease()) is None
-    ledger.end_load(lease())
-    assert ledger.begin_load(lease()) is None
-    assert ledger.begin_load(lease(seq=2)) is not None
-
-
-def test_a_spent_lease_is_released_at_once_only_when_no_copy_runs_under_it(ledger):
-    ledger.begin_load(lease(1))
-    assert ledger.spend([lease(1), lease(2)]) == [lease(2)]
-    assert ledger.begin_load(lease(2)) is None
-    ledger.end_load(lease(1))
-    assert ledger.spend([lease(1)]) == [lease(1)]
-
 
 QUEUE = 256
 """So many jobs the native copy engine takes before their results are read."""
