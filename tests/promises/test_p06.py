@@ -15,8 +15,8 @@ from kvstrata.types import RequestIdentity
 from tests.promises.caller import Caller, holds_nothing, prompts
 from tests.world import Server, World, tell
 
-UNSENT_BYTES = 64 << 10
-ALL_UNSENT_BYTES = 256 << 10
+UNSENT_BYTES = 8 << 10
+ALL_UNSENT_BYTES = 24 << 10
 PARTIAL_BYTES = 128 << 10
 FLOOD = b"".join(header(len(ping)) + ping for ping in (wire.encode(wire.Ping(seq)) for seq in range(1, 400)))
 """Requests with more answers than the kernel keeps for a client that does not read."""
@@ -42,6 +42,8 @@ class Stranger:
         if self.random.random() < 0.8:
             self.send(Codec(b"DEALER", 1).opening)
         self.seq = 0
+        if self.random.random() < 0.5:
+            self.message(wire.encode(wire.Ping(1)))
 
     def send(self, data: bytes) -> None:
         try:
@@ -105,10 +107,10 @@ def strangers(world: World) -> None:
         traffic = attach.traffic()
         assert traffic["connections"] <= MAX_OPEN, traffic
         assert traffic["unread_reply_bytes"] <= ALL_UNSENT_BYTES, traffic
+        assert all(one.link.unsent_bytes <= UNSENT_BYTES for one in attach._connections)
         assert sum(one.link.partial_bytes for one in attach._connections) <= PARTIAL_BYTES
 
-    world.watchers.append(look)
-    for _ in range(60):
+    for _ in range(50):
         match rng.randrange(8):
             case 0 | 1:
                 others += [Stranger(world, server) for _ in range(rng.choice([1, 3, 40]))]
@@ -119,7 +121,9 @@ def strangers(world: World) -> None:
                     stranger.act()
             case _:
                 caller.act()
+        look()
         world.sleep(rng.choice([0.0, 0.001, 0.01]))
+        look()
     world.run(lambda: not caller.waits, "the honest engine's calls are answered")
     assert caller.engine.wire is wire_before, "the honest engine's connection was closed"
     assert not {"unavailable", "failed"} & caller.outcomes.keys(), caller.outcomes

@@ -26,18 +26,6 @@ from tests.harness.shelf import SHELVES
 from tests.harness.waiting import until
 
 
-@pytest.mark.parametrize("n_slices", [1, 3])
-async def test_chunks_in_l2_are_brought_to_l1(l1: L1, tier: OpenTier, n_slices: int) -> None:
-    one = await tier()
-    keys = chain("a", 10, n_slices)
-    await in_l2(l1, one, keys, n_slices)
-    loads = Loads(l1, one)
-    assert await loads.fetch(keys, n_slices) == FetchOutcome(10, 10, "")
-    assert l1.has(*keys)
-    assert l1.pool.peek(b"".join(keys), n_slices) == 10
-    await loads.controller.stop(0)
-
-
 async def test_only_holes_are_loaded(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     keys = chain("a", 8)
@@ -221,17 +209,6 @@ async def test_at_the_deadline_a_fetch_answers_with_the_loaded_chunks_and_the_re
     one.faults.release()
     await loads.controller.idle()
     assert l1.has(*keys)
-
-
-async def test_a_hung_exists_is_answered_at_the_deadline(l1: L1, tier: OpenTier) -> None:
-    one = await tier()
-    loads = Loads(l1, one)
-    one.plan.schedule(Fault.HANG)
-    assert await loads.fetch(chain("a", 2), within_s=0.01) == FetchOutcome(
-        0, 0, MissReason.DEADLINE, "deadline"
-    )
-    one.faults.release()
-    await loads.controller.idle()
 
 
 async def test_an_adapter_that_does_not_answer_exists_is_passed_over(l1: L1, tier: OpenTier) -> None:

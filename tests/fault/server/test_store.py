@@ -18,44 +18,11 @@ from kvstrata.server.l2 import tier_control
 from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.storage.entry import configure_tier
 from kvstrata.testing.faults import Fault, FaultPlan
-from kvstrata.testing.strategies import payload_of
-from tests.fault.server.conftest import Loads, OpenTier, Puts, Start
+from tests.fault.server.conftest import OpenTier, Puts, Start
 from tests.harness.amount import amount
-from tests.harness.l1 import L1, L1_BYTES, LATER_S, RECORD, SIZE, chain
+from tests.harness.l1 import L1, LATER_S, chain
 from tests.harness.shelf import SHELVES, entry
 from tests.harness.waiting import until
-
-
-async def test_every_committed_chunk_reaches_every_adapter(l1: L1, tier: OpenTier) -> None:
-    one, other = await tier(), await tier()
-    puts = Puts(l1, one, other)
-    keys = chain("a", 12)
-    await puts.put(l1.store(keys))
-    assert one.records == other.records == set(keys)
-    assert puts.counts("fs-0") == puts.counts("fs-1") == {"stored": 12}
-    assert puts.skipped == []
-    assert puts.backlog_bytes == 0
-
-
-async def test_chunks_beyond_the_backlog_are_skipped_counted_and_evictable(l1: L1, tier: OpenTier) -> None:
-    one = await tier()
-    one.plan.schedule(*[Fault.HANG] * 2)
-    puts = Puts(l1, one)
-    keys = l1.store(chain("a", 40))
-    puts.controller.committed(keys)
-    await until(lambda: one.faults.hanging == 2)
-    assert puts.backlog_bytes <= L1_BYTES // 4
-    n_pinned = L1_BYTES // 4 // RECORD
-    assert puts.skipped == [(key, "backlog") for key in keys[n_pinned:]]
-    assert puts.counts() == {"skipped:backlog": 40 - n_pinned}
-    # New prompts fill the pool: skipped chunks may leave, chunks that wait for their put may not.
-    for n in range(6):
-        assert len(l1.store(chain(f"new {n}", 8))) == 8
-    assert l1.has(*keys[:n_pinned])
-    assert not l1.has(*keys[n_pinned:])
-    one.faults.release()
-    await puts.controller.idle()
-    assert one.records == set(keys[:n_pinned])
 
 
 async def test_chunks_that_the_full_backlog_skipped_are_put_once_it_is_empty(l1: L1, tier: OpenTier) -> None:
@@ -166,20 +133,6 @@ async def test_a_failed_put_is_skipped_with_its_reason_and_later_ones_go_on(l1, 
     await until(lambda: l1.pool.stats()["holds"] == 0)
 
 
-async def test_a_hung_adapter_costs_the_other_nothing(l1: L1, tier: OpenTier) -> None:
-    plan = FaultPlan(0, rate=1.0, only=[Fault.HANG])
-    hung, good = await tier(plan=plan), await tier()
-    puts = Puts(l1, hung, good)
-    keys = l1.store(chain("a", 14))
-    puts.controller.committed(keys)
-    await until(lambda: good.records == set(keys))
-    assert hung.records == set()
-    plan.rate = 0.0
-    hung.faults.release()
-    await puts.controller.idle()
-    assert hung.records == set(keys)
-
-
 async def test_stop_is_bounded_and_reports_the_chunks_it_did_not_put(l1: L1, tier: OpenTier) -> None:
     plan = FaultPlan(0, rate=1.0, only=[Fault.HANG])
     one = await tier(plan=plan)
@@ -282,47 +235,6 @@ async def test_clear_empties_queue_and_adapters(l1: L1, tier: OpenTier) -> None:
     await puts.controller.idle()
     assert one.records == set(), "a record whose put was under way is deleted once the put has ended"
     assert sorted(puts.skipped) == sorted((key, "cleared") for key in keys)
-
-
-@pytest.mark.parametrize("seed", range(amount(2, 4)))
-async def test_whatever_goes_wrong_no_byte_is_wrong_and_nothing_leaks(l1, tier, seed):
-    draw = random.Random(seed)
-    plan = FaultPlan(seed, rate=0.3, only=set(Fault) - {Fault.SLOW})
-    faulty = await tier(plan=plan, deadline_ms=50, failures=3)
-    other = await tier(StorePolicy.ON_EVICT, capacity_bytes=30 * 57_344)
-    puts = Puts(l1, faulty, other, evict_ahead=EvictAhead(low_watermark=0.3, step=0.25))
-    loads = Loads(l1, faulty, other, in_flight_bytes=6 * RECORD)
-    prompts = [chain(f"p{n}", 6, 2) for n in range(12)]
-    waits: list[asyncio.Task[FetchOutcome]] = []
-    for _ in range(70):
-        keys = draw.choice(prompts)
-        action = draw.randrange(5)
-        if action < 2:
-            puts.controller.committed(l1.store(keys, 2))
-        elif action == 2:
-            waits.append(asyncio.create_task(loads.fetch(keys, 2, within_s=draw.choice([0.01, 0.2]))))
-        elif action == 3:
-            l1.lose(keys[draw.randrange(6) * 2 :])
-        else:
-            faulty.faults.release()
-        if draw.random() < 0.1 and waits:
-            draw.choice(waits).cancel()
-        await asyncio.sleep(draw.choice([0, 0.001]))
-        l1.pool.validate()
-        for key in keys:
-            assert l1.read(key) in (None, payload_of(key, SIZE)), plan
-    plan.rate = 0.0
-    faulty.faults.release()
-    await asyncio.gather(*waits, return_exceptions=True)
-    await loads.controller.idle()
-    await puts.controller.idle()
-    await loads.controller.stop(LATER_S)
-    await puts.controller.stop(LATER_S)
-    await until(lambda: faulty.guard.stuck_bytes == 0)
-    assert puts.backlog_bytes == 0
-    assert loads.controller.stats()["keys_loading"] == 0
-    assert all(gate["loading_bytes"] == 0 for gate in loads.controller.stats()["adapters"].values())
-    l1.nothing_in_use()
 
 
 async def test_a_tier_that_cannot_be_reached_stops_nothing_and_is_used_once_it_can_be(start, l1, monkeypatch):

@@ -38,17 +38,6 @@ pytestmark = pytest.mark.integration
 COMMITTED, NOT_RESERVED, BAD_RECORD = (bytes([outcome]) for outcome in wire.CommitOutcome)
 
 
-def test_stored_chunks_are_found_with_the_bytes_that_were_written(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 5)
-    assert client.lookup(identity.identity_id, chain).n_chunks == 0
-    assert set(client.store(identity, chain)) == {wire.ReserveOutcome.RESERVED}
-    reply = client.lookup(identity.identity_id, chain)
-    assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (5, 5, 0, "")
-    for extent, key in zip(unpack_extents(reply.extents), keys_of(chain), strict=True):
-        assert client.read(extent) == payload(key)
-    assert client.release([(client.session, reply.seq)]) == 1
-
-
 def test_a_lookup_counts_only_leading_chunks(client: RpcClient) -> None:
     identity, chain = new_prompt(client, 6)
     client.store(identity, chain[: 3 * KEY_BYTES])
@@ -69,16 +58,6 @@ def test_a_chunk_is_invisible_before_its_commit(client: RpcClient) -> None:
     found = client.lookup(identity.identity_id, chain)
     assert found.n_chunks == 1
     client.release([(client.session, found.seq)])
-
-
-def test_reserving_a_chunk_that_is_present_or_in_flight_gives_no_extent(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 2)
-    client.store(identity, chain[:KEY_BYTES])
-    first, _ = client.reserve(identity.identity_id, chain)
-    _, again = client.reserve(identity.identity_id, chain)
-    assert list(again.outcomes) == [wire.ReserveOutcome.PRESENT, wire.ReserveOutcome.IN_FLIGHT]
-    assert again.extents == bytes(len(again.extents))
-    assert client.abort(first) == 1
 
 
 def test_a_commit_of_an_unknown_reservation_is_not_reserved(client: RpcClient) -> None:
@@ -110,15 +89,6 @@ def test_a_record_that_was_not_written_or_names_another_key_is_not_committed(cli
     assert client.commit(seq, [0, 1]) == BAD_RECORD * 2
     assert client.lookup(identity.identity_id, chain).n_chunks == 0
     assert set(client.store(identity, chain)) == {wire.ReserveOutcome.RESERVED}, "the extents are free again"
-
-
-def test_an_aborted_reservation_leaves_nothing(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 3)
-    seq, _ = client.reserve(identity.identity_id, chain)
-    assert client.abort(seq, [0, 0, 9]) == 1
-    assert client.abort(seq) == 2
-    assert client.abort(seq) == 0
-    assert client.lookup(identity.identity_id, chain).reason in ("unknown_key", "never_stored")
 
 
 def test_a_release_is_counted_once_per_share(client: RpcClient) -> None:
@@ -160,19 +130,6 @@ def test_long_prompts_are_looked_up_off_the_loop_with_the_same_answer(client: Rp
     reply = client.lookup(identity.identity_id, chain)
     assert (reply.n_chunks, reply.reason) == (20, "unknown_key")
     assert client.release([(client.session, reply.seq)]) == 1
-
-
-def test_cancel_undoes_a_lookup_and_a_reserve(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 4)
-    client.store(identity, chain[: 2 * KEY_BYTES])
-    found = client.lookup(identity.identity_id, chain)
-    seq, _ = client.reserve(identity.identity_id, chain)
-    assert_held(client, leases=1, reservations=1)
-    assert client.cancel(found.seq) == 1
-    assert client.cancel(seq) == 1
-    assert_held(client, leases=0, reservations=0)
-    assert client.cancel(found.seq) == 0
-    assert client.commit(seq, [2, 3]) == NOT_RESERVED * 2
 
 
 def test_a_ping_releases_the_lookups_it_does_not_name(client: RpcClient) -> None:
@@ -257,22 +214,6 @@ def test_a_chunk_counts_only_when_every_slice_of_the_engine_has_it(engine):
     assert scheduler.cancel(reply.seq) == 0, "the lookup has no lease to undo"
 
 
-def test_a_lease_lasts_until_every_process_of_the_group_has_ended_its_share(engine):
-    scheduler, first, second = engine
-    identity, chain = stored_by_all(engine)
-    reply = scheduler.lookup(identity.identity_id, chain)
-    name = (scheduler.session, reply.seq)
-    assert first.release([name]) == 1
-    assert scheduler.release([name]) == 1
-    assert_held(scheduler, leases=1, reservations=0)
-    scheduler.resume([])
-    assert_held(scheduler, leases=1, reservations=0)
-    assert first.release([name]) == 0
-    assert second.release([name]) == 1
-    assert_held(scheduler, leases=0, reservations=0)
-    assert scheduler.cancel(reply.seq) == 0, "the lookup has no lease to undo"
-
-
 def stored_by_all(engine: tuple[RpcClient, RpcClient, RpcClient]) -> tuple[wire.IdentifyReply, bytes]:
     """A new identity and the chain keys of a prompt that both workers have stored."""
     scheduler, *workers = engine
@@ -306,38 +247,6 @@ def test_a_scheduler_stores_nothing(engine: tuple[RpcClient, RpcClient, RpcClien
     assert caught.value.field == "slice"
 
 
-def test_workers_are_told_of_leases_whose_scheduler_is_gone(engine):
-    scheduler, first, second = engine
-    identity, chain = stored_by_all(engine)
-    reply = scheduler.lookup(identity.identity_id, chain)
-    name = (scheduler.session, reply.seq)
-    scheduler.goodbye()
-    assert first.ping().orphaned == second.ping().orphaned == [name]
-    assert first.release([name]) == 1
-    assert first.ping().orphaned == []
-    assert_held(second, leases=1, reservations=0)
-    assert second.release([name]) == 1
-    assert_held(second, leases=0, reservations=0)
-    scheduler.replace()
-
-
-def test_a_lease_ends_without_the_share_of_a_worker_that_is_gone(engine):
-    scheduler, first, second = engine
-    identity, chain = stored_by_all(engine)
-    reply = scheduler.lookup(identity.identity_id, chain)
-    second.goodbye()
-    name = (scheduler.session, reply.seq)
-    assert [scheduler.release([name]), first.release([name])] == [1, 1]
-    assert_held(scheduler, leases=0, reservations=0)
-    assert scheduler.lookup(identity.identity_id, chain).reason == "refused", (
-        "the slice of the second worker is missing"
-    )
-    second.replace()
-    again = scheduler.lookup(identity.identity_id, chain)
-    assert again.n_chunks == 2
-    scheduler.release([(scheduler.session, again.seq)], group=True)
-
-
 def test_extents_reserved_by_a_process_are_free_once_it_is_gone(server: ServerProcess) -> None:
     with RpcClient(server.socket_dir) as first:
         salt = secrets.token_hex(8)
@@ -347,17 +256,6 @@ def test_extents_reserved_by_a_process_are_free_once_it_is_gone(server: ServerPr
     with RpcClient(server.socket_dir) as second:
         assert set(second.store(second.identify(salt=salt), chain)) == {wire.ReserveOutcome.RESERVED}
     assert_nothing_held(server.socket_dir)
-
-
-def test_a_detached_session_keeps_its_row_and_its_leases(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 2)
-    client.store(identity, chain)
-    reply = client.lookup(identity.identity_id, chain)
-    row = client.attachment.row if client.attachment else -1
-    client.detach()
-    client.attach()
-    assert client.attachment is not None and client.attachment.row == row
-    assert client.release([(client.session, reply.seq)]) == 1
 
 
 def test_a_malformed_message_gets_an_error_that_names_the_field(client: RpcClient) -> None:
