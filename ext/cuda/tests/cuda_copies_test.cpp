@@ -18,7 +18,6 @@
 
 extern "C" {
 void simulated_cuda_set(const char* name, const char* value);
-std::uint64_t simulated_cuda_calls(const char* name);
 void simulated_cuda_hold(int held);
 }
 
@@ -415,26 +414,6 @@ TEST(an_engine_that_is_closed_with_jobs_in_flight_ends_them_all_and_touches_noth
   }
 }
 
-TEST(an_item_of_a_cancelled_job_that_has_begun_is_copied_to_its_end) {
-  calm();
-  World world;
-  std::mt19937_64 random(6);
-  const auto engine = open_engine(world.device, Way::kDma);
-  world.pin(*engine);
-  simulated_cuda_hold(1);
-  const CopyItem item = world.item(0, 9, random, 0, 32);
-  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, {item}));
-  bool queued = false;
-  check_cuda(engine->await_section(1, 0, nullptr, kLong, &queued));
-  CHECK(queued);
-  CHECK(!engine->cancel(1));
-  CHECK(!engine->wait(1, std::chrono::milliseconds(1)));
-  simulated_cuda_hold(0);
-  CHECK_EQ(result_of(*engine, 1).outcome, CopyOutcome::kOk);
-  CHECK(world.record_of(item) ==
-        std::vector<unsigned char>(world.extent(0), world.extent(0) + world.extent_bytes));
-}
-
 TEST(a_forked_child_leaves_the_engine_behind) {
   calm();
   World world;
@@ -453,31 +432,4 @@ TEST(a_forked_child_leaves_the_engine_behind) {
   CHECK_EQ(status, 0);
   CHECK_EQ(result_of(*engine, 1).outcome, CopyOutcome::kOk);
   calm();
-}
-
-// The last test, because after it nothing works in this process.
-TEST(zz_a_sticky_error_fails_what_is_under_way_and_all_that_follows) {
-  calm();
-  // Not destroyed: after such an error nothing on the device can be given back.
-  static auto* const world = new World;
-  std::mt19937_64 random(8);
-  const auto engine = open_engine(world->device, Way::kKernel);
-  world->pin(*engine);
-  simulated_cuda_set("delay_us", "300");
-  simulated_cuda_set("fail", "kernel:4:719");
-  std::size_t failed = 0;
-  for (std::uint64_t id = 0; id < 12; ++id) {
-    CHECK_OK(
-        engine->submit(id, CopyKind::kGather, world->plan, {world->item(id, id, random, 0, 32)}));
-  }
-  engine->drain();
-  std::vector<CopyCompletion> done;
-  engine->completions(&done);
-  CHECK_EQ(done.size(), 12U);
-  for (const CopyCompletion& one : done)
-    failed += one.results[0].outcome == CopyOutcome::kFailed ? 1 : 0;
-  CHECK(failed >= 9);
-  CHECK_EQ(engine->failed().number, 719);
-  CHECK_OK(engine->submit(20, CopyKind::kScatter, world->plan, {world->item(0, 1, random, 0, 32)}));
-  CHECK_EQ(result_of(*engine, 20).outcome, CopyOutcome::kFailed);
 }
