@@ -1,7 +1,7 @@
 """`make soak MINUTES=`: runs one server for a long time, with clients that come and go, and measures its growth.
 
 A real server with the embedded disk log, capped so that it evicts. Clients attach, store prompts that share prefixes,
-ask for old ones, compare each loaded byte, and leave; tiers are added and removed at run time. Once in a while the
+ask for old ones, compare each loaded byte, and leave; a second tier is paused and resumed. Once in a while the
 server's memory, descriptors, threads and log are measured. The growth is that from the end of the run's first quarter
 to its end. The run fails
 
@@ -41,11 +41,11 @@ SLACK = 2
 SLACK_BYTES = 16 << 20
 """Allowed growth of anonymous memory whatever the number of sessions: the index of L2, bounded by L2's capacity."""
 LOG_SLACK_BYTES = 64 << 10
-"""Adding and removing tiers is logged."""
+"""Pausing and resuming the tier is logged."""
 
 
 class Sample(NamedTuple):
-    """Taken while no client is attached and the second tier is removed."""
+    """Taken while no client is attached and the second tier is paused."""
 
     at_s: float
     sessions: int
