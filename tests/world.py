@@ -60,9 +60,6 @@ class StandsStill(AssertionError):
     """What a story waits for does not happen."""
 
 
-# --- an engine ----------------------------------------------------------------------------------------------------
-
-
 class Engine(CacheEngine):
     """One process of an engine: a client, its blocks, and what it does by itself."""
 
@@ -162,8 +159,6 @@ class Engine(CacheEngine):
         linux.close_all(list(self.locks._files.values()))
         self.blocks.close()
 
-    # What it does for stories.
-
     def take_blocks(self, n_chunks: int) -> list[list[int]] | None:
         """Blocks for so many chunks, or None if it has not so many; give them back with `free_blocks`."""
         if len(self._free) < n_chunks:
@@ -216,9 +211,6 @@ class Engine(CacheEngine):
             if number not in job.failed:
                 wanted = self._content(self._seed(item.key)) * (len(item.block_ids) * self.blocks.layers)
                 assert self.blocks.read(item.block_ids) == wanted, f"chunk {number} is wrong"
-
-
-# --- a server -----------------------------------------------------------------------------------------------------
 
 
 class _Selector(selectors.DefaultSelector):
@@ -281,10 +273,8 @@ class Server:
     def start(self) -> None:
         self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._supervisor = Supervisor(self.loop)
-        log = EventLog("server")
-        shell = Shell(
-            self.loop, self._supervisor, self._closers, log, NOT_RESTARTED, self.world.clock.monotonic_s()
-        )
+        log, started_s = EventLog("server"), self.world.now_s
+        shell = Shell(self.loop, self._supervisor, self._closers, log, NOT_RESTARTED, started_s)
         self.instance = self.run(open_instance(self._plan, shell))
         parts = self.parts
         self.run(self.instance.attach.start(parts.requests.on_frame))
@@ -329,16 +319,12 @@ _plans: dict[bytes, Plan] = {}
 
 def _planned(settings: ServerSettings) -> Plan:
     """The plan of these settings. Only folders and the shelf's name differ between worlds, and need no check."""
-    same = msgspec.structs.replace(
-        settings, socket_dir="/world", l1=msgspec.structs.replace(settings.l1, segment_dir="/world")
-    )
+    l1 = msgspec.structs.replace(settings.l1, segment_dir="/world")
+    same = msgspec.structs.replace(settings, socket_dir="/world", l1=l1)
     name = msgspec.json.encode(same)
     if name not in _plans:
         _plans[name] = plan(same, {})
     return _plans[name]._replace(settings=settings)
-
-
-# --- the world ----------------------------------------------------------------------------------------------------
 
 
 class World:
@@ -423,6 +409,7 @@ class World:
             raise StandsStill(f"this never happens: {what}")
 
     def sleep(self, seconds: float) -> None:
+        """Let so much time pass."""
         self.wait(lambda: False, seconds)
 
     def close(self) -> None:
@@ -449,6 +436,8 @@ def tell(story: Callable[[World], None]) -> None:
                 except BaseException as error:
                     error.add_note(f"WORLD_SEED={seed}, the end of the history:")
                     error.add_note("\n".join(world.history[-SHOWN:]))
+                    for engine in world.engines:
+                        engine.link.closing = True  # or the end of the process would close its client
                     raise
                 shutil.rmtree(root / f"{seed}.0", ignore_errors=True)
     finally:

@@ -112,7 +112,7 @@ def revokes(world: World) -> None:
     writer.engine.copies.takes_s = lambda: rng.choice([0.0, 0.3])
     engines = [engine for group in groups for engine in (group.scheduler, group.worker)]
     world.run(lambda: all(engine.identity().ready for engine in engines), "all engines are ready")
-    for number in range(60):
+    for number in range(44):
         group = rng.choice(groups)
         match rng.randrange(24):
             case 0:

@@ -41,6 +41,7 @@ class Asker(Caller):
         self.store(tokens[: n_stored * CHUNK_TOKENS])
         self.world.run(lambda: not self.stores, "a store ends")
         in_l1 = self.engine.client.peek(self.engine.identity(), self.engine.hasher(tokens))
+        self.random.choice(self.world.shelves).shut("exists")
         lookup = self.look_up(tokens, self.random.choice([50, 200]))
         self.world.run(lambda: lookup.call.done, "a lookup is answered")
         result = lookup.call.result
@@ -57,7 +58,7 @@ def tiers(world: World) -> None:
     world.run(lambda: all(caller.engine.identity().ready for caller in callers), "all engines are ready")
     for tokens in shared[1:]:
         callers[0].store(tokens)
-    for number in range(32):
+    for number in range(27):
         caller = rng.choice(callers)
         match rng.randrange(16):
             case 0 | 1 | 2:

@@ -110,7 +110,7 @@ def strangers(world: World) -> None:
         assert all(one.link.unsent_bytes <= UNSENT_BYTES for one in attach._connections)
         assert sum(one.link.partial_bytes for one in attach._connections) <= PARTIAL_BYTES
 
-    for _ in range(50):
+    for _ in range(30):
         match rng.randrange(8):
             case 0 | 1:
                 others += [Stranger(world, server) for _ in range(rng.choice([1, 3, 40]))]

@@ -34,7 +34,7 @@ def pressure(world: World) -> None:
         assert stats["leased_bytes"] <= stats["extents_bytes"] // 2
         assert store["backlog_bytes"] <= store["backlog_limit_bytes"]
 
-    for number in range(36):
+    for number in range(30):
         caller = rng.choice(callers)
         match rng.randrange(12):
             case 0 | 1:
