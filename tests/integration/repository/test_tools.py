@@ -79,7 +79,7 @@ def test_an_interrupted_demo_leaves_nothing() -> None:
 
 
 SERVER = """#!/bin/sh
-exec lmcache-server --l1-size-gb 0.02 --port 0 --http-port 0 --socket-dir "$STATE" --l2-adapter "$1"
+exec lmcache-server --l1-size-gb 0.02 --port $SERVER_PORT --http-port 0 --socket-dir "$STATE" --l2-adapter "$1"
 """
 
 
@@ -93,11 +93,12 @@ def test_a_server_starts_with_the_tier_that_the_script_starts(name: str, tmp_pat
     # The script runs outside the clone, with one server in place of two servers with engines.
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "examples" / "shared" / "two_servers.sh").write_text(SERVER)
-    port = free_ports(3)
+    port = free_ports(4)
     environment = {
         **variables,
         "PATH": f"{Path(sys.executable).parent}:{Path(programs).parent}:{os.environ['PATH']}",
         **dict.fromkeys(("REDIS_PORT", "S3_PORT", "MASTER_PORT"), str(port)),
+        "SERVER_PORT": str(port + 3),
         "SEGMENT_BYTES": str(16 << 20),
         "STATE": str(tmp_path / "s"),
         "KVSTRATA_L1_SEGMENT_DIR": str(tmp_path / "segment"),
