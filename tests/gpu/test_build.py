@@ -31,6 +31,7 @@ print(make_kernels(Builder(), werror=True))
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(1800)
 def test_kernels_are_built_by_the_packages_of_pypi_where_no_other_nvcc_is_named(tmp_path: Path) -> None:
     try:
         packages = fetch_wheels.ensure(fetch_wheels.NVCC)
