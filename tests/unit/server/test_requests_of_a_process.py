@@ -184,6 +184,26 @@ def test_a_number_that_was_used_names_nothing_new_and_takes_nothing(
     server.check()
 
 
+def test_a_lease_that_was_handed_on_is_not_asked_back(
+    server: InstanceInProcess, identity: wire.IdentifyReply
+) -> None:
+    server.attach(b"w" * 16, b"g" * 16)
+    chain = chain_of(identity.root, 2)
+    server.store(SESSION, 2, identity, chain)
+    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+    server.feed(
+        said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", groups)),
+        said(SESSION, wire.Release(5, [(SESSION, 4)])),
+    )
+    assert server.parts.grants.n_leases == 1 and server.parts.grants.revoke(server.pool.extents_bytes) == 0
+    server.feed(said(SESSION, wire.Lookup(6, 1000, identity.identity_id, "", groups)))
+    server.feed(said(b"w" * 16, wire.Release(1, [(SESSION, 4)])))
+    assert server.parts.grants.revoke(server.pool.extents_bytes) == 1
+    [pong] = server.feed(said(SESSION, wire.Ping(7)))
+    assert isinstance(pong, wire.Pong) and pong.revoked == [6]
+    server.check()
+
+
 @pytest.mark.parametrize("where", ["note", "why"])
 def test_a_mistake_of_ours_in_an_answer_leaves_no_lease(
     server: InstanceInProcess, identity: wire.IdentifyReply, monkeypatch: pytest.MonkeyPatch, where: str
