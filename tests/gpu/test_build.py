@@ -90,7 +90,7 @@ def test_the_tests_of_stage_one_reach_the_driver_and_the_figures_of_stage_two_re
     monkeypatch.setenv("LD_LIBRARY_PATH", environment()["LD_LIBRARY_PATH"])
     # Nothing is compiled: other tests use the modules meanwhile.
     monkeypatch.setattr(gpu_run, "prepare", lambda end_s: "")
-    failed = gpu_run.run_stage(1, tmp_path, more=["-k", "staging_buffer_is_too_small"])
+    failed = gpu_run.run_stage(1, tmp_path, more=["-k", "sealed_part_by_part"])
     told = (tmp_path / "gpu-1.txt").read_text()
     assert not failed and "1 passed" in told, told
     assert gpu_run.run_stage(2, tmp_path)
