@@ -34,7 +34,7 @@ if __package__ in (None, ""):
     # This file runs as a script: modules of its folder must not hide modules of vLLM's environment.
     sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
 
-START_S = 240.0
+START_S = 500.0
 RUN_S = 600.0
 STATUS = "exit-status"
 """A process leaves its exit status in this file of its folder, since only its parent, the server, could wait for it."""

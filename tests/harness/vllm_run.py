@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 from tests.harness import vllm_engine, vllm_env
 from tests.harness.vllm_fork import Forked, ForkServer
 
-START_S = 240.0
+START_S = 500.0
 ANSWER_S = 240.0
 MODULE = "kvstrata.connectors.vllm"
 
