@@ -241,7 +241,7 @@ def test_an_alert_is_pending_and_then_fires_when_a_tier_s_directory_vanishes(sce
     assert alert["labels"].items() >= {
         "adapter": "fs-0", "instance": target, "job": "kvstrata", "severity": "critical",
     }.items()  # fmt: skip
-    assert alert["annotations"]["summary"].startswith(f"{target}: the directory of tier fs-0 is gone")
+    assert alert["annotations"]["summary"].startswith(f"{target}: the storage of tier fs-0 is away")
     assert "restart the server" in alert["annotations"]["command"]
     assert not re.search(r"[{}]|no value", " ".join(alert["annotations"].values()))
     assert scene.prometheus.query(f'count_over_time(ALERTS{{alertname="{ALERT}",alertstate="pending"}}[5m])')
