@@ -1,4 +1,4 @@
-"""What a process tells of itself with its pings (wire.py), beside the lookups that it still wants."""
+"""What a process tells of itself with its pings (wire.py)."""
 
 from __future__ import annotations
 
