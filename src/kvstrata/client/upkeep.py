@@ -156,8 +156,8 @@ class Upkeep(LinkOwner):
         for mapping in closed:
             self._pages.forget(mapping)
 
-        def failed(_: KvstrataError) -> None:
-            self._must_quiesce = True
+        def failed(error: KvstrataError) -> None:
+            self._must_quiesce |= isinstance(error, Unavailable)  # the connection is lost
 
         self._link.ask(Pending(Kind.TELL, lambda seq, _: wire.Quiesced(seq), lambda reply: None, failed))
 

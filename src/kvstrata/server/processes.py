@@ -292,7 +292,7 @@ class Reservation:
 class Running:
     """One request that takes time, until it is answered and its task has ended."""
 
-    __slots__ = ("op", "process", "sender", "seq", "started_s", "stopped", "task")
+    __slots__ = ("op", "process", "sender", "seq", "started_s", "stopped", "task", "uses")
 
     def __init__(self, sender: Sender, process: AttachedProcess, seq: int, op: str, started_s: float) -> None:
         self.sender = sender
@@ -304,6 +304,8 @@ class Running:
         self.stopped = False
         """It has been answered early; what it is still granted ends with its task."""
         self.task: asyncio.Task[None] | None = None
+        self.uses = process.uses
+        """Where it is counted; the process may attach again with another token meanwhile."""
 
 
 class TenantTokens:

@@ -11,7 +11,9 @@ import pytest
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.rpc import wire
 from kvstrata.server.admin import prewarm
+from kvstrata.server.processes import Use
 from kvstrata.server.requests import requests
+from kvstrata.server.requests.reserve import KEYS_ON_LOOP
 from kvstrata.types import KEY_BYTES, MissReason, RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess, Said, said
 from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, chain_of, layout, part
@@ -181,6 +183,37 @@ def test_a_number_that_was_used_names_nothing_new_and_takes_nothing(
     for refused in (again, back):
         assert isinstance(refused, wire.Error) and (refused.code, refused.field) == ("bad_request", "seq")
     assert server.pool.stats()["leases"] == 1
+    server.check()
+
+
+def test_a_mistake_of_ours_after_a_commit_leaves_no_reservation(
+    server: InstanceInProcess, identity: wire.IdentifyReply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(server.parts.history, "committed", fails)
+    with pytest.raises(AssertionError, match="internal"):
+        server.store(SESSION, 2, identity, chain_of(identity.root, 2))
+    server.check()
+
+
+def test_a_running_request_is_counted_where_it_began_though_its_process_shows_another_token(
+    server: InstanceInProcess, identity: wire.IdentifyReply
+) -> None:
+    [process] = server.parts.processes
+    begun = process.uses
+    chain = chain_of(identity.root, KEYS_ON_LOOP + 1)
+    message = wire.Reserve(2, 1000, identity.identity_id, b"", chain, RECORD_BYTES)
+
+    async def arrive() -> None:
+        server.requests.on_frame(server.line(SESSION), wire.encode(message))
+        process.uses = (Use(), Use())
+        await server.supervisor.idle()
+
+    server.loop.run_until_complete(arrive())
+    assert [use.n_tasks for use in (*begun, *process.uses)] == [0, 0, 0]
+    process.uses = begun
     server.check()
 
 

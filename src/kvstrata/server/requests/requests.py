@@ -264,7 +264,7 @@ class Requests:
     def _begin(self, running: Running, work: Coroutine[Any, Any, Reply], deadline_s: float) -> None:
         process = running.process
         process.running[running.seq] = running
-        for use in process.uses:
+        for use in running.uses:
             use.n_tasks += 1
         running.task = self._supervisor.job(self._run(running, work, deadline_s), running.op)
 
@@ -273,7 +273,7 @@ class Requests:
             "no outcome before the deadline; nothing was promised", field="deadline_ms"
         )
         timer = self._loop.call_later(deadline_s + patience(GRACE_S), self._stop, running, overdue)
-        process, seq, uses = running.process, running.seq, running.process.uses
+        process, seq = running.process, running.seq
         answer = b""
         try:
             answer = encode(await work)
@@ -283,7 +283,7 @@ class Requests:
             answer = self._failed(process, seq, error)
         timer.cancel()
         del process.running[seq]
-        for use in uses:
+        for use in running.uses:
             use.n_tasks -= 1
         if running.stopped:
             self._grants.end(process, seq)
@@ -382,7 +382,9 @@ def _check_room(process: AttachedProcess, *, grants: bool) -> None:
     if n_tasks >= MAX_TASKS_OF_PROCESS:
         raise Refused(f"this process has {n_tasks} requests that take time running; wait for some")
     if grants and len(process.grants) >= MAX_GRANTS:
-        raise Refused(f"seq: this session holds {len(process.grants)} leases and reservations; end some")
+        raise Refused(
+            f"seq: this session holds {len(process.grants)} leases and reservations; end some", field="seq"
+        )
 
 
 H = TypeVar("H", bound=_Op)

@@ -170,6 +170,7 @@ class Reserving:
                 wanted[index] = position
         codes = self._pool.commit(reservation.ticket, list(wanted)) if wanted else b""
         reservation.open.difference_update(wanted)  # whatever the outcomes, these chunks have ended
+        self._grants.settle(process, request.reservation, reservation)
         done: list[bytes] = []
         for (index, position), code in zip(wanted.items(), codes, strict=True):
             outcomes[position] = code
@@ -189,7 +190,6 @@ class Reserving:
             self._savings.committed(process.group.use, done, self._clock.monotonic_s())
             if not reservation.open:
                 self._counters.store.add(time.perf_counter() - reservation.begun_s)
-        self._grants.settle(process, request.reservation, reservation)
         return CommitReply(request.seq, self._epoch, bytes(outcomes))
 
     def abort(self, sender: Sender, process: AttachedProcess, request: Abort) -> Reply:
