@@ -79,6 +79,7 @@ test: setup  ## the gate of each change (twenty minutes), with real vLLM where t
 #+ ARGS="-k name": for pytest; ARGS="-n0 -k name": one test at a time, in pytest's own process
 #+ WORKERS=3, JOBS=2: test processes, compilers
 test-all: export ALL_TESTS := 1
+test-all: export PYTEST_TIMEOUT := 3600
 test-all: setup  ## run every test, also the long and the rare ones, with fresh seeds
 test test-all:
 	@$(MAKE) test-vllm-env & $(MAKE) test-native; native=$$?; wait $$! && exit $$native
