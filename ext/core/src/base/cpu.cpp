@@ -31,6 +31,7 @@ CpuFeatures probe() noexcept {
   unsigned b = 0;
   unsigned c = 0;
   unsigned d = 0;
+  f.intel = __get_cpuid(0, &a, &b, &c, &d) != 0 && b == signature_INTEL_ebx;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0) {
     return f;
   }

@@ -12,6 +12,7 @@
 namespace kvstrata {
 
 struct CpuFeatures {
+  bool intel = false;  // made by Intel
   // x86-64. avx2, avx512 and vpclmulqdq are set only if the operating system saves their registers.
   bool sse42 = false;
   bool pclmul = false;

@@ -55,6 +55,65 @@ FOLD_TARGET KVSTRATA_INLINE void fold_steps(char* dst, const char* src, std::siz
   }
 }
 
+// The pages that are copied in turn. With half of their registers, they hold two accumulators each.
+inline constexpr std::size_t kPages = FOLD_WIDTH / 8;
+inline constexpr std::size_t kTurn = 2 * FOLD_WIDTH;
+
+// Copies `groups` times kPages pages: a few lines of each page in turn, as an Intel core is fastest
+// (its prefetchers follow a stream a page). Each page has accumulators of its own, which jump from
+// a page to the one kPages further on. REQUIRES: groups is positive and the list has as many pages;
+// run_bytes is a multiple of kPageBytes; every dst is aligned to FOLD_WIDTH.
+FOLD_TARGET inline std::uint32_t copy_pages(const RunList& list, std::size_t groups,
+                                            std::uint32_t state) noexcept {
+  constexpr std::size_t kJump = (kPages - 1) * kPageBytes + kTurn;
+  const V far = fold_constants(fold_constant(kTurn * 8 - 32), fold_constant(kTurn * 8 + 32));
+  const V jump = fold_constants(fold_constant(kJump * 8 - 32), fold_constant(kJump * 8 + 32));
+  const V page =
+      fold_constants(fold_constant(kPageBytes * 8 - 32), fold_constant(kPageBytes * 8 + 32));
+  const V near =
+      fold_constants(fold_constant(FOLD_WIDTH * 8 - 32), fold_constant(FOLD_WIDTH * 8 + 32));
+  const V zero = set_crc(0);
+  V initial = set_crc(state);
+  V even[kPages];
+  V odd[kPages];
+  CopyRun now[kPages];
+  CopyRun next[kPages];
+  for (std::size_t i = 0; i < kPages; ++i) {
+    even[i] = odd[i] = zero;
+    next[i] = page_of(list, i);
+  }
+  for (std::size_t group = 1; group <= groups; ++group) {
+    for (std::size_t i = 0; i < kPages; ++i) {
+      now[i] = next[i];
+      if (group < groups) next[i] = page_of(list, group * kPages + i);
+    }
+    V factor = jump;  // of zeros in the first group
+    for (std::size_t at = 0; at < kPageBytes; at += kTurn) {
+#pragma GCC unroll 8
+      for (std::size_t i = 0; i < kPages; ++i) {
+        const char* const src = static_cast<const char*>(now[i].src) + at;
+        char* const dst = static_cast<char*>(now[i].dst) + at;
+        prefetch_step<false, kTurn>(reinterpret_cast<std::uintptr_t>(next[i].src) + at);
+        const V d0 = load(src);
+        const V d1 = load(src + FOLD_WIDTH);
+        stream(dst, d0);
+        stream(dst + FOLD_WIDTH, d1);
+        even[i] = fold(even[i], factor, i == 0 ? exclusive_or(d0, initial) : d0);
+        odd[i] = fold(odd[i], factor, d1);
+      }
+      initial = zero;
+      factor = far;
+    }
+  }
+  for (std::size_t i = 1; i < kPages; ++i) {
+    even[i] = fold(even[i - 1], page, even[i]);
+    odd[i] = fold(odd[i - 1], page, odd[i]);
+  }
+  alignas(64) char rest[FOLD_WIDTH];
+  store(rest, fold(even[kPages - 1], near, odd[kPages - 1]));
+  return crc_words(rest, FOLD_WIDTH, 0);
+}
+
 // REQUIRES: run_bytes is at least kStep and a multiple of FOLD_WIDTH, for several runs a multiple
 // of kStep; if kCopy, every dst is aligned to FOLD_WIDTH.
 template <bool kCopy, bool kLongRuns>
@@ -140,6 +199,17 @@ FOLD_TARGET std::uint32_t copy(const RunList& list, std::uint32_t state) noexcep
   std::uintptr_t bits = 0;
   for (std::size_t i = 0; i < list.count; ++i) {
     bits |= reinterpret_cast<std::uintptr_t>(list.runs[i].dst);
+  }
+  const std::size_t pages = list.count * (list.run_bytes / kPageBytes);
+  if (cpu_features().intel && pages >= kPages && list.run_bytes % kPageBytes == 0 &&
+      bits % FOLD_WIDTH == 0) {
+    state = copy_pages(list, pages / kPages, state);
+    CopyRun rest[kPages];
+    const std::size_t left = pages % kPages;
+    for (std::size_t i = 0; i < left; ++i) {
+      rest[i] = page_of(list, pages - left + i);
+    }
+    return left == 0 ? state : fold_runs<true, false>(RunList{rest, left, kPageBytes}, state);
   }
   if (list.run_bytes % kStep == 0 && bits % FOLD_WIDTH == 0) {
     return list.run_bytes >= kLongRunBytes ? fold_runs<true, true>(list, state)

@@ -65,3 +65,32 @@ TEST(copy_moves_exactly_its_bytes_at_every_length_and_alignment) {
   }
   CHECK_EQ(wrong, 0u);
 }
+
+TEST(several_runs_equal_the_definition_with_whole_pages_and_without) {
+  constexpr std::size_t kMost = 40 * (4096 + 256);
+  const auto bytes = noise(kMost + 1, 3);
+  std::vector<unsigned char> space(kMost + 128);
+  auto* const out = space.data() + (64 - reinterpret_cast<std::uintptr_t>(space.data()) % 64);
+  std::size_t wrong = 0;
+  for (const std::size_t run_bytes :
+       {4096u, 8192u, 4096u + 256u, 33u * 4096u, 33u * 4096u + 256u}) {
+    for (std::size_t count = 1; count * run_bytes <= kMost; ++count) {
+      std::vector<CopyRun> runs(count);  // the sources in reverse order, none aligned
+      std::uint32_t expected = 7;
+      for (std::size_t i = 0; i < count; ++i) {
+        const unsigned char* src = bytes.data() + (count - 1 - i) * run_bytes + 1;
+        runs[i] = CopyRun{out + i * run_bytes, src};
+        expected = crc32c(src, run_bytes, expected);
+      }
+      std::memset(out, kGuard, kMost);
+      wrong += copy_crc32c_runs(runs.data(), count, run_bytes, 7) != expected;
+      copy_fence();
+      for (const CopyRun& run : runs) {
+        wrong += std::memcmp(run.dst, run.src, run_bytes) != 0;
+      }
+      wrong += out[count * run_bytes] != (count * run_bytes < kMost ? kGuard : out[kMost]);
+    }
+  }
+  CHECK_EQ(wrong, 0u);
+  CHECK_EQ(crc32c(bytes.data(), kMost + 1), bitwise(bytes.data(), kMost + 1));
+}
