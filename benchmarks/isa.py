@@ -25,7 +25,6 @@ BENCHMARKS = (
     "lookup_rpc",
     "registry",
     "start_ready",
-    "install_size",
     "host_cost",
     "mooncake",
     "mooncake_hol",

@@ -1,4 +1,5 @@
-"""`start_ready` and `idle_rss`: how soon a server with 4 GB of L1 serves, and how much memory it has when idle.
+"""`start_ready`, `idle_rss`, `import_server`, `import_client`: how soon a server with 4 GB of L1 serves, how much
+memory it has when idle, and how long the imports take.
 
 `start_ready` is compared with an interpreter that imports uvloop, pyzmq, msgspec and prometheus-client; making the
 pool's sparse file takes no time.  Afterwards two threads fault in the 4 GB of the pool, which is compared with two bare
@@ -25,6 +26,7 @@ from tests.harness.server_process import ServerProcess
 
 READY_TARGET_S = 1.0
 RSS_TARGET_MB = 100
+IMPORT_TARGET_S = 0.3
 L1_MB = sized(4096, 64)
 REPEATS = sized(7, 1)
 IDLE_S = sized(60, 0)
@@ -202,6 +204,33 @@ def idle_rss() -> list[dict[str, Any]]:
     ]
 
 
+def import_seconds(module: str) -> list[float]:
+    """Return the wall seconds of fresh interpreters that import a module ("": none), their start included."""
+    return [bare_start_s(f"import {module}" if module else "pass") for _ in range(REPEATS)]
+
+
+def imports() -> list[dict[str, Any]]:
+    """Measure the imports of server and client, less the start of the bare interpreter."""
+    import_seconds("kvstrata.server.process")  # a warm-up: it reads the files for the first time
+    bare = median_spread(import_seconds(""))[0]
+    figures = []
+    for name, module in (("import_server", "kvstrata.server.process"), ("import_client", "kvstrata.client")):
+        value, spread = median_spread([seconds - bare for seconds in import_seconds(module)])
+        figures.append(
+            figure(
+                name,
+                value=value,
+                unit="s",
+                ratio=(value + bare) / bare,
+                target=f"≤ {IMPORT_TARGET_S} s",
+                ok=value <= IMPORT_TARGET_S,
+                spread=spread,
+                ratio_to=f"starting the bare interpreter, {bare:.3f} s",
+            )
+        )
+    return figures
+
+
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
-    return start_ready() + idle_rss()
+    return start_ready() + idle_rss() + imports()

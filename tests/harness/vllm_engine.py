@@ -13,7 +13,6 @@ import dataclasses
 import json
 import math
 import os
-import runpy
 import sys
 import threading
 import time
@@ -288,12 +287,6 @@ class Engine:
         while len(finished) < len(names):
             finished.update({done["request"]: done for done in self.step()})
         return [finished[name] for name in names]
-
-    def serve(self, arrivals: list[list[Any]], own_time: bool = False) -> dict[str, Any]:
-        """Serve a load at its times, for the benchmark `sim_fidelity`."""
-        timed = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "sim_timed.py"))
-        told: dict[str, Any] = timed["serve"](self, arrivals, own_time)
-        return told
 
     def abort(self, request: str) -> None:
         self.live.pop(request, None)

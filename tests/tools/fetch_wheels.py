@@ -35,8 +35,6 @@ HELM = ("helm-python-sdk==0.2.2",)
 """Helm 4.2 as a library."""
 KUBERNETES = ("kubernetes-validate==1.37.0", "importlib-resources==6.5.2")
 """Kubernetes' schemas. The validator's other requirements are among those of moto."""
-INDEXES = ("rocksdict==0.3.29", "lmdb==3.0.0")
-"""What `benchmarks/index_study.py` compares our index with."""
 SGLANG = (
     *("sglang==0.5.23", "gguf==0.19.0", "ipython==9.18.1", "orjson==3.13.0", "torchvision==0.28.0"),
     "traitlets==5.16.1",
@@ -44,7 +42,7 @@ SGLANG = (
 """Some 50 MB. torchvision is the release for the torch of `vllm_env`; of its kernels none is used."""
 VLLM_FOR_GPUS = ("vllm==0.33.0",)
 """A version that has wheels for a GPU only; tests use its Python."""
-SETS = (UCX, NIXL, NVCC, MOONCAKE, ENVOY, HELM, KUBERNETES, INDEXES, SGLANG, VLLM_FOR_GPUS)
+SETS = (UCX, NIXL, NVCC, MOONCAKE, ENVOY, HELM, KUBERNETES, SGLANG, VLLM_FOR_GPUS)
 FETCHED = tuple(each for packages in SETS for each in packages)
 """What `requirements/fetched.lock` pins, without dependencies."""
 

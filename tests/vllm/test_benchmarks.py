@@ -13,12 +13,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 WITH_VLLM = (
     "codec",
-    "groups_bytes",
     "mooncake_frozen_master",
     "p2p_serve",
     "serve_tiers",
-    "sim_fidelity",
-    "spec_acceptance",
     "vllm_hit_ttft",
     "vllm_miss_overhead",
 )
