@@ -1,7 +1,8 @@
 """Builds the native part of kvstrata with `ext/make`; everything declarative stands in pyproject.toml.
 
 - Every `ext/core/src/**/*.cpp` goes into one static library.
-- Every `ext/cython/NAME.pyx` becomes the module `kvstrata.native.NAME`, linked with that library.
+- `ext/cython/core.pyx` and `connector.pyx`, which include the files of their folders, become the modules
+  `kvstrata.native.core` and `connector`, linked with that library.
 - `ext/core/include` goes into `kvstrata/include`, for connectors that others write in C++.
 - `ext/ucx` becomes `kvstrata.native.ucx` where UCX's headers are found; libucp itself is loaded at run time.
 - `ext/cuda/*.cpp` go into `kvstrata.native.cuda`, which needs nothing of CUDA to be built or loaded; its kernels,
@@ -126,6 +127,10 @@ class BuildNative(build_ext):
                     place(source, tree / path)
             for path in absent:
                 (tree / path).unlink(missing_ok=True)
+            # A module that an earlier commit had could still be imported, and would hide that its code is gone.
+            for module in (tree / NATIVE).glob("*.so"):
+                if f"kvstrata.native.{module.name.partition('.')[0]}" not in named:
+                    module.unlink()
         self._outputs = [str(lib / path) for path in placed]
 
     def get_outputs(self) -> list[str]:

@@ -34,9 +34,8 @@ from typing import Any
 from benchmarks.common import figure, median_spread, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import prompt
 from kvstrata.errors import ConfigError
-from kvstrata.native import copying
-from kvstrata.native import record as native_record
-from kvstrata.native.record import RecordSpec
+from kvstrata.native import core
+from kvstrata.native.core import RecordSpec
 from kvstrata.storage.base import LoadItem, LoadStatus, two_bytes
 from kvstrata.storage.entry import make_adapter
 from kvstrata.storage.wrap.codec_chain import Chain
@@ -82,12 +81,12 @@ def synthetic(seed: int) -> bytes:
                 row[0::2], row[1::2] = packed[2::4], packed[3::4]
                 parts.append(bytes(row))
     payload = b"".join(parts)
-    length = native_record.record_bytes(LAYERS, len(payload))
+    length = core.record_bytes(LAYERS, len(payload))
     record = mmap.mmap(-1, length)
     record[length - len(payload) :] = payload
     spec = RecordSpec(KEY, bytes(32), bytes(32), b"", TOKENS)
-    address = copying.buffer_address(record, writable=True)
-    native_record.seal_record(address, length, spec, [len(payload) // LAYERS] * LAYERS)
+    address = core.buffer_address(record, writable=True)
+    core.seal_record(address, length, spec, [len(payload) // LAYERS] * LAYERS)
     return record[:]
 
 
@@ -158,15 +157,13 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
         # Decryption overwrites its input, so a copy is decoded, as a load decodes its staging buffer.
         for target, copy, back, length, record in zip(targets, copies, backs, lengths, records, strict=True):
             stored = memoryview(copy)[:length]
-            copying.libc_copy_at(
-                copying.buffer_address(copy, writable=True), copying.buffer_address(target), length
-            )
+            core.libc_copy_at(core.buffer_address(copy, writable=True), core.buffer_address(target), length)
             chain.decode(stored, memoryview(back), record[16:48])
 
     def memcpy() -> None:
         for place, back in zip(places, backs, strict=True):
-            copying.libc_copy_at(
-                copying.buffer_address(back, writable=True), copying.buffer_address(place), len(place)
+            core.libc_copy_at(
+                core.buffer_address(back, writable=True), core.buffer_address(place), len(place)
             )
 
     floor, _ = median_spread(rates_of(memcpy, total))
@@ -203,9 +200,7 @@ def mac_share(records: list[bytes], source: str) -> list[dict[str, Any]]:
         place, target = mmap.mmap(-1, len(record)), mmap.mmap(-1, chain.staging_bytes(len(record)))
         place[:] = record
         length = chain.encode(memoryview(place), memoryview(target), lambda identity, part: None).length
-        sealed.append(
-            (memoryview(target)[:length], native_record.record_header(copying.buffer_address(target), length))
-        )
+        sealed.append((memoryview(target)[:length], core.record_header(core.buffer_address(target), length)))
 
     def check() -> None:
         for stored, header in sealed:

@@ -187,7 +187,7 @@ def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:
     """
     from kvstrata.client import CacheClient
     from kvstrata.config.client_model import ClientSettings
-    from kvstrata.native.copying import CopyEngine
+    from kvstrata.native.core import CopyEngine
     from kvstrata.types import LayoutIdentity, Role
 
     engine, chunk_tokens = CopyEngine(threads=more.pop("threads", 2)), more.pop("chunk_tokens", 256)

@@ -19,7 +19,7 @@ from multiprocessing.synchronize import Event
 from typing import Any
 
 from benchmarks.common import figure, median_spread, percentile, scratch, sized
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.cluster_instance import ClusterInstance
 from tests.harness.controller_process import ControllerProcess

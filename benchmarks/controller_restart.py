@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks.common import figure, median_spread, scratch, sized, wait_until
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry
 from tests.harness.cluster_instance import ClusterInstance, Refused
 from tests.harness.controller_process import ControllerProcess
 

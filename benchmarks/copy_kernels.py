@@ -19,10 +19,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.common import figure, median_spread, sized
-from kvstrata.native import copying
-from kvstrata.native import record as native_record
-from kvstrata.native.copying import CopyEngine, CopyPlan
-from kvstrata.native.record import RecordSpec
+from kvstrata.native import core
+from kvstrata.native.core import CopyEngine, CopyPlan, RecordSpec
 
 SECTIONS = 32
 SECTION_BYTES = 1 << 20
@@ -37,7 +35,7 @@ class Buffers:
     """An engine's memory, extents for all chunks, and a target for memcpy; all are faulted in."""
 
     def __init__(self) -> None:
-        self.extent_bytes = native_record.record_bytes(SECTIONS, CHUNK_BYTES)
+        self.extent_bytes = core.record_bytes(SECTIONS, CHUNK_BYTES)
         sizes = {"engine": BATCH_BYTES, "extents": CHUNKS * self.extent_bytes, "to": BATCH_BYTES}
         self._maps = {name: mmap.mmap(-1, size) for name, size in sizes.items()}
         noise = os.urandom(1 << 20)
@@ -45,7 +43,7 @@ class Buffers:
             for at in range(0, len(buffer), len(noise)):
                 buffer[at : at + len(noise)] = noise[: len(buffer) - at]
         self.engine, self.extents, self.to = (
-            copying.buffer_address(buffer, writable=True) for buffer in self._maps.values()
+            core.buffer_address(buffer, writable=True) for buffer in self._maps.values()
         )
 
     def close(self) -> None:
@@ -56,7 +54,7 @@ class Buffers:
     def memcpy(self) -> None:
         """Copy the engine's memory by memcpy, one chunk in each call."""
         for at in range(0, BATCH_BYTES, CHUNK_BYTES):
-            copying.libc_copy_at(self.to + at, self.engine + at, CHUNK_BYTES)
+            core.libc_copy_at(self.to + at, self.engine + at, CHUNK_BYTES)
 
 
 class Work:

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import raw_io
 from benchmarks.common import figure, median_spread, scratch, sized
 from benchmarks.media import THREADS, put_and_load_figures
-from kvstrata.native.copying import crc32c
+from kvstrata.native.core import crc32c
 from kvstrata.storage.base import LoadItem, PutItem, PutStatus
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.disk.adapter import disk_adapter

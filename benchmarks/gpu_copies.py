@@ -37,9 +37,8 @@ from benchmarks.gpu import (
     way_of,
 )
 from kvstrata.connectors.device import CHECKSUM_THREADS, MAX_SMS
-from kvstrata.native.copying import buffer_address, crc32c_at
+from kvstrata.native.core import CopyOutcome, RecordSpec, buffer_address, crc32c_at
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
-from kvstrata.native.record import CopyOutcome, RecordSpec
 from tests.harness.cuda_driver import Gpu
 from tests.harness.gpu_kv import SHAPES, Shape
 

@@ -23,7 +23,7 @@ from kvstrata.client import CacheClient
 from kvstrata.client.pinning import Pinner
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.device import CHECKSUM_THREADS
-from kvstrata.native.copying import buffer_address
+from kvstrata.native.core import buffer_address
 from kvstrata.native.cuda import CudaCopyEngine, HostRegion
 from kvstrata.types import LayoutIdentity, Role
 from tests.harness.cuda_driver import Gpu

@@ -29,10 +29,7 @@ import uvloop
 from benchmarks.common import ROOT, figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
-from kvstrata.native.index import ExtentsMap
-from kvstrata.native.lent import LentHold
-from kvstrata.native.pool import Hold
-from kvstrata.native.record import RecordSpec, record_bytes, seal_record
+from kvstrata.native.core import ExtentsMap, Hold, LentHold, RecordSpec, record_bytes, seal_record
 from kvstrata.storage.base import (
     AdapterContext,
     LoadItem,

@@ -35,7 +35,7 @@ from benchmarks.common import figure, median_spread, percentile, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.measure.l2 import Records, Work
-from kvstrata.native.pool import Hold
+from kvstrata.native.core import Hold
 from kvstrata.storage.base import Presence, PutItem, PutStatus
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.stack import Stack, Surroundings, build_stack

@@ -25,8 +25,7 @@ from kvstrata.client import CacheClient, Identity
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.keys import ChunkHasher
 from kvstrata.memory.attach.client import Attachment, LockHolder
-from kvstrata.native.index import IndexReader
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import IndexReader, Pool
 from kvstrata.rpc.attach_wire import AttachReply
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 

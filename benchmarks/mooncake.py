@@ -28,11 +28,17 @@ from typing import Any, NamedTuple, cast
 from benchmarks.common import ROOT, figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
-from kvstrata.native.batches import names_of
-from kvstrata.native.index import ExtentsMap
-from kvstrata.native.lent import LentHold
-from kvstrata.native.pool import Hold
-from kvstrata.native.record import CopyOutcome, RecordSpec, Verifier, record_bytes, seal_record
+from kvstrata.native.core import (
+    CopyOutcome,
+    ExtentsMap,
+    Hold,
+    LentHold,
+    RecordSpec,
+    Verifier,
+    names_of,
+    record_bytes,
+    seal_record,
+)
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.host.frames import MAX_FRAME_BYTES

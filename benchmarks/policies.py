@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import figure
 from benchmarks.traces import BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 
 EXTENT_BYTES = 4096
 POLICIES = ("LRU", "ARC", "S3FIFO")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvstrata.clock import SystemClock
 from kvstrata.measure.l2 import in_batches
-from kvstrata.native import record as native_record
+from kvstrata.native import core
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
 
 MB = 1 << 20
@@ -47,10 +47,8 @@ class Extents:
             for n in itertools.islice(self._numbers, self.count)
         ]
         for i, key in enumerate(self.keys):
-            spec = native_record.RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
-            native_record.seal_record(
-                self._address + i * self.record_bytes, self.record_bytes, spec, [payload]
-            )
+            spec = core.RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
+            core.seal_record(self._address + i * self.record_bytes, self.record_bytes, spec, [payload])
 
     def bytes(self, i: int) -> memoryview:
         """Return the bytes of record `i`."""

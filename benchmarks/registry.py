@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import figure, sized
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTANCES, CHUNKS = sized((100, 1_000_000), (4, 10_000))

@@ -32,7 +32,7 @@ from kvstrata.client import LoadItem, LoadJob, LookupCall, StoreJob
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory import linux
 from kvstrata.memory.attach.client import LockHolder
-from kvstrata.native.hashing import storage_keys
+from kvstrata.native.core import storage_keys
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.process.supervisor import Supervisor

@@ -2,36 +2,11 @@
 # cython: language_level=3, freethreading_compatible=False
 """The copy engine of a GPU (ext/cuda): see cuda.pyi for the contract."""
 
-from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libcpp cimport bool as cbool
-from libcpp.memory cimport shared_ptr, unique_ptr
-from libcpp.string cimport string
 from libcpp.utility cimport move
-from libcpp.vector cimport vector
 
 from arguments cimport whole
-from core_copying cimport (
-    BlockSpan,
-    CCopyPlan,
-    CopyCompletion,
-    CopyItem,
-    CopyKind,
-    CopyResult,
-    Fp8Source,
-    Rounding,
-    nanoseconds,
-)
-from core_status cimport Status, StatusCode
-from kvstrata.native.copying cimport (
-    LONGEST_WAIT_S,
-    CopyPlan,
-    codes_of,
-    kind_of,
-    set_blocks,
-    set_items,
-)
-from kvstrata.native.status cimport CALL, ITEMS, raise_for
+from cpp cimport *
+from kvstrata.native.core cimport CALL, ITEMS, LONGEST_WAIT_S, CopyPlan, codes_of, kind_of, raise_for, set_items
 
 from collections import namedtuple
 from pathlib import Path

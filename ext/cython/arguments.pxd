@@ -1,5 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-"""Conversion of numbers that copying.pyx, record.pyx, pool.pyx, index.pyx and cuda.pyx get from Python."""
+"""Conversion of numbers that the modules get from Python."""
 
 from cpython.long cimport PyLong_AsLongLong
 from libc.stddef cimport size_t

@@ -138,12 +138,14 @@ def translate_step(module: Module, translator: Translator) -> Step:
 
     version, place = cython_place()
     source, product = module.sources[0], f"{GENERATED}/{module.name.rpartition('.')[2]}.cpp"
+    # Cython's depfile lacks the module's own declarations.
+    own = f"ext/cython/{module.name.replace('.', '/')}.pxd"
     command = [sys.executable, "-m", "cython", "-3", "--cplus", "-M", "-X", "show_performance_hints=False"]
     command += ["-I", "ext/cython", "--module-name", module.name, source, "-o", product]
     return Step(
         shown=f"translating {source}",
         command=command,
-        sources=[source],
+        sources=[source, own] if (ROOT / own).exists() else [source],
         product=product,
         depfile=f"{product}.dep",
         tool_version=version,

@@ -14,8 +14,7 @@ from typing import Literal
 
 import pytest
 
-from kvstrata.native import copying, cuda
-from kvstrata.native import record as native_record
+from kvstrata.native import core, cuda
 from tests.harness.cuda_driver import Gpu
 from tests.oracles import copying as oracle
 
@@ -33,8 +32,8 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def spec(key: bytes = KEY) -> native_record.RecordSpec:
-    return native_record.RecordSpec(key, IDENTITY, b"s" * 32, b"", 256, 1_700_000_000_000)
+def spec(key: bytes = KEY) -> core.RecordSpec:
+    return core.RecordSpec(key, IDENTITY, b"s" * 32, b"", 256, 1_700_000_000_000)
 
 
 class Host:
@@ -43,7 +42,7 @@ class Host:
     def __init__(self, length: int) -> None:
         self.memory = mmap.mmap(-1, length)
         self.length = length
-        self.address = copying.buffer_address(self.memory)
+        self.address = core.buffer_address(self.memory)
 
     def read(self, at: int, length: int) -> bytes:
         return self.memory[at : at + length]
@@ -98,11 +97,11 @@ class Shape:
         blocks = shapes[0].plan.num_blocks
         return cls(oracle.Plan(tuple(bases), blocks, tuple(strides), tuple(of_sections)), end)
 
-    def host_plan(self, base: int) -> copying.CopyPlan:
+    def host_plan(self, base: int) -> core.CopyPlan:
         plan = self.plan
         bases = [base + at for at in plan.section_bases]
         shapes = sorted(set(plan.shapes))
-        return copying.CopyPlan(
+        return core.CopyPlan(
             bases,
             plan.num_blocks,
             list(plan.block_stride),
@@ -112,14 +111,14 @@ class Shape:
 
 
 def record_of_cpu(
-    shape: Shape, content: bytes, blocks: Sequence[int], what: native_record.RecordSpec | None = None
+    shape: Shape, content: bytes, blocks: Sequence[int], what: core.RecordSpec | None = None
 ) -> bytes:
     """The record of these blocks as the CPU's copies write it."""
     blocks_in_ram = mmap.mmap(-1, shape.length)
     blocks_in_ram.write(content)
-    plan = shape.host_plan(copying.buffer_address(blocks_in_ram))
+    plan = shape.host_plan(core.buffer_address(blocks_in_ram))
     record = mmap.mmap(-1, plan.record_bytes(len(blocks)))
-    copying.gather_record(plan, blocks, copying.buffer_address(record), len(record), what or spec())
+    core.gather_record(plan, blocks, core.buffer_address(record), len(record), what or spec())
     return record[:]
 
 

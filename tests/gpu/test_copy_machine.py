@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from kvstrata.native.copying import buffer_address
+from kvstrata.native.core import CopyOutcome, RecordSpec, buffer_address, record_header
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
-from kvstrata.native.record import CopyOutcome, RecordSpec, record_header
 from tests.harness.amount import amount
 from tests.harness.cuda_driver import simulated
 from tests.harness.gpu_kv import Device, PagedKv, Shape

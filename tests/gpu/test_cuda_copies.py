@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.native import copying, cuda
-from kvstrata.native import record as native_record
+from kvstrata.native import core, cuda
 from tests.gpu.device_blocks import (
     CANCELLED,
     CORRUPT,
@@ -148,10 +147,10 @@ def test_a_bad_record_ends_as_on_the_cpu_and_touches_no_block_unless_its_payload
     copies = cuda.CudaCopyEngine(0, engine="dma")
     length = plan.record_bytes(3)
     host, ram = Host(length), mmap.mmap(-1, shape.length)
-    host_plan = shape.host_plan(copying.buffer_address(ram))
+    host_plan = shape.host_plan(core.buffer_address(ram))
     assert copies.run("gather", plan, [([0, 1, 2], host.address, length, spec())]) == [OK]
     sound = host.read(0, length)
-    header = native_record.record_header(host.address, length).header_bytes
+    header = core.record_header(host.address, length).header_bytes
     seen = set()
     flips = [(at, WANTED) for at in [*range(0, header + 40, 7), length - 1]]
     foreign = [(length, (b"x" * 32, IDENTITY)), (length, (KEY, b"x" * 32))]
@@ -160,7 +159,7 @@ def test_a_bad_record_ends_as_on_the_cpu_and_touches_no_block_unless_its_payload
         if at < length:
             bad[at] ^= 0x10
         host.memory[:length] = bytes(bad)
-        expected = copying.scatter_record(host_plan, [5, -1, 6], host.address, length, *wanted)
+        expected = core.scatter_record(host_plan, [5, -1, 6], host.address, length, *wanted)
         assert copies.run("scatter", plan, [([5, -1, 6], host.address, length, wanted)]) == [expected], at
         seen.add(expected)
         touched = gpu.read(base, shape.length) != content
@@ -173,7 +172,7 @@ def test_a_bad_record_ends_as_on_the_cpu_and_touches_no_block_unless_its_payload
     host.memory[:length] = record_oracle.build(pending, inner_flags=1)
     assert copies.run("scatter", plan, [([5, 6, 7], host.address, length, WANTED)]) == [UNVERIFIED]
     assert gpu.read(base, shape.length) == content
-    other = cuda.CudaCopyPlan(copying.CopyPlan([base], 16, [1280], [], 512), 0)
+    other = cuda.CudaCopyPlan(core.CopyPlan([base], 16, [1280], [], 512), 0)
     host.memory[:length] = sound
     assert copies.run("scatter", other, [([1], host.address, length, WANTED)]) == [MISMATCH]
 

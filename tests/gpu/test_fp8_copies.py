@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstrata.native import codec, copying, cuda
-from kvstrata.native import record as native_record
+from kvstrata.native import core, cuda
 from tests.gpu.device_blocks import FAILED, KEY, OK, WANTED, Host, Shape, needs_kernels, spec
 from tests.harness.amount import amount
 from tests.harness.cuda_driver import Gpu, SimulatedGpu, on_gpu, simulated
@@ -68,7 +67,7 @@ def encoded(shape: Shape, array: Array, dtype: int, content: bytes, blocks: list
     sections = []
     for section in oracle.gather(shape.plan, content, blocks):
         made = bytearray(4 * scales), bytearray(count)
-        assert codec.fp8_encode(whole, dtype, section, made[1], made[0])
+        assert core.fp8_encode(whole, dtype, section, made[1], made[0])
         sections.append(bytes(made[0] + made[1]))
     return sections
 
@@ -79,15 +78,15 @@ def decoded(array: Array, dtype: int, sections: list[bytes], n_blocks: int) -> l
     back = []
     for section in sections:
         made = bytearray(2 * count)
-        codec.fp8_decode(whole, dtype, section[4 * scales :], section[: 4 * scales], made)
+        core.fp8_decode(whole, dtype, section[4 * scales :], section[: 4 * scales], made)
         back.append(bytes(made))
     return back
 
 
 def payload(host: Host, plan: cuda.CudaCopyPlan, n_blocks: int) -> bytes:
     length = plan.record_bytes(n_blocks)
-    header = native_record.record_header(host.address, length).header_bytes
-    assert native_record.verify_record(host.address, length, KEY) == OK
+    header = core.record_header(host.address, length).header_bytes
+    assert core.verify_record(host.address, length, KEY) == OK
     return host.read(header, plan.payload_bytes(n_blocks))
 
 
@@ -235,10 +234,10 @@ def test_what_cannot_round_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             cuda.CudaCopyPlan(host_plan, 0, fp8=bad)  # type: ignore[arg-type]
-    odd = copying.CopyPlan([base + 1], 4, [4096], [], 1024)
+    odd = core.CopyPlan([base + 1], 4, [4096], [], 1024)
     with pytest.raises(ValueError, match="rounding: the numbers of 16 bits do not lie at even addresses"):
         cuda.CudaCopyPlan(odd, 0, fp8=(1, 1, 16, 1, 32))
-    several = copying.CopyPlan(
+    several = core.CopyPlan(
         [base, base], 4, [4096, 4096], shapes=[([], 1024), ([], 512)], section_shapes=[0, 1]
     )
     with pytest.raises(ValueError, match="rounding: the sections have blocks of several shapes"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstrata.memory import linux
 from kvstrata.memory.attach.client import Attachment, attach, process_locks
-from kvstrata.native.index import ExtentsMap
+from kvstrata.native.core import ExtentsMap
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.wire import PROTOCOL_VERSION
 from kvstrata.types import LayoutIdentity, Role, Slice, facts_digest

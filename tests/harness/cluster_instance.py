@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 import zmq
 
-from kvstrata.native.copying import crc32c
+from kvstrata.native.core import crc32c
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.shared_key import SharedKey

@@ -15,7 +15,7 @@ from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
 from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.keys import ChunkHasher
-from kvstrata.native import copying
+from kvstrata.native import core
 from kvstrata.types import RequestIdentity, Role, unpack_extents
 from tests.harness.blocks import layout_identity
 from tests.harness.cache_engine import PATIENCE_S, eventually
@@ -79,7 +79,7 @@ class Cache:
         self.memory = bytearray(random.Random(seed).randbytes(step * 2))
         self.tensors = {
             f"model.layers.{first + i}.attn": Tensor(
-                copying.buffer_address(self.memory, writable=True) + i * self.strides[0] * 2,
+                core.buffer_address(self.memory, writable=True) + i * self.strides[0] * 2,
                 self.shape[1:],
                 self.strides[1:],
             )

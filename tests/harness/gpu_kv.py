@@ -22,7 +22,7 @@ from typing import NamedTuple
 from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
 from kvstrata.connectors.vllm.layer_kinds import LayerKind
-from kvstrata.native import codec
+from kvstrata.native import core
 from tests.harness.cuda_driver import SimulatedGpu
 
 ELEMENT_BYTES = 2
@@ -126,7 +126,7 @@ def _make_pattern() -> bytes:
     codes = bytearray(random.Random(0).randbytes(count).translate(_NO_NAN))
     codes[:: PIECE_BYTES // ELEMENT_BYTES] = bytes([_LARGEST]) * (PATTERN_BYTES // PIECE_BYTES)
     numbers = bytearray(PATTERN_BYTES)
-    codec.fp8_decode((1, 1, count, 1, 1), BFLOAT16, codes, struct.pack("<f", 1.0), numbers)
+    core.fp8_decode((1, 1, count, 1, 1), BFLOAT16, codes, struct.pack("<f", 1.0), numbers)
     return bytes(numbers)
 
 

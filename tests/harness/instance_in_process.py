@@ -14,9 +14,7 @@ import msgspec
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory.attach.row import SessionRow
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.pool import Pool
-from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.native.core import Pool, RecordSpec, seal_record, storage_keys
 from kvstrata.policy.misses import Explainer
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor

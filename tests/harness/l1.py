@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 
 from kvstrata.clock import SystemClock
-from kvstrata.native import record as native_record
-from kvstrata.native.pool import Pool
+from kvstrata.native import core
+from kvstrata.native.core import Pool
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.testing.strategies import IDENTITY, payload_of, record_length, section_lengths
 from kvstrata.types import unpack_extents
@@ -67,8 +67,8 @@ class L1:
         address, length = self.pool.extents_address + offset, record_length(size)
         payload = payload_of(key, size)
         ctypes.memmove(address + length - size, payload, size)
-        spec = native_record.RecordSpec(key, identity, bytes(32), bytes(32), 256)
-        native_record.seal_record(address, length, spec, section_lengths(size))
+        spec = core.RecordSpec(key, identity, bytes(32), bytes(32), 256)
+        core.seal_record(address, length, spec, section_lengths(size))
 
     def read(self, key: bytes) -> bytes | None:
         """Return the payload of a visible record, None for an absent one."""
@@ -76,7 +76,7 @@ class L1:
         if hold is None:
             return None
         with hold, hold.view() as view:
-            assert native_record.verify_record(hold.address, hold.length, key) == 0
+            assert core.verify_record(hold.address, hold.length, key) == 0
             return bytes(view[-SIZE:])
 
     def has(self, *keys: bytes) -> bool:

@@ -22,8 +22,7 @@ import kvstrata.client.client
 import kvstrata.process.threads
 from kvstrata.client.link import ATTACH_RETRY_FIRST_S, Link
 from kvstrata.memory import linux
-from kvstrata.native.copying import CopyEngine
-from kvstrata.native.record import CopyOutcome
+from kvstrata.native.core import CopyEngine, CopyOutcome
 from kvstrata.patience import VARIABLE as PATIENCE
 
 FIRST_PID = 1_000_000

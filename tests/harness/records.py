@@ -8,9 +8,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-from kvstrata.native.copying import buffer_address, crc32c
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.record import RecordError, RecordSpec, record_bytes, record_header, seal_record
+from kvstrata.native.core import (
+    RecordError,
+    RecordSpec,
+    buffer_address,
+    crc32c,
+    record_bytes,
+    record_header,
+    seal_record,
+    storage_keys,
+)
 from kvstrata.storage.base import LoadItem
 from kvstrata.testing.strategies import watched
 from tests.harness.rpc_client import CHUNK_TOKENS, SECTIONS, RpcClient

@@ -17,9 +17,7 @@ from urllib.parse import quote
 
 from kvstrata.memory.attach.client import Attachment, attach, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
-from kvstrata.native.hashing import chain_keys, storage_keys
-from kvstrata.native.index import ExtentsMap
-from kvstrata.native.record import RecordSpec, record_bytes, seal_record
+from kvstrata.native.core import ExtentsMap, RecordSpec, chain_keys, record_bytes, seal_record, storage_keys
 from kvstrata.rpc import attach_wire, wire
 from kvstrata.session.zmtp import Connection
 from kvstrata.types import (

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from kvstrata.native.record import CopyOutcome, verify_stored_record
+from kvstrata.native.core import CopyOutcome, verify_stored_record
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,

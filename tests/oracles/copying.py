@@ -1,4 +1,4 @@
-"""Gather and scatter of paged blocks in plain Python: the twin of `kvstrata.native.copying`.
+"""Gather and scatter of paged blocks in plain Python: the twin of `kvstrata.native.core`.
 
 Memory is one bytearray; addresses are offsets in it.
 """

@@ -1,4 +1,4 @@
-"""Key derivation in plain Python: the twin of `kvstrata.native.hashing`."""
+"""Key derivation in plain Python: the twin of `kvstrata.native.core`."""
 
 from __future__ import annotations
 

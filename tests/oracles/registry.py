@@ -1,4 +1,4 @@
-"""The registry in plain Python, as sets of placements: the twin of `registry.pyx`."""
+"""The registry in plain Python, as sets of placements: the twin of `core.Registry`."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ from kvstrata.connectors.vllm.groups import read_groups
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, chunk_bytes
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.keys.recut import Part, plan_recut
-from kvstrata.native.copying import buffer_address, gather_record, scatter_record
-from kvstrata.native.record import RecordSpec, record_header
+from kvstrata.native.core import RecordSpec, buffer_address, gather_record, record_header, scatter_record
 from kvstrata.server.recuts.record import Place, recut_records
 
 try:

@@ -50,11 +50,11 @@ class Finding(NamedTuple):
 def findings(arguments: Sequence[str]) -> list[Finding]:
     """All findings, in order. `arguments`: the server's flags."""
     try:
-        from kvstrata.native import copying, hashing, pool  # noqa: F401
+        from kvstrata.native import core
     except ImportError as error:  # nothing of the server can be imported
         return [Finding("extension", "fail", str(error), "build it: pip install . or `make setup`")]
     found = [
-        Finding("extension", "ok", f"loaded, checksum by {copying.crc32c_path()}"),
+        Finding("extension", "ok", f"loaded, checksum by {core.crc32c_path()}"),
         *_machine(),
         _vllm(),
         *_engine_settings(),

@@ -29,7 +29,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.config.pod_links import pod_link_notes
     from kvstrata.config.secrets import shown
     from kvstrata.errors import KvstrataError
-    from kvstrata.native.pool import MAX_SESSIONS
+    from kvstrata.native.core import MAX_SESSIONS
     from kvstrata.server.plan import plan, tcp_ports, used
     from kvstrata.server.process import run
 

@@ -43,7 +43,7 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.tokens import read_token_file
 from kvstrata.keys import ChunkHasher
 from kvstrata.memory.paths import socket_dirs
-from kvstrata.native.copying import CopyEngine
+from kvstrata.native.core import CopyEngine
 from kvstrata.patience import patience
 from kvstrata.rpc import attach_wire, wire
 from kvstrata.types import GB, LayoutIdentity, LeaseName, RequestIdentity, Role, Slice

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvstrata.errors import SegmentError
-from kvstrata.native.index import ExtentsMap, IndexReader
-from kvstrata.native.record import RecordSpec
+from kvstrata.native.core import ExtentsMap, IndexReader, RecordSpec
 from kvstrata.rpc.ping_wire import MAX_SHORT_TEXT, DeviceCopies
 from kvstrata.types import LeaseName
 

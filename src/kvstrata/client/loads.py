@@ -18,7 +18,7 @@ from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Link
 from kvstrata.client.releases import ReleaseQueue
 from kvstrata.keys import batch
-from kvstrata.native.hashing import storage_keys
+from kvstrata.native.core import storage_keys
 from kvstrata.observability.load_line import LoadLine
 from kvstrata.patience import patience
 from kvstrata.rpc import wire

@@ -15,8 +15,7 @@ from kvstrata.client.link import Link
 from kvstrata.keys import ChunkHasher, spans
 from kvstrata.keys.batch import count, part
 from kvstrata.memory.attach.client import Attachment
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.index import IndexReader
+from kvstrata.native.core import IndexReader, storage_keys
 from kvstrata.patience import patience
 from kvstrata.types import KEY_BYTES
 

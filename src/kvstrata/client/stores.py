@@ -30,8 +30,7 @@ from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
 from kvstrata.errors import KvstrataError, UnknownIdentity
 from kvstrata.keys import batch as keys
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.record import RecordSpec, record_bytes
+from kvstrata.native.core import RecordSpec, record_bytes, storage_keys
 from kvstrata.patience import patience
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, Extent

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from kvstrata.client.copies import Mapping
-from kvstrata.native.paging import map_present_pages
+from kvstrata.native.core import map_present_pages
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from kvstrata.client.handles import LoadItem, LoadJob, StoreJob, StoreOutcome
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.mover import StoredChunks, begin_store
 from kvstrata.errors import ConfigError
-from kvstrata.native.copying import CopyPlan
+from kvstrata.native.core import CopyPlan
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError, driver_facts
 from kvstrata.rpc.ping_wire import DeviceCopies
 from kvstrata.types import LeaseName

@@ -26,7 +26,7 @@ from kvstrata.controller.ranking import Ranking
 from kvstrata.controller.sampling import Sampling
 from kvstrata.controller.syncs import Syncs
 from kvstrata.errors import NoSlots, NotLeading, Refused, SyncAgain
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry
 from kvstrata.rpc.cluster_wire import (
     Change,
     Command,

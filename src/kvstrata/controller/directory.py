@@ -19,7 +19,7 @@ from typing import Any
 
 from kvstrata.controller.lookups import INLINE_TAGS, Lookups
 from kvstrata.naming import name_thread
-from kvstrata.native.registry import Registry, RegistryError, RegistryUsage
+from kvstrata.native.core import Registry, RegistryError, RegistryUsage
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import Change, Run
 

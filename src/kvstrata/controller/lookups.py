@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 
 from kvstrata.keys.spans import longest, of_slices
 from kvstrata.naming import name_thread
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.rpc.gateway_wire import MAX_HOLDERS
 

@@ -38,7 +38,7 @@ from kvstrata.controller.member import MemberState
 from kvstrata.controller.orders import sync_folder
 from kvstrata.errors import ConfigError
 from kvstrata.naming import name_thread
-from kvstrata.native.copying import crc32c
+from kvstrata.native.core import crc32c
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import LONG_BUCKETS, Histogram
 from kvstrata.rpc.cluster_wire import Register

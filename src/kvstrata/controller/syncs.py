@@ -22,7 +22,7 @@ from kvstrata.controller.member import (
     SyncState,
 )
 from kvstrata.errors import BadSync, SyncAgain
-from kvstrata.native.copying import crc32c
+from kvstrata.native.core import crc32c
 from kvstrata.patience import patience
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import (

@@ -35,7 +35,7 @@ _ERRORS = (b'data: {"error"', b"event: error", b'{"error"', b'{"object":"error"'
 
 
 class Spliced(Protocol):
-    """What a thread measures of the parts that it passes on, see native/splice.pyi."""
+    """What a thread measures of the parts that it passes on, see native/core.pyi."""
 
     @property
     def events(self) -> int: ...

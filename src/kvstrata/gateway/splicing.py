@@ -1,4 +1,4 @@
-"""Answers that a thread passes on, from the engine's socket to the client's (native/splice.pyi).
+"""Answers that a thread passes on, from the engine's socket to the client's (native/core.pyi).
 
     both sockets lent ─▶ the thread reads, measures and writes ─▶ its end is told here ─▶ both taken back
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvstrata.gateway.engine_link import Answer
-from kvstrata.native.splice import Splice, Splicer
+from kvstrata.native.core import Splice, Splicer
 from kvstrata.observability.metrics import SECONDS_BUCKETS
 
 if TYPE_CHECKING:

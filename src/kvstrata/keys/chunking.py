@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from kvstrata.keys import batch
 from kvstrata.keys.multimodal import MediaItem, check_media, media_extra
 from kvstrata.keys.tails import tail_keys
-from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.native.core import chain_keys, storage_keys
 from kvstrata.types import KEY_BYTES
 
 PROBE_BYTES = 8

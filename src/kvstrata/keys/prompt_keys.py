@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvstrata.keys.batch import count, nth, part
 from kvstrata.keys.spans import Peeks, of_slices, peek_end
-from kvstrata.native.hashing import storage_keys
+from kvstrata.native.core import storage_keys
 
 
 class PromptKeys:

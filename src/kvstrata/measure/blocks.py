@@ -7,7 +7,7 @@ import mmap
 import random
 from collections.abc import Sequence
 
-from kvstrata.native.copying import CopyPlan
+from kvstrata.native.core import CopyPlan
 from kvstrata.types import Slice, facts_digest
 
 

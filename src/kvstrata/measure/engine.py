@@ -18,7 +18,7 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import InternalError, Refused, Unavailable
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.measure.figures import chain_of
-from kvstrata.native.copying import CopyEngine
+from kvstrata.native.core import CopyEngine
 from kvstrata.rpc import wire
 from kvstrata.types import (
     GB,

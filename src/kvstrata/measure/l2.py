@@ -26,8 +26,7 @@ from typing import NamedTuple
 from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused, StorageError
 from kvstrata.memory import linux
-from kvstrata.native.pool import Hold, Pool
-from kvstrata.native.record import RecordSpec, record_bytes, seal_record
+from kvstrata.native.core import Hold, Pool, RecordSpec, record_bytes, seal_record
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.storage.stack import Stack

@@ -35,8 +35,7 @@ from kvstrata.memory.segment_files import (
     read_pid,
     remove_own,
 )
-from kvstrata.native.index import IndexReader
-from kvstrata.native.pool import MAX_SESSIONS
+from kvstrata.native.core import MAX_SESSIONS, IndexReader
 from kvstrata.process.keeper import POOL_BYTE
 
 _FILES = (INDEX, EXTENTS, SESSIONS_LOCK)

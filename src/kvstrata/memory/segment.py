@@ -49,7 +49,7 @@ from kvstrata.memory.segment_files import (
     write_pid,
 )
 from kvstrata.memory.segment_settings import SegmentSettings, check_huge_pages, check_size
-from kvstrata.native.pool import Pool, PoolError, PoolFormatError
+from kvstrata.native.core import Pool, PoolError, PoolFormatError
 from kvstrata.patience import patience
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts, hold_pool
 

@@ -1,9 +1,11 @@
-"""Storage media in C++, as Python objects. Their blocking calls run in `native.lanes`."""
+"""Storage media in C++, and the threads that their calls run in."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+# Storage media in C++, as Python objects.
 
 class NativeConnector:
     """A storage medium in C++ (ext/core/include/kvstrata/connector.h), taken out of the capsule that its module made.
@@ -33,3 +35,150 @@ class NativeConnector:
 
     def take_notes(self) -> list[tuple[bool, str]]:
         """Notes for the log since the last call: (is a warning, sentence)."""
+
+# Bounded queues and threads for an adapter's blocking work (ext/core/src/lanes/lanes.h).
+#
+# Lanes are numbered in order of precedence: 0 lookup, 1 load, 2 delete, 3 put.
+
+class NativeLanes:
+    """The four lanes of one adapter. Thread-safe. A thread starts with the first work that needs it.
+
+    If the object is destroyed without `close`, its threads finish the running work by themselves, and do not keep the
+    process from ending.
+    """
+
+    def __init__(self, name: str, common_workers: int, own_workers: Sequence[int], queue_limit: int) -> None:
+        """A lane has `own_workers[lane]` threads of its own; lanes with 0 share `common_workers` threads.
+
+        At most `queue_limit` pieces of work wait in one lane. Raises ValueError for numbers out of bounds.
+        """
+
+    event_fd: int
+    """Readable while work has ended and was not taken, and once when the last thread has left after `stop`."""
+    idle: bool
+    """Whether the lanes were stopped and no thread is left."""
+
+    def submit(self, lane: int, work: Callable[[], Any], token: object, beyond_limit: bool) -> bool:
+        """Queue `work`, to be called once in a thread of that lane; False, and nothing happens, when the lane is full.
+
+        `token` names the work in `take_done`.  With `beyond_limit` the work is queued even if the lane is full.
+        Raises RuntimeError after `stop`, OSError when no thread can be started.  The other `submit_…` methods raise
+        likewise.
+        """
+
+    def submit_open(
+        self,
+        lane: int,
+        connector: NativeConnector,
+        instance_id: str,
+        region: int,
+        region_bytes: int,
+        token: object,
+    ) -> bool:
+        """Open the connector; the result is an error message, or an empty string. A full lane does not refuse it."""
+
+    def submit_exists(
+        self,
+        lane: int,
+        connector: NativeConnector,
+        keys: Sequence[bytes],
+        found: Callable[[int, int, str], Any],
+        token: object,
+    ) -> bool:
+        """Ask which keys exist; the result is that of `NativeConnector.exists_now`."""
+
+    def submit_heads(
+        self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
+    ) -> bool:
+        """Read heads; the result is the first bytes of each record, at most 512 (`StorageAdapter.heads`)."""
+
+    def submit_list(
+        self, lane: int, connector: NativeConnector, cursor: int, most: int, token: object
+    ) -> bool:
+        """List keys; the result is (keys, next cursor: 0 after the last). REQUIRES: `connector.ready`."""
+
+    def submit_put(
+        self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
+    ) -> bool:
+        """Put records given as (key, hold); takes over and drops the holds, even if it returns False or raises.
+
+        A hold has `address`, `length` and `drop()`.  The result is ([(PutStatus, reason)], keys that the
+        connector's cap dropped since it was last asked).
+        """
+
+    def submit_load(
+        self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
+    ) -> bool:
+        """Load records into the extents of (key, hold), with holds as in `submit_put`.
+
+        The result is ([(LoadStatus, reason)], keys that the connector's cap dropped since it was last asked).
+        """
+
+    def submit_delete(
+        self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
+    ) -> bool:
+        """Delete keys; the result is how many records were removed.
+
+        A full lane does not refuse this job, nor those of the next three methods.
+        """
+
+    def submit_clear(self, lane: int, connector: NativeConnector, token: object) -> bool:
+        """Remove all records; the result is how many were removed."""
+
+    def submit_usage(self, lane: int, connector: NativeConnector, token: object) -> bool:
+        """Ask for the usage; the result is (used bytes, capacity in bytes, records)."""
+
+    def submit_close(self, lane: int, connector: NativeConnector, token: object) -> bool:
+        """Close the connector. REQUIRES: no other job of it is queued or runs."""
+
+    def take_done(self) -> list[tuple[Any, Any, BaseException | None]]:
+        """(token, result, error) of each job that has ended and was not taken yet, in the order of their ends."""
+
+    def counts(self, lane: int) -> dict[str, int]:
+        """By name: `waiting` and `running` (pieces now), `refused` and `done` (jobs so far)."""
+
+    def stop(self) -> None:
+        """Accept no more work; work accepted before runs to its end."""
+
+    def close(self) -> None:
+        """Stop, wait for all work, and join the threads, without the GIL."""
+
+# The disk log as a connector (ext/core/src/disk/log.h).
+
+MIN_CAPACITY_BYTES: int
+"""The smallest capacity of a log."""
+
+def disk_connector(
+    folder: str,
+    *,
+    capacity_bytes: int,
+    segment_bytes: int = 0,
+    min_free_bytes: int = 0,
+    direct: bool = True,
+    reinsert_percent: int = 20,
+    scrub_bytes_per_s: int = 0,
+) -> object:
+    """A capsule for `NativeConnector`; its log is not opened yet.
+
+    `folder`: an absolute path, created if it is missing.  `capacity_bytes`: at least MIN_CAPACITY_BYTES.
+    `segment_bytes`: a multiple of 4096, at most a sixteenth of the capacity; 0: by the capacity.
+    `min_free_bytes`: the log grows only if it leaves this much free on the file system.  `direct`: use O_DIRECT if the
+    file system supports it.  `reinsert_percent`: when a segment retires, this share of it is written again: its most
+    recently loaded records.  `scrub_bytes_per_s`: 0 turns scrubbing off.
+    """
+
+# The native connector of `fs` (ext/core/src/fs/connector.h).
+
+def fs_connector(
+    base_path: str,
+    relative_tmp_dir: str,
+    *,
+    shared: bool,
+    use_odirect: bool,
+    capacity_bytes: int,
+    min_free_bytes: int | None,
+) -> object:
+    """The capsule for `kvstrata.storage.native_adapter.NativeAdapter`; its directory is not opened yet.
+
+    `capacity_bytes` 0: no cap.  `min_free_bytes` None: the default of ext/core/src/fs/directory.h.
+    """

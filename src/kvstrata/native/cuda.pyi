@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, final
 
 from kvstrata.errors import MediumError
-from kvstrata.native.copying import CopyPlan
-from kvstrata.native.record import RecordSpec
+from kvstrata.native.core import CopyPlan, RecordSpec
 
 class CudaError(MediumError):
     """A call of the driver failed.

@@ -12,7 +12,7 @@ from kvstrata.errors import BadRequest
 from kvstrata.types import EXTENT, KEY_BYTES, SERVER_ROW
 
 if TYPE_CHECKING:
-    from kvstrata.native.pool import Pool
+    from kvstrata.native.core import Pool
 
 ABSENT, LIMIT = "absent", "limit"
 

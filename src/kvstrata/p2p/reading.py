@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvstrata.errors import ClusterFailure, Unavailable
-from kvstrata.native.record import CopyOutcome, Verifier, verify_stored_record
+from kvstrata.native.core import CopyOutcome, Verifier, verify_stored_record
 from kvstrata.observability.logging import Thinning
 from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.engines import base as transfer
@@ -38,7 +38,7 @@ from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.types import EXTENT, Extent
 
 if TYPE_CHECKING:
-    from kvstrata.native.pool import Hold
+    from kvstrata.native.core import Hold
 
 log = logging.getLogger(__name__)
 _thinning = Thinning()

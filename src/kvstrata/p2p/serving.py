@@ -52,7 +52,7 @@ from kvstrata.types import EXTENT, FORMAT_VERSION, KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
-    from kvstrata.native.pool import Pool
+    from kvstrata.native.core import Pool
     from kvstrata.rpc.zmq_server import Address, ZmqServer
 
 LENT_SHARE = 1 / 4

@@ -40,7 +40,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvstrata.errors import ConfigError, TransferError, Unavailable
-from kvstrata.native.record import Verifier
+from kvstrata.native.core import Verifier
 from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.engines.base import Region, TransferEngine
 from kvstrata.p2p.finding import Finder

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.metrics import ServerCounters, TenantChunks
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.patience import patience

@@ -9,7 +9,7 @@ import asyncio
 import collections
 
 from kvstrata.clock import Clock
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from kvstrata.clock import Clock
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.cluster.events import TierNews

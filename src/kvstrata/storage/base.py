@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
-    from kvstrata.native.pool import Hold
+    from kvstrata.native.core import Hold
 
 
 HEAD_BYTES = 512

@@ -22,7 +22,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from kvstrata.native.lanes import NativeLanes
+from kvstrata.native.connector import NativeLanes
 
 T = TypeVar("T")
 

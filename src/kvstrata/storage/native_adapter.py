@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.native.connector import NativeConnector
-from kvstrata.native.lanes import NativeLanes
+from kvstrata.native.connector import NativeConnector, NativeLanes
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, QUEUE_FULL, THROTTLED
 from kvstrata.storage.base import (
     AdapterContext,

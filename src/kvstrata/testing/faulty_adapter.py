@@ -34,7 +34,7 @@ from kvstrata.storage.structs import Place
 from kvstrata.testing.faults import Fault, FaultPlan
 
 if TYPE_CHECKING:
-    from kvstrata.native.pool import Hold
+    from kvstrata.native.core import Hold
 
 
 class InjectedError(Exception):

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
-from kvstrata.native.index import ExtentsMap
-from kvstrata.native.record import RecordSpec, record_bytes, seal_record
+from kvstrata.native.core import ExtentsMap, RecordSpec, record_bytes, seal_record
 from kvstrata.storage.base import AdapterContext, LoadItem, PutItem
 
 if TYPE_CHECKING:
-    from kvstrata.native.pool import Hold
+    from kvstrata.native.core import Hold
 
 IDENTITY = hashlib.sha256(b"identity of the contract suite").digest()
 POISON = 0xDB

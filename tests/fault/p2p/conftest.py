@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvstrata.keys.batch import split
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.p2p.engines.base import (
     CANCELLED,
     DEADLINE,

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvstrata.clock import SystemClock
-from kvstrata.native import record as native_record
+from kvstrata.native import core
 from kvstrata.p2p import serving
 from kvstrata.p2p.engines.base import ReadItem
 from kvstrata.p2p.mac import MAC_KEY_BYTES, TAG_BYTES, tags_of
@@ -58,8 +58,8 @@ class HostilePath(CopyEngine):
 def write_record(key: bytes, payload: bytes, address: int) -> None:
     """Write a record whose key, identity and checksums are right."""
     ctypes.memmove(address + RECORD - SIZE, payload, SIZE)
-    spec = native_record.RecordSpec(key, IDENTITY, bytes(32), bytes(32), 256)
-    native_record.seal_record(address, RECORD, spec, section_lengths(SIZE))
+    spec = core.RecordSpec(key, IDENTITY, bytes(32), bytes(32), 256)
+    core.seal_record(address, RECORD, spec, section_lengths(SIZE))
 
 
 class Scene:

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from kvstrata.native import record as native_record
+from kvstrata.native import core
 from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.owners import OwnerLimits
 from kvstrata.policy.reasons import PEER_FAILED, blames_medium, miss_reason
@@ -189,7 +189,7 @@ async def test_wrong_bytes_are_a_miss_though_the_lease_held(net, l1: L1) -> None
     one.engine.before_read = damage
     assert await one.load(*KEYS) == [LOADED] * 3 + [ABSENT] + [LOADED] * 4
     assert one.counted("unsound_records") == 1
-    assert native_record.verify_record(address, RECORD, KEYS[4]) == 0
+    assert core.verify_record(address, RECORD, KEYS[4]) == 0
 
 
 async def test_a_restarted_owner_is_greeted_anew(net) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.client import LoadItem, StoreOutcome
-from kvstrata.native.copying import buffer_address
-from kvstrata.native.record import RecordSpec, record_header, seal_record
+from kvstrata.native.core import RecordSpec, buffer_address, record_header, seal_record
 from kvstrata.types import KEY_BYTES, Role
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
 from tests.harness.open_files import open_files

@@ -16,7 +16,7 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.keys import ChunkHasher
-from kvstrata.native.copying import buffer_address
+from kvstrata.native.core import buffer_address
 from kvstrata.native.cuda import CudaCopyPlan
 from kvstrata.types import RequestIdentity, Role, shown_name, unpack_extents
 from tests.harness.cache_engine import PATIENCE_S, eventually

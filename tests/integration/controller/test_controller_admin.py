@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.native.core import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, expect
 
-from kvstrata.native.hashing import chain_keys
+from kvstrata.native.core import chain_keys
 from kvstrata.types import shown_name
 from tests.harness import chromium, page_checks
 from tests.harness.controller_process import ControllerProcess

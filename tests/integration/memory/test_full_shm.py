@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.memory.segment import Segment, SegmentSettings
-from kvstrata.native.index import IndexReader
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import IndexReader, Pool
 from kvstrata.types import unpack_extents
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
 

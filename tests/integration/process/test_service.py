@@ -167,7 +167,7 @@ def test_a_process_starts_beside_services_of_its_name_and_says_so_once(begin):
     assert "setting_noted" in note
 
 
-PATHS = "from kvstrata.native import codec, hashing; print(codec.planes_path(), hashing.sha256_path())"
+PATHS = "from kvstrata.native import core; print(core.planes_path(), core.sha256_path())"
 ORDER = ["scalar", "avx2", "avx512"]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.native.core import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire, wire
 from tests.harness import own_commands
 from tests.harness.cache_engine import eventually

@@ -14,7 +14,7 @@ import zstandard
 
 from kvstrata.cli.asking import Ask, ask
 from kvstrata.errors import BadRequest
-from kvstrata.native.hashing import storage_keys
+from kvstrata.native.core import storage_keys
 from kvstrata.types import unpack_extents
 from tests.harness.cache_engine import eventually
 from tests.harness.hostile_resp import Hostile, cursors

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.native.hashing import storage_keys
+from kvstrata.native.core import storage_keys
 from tests.harness.cache_engine import eventually
 from tests.harness.geometry import CHUNK, GeometryEngine
 from tests.harness.records import Extents

@@ -11,8 +11,7 @@ import pytest
 
 from kvstrata.cli.asking import Ask, ask
 from kvstrata.errors import BadRequest, KvstrataError, LayoutRefused, NotPermitted
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.native.core import RecordSpec, seal_record, storage_keys
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.cache_engine import PATIENCE_S, CacheEngine, eventually, prompt

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.controller.member import Member, MemberState, Sync
 from kvstrata.errors import KvstrataError
-from kvstrata.native.copying import crc32c
+from kvstrata.native.core import crc32c
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.amount import amount
 from tests.harness.cluster_instance import LOAD

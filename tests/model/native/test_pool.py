@@ -13,9 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstrata.native.index import ExtentsMap, IndexReader
-from kvstrata.native.pool import Hold, Pool
-from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.native.core import ExtentsMap, Hold, IndexReader, Pool, RecordSpec, seal_record
 from kvstrata.types import PoolEvent, unpack_extents
 from tests.oracles.pool import SERVER_ROW, PoolModel
 from tests.oracles.pool_chunk import PAGE, Chunk

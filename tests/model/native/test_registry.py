@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstrata.native.registry import Registry, RegistryError
+from kvstrata.native.core import Registry, RegistryError
 from tests.oracles.registry import TAG_MASK, OracleRegistry
 
 MAX_SLOTS = 12

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.keys.recut import CannotRecut, Part, Recut, RecutReason, plan_recut
-from kvstrata.native import copying
-from kvstrata.native.record import CopyOutcome, RecordSpec
+from kvstrata.native import core
+from kvstrata.native.core import CopyOutcome, RecordSpec
 from kvstrata.server.recuts.record import Place, record_length, recut_records
 from tests.harness.geometry import CHUNK, DIM, ORDERS, Cache, Geometry, view_of
 
@@ -31,7 +31,7 @@ class Stored:
 
     @property
     def place(self) -> tuple[int, int, bytes]:
-        return copying.buffer_address(self.record, writable=True), len(self.record), KEY
+        return core.buffer_address(self.record, writable=True), len(self.record), KEY
 
 
 SPEC = RecordSpec(KEY, b"i" * 32, b"s" * 32, b"", CHUNK, 1)
@@ -55,7 +55,7 @@ def store(kv: KV, geometry: Geometry, seed: int) -> Stored:
     view = view_of(geometry, cache.tensors, cache.blocks)
     plan = view.plan()
     record = bytearray(plan.record_bytes(used))
-    copying.gather_record(plan, table, copying.buffer_address(record, writable=True), len(record), SPEC)
+    core.gather_record(plan, table, core.buffer_address(record, writable=True), len(record), SPEC)
     return Stored(Part(view.slice, view.facts), record)
 
 
@@ -71,7 +71,7 @@ def kv_of(layers: int, heads: int) -> KV:
 def recut(sources: Sequence[Stored], target: Part) -> tuple[Recut, bytearray]:
     made = plan_recut([source.part for source in sources], target)
     record = bytearray(record_length(made.target_sections))
-    place = Place(made, copying.buffer_address(record, writable=True), len(record), SPEC)
+    place = Place(made, core.buffer_address(record, writable=True), len(record), SPEC)
     outcome = recut_records([source.place for source in sources], [place])
     assert outcome is CopyOutcome.OK
     return made, record
@@ -268,7 +268,7 @@ def test_a_corrupt_source_is_not_recut() -> None:
 
     def outcome(key: bytes = KEY) -> CopyOutcome:
         record = bytearray(b"\xa5" * record_length(made.target_sections))
-        address = copying.buffer_address(record, writable=True)
+        address = core.buffer_address(record, writable=True)
         places = [(*source.place[:2], key) for source in sources]
         found = recut_records(places, [Place(made, address, len(record), SPEC)])
         assert (record == target.record) if found is CopyOutcome.OK else set(record) == {0xA5}
@@ -306,8 +306,8 @@ def test_a_corrupt_source_is_not_recut() -> None:
 )
 def test_a_copy_that_leaves_its_memory_is_refused(change: tuple[object, ...], says: str) -> None:
     source, target = bytearray(64), bytearray(64)
-    where = [(copying.buffer_address(source), 64)]
+    where = [(core.buffer_address(source), 64)]
     with pytest.raises(ValueError, match=says):
-        copying.copy_strided(copying.buffer_address(target, writable=True), 64, where, [change])  # type: ignore[list-item]
+        core.copy_strided(core.buffer_address(target, writable=True), 64, where, [change])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="may not be 0"):
-        copying.copy_strided(0, 64, where, [])
+        core.copy_strided(0, 64, where, [])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.native.batches import names_of, types_of
+from kvstrata.native.core import names_of, types_of
 
 keys = st.lists(st.binary(min_size=32, max_size=32))
 other_keys = st.binary(max_size=70).filter(lambda key: len(key) != 32)

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.native import copying
-from kvstrata.native import record as native_record
-from kvstrata.native.copying import CopyEngine, CopyPlan
-from kvstrata.native.record import CopyOutcome, RecordSpec
+from kvstrata.native import core
+from kvstrata.native.core import CopyEngine, CopyOutcome, CopyPlan, RecordSpec
 from tests.harness.alone import alone
 from tests.harness.waiting import HANG_S
 from tests.oracles import copying as oracle
@@ -38,15 +36,15 @@ class Engine:
     def record(self, block_ids: list[int]) -> mmap.mmap:
         """Gather blocks into a record in an extent of its own."""
         extent = mmap.mmap(-1, self.plan.record_bytes(len(block_ids)))
-        address = copying.buffer_address(extent, writable=True)
-        copying.gather_record(self.plan, block_ids, address, len(extent), SPEC)
+        address = core.buffer_address(extent, writable=True)
+        core.gather_record(self.plan, block_ids, address, len(extent), SPEC)
         return extent
 
     def scatter(
         self, block_ids: list[int], extent: mmap.mmap, key: bytes = KEY, identity: bytes = IDENTITY
     ) -> int:
-        address = copying.buffer_address(extent, writable=True)
-        return copying.scatter_record(self.plan, block_ids, address, len(extent), key, identity)
+        address = core.buffer_address(extent, writable=True)
+        return core.scatter_record(self.plan, block_ids, address, len(extent), key, identity)
 
 
 def block_shapes(max_run: int) -> st.SearchStrategy[tuple[tuple[tuple[int, int], ...], int]]:
@@ -81,7 +79,7 @@ def engines(draw: st.DrawFn, max_run: int = 700) -> Engine:
         strides.append(stride)
         end += stride * (blocks - 1) + span + draw(st.integers(0, 70))
     memory = bytearray(random.Random(draw(st.integers(0, 1 << 30))).randbytes(end))
-    start = copying.buffer_address(memory, writable=True)
+    start = core.buffer_address(memory, writable=True)
     places = [start + base for base in bases]
     if len(shapes) == 1:
         plan = CopyPlan(places, blocks, strides, *shapes[0])
@@ -93,7 +91,7 @@ def engines(draw: st.DrawFn, max_run: int = 700) -> Engine:
 
 def small_engine(sections: int = 3, blocks: int = 8, block_bytes: int = 1024) -> Engine:
     memory = bytearray(random.Random(1).randbytes(sections * blocks * block_bytes))
-    start = copying.buffer_address(memory, writable=True)
+    start = core.buffer_address(memory, writable=True)
     bases = [section * blocks * block_bytes for section in range(sections)]
     strides = [block_bytes] * sections
     plan = CopyPlan([start + base for base in bases], blocks, strides, [], block_bytes)
@@ -105,9 +103,9 @@ def small_engine(sections: int = 3, blocks: int = 8, block_bytes: int = 1024) ->
 def test_the_checksum_is_that_of_the_definition(data: bytes, more: bytes, offset: int) -> None:
     expected = crc_oracle.crc32c(more, crc_oracle.crc32c(data))
     shifted = bytes(offset) + data + more
-    address = copying.buffer_address(shifted) + offset
-    assert copying.crc32c(more, copying.crc32c(data)) == expected
-    assert copying.crc32c_at(address, len(data + more)) == expected
+    address = core.buffer_address(shifted) + offset
+    assert core.crc32c(more, core.crc32c(data)) == expected
+    assert core.crc32c_at(address, len(data + more)) == expected
 
 
 @given(data=st.data(), engine=engines())
@@ -148,9 +146,9 @@ def test_no_flipped_bit_passes(engine: Engine, bit: int) -> None:
     if at < header:
         assert engine.memory == before
     assert engine.scatter([-1], extent) != CopyOutcome.OK
-    address = copying.buffer_address(extent, writable=True)
-    assert native_record.verify_record(address, len(extent), KEY) != CopyOutcome.OK
-    assert native_record.explain_record(address, len(extent), KEY)
+    address = core.buffer_address(extent, writable=True)
+    assert core.verify_record(address, len(extent), KEY) != CopyOutcome.OK
+    assert core.explain_record(address, len(extent), KEY)
 
 
 def test_gather_and_scatter_are_inverse() -> None:
@@ -158,8 +156,8 @@ def test_gather_and_scatter_are_inverse() -> None:
     before = bytes(engine.memory)
     extent = engine.record([5, 0, 3])
     assert (
-        copying.crc32c(extent[4096:])
-        == native_record.record_header(copying.buffer_address(extent, writable=True), len(extent)).stored_crc
+        core.crc32c(extent[4096:])
+        == core.record_header(core.buffer_address(extent, writable=True), len(extent)).stored_crc
     )
     engine.memory[:] = bytes(len(engine.memory))
     assert engine.scatter([5, 0, 3], extent) == CopyOutcome.OK
@@ -217,16 +215,16 @@ def test_a_bad_argument_is_refused_before_anything_is_written(
 ) -> None:
     engine = small_engine()
     extent = mmap.mmap(-1, 1 << 16)
-    address = copying.buffer_address(extent, writable=True) + change.get("moved", 0)
+    address = core.buffer_address(extent, writable=True) + change.get("moved", 0)
     length = len(extent) - 8
     if change.get("shorter"):
         length = engine.plan.record_bytes(len(block_ids)) - 1
     with pytest.raises(ValueError, match=message):
-        copying.gather_record(engine.plan, block_ids, address, length, SPEC)
+        core.gather_record(engine.plan, block_ids, address, length, SPEC)
     with pytest.raises(ValueError, match=message):
-        copying.scatter_record(engine.plan, block_ids, address, length, KEY, IDENTITY)
+        core.scatter_record(engine.plan, block_ids, address, length, KEY, IDENTITY)
     with CopyEngineScope() as copies, pytest.raises(ValueError, match=r"items\[1\]\."):
-        good = ([0], copying.buffer_address(extent, writable=True), len(extent), SPEC)
+        good = ([0], core.buffer_address(extent, writable=True), len(extent), SPEC)
         copies.run("gather", engine.plan, [good, (block_ids, address, length, SPEC)])
     assert not any(extent[:])
 
@@ -255,7 +253,7 @@ def test_copy_threads_do_what_a_single_copy_does(data: st.DataObject, engine: En
     )
     alone = [bytes(engine.record(ids)) for ids in chunks]
     extents = [mmap.mmap(-1, len(record)) for record in alone]
-    addresses = [copying.buffer_address(extent, writable=True) for extent in extents]
+    addresses = [core.buffer_address(extent, writable=True) for extent in extents]
     with CopyEngineScope(threads) as copies:
         items = [(ids, a, len(e), SPEC) for ids, a, e in zip(chunks, addresses, extents, strict=True)]
         if threads == 0:
@@ -330,6 +328,6 @@ def test_strided_copies_are_those_of_the_oracle(
     sources, copies = drawn
     target, expected = bytearray(600), bytearray(600)
     oracle.copy_strided(expected, sources, copies)
-    places = [(copying.buffer_address(source, writable=True), len(source)) for source in sources]
-    copying.copy_strided(copying.buffer_address(target, writable=True), len(target), places, copies)
+    places = [(core.buffer_address(source, writable=True), len(source)) for source in sources]
+    core.copy_strided(core.buffer_address(target, writable=True), len(target), places, copies)
     assert target == expected

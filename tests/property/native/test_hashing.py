@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.native import hashing
+from kvstrata.native import core
 from tests.oracles import keys as oracle
 
 digests = st.binary(min_size=32, max_size=32)
@@ -33,7 +33,7 @@ def test_chain_keys_follow_the_definition_for_every_container_of_tokens(
     packed = struct.pack(f"<{len(tokens)}I", *tokens)
     unaligned = memoryview(b"\0" + packed)[1:]
     for held in (tokens, tuple(tokens), array.array("I", tokens), packed, unaligned):
-        assert hashing.chain_keys(start, held, chunk_tokens, extras, first) == expected
+        assert core.chain_keys(start, held, chunk_tokens, extras, first) == expected
 
 
 @given(digests, st.lists(digests, max_size=20), st.lists(digests, min_size=1, max_size=20))
@@ -42,7 +42,7 @@ def test_storage_keys_are_those_of_the_definition(
 ) -> None:
     joined, digest = b"".join(chain), b"".join(slices)
     expected = oracle.storage_keys(root, joined, digest)
-    assert hashing.storage_keys(root, joined, digest) == expected
+    assert core.storage_keys(root, joined, digest) == expected
 
 
 @given(
@@ -56,9 +56,9 @@ def test_no_chain_key_gives_a_storage_key_of_another_identity(
     """Also if the chain keys are the other identity's roots, slices or storage keys."""
     one, two = roots
     digest = b"".join(slices)
-    of_one = hashing.storage_keys(one, b"".join(chain), digest)
+    of_one = core.storage_keys(one, b"".join(chain), digest)
     named = b"".join([*chain, one, two, *slices]) + of_one
-    of_two = hashing.storage_keys(two, named, digest)
+    of_two = core.storage_keys(two, named, digest)
     first, second = ({keys[at : at + 32] for at in range(0, len(keys), 32)} for keys in (of_one, of_two))
     assert not first & second
 
@@ -66,15 +66,15 @@ def test_no_chain_key_gives_a_storage_key_of_another_identity(
 def test_long_batches_equal_short_ones() -> None:
     """Batches of 64 chunks or more release the GIL; neither that nor the size of a batch changes the keys."""
     tokens = [(i * 2654435761) % 200_000 for i in range(100 * 16 + 5)]
-    whole = hashing.chain_keys(bytes(32), tokens, 16)
+    whole = core.chain_keys(bytes(32), tokens, 16)
     assert whole == oracle.chain_keys(bytes(32), tokens, 16)
     grown, previous = b"", bytes(32)
     for first in range(0, 100 * 16, 7 * 16):
-        piece = hashing.chain_keys(previous, tokens[: first + 7 * 16 + 3], 16, None, first)
+        piece = core.chain_keys(previous, tokens[: first + 7 * 16 + 3], 16, None, first)
         grown, previous = grown + piece, piece[-32:]
     assert grown == whole
     slices = b"a" * 32 + b"b" * 32 + b"c" * 32
-    assert hashing.storage_keys(whole[:32], whole, slices) == oracle.storage_keys(whole[:32], whole, slices)
+    assert core.storage_keys(whole[:32], whole, slices) == oracle.storage_keys(whole[:32], whole, slices)
 
 
 class Odd:
@@ -88,13 +88,13 @@ class Odd:
 
 
 def test_any_object_that_has_an_index_can_be_a_token() -> None:
-    assert hashing.chain_keys(bytes(32), [Odd(7), True], 2) == hashing.chain_keys(bytes(32), [7, 1], 2)
+    assert core.chain_keys(bytes(32), [Odd(7), True], 2) == core.chain_keys(bytes(32), [7, 1], 2)
 
 
 @pytest.mark.parametrize("bad", [1.5, "7", None, b"1"])
 def test_the_error_for_a_token_that_is_not_an_int_names_its_index(bad: object) -> None:
     with pytest.raises(TypeError, match=rf"tokens\[3\]: must be an int, not {type(bad).__name__}"):
-        hashing.chain_keys(bytes(32), [0, 1, 2, bad], 4)  # type: ignore[list-item]
+        core.chain_keys(bytes(32), [0, 1, 2, bad], 4)  # type: ignore[list-item]
 
 
 def test_a_list_that_shrinks_while_it_is_read_is_an_error_not_a_crash() -> None:
@@ -107,21 +107,21 @@ def test_a_list_that_shrinks_while_it_is_read_is_an_error_not_a_crash() -> None:
 
     tokens.extend([0, Shrinks(1), *range(1000)])
     with pytest.raises(ValueError, match="became shorter"):
-        hashing.chain_keys(bytes(32), tokens, 1)
+        core.chain_keys(bytes(32), tokens, 1)
 
 
 WRONG: dict[str, Callable[[], object]] = {
-    "start: must be 32 bytes": lambda: hashing.chain_keys(bytes(31), [1], 1),
-    "chunk_tokens: must be at least 1": lambda: hashing.chain_keys(bytes(32), [1], 0),
-    "first: must be at least 0": lambda: hashing.chain_keys(bytes(32), [1], 1, None, -1),
-    "extras: chunk 1 is not one of the 1 full": lambda: hashing.chain_keys(bytes(32), [1], 1, {1: bytes(32)}),
-    r"extras\[0\]: must be 32 bytes": lambda: hashing.chain_keys(bytes(32), [1], 1, {0: b"short"}),
-    "tokens: a buffer must hold": lambda: hashing.chain_keys(bytes(32), array.array("q", [1]), 1),
-    "tokens: a buffer .* 3 bytes": lambda: hashing.chain_keys(bytes(32), b"abc", 1),
-    "root: must be 32 bytes": lambda: hashing.storage_keys(bytes(31), b"", bytes(32)),
-    "chain: must be whole keys": lambda: hashing.storage_keys(bytes(32), bytes(33), bytes(32)),
-    "slice_digests: must be one or more": lambda: hashing.storage_keys(bytes(32), bytes(32), b""),
-    "slice_digests: must be one or more d": lambda: hashing.storage_keys(bytes(32), bytes(32), bytes(31)),
+    "start: must be 32 bytes": lambda: core.chain_keys(bytes(31), [1], 1),
+    "chunk_tokens: must be at least 1": lambda: core.chain_keys(bytes(32), [1], 0),
+    "first: must be at least 0": lambda: core.chain_keys(bytes(32), [1], 1, None, -1),
+    "extras: chunk 1 is not one of the 1 full": lambda: core.chain_keys(bytes(32), [1], 1, {1: bytes(32)}),
+    r"extras\[0\]: must be 32 bytes": lambda: core.chain_keys(bytes(32), [1], 1, {0: b"short"}),
+    "tokens: a buffer must hold": lambda: core.chain_keys(bytes(32), array.array("q", [1]), 1),
+    "tokens: a buffer .* 3 bytes": lambda: core.chain_keys(bytes(32), b"abc", 1),
+    "root: must be 32 bytes": lambda: core.storage_keys(bytes(31), b"", bytes(32)),
+    "chain: must be whole keys": lambda: core.storage_keys(bytes(32), bytes(33), bytes(32)),
+    "slice_digests: must be one or more": lambda: core.storage_keys(bytes(32), bytes(32), b""),
+    "slice_digests: must be one or more d": lambda: core.storage_keys(bytes(32), bytes(32), bytes(31)),
 }
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.policies import POLICIES
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from tests.harness.amount import amount
 
 PAGE = 4096

@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstrata.native.index import IndexReader
-from kvstrata.native.pool import Pool, PoolFormatError
-from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.native.core import IndexReader, Pool, PoolFormatError, RecordSpec, seal_record
 from kvstrata.types import unpack_extents
 from tests.harness.amount import amount
 

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.native import copying
-from kvstrata.native import record as native_record
-from kvstrata.native.record import CopyOutcome, RecordSpec
+from kvstrata.native import core
+from kvstrata.native.core import CopyOutcome, RecordSpec
 from tests.oracles import record as oracle
 from tests.oracles.crc32c import crc32c_fast as crc32c
 
@@ -53,7 +52,7 @@ class Placed:
         self._map = mmap.mmap(-1, room + page)
         self._map.seek(room - len(data))
         self._map.write(data)
-        start = copying.buffer_address(self._map, writable=True)
+        start = core.buffer_address(self._map, writable=True)
         _libc.mprotect(ctypes.c_void_p(start + room), ctypes.c_size_t(page), 0)
         self.address = start + room - len(data)
         self.length = len(data)
@@ -64,16 +63,16 @@ def test_a_sealed_record_is_byte_for_byte_what_the_format_says(record: oracle.Re
     expected = oracle.build(record)
     extent = mmap.mmap(-1, len(expected))
     extent[oracle.header_bytes(len(record.sections)) :] = b"".join(record.sections)
-    address = copying.buffer_address(extent, writable=True)
-    native_record.seal_record(address, len(extent), spec_of(record), [len(s) for s in record.sections])
+    address = core.buffer_address(extent, writable=True)
+    core.seal_record(address, len(extent), spec_of(record), [len(s) for s in record.sections])
     assert bytes(extent) == expected
-    assert native_record.record_bytes(len(record.sections), sum(map(len, record.sections))) == len(expected)
+    assert core.record_bytes(len(record.sections), sum(map(len, record.sections))) == len(expected)
 
 
 @given(record=records(), behind=st.integers(0, 100))
 def test_a_record_of_another_writer_is_read_and_verified(record: oracle.Record, behind: int) -> None:
     placed = Placed(oracle.build(record) + b"\xee" * behind)
-    header = native_record.record_header(placed.address, placed.length)
+    header = core.record_header(placed.address, placed.length)
     assert (header.key, header.identity) == (record.key, record.identity)
     assert (header.slice_digest, header.parent_key) == (record.slice_digest, record.parent_key)
     assert (header.chunk_tokens, header.created_unix_ms) == (record.chunk_tokens, record.created_unix_ms)
@@ -81,11 +80,11 @@ def test_a_record_of_another_writer_is_read_and_verified(record: oracle.Record, 
     assert [crc for _, _, crc in header.sections] == [crc32c(s) for s in record.sections]
     assert header.header_bytes + header.payload_bytes + behind == placed.length
     assert header.codecs == b""
-    assert native_record.verify_record(placed.address, placed.length, None) == CopyOutcome.OK
-    assert native_record.verify_record(placed.address, placed.length, record.key) == CopyOutcome.OK
-    assert native_record.explain_record(placed.address, placed.length, record.key) is None
+    assert core.verify_record(placed.address, placed.length, None) == CopyOutcome.OK
+    assert core.verify_record(placed.address, placed.length, record.key) == CopyOutcome.OK
+    assert core.explain_record(placed.address, placed.length, record.key) is None
     other = bytes([record.key[0] ^ 1]) + record.key[1:]
-    assert native_record.verify_record(placed.address, placed.length, other) == CopyOutcome.STALE
+    assert core.verify_record(placed.address, placed.length, other) == CopyOutcome.STALE
 
 
 FIELDS = [
@@ -135,10 +134,10 @@ def test_hostile_headers_are_judged_as_the_oracle_judges_them(
         struct.pack_into("<I", data, 252, crc32c(data[:252]))
     placed = Placed(bytes(data[:cut]))
     sound = oracle.parse(bytes(data[:cut])) is not None
-    code = native_record.verify_record(placed.address, placed.length, None)
+    code = core.verify_record(placed.address, placed.length, None)
     assert (code == CopyOutcome.OK) == sound
     if sound:
-        native_record.record_header(placed.address, placed.length)
+        core.record_header(placed.address, placed.length)
 
 
 def test_version_1_is_frozen() -> None:
@@ -150,11 +149,11 @@ def test_version_1_is_frozen() -> None:
     data = oracle.build(record)
     assert hashlib.sha256(data).hexdigest() == expected
     placed = Placed(data)
-    assert native_record.verify_record(placed.address, placed.length, digests[0]) == CopyOutcome.OK
+    assert core.verify_record(placed.address, placed.length, digests[0]) == CopyOutcome.OK
     extent = mmap.mmap(-1, len(data))
     extent[4096:] = data[4096:]
-    address = copying.buffer_address(extent, writable=True)
-    native_record.seal_record(address, len(extent), spec_of(record), [len(s) for s in sections])
+    address = core.buffer_address(extent, writable=True)
+    core.seal_record(address, len(extent), spec_of(record), [len(s) for s in sections])
     assert hashlib.sha256(extent[:]).hexdigest() == expected
 
 
@@ -171,9 +170,9 @@ def test_version_1_is_frozen() -> None:
 )
 def test_a_refused_seal_writes_nothing(lengths: list[int], room: int, message: str) -> None:
     extent = mmap.mmap(-1, room)
-    address = copying.buffer_address(extent, writable=True)
+    address = core.buffer_address(extent, writable=True)
     with pytest.raises(ValueError, match=message):
-        native_record.seal_record(address, room, RecordSpec(*[bytes(32)] * 4, 1), lengths)
+        core.seal_record(address, room, RecordSpec(*[bytes(32)] * 4, 1), lengths)
     assert not any(extent[:])
 
 
@@ -189,8 +188,8 @@ def test_records_checked_together_are_judged_as_each_alone(
         placed = Placed(bytes(data))
         kept.append(placed)
         asked.append((placed.address, placed.length, bytes(32) if damage == 2 else record.key))
-    alone = [native_record.verify_stored_record(*one) for one in asked]
-    assert native_record.Verifier(3).verify_stored(asked) == alone
+    alone = [core.verify_stored_record(*one) for one in asked]
+    assert core.Verifier(3).verify_stored(asked) == alone
 
 
 @pytest.mark.parametrize(
@@ -199,4 +198,4 @@ def test_records_checked_together_are_judged_as_each_alone(
 )
 def test_an_invalid_address_or_key_is_refused(record: tuple[int, int, bytes], message: str) -> None:
     with pytest.raises((ValueError, OverflowError), match=message):
-        native_record.Verifier(0).verify_stored([record])
+        core.Verifier(0).verify_stored([record])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.native.registry import MAX_SLOTS, Registry, RegistryError
+from kvstrata.native.core import MAX_SLOTS, Registry, RegistryError
 from tests.oracles.registry import TAG_MASK
 
 

@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 from kvstrata.keys import spans
 from kvstrata.keys.batch import nth, part
 from kvstrata.keys.prompt_keys import PromptKeys
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.index import IndexReader
-from kvstrata.native.pool import Pool
-from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.native.core import IndexReader, Pool, RecordSpec, seal_record, storage_keys
 from kvstrata.types import unpack_extents
 from tests.harness.amount import amount
 

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.native import codec, copying
-from kvstrata.native import record as native_record
-from kvstrata.native.record import CopyOutcome
+from kvstrata.native import core
+from kvstrata.native.core import CopyOutcome
 from kvstrata.storage.base import two_bytes
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
@@ -85,9 +84,9 @@ def test_the_chain_and_the_oracle_decode_an_encoded_record_to_the_same_bytes(
 @given(payload=st.binary(max_size=300))
 def test_planes_equal_those_of_the_oracle(payload: bytes) -> None:
     out, back = bytearray(len(payload)), bytearray(len(payload))
-    codec.split_planes(out, payload)
+    core.split_planes(out, payload)
     assert bytes(out) == oracle.split_planes(payload)
-    codec.join_planes(back, out)
+    core.join_planes(back, out)
     assert bytes(back) == payload == oracle.join_planes(bytes(out))
 
 
@@ -105,8 +104,8 @@ def test_altered_bytes_never_decode_to_other_bytes(name: str, data: st.DataObjec
     if data.draw(st.booleans()):
         spoilt = spoilt[: data.draw(st.integers(0, len(spoilt)))]
     if len(spoilt) > 4096 and data.draw(st.booleans()):
-        spoilt[96:100] = copying.crc32c(bytes(spoilt[4096:])).to_bytes(4, "little")
-        spoilt[252:256] = copying.crc32c(bytes(spoilt[:252])).to_bytes(4, "little")
+        spoilt[96:100] = core.crc32c(bytes(spoilt[4096:])).to_bytes(4, "little")
+        spoilt[252:256] = core.crc32c(bytes(spoilt[:252])).to_bytes(4, "little")
     try:
         found = decoded(chain, bytes(spoilt), len(record))
     except (BadRecord, CannotDecode):
@@ -130,9 +129,9 @@ def test_another_key_and_another_identitys_key_decode_nothing(name: str) -> None
     moved = bytearray(stored)
     for at in (48, 320):  # the identity, in both headers
         moved[at] ^= 1
-    moved[252:256] = copying.crc32c(bytes(moved[:252])).to_bytes(4, "little")
+    moved[252:256] = core.crc32c(bytes(moved[:252])).to_bytes(4, "little")
     count = int.from_bytes(moved[268:272], "little")
-    inner_crc = copying.crc32c(bytes(moved[512 : 512 + 16 * count]), copying.crc32c(bytes(moved[256:508])))
+    inner_crc = core.crc32c(bytes(moved[512 : 512 + 16 * count]), core.crc32c(bytes(moved[256:508])))
     moved[508:512] = inner_crc.to_bytes(4, "little")
     with pytest.raises(CannotDecode) as raised:
         decoded(CHAINS[name], bytes(moved), len(record))
@@ -180,8 +179,8 @@ def test_a_record_that_claims_a_huge_payload_is_refused_before_decoding() -> Non
     bomb[at:] = bytes(frame)
     bomb[4096 + 8 : 4096 + 12] = len(frame).to_bytes(4, "little")
     bomb[88:96] = (len(bomb) - 4096).to_bytes(8, "little")
-    bomb[96:100] = copying.crc32c(bytes(bomb[4096:])).to_bytes(4, "little")
-    bomb[252:256] = copying.crc32c(bytes(bomb[:252])).to_bytes(4, "little")
+    bomb[96:100] = core.crc32c(bytes(bomb[4096:])).to_bytes(4, "little")
+    bomb[252:256] = core.crc32c(bytes(bomb[:252])).to_bytes(4, "little")
     with pytest.raises(BadRecord, match="zstd"):
         decoded(chain, bytes(bomb), len(record))
 
@@ -191,14 +190,14 @@ def test_a_record_that_decodes_to_wrong_bytes_leaves_no_magic() -> None:
     record, stored = encoded(chain, soft_payload(b"x", 3000))
     wrong = bytearray(stored)
     wrong[4096 + 12 + 40] ^= 1  # within the compressed bytes, which may still decompress
-    wrong[96:100] = copying.crc32c(bytes(wrong[4096:])).to_bytes(4, "little")
-    wrong[252:256] = copying.crc32c(bytes(wrong[:252])).to_bytes(4, "little")
+    wrong[96:100] = core.crc32c(bytes(wrong[4096:])).to_bytes(4, "little")
+    wrong[252:256] = core.crc32c(bytes(wrong[:252])).to_bytes(4, "little")
     source, target = mmap.mmap(-1, len(wrong)), mmap.mmap(-1, len(record))
     source[:] = bytes(wrong)
     with pytest.raises(BadRecord):
         chain.decode(memoryview(source), memoryview(target), KEY)
-    address = copying.buffer_address(target, writable=True)
-    assert native_record.verify_record(address, len(target), KEY) != CopyOutcome.OK
+    address = core.buffer_address(target, writable=True)
+    assert core.verify_record(address, len(target), KEY) != CopyOutcome.OK
     assert target[:8] == bytes(8)
 
 
@@ -224,8 +223,8 @@ def test_fp8_equals_that_of_the_oracle_and_keeps_its_error_bound(case: Any) -> N
     dtype, shape, numbers = case
     n, scales = math.prod(shape), shape[1] * shape[3]
     codes, packed_scales, back = bytearray(n), bytearray(4 * scales), bytearray(2 * n)
-    assert codec.fp8_encode(shape, dtype, struct.pack(f"<{n}H", *numbers), codes, packed_scales)
-    codec.fp8_decode(shape, dtype, codes, packed_scales, back)
+    assert core.fp8_encode(shape, dtype, struct.pack(f"<{n}H", *numbers), codes, packed_scales)
+    core.fp8_decode(shape, dtype, codes, packed_scales, back)
     values = [oracle.float_of(bits, dtype) for bits in numbers]
     index = [oracle.scale_index(at, shape) for at in range(n)]
     expected = [

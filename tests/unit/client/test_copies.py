@@ -11,8 +11,7 @@ import pytest
 from kvstrata.client import copies
 from kvstrata.client.copies import Copier
 from kvstrata.measure.blocks import PagedBlocks
-from kvstrata.native.copying import CopyEngine, buffer_address
-from kvstrata.native.record import RecordSpec, record_bytes
+from kvstrata.native.core import CopyEngine, RecordSpec, buffer_address, record_bytes
 
 QUEUE = 256
 """So many jobs the native copy engine takes before their results are read."""

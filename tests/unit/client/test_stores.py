@@ -12,8 +12,7 @@ from kvstrata.client.handles import StoreJob, StoreOutcome
 from kvstrata.client.identities import Declared, Identity
 from kvstrata.client.stores import StoreQueue
 from kvstrata.measure.blocks import PagedBlocks
-from kvstrata.native.copying import CopyEngine
-from kvstrata.native.record import record_bytes
+from kvstrata.native.core import CopyEngine, record_bytes
 from kvstrata.rpc import wire
 from kvstrata.types import EXTENT, KEY_BYTES, LayoutIdentity, RequestIdentity
 from tests.unit.client.link_double import EPOCH, Link

@@ -13,8 +13,7 @@ import pytest
 from kvstrata.client.pinning import SLAB_BYTES
 from kvstrata.client.warmup import STEP_BYTES, PageWarmer, present_steps
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
-from kvstrata.native.index import ExtentsMap
-from kvstrata.native.paging import map_present_pages
+from kvstrata.native.core import ExtentsMap, map_present_pages
 from tests.harness.cache_engine import eventually
 
 BYTES = 2 * STEP_BYTES + (8 << 20)

@@ -17,7 +17,7 @@ from kvstrata.connectors.vllm import own_cache
 from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache, Told
 from kvstrata.gateway.residency.cache import Cache
 from kvstrata.gateway.residency.feed import Feed
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry
 from kvstrata.testing.engine_sim.kv_events import BlockRemoved, BlockStored, Event, KVEventBatch
 
 SIZE = 2

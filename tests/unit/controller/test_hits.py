@@ -14,7 +14,7 @@ from kvstrata.controller.lookups import Found, Lookups, Place
 from kvstrata.controller.operations import _placement, _pulls
 from kvstrata.controller.prompts import Named
 from kvstrata.keys.batch import count, split
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, tags_of
 from kvstrata.types import KEY_BYTES
 from tests.harness.amount import amount

@@ -9,7 +9,7 @@ import pytest
 from kvstrata.controller.member import Member
 from kvstrata.controller.syncs import MAX_PARTS_AHEAD
 from kvstrata.errors import KvstrataError
-from kvstrata.native.copying import crc32c
+from kvstrata.native.core import crc32c
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.cluster_instance import tags_of
 from tests.harness.known_members import KnownMembers

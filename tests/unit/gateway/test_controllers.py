@@ -22,7 +22,7 @@ from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.model import Copy
 from kvstrata.gateway.routing.policies import POLICIES
-from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.native.core import chain_keys, storage_keys
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.rpc.gateway_wire import (

@@ -21,8 +21,7 @@ from kvstrata.gateway.residency.feed import Feed
 from kvstrata.gateway.residency.knowledge import Heard, Residency
 from kvstrata.gateway.residency.prompt import Prompt, root_of
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
-from kvstrata.native.hashing import chain_keys
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry, chain_keys
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.testing.engine_sim.kv_events import (
     AllBlocksCleared,

@@ -13,8 +13,7 @@ import os
 import random
 import sys
 
-from kvstrata.native.pool import Hold, Pool
-from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.native.core import Hold, Pool, RecordSpec, seal_record
 from kvstrata.types import unpack_extents
 
 PAGE = 4096

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 
-from kvstrata.native.pool import Pool
-from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.native.core import Pool, RecordSpec, seal_record
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.types import Extent, unpack_extents
 

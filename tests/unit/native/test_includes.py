@@ -43,7 +43,7 @@ def files() -> Iterator[tuple[str, Path]]:
     for top in (SOURCES, PUBLIC, *(EXT / name for name in sorted(OTHERS))):
         for path in sorted(top.rglob("*")):
             inner = path.relative_to(top).parts
-            if path.suffix in {".h", ".cpp", ".cu", ".pyx", ".pxd"} and inner[0] != "tests":
+            if path.suffix in {".h", ".cpp", ".cu", ".pyx", ".pxi", ".pxd"} and inner[0] != "tests":
                 yield "include" if top == PUBLIC else inner[0] if top == SOURCES else top.name, path
 
 
@@ -93,7 +93,7 @@ def test_every_native_thread_is_started_without_signals() -> None:
     wrong = [
         f"{path.relative_to(EXT)}: {found[0]}"
         for path in sorted(EXT.rglob("*.*"))
-        if path.suffix in (".cpp", ".h", ".pyx") and not {"tests", "bench"} & set(path.parts)
+        if path.suffix in (".cpp", ".h", ".pyx", ".pxi") and not {"tests", "bench"} & set(path.parts)
         if path.name != "threads.h"
         for found in started.finditer(path.read_text())
     ]

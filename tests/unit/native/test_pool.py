@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from kvstrata.native.index import ExtentsMap, IndexReader
-from kvstrata.native.pool import Pool, PoolError, PoolFormatError
+from kvstrata.native.core import ExtentsMap, IndexReader, Pool, PoolError, PoolFormatError
 from tests.harness.alone import alone
 from tests.harness.amount import amount
 from tests.unit.native import pool_churn

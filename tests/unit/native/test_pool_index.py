@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.types import unpack_extents
 from tests.oracles import pool_index as oracle
 from tests.oracles.pool_index import PoolIndex

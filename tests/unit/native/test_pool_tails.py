@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.types import unpack_extents
 from tests.oracles.pool_index import PoolIndex

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.native.index import ExtentsMap, IndexReader
-from kvstrata.native.lent import LentHold
-from kvstrata.native.pool import PoolError, PoolFormatError
+from kvstrata.native.core import ExtentsMap, IndexReader, LentHold, PoolError, PoolFormatError
 from kvstrata.types import unpack_extents
 from tests.harness.alone import alone
 from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.native.splice import Splice, Splicer, decoded
+from kvstrata.native.core import Splice, Splicer, decoded
 from tests.oracles.chunks import body_of
 
 PIECES = st.sampled_from(

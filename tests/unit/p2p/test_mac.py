@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.errors import BadRequest, ClusterFailure
-from kvstrata.native.record import verify_record
+from kvstrata.native.core import verify_record
 from kvstrata.p2p import mac as mac_module
 from kvstrata.p2p import serving
 from kvstrata.p2p.mac import MAC_KEY_BYTES, parts_of, tags_of

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from kvstrata.errors import ClusterFailure, Refused
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.p2p import serving
 from kvstrata.p2p.lent import ABSENT, LIMIT
 from kvstrata.p2p.serving import DRAINING, MAX_LEASES, PeerLeases

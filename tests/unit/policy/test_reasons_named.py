@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstrata.native.status import reasons
+from kvstrata.native.core import reasons
 from kvstrata.policy.reasons import MEANINGS, OTHER, blames_medium
 from kvstrata.rpc.wire import ReserveOutcome
 

@@ -14,8 +14,7 @@ import pytest
 
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ClusterFailure, Unavailable
-from kvstrata.native.copying import crc32c
-from kvstrata.native.hashing import storage_keys
+from kvstrata.native.core import crc32c, storage_keys
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire, wire

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvstrata.keys.batch import split
-from kvstrata.native.hashing import storage_keys
+from kvstrata.native.core import storage_keys
 from kvstrata.rpc import wire
 from kvstrata.rpc.command_wire import ClearScope
 from kvstrata.types import KEY_BYTES

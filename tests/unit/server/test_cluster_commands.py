@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import BadRequest
-from kvstrata.native.hashing import storage_keys
+from kvstrata.native.core import storage_keys
 from kvstrata.rpc import wire
 from kvstrata.rpc.cluster_wire import Command, CommandKind, CommandResult, encode
 from kvstrata.rpc.command_wire import ClearScope, argument_of

@@ -10,8 +10,7 @@ import sys
 from types import FrameType
 
 import kvstrata
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.native.core import RecordSpec, seal_record, storage_keys
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, unpack_extents
 from tests.harness.instance_in_process import InstanceInProcess, Said, said

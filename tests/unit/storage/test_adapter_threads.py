@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.native import fs
-from kvstrata.native.connector import NativeConnector
+from kvstrata.native.connector import NativeConnector, fs_connector
 from kvstrata.storage.base import PutStatus
 from kvstrata.storage.entry import configure_tier
 from kvstrata.testing.strategies import key_of, lent_context, put_item
@@ -64,7 +63,7 @@ def test_a_capsules_destructor_is_called_only_when_its_connector_was_not_taken(
     calls: list[int] = []
     # Whoever took the connector frees it: a destructor that did so too would free it twice.
     destructor = DESTRUCTOR(lambda _: calls.append(1))
-    capsule = fs.connector(
+    capsule = fs_connector(
         str(tmp_path), "tmp", shared=False, use_odirect=False, capacity_bytes=0, min_free_bytes=0
     )
     set_destructor = ctypes.pythonapi.PyCapsule_SetDestructor

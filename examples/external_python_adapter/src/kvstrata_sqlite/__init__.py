@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.native.record import CopyOutcome, verify_stored_record
+from kvstrata.native.core import CopyOutcome, verify_stored_record
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,

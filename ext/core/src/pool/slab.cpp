@@ -222,7 +222,7 @@ std::uint32_t SlabMap::take_slot(std::uint32_t first, const Backing* backing) {
     if (suits(slot)) return slot;
     run.freed.push_back(slot);
   }
-  return kNoSlot;
+  return kNoSlabSlot;
 }
 
 bool SlabMap::any_backed(const Backing& backing, std::uint64_t offset, std::uint64_t extent_bytes,
@@ -237,9 +237,9 @@ bool SlabMap::allocate(std::uint32_t cls, std::uint32_t entry, const Backing* ba
                        SlabPlace* place) {
   const Class& size_class = classes_[cls];
   std::uint32_t chosen = kNoRun;
-  std::uint32_t slot = kNoSlot;
+  std::uint32_t slot = kNoSlabSlot;
   std::uint64_t tried = 0;
-  while (slot == kNoSlot && size_class.used < size_class.capacity) {
+  while (slot == kNoSlabSlot && size_class.used < size_class.capacity) {
     // The fullest run that has room: the emptier ones get a chance to run dry and change class.
     chosen = kNoRun;
     for (std::uint32_t first = 0; first < slab_count_; ++first) {
@@ -261,7 +261,7 @@ bool SlabMap::allocate(std::uint32_t cls, std::uint32_t entry, const Backing* ba
   const std::uint32_t fewest = static_cast<std::uint32_t>(
       std::min<std::uint64_t>(divide_up(extent, slab_bytes_), slab_count_));
   for (const std::uint32_t slabs : {size_class.run_slabs, fewest}) {
-    if (slot != kNoSlot || slabs == 0 || slabs > slab_count_) break;
+    if (slot != kNoSlabSlot || slabs == 0 || slabs > slab_count_) break;
     std::uint32_t best = kNoRun;
     std::uint64_t best_capacity = 0;
     std::uint32_t loose = 0;
@@ -283,7 +283,7 @@ bool SlabMap::allocate(std::uint32_t cls, std::uint32_t entry, const Backing* ba
       slot = take_slot(chosen, backing);
     }
   }
-  if (slot == kNoSlot) return false;
+  if (slot == kNoSlabSlot) return false;
   Run& run = runs_[chosen];
   run.slots[slot] = entry + 1;
   run.used += 1;

@@ -27,7 +27,7 @@ namespace kvstrata {
 
 inline constexpr std::uint32_t kNoClass = 0xFF;
 inline constexpr std::uint32_t kNoRun = 0xFF;
-inline constexpr std::uint32_t kNoSlot = 0xFFFFFFFFu;
+inline constexpr std::uint32_t kNoSlabSlot = 0xFFFFFFFFu;
 inline constexpr std::uint32_t kMaxClasses = kMaxSlabs;
 
 // A run as the table in the index has it; slabs 0: no run begins there.
@@ -141,7 +141,7 @@ class SlabMap {
   std::uint32_t slabs_for(std::uint64_t extent_bytes) const noexcept;
   // Whether the slab is in no run or in an empty one.
   bool is_loose(std::uint32_t slab) const noexcept;
-  // Takes a free slot of the run; kNoSlot when there is none or, with `backing`, none that has
+  // Takes a free slot of the run; kNoSlabSlot when there is none or, with `backing`, none that has
   // memory.
   std::uint32_t take_slot(std::uint32_t first, const Backing* backing);
   // Whether one of `slots` neighbouring extents has memory.

@@ -29,7 +29,7 @@ from kvstrata.config.flags import adapters_from_json
 from kvstrata.errors import ConfigError, Refused
 from kvstrata.measure.figures import machine, median_spread, percentile
 from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
-from kvstrata.native.record import record_bytes
+from kvstrata.native.core import record_bytes
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.storage.stack import Surroundings, build_stack
 

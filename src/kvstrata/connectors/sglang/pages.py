@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvstrata.errors import ConfigError
-from kvstrata.native.copying import CopyPlan
+from kvstrata.native.core import CopyPlan
 
 
 class PageRuns(NamedTuple):

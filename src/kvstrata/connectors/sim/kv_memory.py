@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 
 from kvstrata.errors import ConfigError
-from kvstrata.native.copying import CopyPlan
+from kvstrata.native.core import CopyPlan
 from kvstrata.types import Slice, facts_digest
 
 KEY_BYTES = 8

@@ -18,7 +18,7 @@ from kvstrata.connectors.vllm.groups import CacheGroup, layer_specs
 from kvstrata.connectors.vllm.layer_kinds import LayerKind, page_bytes
 from kvstrata.connectors.vllm.layer_runs import LayerRuns, TensorLike, axis_names, layer_runs
 from kvstrata.errors import ConfigError
-from kvstrata.native.copying import CopyPlan
+from kvstrata.native.core import CopyPlan
 from kvstrata.types import Slice, facts_digest
 
 FORMAT = "paged-blocks/2"

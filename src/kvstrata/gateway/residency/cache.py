@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 
 from kvstrata.gateway.residency.batches import NOTHING, AllBlocksCleared, Batch, BlockStored, Hash
 from kvstrata.gateway.residency.prompt import Prompt, extra_of, extras_of, root_of
-from kvstrata.native.hashing import chain_keys
-from kvstrata.native.registry import Registry, RegistryError
+from kvstrata.native.core import Registry, RegistryError, chain_keys
 
 MAX_BLOCKS = 1 << 21
 MAX_SIZES = 4

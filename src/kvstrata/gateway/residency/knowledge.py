@@ -11,7 +11,7 @@ from kvstrata.gateway.residency.feed import Feed
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.residency.sources import Source
 from kvstrata.gateway.residency.zmq_watcher import Watched, Watcher
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry
 
 MAX_BYTES = 8 << 30
 """Bound on the index of all engines' blocks, which takes memory as it needs it."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvstrata.native.hashing import chain_keys
+from kvstrata.native.core import chain_keys
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import tags_of
 

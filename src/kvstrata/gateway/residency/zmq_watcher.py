@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvstrata.gateway.residency.feed import Feed
 from kvstrata.gateway.residency.sources import Source
 from kvstrata.naming import name_thread
-from kvstrata.native.registry import Registry
+from kvstrata.native.core import Registry
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 

@@ -40,12 +40,12 @@ from kvstrata.memory.attach.row import (
     Speaker,
     Stranded,
 )
-from kvstrata.native.pool import Pool, PoolError
+from kvstrata.native.core import Pool, PoolError
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.types import shown_name
 
 if TYPE_CHECKING:  # exists for type checkers only
-    from kvstrata.native.pool import Row as PoolRow
+    from kvstrata.native.core import Row as PoolRow
 
 _log = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ from kvstrata.memory.attach.row import AttachHooks, Owner, Stranded
 from kvstrata.memory.attach.rows import Rows
 from kvstrata.memory.segment import Descriptors
 from kvstrata.naming import name_thread
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
 from kvstrata.rpc.attach_wire import AttachReply

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from kvstrata.errors import BadRequest
 from kvstrata.memory.attach.row import Stranded
 from kvstrata.memory.attach.server import AttachServer
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.exposition import ServerCollector
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.misses import Explainer

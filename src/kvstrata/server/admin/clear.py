@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstrata.errors import BadRequest
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.command_wire import ClearScope

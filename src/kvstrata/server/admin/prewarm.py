@@ -17,8 +17,7 @@ from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
 from kvstrata.keys.batch import before, count, part
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.keys.spans import peek
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool, storage_keys
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.l2.prefetch import PrefetchController

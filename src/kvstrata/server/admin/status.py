@@ -11,7 +11,7 @@ from typing import Any
 from kvstrata import __version__
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.server.facts import InstanceFacts
 from kvstrata.server.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.server.readiness import Readiness

@@ -17,7 +17,7 @@ from kvstrata.config.shown_environment import shown_environment
 from kvstrata.errors import BadRequest
 from kvstrata.keys.batch import before, count, part, split
 from kvstrata.keys.spans import peek
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.lane import PoolLane

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer

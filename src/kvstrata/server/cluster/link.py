@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvstrata import __version__
 from kvstrata.errors import ClusterFailure, Unavailable
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.process.supervisor import Supervisor

@@ -18,8 +18,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from kvstrata.errors import BadSync, ClusterFailure, Unavailable
-from kvstrata.native.copying import crc32c
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool, crc32c
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
 from kvstrata.process.supervisor import Supervisor

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvstrata.keys.spans import longest
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.policy.prefetch import Hole, Plan
 from kvstrata.policy.reasons import miss_reason
 from kvstrata.server.l2.gate import Loader

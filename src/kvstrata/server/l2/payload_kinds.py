@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvstrata.native.record import record_bytes
+from kvstrata.native.core import record_bytes
 from kvstrata.rpc.wire import MAX_SLICES
 from kvstrata.types import Slice
 

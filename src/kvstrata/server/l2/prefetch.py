@@ -38,7 +38,7 @@ from kvstrata import failpoints
 from kvstrata.clock import Clock
 from kvstrata.keys.batch import split
 from kvstrata.keys.spans import longest
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.logging import Thinning
 from kvstrata.policy.prefetch import (
     Hole,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvstrata import failpoints
-from kvstrata.native.pool import Hold, Pool
+from kvstrata.native.core import Hold, Pool
 from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Skip
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.l2.tiers import Tier

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstrata.errors import StorageError
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.policy.store import Backlog, Skip, StorePolicy
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.l2.puts import KEYS_PER_TURN, StoreLimits, TierPuts

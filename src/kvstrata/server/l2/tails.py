@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.keys.batch import split
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.policy.store import RecentKeys
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tiers import Tier, TierSet

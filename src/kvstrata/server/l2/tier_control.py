@@ -17,7 +17,7 @@ from typing import Any
 
 from kvstrata.config.secrets import scrubbed, shown
 from kvstrata.errors import BadRequest, ConfigError, KvstrataError, StorageError
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.threads import on_a_thread
 from kvstrata.server.l2.prefetch import PrefetchController

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstrata.keys.recut import Recut
-from kvstrata.native import copying
-from kvstrata.native import record as native_record
-from kvstrata.native.record import CopyOutcome, RecordSpec
+from kvstrata.native import core
+from kvstrata.native.core import CopyOutcome, RecordSpec
 
 
 def record_length(sections: Sequence[int]) -> int:
     """The length of a record whose sections have these lengths."""
-    return native_record.record_bytes(len(sections), sum(sections))
+    return core.record_bytes(len(sections), sum(sections))
 
 
 class Place(NamedTuple):
@@ -41,10 +40,10 @@ def recut_records(sources: Sequence[tuple[int, int, bytes]], targets: Sequence[P
     payloads = [(at, 0) for at, _, _ in sources]
     for used in sorted({copy.source for target in targets for copy in target.recut.copies}):
         at, source_length, key = sources[used]
-        outcome = CopyOutcome(native_record.verify_record(at, source_length, key))
+        outcome = CopyOutcome(core.verify_record(at, source_length, key))
         if outcome is not CopyOutcome.OK:
             return outcome
-        header = native_record.record_header(at, source_length)
+        header = core.record_header(at, source_length)
         sections = tuple(n for _, n, _ in header.sections)
         if any(sections != target.recut.source_sections[used] for target in targets):
             return CopyOutcome.MISMATCH
@@ -52,6 +51,6 @@ def recut_records(sources: Sequence[tuple[int, int, bytes]], targets: Sequence[P
     for recut, address, length, spec in targets:
         payload_bytes = sum(recut.target_sections)
         header_bytes = record_length(recut.target_sections) - payload_bytes
-        copying.copy_strided(address + header_bytes, payload_bytes, payloads, recut.copies)
-        native_record.seal_record(address, length, spec, recut.target_sections)
+        core.copy_strided(address + header_bytes, payload_bytes, payloads, recut.copies)
+        core.seal_record(address, length, spec, recut.target_sections)
     return CopyOutcome.OK

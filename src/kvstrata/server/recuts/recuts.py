@@ -28,9 +28,7 @@ from kvstrata.errors import Refused
 from kvstrata.keys.batch import nth, part, split
 from kvstrata.keys.prompt_keys import PromptKeys
 from kvstrata.keys.recut import CannotRecut
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.pool import Hold, Pool
-from kvstrata.native.record import CopyOutcome, RecordSpec
+from kvstrata.native.core import CopyOutcome, Hold, Pool, RecordSpec, storage_keys
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome

@@ -27,7 +27,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from kvstrata.errors import BadRequest
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.rpc.wire import Pong, encode
 from kvstrata.server.processes import AttachedProcess, Lease, LeaseId, Reservation, Sender

@@ -29,8 +29,7 @@ from kvstrata.clock import Clock
 from kvstrata.errors import Refused
 from kvstrata.keys.batch import nth, part, split
 from kvstrata.keys.prompt_keys import PromptKeys
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.misses import Explained, Explainer, with_advice
 from kvstrata.policy.savings import Savings

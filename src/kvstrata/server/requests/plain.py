@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.rpc.wire import (
     AnyRequest,

@@ -37,7 +37,7 @@ from kvstrata.errors import (
     NotPermitted,
     Refused,
 )
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.patience import patience

@@ -18,8 +18,7 @@ from typing import Any
 from kvstrata.clock import Clock
 from kvstrata.errors import BadRequest
 from kvstrata.keys.batch import count, nth
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.misses import IdentityMemory
 from kvstrata.policy.savings import Savings

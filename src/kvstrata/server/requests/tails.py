@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from kvstrata.errors import BadRequest
 from kvstrata.keys.batch import nth
-from kvstrata.native.hashing import storage_keys
-from kvstrata.native.pool import Pool
+from kvstrata.native.core import Pool, storage_keys
 from kvstrata.rpc.tail_wire import TailSet
 from kvstrata.rpc.wire import check_keys
 from kvstrata.types import EXTENT

@@ -38,10 +38,7 @@ from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.memory import linux
 from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.naming import name_process
-from kvstrata.native.batches import types_of
-from kvstrata.native.index import ExtentsMap
-from kvstrata.native.lent import LentHold
-from kvstrata.native.pool import Hold
+from kvstrata.native.core import ExtentsMap, Hold, LentHold, types_of
 from kvstrata.observability.log_writer import FLUSH_S, LogWriter
 from kvstrata.observability.logging import STDERR
 from kvstrata.process.parent import die_with_parent

@@ -69,7 +69,7 @@ from kvstrata.storage.work import Work
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
-    from kvstrata.native.pool import Hold
+    from kvstrata.native.core import Hold
 
 log = logging.getLogger(__name__)
 

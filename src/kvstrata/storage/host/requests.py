@@ -36,7 +36,7 @@ from kvstrata.storage.host.frames import (
 )
 
 if TYPE_CHECKING:
-    from kvstrata.native.pool import Hold
+    from kvstrata.native.core import Hold
 
 T = TypeVar("T")
 

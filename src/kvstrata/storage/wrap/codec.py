@@ -61,7 +61,7 @@ from kvstrata.storage.wrap.staging import Block, Staging, pages
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
-    from kvstrata.native.pool import Hold
+    from kvstrata.native.core import Hold
 
 log = logging.getLogger(__name__)
 _thinning = Thinning()

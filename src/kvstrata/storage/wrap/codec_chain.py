@@ -20,11 +20,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvstrata.native import copying
-from kvstrata.native import record as native_record
-from kvstrata.native.codec import join_planes, split_planes
-from kvstrata.native.copying import buffer_address
-from kvstrata.native.record import CopyOutcome, RecordError
+from kvstrata.native import core
+from kvstrata.native.core import CopyOutcome, RecordError, buffer_address, join_planes, split_planes
 from kvstrata.policy.reasons import LENGTH, UNAUTHENTICATED
 from kvstrata.storage.wrap.codec_fields import ChainSettings
 from kvstrata.storage.wrap.codec_seal import (
@@ -114,7 +111,7 @@ class Chain:
         would not make the record shorter.)  `element_bytes_of(slice digest)`: bytes of a number of the payload.
         """
         source_at, source_bytes = buffer_address(source), len(source)
-        header = native_record.record_header(source_at, source_bytes)
+        header = core.record_header(source_at, source_bytes)
         start, n = header.header_bytes, header.payload_bytes
         payload = source[start : start + n]
         zstd, seal = self.settings.zstd, self.seals.writes
@@ -133,20 +130,16 @@ class Chain:
         at = buffer_address(target, writable=True)
         stored_bytes = body_bytes
         if seal != AES_GCM and ZSTD not in codecs:
-            copying.libc_copy_at(buffer_address(target) + body_at, buffer_address(payload), body_bytes)
+            core.libc_copy_at(buffer_address(target) + body_at, buffer_address(payload), body_bytes)
         if seal:
             codecs += bytes([seal])
             stored_bytes += SEAL_BYTES
-            native_record.write_encoded_header(
-                at, len(target), source_at, source_bytes, codecs, stored_bytes, 0
-            )
+            core.write_encoded_header(at, len(target), source_at, source_bytes, codecs, stored_bytes, 0)
             self.seals.write(
                 header.identity, payload, target[: start + stored_bytes], start, len(header.sections)
             )
-        stored_crc = copying.crc32c_at(at + start, stored_bytes)
-        native_record.write_encoded_header(
-            at, len(target), source_at, source_bytes, codecs, stored_bytes, stored_crc
-        )
+        stored_crc = core.crc32c_at(at + start, stored_bytes)
+        core.write_encoded_header(at, len(target), source_at, source_bytes, codecs, stored_bytes, stored_crc)
         return Encoded(start + stored_bytes, codecs)
 
     def _compress(self, payload: memoryview, out: memoryview, splits: bool) -> int:
@@ -181,7 +174,7 @@ class Chain:
         """
         stored_at = buffer_address(stored, writable=True)
         try:
-            header = native_record.record_header(stored_at, len(stored))
+            header = core.record_header(stored_at, len(stored))
         except RecordError as error:
             raise BadRecord(str(error)) from None
         start, n = header.header_bytes, header.payload_bytes
@@ -198,13 +191,13 @@ class Chain:
         if ZSTD in header.codecs:
             self._decompress(body, target[start:], PLANES2 in header.codecs)
         elif len(body) == n:
-            copying.libc_copy_at(buffer_address(target, writable=True) + start, buffer_address(body), n)
+            core.libc_copy_at(buffer_address(target, writable=True) + start, buffer_address(body), n)
         else:
             raise BadRecord(f"{len(body)} bytes decoded instead of {n}")
         target_at = buffer_address(target, writable=True)
-        native_record.write_decoded_header(target_at, len(target), stored_at, len(stored))
-        if native_record.verify_record(target_at, len(target), key) != CopyOutcome.OK:
-            why = native_record.explain_record(target_at, len(target), key)
+        core.write_decoded_header(target_at, len(target), stored_at, len(stored))
+        if core.verify_record(target_at, len(target), key) != CopyOutcome.OK:
+            why = core.explain_record(target_at, len(target), key)
             _clear(target)
             raise BadRecord(f"decoded to other bytes than the original: {why}")
 

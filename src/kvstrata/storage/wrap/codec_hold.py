@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstrata.native.pool import Hold
+    from kvstrata.native.core import Hold
 
 
 class SideHold:

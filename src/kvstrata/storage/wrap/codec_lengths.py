@@ -6,7 +6,7 @@ import logging
 import struct
 from typing import NamedTuple
 
-from kvstrata.native.copying import crc32c
+from kvstrata.native.core import crc32c
 from kvstrata.policy.reasons import MISMATCH
 from kvstrata.storage.base import HEAD_BYTES
 

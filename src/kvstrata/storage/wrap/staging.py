@@ -16,7 +16,7 @@ import collections
 import mmap
 import threading
 
-from kvstrata.native.copying import buffer_address
+from kvstrata.native.core import buffer_address
 
 PAGE_BYTES = 4096
 """Blocks begin at multiples of this, as direct I/O requires."""

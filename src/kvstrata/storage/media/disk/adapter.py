@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvstrata.native.disk import disk_connector
+from kvstrata.native.connector import disk_connector
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.native_adapter import NativeAdapter
 
@@ -31,7 +31,7 @@ def disk_adapter(
 ) -> NativeAdapter:
     """The adapter, not open. One server owns the directory from `open` to `close`.
 
-    `kvstrata.native.disk.disk_connector` describes the settings of the log, storage/lanes.py those of the threads.
+    `kvstrata.native.connector.disk_connector` describes the settings of the log, storage/lanes.py those of the threads.
     """
     capsule = disk_connector(
         base_path,

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvstrata.native.disk import MIN_CAPACITY_BYTES
+from kvstrata.native.connector import MIN_CAPACITY_BYTES
 from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.media.disk.adapter import disk_adapter
 from kvstrata.storage.media.paths import absolute, folder_at

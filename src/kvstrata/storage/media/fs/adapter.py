@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvstrata.native import fs
+from kvstrata.native.connector import fs_connector
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.medium import medium_word
 from kvstrata.storage.native_adapter import NativeAdapter
@@ -45,7 +45,7 @@ class FsAdapter(NativeAdapter):
         (None: 1 % of it, at least 256 MiB, at most a tenth).  The other parameters: storage/lanes.py.
         """
         self.base_path = Path(os.path.abspath(base_path))
-        capsule = fs.connector(
+        capsule = fs_connector(
             str(self.base_path),
             relative_tmp_dir,
             shared=shared,

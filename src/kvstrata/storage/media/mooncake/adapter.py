@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.native.batches import names_of
-from kvstrata.native.record import CopyOutcome, RecordError, Verifier, record_header
+from kvstrata.native.core import CopyOutcome, RecordError, Verifier, names_of, record_header
 from kvstrata.observability.logging import Thinning
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, FULL, LENGTH, QUEUE_FULL, RAISED, THROTTLED
 from kvstrata.storage.base import (
@@ -57,7 +56,7 @@ from kvstrata.storage.work import Work
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
-    from kvstrata.native.pool import Hold
+    from kvstrata.native.core import Hold
 
 log = logging.getLogger(__name__)
 _thinning = Thinning()

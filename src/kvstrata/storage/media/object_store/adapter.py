@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.native.record import CopyOutcome, verify_stored_record
+from kvstrata.native.core import CopyOutcome, verify_stored_record
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, MISMATCH, QUEUE_FULL, THROTTLED
 from kvstrata.storage.base import (
     HEAD_BYTES,

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.native.record import CopyOutcome, verify_stored_record
+from kvstrata.native.core import CopyOutcome, verify_stored_record
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, FULL, MISMATCH, QUEUE_FULL, THROTTLED, TOO_LARGE
 from kvstrata.storage.base import (
     HEAD_BYTES,

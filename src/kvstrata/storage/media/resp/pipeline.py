@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from kvstrata.native.record import CopyOutcome
+from kvstrata.native.core import CopyOutcome
 from kvstrata.storage.media.resp.connection import Buffer, Link, LinkLost, Reply, ServerError, command
 from kvstrata.storage.media.resp.replies import port_of
 from kvstrata.storage.media.resp.servers import Address, Servers

@@ -1,16 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3
-"""The exceptions that the native modules raise for a Status of the core: see status.pyi for the contract."""
-
-import os
-
-from libc.stddef cimport size_t
-from libc.stdint cimport uint64_t
-
-from typing import NamedTuple
-
-from core_status cimport Reason, Status, StatusCode, kReasonCount, kReasons, status_code_name, word_of
-
+# The exceptions that the native modules raise for a Status of the core.
 
 class ReasonRow(NamedTuple):
     word: str
@@ -53,8 +42,6 @@ cdef str _item_message_of(const Status& status):
 
 
 cdef object _pool_error(const Status& status):
-    from kvstrata.native.pool import PoolError
-
     reason = word_of(status.reason()) if status.reason() != Reason.kNone else status_code_name(status.code())
     values = f" ({status.detail(0)}, {status.detail(1)})" if status.detail(0) or status.detail(1) else ""
     return PoolError(f"{status.message().decode()}{values}", reason=reason.decode())
@@ -67,16 +54,12 @@ cdef object _error_of(const Status& status, Site site, str where):
         return OSError(number, f"{where}{status.message().decode()}: {os.strerror(number)}")
     text = where + (_item_message_of(status) if site == ITEMS else message_of(status))
     if site == RECORD:
-        from kvstrata.native.record import RecordError
-
         return RecordError(text, field=text.partition(":")[0])
     if code == StatusCode.kBadArgument:
         return ValueError(text)
     if site == POOL:
         return _pool_error(status)
     if site == REGISTRY:
-        from kvstrata.native.registry import RegistryError
-
         return RegistryError(text, reason="no_space" if code == StatusCode.kNoSpace else "bad_slot")
     if code == StatusCode.kNoSpace:
         return MemoryError(text)
@@ -95,7 +78,5 @@ cdef int raise_for_format(
     const Status& status, Site site, const char* field, uint64_t found, uint64_t expected
 ) except -1:
     if status.code() == StatusCode.kIncompatible:
-        from kvstrata.native.pool import PoolFormatError
-
         raise PoolFormatError(field.decode(), found, expected)
     return raise_for(status, site)

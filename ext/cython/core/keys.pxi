@@ -1,30 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, freethreading_compatible=False
-"""Chunk keys in batches: see hashing.pyi for the contract."""
-
-from cpython.buffer cimport (
-    PyBUF_FORMAT,
-    PyBUF_ND,
-    PyBuffer_Release,
-    PyObject_CheckBuffer,
-    PyObject_GetBuffer,
-)
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stddef cimport size_t
-from libc.stdint cimport uint32_t, uintptr_t
-from libc.string cimport memcpy
-from libcpp.vector cimport vector
-
-from core_copying cimport Digest, set_digest
-from core_hashing cimport (
-    ChunkExtra,
-    DigestSpan,
-    ExtraSpan,
-    TokenSpan,
-    c_chain_keys,
-    c_storage_keys,
-)
-from core_hashing cimport sha256_path as core_sha256_path
+# Chunk keys in batches.
 
 cdef extern from *:
     """
@@ -107,11 +82,11 @@ cdef bytes chain(Digest& start, const uint32_t* tokens, size_t n, size_t chunk_t
     cdef bytes keys = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>(chunks * 32))
     cdef Digest* out = <Digest*>PyBytes_AS_STRING(keys)
     if chunks < SHORT_CHUNKS:
-        c_chain_keys(start, TokenSpan(tokens, n), chunk_tokens, ExtraSpan(list_of.data(), list_of.size()), out)
+        c_chain_keys(start, U32Span(tokens, n), chunk_tokens, ExtraSpan(list_of.data(), list_of.size()), out)
     else:
         with nogil:
             c_chain_keys(
-                start, TokenSpan(tokens, n), chunk_tokens, ExtraSpan(list_of.data(), list_of.size()), out
+                start, U32Span(tokens, n), chunk_tokens, ExtraSpan(list_of.data(), list_of.size()), out
             )
     return keys
 
@@ -188,4 +163,56 @@ def storage_keys(root, chain, slice_digests):
 
 
 def sha256_path():
-    return core_sha256_path().decode()
+    return c_sha256_path().decode()
+
+
+cdef extern from "Python.h":
+    object PyUnicode_New(Py_ssize_t, Py_UCS4)
+    void* PyUnicode_DATA(object)
+    bint PyUnicode_IS_ASCII "PyUnicode_IS_COMPACT_ASCII"(object)
+    Py_ssize_t PyUnicode_GET_LENGTH(object)
+
+
+cdef uint16_t[256] PAIRS  # of hexadecimal digits
+for _byte in range(256):
+    _digits = b"%02x" % _byte
+    memcpy(&PAIRS[<int>_byte], PyBytes_AS_STRING(_digits), 2)
+
+
+cdef int _copy_key(char* place, object key) except -1:
+    if not PyBytes_CheckExact(key):
+        key = bytes(key)
+    if PyBytes_GET_SIZE(key) != KEY_BYTES:
+        raise ValueError(f"key: must have {KEY_BYTES} bytes, not {len(key)}")
+    memcpy(place, PyBytes_AS_STRING(key), KEY_BYTES)
+    return 0
+
+
+def names_of(str prefix not None, keys):
+    cdef Py_ssize_t prefix_chars = PyUnicode_GET_LENGTH(prefix)
+    cdef char[KEY_BYTES] key
+    cdef char* place
+    cdef int i
+    cdef list names = []
+    if not PyUnicode_IS_ASCII(prefix):
+        raise ValueError(f"prefix: must be ASCII, found {prefix!r}")
+    for value in keys:
+        _copy_key(key, value)
+        name = PyUnicode_New(prefix_chars + 2 * KEY_BYTES, 127)
+        place = <char*>PyUnicode_DATA(name)
+        memcpy(place, PyUnicode_DATA(prefix), prefix_chars)
+        place += prefix_chars
+        for i in range(KEY_BYTES):
+            memcpy(place + 2 * i, &PAIRS[<uint8_t>key[i]], 2)
+        names.append(name)
+    return names
+
+
+def types_of(values):
+    cdef set types = set()
+    cdef object last = None
+    for value in values:
+        if type(value) is not last:  # nearly all values of a batch have one type
+            last = type(value)
+            types.add(last)
+    return types

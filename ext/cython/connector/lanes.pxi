@@ -1,34 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3
-"""Lanes, and the calls of connectors that run in them (ext/core/src/lanes): see lanes.pyi for the contract."""
-
-from cpython.ref cimport PyObject
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libcpp cimport bool as cbool
-from libcpp.memory cimport shared_ptr, unique_ptr
-from libcpp.string cimport string
-from libcpp.utility cimport move
-from libcpp.vector cimport vector
-
-from core_connector cimport (
-    BytesHold,
-    CConnector,
-    ConnectorContext,
-    ConnectorUsage,
-    DeleteItem,
-    Digest,
-    ExistsItem,
-    HeadItem,
-    LoadItem,
-    PutItem,
-    kHeadBytes,
-)
-from core_pool cimport CHold
-from core_status cimport Status, StatusCode
-from kvstrata.native.connector cimport NativeConnector, found_of, set_key
-from kvstrata.native.pool cimport Hold
-from kvstrata.native.status cimport LANES, raise_for
-
+# Lanes, and the calls of connectors that run in them (ext/core/src/lanes).
 
 cdef extern from "lanes/lanes.h" namespace "kvstrata" nogil:
     enum class CLane "kvstrata::Lane"(unsigned char):
@@ -167,7 +138,7 @@ cdef list _heads(vector[HeadItem]& items):
 
 
 cdef object _outcome(_Token token, LaneJob* job):
-    """The result of an ended job, as lanes.pyi describes it."""
+    """The result of an ended job, as connector.pyi describes it."""
     cdef ListJob* listed
     cdef PutJob* put
     cdef LoadJob* load
@@ -208,8 +179,6 @@ cdef object _outcome(_Token token, LaneJob* job):
 
 
 cdef class NativeLanes:
-    """See lanes.pyi."""
-
     cdef unique_ptr[CLanes] lanes
 
     def __cinit__(self, name, common_workers, own_workers, queue_limit):

@@ -1,43 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3
-"""The map from chunks to the instances that hold them; see registry.pyi for the contract."""
-
-from cpython cimport array
-from libc.stdint cimport int32_t, uint8_t, uint16_t, uint64_t
-from libc.string cimport memcpy
-from libcpp cimport bool as cbool
-from libcpp.memory cimport unique_ptr
-from libcpp.vector cimport vector
-
-import array as array_module
-from typing import NamedTuple
-
-from buffers cimport BorrowedBuffer, borrow
-from core_status cimport Status
-from kvstrata.native.status cimport CALL, REGISTRY, raise_for
-
-from kvstrata.errors import MediumError
-
-
-cdef extern from *:
-    """
-    #include <span>
-    namespace kvstrata_cython {
-    inline std::span<const std::uint16_t> slot_span(const std::uint16_t* data, std::size_t count) {
-      return {data, count};
-    }
-    inline std::span<const std::uint8_t> byte_span(const std::uint8_t* data, std::size_t count) {
-      return {data, count};
-    }
-    }
-    """
-    cdef cppclass SlotSpan "std::span<const std::uint16_t>":
-        pass
-    cdef cppclass ByteSpan "std::span<const std::uint8_t>":
-        pass
-    SlotSpan slot_span "kvstrata_cython::slot_span"(const uint16_t*, size_t) noexcept nogil
-    ByteSpan byte_span "kvstrata_cython::byte_span"(const uint8_t*, size_t) noexcept nogil
-
+# The map from chunks to the instances that hold them.
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
@@ -89,7 +51,7 @@ cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
         Status retire(uint16_t) noexcept
         Status admit(uint16_t, TagSpan, uint64_t*) noexcept
         Status evict(uint16_t, TagSpan, uint64_t*) noexcept
-        Status restore(TagSpan, SlotSpan, SlotSpan, uint64_t*) noexcept
+        Status restore(TagSpan, U16Span, U16Span, uint64_t*) noexcept
         uint64_t sweep(uint64_t) noexcept
         void lookup(uint64_t, vector[uint16_t]*) noexcept
         void lookup(TagSpan, vector[uint16_t]*, vector[size_t]*) noexcept
@@ -101,10 +63,11 @@ cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
 
 
 MAX_SLOTS = kMaxSlots
-STATES = ("free", "hidden", "visible", "retired")
-TAG_BYTES = 8
-MIN_BYTES = 64 << 20
-MAX_BYTES = 1 << 40
+cdef tuple SLOT_STATES = ("free", "hidden", "visible", "retired")
+cdef enum:
+    TAG_BYTES = 8
+cdef uint64_t MIN_BYTES = 64 << 20
+cdef uint64_t MAX_BYTES = <uint64_t>1 << 40
 
 
 class RegistryError(MediumError):
@@ -168,8 +131,8 @@ cdef array.array _u16_array(const vector[uint16_t]& values):
     return made
 
 
-cdef object _row(SlotRow row):
-    return Slot(row.slot, row.group, row.rank, STATES[<int>row.state], row.keys)
+cdef object _slot_row(SlotRow row):
+    return Slot(row.slot, row.group, row.rank, SLOT_STATES[<int>row.state], row.keys)
 
 
 cdef class Registry:
@@ -279,7 +242,7 @@ cdef class Registry:
         if allowed is not None:
             n_allowed = borrow(mask, allowed, 1, "allowed")
             query.all_allowed = False
-            query.allowed = byte_span(mask.data(), n_allowed)
+            query.allowed = ByteSpan(mask.data(), n_allowed)
         if except_group is not None:
             query.except_group = _number("except_group", except_group, 65_535)
         with nogil:
@@ -288,12 +251,12 @@ cdef class Registry:
 
     def slot(self, slot):
         cdef SlotRow row = self.core.get().slot(_number("slot", slot, MAX_SLOTS))
-        return None if row.state == SlotState.kFree else _row(row)
+        return None if row.state == SlotState.kFree else _slot_row(row)
 
     def slots(self):
         cdef vector[SlotRow] rows = self.core.get().slots()
         cdef size_t i
-        return [_row(rows[i]) for i in range(rows.size())]
+        return [_slot_row(rows[i]) for i in range(rows.size())]
 
     def dump(self, cursor=0, uint64_t max_cells=65_536):
         if not 0 <= cursor < kPartitions:
@@ -313,8 +276,8 @@ cdef class Registry:
         cdef TagSpan span = TagSpan(items.data(), n_tags)
         cdef vector[uint16_t] numbers = _slots("slots", slots)
         cdef vector[uint16_t] mapped = _slots("slot_of", slot_of)
-        cdef SlotSpan slot_numbers = slot_span(numbers.data(), numbers.size())
-        cdef SlotSpan slots_of = slot_span(mapped.data(), mapped.size())
+        cdef U16Span slot_numbers = U16Span(numbers.data(), numbers.size())
+        cdef U16Span slots_of = U16Span(mapped.data(), mapped.size())
         cdef uint64_t added = 0
         cdef Status status
         if numbers.size() != n_tags:

@@ -1,28 +1,11 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, freethreading_compatible=False
-"""The parts of a pool that its clients map: its index and its extents. See index.pyi for the contract."""
+# The parts of a pool that its clients and adapter hosts map.
 
-from cpython.buffer cimport PyBuffer_FillInfo
-from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libcpp.vector cimport vector
-
-import os
-
-from arguments cimport spans_of
-from buffers cimport BorrowedBuffer, borrow
-from core_pool cimport CIndexReader, FormatMismatch, Mapping, id_bytes, u32_span
-from core_status cimport Status
-from kvstrata.native.status cimport POOL, raise_for, raise_for_format
-
-from kvstrata.native.pool import PoolError, PoolFormatError
-
-cdef Py_ssize_t KEY_BYTES = 32
+cdef extern from "memory/page_tables.h" namespace "kvstrata" nogil:
+    Status c_map_present_pages "kvstrata::map_present_pages"(uint8_t*, uint64_t, uint64_t*) noexcept
 
 
 cdef class IndexReader:
-    """See index.pyi."""
-
     cdef CIndexReader reader
 
     def __init__(self, int index_fd):
@@ -49,7 +32,7 @@ cdef class IndexReader:
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
         cdef vector[uint32_t] each = spans_of(spans, n_keys)
         self._check()
-        return self.reader.peek_windows(batch.data(), n_keys // each.size(), u32_span(each.data(), each.size()))
+        return self.reader.peek_windows(batch.data(), n_keys // each.size(), U32Span(each.data(), each.size()))
 
     @property
     def epoch(self):
@@ -59,7 +42,7 @@ cdef class IndexReader:
     @property
     def pool_id(self):
         self._check()
-        return PyBytes_FromStringAndSize(id_bytes(self.reader.pool_id()), 16)
+        return (<char*>self.reader.pool_id().data())[:16]
 
     @property
     def heartbeat_age_s(self):
@@ -82,8 +65,6 @@ cdef class IndexReader:
 
 
 cdef class ExtentsMap:
-    """See index.pyi."""
-
     def __init__(self, int extents_fd, length, writable=True):
         if length <= 0:
             raise ValueError(f"length: must be positive, got {length}")
@@ -119,3 +100,67 @@ cdef class ExtentsMap:
         if self.exports:
             raise BufferError("cannot close an extents map while views of it exist")
         self.mapping.reset()
+
+
+cdef class LentHold:
+    cdef ExtentsMap extents
+    cdef readonly bytes key
+    cdef readonly size_t offset
+    cdef readonly size_t length
+    cdef readonly size_t address
+    cdef bint writable
+    cdef object dropped
+
+    def __init__(self, ExtentsMap extents not None, bytes key, offset, length, *, bint writable, dropped):
+        if offset < 0 or length < 0 or offset + length > extents.length:
+            raise ValueError(f"extent {offset}+{length} leaves the pool of {extents.length} bytes")
+        self.address = <size_t>extents.address + <size_t>offset
+        self.extents, self.key, self.offset, self.length = extents, key, offset, length
+        self.writable, self.dropped = writable, dropped
+
+    @property
+    def generation(self):
+        return 0
+
+    def drop(self):
+        dropped, self.dropped = self.dropped, None
+        if dropped is not None:
+            dropped()
+
+    def view(self):
+        if self.dropped is None:
+            raise PoolError("the hold was dropped", reason="closed")
+        return memoryview(self)
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags):
+        if self.extents.mapping.address() == NULL:
+            raise PoolError("the extents map was closed", reason="closed")
+        PyBuffer_FillInfo(buffer, self, <void*>self.address, <Py_ssize_t>self.length, not self.writable, flags)
+        self.extents.exports += 1
+
+    def __releasebuffer__(self, Py_buffer* buffer):
+        self.extents.exports -= 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.drop()
+
+    def __del__(self):
+        self.drop()
+
+    def __repr__(self):
+        state = "" if self.dropped is not None else " dropped"
+        return f"<LentHold {self.key.hex()[:12]} at {self.offset}+{self.length}{state}>"
+
+
+def map_present_pages(address, length):
+    cdef uintptr_t begin = address
+    cdef uint64_t size = length
+    cdef uint64_t mapped = 0
+    cdef Status status
+    with nogil:
+        status = c_map_present_pages(<uint8_t*>begin, size, &mapped)
+    raise_for(status, CALL)
+    return mapped

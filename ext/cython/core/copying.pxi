@@ -1,49 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, freethreading_compatible=False
-"""Copies between a serving engine's blocks and records: see copying.pyi for the contract."""
-
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.string cimport memcpy
-from libcpp.memory cimport shared_ptr, unique_ptr
-from libcpp.utility cimport move
-from libcpp.vector cimport vector
-
-from arguments cimport whole, whole32
-from core_copying cimport (
-    BlockShape,
-    BlockSpan,
-    ByteSpan,
-    ByteSpans,
-    CCopyEngine,
-    CCopyPlan,
-    CRecordSpec,
-    CopyCompletion,
-    CopyDim,
-    CopyItem,
-    CopyKind,
-    CopyResult,
-    CopySection,
-    CopySpan,
-    DimSpan,
-    StridedCopy,
-    StridedLoop,
-    WritableSpan,
-    c_copy_strided,
-    c_gather_record,
-    c_scatter_record,
-    copy_outcome,
-    kMaxStridedLoops,
-    kSkipBlock,
-    nanoseconds,
-    set_digest,
-)
-from core_copying cimport crc32c as core_crc32c
-from core_copying cimport crc32c_path as core_crc32c_path
-from core_status cimport Status, StatusCode
-from kvstrata.native.record cimport RecordSpec
-from kvstrata.native.status cimport CALL, ITEMS, raise_for
+# Copies between a serving engine's blocks and records.
 
 # For fewer bytes, giving up the GIL costs more than the work.
 cdef size_t SHORT_BYTES = 16384
@@ -146,7 +102,7 @@ def gather_record(CopyPlan plan not None, block_ids, extent_address, extent_len,
     set_blocks(blocks, block_ids, False)
     with nogil:
         status = c_gather_record(
-            plan.plan.get()[0], BlockSpan(blocks.data(), blocks.size()), record, length, spec.spec
+            plan.plan.get()[0], U32Span(blocks.data(), blocks.size()), record, length, spec.spec
         )
     raise_for(status, CALL)
 
@@ -162,7 +118,7 @@ def scatter_record(CopyPlan plan not None, block_ids, extent_address, extent_len
     set_blocks(blocks, block_ids, True)
     with nogil:
         status = c_scatter_record(
-            plan.plan.get()[0], BlockSpan(blocks.data(), blocks.size()), record, length, wanted
+            plan.plan.get()[0], U32Span(blocks.data(), blocks.size()), record, length, wanted
         )
     if status.code() == StatusCode.kBadArgument or status.code() == StatusCode.kOutOfRange:
         raise_for(status, CALL)
@@ -285,9 +241,9 @@ def crc32c(buffer, crc=0):
     PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
     try:
         if <size_t>view.len <= SHORT_BYTES:
-            return core_crc32c(view.buf, <size_t>view.len, state)
+            return c_crc32c(view.buf, <size_t>view.len, state)
         with nogil:
-            state = core_crc32c(view.buf, <size_t>view.len, state)
+            state = c_crc32c(view.buf, <size_t>view.len, state)
         return state
     finally:
         PyBuffer_Release(&view)
@@ -300,7 +256,7 @@ def crc32c_at(address, length, crc=0):
     if where == NULL and n != 0:
         raise ValueError("address: may not be 0")
     with nogil:
-        state = core_crc32c(where, n, state)
+        state = c_crc32c(where, n, state)
     return state
 
 
@@ -362,4 +318,4 @@ def buffer_address(buffer, *, writable=False):
 
 
 def crc32c_path():
-    return core_crc32c_path().decode()
+    return c_crc32c_path().decode()

@@ -1,55 +1,13 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, freethreading_compatible=False
-"""The shared-memory L1 pool of a server: see pool.pyi for the contract."""
-
-from cpython.buffer cimport PyBuffer_FillInfo
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cython.operator cimport dereference
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libcpp cimport bool as cbool
-from libcpp.memory cimport make_shared, shared_ptr, unique_ptr
-from libcpp.utility cimport move
-from libcpp.vector cimport vector
-
-from arguments cimport spans_of, spans_or_zeros
-from buffers cimport BorrowedBuffer, borrow
-from core_copying cimport Digest, set_digest
-from core_hashing cimport DigestSpan
-from core_pool cimport (
-    CChainKeys,
-    CEvent,
-    CHold,
-    CKey,
-    ClearedInUse,
-    ClearResult,
-    CPool,
-    ExtentRecord,
-    FormatMismatch,
-    LeaseResult,
-    PoolOptions,
-    PoolStats,
-    ReserveRequest,
-    ReserveResult,
-    RowInfo,
-    id_bytes,
-    u32_span,
-    u64_span,
-)
-from core_status cimport Status, StatusCode
-from kvstrata.native.status cimport POOL, raise_for, raise_for_format
-from pool_stats cimport stats_dict
-
-from kvstrata.errors import SegmentError
-
+# The shared-memory L1 pool of a server.
 
 cdef enum:
-    KEY_BYTES = 32
     EXTENT_BYTES = 24
     MAX_ROWS = 1024
 
 MAX_SESSIONS = MAX_ROWS - 1
-STATES = ("free", "reserved", "ready", "unverified", "quarantined")
-OUTCOMES = (
+cdef tuple STATES = ("free", "reserved", "ready", "unverified", "quarantined")
+cdef tuple OUTCOMES = (
     "reserved", "present", "in_flight", "chain_exceeds_pool", "pool_pinned", "session_limit", "quota", "too_large",
     "entries_full", "frozen", "parent_absent",
 )
@@ -121,13 +79,7 @@ cdef bytes _key_bytes(const CKey& key):
     return PyBytes_FromStringAndSize(<char*>raw, KEY_BYTES)
 
 
-# Without it nobody makes an object around nothing, by `__new__` either.
-cdef object MADE_HERE = object()
-
-
 cdef class Hold:
-    """See pool.pyi."""
-
     def __cinit__(self, made=None):
         if made is not MADE_HERE:
             raise TypeError("a Hold comes from Pool.hold()")
@@ -204,8 +156,6 @@ cdef PoolOptions _options(extents_bytes, entry_capacity, policy, watermark, max_
 
 
 cdef class Pool:
-    """See pool.pyi."""
-
     cdef shared_ptr[CPool] pool
 
     def __cinit__(self, made=None):
@@ -241,7 +191,7 @@ cdef class Pool:
 
     @property
     def pool_id(self):
-        return PyBytes_FromStringAndSize(id_bytes(self.pool.get().pool_id()), 16)
+        return (<char*>self.pool.get().pool_id().data())[:16]
 
     @property
     def extents_bytes(self):
@@ -314,7 +264,7 @@ cdef class Pool:
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
         cdef vector[uint32_t] each = spans_of(spans, n_keys)
-        return self.pool.get().peek_windows(batch.data(), n_keys // each.size(), u32_span(each.data(), each.size()))
+        return self.pool.get().peek_windows(batch.data(), n_keys // each.size(), U32Span(each.data(), each.size()))
 
     def lease(self, keys, size_t n_slices, rows, identity=b"", spans=()):
         cdef BorrowedBuffer batch
@@ -327,7 +277,7 @@ cdef class Pool:
         cdef const uint8_t* wanted = <const uint8_t*>PyBytes_AS_STRING(root) if root else NULL
         with nogil:
             status = self.pool.get().lease(
-                batch.data(), n_keys, u32_span(each.data(), each.size()), u32_span(numbers.data(), numbers.size()),
+                batch.data(), n_keys, U32Span(each.data(), each.size()), U32Span(numbers.data(), numbers.size()),
                 wanted, &result
             )
         raise_for(status, POOL)
@@ -346,11 +296,11 @@ cdef class Pool:
         set_digest(identity, root, "root")
         keys.reset(new CChainKeys(
             identity, DigestSpan(<const Digest*>chain_batch.data(), n_chunks),
-            DigestSpan(<const Digest*>slice_batch.data(), n_slices), u32_span(each.data(), each.size()), max_keys
+            DigestSpan(<const Digest*>slice_batch.data(), n_slices), U32Span(each.data(), each.size()), max_keys
         ))
         with nogil:
             status = self.pool.get().lease_chain(
-                dereference(keys), u32_span(each.data(), each.size()), u32_span(numbers.data(), numbers.size()),
+                dereference(keys), U32Span(each.data(), each.size()), U32Span(numbers.data(), numbers.size()),
                 identity.data(), &result
             )
         raise_for(status, POOL)
@@ -372,7 +322,7 @@ cdef class Pool:
         for ticket in tickets:
             numbers.push_back(ticket)
         with nogil:
-            count = self.pool.get().leases_to_end(u64_span(numbers.data(), numbers.size()), need_bytes)
+            count = self.pool.get().leases_to_end(U64Span(numbers.data(), numbers.size()), need_bytes)
         return count
 
     def verify(self, keys):
@@ -449,7 +399,7 @@ cdef class Pool:
         outcomes.resize(numbers.size())
         with nogil:
             status = self.pool.get().commit(
-                ticket, u32_span(numbers.data(), numbers.size()), checked, outcomes.data()
+                ticket, U32Span(numbers.data(), numbers.size()), checked, outcomes.data()
             )
         raise_for(status, POOL)
         return PyBytes_FromStringAndSize(<char*>outcomes.data(), <Py_ssize_t>outcomes.size())
@@ -461,7 +411,7 @@ cdef class Pool:
         if indices is not None:
             numbers = _indices(indices)
         with nogil:
-            count = self.pool.get().abort(ticket, u32_span(numbers.data(), numbers.size()), everything)
+            count = self.pool.get().abort(ticket, U32Span(numbers.data(), numbers.size()), everything)
         return count
 
     def hold(self, key=None, uint64_t reserved_ticket=0, int64_t index=-1, identity=b""):
@@ -544,7 +494,7 @@ cdef class Pool:
         cdef PoolStats stats
         with nogil:
             stats = self.pool.get().stats()
-        return stats_dict(stats, self.pool.get().prefault().error(), STATES, OUTCOMES)
+        return stats_dict(stats, self.pool.get().prefault().error())
 
     def heartbeat(self):
         self.pool.get().heartbeat()

@@ -1,14 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, freethreading_compatible=False
-"""Transformations of payloads for the codec wrapper: see codec.pyi for the contract."""
-
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stddef cimport size_t
-
-from core_copying cimport Fp8Shape, Fp8Source
-from core_status cimport Status, StatusCode
-from kvstrata.native.status cimport CALL, raise_for
-
+# Transformations of payloads for the codec wrapper.
 
 cdef extern from "codec/planes.h" namespace "kvstrata" nogil:
     const char* c_planes_path "kvstrata::planes_path"()

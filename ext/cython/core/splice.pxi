@@ -1,23 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3
-"""Passing answers on in a thread (ext/core/src/splice): see splice.pyi for the contract."""
-
-from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libcpp cimport bool as cbool
-from libcpp.memory cimport shared_ptr, unique_ptr
-from libcpp.string cimport string
-from libcpp.utility cimport move
-from libcpp.vector cimport vector
-
-from core_status cimport Status
-from kvstrata.native.status cimport CALL, raise_for
-
-
-cdef extern from "<span>" namespace "std" nogil:
-    cdef cppclass bytes_span "std::span<const std::uint8_t>":
-        bytes_span(const uint8_t*, size_t)
-
+# Passing answers on in a thread (ext/core/src/splice).
 
 cdef extern from "splice/chunks.h" namespace "kvstrata" nogil:
     cdef cppclass CChunkReader "kvstrata::ChunkReader":
@@ -49,21 +31,16 @@ cdef extern from "splice/splicer.h" namespace "kvstrata" nogil:
         @staticmethod
         Status create(vector[int64_t], unique_ptr[CSplicer]*) noexcept
         int event_fd() noexcept
-        Status start(const SpliceOptions&, bytes_span, bytes_span, shared_ptr[CSplice]*, cbool*) noexcept
+        Status start(const SpliceOptions&, ByteSpan, ByteSpan, shared_ptr[CSplice]*, cbool*) noexcept
         Status stop(uint64_t) noexcept
         shared_ptr[CSplice] take_ended() noexcept
         void close() noexcept
 
 
-ENDS = ("", "done", "engine_closed", "engine_failed", "not_chunked", "silent", "client_gone", "stalled", "stopped")
-
-
-cdef object MADE_HERE = object()
+cdef tuple SPLICE_ENDS = ("", "done", "engine_closed", "engine_failed", "not_chunked", "silent", "client_gone", "stalled", "stopped")
 
 
 cdef class Splice:
-    """See splice.pyi."""
-
     cdef shared_ptr[CSplice] core
     cdef readonly bint is_over
 
@@ -77,7 +54,7 @@ cdef class Splice:
 
     @property
     def end(self):
-        return ENDS[<int>self.core.get().end]
+        return SPLICE_ENDS[<int>self.core.get().end]
 
     @property
     def exact(self):
@@ -109,8 +86,6 @@ cdef class Splice:
 
 
 cdef class Splicer:
-    """See splice.pyi."""
-
     cdef unique_ptr[CSplicer] core
     cdef dict open
 
@@ -137,8 +112,8 @@ cdef class Splicer:
         raise_for(
             self.core.get().start(
                 options,
-                bytes_span(&head[0] if head.shape[0] else NULL, head.shape[0]),
-                bytes_span(&early[0] if early.shape[0] else NULL, early.shape[0]),
+                ByteSpan(&head[0] if head.shape[0] else NULL, head.shape[0]),
+                ByteSpan(&early[0] if early.shape[0] else NULL, early.shape[0]),
                 &splice.core,
                 &under_way,
             ),

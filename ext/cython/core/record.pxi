@@ -1,37 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, freethreading_compatible=False
-"""Records: their headers, checksums and verification. See record.pyi for the contract."""
-
-from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stddef cimport size_t
-from libc.stdint cimport uint32_t, uint64_t
-from libcpp.memory cimport unique_ptr
-from libcpp.vector cimport vector
-
-from arguments cimport whole, whole32
-from core_copying cimport (
-    CRecordHeader,
-    Digest,
-    RecordEncoding,
-    Section,
-    c_record_bytes,
-    c_seal_record,
-    c_verify_record,
-    c_verify_stored_record,
-    c_write_encoded_header,
-    copy_outcome,
-    read_record_header,
-    set_digest,
-    write_record_header,
-)
-from core_status cimport Status
-from kvstrata.native.status cimport CALL, RECORD, message_of, raise_for
-
-import enum
-from collections import namedtuple
-
-from kvstrata.errors import MediumError
-
+# Records: their headers, checksums and verification.
 
 cdef extern from "base/crew.h" namespace "kvstrata" nogil:
     cdef cppclass Crew:
@@ -126,8 +94,6 @@ def verify_stored_record(address, length, expected_key):
 
 
 cdef class Verifier:
-    """See record.pyi."""
-
     cdef unique_ptr[Crew] crew
 
     def __cinit__(self, helpers):

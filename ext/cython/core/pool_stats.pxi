@@ -1,11 +1,7 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-"""PoolStats as the dict that `Pool.stats` returns."""
+# PoolStats as the dict that `Pool.stats` returns.
 
-from core_pool cimport PoolStats
-
-
-cdef inline dict stats_dict(PoolStats& s, int prefault_error, tuple states, tuple outcomes):
-    """`states` and `outcomes` are the names of EntryState and ReserveOutcome, by number."""
+cdef inline dict stats_dict(PoolStats& s, int prefault_error):
     cdef size_t i
     return {
         "policy": s.policy.decode(),
@@ -17,8 +13,8 @@ cdef inline dict stats_dict(PoolStats& s, int prefault_error, tuple states, tupl
         "largest_allocatable_bytes": s.largest_allocatable_bytes,
         "fragmentation": s.fragmentation,
         "entry_capacity": s.entry_capacity,
-        "entries": {states[i]: s.entries[i] for i in range(1, 5)},
-        "bytes": {states[i]: s.bytes[i] for i in range(1, 5)},
+        "entries": {STATES[i]: s.entries[i] for i in range(1, 5)},
+        "bytes": {STATES[i]: s.bytes[i] for i in range(1, 5)},
         "tails": {
             "entries": s.tail_entries,
             "record_bytes": s.tail_record_bytes,
@@ -48,7 +44,7 @@ cdef inline dict stats_dict(PoolStats& s, int prefault_error, tuple states, tupl
         "corrupt_entries": s.corrupt_entries,
         "quarantined_entries": s.quarantined_entries,
         "bad_records": s.bad_records,
-        "refused": {outcomes[i]: s.refused[i] for i in (*range(3, 9), 10)},
+        "refused": {OUTCOMES[i]: s.refused[i] for i in (*range(3, 9), 10)},
         "leases_trimmed": s.leases_trimmed,
         "adopted_entries": s.adopted_entries,
         "adoption_dropped": s.adoption_dropped,
