@@ -101,7 +101,7 @@ class Election:
         self._leader: Leader | None = None
         self._leader_seen_s = clock.monotonic_s()
         self._revision = 0
-        """etcd's revision in its last answer."""
+        """The greatest revision of etcd in its answers; a later answer with a smaller one shows a loss."""
         self._least_id = 1
         """Least cluster id that this controller may lead with."""
         self.cluster_id = 0
@@ -188,6 +188,7 @@ class Election:
         mine = b"%s%x" % (members, self._lease)
         cluster_id_key, version_key = self._key("cluster-id"), self._key("orders-version")
         reads = [*map(etcd.read, (key, cluster_id_key, version_key)), etcd.read_all(members)]
+        known_revision = self._revision
         answer = await connection.transact(
             [etcd.created(key, 0)],
             [etcd.put(mine, me, self._lease), etcd.put(key, me, self._lease), *reads],
@@ -202,10 +203,10 @@ class Election:
         if found.lease not in {self._lease, *(row.lease for row in answer.rows.values() if row.lease)}:
             await self._remove_leader(connection, key, found)
             return
-        if answer.revision < self._revision:
+        if answer.revision < known_revision:
             self.outbid(self.cluster_id)
-            self._orders_version = self._orders_revision = 0
-        self._revision = answer.revision
+            self._orders_version = self._orders_revision = self._revision = 0
+        self._revision = max(self._revision, answer.revision)
         cluster_id = await self._settled_cluster_id(connection, found, told_id)
         if cluster_id != self.cluster_id:
             # etcd has lost its data, and may have reached the revisions from before again.
@@ -262,11 +263,14 @@ class Election:
         if version is None:
             if leader.lease == self._lease:
                 ours = orders.entries()
-                await self._write_orders(connection, leader.create_revision, ours)
+                # A write that was given up may be carried out late; it must not undo what was ordered since.
+                absent = etcd.created(self._key("orders-version"), 0)
+                await self._write_orders(connection, leader.create_revision, ours, absent)
                 self._log.info("orders_written", count=len(ours))
         elif version.mod_revision != self._orders_version:
             prefix = self._key("orders/")
             answer = await connection.transact([], [etcd.read_all(prefix)])
+            self._revision = max(self._revision, answer.revision)
             if answer.revision >= self._orders_revision:
                 self._orders_revision = answer.revision
                 orders.load(
@@ -277,18 +281,21 @@ class Election:
                 )
             self._orders_version = version.mod_revision
 
-    async def _write_orders(self, connection: Etcd, token: int, changes: Mapping[str, bytes | None]) -> None:
-        """Write orders, at most MAX_WRITES in one transaction. Raises NotLeading, EtcdFailed."""
+    async def _write_orders(
+        self, connection: Etcd, token: int, changes: Mapping[str, bytes | None], *conditions: Any
+    ) -> None:
+        """Write orders if `conditions` hold, at most MAX_WRITES in one transaction. Raises NotLeading, EtcdFailed."""
         rows = list(changes.items())
         for at in range(0, max(1, len(rows)), MAX_WRITES):
             keys = [(self._key(f"orders/{name}"), value) for name, value in rows[at : at + MAX_WRITES]]
             writes = [etcd.delete(key) if value is None else etcd.put(key, value) for key, value in keys]
             if at + MAX_WRITES >= len(rows):
                 writes.append(etcd.put(self._key("orders-version"), b"1"))
-            answer = await connection.transact(self._while_leading(token), writes)
+            answer = await connection.transact([*self._while_leading(token), *conditions], writes)
             if not answer.succeeded:
                 raise NotLeading("this controller no longer leads; ask the leader")
             self._orders_revision = max(self._orders_revision, answer.revision)
+            self._revision = max(self._revision, answer.revision)
 
     def _while_leading(self, token: int) -> list[Any]:
         """Comparisons that hold only while this controller leads with this token."""

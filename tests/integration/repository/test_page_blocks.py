@@ -219,6 +219,7 @@ def test_the_commands_for_four_hosts_make_a_cluster(tmp_path: Path) -> None:
                     [*host.under, sys.executable, *module, *words, *more],
                     cwd=tmp_path, env=environment, stdout=log, stderr=log,
                 )  # fmt: skip
+            stack.callback(lambda: print((folder / "log").read_text()))
             stack.callback(process.wait, 60)
             stack.callback(process.terminate)
 

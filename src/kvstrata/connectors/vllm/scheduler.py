@@ -576,5 +576,8 @@ class SchedulerOff:
         """Nothing depends on the weights."""
 
     def close(self) -> None:
-        """End the client within half a second."""
-        self._client.close(0.5)
+        """Give back what `take_events` has not given back yet, and end the client within half a second."""
+        try:
+            self.take_events()
+        finally:
+            self._client.close(0.5)
