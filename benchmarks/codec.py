@@ -37,7 +37,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.native import core
 from kvstrata.native.core import RecordSpec
 from kvstrata.storage.base import LoadItem, LoadStatus, two_bytes
-from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.config import make_adapter
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
 from kvstrata.storage.wrap.codec_seal import MAC

@@ -39,7 +39,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.frames import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
 
@@ -192,7 +192,7 @@ async def one_round(way: Way, extents: Extents, number: int) -> tuple[float, flo
 async def compare(folder: Path) -> dict[str, list[tuple[float, float, float]]]:
     """Return (in process, in a host, in a bare process) seconds of each round, by operation."""
     extents = Extents()
-    hosted = configure_tier({"type": "fs", "base_path": str(folder / "in-a-host")}, 1).recipe
+    hosted = configure_tier({"type": "fs", "base_path": str(folder / "in-a-host")}, 1)
     ways = [
         Way(in_process(folder / "in-process", 0), extents),
         Way(HostedAdapter(hosted, kill_ms=60_000), extents),

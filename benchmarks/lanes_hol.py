@@ -37,8 +37,8 @@ from kvstrata.errors import StorageError
 from kvstrata.measure.l2 import Records, Work
 from kvstrata.native.core import Hold
 from kvstrata.storage.base import Presence, PutItem, PutStatus
-from kvstrata.storage.entry import configure_tier
-from kvstrata.storage.stack import Stack, Surroundings, build_stack
+from kvstrata.storage.config import configure_tier
+from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import KEY_BYTES
 
 ROUNDS = sized(5, 1)
@@ -79,13 +79,13 @@ class Burst(Work):
 
     def __init__(
         self,
-        built: Stack,
+        tier: Tier,
         records: Records,
         *,
         callers: int,
         batch: int,
     ) -> None:
-        super().__init__(built, records, batch)
+        super().__init__(tier, records, batch)
         self._callers = callers
         self._asked: list[bytes] = []
 
@@ -191,20 +191,20 @@ async def _all_of(awaited: Sequence[Coroutine[Any, Any, None] | asyncio.Task[Non
 async def measured(entry: Mapping[str, Any]) -> list[Round]:
     """Run all rounds with an adapter."""
     records = Records(RECORD_BYTES, RECORDS, RECORDS)
-    around = Surroundings(SystemClock(), records.pool.extents_bytes, lambda report: None)
-    built = build_stack(configure_tier(entry, 0), around)
+    config = configure_tier(entry, 0)
+    tier = Tier(config, limits_of(config, records.pool.extents_bytes), SystemClock())
     with contextlib.ExitStack() as ends:
         ends.callback(records.close)
         try:
-            await built.adapter.open(records.context(lambda key: None))
-            work = Burst(built, records, callers=CALLERS, batch=BATCH)
+            await tier.open(records.context(lambda key: None), must=True)
+            work = Burst(tier, records, callers=CALLERS, batch=BATCH)
             try:
                 await work.warm_up()
                 return [await work.run() for _ in range(ROUNDS)]
             finally:
                 await work.end()
         finally:
-            await built.adapter.close()
+            await tier.close()
 
 
 def burst(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from kvstrata.native.core import (
     seal_record,
 )
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence, PutItem, PutStatus
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.frames import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX, VERIFIERS
@@ -189,9 +189,7 @@ class Bench:
 
     def __init__(self, setup: dict[str, Any], payload_bytes: int) -> None:
         self.extents = Extents(payload_bytes)
-        self.adapter = HostedAdapter(
-            configure_tier({"type": "mooncake_store", **setup}, 0).recipe, kill_ms=600_000
-        )
+        self.adapter = HostedAdapter(configure_tier({"type": "mooncake_store", **setup}, 0), kill_ms=600_000)
         self.bare = Bare(setup, self.extents)
         self.process = BareProcess(setup, self.extents)
 

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, sized
 from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES, Extents, keys_of
 from kvstrata.storage.base import LoadItem, LoadStatus, PutItem, PutStatus
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX
 from tests.harness import mooncake
@@ -177,7 +177,7 @@ async def measure(setup: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
     ways: dict[str, Way] = {"pool": pool, "bare_lanes": BareLanes(extents, setup)}
     for place, (name, fields) in enumerate((("shared", {}), ("per_op", {"per_op_workers": PER_OP}))):
         entry = {"type": "mooncake_store", **setup, **fields}
-        adapter = HostedAdapter(configure_tier(entry, place).recipe, kill_ms=600_000)
+        adapter = HostedAdapter(configure_tier(entry, place), kill_ms=600_000)
         await adapter.open(extents.context())
         ways[name] = Adapter(extents, adapter)
     loaded = keys_of(1 << 30)

@@ -19,7 +19,7 @@ import redis
 
 from benchmarks import raw_io
 from benchmarks.common import figure, median_spread, scratch, sized
-from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.config import make_adapter
 from tests.harness.redis_server import RedisServer
 
 MB = 1 << 20

@@ -9,8 +9,7 @@ import msgspec
 
 from docs.generate.configuration import rows as setting_rows
 from docs.generate.source import GENERATED, table
-from kvstrata.storage import catalogue
-from kvstrata.storage.common import CommonFields
+from kvstrata.storage.config import CommonFields, Medium, load, own_points
 
 ADAPTERS = """# Types of L2 adapters
 
@@ -25,12 +24,12 @@ NOT_FOR_USERS = ("peer", "fault_inject")
 """`peer` is made by the server itself, `fault_inject` is for tests."""
 
 
-def media() -> dict[str, tuple[catalogue.Medium, list[str]]]:
+def media() -> dict[str, tuple[Medium, list[str]]]:
     """Our own media by the target of their entry points, each with all names of its type."""
-    found: dict[str, tuple[catalogue.Medium, list[str]]] = {}
-    for name, point in sorted(catalogue.own_points().items()):
+    found: dict[str, tuple[Medium, list[str]]] = {}
+    for name, point in sorted(own_points().items()):
         if name not in NOT_FOR_USERS:
-            found.setdefault(point.value, (catalogue.load(point.value), []))[1].append(name)
+            found.setdefault(point.value, (load(point.value), []))[1].append(name)
     return found
 
 

@@ -8,14 +8,14 @@ from docs.generate.source import GENERATED, table
 from kvstrata.controller.metrics import CONTROLLER_FAMILIES
 from kvstrata.gateway.metrics import GATEWAY_FAMILIES
 from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, Family
-from kvstrata.policy.store import StorePolicy
+from kvstrata.storage.config import StorePolicy
 
 LABELS = {
     "instance_id": "`instance_id` of the configuration",
     "op": "[operations](protocol.md#operations)",
     "code": "[error codes](protocol.md#errors)",
     "reason": "[reasons of a miss](protocol.md#reasons-of-a-miss); for skipped puts: `Skip` in "
-    "`src/kvstrata/policy/store.py`, or the adapter's own word",
+    "`src/kvstrata/tiers/decisions.py`, or the adapter's own word",
     "outcome": "[outcomes of reserve](protocol.md#operations); for an adapter: `stored`, `absent` and so "
     "on, with `:reason` where there is one",
     "tier": "`l1`, or `l2` for what was loaded first",

@@ -31,7 +31,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.config import make_adapter
 
 
 def _hold_the_gil() -> None:

@@ -22,8 +22,8 @@ from kvstrata.rpc import attach_wire, wire
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.composition import Parts, make_requests
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
-from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.processes import Lease, Reservation, TenantTokens
+from kvstrata.tiers.set import TierSet
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
 from tests.harness.virtual import VirtualLoop

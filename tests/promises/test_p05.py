@@ -8,7 +8,7 @@ from tests.promises.caller import Caller, disturb, holds_nothing, prompts, relie
 from tests.world import Server, World, tell
 
 WELL_AGAIN_S = 31.0
-"""Time after which a breaker has let a probe through (storage/wrap/deadline.py)."""
+"""Time after which a breaker has let a probe through (tiers/tier.py)."""
 BLOCK_BYTES = 1024
 
 

@@ -17,6 +17,7 @@ FLOORS = (
     ("server", "controller", "gateway", "connectors", "measure"),
     ("client", "p2p"),
     ("testing",),
+    ("tiers",),
     ("storage",),
     ("memory",),
     ("session",),

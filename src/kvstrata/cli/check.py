@@ -13,8 +13,7 @@ from pathlib import Path
 
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.process.ports import Listening, port_holder
-from kvstrata.storage import catalogue
-from kvstrata.storage.entry import TierConfig
+from kvstrata.storage.config import TierConfig, load
 from kvstrata.types import GB
 
 
@@ -37,7 +36,7 @@ def small_folders(tiers: list[TierConfig]) -> Iterator[str]:
         free_gb = shutil.disk_usage(existing_folder).free / GB
         if not folder.exists() and capacity_gb > free_gb:
             free = f"the file system of {str(existing_folder)!r} has {free_gb:.1f} GB free"
-            yield f"{tier.recipe.place.at('capacity_gb')}: {capacity_gb}, but {free}"
+            yield f"{tier.place.at('capacity_gb')}: {capacity_gb}, but {free}"
 
 
 def existing(path: Path) -> Path:
@@ -46,7 +45,7 @@ def existing(path: Path) -> Path:
 
 
 def _tier(tier: TierConfig) -> Iterator[str]:
-    place, medium = tier.recipe.place, catalogue.load(tier.recipe.medium)
+    place, medium = tier.place, load(tier.medium)
     try:
         tier.make()
     except ConfigError as error:
@@ -55,7 +54,7 @@ def _tier(tier: TierConfig) -> Iterator[str]:
         yield error.message
     if medium.look is not None:
         try:
-            medium.look(tier.recipe.config, tier.name)
+            medium.look(tier.fields, tier.name)
         except KvstrataError as error:
             yield f"{place.path}: {error.message}"
     if tier.folder:

@@ -29,7 +29,7 @@ from kvstrata.memory import linux
 from kvstrata.native.core import Hold, Pool, RecordSpec, record_bytes, seal_record
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadStatus, Presence, PutItem, PutStatus
-from kvstrata.storage.stack import Stack
+from kvstrata.tiers.tier import Tier
 from kvstrata.types import KEY_BYTES, unpack_extents
 
 EXISTS_CALLS = 10
@@ -188,8 +188,8 @@ class Records:
 class Work:
     """Work with one open adapter: after `stop` it ends before its next call; `end` deletes the stored records."""
 
-    def __init__(self, built: Stack, records: Records, batch: int) -> None:
-        self._adapter = built.adapter
+    def __init__(self, tier: Tier, records: Records, batch: int) -> None:
+        self._adapter = tier
         self._records = records
         self._batch = batch
         self._stored: list[bytes] = []
@@ -247,8 +247,8 @@ class Work:
 class Workload(Work):
     """Passes of the adapter."""
 
-    def __init__(self, built: Stack, records: Records) -> None:
-        super().__init__(built, records, records.batch)
+    def __init__(self, tier: Tier, records: Records) -> None:
+        super().__init__(tier, records, records.batch)
 
     async def run(self) -> Pass:
         """Run one pass.

@@ -7,11 +7,8 @@ import os
 from typing import Any
 
 from kvstrata.p2p.settings import PeerSettings
-from kvstrata.policy.store import StorePolicy
 from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.catalogue import Make, Medium
-from kvstrata.storage.entry import TierConfig
-from kvstrata.storage.recipe import Recipe
+from kvstrata.storage.config import Make, Medium, TierConfig
 from kvstrata.storage.structs import Place
 
 TYPE = "peer"
@@ -20,13 +17,14 @@ TYPE = "peer"
 
 def peer_tier(settings: PeerSettings, number: int) -> TierConfig:
     """The tier's configuration. Its `number` follows those of all `l2_adapters`. Nothing is opened."""
-    recipe = Recipe(f"{__name__}:MEDIUM", settings, Place("p2p"), f"{TYPE}-{number}")
+    name, place = f"{TYPE}-{number}", Place("p2p")
     return TierConfig(
-        name=recipe.name,
-        recipe=recipe,
-        make=recipe.prepare(),
+        name=name,
+        make=_prepare(settings, place, name),
+        medium=f"{__name__}:MEDIUM",
+        fields=settings,
+        place=place,
         entry=_shown(settings),
-        policy=StorePolicy.THROUGH,
         # The tier keeps its own, shorter deadlines; this one only guards against a mistake in the tier.
         deadline_ms=2 * max(settings.lookup_timeout_ms, settings.load_timeout_ms) + 2_000,
         # A read by NIXL may hang forever, and only the end of NIXL's process stops it.

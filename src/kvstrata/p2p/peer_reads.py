@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.rpc.cluster_wire import Owner
 from kvstrata.storage.peers import ReadsPeers
-from kvstrata.storage.stack import Stack
+from kvstrata.tiers.set import TierSet
 
 
 class PeerReads:
@@ -18,10 +18,10 @@ class PeerReads:
     If peers are not read, or an admin has removed the tier, `prefer` does nothing and `metadata` is empty.
     """
 
-    def __init__(self, name: str, stack: Callable[[str], Stack | None], counters: ServerCounters) -> None:
-        """`name` of the tier, empty where peers are not read; `stack(name)` finds the tier among those in service."""
+    def __init__(self, name: str, tiers: TierSet, counters: ServerCounters) -> None:
+        """`name` of the tier, empty where peers are not read."""
         self._name = name
-        self._stack = stack
+        self._tiers = tiers
         self._counters = counters
 
     @property
@@ -50,5 +50,5 @@ class PeerReads:
         return b"" if peers is None else peers.advertisement()
 
     def _peers(self) -> ReadsPeers | None:
-        stack = self._stack(self._name)
-        return None if stack is None else stack.peers
+        tier = self._tiers.get(self._name)
+        return None if tier is None else tier.peers

@@ -40,7 +40,6 @@ from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.puts import StoreLimits
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tails import TailPuts
-from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.processes import ProcessTable, Reservation, TenantTokens, tenant_number
 from kvstrata.server.readiness import Readiness
@@ -51,6 +50,7 @@ from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.plain import PlainClients
 from kvstrata.server.requests.requests import Requests
 from kvstrata.server.requests.reserve import Reserving
+from kvstrata.tiers.set import TierSet
 from kvstrata.types import GB
 
 IN_FLIGHT_SHARE = 8
@@ -115,7 +115,7 @@ class Parts:
             self.history.put_skipped,
             news=news,
         )
-        self.peer_reads = PeerReads(peer_tier, tiers.stack, counters)
+        self.peer_reads = PeerReads(peer_tier, tiers, counters)
         limits = PrefetchLimits(
             patience_s=patience(TIER_PATIENCE_S),
             in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,

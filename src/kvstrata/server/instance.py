@@ -53,13 +53,11 @@ from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.composition import Parts
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
-from kvstrata.server.l2.reports import TierReports
-from kvstrata.server.l2.tier_control import TierControl
-from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.plan import Plan, segment_settings
 from kvstrata.storage.base import AdapterContext
-from kvstrata.storage.entry import TierConfig
-from kvstrata.storage.stack import Surroundings, build_stack
+from kvstrata.storage.config import TierConfig
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
@@ -123,7 +121,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     closers += [soon(lane.close), soon(recut_lane.close), soon(own_lane.close)]
 
     # 2. News of L2 for controllers, the parts, and the tiers.
-    tiers = TierSet()
+    tiers = TierSet(pool)
     told = ToldTiers(tiers, shell.supervisor)
     urls = settings.controller.url.split(",") if settings.controller.url else []
     news_of = {url: TierNews(told) for url in dict.fromkeys(urls)}
@@ -146,10 +144,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         peer_tier=peer.name if peer else "",
     )
     board = parts.board
-    control = _make_tier_control(parts, segment)
-    closers.append(control.close)
-    board.put("l2_adapters", control.status)
-    await _open_tiers(plan, peer, control, shell.log)
+    closers.append(functools.partial(_close_tiers, parts))
+    board.put("l2_adapters", tiers.status)
+    await _open_tiers(plan, peer, parts, segment, shell.log)
 
     # 3. Processes attach.
     attach = AttachServer(
@@ -197,7 +194,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
             parts.prewarms,
             parts.clearing,
             StrandedSessions(attach),
-            control,
+            tiers,
         )
         insecure = settings.security.insecure
         warn_if_open(settings.http, plan.http_token, listener.port, shell.log, insecure=insecure)
@@ -241,38 +238,40 @@ def _open_segment(plan: Plan, port: int, shell: Shell) -> tuple[Segment, Path]:
     return segment, directory
 
 
-def _make_tier_control(parts: Parts, segment: Segment) -> TierControl:
-    """Make the part that opens and closes tiers, with what this instance lends to each tier."""
-    pool = parts.pool
-    reports = TierReports(parts.loop, parts.store, parts.history, parts.counters)
+async def _open_tier(config: TierConfig, parts: Parts, segment: Segment, *, must: bool) -> None:
+    """Open a tier and add it to the others. Raises ConfigError; with `must` also StorageError (Tier.open)."""
+    pool, loop = parts.pool, parts.loop
 
-    around = Surroundings(
-        parts.clock, pool.extents_bytes, reports.operation, deadline_ms=parts.settings.l2.deadline_ms
+    def forget(key: bytes) -> None:
+        parts.store.dropped(config.name, [key])
+        parts.history.dropped(config.name, key)
+
+    def dropped(key: bytes) -> None:
+        loop.call_soon_threadsafe(forget, key)
+
+    limits = limits_of(config, pool.extents_bytes, parts.settings.l2.deadline_ms)
+    context = AdapterContext(
+        parts.facts.instance_id,
+        parts.clock,
+        pool.extents_address,
+        pool.extents_bytes,
+        dropped,
+        segment.descriptors.extents,
+        segment.descriptors.sessions_lock,
+        parts.payload_kinds.element_bytes_of,
     )
-
-    def context(name: str) -> AdapterContext:
-        return AdapterContext(
-            parts.facts.instance_id,
-            parts.clock,
-            pool.extents_address,
-            pool.extents_bytes,
-            functools.partial(reports.dropped, name),
-            segment.descriptors.extents,
-            segment.descriptors.sessions_lock,
-            parts.payload_kinds.element_bytes_of,
-        )
-
-    return TierControl(
-        parts.tiers,
-        pool,
-        parts.store,
-        parts.prefetch,
-        build=functools.partial(build_stack, around=around),
-        context=context,
-    )
+    await parts.tiers.open(Tier(config, limits, parts.clock, parts.counters), context, must=must)
 
 
-async def _open_tiers(plan: Plan, peer: TierConfig | None, control: TierControl, log: EventLog) -> None:
+async def _close_tiers(parts: Parts) -> None:
+    await parts.store.stop(0.0)
+    await parts.prefetch.stop(0.0)
+    await parts.tiers.close()
+
+
+async def _open_tiers(
+    plan: Plan, peer: TierConfig | None, parts: Parts, segment: Segment, log: EventLog
+) -> None:
     """Open the tiers of the plan. The tier that reads other instances comes first: their RAM is nearer than a disk.
 
     Raises ConfigError.  A tier that no setting asks for (the embedded one, peers with `auto`) is left out if it cannot
@@ -288,7 +287,7 @@ async def _open_tiers(plan: Plan, peer: TierConfig | None, control: TierControl,
                 "if only the instances reach this network, since UCX's tcp lets its peers write the server's memory",
             )
         try:
-            await control.open(peer, must=automatic)
+            await _open_tier(peer, parts, segment, must=automatic)
         except (ConfigError, StorageError) as error:
             if not automatic or error.field == "controller.url":
                 raise
@@ -297,7 +296,7 @@ async def _open_tiers(plan: Plan, peer: TierConfig | None, control: TierControl,
         log.warning("p2p_off", reason="no transfer engine is installed (ucx, or nixl with p2p.tcp)")
     for config in plan.adapters:
         try:
-            await control.open(config, must=plan.embedded_l2)
+            await _open_tier(config, parts, segment, must=plan.embedded_l2)
         except (ConfigError, StorageError) as error:
             if not plan.embedded_l2:
                 raise

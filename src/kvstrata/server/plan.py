@@ -31,7 +31,7 @@ from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys
 from kvstrata.server.facts import MAX_SESSION_SHARE
 from kvstrata.server.processes import TenantTokens
-from kvstrata.storage.entry import TierConfig, configure_tier
+from kvstrata.storage.config import TierConfig, configure_tier
 from kvstrata.text import remember_secret
 from kvstrata.types import GB
 

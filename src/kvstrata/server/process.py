@@ -32,7 +32,6 @@ from kvstrata.process.lifecycle import Process, set_up, tell_ready
 from kvstrata.process.lifecycle import run as run_process
 from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
-from kvstrata.server.l2.media import MediaWatch
 from kvstrata.server.own_files import OwnFiles
 from kvstrata.server.plan import Plan, after_out_of_memory, plan
 from kvstrata.server.reload import Reload
@@ -107,7 +106,7 @@ class Server(Process):
         self.supervisor.spawn(heartbeat(pool, instance.parts.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
         self.supervisor.spawn(instance.parts.trend.run(), "trend")
-        self.supervisor.spawn(MediaWatch(instance.parts.tiers).run(), "media")
+        self.supervisor.spawn(instance.parts.tiers.watch_folders(), "media")
         folder, segment = instance.parts.facts.socket_dir, instance.segment
         own_files = OwnFiles(folder, instance.parts.facts.port, segment, instance.attach)
         self.supervisor.spawn(own_files.run(), "own-files")

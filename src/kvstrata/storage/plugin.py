@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.catalogue import Make, Medium, checked, plugin_boundary
+from kvstrata.storage.config import Make, Medium, checked, plugin_boundary
 from kvstrata.storage.structs import Place
 
 

@@ -38,7 +38,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.strategies import (
     WAIT_S,
@@ -634,7 +634,7 @@ class HostedContract(AdapterContract):
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> HostedAdapter:
         """The adapter of `entry`, in an adapter host."""
         entry = self.entry(medium, capacity_bytes)
-        return HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000, max_pause_s=0.1)
+        return HostedAdapter(configure_tier(entry, 0), kill_ms=600_000, max_pause_s=0.1)
 
     @pytest.mark.parametrize("seed", range(3))
     async def test_a_crash_of_the_host_frees_its_bytes_and_loses_nothing_stored(

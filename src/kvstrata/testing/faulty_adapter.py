@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata import failpoints
-from kvstrata.storage import catalogue
 from kvstrata.storage.base import (
     AdapterContext,
     Found,
@@ -28,8 +27,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.catalogue import Make, Medium
-from kvstrata.storage.entry import kind_of
+from kvstrata.storage.config import Make, Medium, fields_of, find, kind_of
 from kvstrata.storage.structs import Place
 from kvstrata.testing.faults import Fault, FaultPlan
 
@@ -212,8 +210,8 @@ def _prepare(config: FaultConfig, place: Place, name: str) -> Make:
     inner = Place(place.at("inner"))
     if (isolation := config.inner.get("isolation")) is not None:
         raise inner.refused("isolation", isolation, "set it in the outer entry, of type fault_inject")
-    found = catalogue.find(kind_of(config.inner, inner), inner.at("type"))
-    make_inner = found.medium.prepare(found.config(config.inner, inner), inner, name)
+    medium, _, point = find(kind_of(config.inner, inner), inner.at("type"))
+    make_inner = medium.prepare(fields_of(medium, point, config.inner, inner), inner, name)
     plan = FaultPlan(config.seed, config.rate, list(Fault) if config.faults is None else config.faults)
     return lambda: FaultyAdapter(make_inner(), plan)
 

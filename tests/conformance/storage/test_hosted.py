@@ -14,7 +14,7 @@ import pytest
 
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import Found, Presence, PutOutcome, PutStatus
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
 from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
@@ -46,7 +46,7 @@ async def bad(tmp_path: Path) -> AsyncIterator[tuple[HostedAdapter, Path]]:
     """An open BadAdapter in a host, and its folder of orders."""
     orders = tmp_path / "orders"
     orders.mkdir()
-    adapter = HostedAdapter(configure_tier(entry_of(tmp_path / "kv", orders), 0).recipe, kill_ms=600_000)
+    adapter = HostedAdapter(configure_tier(entry_of(tmp_path / "kv", orders), 0), kill_ms=600_000)
     await adapter.open(lent_context(lambda key: None))
     yield adapter, orders
     for order in orders.iterdir():
@@ -87,7 +87,7 @@ async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or
     await asyncio.to_thread(int)  # makes the loop's own threads and descriptors
     descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
     entry = {"type": "fs", "base_path": f"{tmp_path}/kv"}
-    adapter = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000, max_pause_s=0.1)
+    adapter = HostedAdapter(configure_tier(entry, 0), kill_ms=600_000, max_pause_s=0.1)
     await adapter.open(lent)
     first = adapter.host_status()["pid"]
     os.kill(first, signal.SIGKILL)

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.config import make_adapter
 from kvstrata.testing.adapter_contract import SIZE, AdapterContract, Medium
 from kvstrata.testing.strategies import record_length
 from tests.harness import redis_server

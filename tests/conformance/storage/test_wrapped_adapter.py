@@ -1,4 +1,4 @@
-"""The SQLite example keeps the contract through the wrappers that the server puts around every adapter."""
+"""The SQLite example keeps the contract through a tier, as the server uses it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
+from kvstrata.storage.config import TierConfig
 from kvstrata.testing.adapter_contract import Medium
+from kvstrata.tiers.tier import Tier, TierLimits
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "external_python_adapter"
@@ -34,6 +36,6 @@ suite = load("kvstrata_sqlite_contract", EXAMPLE / "tests" / "test_contract.py")
 @pytest.mark.long
 class TestSqliteGuarded(suite.TestSqlite):
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
-        limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
+        limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
         inner = super().make_adapter(medium, capacity_bytes)
-        return DeadlineAdapter(inner, limits, SystemClock(), lambda report: None)
+        return cast("StorageAdapter", Tier(TierConfig(inner.name, lambda: inner), limits, SystemClock()))

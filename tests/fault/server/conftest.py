@@ -9,27 +9,25 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvstrata.policy.store import RetryRule, StorePolicy
 from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.server.l2.gate import PrefetchLimits
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.puts import StoreLimits
 from kvstrata.server.l2.store import StoreController
-from kvstrata.server.l2.tier_control import TierControl
-from kvstrata.server.l2.tiers import TierSet
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadOutcome, PutItem, PutOutcome
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import StorePolicy, TierConfig, configure_tier
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.stack import Stack
-from kvstrata.storage.wrap.codec import CodecAdapter
-from kvstrata.storage.wrap.codec_chain import Chain
-from kvstrata.storage.wrap.codec_fields import ChainSettings
-from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.testing.faults import FaultPlan
 from kvstrata.testing.faulty_adapter import FaultyAdapter
 from kvstrata.testing.strategies import IDENTITY
+from kvstrata.tiers import tier as tiers
+from kvstrata.tiers.decisions import RetryRule
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tier import TierLimits
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD
 from tests.harness.shelf import SHELVES, entry
+
+CONTEXT = AdapterContext("test", CLOCK, 0, 0, lambda key: None)
 
 
 class Watched(FaultyAdapter):
@@ -56,14 +54,12 @@ class Watched(FaultyAdapter):
         return await super().load(items)
 
 
-class Tier:
-    """An `fs` adapter with a planned set of faults, inside the deadline wrapper, as the server has it."""
+class Tier(tiers.Tier):
+    """A tier whose medium is an `fs` adapter with a planned set of faults."""
 
-    def __init__(self, name: str, faults: Watched, limits: DeadlineLimits, policy: StorePolicy) -> None:
+    def __init__(self, faults: Watched, limits: TierLimits, policy: StorePolicy) -> None:
+        super().__init__(TierConfig(faults.name, lambda: faults, policy=policy), limits, CLOCK)
         self.faults, self.plan = faults, faults.plan
-        codec = CodecAdapter(faults, Chain(ChainSettings()))
-        self.guard = DeadlineAdapter(codec, limits, CLOCK, lambda report: None)
-        self.configured = Stack(name, policy, codec, self.guard)
 
     @property
     def records(self) -> set[bytes]:
@@ -96,7 +92,7 @@ class Puts:
         }
         self.controller = StoreController(
             l1.pool,
-            TierSet([one.configured for one in tiers]),
+            TierSet(opened=tiers),
             StoreLimits(**values),
             lambda key, reason: self.skipped.append((key, reason)),
         )
@@ -123,7 +119,7 @@ class Loads:
         self.lost: list[tuple[str, bytes]] = []
         self.controller = PrefetchController(
             l1.pool,
-            TierSet([one.configured for one in tiers]),
+            TierSet(opened=tiers),
             PrefetchLimits(**values),
             CLOCK,
             lambda name, keys: self.lost.extend((name, key) for key in keys),
@@ -167,19 +163,13 @@ async def in_l2(
 class Rig:
     """The parts of a server that handle tiers, on one pool."""
 
-    def __init__(self, l1: L1, *, close_s: float = 0.05, open_s: float = 60.0) -> None:
+    def __init__(self, l1: L1, *, close_s: float = 0.05, opening_s: float = 60.0) -> None:
         self.l1 = l1
-        self.adapters = TierSet()
+        self.adapters = TierSet(l1.pool)
         self.skipped: list[tuple[bytes, str]] = []
-        limits = DeadlineLimits(deadline_ms=600_000, max_stuck_bytes=1 << 30, close_s=close_s)
-
-        def build(config: Any) -> Stack:
-            medium = config.make()
-            medium.name = config.name
-            codec = CodecAdapter(medium, Chain(ChainSettings()))
-            adapter = DeadlineAdapter(codec, limits, CLOCK, lambda report: None)
-            return Stack(config.name, config.policy, codec, adapter)
-
+        self.limits = TierLimits(
+            deadline_ms=600_000, max_stuck_bytes=1 << 30, close_s=close_s, opening_s=opening_s
+        )
         self.store = StoreController(
             l1.pool,
             self.adapters,
@@ -197,19 +187,10 @@ class Rig:
             CLOCK,
             lambda name, keys: None,
         )
-        self.control = TierControl(
-            self.adapters,
-            l1.pool,
-            self.store,
-            self.prefetch,
-            build=build,
-            context=lambda name: AdapterContext("test", CLOCK, 0, 0, lambda key: None),
-            open_s=open_s,
-        )
 
-    async def open(self, shelf: str, **common: Any) -> str:
+    async def open(self, shelf: str, *, must: bool = False, **common: Any) -> str:
         config = configure_tier(entry(shelf, **common), len(self.adapters))
-        await self.control.open(config)
+        await self.adapters.open(tiers.Tier(config, self.limits, CLOCK), CONTEXT, must=must)
         return config.name
 
     async def put(self, keys: list[bytes]) -> None:
@@ -224,14 +205,14 @@ class Rig:
         )
 
     def states(self) -> dict[str, str]:
-        return {name: row["state"] for name, row in self.control.status().items()}
+        return {name: row["state"] for name, row in self.adapters.status().items()}
 
     async def close(self) -> None:
         for shelf in SHELVES.values():
             shelf.let_go()
         await self.prefetch.stop(LATER_S)
         await self.store.stop(LATER_S)
-        await self.control.close()
+        await self.adapters.close()
 
 
 Start = Callable[..., Rig]
@@ -260,19 +241,19 @@ async def tier(tmp_path: Path, l1: L1):
             name=name,
         )
         faults = Watched(medium, plan or FaultPlan(0))
-        limits = DeadlineLimits(
+        limits = TierLimits(
             deadline_ms=deadline_ms, max_stuck_bytes=max_stuck_bytes, failures=failures, open_s=0.0
         )
-        made = Tier(name, faults, limits, policy)
+        made = Tier(faults, limits, policy)
         opened.append(made)
-        await made.guard.open(AdapterContext("test", CLOCK, 0, 0, lambda key: None))
+        await made.open(CONTEXT)
         return made
 
     yield open_tier
     while Puts.made:
         await Puts.made.pop().controller.stop(0)
     for one in opened:
-        await one.guard.close()
+        await one.close()
 
 
 @pytest.fixture

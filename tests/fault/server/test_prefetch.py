@@ -12,12 +12,12 @@ from types import FrameType
 import pytest
 
 from kvstrata.policy.prefetch import Hole, Plan, Source
-from kvstrata.policy.store import StorePolicy
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.server.l2.fetch import Fetch, FetchOutcome
-from kvstrata.storage.wrap.deadline import DeadlineLimits
+from kvstrata.storage.config import StorePolicy
 from kvstrata.testing.faults import Fault, FaultPlan
 from kvstrata.testing.strategies import IDENTITY
+from kvstrata.tiers.tier import TierLimits
 from kvstrata.types import MissReason
 from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, in_l2
 from tests.harness.amount import amount
@@ -268,16 +268,16 @@ async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_st
     l1.lose(keys)
     one.plan.schedule(None, Fault.HANG)
     loads = Loads(l1, one)
-    plain = one.guard.exists
+    plain = one.exists
 
     async def exists(keys: list[bytes]) -> object:
         found = await plain(keys)
-        one.guard.limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=1)
+        one.limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=1)
         return found
 
-    one.guard.exists = exists
+    one.exists = exists
     assert await loads.fetch(keys) == FetchOutcome(0, 0, MissReason.DEADLINE, "deadline")
-    one.guard.exists = plain
+    one.exists = plain
     stats = l1.pool.stats()
     assert stats["bytes"]["reserved"] == 0
     assert stats["bytes"]["quarantined"] == 2 * 57_344
@@ -286,7 +286,7 @@ async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_st
     one.faults.release()
     await until(lambda: l1.pool.stats()["holds"] == 0)
     assert l1.pool.stats()["bytes"]["quarantined"] == 0
-    one.guard.limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
+    one.limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
     assert await loads.fetch(keys) == FetchOutcome(2, 2, "")
     assert l1.has(*keys)
 

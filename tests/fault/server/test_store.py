@@ -13,15 +13,15 @@ import pytest
 
 from kvstrata import failpoints
 from kvstrata.errors import BadRequest, ConfigError, StorageError
-from kvstrata.policy.store import EvictAhead, StorePolicy
-from kvstrata.server.l2 import tier_control
 from kvstrata.server.l2.fetch import FetchOutcome
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import StorePolicy
 from kvstrata.testing.faults import Fault, FaultPlan
+from kvstrata.tiers import tier as tier_module
+from kvstrata.tiers.decisions import EvictAhead
 from tests.fault.server.conftest import OpenTier, Puts, Start
 from tests.harness.amount import amount
 from tests.harness.l1 import L1, LATER_S, chain
-from tests.harness.shelf import SHELVES, entry
+from tests.harness.shelf import SHELVES
 from tests.harness.waiting import until
 
 
@@ -207,8 +207,8 @@ async def test_second_touch_puts_chunks_that_were_used_again(l1: L1, tier: OpenT
 
 async def test_a_read_only_medium_gets_and_loses_nothing(l1: L1, tier: OpenTier) -> None:
     one, read_only = await tier(), await tier(StorePolicy.ON_EVICT)
-    guard = read_only.guard
-    guard.capabilities = msgspec.structs.replace(guard.capabilities, takes_puts=False)
+    medium = read_only.medium
+    medium.capabilities = msgspec.structs.replace(medium.capabilities, takes_puts=False)
     puts = Puts(l1, one, read_only)
     keys = chain("a", 8)
     puts.controller.committed(l1.store(keys))
@@ -238,16 +238,16 @@ async def test_clear_empties_queue_and_adapters(l1: L1, tier: OpenTier) -> None:
 
 
 async def test_a_tier_that_cannot_be_reached_stops_nothing_and_is_used_once_it_can_be(start, l1, monkeypatch):
-    monkeypatch.setattr(tier_control, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(tier_control, "MAX_PAUSE_S", 0.001)
+    monkeypatch.setattr(tier_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(tier_module, "MAX_PAUSE_S", 0.001)
     rig = start()
     SHELVES["away"].fails_to_open = StorageError("plugin-0: nobody answers")
     SHELVES["slow"].shut("open")
     for shelf, open_s in (("away", LATER_S), ("slow", 0.0), ("well", LATER_S)):
-        rig.control._open_s = open_s
+        rig.limits = msgspec.structs.replace(rig.limits, opening_s=open_s)
         await rig.open(shelf)
     assert rig.states() == {"plugin-0": "unreachable", "plugin-1": "unreachable", "plugin-2": "active"}
-    rows = await rig.control.rows()
+    rows = await rig.adapters.rows()
     assert [row.get("reason") for row in rows] == [
         "plugin-0: nobody answers",
         "plugin-1: it does not answer",
@@ -255,14 +255,14 @@ async def test_a_tier_that_cannot_be_reached_stops_nothing_and_is_used_once_it_c
     ]
     assert [row.get("medium_well") for row in rows] == [False, False, None], "alerts see it"
     with pytest.raises(BadRequest, match="plugin-0 cannot be reached"):
-        rig.control.pause("plugin-0")
+        rig.adapters.pause("plugin-0")
     keys = chain("a", 3)
     await rig.put(keys)
     assert set(SHELVES["well"].records) == set(keys)
     l1.lose(keys)
     assert await rig.fetch(keys) == FetchOutcome(3, 3, "")
     SHELVES["away"].fails_to_open = OSError("a plugin may raise anything")
-    await until(lambda: "OSError: a plugin may" in str(rig.control.status()["plugin-0"]["reason"]))
+    await until(lambda: "OSError: a plugin may" in str(rig.adapters.status()["plugin-0"]["reason"]))
     SHELVES["away"].fails_to_open = None
     SHELVES["slow"].let_go()
     await until(lambda: set(rig.states().values()) == {"active"})
@@ -284,17 +284,17 @@ async def test_a_tier_that_is_wrong_stops_the_start(start: Start) -> None:
         await rig.open("a")
     SHELVES["b"].fails_to_open = StorageError("plugin-0: away")
     with pytest.raises(StorageError, match="away"):
-        await rig.control.open(configure_tier(entry("b"), 0), must=True)
+        await rig.open("b", must=True)
     assert rig.states() == {}
 
 
 async def test_the_end_of_the_server_ends_an_opening(start: Start) -> None:
-    rig = start(open_s=0.0)
+    rig = start(opening_s=0.0)
     SHELVES["a"].shut("open", "close")
     name = await rig.open("a")
     assert rig.states() == {name: "unreachable"}
     await until(lambda: SHELVES["a"].waiting["open"])
-    closing = asyncio.create_task(rig.control.close())
+    closing = asyncio.create_task(rig.adapters.close())
     await until(lambda: SHELVES["a"].waiting["close"])
     SHELVES["a"].let_go()
     await closing
@@ -306,28 +306,28 @@ async def test_a_paused_tier_is_asked_nothing_until_it_is_resumed(start: Start, 
     one, other = await rig.open("a"), await rig.open("b")
     before, meanwhile, after = chain("before", 3), chain("meanwhile", 3), chain("after", 3)
     await rig.put(before)
-    row = rig.control.pause(one)
+    row = rig.adapters.pause(one)
     assert row is not None and (row["state"], row["takes_loads"], row["under_way"]) == ("paused", False, 0)
     asked = SHELVES["a"].asked.copy()
     await rig.put(meanwhile)
     assert rig.skipped == [(key, "paused") for key in meanwhile]
     l1.lose(before)
     assert await rig.fetch(before) == FetchOutcome(3, 3, "") and SHELVES["b"].asked["load"]
-    rig.control.pause(other)
+    rig.adapters.pause(other)
     assert not rig.adapters.take_loads
     l1.lose(before)
     assert (await rig.fetch(before)).n_chunks == 0
-    assert [row["usage"] for row in await rig.control.rows()] == [None, None]
+    assert [row["usage"] for row in await rig.adapters.rows()] == [None, None]
     with pytest.raises(StorageError, match="plugin-0: not cleared: it is paused"):
         await rig.store.clear()
     assert SHELVES["a"].asked == asked
     for name in (one, other):
-        row = rig.control.resume(name)
+        row = rig.adapters.resume(name)
         assert row is not None and (row["state"], row["takes_loads"]) == ("active", True)
     await rig.put(after)
     assert set(SHELVES["a"].records) == {*before, *after}, "chunks that were skipped meanwhile stay skipped"
     assert (await rig.fetch(before)).n_chunks == 3
-    assert rig.control.pause("nobody") is None
+    assert rig.adapters.pause("nobody") is None
 
 
 async def test_operations_under_way_end_well_in_a_pause_and_waiting_chunks_are_skipped(start, l1):
@@ -341,7 +341,7 @@ async def test_operations_under_way_end_well_in_a_pause_and_waiting_chunks_are_s
     rig.store.committed(waited)
     fetching = asyncio.create_task(rig.fetch(loaded))
     await until(lambda: SHELVES["a"].waiting["put"] == 2 and SHELVES["a"].waiting["load"] == 1)
-    row = rig.control.pause(name)
+    row = rig.adapters.pause(name)
     assert row is not None and row["under_way"] == 3
     SHELVES["a"].let_go()
     assert await fetching == FetchOutcome(2, 2, "")
@@ -383,7 +383,7 @@ async def test_whatever_is_paused_every_chunk_is_put_or_skipped_and_nothing_is_l
             if rng.random() < 0.2:
                 shelf.shut(rng.choice(["put", "load", "exists"]))
                 asyncio.get_running_loop().call_later(0.01, shelf.let_go)
-            rng.choice([rig.control.pause, rig.control.resume])(rng.choice(names))
+            rng.choice([rig.adapters.pause, rig.adapters.resume])(rng.choice(names))
             await asyncio.sleep(0.001)
 
     await asyncio.gather(storing(), looking_up(), changing())
@@ -395,5 +395,5 @@ async def test_whatever_is_paused_every_chunk_is_put_or_skipped_and_nothing_is_l
     for number, name in enumerate(names):
         records = SHELVES[f"shelf {number}"].records
         assert all(key in records or key in skipped for keys in stored for key in keys)
-        assert rig.store.stats_of(name)["outcomes"].get("stored", 0) == len(records)
+        assert rig.store.stats()["adapters"][name]["outcomes"].get("stored", 0) == len(records)
     assert rig.store.stats()["backlog_bytes"] == 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.adapter_contract import SIZE, STORED
 from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
@@ -210,7 +210,7 @@ def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(prob
 async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_answered(probe, tmp_path):
     hang = tmp_path / "hang"
     entry = entry_of(probe, hang, isolation="process")
-    adapter = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=300, max_pause_s=0.1)
+    adapter = HostedAdapter(configure_tier(entry, 0), kill_ms=300, max_pause_s=0.1)
     await adapter.open(lent_context(lambda key: None))
     assert adapter.capabilities.quiesce == "never"
     assert adapter.capabilities.wants_registered_memory

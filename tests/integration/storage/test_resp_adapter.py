@@ -25,7 +25,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.config import make_adapter
 from kvstrata.storage.media.resp import adapter as module
 from kvstrata.storage.media.resp.servers import slot_of
 from kvstrata.testing.adapter_contract import EXISTS, LOADED, SIZE, STORED

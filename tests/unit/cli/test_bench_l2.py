@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,8 +15,8 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
 from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
-from kvstrata.storage.entry import configure_tier
-from kvstrata.storage.stack import Surroundings, build_stack
+from kvstrata.storage.config import configure_tier
+from kvstrata.tiers.tier import Tier, limits_of
 
 PAYLOAD = 8192
 FS = '{"type": "fs", "base_path": "%s", "min_free_gb": 0}'
@@ -83,11 +83,10 @@ class Inner:
 async def workload(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inner, Any]:
     config = configure_tier(FS % folder, 0)
     records = Records(PAYLOAD, 5, 2)
-    built = build_stack(config, Surroundings(SystemClock(), 1 << 20, lambda report: None))
-    await built.adapter.open(records.context(lambda key: None))
-    inner = Inner(built.adapter, wrong)
-    adapter, built.adapter = built.adapter, inner
-    work = Workload(built, records)
+    tier = Tier(config, limits_of(config, 1 << 20), SystemClock())
+    await tier.open(records.context(lambda key: None))
+    inner = Inner(tier, wrong)
+    work = Workload(cast("Tier", inner), records)
     if stop:
         work.stop()
     try:
@@ -97,7 +96,7 @@ async def workload(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inne
     finally:
         inner.wrong = ""
         assert await work.end() == 0
-        await adapter.close()
+        await tier.close()
         assert records.pool.stats()["holds"] == 0
         records.close()
 

@@ -25,8 +25,7 @@ from kvstrata.config.secrets import (
     shown,
 )
 from kvstrata.config.shown_environment import shown_environment
-from kvstrata.storage import catalogue
-from kvstrata.storage.common import CommonFields
+from kvstrata.storage.config import CommonFields, load, own_points
 
 
 def has_text(kind: Any) -> bool:
@@ -53,7 +52,7 @@ def fields_with_text(struct: type[msgspec.Struct]) -> set[str]:
 
 def test_every_field_of_ours_is_shown_or_secret_or_names_a_place_on_purpose() -> None:
     structs: list[Any] = [ServerSettings, ControllerSettings, GatewaySettings, ClientSettings, CommonFields]
-    structs += [catalogue.load(point.value).config for point in catalogue.own_points().values()]
+    structs += [load(point.value).config for point in own_points().values()]
     fields = set().union(*map(fields_with_text, structs)) - OBJECTS
     known = {name for name in fields if name in SHOWN or SECRET.search(name) or REFERENCE.search(name)}
     assert fields - known == set(), "decide whether pages may show these fields: config/secrets.py"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RecentKeys, RetryRule, StorePolicy
+from kvstrata.storage.config import StorePolicy
 from kvstrata.testing.strategies import key_of
+from kvstrata.tiers.decisions import Backlog, EvictAhead, PutPlanner, RecentKeys, RetryRule
 
 A, B, C = (key_of(n) for n in range(3))
 

@@ -23,7 +23,7 @@ from kvstrata.server.cluster import link as link_module
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.membership import PeersServed, make_membership
 from kvstrata.server.cluster.told_tiers import ToldTiers
-from kvstrata.server.l2.tiers import TierSet
+from kvstrata.tiers.set import TierSet
 from kvstrata.types import RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import RECORD_BYTES, chain_of, part

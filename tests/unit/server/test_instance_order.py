@@ -32,14 +32,14 @@ from kvstrata.server import instance, process
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
-from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.plan import plan
+from kvstrata.tiers.set import TierSet
 from tests.harness.daemon import free_port
 
 STEPS: list[tuple[str, Any, str]] = [
     ("the HTTP port is bound", instance, "http_listen"),
     ("L1 is opened", Segment, "open"),
-    ("tiers are opened", TierControl, "open"),
+    ("tiers are opened", TierSet, "open"),
     ("peers are answered", PeerServer, "start"),
     ("engines can attach", AttachServer, "start"),
     ("controllers are told", Membership, "start"),
@@ -49,7 +49,7 @@ STEPS: list[tuple[str, Any, str]] = [
     ("loads end", PrefetchController, "stop"),
     ("tasks end", Supervisor, "stop"),
     ("the attach socket is closed", AttachServer, "stop"),
-    ("tiers are closed", TierControl, "close"),
+    ("tiers are closed", TierSet, "close"),
     ("L1 is closed", Segment, "close"),
 ]
 """What an instance does from its start to its end, and where."""
@@ -127,6 +127,6 @@ async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(
     with pytest.raises(Exception, match="base_path"):
         await server.run()
     assert list(said) == [
-        "the HTTP port is bound", "L1 is opened", "tiers are opened", "tasks end", "tiers are closed",
-        "puts end", "loads end", "L1 is closed",
+        "the HTTP port is bound", "L1 is opened", "tiers are opened", "tasks end", "puts end", "loads end",
+        "tiers are closed", "L1 is closed",
     ]  # fmt: skip

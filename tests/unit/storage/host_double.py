@@ -10,7 +10,15 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.storage.base import Capabilities, LoadOutcome, LoadStatus, PutOutcome, PutStatus
+from kvstrata.storage.base import (
+    Capabilities,
+    LoadOutcome,
+    LoadStatus,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+)
+from kvstrata.storage.config import TierConfig
 from kvstrata.storage.host.frames import (
     MAX_FRAME_BYTES,
     Configure,
@@ -22,15 +30,24 @@ from kvstrata.storage.host.frames import (
 )
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.media.fs.config import FsConfig
-from kvstrata.storage.recipe import Recipe
 from kvstrata.storage.structs import Place
 from kvstrata.testing.strategies import WAIT_S, lent_context
 
 STORED = PutOutcome(PutStatus.STORED)
 PUT_DIED = PutOutcome(PutStatus.FAILED, "host_died")
 LOADED = LoadOutcome(LoadStatus.LOADED)
-RECIPE = Recipe(
-    "kvstrata.storage.media.fs.config:MEDIUM", FsConfig(base_path="/x"), Place("l2_adapters[0]"), "hosted-0"
+
+
+def never_made() -> StorageAdapter:
+    raise AssertionError("only the child makes it")
+
+
+CONFIG = TierConfig(
+    "hosted-0",
+    never_made,
+    "kvstrata.storage.media.fs.config:MEDIUM",
+    FsConfig(base_path="/x"),
+    Place("l2_adapters[0]"),
 )
 CAPABILITIES = Capabilities(persistent=True, shared=False, max_batch=7)
 
@@ -95,14 +112,14 @@ async def opened_with(
     capabilities: Capabilities = CAPABILITIES,
     kill_ms: int = 600_000,
 ) -> tuple[HostedAdapter, Child]:
-    adapter = HostedAdapter(RECIPE, kill_ms=kill_ms, max_pause_s=0.01)
+    adapter = HostedAdapter(CONFIG, kill_ms=kill_ms, max_pause_s=0.01)
     opening = asyncio.create_task(adapter.open(lent_context(evicted)))
     await until(lambda: Child.made)
     child = Child.made[-1]
     config = await child.request()
     assert isinstance(config, Configure)
-    assert (config.medium, config.name, config.place) == (RECIPE.medium, "hosted-0", RECIPE.place)
-    assert msgspec.json.decode(config.config, type=FsConfig) == RECIPE.config
+    assert (config.medium, config.name, config.place) == (CONFIG.medium, "hosted-0", CONFIG.place)
+    assert msgspec.json.decode(config.config, type=FsConfig) == CONFIG.fields
     child.say(Opened(capabilities, b"first"))
     await opening
     return adapter, child

@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.native.connector import NativeConnector, fs_connector
 from kvstrata.storage.base import PutStatus
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import configure_tier
 from kvstrata.testing.strategies import key_of, lent_context, put_item
 from tests.harness.alone import alone
 from tests.harness.waiting import until

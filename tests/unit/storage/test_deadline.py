@@ -6,7 +6,7 @@ All on virtual time: no deadline of a millisecond ends anything that goes on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,8 +31,9 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits, OpReport
+from kvstrata.storage.config import TierConfig
 from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, watched
+from kvstrata.tiers.tier import Tier, TierLimits
 from tests.harness.virtual import on_virtual_time
 from tests.harness.waiting import until
 
@@ -107,63 +108,61 @@ class Scripted(StorageAdapter):
         await self.go.wait()
 
 
-def guard(
-    inner: Scripted,
-    clock: HandClock | None = None,
-    report: Callable[[OpReport], None] = lambda report: None,
-    **limits: object,
-) -> DeadlineAdapter:
+async def opened(inner: Scripted, clock: HandClock | None = None, **limits: Any) -> Tier:
     values = {"deadline_ms": 600_000, "max_stuck_bytes": 1 << 30, "failures": 3, **limits}
-    return DeadlineAdapter(inner, DeadlineLimits(**values), clock or HandClock(), report)
+    clock = clock or HandClock()
+    tier = Tier(TierConfig("scripted-0", lambda: inner), TierLimits(**values), clock)
+    await tier.open(AdapterContext("test", clock, 0, 0, lambda key: None))
+    return tier
 
 
 @on_virtual_time
 async def test_a_deadline_answers_while_the_hold_stays_with_the_medium() -> None:
     inner = Scripted()
-    adapter = guard(inner, deadline_ms=1)
+    tier = await opened(inner, deadline_ms=1)
     inner.go.clear()
     item, load = put_item(key_of(1), SIZE), load_item(key_of(1), SIZE)
-    assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "deadline")]
-    assert await adapter.load([load]) == [LoadOutcome(LoadStatus.FAILED, "deadline")]
-    assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
+    assert await tier.put([item]) == [PutOutcome(PutStatus.FAILED, "deadline")]
+    assert await tier.load([load]) == [LoadOutcome(LoadStatus.FAILED, "deadline")]
+    assert await tier.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
     assert not watched(item).dropped.is_set()
     assert not watched(load).dropped.is_set()
-    assert adapter.stuck_bytes == 2 * record_length(SIZE)
+    assert tier.stuck_bytes == 2 * record_length(SIZE)
     inner.go.set()
-    await adapter.close()
+    await tier.close()
     watched(item).check()
     watched(load).check()
-    assert adapter.stuck_bytes == 0
+    assert tier.stuck_bytes == 0
 
 
 @on_virtual_time
 async def test_a_cancelled_wait_leaves_the_operation_running_and_counts_its_bytes() -> None:
     inner = Scripted()
-    adapter = guard(inner)
+    tier = await opened(inner)
     inner.go.clear()
     item = put_item(key_of(1), SIZE)
-    wait = asyncio.create_task(adapter.put([item]))
+    wait = asyncio.create_task(tier.put([item]))
     await until(lambda: inner.calls)
     wait.cancel()
     with pytest.raises(asyncio.CancelledError):
         await wait
-    assert adapter.stuck_bytes == record_length(SIZE)
+    assert tier.stuck_bytes == record_length(SIZE)
     assert not watched(item).dropped.is_set()
     inner.go.set()
-    await adapter.close()
+    await tier.close()
     watched(item).check()
-    assert adapter.stuck_bytes == 0
+    assert tier.stuck_bytes == 0
 
 
 @on_virtual_time
 async def test_operations_that_their_callers_gave_up_count_for_the_breaker() -> None:
     inner = Scripted()
-    adapter = guard(inner, failures=2, deadline_ms=20)
+    tier = await opened(inner, failures=2, deadline_ms=20)
     inner.go.clear()
     for _ in range(2):
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(adapter.exists([key_of(1)]), 0.001)
-    await until(lambda: adapter.breaker_states()["exists"] == "open")
+            await asyncio.wait_for(tier.exists([key_of(1)]), 0.001)
+    await until(lambda: tier.breaker_states()["exists"] == "open")
     inner.go.set()
 
 
@@ -171,49 +170,49 @@ async def test_operations_that_their_callers_gave_up_count_for_the_breaker() -> 
 @on_virtual_time
 async def test_a_late_good_end_lets_the_next_operation_try_at_once(well: bool) -> None:
     inner, clock = Scripted(), HandClock()
-    adapter = guard(inner, clock, failures=2, deadline_ms=1, open_s=30.0)
+    tier = await opened(inner, clock, failures=2, deadline_ms=1, open_s=30.0)
     inner.go.clear()
     for _ in range(2):
-        assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
+        assert await tier.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
     inner.found = Found(Presence.PRESENT, 5000) if well else Found(Presence.UNKNOWN, 0, "io")
     inner.go.set()
-    await adapter.ended()
-    [found] = await adapter.exists([key_of(1)])
+    await tier.ended()
+    [found] = await tier.exists([key_of(1)])
     assert found == (inner.found if well else Found(Presence.UNKNOWN, 0, "breaker_open"))
-    assert adapter.breaker_states()["exists"] == ("closed" if well else "open")
+    assert tier.breaker_states()["exists"] == ("closed" if well else "open")
 
 
 @on_virtual_time
 async def test_no_operation_is_taken_while_the_limit_of_stuck_bytes_is_used_up() -> None:
     inner = Scripted()
-    adapter = guard(inner, deadline_ms=1, failures=1000, max_stuck_bytes=2 * record_length(SIZE))
+    tier = await opened(inner, deadline_ms=1, failures=1000, max_stuck_bytes=2 * record_length(SIZE))
     inner.go.clear()
     stuck = [put_item(key_of(n), SIZE) for n in range(2)]
     for item in stuck:
-        await adapter.put([item])
+        await tier.put([item])
     refused, load = put_item(key_of(3), SIZE), load_item(key_of(4), SIZE)
-    assert await adapter.put([refused]) == [PutOutcome(PutStatus.FAILED, "breaker_open")]
-    assert await adapter.load([load]) == [LoadOutcome(LoadStatus.FAILED, "breaker_open")]
+    assert await tier.put([refused]) == [PutOutcome(PutStatus.FAILED, "breaker_open")]
+    assert await tier.load([load]) == [LoadOutcome(LoadStatus.FAILED, "breaker_open")]
     watched(refused).check()
     watched(load).check()
     inner.go.set()
-    await until(lambda: adapter.stuck_bytes == 0)
+    await until(lambda: tier.stuck_bytes == 0)
     inner.calls.clear()
-    assert await adapter.put([put_item(key_of(5), SIZE)]) == [PutOutcome(PutStatus.STORED)]
-    await adapter.close()
+    assert await tier.put([put_item(key_of(5), SIZE)]) == [PutOutcome(PutStatus.STORED)]
+    await tier.close()
 
 
 @on_virtual_time
 async def test_the_deadline_of_a_batch_grows_with_its_bytes() -> None:
     inner = Scripted()
-    adapter = guard(inner, deadline_ms=1, bytes_per_deadline=1)
+    tier = await opened(inner, deadline_ms=1, bytes_per_deadline=1)
     inner.go.clear()
-    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 10_000_000)]))  # 10,000 s
-    assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
+    wait = asyncio.create_task(tier.put([put_item(key_of(1), 10_000_000)]))  # 10,000 s
+    assert await tier.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
     assert not wait.done()
     inner.go.set()
     assert await wait == [PutOutcome(PutStatus.STORED)]
-    await adapter.close()
+    await tier.close()
 
 
 @pytest.mark.parametrize(
@@ -231,22 +230,22 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
     operation: str, failure: str
 ) -> None:
     inner, clock = Scripted(), HandClock()
-    adapter = guard(inner, clock, failures=3, open_s=1.0)
+    tier = await opened(inner, clock, failures=3, open_s=1.0)
 
     async def act() -> object:
         if operation == "put":
             item = put_item(key_of(1), SIZE)
-            [outcome] = await adapter.put([item])
+            [outcome] = await tier.put([item])
             if failure == "io" or inner.calls == []:
                 watched(item).check()
             return outcome.reason
         if operation == "load":
-            [loaded] = await adapter.load([load_item(key_of(1), SIZE)])
+            [loaded] = await tier.load([load_item(key_of(1), SIZE)])
             return loaded.reason
         if operation == "exists":
-            [found] = await adapter.exists([key_of(1)])
+            [found] = await tier.exists([key_of(1)])
             return found.reason
-        return "" if await adapter.delete([key_of(1)]) else "failed"
+        return "" if await tier.delete([key_of(1)]) else "failed"
 
     inner.raises = failure == "raises"
     inner.too_few = failure == "too_few"
@@ -272,7 +271,7 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
     inner.load_outcome = LoadOutcome(LoadStatus.LOADED)
     inner.found = Found(Presence.PRESENT, 5000)
     assert [await act() for _ in range(3)] == [""] * 3
-    assert adapter.breaker_states()[operation] == "closed"
+    assert tier.breaker_states()[operation] == "closed"
 
 
 @pytest.mark.parametrize(
@@ -287,34 +286,34 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
 async def test_failures_that_are_not_the_mediums_keep_the_breaker_closed(outcome: PutOutcome) -> None:
     inner = Scripted()
     inner.put_outcome = outcome
-    adapter = guard(inner)
+    tier = await opened(inner)
     for _ in range(10):
-        assert await adapter.put([put_item(key_of(1), SIZE)]) == [outcome]
+        assert await tier.put([put_item(key_of(1), SIZE)]) == [outcome]
     inner.load_outcome = LoadOutcome(LoadStatus.CORRUPT)
     for _ in range(10):
-        await adapter.load([load_item(key_of(1), SIZE)])
-    assert set(adapter.breaker_states().values()) == {"closed"}
+        await tier.load([load_item(key_of(1), SIZE)])
+    assert set(tier.breaker_states().values()) == {"closed"}
 
 
 @on_virtual_time
 async def test_while_loads_fail_no_key_is_reported_as_present() -> None:
     inner, clock = Scripted(), HandClock()
-    adapter = guard(inner, clock, failures=1)
+    tier = await opened(inner, clock, failures=1)
     inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
-    await adapter.load([load_item(key_of(1), SIZE)])
+    await tier.load([load_item(key_of(1), SIZE)])
     inner.calls.clear()
-    assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "breaker_open")]
+    assert await tier.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "breaker_open")]
     assert inner.calls == []
     clock.now_s += 1.0
-    assert await adapter.exists([key_of(1)]) == [Found(Presence.PRESENT, 5000)]
+    assert await tier.exists([key_of(1)]) == [Found(Presence.PRESENT, 5000)]
 
 
 @on_virtual_time
 async def test_close_gives_up_waiting_for_a_stuck_operation() -> None:
     inner = Scripted()
-    adapter = guard(inner, close_s=0.01)
+    tier = await opened(inner, close_s=0.01)
     inner.go.clear()
-    await asyncio.wait_for(adapter.close(), 30)
+    await asyncio.wait_for(tier.close(), 30)
     inner.go.set()
 
 
@@ -353,7 +352,7 @@ def test_the_breaker_lets_one_probe_through_at_a_time_and_never_stays_open(
 async def test_a_valid_page_of_keys_is_passed_on_and_any_other_is_none(page: Any, passed: bool) -> None:
     inner = Scripted()
     inner.page = page
-    assert await guard(inner).list_keys(0, 2) == (page if passed else None)
+    assert await (await opened(inner)).list_keys(0, 2) == (page if passed else None)
 
 
 @on_virtual_time
@@ -361,14 +360,14 @@ async def test_a_page_of_keys_that_is_late_or_fails_is_none_and_opens_no_breaker
     inner = Scripted()
     inner.page = KeyPage([], 1)
     inner.go.clear()
-    one = guard(inner, deadline_ms=1, failures=1)
-    assert await one.list_keys(0, 2) is None
+    tier = await opened(inner, deadline_ms=1, failures=1)
+    assert await tier.list_keys(0, 2) is None
     inner.go.set()
     inner.raises = True
-    assert await one.list_keys(0, 2) is None
+    assert await tier.list_keys(0, 2) is None
     inner.raises = False
-    assert await one.list_keys(0, 2) == inner.page
-    assert set(one.breaker_states().values()) == {"closed"}
+    assert await tier.list_keys(0, 2) == inner.page
+    assert set(tier.breaker_states().values()) == {"closed"}
 
 
 @pytest.mark.parametrize(
@@ -380,15 +379,15 @@ async def test_invalid_counts_of_an_adapter_are_logged_once_and_ignored(
     answer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = Scripted()
-    adapter = guard(inner)
+    tier = await opened(inner)
 
     async def say(*asked: object) -> Any:
         return answer
 
     inner.usage = inner.delete = inner.clear = say  # type: ignore[method-assign]
     for _ in range(2):
-        assert await adapter.usage() == Usage(0, 0, 0)
-        assert await adapter.delete([key_of(1)]) == 0
+        assert await tier.usage() == Usage(0, 0, 0)
+        assert await tier.delete([key_of(1)]) == 0
         with pytest.raises(StorageError, match="not cleared: it answered"):
-            await adapter.clear()
+            await tier.clear()
     assert len(caplog.records) == 3, "each operation is named once"

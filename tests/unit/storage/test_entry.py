@@ -16,16 +16,13 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.settings import PeerSettings
-from kvstrata.policy.store import StorePolicy
-from kvstrata.storage.catalogue import GROUP
-from kvstrata.storage.entry import TierConfig, configure_tier, make_adapter
+from kvstrata.storage.config import GROUP, StorePolicy, TierConfig, configure_tier, make_adapter
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.stack import Surroundings, build_stack
 from kvstrata.storage.wrap.codec_fields import ChainSettings
+from kvstrata.tiers.tier import Tier, limits_of
 
-AROUND = Surroundings(SystemClock(), 1 << 30, lambda report: None)
 FS = {"type": "fs", "base_path": "/data/kv"}
 
 
@@ -144,10 +141,10 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(
 def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: float) -> None:
     entry = {"type": "plugin", "module_path": "no.such", "class_name": "X", "isolation": "process", **more}
     config = configure_tier(entry, 1)
-    built = build_stack(config, AROUND)
-    assert isinstance(built.host, HostedAdapter)
-    assert built.host._requests._kill_s == kill_s
-    assert built.status()["host"] == {"pid": 0, "state": "closed", "restarts": 0, "requests": 0}
+    tier = Tier(config, limits_of(config, 1 << 30), SystemClock())
+    assert isinstance(tier.host, HostedAdapter)
+    assert tier.host._requests._kill_s == kill_s
+    assert tier.status()["host"] == {"pid": 0, "state": "closed", "restarts": 0, "requests": 0}
 
 
 @pytest.mark.parametrize("value", ["", "0", "true"])

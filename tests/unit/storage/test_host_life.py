@@ -24,8 +24,8 @@ from kvstrata.storage.pauses import STEADY_S, WELL_S, Pauses
 from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
 from tests.unit.storage.host_double import (
     CAPABILITIES,
+    CONFIG,
     PUT_DIED,
-    RECIPE,
     STORED,
     Child,
     all_stored,
@@ -172,7 +172,7 @@ async def test_close_ends_a_child_that_comes_up_at_that_moment(pair) -> None:
     ],
 )
 async def test_the_error_of_a_child_that_cannot_open_is_raised(raised, kind) -> None:
-    adapter = HostedAdapter(RECIPE, kill_ms=1)
+    adapter = HostedAdapter(CONFIG, kill_ms=1)
     opening = asyncio.create_task(adapter.open(lent_context(lambda key: None)))
     await until(lambda: Child.made)
     [child] = Child.made
@@ -185,7 +185,7 @@ async def test_the_error_of_a_child_that_cannot_open_is_raised(raised, kind) -> 
 
 
 async def test_a_child_that_ends_before_its_adapter_is_open_is_an_error_that_says_how() -> None:
-    adapter = HostedAdapter(RECIPE, kill_ms=1)
+    adapter = HostedAdapter(CONFIG, kill_ms=1)
     opening = asyncio.create_task(adapter.open(lent_context(lambda key: None)))
     await until(lambda: Child.made)
     Child.made[0].reap()

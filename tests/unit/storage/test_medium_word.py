@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.config import make_adapter
 from kvstrata.storage.media.medium import medium_word
 
 

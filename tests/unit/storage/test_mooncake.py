@@ -16,7 +16,7 @@ import pytest
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import LoadOutcome, LoadStatus, PutOutcome, PutStatus
-from kvstrata.storage.entry import TierConfig, configure_tier
+from kvstrata.storage.config import TierConfig, configure_tier
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.mooncake import sdk
 from kvstrata.storage.media.mooncake.adapter import MooncakeAdapter

@@ -26,7 +26,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
-from kvstrata.storage.entry import configure_tier, make_adapter
+from kvstrata.storage.config import configure_tier, make_adapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.object_store import adapter as module
 from kvstrata.storage.media.object_store.adapter import (

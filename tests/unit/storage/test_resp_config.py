@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import ConfigError
-from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.config import configure_tier
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.resp.adapter import RespAdapter, RespSettings
 from kvstrata.storage.media.resp.servers import Address

@@ -21,7 +21,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
-from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.config import make_adapter
 from kvstrata.storage.media.resp import connection as connection_module
 from kvstrata.storage.media.resp.connection import MAX_BULK_BYTES, Link, LinkLost, ServerError
 from kvstrata.storage.media.resp.pipeline import _directed

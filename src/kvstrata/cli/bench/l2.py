@@ -30,8 +30,8 @@ from kvstrata.errors import ConfigError, Refused
 from kvstrata.measure.figures import machine, median_spread, percentile
 from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
 from kvstrata.native.core import record_bytes
-from kvstrata.storage.entry import TierConfig, configure_tier
-from kvstrata.storage.stack import Surroundings, build_stack
+from kvstrata.storage.config import TierConfig, configure_tier
+from kvstrata.tiers.tier import Tier, limits_of
 
 MB = 1 << 20
 PAGE_BYTES = 4096
@@ -136,16 +136,15 @@ class _Run:
             raise Refused(
                 f"--chunk-mb: no memory for {options.count} records of {size_mb:g} MiB ({error})"
             ) from None
-        around = Surroundings(SystemClock(), records.pool.extents_bytes, lambda report: None)
-        built = build_stack(self._config, around)
+        tier = Tier(self._config, limits_of(self._config, records.pool.extents_bytes), SystemClock())
         with contextlib.ExitStack() as ends:
             ends.callback(records.close)
             try:
-                await self._open(built.adapter.open(records.context(self._was_evicted)))
-                await self._check_adapter(built.adapter, records)
-                passes = await self._passes(Workload(built, records))
+                await self._open(tier.open(records.context(self._was_evicted), must=True))
+                await self._check_adapter(tier, records)
+                passes = await self._passes(Workload(tier, records))
             finally:
-                await built.adapter.close()
+                await tier.close()
         return size_figures(size_mb, records.record_bytes, passes)
 
     async def _passes(self, work: Workload) -> list[Pass]:

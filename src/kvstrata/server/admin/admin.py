@@ -14,9 +14,9 @@ from kvstrata.policy.misses import Explainer
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import StatusBoard
-from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.processes import tenant_number
 from kvstrata.server.readiness import Readiness
+from kvstrata.tiers.set import TierSet
 from kvstrata.types import shown_name
 
 
@@ -74,7 +74,7 @@ class Admin(NamedTuple):
     prewarms: Prewarms
     clearing: Clearing
     stranded: StrandedSessions
-    tiers: TierControl
+    tiers: TierSet
 
     def change_quota(self, tenant: str, quota_bytes: int) -> dict[str, Any]:
         """Set how much of L1 a tenant may have until the server ends; returns the JSON that an admin gets."""

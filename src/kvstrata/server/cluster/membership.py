@@ -36,7 +36,7 @@ from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.composition import Parts
 from kvstrata.server.plan import Plan
-from kvstrata.storage.entry import TierConfig
+from kvstrata.storage.config import TierConfig
 
 _PORT = re.compile(r":\d{1,5}$")
 

@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import tags_of
-from kvstrata.server.l2.tiers import Tier, TierSet, TierState
 from kvstrata.storage.base import Usage
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tier import Tier, TierState
 
 MAX_NAME_CHARS = 32
 PAGE_KEYS = 256
@@ -69,20 +70,20 @@ class ToldTiers:
     def media(self) -> dict[str, str]:
         """The words of the media of the shared tiers, by tier; those whose medium is not known are left out."""
         return {
-            name: tier.adapter.capabilities.medium
+            name: tier.capabilities.medium
             for name, tier in self._all().items()
-            if tier.adapter.capabilities.shared and tier.adapter.capabilities.medium
+            if tier.capabilities.shared and tier.capabilities.medium
         }
 
     def lists(self, tier: str) -> bool:
         """Whether the tier's keys are listed: it is own, and its adapter can."""
         own = self._own().get(tier)
-        return own is not None and own.adapter.capabilities.lists
+        return own is not None and own.capabilities.lists
 
     async def can_list(self, tier: str) -> bool:
         """Whether the adapter of an own tier lists its keys at this moment."""
         own = self._own().get(tier)
-        return own is not None and await own.adapter.list_keys(0, 1) is not None
+        return own is not None and await own.list_keys(0, 1) is not None
 
     async def parts(self, tier: str, part_tags: int) -> AsyncIterator[bytes]:
         """Tags of the tier's keys, about `part_tags` at a time. Raises NotListed at the end if some are left out."""
@@ -90,7 +91,7 @@ class ToldTiers:
         cursor = 0
         for _ in range(MAX_PAGES):
             own = self._own().get(tier)
-            page = None if own is None else await own.adapter.list_keys(cursor, PAGE_KEYS)
+            page = None if own is None else await own.list_keys(cursor, PAGE_KEYS)
             if page is None:
                 break
             collected += tags_of(b"".join(page.keys))
@@ -113,16 +114,16 @@ class ToldTiers:
         return {
             tier_name(tier.name): tier
             for tier in self._tiers
-            if tier.state is not TierState.UNREACHABLE and tier.adapter.capabilities.takes_puts
+            if tier.state is not TierState.UNREACHABLE and tier.capabilities.takes_puts
         }
 
     def _own(self) -> dict[str, Tier]:
-        return {name: tier for name, tier in self._all().items() if not tier.adapter.capabilities.shared}
+        return {name: tier for name, tier in self._all().items() if not tier.capabilities.shared}
 
     async def _count(self) -> None:
         while True:
             for tier, own in self._own().items():
-                usage = await own.adapter.usage()
+                usage = await own.usage()
                 if any(usage):
                     self._usage[tier] = usage
                 else:  # empty and without a cap, or the adapter does not know

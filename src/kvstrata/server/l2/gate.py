@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvstrata.server.l2.tiers import Tier
+from kvstrata.tiers.tier import Tier
 
 MAX_WAITING = 1024
 """Fetches that may wait at one gate; more are refused."""
@@ -54,9 +54,9 @@ class Gate:
         self._waiters: collections.deque[tuple[Waiter, int, asyncio.Future[bool]]] = collections.deque()
         self.loading_bytes = 0
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiters)
+    def stats(self) -> dict[str, int]:
+        """Numbers for status and metrics."""
+        return {"loading_bytes": self.loading_bytes, "waiting": len(self._waiters)}
 
     async def enter(self, fetch: Waiter, need_bytes: int) -> bool:
         """Wait for a place. False if the fetch's time is over first or too many fetches wait."""
@@ -118,5 +118,4 @@ class Loader:
     def __init__(self, tier: Tier, gate: Gate) -> None:
         self.tier = tier
         self.name = tier.name
-        self.adapter = tier.adapter
         self.gate = gate

@@ -15,13 +15,12 @@ Invariants
 3. Every reserved item ends in a commit or an abort.  Its hold goes to the adapter; after an abort the extent
    stays quarantined until the adapter has dropped the hold.
 4. At most `max_in_flight` fetches whose callers wait load from one tier at a time, with at most `in_flight_bytes` under
-   way.  These bytes and those stuck in adapters (storage/wrap/deadline.py) bound the server's own reservations: the
+   way.  These bytes and those stuck in adapters (tiers/tier.py) bound the server's own reservations: the
    pool sets no limit for row 0.  A fetch past its deadline goes on only while no other fetch waits at the gate.
 5. A tier that does not answer `exists` within its share of the time (`PrefetchLimits`) is passed over.
 6. A fetch asks the tiers that are active when it begins, in their order.
 
-policy/prefetch.py decides which key is loaded from where; tiers.py has the tiers,
-fetch.py the state of one fetch.
+policy/prefetch.py decides which key is loaded from where; fetch.py has the state of one fetch.
 """
 
 from __future__ import annotations
@@ -54,8 +53,9 @@ from kvstrata.policy.reasons import LENGTH, miss_reason
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.fetch import Fetch, FetchOutcome
 from kvstrata.server.l2.gate import Gate, Loader, PrefetchLimits
-from kvstrata.server.l2.tiers import Tier, TierSet, TierState
 from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tier import Tier, TierState
 from kvstrata.types import SERVER_ROW
 
 log = logging.getLogger(__name__)
@@ -108,8 +108,6 @@ class PrefetchController:
         self._found = found
         self._pool = pool
         self._loaders: dict[str, Loader] = {}
-        for tier in tiers:
-            self.join(tier)
         self._clock = clock
         self._batch_bytes = min(limits.batch_bytes, limits.in_flight_bytes // 2)
         self._loads: dict[bytes, asyncio.Future[str]] = {}
@@ -118,6 +116,7 @@ class PrefetchController:
         self._stopping = False
         self._counts: collections.Counter[str] = collections.Counter()
         self._loaded_bytes = 0
+        tiers.use(self._join_tier)
 
     # -- from lookups, prewarms and controllers ------------------------------------------------------------
 
@@ -213,9 +212,10 @@ class PrefetchController:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def join(self, tier: Tier) -> None:
+    def _join_tier(self, tier: Tier) -> None:
         """Take in an open tier of the set: fetches that begin from now on ask it."""
-        self._loaders[tier.name] = Loader(tier, Gate(self.limits.max_in_flight, self.limits.in_flight_bytes))
+        tier.users["loads"] = gate = Gate(self.limits.max_in_flight, self.limits.in_flight_bytes)
+        self._loaders[tier.name] = Loader(tier, gate)
 
     def stats(self) -> dict[str, Any]:
         """Numbers for status and metrics."""
@@ -224,15 +224,8 @@ class PrefetchController:
             "keys_loading": len(self._loads),
             "loaded_bytes": self._loaded_bytes,
             "counts": dict(self._counts),
-            "adapters": {name: self.stats_of(name) for name in self._loaders},
+            "adapters": {name: loader.gate.stats() for name, loader in self._loaders.items()},
         }
-
-    def stats_of(self, name: str) -> dict[str, int]:
-        """Numbers of one tier; empty if it is not open."""
-        loader = self._loaders.get(name)
-        if loader is None:
-            return {}
-        return {"loading_bytes": loader.gate.loading_bytes, "waiting": loader.gate.waiting}
 
     # -- one fetch -----------------------------------------------------------------------------------------
 
@@ -261,7 +254,7 @@ class PrefetchController:
                 fetch.take([first])
                 continue
             loader = fetch.sources[first.source.adapter]
-            max_items = loader.adapter.capabilities.max_batch
+            max_items = loader.tier.capabilities.max_batch
             count = next_batch(fetch.pending, max_items, self._batch_bytes)
             batch = list(itertools.islice(fetch.pending, count))
             batch_bytes = sum(hole.source.record_bytes for hole in batch)
@@ -381,10 +374,10 @@ class PrefetchController:
         if scattered:
             self._asks(loader.name, scattered)
         try:
-            found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
+            found = await asyncio.wait_for(loader.tier.exists(keys), patience_s)
         except TimeoutError:
             return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
-        if loader.adapter.capabilities.shared:  # others may have removed what this server has put there
+        if loader.tier.capabilities.shared:  # others may have removed what this server has put there
             absent = [key for key, one in zip(keys, found, strict=True) if one.presence is Presence.ABSENT]
             if absent:
                 self._lost(loader.name, absent)
@@ -532,7 +525,7 @@ class PrefetchController:
         lengths = {item.key: item.hold.length for item in items}
         failpoints.hit("load.reserved")
         try:
-            outcomes = await loader.adapter.load(items)
+            outcomes = await loader.tier.load(items)
             failpoints.hit("load.read")
         finally:  # even when cancelled: the adapter ends the holds, and this ends the reservations
             loader.gate.ended(batch_bytes)
@@ -592,4 +585,4 @@ class PrefetchController:
 
     async def _delete(self, loader: Loader, keys: list[bytes]) -> None:
         """Delete values that are not a record of their key: some media store no record where a value exists."""
-        await loader.adapter.delete(keys)
+        await loader.tier.delete(keys)

@@ -27,10 +27,10 @@ import msgspec
 
 from kvstrata import failpoints
 from kvstrata.native.core import Hold, Pool
-from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Skip
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.l2.tiers import Tier
 from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.tiers.decisions import Backlog, EvictAhead, PutPlanner, RetryRule, Skip
+from kvstrata.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class TierPuts:
         """All tiers share `backlog`. `progressed` is called whenever a batch has ended."""
         self.tier = tier
         self.name = tier.name
-        self.planner = PutPlanner(tier.configured.policy)
+        self.planner = PutPlanner(tier.config.policy)
         self.stopping = False
         """Whether a throttled put is skipped instead of tried again."""
         self._pool = pool
@@ -251,7 +251,7 @@ class TierPuts:
         """Take chunks from the queue, which has some."""
         batch = [self._queue.popleft()]
         batch_bytes = batch[0].length_bytes
-        while self._queue and len(batch) < self.tier.adapter.capabilities.max_batch:
+        while self._queue and len(batch) < self.tier.capabilities.max_batch:
             batch_bytes += self._queue[0].length_bytes
             if batch_bytes > self._batch_bytes:
                 break
@@ -264,7 +264,7 @@ class TierPuts:
         n_clears = self._n_clears
         failpoints.hit("put.started")
         try:
-            outcomes = await self.tier.adapter.put([PutItem(p.key, p.hold) for p in batch])
+            outcomes = await self.tier.put([PutItem(p.key, p.hold) for p in batch])
             failpoints.hit("put.stored")
             if self._n_clears != n_clears or not self._not_clearing.is_set():
                 outcomes = await self._cleared_too(batch, outcomes)
@@ -318,7 +318,7 @@ class TierPuts:
         """
         self._not_clearing.clear()
         try:
-            removed = await self.tier.adapter.clear()
+            removed = await self.tier.clear()
             self.emptied()
         finally:
             self._n_clears += 1
@@ -337,12 +337,11 @@ class TierPuts:
         Only the adapter knows whether a put or the clear came first. A record that cannot be deleted counts as stored.
         """
         await self._not_clearing.wait()
-        adapter = self.tier.adapter
         keys = [pending.key for pending in batch]
-        await adapter.delete(keys)
+        await self.tier.delete(keys)
         gone = [
             key
-            for key, found in zip(keys, await adapter.exists(keys), strict=True)
+            for key, found in zip(keys, await self.tier.exists(keys), strict=True)
             if found.presence is Presence.ABSENT
         ]
         self.planner.gone(gone)

@@ -10,7 +10,7 @@ Invariants
 3. `committed` and `touched` never block and never wait.  No turn of the loop looks at more than `KEYS_PER_TURN`
    keys; the others wait for later turns.
 
-policy/store.py decides whether a chunk is put at all; tiers.py has the set of tiers.
+tiers/decisions.py decides whether a chunk is put at all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 
 from kvstrata.errors import StorageError
 from kvstrata.native.core import Pool
-from kvstrata.policy.store import Backlog, Skip, StorePolicy
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.l2.puts import KEYS_PER_TURN, StoreLimits, TierPuts
-from kvstrata.server.l2.tiers import Tier, TierSet, TierState
+from kvstrata.storage.config import StorePolicy
+from kvstrata.tiers.decisions import Backlog, Skip
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tier import Tier, TierState
 
 
 class StoreController:
@@ -61,8 +63,7 @@ class StoreController:
         self._quiet.set()
         self._stopping = False
         self._clear_lock = asyncio.Lock()
-        for tier in tiers:
-            self.join(tier)
+        tiers.use(self._join)
 
     # -- from requests and the pool ------------------------------------------------------------------------
 
@@ -98,11 +99,11 @@ class StoreController:
                 for key in keys:
                     news.tier_got(name, key)
 
-    def join(self, tier: Tier) -> None:
+    def _join(self, tier: Tier) -> None:
         """Take in an open tier of the set: it gets chunks from now on, unless it is only read."""
-        if not tier.adapter.capabilities.takes_puts:
+        if not tier.capabilities.takes_puts:
             return
-        puts = self._puts[tier.name] = TierPuts(
+        tier.users["puts"] = puts = self._puts[tier.name] = TierPuts(
             tier,
             pool=self._pool,
             backlog=self._backlog,
@@ -170,11 +171,6 @@ class StoreController:
             "backlog_limit_bytes": self._backlog.limit_bytes,
             "adapters": {name: puts.stats() for name, puts in self._puts.items()},
         }
-
-    def stats_of(self, name: str) -> dict[str, Any]:
-        """Numbers of one tier; empty if it is not open or only read."""
-        puts = self._puts.get(name)
-        return {} if puts is None else puts.stats()
 
     # -- deciding ------------------------------------------------------------------------------------------
 

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Sequence
 from kvstrata.clock import Clock
 from kvstrata.keys.batch import split
 from kvstrata.native.core import Pool
-from kvstrata.policy.store import RecentKeys
 from kvstrata.server.l2.store import StoreController
-from kvstrata.server.l2.tiers import Tier, TierSet
+from kvstrata.tiers.decisions import RecentKeys
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tier import Tier
 
 MAX_WAITING = 65_536
 """Tails that may wait; of more, those that have waited longest are not put."""
@@ -121,14 +122,14 @@ class TailPuts:
     def _delete(self, keys: list[bytes]) -> None:
         """Begin to delete these tails from every tier that gets puts."""
         for tier in self._tiers:
-            capabilities = tier.adapter.capabilities
+            capabilities = tier.capabilities
             if capabilities.takes_puts and capabilities.can_delete:
                 task = asyncio.create_task(self._delete_from(tier, keys), name=f"delete-tails-{tier.name}")
                 self._deletions.add(task)
                 task.add_done_callback(self._deletions.discard)
 
     async def _delete_from(self, tier: Tier, keys: list[bytes]) -> None:
-        await tier.adapter.delete(keys)
+        await tier.delete(keys)
         self._store.dropped(tier.name, keys)
 
     def stats(self) -> dict[str, int]:

@@ -33,10 +33,10 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.processes import AttachedProcess
 from kvstrata.server.recuts.geometries import Geometries, Geometry, Plan, plan
 from kvstrata.server.recuts.record import Place, record_length, recut_records
+from kvstrata.tiers.set import TierSet
 from kvstrata.types import SERVER_ROW, LayoutIdentity, Slice
 
 

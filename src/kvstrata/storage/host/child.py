@@ -42,7 +42,7 @@ from kvstrata.native.core import ExtentsMap, Hold, LentHold, types_of
 from kvstrata.observability.log_writer import FLUSH_S, LogWriter
 from kvstrata.observability.logging import STDERR
 from kvstrata.process.parent import die_with_parent
-from kvstrata.storage import catalogue
+from kvstrata.storage import config as tier_config
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
@@ -352,7 +352,7 @@ class Host:
 
 def _made(config: Configure) -> StorageAdapter:
     """The adapter, not open. Raises ConfigError."""
-    medium = catalogue.load(config.medium)
+    medium = tier_config.load(config.medium)
     fields = msgspec.json.decode(config.config, type=medium.config)
     adapter = medium.prepare(fields, config.place, config.name)()
     adapter.name = config.name

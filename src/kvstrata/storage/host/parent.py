@@ -58,13 +58,13 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
+from kvstrata.storage.config import TierConfig
 from kvstrata.storage.host import frames
 from kvstrata.storage.host.frames import MAX_ITEMS, Answer, ChannelError, Message, Opened, Refused, Told
 from kvstrata.storage.host.process import HostProcess, Pipe
 from kvstrata.storage.host.requests import RequestTable, outcome_of
 from kvstrata.storage.pauses import MAX_PAUSE_S, STEADY_S, Pauses
 from kvstrata.storage.peers import ReadsPeers
-from kvstrata.storage.recipe import Recipe
 from kvstrata.storage.work import Work
 from kvstrata.types import KEY_BYTES
 
@@ -102,15 +102,15 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
 
     def __init__(
         self,
-        recipe: Recipe,
+        config: TierConfig,
         *,
         kill_ms: int,
         bytes_per_kill: int = 64 << 20,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        self.name = recipe.name
+        self.name = config.name
         self.capabilities = Capabilities(persistent=False, shared=False)
-        self._recipe = recipe
+        self._config = config
         self._told = Told()
         """The child's counters and remarks, about a second old; empty after the child has ended."""
         self._restarts = 0
@@ -427,7 +427,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         except ChannelError as error:
             self._opening.cancel()
             self._broken("")
-            where = self._recipe.place.path
+            where = self._config.place.path
             raise ConfigError(f"{where}: its fields take {error}", field=where) from None
         except BaseException:
             self._broken("")
@@ -435,13 +435,13 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         log.info("%s: its host is up, process %d", self.name, process.pid)
 
     def _configuration(self) -> frames.Configure:
-        context, recipe = self._context, self._recipe
+        context, tier = self._context, self._config
         assert context is not None
         return frames.Configure(
-            medium=recipe.medium,
-            config=msgspec.json.encode(recipe.config),
-            place=recipe.place,
-            name=recipe.name,
+            medium=tier.medium,
+            config=msgspec.json.encode(tier.fields),
+            place=tier.place,
+            name=tier.name,
             instance_id=context.instance_id,
             region_bytes=context.region_bytes,
             import_paths=[path or os.getcwd() for path in sys.path],

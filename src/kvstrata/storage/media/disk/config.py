@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.native.connector import MIN_CAPACITY_BYTES
-from kvstrata.storage.catalogue import Make, Medium
+from kvstrata.storage.config import Make, Medium
 from kvstrata.storage.media.disk.adapter import disk_adapter
 from kvstrata.storage.media.paths import absolute, folder_at
 from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers

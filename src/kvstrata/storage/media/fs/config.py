@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.storage.catalogue import Make, Medium
+from kvstrata.storage.config import Make, Medium
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.storage.media.paths import absolute, folder_at
 from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers

@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.nearest import nearest
-from kvstrata.storage.catalogue import Make, Medium
-from kvstrata.storage.common import COMMON
+from kvstrata.storage.config import COMMON, Make, Medium
 from kvstrata.storage.media.mooncake.adapter import (
     SETUP_KEYS,
     MooncakeAdapter,

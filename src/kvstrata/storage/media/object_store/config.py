@@ -19,8 +19,7 @@ from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import ConfigError, install
 from kvstrata.patience import patience
-from kvstrata.storage.catalogue import Make, Medium
-from kvstrata.storage.common import COMMON
+from kvstrata.storage.config import COMMON, Make, Medium
 from kvstrata.storage.media.medium import medium_word
 from kvstrata.storage.media.workers import PerOpWorkers
 from kvstrata.storage.structs import Place

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from kvstrata.config.private_file import read_private_file
 from kvstrata.patience import patience
-from kvstrata.storage.catalogue import Make, Medium
+from kvstrata.storage.config import Make, Medium
 from kvstrata.storage.media.resp.adapter import RespAdapter, RespSettings
 from kvstrata.storage.media.resp.servers import Address, RespServers
 from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers

@@ -13,13 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-
-class StorePolicy(enum.StrEnum):
-    """When a chunk is put to an adapter."""
-
-    THROUGH = "through"
-    ON_EVICT = "on_evict"
-    SECOND_TOUCH = "second_touch"
+from kvstrata.storage.config import StorePolicy
 
 
 class Skip(enum.StrEnum):

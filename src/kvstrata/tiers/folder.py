@@ -10,6 +10,9 @@ import contextlib
 import enum
 import os
 
+_RENEW = "restart the server to open it anew"
+_NOT_USED = "lookups count its chunks as absent, and it gets no new ones"
+
 
 class FolderState(enum.StrEnum):
     """What lies at the path of a medium's directory."""
@@ -37,7 +40,7 @@ class WatchedFolder:
         """`path` is absolute."""
         self.path = path
         self.state = FolderState.WELL
-        """The last answer of a probe (server/l2/media.py)."""
+        """The last answer of a probe (tiers/tier.py)."""
         self._fd = -1
         self._marked: tuple[int, int] | None = None
 
@@ -68,3 +71,39 @@ class WatchedFolder:
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+_EVENTS = {
+    FolderState.READ_ONLY: {
+        "what": "its directory cannot be written to",
+        "meaning": "its records are served, and it gets no new ones",
+        "advice": "make it writable, or mount its file system read-write; the tier is then used again by itself",
+    },
+    FolderState.GONE: {
+        "what": "its directory was deleted, or the file system was unmounted",
+        "meaning": _NOT_USED,
+        "advice": f"mount the file system again, and the tier is used again by itself; if it was deleted, {_RENEW}",
+    },
+    FolderState.REPLACED: {
+        "what": "another directory lies at its path, which is not the one that it opened",
+        "meaning": _NOT_USED,
+        "advice": f"mount the old one again, and the tier is used again by itself; to use the new one, {_RENEW}",
+    },
+    FolderState.UNREACHABLE: {
+        "what": "its file system does not answer, or answers with an error",
+        "meaning": _NOT_USED,
+        "advice": "look at the file system and its disk or server; the tier is used again by itself when it answers",
+    },
+}
+
+
+def event_of(now: FolderState, *, stays_read_only: bool) -> tuple[str, dict[str, str]]:
+    """The event that says for the log that a directory's state has changed to `now`, and its fields.
+
+    `stays_read_only`: the medium itself has given up writing, as the disk log does when a sync fails.
+    """
+    if now is not FolderState.WELL:
+        return f"medium_{now}", _EVENTS[now]
+    if stays_read_only:
+        return "medium_back", {"advice": f"the medium takes no more records after a failed write; {_RENEW}"}
+    return "medium_back", {}

@@ -1,0 +1,768 @@
+"""A tier: one medium in service.
+
+    UNREACHABLE ─opened─▶ ACTIVE ─pause─▶ PAUSED ─resume─▶ ACTIVE        (a pause ends with the server)
+
+A tier whose storage cannot be reached at the start stops no start: it is UNREACHABLE, and is opened again and again.
+
+Every operation goes through `_bounded`, the only place with a deadline, a breaker and counters.  No operation but
+`clear` raises: an exception of the medium becomes outcomes.
+
+Invariants
+1. A deadline ends the *wait*: every item of the batch is answered FAILED('deadline') (exists: UNKNOWN), while the
+   medium's operation goes on and its items keep their holds until the medium has finished with them.  The bytes of such
+   operations count as stuck until the operations end; while `max_stuck_bytes` or more bytes are stuck, nothing more is
+   put or loaded.
+2. Each operation has a breaker (policy/breaker.py).  If an operation succeeds after its deadline, the breaker admits a
+   try at once.  An operation failed if it hit the deadline, raised, or all its items are FAILED or UNKNOWN for reasons
+   that blame the medium (policy/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an
+   answer, not a failure.  While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot
+   be loaded is not a hit.
+3. A paused tier's medium is asked nothing, nor is one whose directory is gone.  A medium whose directory cannot be
+   written to serves its records and gets no new ones.
+
+The log has a line when a breaker opens (`tier_down`) and when it closes again (`tier_up`), none for probes that fail;
+when the medium has no room for a put (`tier_full`), and when it has stored again (`tier_has_room`); and for each change
+of the directory's state (`medium_…`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import enum
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from kvstrata.clock import Clock
+from kvstrata.config.secrets import scrubbed, shown
+from kvstrata.errors import ConfigError, KvstrataError, StorageError
+from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import ServerCounters
+from kvstrata.patience import patience
+from kvstrata.policy.breaker import Breaker, BreakerState
+from kvstrata.policy.reasons import (
+    BREAKER_OPEN,
+    DEADLINE,
+    FULL,
+    MEDIUM_GONE,
+    PAUSED,
+    RAISED,
+    READ_ONLY,
+    blames_medium,
+)
+from kvstrata.process.threads import on_a_thread
+from kvstrata.storage.base import (
+    MORE_KEYS,
+    AdapterContext,
+    Capabilities,
+    Found,
+    KeyPage,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    Usage,
+    log_broken_contract,
+)
+from kvstrata.storage.config import TierConfig
+from kvstrata.storage.host.parent import HostedAdapter
+from kvstrata.storage.peers import ReadsPeers
+from kvstrata.storage.wrap.codec import CodecAdapter
+from kvstrata.storage.wrap.codec_chain import Chain
+from kvstrata.tiers import folder
+from kvstrata.tiers.folder import FolderState, WatchedFolder
+from kvstrata.types import KEY_BYTES
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Moved = TypeVar("Moved", PutOutcome, LoadOutcome)
+
+STUCK_SHARE = 16
+"""Default of `max_stuck_mb`: L1 divided by this."""
+KILL_DEADLINES = 3
+"""Default of `host_kill_ms`: this many deadlines."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+"""Pauses between tries to open a tier that cannot be reached; each is twice the pause before."""
+ANSWER_S = 3.0
+"""A file system that has not answered a probe by then is unreachable."""
+FULL_REASONS = frozenset({FULL, "capacity", "disk_full", "no_room"})
+"""Reasons of puts for which the medium had no room."""
+MEANINGS = {
+    "exists": "lookups count its chunks as absent",
+    "put": "it gets no new chunks",
+    "load": "lookups count its chunks as absent",
+    "delete": "records that should be deleted stay on it",
+}
+"""What an open breaker of an operation means, for the log."""
+
+
+_FAILED: dict[type[Any], enum.IntEnum] = {
+    Found: Presence.UNKNOWN,
+    PutOutcome: PutStatus.FAILED,
+    LoadOutcome: LoadStatus.FAILED,
+}
+
+
+class TierState(enum.StrEnum):
+    """Whether a tier gets chunks and answers lookups: only an active one does."""
+
+    UNREACHABLE = "unreachable"
+    """Its adapter could not be opened yet, and is opened again and again."""
+    ACTIVE = "active"
+    PAUSED = "paused"
+    """An admin has paused it: its medium is asked nothing."""
+
+
+class User(Protocol):
+    """A part of the server that puts chunks to a tier or loads them from it."""
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for status and metrics."""
+
+
+class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Times and bounds of one tier."""
+
+    deadline_ms: int = 5_000
+    """Time for one operation, and as long again for every `bytes_per_deadline` of its payload."""
+    bytes_per_deadline: int = 64 << 20
+    max_stuck_bytes: int
+    failures: int = 3
+    open_s: float = 1.0
+    max_open_s: float = 30.0
+    """Times for which a breaker is open, see policy/breaker.py."""
+    opening_s: float = 30.0
+    """Time in which the medium must be opened before the server starts without it."""
+    close_s: float = 10.0
+    """How long `close` waits for the medium's close and for operations past their deadline."""
+
+
+def limits_of(config: TierConfig, l1_bytes: int, deadline_ms: int = 5_000) -> TierLimits:
+    """The limits of a tier: those of its entry, or the defaults. `deadline_ms` for a tier whose entry names none."""
+    return TierLimits(
+        deadline_ms=config.deadline_ms or deadline_ms,
+        max_stuck_bytes=config.max_stuck_bytes or l1_bytes // STUCK_SHARE,
+    )
+
+
+class Tier:
+    """See the module. All methods belong to the event loop."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        limits: TierLimits,
+        clock: Clock,
+        counters: ServerCounters | None = None,
+    ) -> None:
+        """Make the medium, not open. Raises ConfigError if a plugin does. `counters` get each batch that has ended."""
+        self.config = config
+        self.name = config.name
+        self.limits = limits
+        self.is_open = False
+        self.reason = ""
+        """Why it could not be opened the last time."""
+        self.paused = False
+        self.stuck_bytes = 0
+        """Bytes of operations that have not ended and that nobody waits for any more."""
+        self.users: dict[str, User] = {}
+        """While it is open: its `puts`, if it takes any, and the `loads` from it."""
+        self.folder = WatchedFolder(config.folder) if config.folder else None
+        """The directory of the medium; None: it has none."""
+        self._clock = clock
+        self._counters = counters or ServerCounters()
+        self._log = EventLog("adapters", clock.monotonic_s)
+        self._misanswered: set[str] = set()
+        """Operations whose invalid answers were logged."""
+        self._is_full = False
+        """Whether the medium had no room for its last put."""
+        self._probe: asyncio.Future[FolderState] | None = None
+        """A probe of the directory that has not ended."""
+        self._opening: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._breakers = {
+            operation: Breaker(limits.failures, limits.open_s, limits.max_open_s) for operation in MEANINGS
+        }
+        self.host: HostedAdapter | None
+        """The process of an isolated tier."""
+        self.medium, self.host = self._make()
+
+    def _make(self) -> tuple[CodecAdapter, HostedAdapter | None]:
+        config, limits = self.config, self.limits
+        host = None
+        if config.isolated:
+            host = HostedAdapter(
+                config,
+                kill_ms=config.kill_ms or KILL_DEADLINES * limits.deadline_ms,
+                bytes_per_kill=limits.bytes_per_deadline,
+            )
+        inner = host or config.make()
+        inner.name = self.name
+        codec = CodecAdapter(
+            inner, Chain(config.chain), staging_bytes=config.codec_staging_bytes, workers=config.codec_workers
+        )
+        return codec, host
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The medium's; valid once the tier is open."""
+        return self.medium.capabilities
+
+    @property
+    def peers(self) -> ReadsPeers | None:
+        """The medium if it reads other instances, or the host of any isolated medium; None for all other media."""
+        inner = self.medium.inner
+        return inner if self.is_open and isinstance(inner, ReadsPeers) else None
+
+    # -- open and close ------------------------------------------------------------------------------------
+
+    async def open(
+        self, context: AdapterContext, in_use: Callable[[], None] = lambda: None, *, must: bool = False
+    ) -> None:
+        """Open the medium; `in_use` is called when it is open, perhaps later.
+
+        Raises ConfigError.  A medium that cannot be reached, or is not open after `opening_s`, is opened in the
+        background; with `must` this raises StorageError instead.
+        """
+        opening = self._begin(self._open_medium(context))
+        await asyncio.wait({opening}, timeout=self.limits.opening_s)
+        if opening.done() and (must or not isinstance(opening.exception(), StorageError)):
+            opening.result()
+        if opening.done() and opening.exception() is None:
+            self._use(in_use)
+        else:
+            self._begin(self._reach(context, in_use, opening))
+
+    async def _reach(
+        self, context: AdapterContext, in_use: Callable[[], None], opening: asyncio.Task[None]
+    ) -> None:
+        """Open the medium, after pauses that grow."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            if not opening.done():
+                self.reason = f"{self.name}: it does not answer"
+            else:
+                error = opening.exception()
+                self.reason = error.message if isinstance(error, KvstrataError) else repr(error)
+            self._log.repeated(
+                logging.WARNING, f"unreachable {self.name}", "tier_unreachable", adapter=self.name, reason=self.reason,
+                meaning="lookups count its chunks as absent, and it gets no new ones; it is tried again by itself",
+            )  # fmt: skip
+            if opening.done():
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                opening = self._begin(self._open_anew(context))
+            await asyncio.wait({opening})
+            if opening.exception() is None:
+                break
+        self.reason = ""
+        self._use(in_use)
+        self._log.info("tier_reached", adapter=self.name)
+
+    async def _open_anew(self, context: AdapterContext) -> None:
+        self.medium, self.host = await on_a_thread(self._make, "make-adapter")
+        await self._open_medium(context)
+
+    async def _open_medium(self, context: AdapterContext) -> None:
+        """Raises ConfigError; StorageError for every other failure. Nothing is left open then."""
+        try:
+            await self.medium.open(context)
+            if self.folder is not None:
+                try:
+                    await on_a_thread(self.folder.mark, "mark-folder")
+                except OSError:
+                    await self._close_medium()
+                    raise
+        except (ConfigError, StorageError):
+            raise
+        except asyncio.CancelledError:
+            await self._close_medium()
+            raise
+        except Exception as error:  # the plugin boundary
+            message = f"{self.name} could not be opened: {type(error).__name__}: {scrubbed(error)}"
+            raise StorageError(message, field=self.name) from error
+
+    def _use(self, in_use: Callable[[], None]) -> None:
+        self.is_open = True
+        if self.host is None and self.capabilities.quiesce == "never":
+            advice = 'its calls may never end; with "isolation": "process" they end with their process'
+            self._log.warning("l2_adapter_may_hang", adapter=self.name, advice=advice)
+        in_use()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a part of the opening, whose KvstrataError another task reads, until it ends or `close` cancels it."""
+        task = asyncio.create_task(work, name=f"open-{self.name}")
+        self._opening.add(task)
+        task.add_done_callback(self._opening_ended)
+        return task
+
+    def _opening_ended(self, task: asyncio.Task[None]) -> None:
+        self._opening.discard(task)
+        if not task.cancelled() and not isinstance(task.exception(), KvstrataError | None):
+            self._log.error("adapter_task_failed", task=task.get_name(), error=repr(task.exception()))
+
+    async def close(self) -> None:
+        """End the opening, and close the medium. Idempotent.
+
+        It waits at most `close_s` for the medium and its running operations; the rest goes on, and is logged.
+        """
+        opening = list(self._opening)
+        for task in opening:
+            task.cancel()
+        await asyncio.gather(*opening, return_exceptions=True)
+        if self.is_open:
+            self.is_open = False
+            await self._close_medium()
+        if self.folder is not None:
+            self.folder.close()
+
+    async def _close_medium(self) -> None:
+        closing = asyncio.create_task(self.medium.close(), name=f"{self.name}-close")
+        self._running.add(closing)
+        closing.add_done_callback(self._closed)
+        _, pending = await asyncio.wait(set(self._running), timeout=self.limits.close_s)
+        if pending:
+            log.error(
+                "%s: still busy %.0f s after close with %d stuck bytes; they stay pinned",
+                self.name, self.limits.close_s, self.stuck_bytes,
+            )  # fmt: skip
+
+    def _closed(self, closing: asyncio.Task[None]) -> None:
+        self._running.discard(closing)
+        if not closing.cancelled() and closing.exception() is not None:
+            log.error("%s: close: %r", self.name, closing.exception())
+
+    @property
+    def running(self) -> int:
+        """How many operations have not ended, whether or not somebody waits for them; the close counts as one."""
+        return len(self._running)
+
+    async def ended(self) -> None:
+        """Return when no operation runs any more."""
+        while self._running:
+            await asyncio.wait(set(self._running))
+
+    # -- what an admin sees --------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TierState:
+        if not self.is_open:
+            return TierState.UNREACHABLE
+        return TierState.PAUSED if self.paused else TierState.ACTIVE
+
+    @property
+    def shown_state(self) -> str:
+        """The state for people: an active tier whose directory is not well has the state of its directory."""
+        state = self.state
+        if (
+            state is TierState.ACTIVE
+            and self.folder is not None
+            and self.folder.state is not FolderState.WELL
+        ):
+            return str(self.folder.state)
+        return str(state)
+
+    def breaker_states(self) -> dict[str, str]:
+        """State of each operation's breaker."""
+        return {operation: breaker.state.value for operation, breaker in self._breakers.items()}
+
+    def status(self) -> dict[str, Any]:
+        """For the status document."""
+        return {
+            "state": self.shown_state,
+            "takes_loads": self.state is TierState.ACTIVE,
+            **self._condition(),
+        }
+
+    def _condition(self) -> dict[str, Any]:
+        medium, remarks = self.medium, self.medium.remarks()
+        condition: dict[str, Any] = {"breakers": self.breaker_states(), "stuck_bytes": self.stuck_bytes}
+        if self.folder is not None:
+            condition["medium"] = str(self.folder.state)
+            condition["medium_well"] = self.folder.state is FolderState.WELL
+        condition |= {"codec": medium.stats(), "numbers": medium.numbers()}
+        if remarks:
+            condition["remarks"] = remarks
+        if self.host is not None:
+            condition["host"] = self.host.host_status()
+        if not self.is_open:
+            condition |= {
+                "medium": str(FolderState.UNREACHABLE),
+                "medium_well": False,
+                "reason": self.reason,
+            }
+        return condition
+
+    def row(self) -> dict[str, Any]:
+        """The tier's row for an admin, without its secrets."""
+        return {
+            "name": self.name,
+            "type": self.name.rpartition("-")[0],
+            "state": self.shown_state,
+            "policy": str(self.config.policy),
+            "takes_loads": self.state is TierState.ACTIVE,
+            "persistent": self.capabilities.persistent,
+            "shared": self.capabilities.shared,
+            "entry": shown(self.config.entry)[0],
+            **self._condition(),
+            "under_way": self.running,
+            **{name: self.users[name].stats() if name in self.users else {} for name in ("puts", "loads")},
+        }
+
+    # -- the directory -------------------------------------------------------------------------------------
+
+    async def look_at_folder(self) -> None:
+        """Probe the directory of an open tier once, for ANSWER_S at most, and act on a change of its state.
+
+        The probe runs on a thread of its own, since a file system may not answer for ever; a directory whose probe has
+        not ended is not probed again.
+        """
+        if self.folder is None or not self.is_open:
+            return
+        if self._probe is None or self._probe.done():
+            self._probe = on_a_thread(self.folder.look, "probe-folder")
+        await asyncio.wait({self._probe}, timeout=patience(ANSWER_S))
+        before, now = self.folder.state, FolderState.UNREACHABLE
+        if self._probe.done():
+            now = self._probe.result()
+        if now is before:
+            return
+        self.folder.state = now
+        event, fields = folder.event_of(now, stays_read_only=bool(self.medium.numbers().get("read_only")))
+        level = logging.ERROR if now is not FolderState.WELL else logging.WARNING if fields else logging.INFO
+        self._log.repeated(
+            level, f"{event} {self.name}", event, adapter=self.name, path=self.folder.path, **fields
+        )
+
+    # -- operations ----------------------------------------------------------------------------------------
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        """As the medium; UNKNOWN at the deadline, while a breaker is open and while the medium is asked nothing."""
+        with _Span(self, "exists", len(keys)) as span:
+            try:
+                if not self._breakers["load"].would_admit(self._clock.monotonic_s()):
+                    raise _Failed(self._refusal("exists") or BREAKER_OPEN)
+                found = await self._bounded("exists", lambda: self.medium.exists(keys), len(keys), 0, Found)
+            except _Failed as failed:
+                found = [Found(Presence.UNKNOWN, 0, failed.reason)] * len(keys)
+            span.outcomes.update(_presences(found))
+        return found
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """As the medium; FAILED at the deadline, while the breaker is open and while the medium takes no puts."""
+        return await self._move(
+            "put", lambda: self.medium.put(items), items, PutOutcome, PutStatus.FAILED, PutStatus.STORED
+        )
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """As the medium; FAILED at the deadline, while the breaker is open and while the medium is asked nothing."""
+        return await self._move(
+            "load", lambda: self.medium.load(items), items, LoadOutcome, LoadStatus.FAILED, LoadStatus.LOADED
+        )
+
+    async def _move(
+        self,
+        operation: str,
+        work: Callable[[], Coroutine[Any, Any, list[Moved]]],
+        items: Sequence[PutItem] | Sequence[LoadItem],
+        kind: type[Moved],
+        failed: Any,
+        moved: object,
+    ) -> list[Moved]:
+        lengths = [item.hold.length for item in items]
+        with _Span(self, operation, len(items)) as span:
+            try:
+                outcomes = await self._bounded(operation, work, len(items), sum(lengths), kind)
+            except _Refused as refused:
+                for item in items:
+                    item.hold.drop()
+                outcomes = [kind(failed, refused.reason)] * len(items)
+            except _Failed as error:
+                outcomes = [kind(failed, error.reason)] * len(items)
+            for (status, reason), length in zip(outcomes, lengths, strict=True):
+                span.outcomes[_word(status.name, reason)] += 1
+                span.moved_bytes += length if status is moved else 0
+        return outcomes
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """As the medium; 0 at the deadline, while the breaker is open and while the medium takes no puts."""
+        count = 0
+        with _Span(self, "delete", len(keys)) as span:
+            with contextlib.suppress(_Failed):
+                answer = await self._bounded("delete", lambda: self.medium.delete(keys), 0, 0, None)
+                count = answer if self._is_answer("delete", answer, _is_count(answer)) else 0
+            span.outcomes.update({"deleted": count, "absent": len(keys) - count})
+        return count
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """As the medium; None if it does not answer in time, its answer is not a page, or it is asked nothing."""
+        page: KeyPage | None = None
+        with contextlib.suppress(_Failed):
+            page = await self._bounded("list_keys", lambda: self.medium.list_keys(cursor, most), 0, 0, None)
+        if page is None or _is_page(page, most):
+            return page
+        log.error("%s: list_keys answered %.200r, which is not a page of %d keys", self.name, page, most)
+        return None
+
+    async def usage(self) -> Usage:
+        """As the medium; all zero if it is paused or does not answer in time, or its answer is not a usage."""
+        with contextlib.suppress(_Failed):
+            usage = await self._bounded("usage", self.medium.usage, 0, 0, None)
+            counts = (
+                isinstance(usage, tuple) and len(usage) == len(Usage._fields) and all(map(_is_count, usage))
+            )
+            if self._is_answer("usage", usage, counts):
+                return Usage(*usage)
+        return Usage(0, 0, 0)
+
+    async def clear(self) -> int:
+        """As the medium, without a deadline, since an admin waits for the answer. Raises StorageError."""
+        if self.paused:
+            raise self._not_cleared("it is paused; resume it first")
+        try:
+            count = await self.medium.clear()
+        except StorageError:
+            raise
+        except Exception as error:  # the plugin boundary
+            log_broken_contract(self.name, "clear", error)
+            raise self._not_cleared(f"{type(error).__name__}: {scrubbed(error)}") from None
+        if not self._is_answer("clear", count, _is_count(count)):
+            raise self._not_cleared(f"it answered {count!r:.80}, which is not a number of records")
+        return count
+
+    def _not_cleared(self, why: str) -> StorageError:
+        return StorageError(f"{self.name}: not cleared: {why}", field=self.name)
+
+    def _is_answer(self, operation: str, answer: object, is_one: bool) -> bool:
+        """Return `is_one`; if it is false, log the answer, once for each operation."""
+        if not is_one and operation not in self._misanswered:
+            self._misanswered.add(operation)
+            log.error(
+                "%s: %s answered %.200r, which the storage contract forbids", self.name, operation, answer
+            )
+        return is_one
+
+    # -- the one way to the medium -------------------------------------------------------------------------
+
+    def _refusal(self, operation: str) -> str:
+        """Why the medium is not asked this; empty: it is asked."""
+        if self.paused:
+            return PAUSED
+        state = FolderState.WELL if self.folder is None else self.folder.state
+        if state is FolderState.WELL or operation == "usage":
+            return ""
+        if state is not FolderState.READ_ONLY:
+            return MEDIUM_GONE
+        return READ_ONLY if operation in ("put", "delete") else ""
+
+    async def _bounded(
+        self,
+        operation: str,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        items: int,
+        payload_bytes: int,
+        kind: type[Any] | None,
+    ) -> T:
+        """The result of `work` if it comes in time. Raises _Refused if nothing was asked, _Failed otherwise.
+
+        With a `kind` the result must be a list of so many outcomes of this kind.  An operation without a breaker always
+        goes through.
+
+        After the deadline, and when the caller is cancelled, the work goes on and its bytes count as stuck until it
+        ends.  In any case the breaker hears how the work ended, or that its deadline passed.
+        """
+        if refusal := self._refusal(operation):
+            raise _Refused(refusal)
+        breaker = self._breakers.get(operation)
+        is_stuck = payload_bytes and self.stuck_bytes >= self.limits.max_stuck_bytes
+        if breaker is not None and (is_stuck or not breaker.admit(self._clock.monotonic_s())):
+            raise _Refused(BREAKER_OPEN)
+        loop = asyncio.get_running_loop()
+        task = asyncio.create_task(work())
+        late = loop.create_future()
+
+        def judge(reason: str) -> None:
+            if not late.done():
+                late.set_result(None)
+                if breaker is not None:
+                    self._judge(operation, breaker, reason)
+
+        def ended(task: asyncio.Task[T]) -> None:
+            self._running.discard(task)
+            timer.cancel()
+            reason = (
+                RAISED
+                if task.cancelled() or task.exception() is not None
+                else _failure(task.result(), items, kind)
+            )
+            if not reason and late.done() and breaker is not None:
+                breaker.late_but_well(self._clock.monotonic_s())
+            judge(reason)
+
+        limits = self.limits
+        timeout_s = limits.deadline_ms / 1000 * (1 + payload_bytes / limits.bytes_per_deadline)
+        timer = loop.call_later(timeout_s, judge, DEADLINE)
+        self._running.add(task)
+        task.add_done_callback(ended)
+        try:
+            await asyncio.wait({task, late}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                self._count_stuck(task, payload_bytes)
+        if not task.done():
+            raise _Failed(DEADLINE)
+        error = task.exception()
+        if error is not None:
+            log_broken_contract(self.name, operation, error)
+            raise _Failed(RAISED)
+        result = task.result()
+        if kind is not None and not _fits(result, items, kind):
+            log.error(
+                "%s: %s answered %d items with %.200r, which is not a list of one %s each",
+                self.name, operation, items, result, kind.__name__,
+            )  # fmt: skip
+            raise _Failed(RAISED)
+        return result
+
+    def _judge(self, operation: str, breaker: Breaker, reason: str) -> None:
+        """Tell the breaker how an operation ended, for which reason it failed ("": it did not), and log its change."""
+        before = breaker.state
+        breaker.ended(not reason, self._clock.monotonic_s())
+        is_well, was_well = breaker.state is BreakerState.CLOSED, before is BreakerState.CLOSED
+        if was_well and not is_well:
+            self._log.repeated(
+                logging.WARNING, f"down {self.name} {operation}", "tier_down", adapter=self.name, operation=operation,
+                reason=reason, meaning=f"{MEANINGS[operation]}; it is asked again by itself",
+            )  # fmt: skip
+        elif is_well and not was_well:
+            self._log.repeated(
+                logging.INFO, f"up {self.name} {operation}", "tier_up", adapter=self.name, operation=operation
+            )
+
+    def _count_stuck(self, task: asyncio.Task[Any], payload_bytes: int) -> None:
+        self.stuck_bytes += payload_bytes
+
+        def unstick(ended: asyncio.Task[Any]) -> None:
+            self.stuck_bytes -= payload_bytes
+            error = None if ended.cancelled() else ended.exception()
+            if error is not None:
+                log_broken_contract(self.name, "an operation past its deadline", error)
+
+        task.add_done_callback(unstick)
+
+    def _count(
+        self, operation: str, seconds: float, moved_bytes: int, outcomes: collections.Counter[str]
+    ) -> None:
+        """Count a batch that has ended; log that the medium is full, or has room again, if that has changed."""
+        self._counters.l2_operation(self.name, operation, seconds, moved_bytes, outcomes)
+        if operation != "put":
+            return
+        reason = next((word for _, _, word in map(_parted, outcomes) if word in FULL_REASONS), "")
+        if reason and not self._is_full:
+            self._is_full = True
+            self._log.repeated(
+                logging.WARNING, f"full {self.name}", "tier_full", adapter=self.name, reason=reason,
+                meaning="it gets no new chunks until it has room; its records are served",
+            )  # fmt: skip
+        elif not reason and self._is_full and moved_bytes:
+            self._is_full = False
+            self._log.repeated(logging.INFO, f"room {self.name}", "tier_has_room", adapter=self.name)
+
+
+class _Span:
+    """Times one batch, and counts it however it ends."""
+
+    def __init__(self, tier: Tier, operation: str, items: int) -> None:
+        self._tier, self._operation, self._items = tier, operation, items
+        self.moved_bytes = 0
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        """Items by outcome in lower case (`stored`, `absent`, …), by `status:reason` where there is a reason,
+        `cancelled` when the caller went away."""
+
+    def __enter__(self) -> _Span:
+        self._begun_s = self._tier._clock.monotonic_s()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            self.outcomes = collections.Counter({"cancelled": self._items})
+        seconds = self._tier._clock.monotonic_s() - self._begun_s
+        self._tier._count(self._operation, seconds, self.moved_bytes, self.outcomes)
+
+
+class _Failed(Exception):
+    """The operation failed, or did not end within its deadline."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _Refused(_Failed):
+    """The medium was not asked."""
+
+
+def _presences(found: Sequence[Found]) -> collections.Counter[str]:
+    """The number of keys by outcome; takes some 30 µs for a thousand keys."""
+    presences = bytes([answer[0] for answer in found])
+    words = collections.Counter(
+        {presence.name.lower(): presences.count(presence) for presence in Presence if presence in presences}
+    )
+    if words.pop("unknown", 0):
+        words.update(
+            _word("unknown", reason) for presence, _, reason in found if presence is Presence.UNKNOWN
+        )
+    return words
+
+
+def _word(status: str, reason: str) -> str:
+    return f"{status.lower()}:{reason}" if reason else status.lower()
+
+
+def _parted(word: str) -> tuple[str, str, str]:
+    return word.partition(":")
+
+
+def _fits(outcomes: object, items: int, kind: type[Any]) -> bool:
+    return (
+        isinstance(outcomes, (list, tuple))
+        and len(outcomes) == items
+        and all(issubclass(found, kind) for found in set(map(type, outcomes)))
+    )
+
+
+def _failure(result: Any, items: int, kind: type[Any] | None) -> str:
+    """Why a result means that the medium failed; "" if it does not."""
+    if kind is None:
+        return ""
+    if not _fits(result, items, kind):
+        return RAISED
+    first = ""
+    for outcome in result:
+        reason = outcome[-1]
+        if outcome[0] is not _FAILED[kind] or not blames_medium(reason):
+            return ""
+        first = first or reason or "failed"
+    return first
+
+
+def _is_count(count: object) -> bool:
+    return isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 1 << 63
+
+
+def _is_page(page: object, most: int) -> bool:
+    return (
+        isinstance(page, KeyPage)
+        and isinstance(page.cursor, int)
+        and 0 <= page.cursor < 1 << 64
+        and len(page.keys) <= most + MORE_KEYS
+        and all(isinstance(key, bytes) and len(key) == KEY_BYTES for key in page.keys)
+    )
