@@ -139,7 +139,7 @@ HEAVY = {
     "vllm": ("connectors.vllm",),
     "sglang": ("connectors.sglang.",),
     "zmq": ("rpc.zmq_", "testing.engine_sim.zmq_", "gateway.residency.zmq_"),
-    "fastapi": ("server.http", "controller.app", "controller.routes", "process.http"),
+    "fastapi": ("process.http",),
 }
 """Packages and the modules that may import them."""
 

@@ -26,12 +26,12 @@ class Problem(NamedTuple):
 
 def bare_type(kind: Any) -> Any:
     """A field's type without Annotated and without `| None`."""
-    return _unwrapped(kind)[0]
+    return unwrapped(kind)[0]
 
 
 def demand(kind: Any) -> str:
     """What a value of this type must be."""
-    bare, metas = _unwrapped(kind)
+    bare, metas = unwrapped(kind)
     for meta in metas:
         if meta.extra and "demand" in meta.extra:
             return str(meta.extra["demand"])
@@ -112,7 +112,7 @@ def _is_struct(bare: Any) -> bool:
     return isinstance(bare, type) and issubclass(bare, msgspec.Struct)
 
 
-def _unwrapped(kind: Any) -> tuple[Any, list[msgspec.Meta]]:
+def unwrapped(kind: Any) -> tuple[Any, list[msgspec.Meta]]:
     """A type without Annotated and without `| None`, and the Meta objects that stood around it."""
     metas: list[msgspec.Meta] = []
     while True:

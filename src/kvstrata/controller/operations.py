@@ -29,16 +29,6 @@ from kvstrata.types import KEY_BYTES, RequestIdentity
 MAX_LONGEST = 16
 
 
-class Asked(NamedTuple):
-    """Chunks as a request names them, by tokens or by keys."""
-
-    tokens: Sequence[int] | None
-    keys: Sequence[str] | None
-    model: str
-    kind: int | None
-    request: RequestIdentity
-
-
 class Placement(NamedTuple):
     """The places that have the named chunks."""
 
@@ -87,19 +77,22 @@ class Operations:
         """The members with these ids, or all members, also dead ones that are not forgotten yet. Raises NotFound."""
         return list(self._cluster.members) if instances is None else [self.member(one) for one in instances]
 
-    async def name(self, asked: Asked) -> Named:
-        """The storage keys of the chunks that a request names. Raises BadRequest."""
-        if (asked.tokens is None) == (asked.keys is None):
-            raise BadRequest("tokens: give either tokens or keys", field="tokens")
+    async def name(
+        self,
+        tokens: Sequence[int] | None,
+        keys: Sequence[str] | None,
+        model: str,
+        kind: int | None,
+        request: RequestIdentity,
+    ) -> Named:
+        """The storage keys of the chunks that a request names, by tokens or by keys. Raises BadRequest."""
         loop = asyncio.get_running_loop()
-        if asked.keys is not None:
-            return await loop.run_in_executor(None, prompts.from_keys, asked.keys, asked.request.tenant)
-        assert asked.tokens is not None
-        kind = self._kind(asked)
-        return await loop.run_in_executor(None, prompts.from_tokens, kind, asked.request, asked.tokens)
-
-    def _kind(self, asked: Asked) -> prompts.Kind:
-        return prompts.choose(prompts.kinds(self._cluster.members), asked.model, asked.kind)
+        if keys is not None and tokens is None:
+            return await loop.run_in_executor(None, prompts.from_keys, keys, request.tenant)
+        if keys is None and tokens is not None:
+            chosen = prompts.choose(prompts.kinds(self._cluster.members), model, kind)
+            return await loop.run_in_executor(None, prompts.from_tokens, chosen, request, tokens)
+        raise BadRequest("tokens: give either tokens or keys", field="tokens")
 
     async def find(self, named: Named) -> Placement:
         """Find the places that have the named chunks."""

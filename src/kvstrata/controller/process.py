@@ -7,7 +7,6 @@ The snapshot's placements are restored while the controller serves, and are serv
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib.util
 import os
@@ -25,9 +24,11 @@ from kvstrata.clock import Clock, SystemClock
 from kvstrata.config.changes import sorted_out
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.folders import user_folder
+from kvstrata.controller.admin import OPERATIONS, Admin
 from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.door import LOGIN, LOGINS, Door
+from kvstrata.controller.dashboard_files import DashboardFiles
+from kvstrata.controller.metrics import ControllerCollector
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.peer_hosts import PeerHosts
@@ -35,7 +36,8 @@ from kvstrata.controller.snapshot import Snapshots
 from kvstrata.controller.sockets import Sockets, zmq_host, zmq_host_setting
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError, install
-from kvstrata.observability.logging import current_level, set_level
+from kvstrata.observability.exposition import Pages
+from kvstrata.observability.logging import EventLog, current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, Logins
@@ -58,8 +60,6 @@ from kvstrata.rpc.zmq_curve import OPEN, ControllerKeys, CurveKeys, read_control
 from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from kvstrata.controller.election import Election
 
 NO_SNAPSHOT = "none"
@@ -68,7 +68,7 @@ LIVE = ("log_level",)
 HTTP_TOKEN = "http.token_file"
 DASHBOARD = frozenset({"/", "/dashboard/"})
 """Where the dashboard's files are: they are the same for all users, and hold no data."""
-PUBLIC = DASHBOARD | {LOGIN}
+PUBLIC = {one.path.partition("{")[0] for one in OPERATIONS if one.public}
 
 
 class Plan(NamedTuple):
@@ -246,10 +246,21 @@ class Controller(Process):
         own_name = urlsplit(settings.etcd.advertise_url).netloc
         logins = Logins(listener.port)
         access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name], logins=logins)
-        door = Door(access, logins, url if listener.path is None else "")
         operations = Operations(cluster, self.supervisor)
-        make_app = functools.partial(self._make_app, cluster, operations, around, door)
-        self._http_port = port = await make_port(make_app, access, here=LOGINS)
+        pages = await loop.run_in_executor(None, Pages, ControllerCollector(cluster, around))
+        own = url if listener.path is None else ""
+        admin = Admin(
+            cluster,
+            operations,
+            around,
+            access,
+            logins,
+            own,
+            pages.page,
+            DashboardFiles(),
+            EventLog("controller"),
+        )
+        self._http_port = port = await make_port("kvstrata controller", OPERATIONS, admin, access)
         self._http_token = ServedToken(port.set_token, settings.http, listener, token, "controller", self.log)
         self.closers.append(soon(self._http_token.close))
         self.supervisor.spawn(self._http_token.keep(), "token")
@@ -280,7 +291,7 @@ class Controller(Process):
         }
         self.log.info("ready", version=__version__, **ready)
         if listener.path is None:
-            self.log.info("dashboard", open=door.link(), once_within_s=CODE_S)
+            self.log.info("dashboard", open=admin.link(), once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
 
     def _bind(self, sockets: Sockets, keys: KeyFile[ControllerKeys] | None) -> None:
@@ -334,10 +345,3 @@ class Controller(Process):
 
     def _http_stats(self) -> dict[str, int]:
         return self._http_port.stats() if self._http_port is not None else {}
-
-    def _make_app(
-        self, cluster: Cluster, operations: Operations, around: Surroundings, door: Door
-    ) -> FastAPI:
-        from kvstrata.controller.app import make_app
-
-        return make_app(cluster, operations, around, door)

@@ -14,8 +14,6 @@ from kvstrata.errors import BadRequest
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, adapter_of, identity_root
 
-MAX_TOKENS = 1_048_576
-
 
 class Kind(NamedTuple):
     """One kind of KV in the cluster: a layout, and the slices of one engine."""

@@ -1,8 +1,5 @@
 """The port of the gateway: uvicorn on httptools, with the bounds of process/http_connections.py.
 
-A head, trailers or extensions of chunks that take too much end the connection.  Trailers are passed over: as headers
-they would reach engines without having been looked at.
-
 A connection's socket can be lent to the thread that passes an answer on (splicing.py).  Meanwhile it is neither read,
 written nor closed here: whatever would close it makes the thread stop, and closes it afterwards.
 
@@ -16,14 +13,15 @@ import contextlib
 import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from kvstrata.config.gateway_model import GatewayHttpSettings
-from kvstrata.process.http_connections import Bounds, Timed
+from kvstrata.process.http_connections import Bounds, Connection
+from kvstrata.process.http_connections import make_server as make_http_server
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -33,10 +31,6 @@ SPARE_FILES = 128
 IDLE_S = 75
 """Time between two requests of a connection."""
 KEPT_ALIVE_S, PROBE_S, PROBES = 60, 10, 3
-MAX_HEAD_BYTES = 64 << 10
-"""Bytes of a request that are no body, in a row."""
-MAX_HEADERS = 256
-TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class _LentTransport:
@@ -68,21 +62,14 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-class GatewayProtocol(Timed, HttpToolsProtocol):
+class GatewayConnection(Connection):
     """A client's connection."""
 
-    _in_head = False
-    _bare_bytes = 0
-    """Bytes in a row that have ended no head, and brought no body."""
-    _moves = False
-    """Whether the bytes that are being read do."""
     _own: asyncio.Transport | None = None
     """The transport while its socket is lent."""
     _descriptor = -1
     _leaving: Callable[[], object] | None = None
     """Called when the client goes before its answer has ended."""
-    _answered: RequestResponseCycle | None = None
-    """The request that is being answered; `cycle` is the last one that arrived, which may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -96,31 +83,6 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
-    def data_received(self, data: bytes) -> None:
-        self._moves = False
-        super().data_received(data)
-        self._bare_bytes = 0 if self._moves else self._bare_bytes + len(data)
-        if self._bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.write(TOO_LARGE)
-                self.transport.close()
-            else:
-                self.transport.abort()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= MAX_HEADERS:
-            raise ValueError("too many headers")  # which the parser takes for a request that is not HTTP
-        if self._in_head:
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._in_head, self._moves = False, True
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._moves = True
-        super().on_body(body)
-
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._gone.set()
@@ -129,10 +91,6 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving()
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
 
     @contextlib.contextmanager
     def leaving(self, call: Callable[[], object]) -> Iterator[None]:
@@ -146,22 +104,8 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
             self._leaving = None
 
     def on_message_begin(self) -> None:
-        self._in_head = True
         super().on_message_begin()
-        self.arriving()
         self.scope["state"]["connection"] = self
-
-    def on_message_complete(self) -> None:
-        self._moves = True
-        super().on_message_complete()
-        self.arrived()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.bounds.busy(self)  # only now, so that a half request is closed for a new connection
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.cycle is None or self.cycle.response_complete:
-            self.bounds.idle(self)
 
     def lend(self, stop: Callable[[], None]) -> int | None:
         """Lend the socket; None if something is still to be written. `stop` makes its user end soon."""
@@ -223,33 +167,13 @@ def make_server(app: ASGIApp, settings: GatewayHttpSettings) -> tuple[uvicorn.Se
         stalled_s=settings.stalled_s,
     )
 
-    def protocol(*arguments: Any, **more: Any) -> GatewayProtocol:
-        return GatewayProtocol(bounds, *arguments, **more)
-
-    config = uvicorn.Config(
-        app,
-        ws="none",
-        http=protocol,  # type: ignore[arg-type]  # a factory, which uvicorn calls as it would a class
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        lifespan="off",
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=IDLE_S,
+    server = make_http_server(
+        app, GatewayConnection, bounds, proxy_headers=False, server_header=False, timeout_keep_alive=IDLE_S
     )
-    config.load()
-    return _Server(config), bounds
+    return server, bounds
 
 
 def most_connections(wanted: int) -> int:
     """How many clients may be connected: each needs a descriptor, and its request another one to an engine."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if soft < 0 else max(8, min(wanted, (soft - SPARE_FILES) // 2))
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the process."""
-        yield

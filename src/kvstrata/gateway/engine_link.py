@@ -318,7 +318,7 @@ class Links:
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """`tls`: how addresses with TLS are proven; None: by the authorities that this host trusts."""
-        import httptools  # of the extra `gateway`
+        import httptools
 
         self.make_parser = httptools.HttpResponseParser
         self.not_http = (httptools.HttpParserError, httptools.HttpParserUpgrade)

@@ -39,7 +39,7 @@ from kvstrata.observability.logging import EventLog
 if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
-    from kvstrata.gateway.connections import GatewayProtocol
+    from kvstrata.gateway.connections import GatewayConnection
 
 ELSEWHERE = frozenset((429, 502, 503, 504))
 """Statuses of an engine that has not begun the request: another one may answer."""
@@ -170,7 +170,7 @@ class Forwarder:
 
     async def run(self, call: Call, send: Send) -> None:
         """Answer a request, until the client goes."""
-        client: GatewayProtocol = call.scope["state"]["connection"]
+        client: GatewayConnection = call.scope["state"]["connection"]
         task = asyncio.current_task()
         assert task is not None
         gone = False
@@ -295,7 +295,7 @@ class Forwarder:
         headers = passing.to_client(answer.headers, call.wanted.word)
         if answer.status in WITHOUT_BODY:
             headers = [one for one in headers if one[0] != b"content-length"]
-        client: GatewayProtocol = call.scope["state"]["connection"]
+        client: GatewayConnection = call.scope["state"]["connection"]
         silence_s = self.settings.timeouts.silence_s
         splice = await self._splices.pass_on(
             answer, client, answer.status, headers, silence_s=silence_s, events=stream

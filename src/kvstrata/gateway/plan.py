@@ -24,8 +24,6 @@ from kvstrata.process.ports import Listening
 if TYPE_CHECKING:
     from kvstrata.rpc.zmq_curve import ClusterKeys
 
-NEEDED = "httptools"
-"""Module of the extra `gateway`."""
 PICKER_NEEDS = {"grpc": "grpcio", "xds": "xds-protos"}
 """Modules of the extra `picker`, and their packages."""
 SHARE = frozenset(("ttft", "least_loaded"))
@@ -64,8 +62,6 @@ def tcp_ports(settings: GatewaySettings) -> list[Listening]:
 
 def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
     """Check the settings, and read the files that they name, but for the tokenizers in `made`. Raises ConfigError."""
-    if importlib.util.find_spec(NEEDED) is None:
-        raise ConfigError(f"the gateway needs {NEEDED}: {install('gateway')}", field="gateway")
     http, picker = settings.http, settings.picker
     _check_picker(settings)
     sharing_keys = _check_sharing(settings)

@@ -102,7 +102,7 @@ class Gateway(Process):
 
     async def start(self) -> None:
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
-        from kvstrata.gateway.connections import make_server  # needs the extra, whose absence `plan` tells
+        from kvstrata.gateway.connections import make_server
 
         settings, now_s = self._plan.settings, time.monotonic
         listener = listen(settings.http, flag="--port")

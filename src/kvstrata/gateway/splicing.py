@@ -16,7 +16,7 @@ from kvstrata.native.core import Splice, Splicer
 from kvstrata.observability.metrics import SECONDS_BUCKETS
 
 if TYPE_CHECKING:
-    from kvstrata.gateway.connections import GatewayProtocol
+    from kvstrata.gateway.connections import GatewayConnection
 
 SILENT = "silent"
 ENGINES_FAULT = frozenset(("engine_closed", "engine_failed", "not_chunked", SILENT))
@@ -35,7 +35,7 @@ class Splices:
     async def pass_on(
         self,
         answer: Answer,
-        client: GatewayProtocol,
+        client: GatewayConnection,
         status: int,
         headers: Sequence[tuple[bytes, bytes]],
         *,

@@ -1,4 +1,4 @@
-"""The common part of our HTTP APIs: errors as JSON, and the two probes (FastAPI).
+"""The operations of a process as routes of FastAPI, with the description of the API at /docs and /openapi.json.
 
 Who may send which request is decided before (process/http_gate.py).  Errors are JSON `{"code", "message", "field"}`
 with the codes of `kvstrata.errors`.
@@ -6,136 +6,91 @@ with the codes of `kvstrata.errors`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from fastapi.security import HTTPBearer
-from pydantic import BaseModel, Field, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import PydanticCustomError
-from starlette.exceptions import HTTPException as StarletteHTTPException
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 
 from kvstrata import __version__
-from kvstrata.config.load import odd_value
-from kvstrata.config.secrets import quoted
-from kvstrata.errors import (
-    BadRequest,
-    ConfigError,
-    DeadlineExceeded,
-    KvstrataError,
-    LayoutRefused,
-    NotFound,
-    NotLeading,
-    NotPermitted,
-    Refused,
-    StorageError,
-    Unavailable,
-)
-from kvstrata.process.http_body import TAKEN
-from kvstrata.text import one_line
+from kvstrata.errors import BadRequest
+from kvstrata.process.operations import Error, Operation, Reply
 
-SPELLS_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-HTTP_STATUS = {
-    BadRequest: 400,
-    ConfigError: 400,
-    NotPermitted: 403,
-    NotFound: 404,
-    LayoutRefused: 409,
-    StorageError: 422,
-    Refused: 429,
-    Unavailable: 503,
-    NotLeading: 503,
-    DeadlineExceeded: 504,
-}
-"""HTTP status of each error; 500 for those not listed."""
+SCHEMAS = "#/components/schemas/{name}"
+SECURITY = {"HTTPBearer": {"type": "http", "scheme": "bearer",
+                           "description": "The token of `http.token_file`, or of the process's start."}}  # fmt: skip
+
+Answer = Callable[[Operation, Request], Awaitable[Reply]]
 
 
-def long_list(kind: type, max_items: int) -> WrapValidator:
-    """Let a field of this list type accept a list that was taken out of the body (http_body.py).
+def make_app(title: str, operations: Sequence[Operation], answer: Answer) -> FastAPI:
+    """The API. `answer` carries out an operation for a request."""
+    app = FastAPI(title=title, version=__version__, docs_url="/docs", redoc_url=None)
+    schemas: dict[str, Any] = {}
 
-    `kind`: `array` for token ids, `list` for texts.
-    """
+    def content(kind: Any) -> dict[str, Any]:
+        [schema], found = msgspec.json.schema_components([kind], ref_template=SCHEMAS)
+        schemas.update(found)
+        return {"application/json": {"schema": schema}}
 
-    def validate(value: Any, ordinary: ValidatorFunctionWrapHandler) -> Any:
-        found = TAKEN.get({}).get(value) if isinstance(value, str) else None
-        if found is None or not isinstance(found, kind):
-            return ordinary(value)
-        if len(found) > max_items:
-            message = "List should have at most {max_items} items"
-            raise PydanticCustomError("too_long", message, {"max_items": max_items})
-        return found
+    errors: dict[str, Any] = {
+        "4XX": {"description": "The request cannot be fulfilled.", "content": content(Error)},
+        "5XX": {"description": "The server cannot fulfil it now, or failed.", "content": content(Error)},
+    }
+    for one in operations:
+        described: dict[str, Any] = {
+            "parameters": _parameters(one),
+            "responses": {str(one.status): {"content": content(one.answer)}, **errors},
+            **({} if one.public else {"security": [{"HTTPBearer": []}]}),
+            **({} if one.body is None else {"requestBody": {"content": content(one.body), "required": True}}),
+        }
+        app.add_api_route(
+            one.path,
+            _endpoint(one, answer),
+            methods=[one.method],
+            name=one.run.__name__,
+            description=one.run.__doc__,
+            tags=[one.tag] if one.tag else None,
+            include_in_schema=not one.hidden,
+            openapi_extra=described,
+            status_code=one.status,
+            response_class=Response,
+            response_model=None,
+        )
 
-    return WrapValidator(validate)
+    @app.exception_handler(HTTPException)
+    async def failed(request: Request, error: HTTPException) -> Response:
+        code = "not_found" if error.status_code == 404 else BadRequest.code
+        body = Error(code, str(error.detail), "")
+        return Response(msgspec.json.encode(body), error.status_code, error.headers, "application/json")
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = FastAPI.openapi(app)
+            made["components"] = {"schemas": schemas, "securitySchemes": SECURITY}
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
 
 
-class ErrorBody(BaseModel):
-    """Body of an answer that is an error."""
+def _parameters(one: Operation) -> list[dict[str, Any]]:
+    """The fields of a request that come in the path or in the query, as OpenAPI describes them."""
+    return [
+        {
+            "name": field.name,
+            "in": "path" if field.name in one.in_path else "query",
+            "required": field.required or field.name in one.in_path,
+            "schema": msgspec.json.schema(field.type),
+        }
+        for field in msgspec.structs.fields(one.texts)
+    ]
 
-    code: str = Field(
-        description="A stable word (docs/protocol.md), `not_found` for a thing that does not exist."
-    )
-    message: str = Field(description="What is wrong and what to change, for people.")
-    field: str = Field(description="The wrong field; empty if no single field is wrong.")
 
+def _endpoint(one: Operation, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        reply = await answer(one, request)
+        return Response(reply.body, reply.status, dict(reply.headers), reply.media_type)
 
-def make_base(title: str, readiness: Callable[[], tuple[bool, str]]) -> tuple[FastAPI, list[Any]]:
-    """An app with errors and probes, and the dependencies of every route that needs the token."""
-
-    async def readable(request: Request) -> None:
-        """Refuse lone surrogates, which JSON can spell but no answer, hash or log line can contain."""
-        if not SPELLS_SURROGATE.search(await request.body()):
-            return
-        if odd := odd_value(await request.json()):
-            field, must, found = odd
-            raise BadRequest(f"{field or 'body'}: {must}, found {found!a:.80}", field=field)
-
-    app = FastAPI(
-        title=title,
-        version=__version__,
-        dependencies=[Depends(readable)],
-        docs_url="/docs",
-        redoc_url=None,
-        responses={
-            "4XX": {"model": ErrorBody, "description": "The request cannot be fulfilled."},
-            "5XX": {"model": ErrorBody, "description": "The server cannot fulfil it now, or failed."},
-        },
-    )
-    # The scheme is declared only for the API description.
-    bearer = HTTPBearer(
-        auto_error=False, description="The token of `http.token_file`, or of the process's start."
-    )
-
-    @app.exception_handler(KvstrataError)
-    async def refused(_: Request, error: KvstrataError) -> JSONResponse:
-        body = {"code": error.code, "message": error.message, "field": error.field}
-        return JSONResponse(body, HTTP_STATUS.get(type(error), 500))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        field = ".".join(f"{part!s:.80}" for part in first["loc"] if part not in ("body", "query"))
-        found = f", found {quoted(field, first['input'])}" if first["type"] != "missing" else ""
-        message = one_line(f"{field or 'body'}: {first['msg']}{found}")
-        return JSONResponse({"code": BadRequest.code, "message": message, "field": field}, 400)
-
-    @app.exception_handler(StarletteHTTPException)
-    async def failed(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        code = {401: NotPermitted.code, 404: "not_found"}.get(error.status_code, BadRequest.code)
-        body = {"code": code, "message": one_line(str(error.detail)), "field": ""}
-        return JSONResponse(body, error.status_code, error.headers)
-
-    @app.get("/healthz", tags=["probes"])
-    async def healthz() -> dict[str, bool]:
-        """The process answers."""
-        return {"ok": True}
-
-    @app.get("/readyz", tags=["probes"])
-    async def readyz() -> JSONResponse:
-        """Requests are served; otherwise 503 with the reason."""
-        ready, why = readiness()
-        return JSONResponse({"ready": ready, "why": why}, 200 if ready else 503)
-
-    return app, [Depends(bearer)]
+    return endpoint

@@ -4,42 +4,45 @@
    A further connection closes the one that has been idle longest: without a whole request under way.
 2. A request must arrive within REQUEST_S of its connection's start, or of its own first byte.  A client that reads
    nothing of its answer for STALLED_S is cut.  `timeout_keep_alive` of uvicorn bounds the time between requests.
-3. At most MAX_REQUESTS whole requests are under way; further ones get 503 at once.  Probes and `/metrics` do not
-   count, nor does a request that still arrives.
-4. A connection over a unix socket of a process of another user, root excepted, is cut (process/http_unix.py).
-5. Since whole requests under way are fewer than the connections allowed, there is always an idle connection to close,
+3. A connection over a unix socket of a process of another user, root excepted, is cut (process/http_unix.py).
+4. Since whole requests under way are fewer than the connections allowed, there is always an idle connection to close,
    and a probe always gets through.
-6. A request that has not ended when its answer has ends its connection, and so does a body of more than MAX_PARTS
-   parts that are shorter than PART_BYTES on average: each part costs as much as a long one.
+5. A head, trailers or extensions of chunks that take too much end the connection.  Trailers are passed over: as
+   headers they would reach the application without having been looked at.
+6. On an admin port a request that has not ended when its answer has ends its connection, and so does a body of more
+   than MAX_PARTS parts that are shorter than PART_BYTES on average: each part costs as much as a long one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvstrata.errors import Unavailable
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
-from kvstrata.process.http_gate import CLOSE, METRICS, PROBES, refuse
 from kvstrata.process.http_unix import is_ours
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
 MAX_CONNECTIONS = 512
 DESCRIPTORS_SHARE = 4
-MAX_REQUESTS = 64
 REQUEST_S = 15.0
 STALLED_S = 30.0
 MAX_PARTS, PART_BYTES = 1_024, 1_024
+MAX_HEAD_BYTES = 64 << 10
+"""Maximum number of bytes of a request, in a row, that are no body."""
+MAX_HEADERS = 256
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class Bounds:
@@ -56,20 +59,21 @@ class Bounds:
         self._most = most
         self._arrival_s = arrival_s
         self._stalled_s = stalled_s
-        self._connections: dict[Timed, None] = {}
-        self._idle: dict[Timed, None] = {}
+        self._connections: dict[Connection, None] = {}
+        self._idle: dict[Connection, None] = {}
         """Connections without a whole request under way, the longest idle first."""
-        self._requests = 0
+        self.requests = self.refused = self.arriving_bytes = 0
+        """Whole requests under way, requests that were refused since too many were, and bytes of bodies that arrive,
+        beside the first of each: the gate counts them (http_gate.py)."""
         self._closed = {"idle": 0, "late": 0, "stalled": 0, "stranger": 0}
-        self._refused = 0
         self._log = EventLog("http")
 
     def stats(self) -> dict[str, int]:
         """Counts for status and metrics."""
         return {
             "connections": len(self._connections),
-            "requests": self._requests,
-            "refused": self._refused,
+            "requests": self.requests,
+            "refused": self.refused,
             **{f"closed_{why}": count for why, count in self._closed.items()},
         }
 
@@ -83,7 +87,7 @@ class Bounds:
         """Time for a client to read something."""
         return patience(STALLED_S) if self._stalled_s is None else self._stalled_s
 
-    def opened(self, connection: Timed) -> None:
+    def opened(self, connection: Connection) -> None:
         """A connection was accepted."""
         self._connections[connection] = None
         if len(self._connections) > (self._most or max_connections)():
@@ -91,21 +95,21 @@ class Bounds:
         if connection in self._connections:
             self._idle[connection] = None
 
-    def busy(self, connection: Timed) -> None:
+    def busy(self, connection: Connection) -> None:
         """A whole request of this connection is under way."""
         self._idle.pop(connection, None)
 
-    def idle(self, connection: Timed) -> None:
+    def idle(self, connection: Connection) -> None:
         """No whole request of this connection is under way any more."""
         if connection in self._connections:
             self._idle.setdefault(connection)
 
-    def gone(self, connection: Timed) -> None:
+    def gone(self, connection: Connection) -> None:
         """The connection has ended. Idempotent."""
         self._connections.pop(connection, None)
         self._idle.pop(connection, None)
 
-    def close(self, connection: Timed, why: str) -> None:
+    def close(self, connection: Connection, why: str) -> None:
         """Cut a connection, for one of the reasons in `stats`."""
         self.gone(connection)
         self._closed[why] += 1
@@ -114,40 +118,25 @@ class Bounds:
         )
         connection.transport.abort()
 
-    def limited(self, app: ASGIApp) -> ASGIApp:
-        """`app` with bounded requests."""
-        free = {*PROBES, METRICS}
 
-        async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["path"] in free:
-                await app(scope, receive, send)
-            elif self._requests >= MAX_REQUESTS:
-                self._refused += 1
-                self._log.repeated(logging.WARNING, "refused", "request_refused", under_way=self._requests)
-                message = f"{MAX_REQUESTS} requests are under way; ask again"
-                await refuse(send, {}, 503, Unavailable.code, message, [(b"retry-after", b"1"), CLOSE])
-            else:
-                self._requests += 1
-                try:
-                    await app(scope, receive, send)
-                finally:
-                    self._requests -= 1
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection on httptools, with bounds; the gateway's is another one of these."""
 
-        return bounded
-
-
-class Timed(asyncio.Protocol):
-    """The time limits of a connection, which uvicorn lacks; a base before uvicorn's own protocol."""
+    _arrival: asyncio.TimerHandle | None = None
+    """Timer that runs while a request arrives."""
+    _stall: asyncio.TimerHandle | None = None
+    """Timer that runs while the client does not read."""
+    _in_head = False
+    _bare_bytes = 0
+    """Bytes in a row that have ended no head, and brought no body."""
+    _moves = False
+    """Whether the bytes that are being read do."""
+    _answered: RequestResponseCycle | None = None
+    """The request that is being answered; `cycle` is the last one that arrived, which may wait behind it."""
 
     def __init__(self, bounds: Bounds, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.bounds = bounds
-        self.transport: asyncio.Transport
-        self.loop: asyncio.AbstractEventLoop
-        self._arrival: asyncio.TimerHandle | None = None
-        """Timer that runs while a request arrives."""
-        self._stall: asyncio.TimerHandle | None = None
-        """Timer that runs while the client does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -155,11 +144,11 @@ class Timed(asyncio.Protocol):
         if connection.family == socket.AF_UNIX and not is_ours(connection):
             self.bounds.close(self, "stranger")
             return
-        self.arriving()
+        self._arriving()
         self.bounds.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.arrived()
+        self._arrived()
         self._stop_stall()
         self.bounds.gone(self)
         super().connection_lost(exc)
@@ -173,91 +162,122 @@ class Timed(asyncio.Protocol):
         super().resume_writing()
         self._stop_stall()
 
+    def data_received(self, data: bytes) -> None:
+        self._moves = False
+        super().data_received(data)
+        self._bare_bytes = 0 if self._moves else self._bare_bytes + len(data)
+        if self._bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(TOO_LARGE)
+                self.transport.close()
+            else:
+                self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+        self._arriving()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADERS:
+            raise ValueError("too many headers")  # which the parser takes for a request that is not HTTP
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._moves = False, True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._moves = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._moves = True
+        super().on_message_complete()
+        self._arrived()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.bounds.busy(self)  # only now, so that a half request is closed for a new connection
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle is None or self.cycle.response_complete:
+            self.bounds.idle(self)
+
+    def _arriving(self) -> None:
+        """A request arrives: it has `arrival_s` from the first such call on."""
+        if self._arrival is None:
+            self._arrival = self.loop.call_later(self.bounds.arrival_s, self.bounds.close, self, "late")
+
+    def _arrived(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
     def _stop_stall(self) -> None:
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
 
-    def arriving(self) -> None:
-        """A request arrives: it has `arrival_s` from the first such call on."""
-        if self._arrival is None:
-            self._arrival = self.loop.call_later(self.bounds.arrival_s, self.bounds.close, self, "late")
 
-    def arrived(self) -> None:
-        """No request is arriving any more."""
-        if self._arrival is not None:
-            self._arrival.cancel()
-            self._arrival = None
-
-
-class _Parts(h11.Connection):
-    """h11's connection, which counts the parts of a body."""
+class AdminConnection(Connection):
+    """A connection of an admin port."""
 
     _parts = _part_bytes = 0
 
-    def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Data):
-            self._parts += 1
-            self._part_bytes += len(event.data)
-            if self._parts > MAX_PARTS + self._part_bytes // PART_BYTES:
-                self._parts = self._part_bytes = 0
-                raise h11.RemoteProtocolError("the body comes in too many small parts")
-        elif isinstance(event, h11.Request):
-            self._parts = self._part_bytes = 0
-        return event
+    def on_message_begin(self) -> None:
+        self._parts = self._part_bytes = 0
+        super().on_message_begin()
 
-
-class BoundedProtocol(Timed, H11Protocol):
-    """uvicorn's connection on h11, with bounds."""
-
-    def __init__(self, bounds: Bounds, *arguments: Any, **more: Any) -> None:
-        super().__init__(bounds, *arguments, **more)
-        self.conn = _Parts(h11.SERVER, self.config.h11_max_incomplete_event_size)  # type: ignore[arg-type]
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._look()
+    def on_body(self, body: bytes) -> None:
+        self._parts, self._part_bytes = self._parts + 1, self._part_bytes + len(body)
+        if self._parts > MAX_PARTS + self._part_bytes // PART_BYTES:
+            raise ValueError("the body comes in too many small parts")  # which is answered as not HTTP
+        super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that is not HTTP, unless its answer has begun; its application then writes to nobody."""
+        cycle = self._answered
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.abort()
+            return
         if self.cycle is not None:
             self.cycle.disconnected = True
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
-            self.transport.abort()
+        super().send_400_response(msg)
 
     def on_response_complete(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:
+        if self._answered is not None and self._answered.more_body:
             self.transport.close()
         super().on_response_complete()
-        self._look()
-
-    def _look(self) -> None:
-        """Start and stop the timer, and mark the connection busy or idle, by the bytes that have arrived so far."""
-        if self.transport.is_closing():
-            return
-        under_way = self.cycle is not None and not self.cycle.response_complete
-        between = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
-        whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
-        if whole or (between and self.cycle is not None):
-            self.arrived()
-        else:
-            self.arriving()
-        if under_way and whole:
-            self.bounds.busy(self)
-        else:
-            self.bounds.idle(self)
 
 
-def protocol_of(bounds: Bounds) -> Callable[..., BoundedProtocol]:
-    """The factory by which uvicorn makes connections."""
+def make_server(
+    app: ASGIApp, connection: Callable[..., Connection], bounds: Bounds, **more: Any
+) -> uvicorn.Server:
+    """A server of one port, which leaves signals to the process; `more`: settings of uvicorn."""
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        http=functools.partial(connection, bounds),  # type: ignore[arg-type]  # uvicorn calls it as it would a class
+        log_config=None,  # uvicorn's lines go where ours go, by the root logger
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        **more,
+    )
+    config.load()
+    return _Server(config)
 
-    def make(*arguments: Any, **more: Any) -> BoundedProtocol:
-        return BoundedProtocol(bounds, *arguments, **more)
 
-    return make
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process."""
+        yield
 
 
 def max_connections() -> int:

@@ -6,9 +6,11 @@
    (403): another port of the same host is another user's page.  Following a link to a page is allowed.
 3. Everything but the probes needs the bearer token of this port or a browser's session (process/http_login.py), unless
    the port is open (401).
-4. A body has the bounds of http_body.py (413), which are narrower without a token or session, whatever its
-   `Content-Length` says; a probe has none (400).  The application gets whole bodies only, without their long lists.
+4. A body has at most MAX_BODY_BYTES, or MAX_STRANGER_BYTES without a token or session (413), whatever its
+   `Content-Length` says; a probe has none (400).  The application gets whole bodies only.
 5. Bodies that arrive have at most MAX_ARRIVING_BYTES in all, beside the first MAX_STRANGER_BYTES of each (503).
+6. At most MAX_REQUESTS whole requests are under way; further ones get 503 at once.  Probes and `/metrics` do not
+   count, nor does a request that still arrives.
 
 Probes may have any `Host`, since the checks of load balancers and of Kubernetes name pods by what they know.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import logging
 import platform
 import re
 from collections.abc import Collection, Mapping
@@ -25,20 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.errors import BadRequest, NotPermitted, Unavailable
-from kvstrata.process.http_body import (
-    MAX_BODY_BYTES,
-    MAX_STRANGER_BYTES,
-    TAKEN,
-    Arriving,
-    BodyRefused,
-    LongList,
-    shorten,
-)
+from kvstrata.observability.logging import EventLog
 from kvstrata.process.http_login import Logins
 from kvstrata.process.http_unix import SCHEME
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from kvstrata.process.http_connections import Bounds
 
 PROBES = frozenset({"/healthz", "/readyz", "/healthcheck"})
 METRICS = "/metrics"
@@ -46,7 +43,10 @@ CLOSE = (b"connection", b"close")
 OWN_SITE = ("", "none", "same-origin")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s/@]+)(?::\d{1,5})?")
 
+MAX_BODY_BYTES = 32 << 20
+MAX_STRANGER_BYTES = 64 << 10
 MAX_ARRIVING_BYTES = 256 << 20
+MAX_REQUESTS = 64
 MAX_KNOWN_HOSTS, MAX_HOST_CHARS = 64, 256
 """Bounds of the `Host` headers that are remembered, and of each."""
 
@@ -158,89 +158,105 @@ def bare_host(host: str) -> str:
     return match[1].strip("[]").lower().rstrip(".") if match else ""
 
 
-def guard(app: ASGIApp, access: Access) -> ASGIApp:
-    """`app` behind rules 1 to 3."""
+class Denied(Exception):
+    """A request that is not answered: the status and the error of its answer, and further headers."""
 
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, field: str = "", *headers: tuple[bytes, bytes]
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = json.dumps({"code": code, "message": message, "field": field}).encode()
+        self.headers = headers
+
+
+def gate(app: ASGIApp, access: Access, bounds: Bounds) -> ASGIApp:
+    """`app` behind all rules."""
+    log = EventLog("http")
+
+    async def gated(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this port serves HTTP only, not {scope['type']}")
         headers, path = dict(scope["headers"]), scope["path"]
-        host = headers.get(b"host", b"").decode("latin-1")
-        if path not in PROBES and not access.knows_host(host):
-            message = (
-                f"Host: {host!a:.80} is no name of this port; ask by its address, or add the name to "
-                "http.allowed_hosts"
-            )
-            await refuse(send, headers, 403, NotPermitted.code, message)
-        elif not access.knows_origin(headers, path):
-            shown = headers.get(b"origin", headers.get(b"sec-fetch-site", b"")).decode("latin-1")
-            message = (
-                f"Origin: a page of another site ({shown!a:.80}) may not use this port; if it is this port's name "
-                "behind a proxy, add it to http.allowed_hosts"
-            )
-            await refuse(send, headers, 403, NotPermitted.code, message)
-        elif not access.is_public(path) and not access.proven(headers):
-            message = (
-                "missing or wrong bearer token; `kvstrata ctl` finds it if the user of this port's process runs it, "
-                "otherwise give --token-file"
-            )
-            await refuse(send, headers, 401, NotPermitted.code, message, [(b"www-authenticate", b"Bearer")])
-        elif path in PROBES and (b"transfer-encoding" in headers or _length(headers)):
-            await refuse(send, headers, 400, BadRequest.code, "body: a probe has none", field="body")
-        else:
-            await app(scope, receive, send)
-
-    return guarded
-
-
-def sized(app: ASGIApp, access: Access) -> ASGIApp:
-    """`app` behind rules 4 and 5."""
-    arriving = 0
-
-    async def whole_body(receive: Receive, headers: Headers) -> tuple[bytes, dict[str, LongList]]:
-        """The body without its long lists, and these. Raises BodyRefused, and ConnectionError if the client goes."""
-        nonlocal arriving
-        limit = (MAX_BODY_BYTES, "") if access.proven(headers) else (MAX_STRANGER_BYTES, " without a token")
-        body, counted, more = Arriving(*limit), 0, True
-        body.expect(_length(headers))
+        counts = path not in PROBES and path != METRICS
         try:
-            while more:
-                message = await receive()
-                if message["type"] != "http.request":
-                    raise ConnectionError
-                body.add(message.get("body", b""))
-                more = message.get("more_body", False)
-                before, counted = counted, max(0, body.length - MAX_STRANGER_BYTES)
-                arriving += counted - before
-                if arriving > MAX_ARRIVING_BYTES:
-                    raise BodyRefused(503, "body: too many large bodies arrive at this port; send it again")
-            return await shorten(body.whole())
-        finally:
-            arriving -= counted
-
-    async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        try:
-            body, taken = await whole_body(receive, headers)
-        except BodyRefused as error:
-            code = Unavailable.code if error.status == 503 else BadRequest.code
-            await refuse(send, headers, error.status, code, error.message, field=error.field)
+            _check_sender(access, headers, path)
+            body: bytes | None = await _whole_body(receive, headers, bounds, proven=access.proven(headers))
+            if counts and bounds.requests >= MAX_REQUESTS:
+                bounds.refused += 1
+                log.repeated(logging.WARNING, "refused", "request_refused", under_way=bounds.requests)
+                says = f"{MAX_REQUESTS} requests are under way; ask again"
+                raise Denied(503, Unavailable.code, says, "", (b"retry-after", b"1"), CLOSE)
+        except Denied as denied:
+            await _refuse(send, headers, denied)
             return
         except ConnectionError:
             return
-        TAKEN.set(taken)
-        told = False
 
         async def whole() -> Any:
-            nonlocal told
-            if told:
+            nonlocal body
+            if body is None:
                 return await receive()
-            told = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            message, body = {"type": "http.request", "body": body, "more_body": False}, None
+            return message
 
-        await app(scope, whole, send)
+        bounds.requests += counts
+        try:
+            await app(scope, whole, send)
+        finally:
+            bounds.requests -= counts
 
-    return bounded
+    return gated
+
+
+def _check_sender(access: Access, headers: Headers, path: str) -> None:
+    """Rules 1 to 3. Raises Denied."""
+    host = headers.get(b"host", b"").decode("latin-1")
+    if path not in PROBES and not access.knows_host(host):
+        says = f"Host: {host!a:.80} is no name of this port; ask by its address, or add the name to http.allowed_hosts"
+        raise Denied(403, NotPermitted.code, says)
+    if not access.knows_origin(headers, path):
+        shown = headers.get(b"origin", headers.get(b"sec-fetch-site", b"")).decode("latin-1")
+        says = (
+            f"Origin: a page of another site ({shown!a:.80}) may not use this port; if it is this port's name behind a "
+            "proxy, add it to http.allowed_hosts"
+        )
+        raise Denied(403, NotPermitted.code, says)
+    if not access.is_public(path) and not access.proven(headers):
+        says = (
+            "missing or wrong bearer token; `kvstrata ctl` finds it if the user of this port's process runs it, "
+            "otherwise give --token-file"
+        )
+        raise Denied(401, NotPermitted.code, says, "", (b"www-authenticate", b"Bearer"))
+    if path in PROBES and (b"transfer-encoding" in headers or _length(headers)):
+        raise Denied(400, BadRequest.code, "body: a probe has none", "body")
+
+
+async def _whole_body(receive: Receive, headers: Headers, bounds: Bounds, *, proven: bool) -> bytes:
+    """Rules 4 and 5. Raises Denied, and ConnectionError if the client goes."""
+    limit, without = (MAX_BODY_BYTES, "") if proven else (MAX_STRANGER_BYTES, " without a token")
+    body, counted, more = bytearray(), 0, True
+    try:
+        while more:
+            if max(len(body), _length(headers)) > limit:
+                raise Denied(
+                    413, BadRequest.code, f"body: more than {limit} bytes{without}; send less", "body"
+                )
+            if bounds.arriving_bytes > MAX_ARRIVING_BYTES:
+                says = "body: too many large bodies arrive at this port; send it again"
+                raise Denied(503, Unavailable.code, says, "body")
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ConnectionError
+            body += message.get("body", b"")
+            before, counted = counted, max(0, len(body) - MAX_STRANGER_BYTES)
+            bounds.arriving_bytes += counted - before
+            more = message.get("more_body", False)
+        if len(body) > limit:
+            raise Denied(413, BadRequest.code, f"body: more than {limit} bytes{without}; send less", "body")
+        return bytes(body)
+    finally:
+        bounds.arriving_bytes -= counted
 
 
 def _length(headers: Headers) -> int:
@@ -249,27 +265,18 @@ def _length(headers: Headers) -> int:
     return int(text) if text.isdigit() and len(text) < 16 else MAX_BODY_BYTES + 1 if text else 0
 
 
-async def refuse(
-    send: Send,
-    headers: Headers,
-    status: int,
-    code: str,
-    message: str,
-    more: Collection[tuple[bytes, bytes]] = (),
-    field: str = "",
-) -> None:
+async def _refuse(send: Send, headers: Headers, denied: Denied) -> None:
     """Answer with an error as JSON. The connection is closed if much of the request may still arrive."""
-    if b"transfer-encoding" in headers or _length(headers) > MAX_STRANGER_BYTES:
-        more = [*more, CLOSE]
-    body = json.dumps({"code": code, "message": message, "field": field}).encode()
+    close = [CLOSE] if b"transfer-encoding" in headers or _length(headers) > MAX_STRANGER_BYTES else []
     answered = [
         (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
+        (b"content-length", str(len(denied.body)).encode()),
         (b"cache-control", b"no-store"),
-        *more,
+        *denied.headers,
+        *close,
     ]
-    await send({"type": "http.response.start", "status": status, "headers": answered})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.start", "status": denied.status, "headers": answered})
+    await send({"type": "http.response.body", "body": denied.body})
 
 
 def _is_ip(text: str) -> bool:

@@ -1,17 +1,16 @@
 """Runs an HTTP API on a thread of its own, with its own loop: nothing that a stranger sends delays the process's loop.
 
-    connection ─▶ head (http_gate.py) ─▶ whole body ─▶ counted ─┬─▶ process's loop: the routes
-                                                                └─▶ this thread: what uses nothing of the process
+    connection ─▶ gate (http_gate.py) ─▶ whole body ─▶ operation ─┬─▶ process's loop: what uses its parts
+                                                                  └─▶ this thread: everything else
 
-1. A request gets to the process's loop, whose parts its route uses, when its sender has the token and its body is
-   whole.  `/metrics`, which may be open, gets there one request at a time.
-2. Paths that need no token, those in `here`, and the API's description use nothing of the process.  A probe (PROBES) is
-   answered once the process's loop has had a turn, so a loop that hangs shows; all probes that wait share one turn.
+1. An operation gets to the process's loop when its sender has the token and its request has been read.  `/metrics`,
+   which may be open, gets there one request at a time.
+2. A probe (PROBES) is answered once the process's loop has had a turn, so a loop that hangs shows; all probes that wait
+   share one turn.
 3. `Access` and `Logins` are changed on this thread only; the process's loop reads them.
-4. A stop cuts the connections, then cancels the routes that run, then ends the thread.
-
-`make_port` imports FastAPI, which takes longer than the rest of a start and occupies the interpreter meanwhile.  So it
-runs before the process says that it is ready, and on a thread, so that the process still answers signals.
+4. A stop cuts the connections, then cancels the operations that run, then ends the thread.
+5. FastAPI is imported for the first request that is neither a probe nor `/metrics`: its import takes longer than the
+   rest of a start, and 15 MB.
 """
 
 from __future__ import annotations
@@ -19,22 +18,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
-from kvstrata.process.http_gate import METRICS, PROBES, Access, guard, sized
+from kvstrata.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    KvstrataError,
+    LayoutRefused,
+    NotFound,
+    NotLeading,
+    NotPermitted,
+    Refused,
+    StorageError,
+    Unavailable,
+)
+from kvstrata.process.http_gate import METRICS, PROBES, Access, gate
 from kvstrata.process.listen import Listener
+from kvstrata.process.operations import Error, Operation, Reply, TooLarge, asked
 from kvstrata.process.threads import SWITCH_S, on_a_thread
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 T = TypeVar("T")
-DESCRIPTION = frozenset({"/docs", "/openapi.json"})
-"""The pages that FastAPI makes of the API, which takes long the first time."""
+HTTP_STATUS = {
+    BadRequest: 400,
+    ConfigError: 400,
+    NotPermitted: 403,
+    NotFound: 404,
+    LayoutRefused: 409,
+    TooLarge: 413,
+    StorageError: 422,
+    Refused: 429,
+    Unavailable: 503,
+    NotLeading: 503,
+    DeadlineExceeded: 504,
+}
+"""HTTP status of each error; 500 for those not listed."""
 
 
 class Port:
@@ -42,50 +67,35 @@ class Port:
 
     def __init__(
         self,
-        make_app: Callable[[], FastAPI],
+        title: str,
+        operations: Sequence[Operation],
+        parts: Any,
         access: Access,
         loop: asyncio.AbstractEventLoop,
-        *,
-        here: frozenset[str] = frozenset(),
     ) -> None:
-        """`loop`: the process's. `here`: paths of rule 2, beside those that need no token."""
-        import uvicorn
+        """`parts`: the first argument of all operations. `loop`: the process's."""
+        from kvstrata.process.http_connections import AdminConnection, Bounds, make_server
 
-        from kvstrata.process.http_connections import Bounds, protocol_of
-
-        class _Server(uvicorn.Server):
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                """Leave signals to the process."""
-                yield
-
-        self._app: ASGIApp = make_app()
+        self._title = title
+        self._operations = operations
+        self._parts = parts
+        self._bare = {one.path: one for one in operations if one.path in (*PROBES, METRICS)}
+        self._api: asyncio.Future[ASGIApp] | None = None
         self._access = access
         self._loop = loop
-        self._here = here | DESCRIPTION
         self._own_loop: asyncio.AbstractEventLoop | None = None
         """The thread's loop, while the port is served."""
-        self._running: set[asyncio.Task[None]] = set()
-        """Routes that run on the process's loop."""
+        self._running: set[asyncio.Task[Any]] = set()
+        """Operations that run on the process's loop."""
         self._is_stopping = False
         self._turn: asyncio.Task[None] | None = None
         self._metrics = asyncio.Lock()
         bounds = Bounds()
         self.stats = bounds.stats
         """Counts of the port's bounds, for status and metrics."""
-        config = uvicorn.Config(
-            guard(sized(bounds.limited(self._answer), access), access),
-            ws="none",
-            http=protocol_of(bounds),  # type: ignore[arg-type]  # a factory, which uvicorn calls as it would a class
-            log_config=None,  # uvicorn's lines go where ours go, by the root logger
-            log_level="error",
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=15,
-            h11_max_incomplete_event_size=64 << 10,
-        )
-        config.load()
-        self._server = _Server(config)
+        self.app = gate(self._answer, access, bounds)
+        """The ASGI application."""
+        self._server = make_server(self.app, AdminConnection, bounds, timeout_keep_alive=15)
 
     def set_token(self, token: str) -> None:
         """Ask for this token from now on; see `Access.set_token`."""
@@ -107,7 +117,7 @@ class Port:
             if not ended.done():
                 own_loop.call_soon_threadsafe(stop.set)
                 await ended
-            self._cancel_routes()
+            self._cancel_running()
             await asyncio.gather(*self._running, return_exceptions=True)
             listener.close()
 
@@ -129,30 +139,62 @@ class Port:
         state = self._server.server_state
         for connection in list(state.connections):
             connection.transport.abort()
-        self._loop.call_soon_threadsafe(self._cancel_routes)
+        self._loop.call_soon_threadsafe(self._cancel_running)
         if state.tasks:
             await asyncio.wait(state.tasks)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app for a whole request: here, or on the process's loop."""
-        path = scope["path"]
-        if path in PROBES:
-            await self._turned()
-            await self._app(scope, receive, send)
-        elif path == METRICS:
-            answer: list[Message] = []
+        """Answer a whole request."""
+        one = self._bare.get(scope["path"]) if scope["method"] == "GET" else None
+        # Cancelled only by a stop, which has cut the connection.
+        with contextlib.suppress(asyncio.CancelledError):
+            if one is None:
+                if self._api is None:
+                    self._api = asyncio.get_running_loop().run_in_executor(None, self._make_api)
+                await (await asyncio.shield(self._api))(scope, receive, send)
+                return
+            reply = await self.carry_out(one, {}, {}, b"", dict(scope["headers"]), "")
+            body = reply.body
+            head = {"content-type": reply.media_type, "content-length": str(len(body))}
+            headers = [(name.encode(), value.encode()) for name, value in head.items()]
+            await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
-            async def keep(message: Message) -> None:
-                answer.append(message)
+    def _make_api(self) -> ASGIApp:
+        from kvstrata.process.http import make_app
 
-            async with self._metrics:
-                await self._across(scope, receive, keep)
-            for message in answer:  # for which a client that does not read may make us wait
-                await send(message)
-        elif path in self._here or self._access.is_public(path):
-            await self._app(scope, receive, send)
-        else:
-            await self._across(scope, receive, send)
+        async def answer(one: Operation, request: Request) -> Reply:
+            target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            headers, body = dict(request.headers.raw), await request.body()
+            return await self.carry_out(one, request.path_params, request.query_params, body, headers, target)
+
+        return make_app(self._title, self._operations, answer)
+
+    async def carry_out(
+        self,
+        one: Operation,
+        path: Mapping[str, str],
+        query: Mapping[str, str],
+        body: bytes,
+        headers: Mapping[bytes, bytes],
+        target: str,
+    ) -> Reply:
+        """Carry out an operation: here, or on the process's loop. `target`: path and query of its URL."""
+        try:
+            words = {"ask": await asked(one, path, query, body), "headers": headers, "target": target}
+            if one.path in PROBES:
+                await self._turned()
+            if one.path == METRICS:
+                async with self._metrics:
+                    value = await self._across(one, words)
+            elif one.here or one.path in PROBES:
+                value = await one.call(self._parts, words)
+            else:
+                value = await self._across(one, words)
+        except KvstrataError as error:
+            status = HTTP_STATUS.get(type(error), 500)
+            return Reply(Error(error.code, error.message, error.field), status)
+        return value if isinstance(value, Reply) else Reply(value, one.status)
 
     async def _turned(self) -> None:
         """Returns when the process's loop has had a turn."""
@@ -164,53 +206,31 @@ class Port:
             self._turn = asyncio.create_task(ask())
         await asyncio.shield(self._turn)
 
-    async def _across(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app on the process's loop."""
-        first: Message | None = await receive()
-        own_loop = asyncio.get_running_loop()
-
-        async def receive_there() -> Any:
-            nonlocal first
-            message, first = first, None
-            return await _on(own_loop, receive()) if message is None else message
-
-        async def send_there(message: Message) -> None:
-            await _on(own_loop, send(message))
-
-        # Cancelled only by a stop, which has cut the connection.
-        with contextlib.suppress(asyncio.CancelledError):
-            await _on(self._loop, self._route(scope, receive_there, send_there))
+    async def _across(self, one: Operation, words: Mapping[str, Any]) -> Any:
+        """Carry out an operation on the process's loop."""
+        return await _on(self._loop, self._there(one, words))
 
     # --- on the process's loop --------------------------------------------------------------------------------
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _there(self, one: Operation, words: Mapping[str, Any]) -> Any:
         task = asyncio.current_task()
         if self._is_stopping or task is None:
             raise asyncio.CancelledError
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        await self._app(scope, receive, send)
+        return await one.call(self._parts, words)
 
-    def _cancel_routes(self) -> None:
+    def _cancel_running(self) -> None:
         for task in self._running:
             task.cancel()
 
 
-async def make_port(
-    make_app: Callable[[], FastAPI],
-    access: Access,
-    *,
-    here: frozenset[str] = frozenset(),
-) -> Port:
-    """A port of this process, which `Port.serve` serves; for the arguments see `Port`. `make_app` runs on a thread."""
+async def make_port(title: str, operations: Sequence[Operation], parts: Any, access: Access) -> Port:
+    """A port of this process, which `Port.serve` serves; uvicorn is imported on a thread."""
     loop = asyncio.get_running_loop()
-    port = await loop.run_in_executor(None, lambda: Port(make_app, access, loop, here=here))
-    from anyio import to_thread
-
-    to_thread.current_default_thread_limiter()  # imports the rest of anyio now, not in the first request
-    return port
+    return await loop.run_in_executor(None, lambda: Port(title, operations, parts, access, loop))
 
 
-def _on(loop: asyncio.AbstractEventLoop, work: Awaitable[T]) -> asyncio.Future[T]:
+def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
     """Run a coroutine on another thread's loop."""
-    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))  # type: ignore[arg-type]
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))

@@ -20,14 +20,14 @@ import os
 import platform
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.paths import RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
-from kvstrata.observability.exposition import ServerCollector
+from kvstrata.observability.exposition import Pages, ServerCollector
 from kvstrata.observability.logging import EventLog, log_stats
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.misses import Explainer
@@ -40,6 +40,7 @@ from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.admin.admin import Admin, StrandedSessions
+from kvstrata.server.admin.operations import OPERATIONS
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.membership import (
     Membership,
@@ -59,9 +60,6 @@ from kvstrata.storage.config import TierConfig
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import NOT_IN_A_NAME
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 RECUTS_WAITING = 16
 """Most lookups whose missing chunks wait to be made of records of other geometries; one is at work at a time."""
@@ -185,11 +183,13 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     closers.append(attach.stop)
     http, http_token = None, None
     if listener is not None:
-        whole_admin = Admin(
+        collector = ServerCollector(facts.instance_id, parts.counters, board.numbers)
+        admin = Admin(
             pool,
             parts.readiness,
             parts.board,
-            ServerCollector(facts.instance_id, parts.counters, board.numbers),
+            (await shell.loop.run_in_executor(None, Pages, collector)).page,
+            EventLog("server"),
             parts.explainer,
             parts.prewarms,
             parts.clearing,
@@ -199,7 +199,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         insecure = settings.security.insecure
         warn_if_open(settings.http, plan.http_token, listener.port, shell.log, insecure=insecure)
         access = Access(settings.http, plan.http_token)
-        http_port = await make_port(functools.partial(_make_app, whole_admin), access)
+        http_port = await make_port("kvstrata", OPERATIONS, admin, access)
         http_token = ServedToken(
             http_port.set_token, settings.http, listener, plan.http_token, "server", shell.log
         )
@@ -301,10 +301,3 @@ async def _open_tiers(
             if not plan.embedded_l2:
                 raise
             log.warning("embedded_l2_off", reason=error.message)
-
-
-def _make_app(admin: Admin) -> FastAPI:
-    # FastAPI is imported here, on a thread, and only if HTTP is served.
-    from kvstrata.server.http import make_app
-
-    return make_app(admin)

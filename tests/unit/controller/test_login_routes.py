@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from http.cookies import Morsel, SimpleCookie
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from kvstrata.config.controller_model import ControllerHttpSettings
-from kvstrata.controller.door import LOGIN, Door
-from kvstrata.process.http_gate import Access, guard, sized
+from kvstrata.controller.admin import LOGIN, OPERATIONS, Admin
+from kvstrata.observability.logging import EventLog
+from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import SESSION_S, Logins
+from kvstrata.process.http_thread import make_port
 
 if TYPE_CHECKING:
     import httpx
@@ -18,19 +20,15 @@ BEARER = {"authorization": f"Bearer {TOKEN}"}
 HTTPS = "https://cache.example.net"
 
 
-def client(url: str = "http://localhost:9000", token: str = TOKEN) -> httpx.AsyncClient:
+async def client(url: str = "http://localhost:9000", token: str = TOKEN) -> httpx.AsyncClient:
     import httpx  # with FastAPI a second, which collection does not pay
 
-    from kvstrata.controller.routes import login
-    from kvstrata.process.http import make_base
-
-    settings = ControllerHttpSettings(allowed_hosts=["cache.example.net"])
+    settings, missing = ControllerHttpSettings(allowed_hosts=["cache.example.net"]), cast(Any, None)
     logins = Logins(9000)
     access = Access(settings, token, public=[LOGIN], logins=logins)
-    app, guarded = make_base("test", lambda: (True, ""))
-    app.include_router(login.router(Door(access, logins, url), guarded))
-    transport = httpx.ASGITransport(guard(sized(app, access), access))
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost:9000")
+    parts = Admin(missing, missing, missing, access, logins, url, bytes, missing, EventLog("controller"))
+    port = await make_port("test", OPERATIONS, parts, access)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(port.app), base_url="http://localhost:9000")
 
 
 async def logged_in(http: httpx.AsyncClient, **headers: str) -> tuple[httpx.Response, Morsel[str]]:
@@ -48,7 +46,7 @@ async def test_the_cookie_is_shut_off_from_scripts_other_sites_and_plain_http() 
         (HTTPS, {}, True),
         (HTTPS, {"origin": "http://localhost:9000"}, False),
     ):
-        async with client(url) as http:
+        async with await client(url) as http:
             answer, cookie = await logged_in(http, **headers)
         assert (cookie.key, cookie["path"], cookie["max-age"]) == ("kvstrata-9000", "/", str(SESSION_S))
         assert (cookie["httponly"], cookie["samesite"], bool(cookie["secure"])) == (True, "strict", secure)
@@ -56,7 +54,7 @@ async def test_the_cookie_is_shut_off_from_scripts_other_sites_and_plain_http() 
 
 
 async def test_a_link_needs_the_token_and_no_session_is_enough() -> None:
-    async with client() as http:
+    async with await client() as http:
         assert (await http.post("/v1/dashboard-link")).status_code == 401
         answer, _ = await logged_in(http)  # the client keeps the cookie
         key = {"kvstrata-page-key": answer.json()["page_key"]}
@@ -68,7 +66,7 @@ async def test_a_link_needs_the_token_and_no_session_is_enough() -> None:
 
 
 async def test_a_logout_ends_the_session_and_takes_the_cookie_back() -> None:
-    async with client() as http:
+    async with await client() as http:
         answer, _ = await logged_in(http)
         key = {"kvstrata-page-key": answer.json()["page_key"]}
         foreign = await http.post("/v1/logout", headers={**key, "origin": "http://evil.example"})
@@ -79,12 +77,12 @@ async def test_a_logout_ends_the_session_and_takes_the_cookie_back() -> None:
 
 
 async def test_an_open_port_gives_a_link_without_a_code_and_a_unix_socket_none() -> None:
-    async with client(token="") as http:
+    async with await client(token="") as http:
         assert (await http.post("/v1/dashboard-link")).json() == {
             "url": "http://localhost:9000/",
             "once_within_s": None,
         }
         assert (await http.post(LOGIN, json={"code": ""})).status_code == 403
-    async with client(url="", token="") as http:
+    async with await client(url="", token="") as http:
         refused = await http.post("/v1/dashboard-link")
         assert refused.status_code == 400 and "a browser needs a tcp port" in refused.json()["message"]

@@ -20,18 +20,25 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvstrata.config.common_model import ListenSettings
+from kvstrata.controller.admin import LOGIN, OPERATIONS, Admin
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.door import LOGIN, Door
+from kvstrata.controller.dashboard_files import DashboardFiles
+from kvstrata.controller.metrics import ControllerCollector
 from kvstrata.controller.operations import Operations
+from kvstrata.controller.process import PUBLIC
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import Unavailable
+from kvstrata.observability.exposition import Pages
+from kvstrata.observability.logging import EventLog
 from kvstrata.policy.misses import Explained, Explainer
-from kvstrata.process.http_gate import PROBES, Access, guard, sized
+from kvstrata.process.http_gate import PROBES, Access
 from kvstrata.process.http_login import Logins
+from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.server.admin.clear import Cleared
+from kvstrata.server.admin.operations import OPERATIONS as server_operations
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.known_members import KEY
 
@@ -61,7 +68,8 @@ def admin(ready: bool) -> Any:
         explainer.requests.add(Explained(name, "", bytes(32), 0, 1.5, 1, 1, 0, 1, "", "", b""))
     return SimpleNamespace(
         readiness=lambda: (ready, "" if ready else "adopting the pool"),
-        collector=CollectorRegistry(),
+        page=Pages(CollectorRegistry()).page,
+        log=EventLog("server"),
         board=SimpleNamespace(document=lambda: document),
         explainer=explainer,
         prewarms=SimpleNamespace(prewarm=prewarm, job={7: {"job": 7}}.get),
@@ -72,10 +80,8 @@ def admin(ready: bool) -> Any:
     )
 
 
-async def controller(cluster: Cluster, supervisor: Supervisor) -> tuple[Any, Access]:
+async def controller(cluster: Cluster, supervisor: Supervisor) -> Port:
     """The port of a controller with the instances `a`, which has a chunk, and `b`."""
-    from kvstrata.controller.app import make_app  # with FastAPI a second, which collection does not pay
-
     for name in "ab":
         where, version = f"tcp://{name}:1", wire.CLUSTER_PROTOCOL_VERSION
         told = wire.Register(1, version, name, 1, "", ["l1"], 1 << 30, 16, where, "", "", name, 1)
@@ -85,10 +91,12 @@ async def controller(cluster: Cluster, supervisor: Supervisor) -> tuple[Any, Acc
     await cluster.directory.idle()
     cluster.set_ready()
     logins = Logins(9000)
-    access = Access(LISTEN, TOKEN, public=[LOGIN, "/", "/dashboard/"], pages=["/"], logins=logins)
+    access = Access(LISTEN, TOKEN, public=PUBLIC, pages=["/"], logins=logins)
     around = Surroundings({}, dict, dict, {}, None, NOT_RESTARTED)
-    door = Door(access, logins, "http://localhost:9000")
-    return make_app(cluster, Operations(cluster, supervisor), around, door), access
+    orders, page = Operations(cluster, supervisor), Pages(ControllerCollector(cluster, around)).page
+    url, log = "http://localhost:9000", EventLog("controller")
+    parts = Admin(cluster, orders, around, access, logins, url, page, DashboardFiles(), log)
+    return await make_port("controller", OPERATIONS, parts, access)
 
 
 def shape(value: Any) -> Any:
@@ -108,18 +116,19 @@ def shown(answer: Any) -> str:
     return f"{answer.status_code} {json.dumps(body, ensure_ascii=False, sort_keys=True)}\n"
 
 
-async def requests(port: str, app: Any, access: Access) -> AsyncIterator[str]:
+async def requests(port: str, made: Port) -> AsyncIterator[str]:
     """The requests to a port with their answers."""
     import httpx
 
-    transport = httpx.ASGITransport(guard(sized(app, access), access))
+    transport = httpx.ASGITransport(made.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost:9000") as http:
         for line in (line for line in port.splitlines() if line.startswith("> ")):
             method, path, *body = line[2:].split(" ", 2)
             sent = "".join(body).replace("<lone>", "\udfff").encode(errors="surrogatepass")
             answer = await http.request(method, path, headers=BEARER, content=sent)
             yield f"{line}\n{shown(answer)}"
-        for path, operations in app.openapi()["paths"].items() if "not ready" not in port else ():
+        described_paths = (await http.get("/openapi.json", headers=BEARER)).json()["paths"]
+        for path, operations in described_paths.items() if "not ready" not in port else ():
             for method, described in operations.items():
                 known = re.sub(r"{[^}]*}", "[^? ]+", path)
                 assert re.search(f"> {method.upper()} {known}[? \n]", port), "no line has this route: " + path
@@ -129,17 +138,16 @@ async def requests(port: str, app: Any, access: Access) -> AsyncIterator[str]:
 
 
 async def test_every_route_answers_as_before_and_is_described_and_needs_the_token(cluster: Cluster) -> None:
-    from kvstrata.server.http import make_app
-
     supervisor, log, found = Supervisor(asyncio.get_running_loop()), logging.getLogger("kvstrata"), ""
     level = log.level
     for port in GOLDEN.read_text().split("# ")[1:]:
         name = port.partition("\n")[0]
         if name == "controller":
-            app, access = await controller(cluster, supervisor)
+            made = await controller(cluster, supervisor)
         else:
-            app, access = make_app(await asyncio.to_thread(admin, name == "server")), Access(LISTEN, TOKEN)
-        found += f"# {name}\n" + "".join([one async for one in requests(port, app, access)])
+            parts = await asyncio.to_thread(admin, name == "server")
+            made = await make_port("server", server_operations, parts, Access(LISTEN, TOKEN))
+        found += f"# {name}\n" + "".join([one async for one in requests(port, made)])
     log.setLevel(level)
     await supervisor.stop()
     if "REWRITE" in os.environ:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.routes.views import keys_of, tier_totals
+from kvstrata.controller.views import keys_of, tier_totals
 from kvstrata.errors import BadRequest
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import Change, Events, Run

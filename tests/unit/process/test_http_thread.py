@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
 
 from kvstrata.config.common_model import ListenSettings
-from kvstrata.process import http_connections, http_gate
-from kvstrata.process.http import make_base
+from kvstrata.process import http_connections, http_gate, operations
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.listen import Listener
+from kvstrata.process.operations import Reply, operation, operations_of
 
 TOKEN = "t" * 32
 BEARER = f"authorization: Bearer {TOKEN}\r\n"
@@ -29,64 +29,81 @@ CHUNKED = "transfer-encoding: chunked\r\n\r\n"
 ONE_BYTE_CHUNKS = "1\r\nx\r\n" * 5_000
 WAIT_S = 30
 SOON_S = 0.05
+WHOLE = 'POST /echo HTTP/1.1\r\ncontent-length: 15\r\nconnection: close\r\n\r\n{"text": "abc"}'
 GET = "GET {} HTTP/1.1\r\nhost: localhost\r\n" + BEARER + "{}\r\n"
 
 
+class Echo(msgspec.Struct):
+    """What is answered as it came."""
+
+    text: str
+
+
+@operation("GET", "/file", here=True, public=True)
+def file(parts: Process) -> Reply:
+    """Uses nothing of the process."""
+    parts.threads.append(threading.current_thread())
+    return Reply(b"file")
+
+
+@operation("POST", "/file", here=True, public=True)
+def post_file(parts: Process) -> Reply:
+    """Uses nothing of the process."""
+    return file(parts)
+
+
+@operation("GET", "/metrics")
+def metrics(parts: Process) -> Reply:
+    """A long answer."""
+    return Reply(bytes(16 << 20))
+
+
+@operation("POST", "/echo")
+async def echo(parts: Process, ask: Echo) -> Reply:
+    """The text of the request."""
+    parts.threads.append(threading.current_thread())
+    return Reply(ask.text.encode())
+
+
+@operation("GET", "/hold")
+async def hold(parts: Process) -> dict[str, bool]:
+    """Waits for `release`."""
+    parts.held.release()
+    try:
+        await parts.release.wait()
+    except asyncio.CancelledError:
+        parts.cancelled += 1
+        raise
+    return {"held": True}
+
+
+OPERATIONS = [
+    operations.healthz.operation,
+    operations.readyz.operation,
+    *operations_of(sys.modules[__name__]),
+]
+
+
 class Process:
-    """A port with a token. `/hold` and `/stream` (after its first line) wait for `release`; `/file` needs no loop."""
+    """A port with a token. `/hold` waits for `release`; `/file` needs no loop."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.listener.setblocking(False)
         self.threads: list[threading.Thread] = []
-        """Threads on which routes ran."""
+        """Threads on which operations ran."""
         self.held, self.release = asyncio.Semaphore(0), asyncio.Event()
         self.cancelled = 0
 
     async def start(self) -> None:
         access = Access(ListenSettings(), TOKEN, public=["/file"])
-        self.port: Port = await make_port(self._app, access)
+        self.port: Port = await make_port("test", OPERATIONS, self, access)
         self.task = asyncio.create_task(self.port.serve(Listener(self.listener, 0)))
+        assert await self.status_of("/file") == 200  # which imports FastAPI
+        self.threads.clear()
 
-    def _app(self) -> FastAPI:
-        app, _ = make_base("test", lambda: (True, ""))
-
-        @app.get("/file")
-        async def file() -> Response:
-            self.threads.append(threading.current_thread())
-            return Response("file")
-
-        @app.get("/metrics")
-        async def metrics() -> Response:
-            return Response(bytes(16 << 20))
-
-        @app.post("/echo")
-        async def echo(request: Request) -> Response:
-            self.threads.append(threading.current_thread())
-            return Response(await request.body())
-
-        async def released() -> None:
-            self.held.release()
-            try:
-                await self.release.wait()
-            except asyncio.CancelledError:
-                self.cancelled += 1
-                raise
-
-        @app.get("/hold")
-        async def hold() -> dict[str, bool]:
-            await released()
-            return {"held": True}
-
-        @app.get("/stream")
-        async def stream() -> StreamingResponse:
-            async def lines() -> AsyncIterator[str]:
-                yield "first\n"
-                await released()
-
-            return StreamingResponse(lines())
-
-        return app
+    def readiness(self) -> tuple[bool, str]:
+        return True, ""
 
     def send(self, text: str, head: str = "") -> socket.socket:
         """Send a request that goes on with `text` behind its first header; blocks the process's loop."""
@@ -178,12 +195,13 @@ async def test_probes_wait_for_one_turn_of_the_loop(process: Process) -> None:
 
 
 async def test_routes_run_on_the_process_s_loop_and_get_whole_bodies(process: Process) -> None:
-    body = "x" * 60_000
-    chunks = "".join(f"3e8\r\n{body[:1000]}\r\n" for _ in range(60)) + "0\r\n\r\n"
+    said = "x" * 59_988
+    body = f'{{"text": "{said}"}}'
+    chunks = "".join(f"3e8\r\n{body[at : at + 1000]}\r\n" for at in range(0, 60_000, 1000)) + "0\r\n\r\n"
     close = f"{BEARER}connection: close\r\n"
     for text in (f"content-length: 60000\r\n\r\n{body}", CHUNKED + chunks):
         answer = await process.ask(f"POST /echo HTTP/1.1\r\n{text}", close)
-        assert (status(answer), answer.endswith(b"\r\n\r\n" + body.encode())) == (200, True)
+        assert (status(answer), answer.endswith(b"\r\n\r\n" + said.encode())) == (200, True)
     assert process.threads == [threading.current_thread()] * 2
 
 
@@ -199,11 +217,11 @@ async def test_a_reader_of_the_metrics_that_does_not_read_keeps_no_other_one_out
 
 
 async def test_half_requests_keep_no_whole_one_out(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connections, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(http_gate, "MAX_REQUESTS", 2)
     monkeypatch.setattr(http_connections, "max_connections", lambda: 8)
     half = "POST /echo HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc"
     links = [process.send(half, BEARER) for _ in range(20)]
-    whole = "POST /echo HTTP/1.1\r\ncontent-length: 3\r\nconnection: close\r\n\r\nabc"
+    whole = WHOLE
     assert (await process.ask(whole, BEARER)).endswith(b"abc")
     assert process.port.stats()["refused"] == 0
     for link in links:
@@ -218,24 +236,23 @@ async def test_large_bodies_that_arrive_are_bounded_in_all(
     first = await asyncio.to_thread(process.send, f"POST /echo HTTP/1.1\r\n{length}{part}", BEARER)
     answers = [await process.ask(f"POST /echo HTTP/1.1\r\n{length}{part}{part[:70_000]}", BEARER)]
     assert [status(answer) for answer in answers] == [503]
-    whole = "POST /echo HTTP/1.1\r\ncontent-length: 3\r\nconnection: close\r\n\r\nabc"
+    whole = WHOLE
     assert (await process.ask(whole, BEARER)).endswith(b"abc")
     first.close()
 
 
 async def test_another_token_holds_from_now_on(process: Process) -> None:
     process.port.set_token("u" * 32)
-    whole = "POST /echo HTTP/1.1\r\ncontent-length: 3\r\nconnection: close\r\n\r\nabc"
+    whole = WHOLE
     assert status(await process.ask(whole, BEARER)) == 401
     assert status(await process.ask(whole, BEARER.replace("t" * 32, "u" * 32))) == 200
 
 
-@pytest.mark.parametrize("path", ["/hold", "/stream"])
 async def test_a_stop_ends_the_routes_that_run_and_cuts_their_connections(
-    process: Process, caplog: pytest.LogCaptureFixture, path: str
+    process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await process.status_of("/file") == 200
-    link = await asyncio.to_thread(process.send, f"GET {path} HTTP/1.1\r\n\r\n", BEARER)
+    link = await asyncio.to_thread(process.send, "GET /hold HTTP/1.1\r\n\r\n", BEARER)
     half = await asyncio.to_thread(
         process.send, "POST /echo HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc", BEARER
     )
@@ -279,7 +296,7 @@ async def test_silent_connections_keep_no_request_out_and_the_oldest_one_is_clos
 async def test_requests_under_way_are_bounded_and_probes_are_not(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connections, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(http_gate, "MAX_REQUESTS", 3)
     holding = [await process.connect(GET.format("/hold", "")) for _ in range(3)]
     for _ in holding:
         await process.held.acquire()

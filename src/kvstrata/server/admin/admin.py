@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvstrata.errors import BadRequest
 from kvstrata.memory.attach.row import Stranded
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.native.core import Pool
-from kvstrata.observability.exposition import ServerCollector
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.misses import Explainer
 from kvstrata.server.admin.clear import Clearing
@@ -69,7 +69,9 @@ class Admin(NamedTuple):
     pool: Pool
     readiness: Readiness
     board: StatusBoard
-    collector: ServerCollector
+    page: Callable[[], bytes]
+    """Makes /metrics."""
+    log: EventLog
     explainer: Explainer
     prewarms: Prewarms
     clearing: Clearing

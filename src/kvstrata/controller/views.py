@@ -6,21 +6,22 @@ Times are in milliseconds since 1970 (`_unix_ms`), or as seconds ago (`_ago_s`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvstrata import __version__
-from kvstrata.controller import prompts
-from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.gateways import Gateway
-from kvstrata.controller.history import Happened
-from kvstrata.controller.lookups import Place
 from kvstrata.controller.member import SHOWN_STATES, CommandState, Issued, Member, MemberState
-from kvstrata.controller.operations import Placement
-from kvstrata.controller.orders import Pin
-from kvstrata.controller.surroundings import Surroundings
 from kvstrata.types import GB, KEY_BYTES
+
+if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
+    from kvstrata.controller.cluster import Cluster
+    from kvstrata.controller.gateways import Gateway
+    from kvstrata.controller.history import Happened
+    from kvstrata.controller.lookups import Place
+    from kvstrata.controller.operations import Placement
+    from kvstrata.controller.orders import Pin
+    from kvstrata.controller.surroundings import Surroundings
 
 Body = dict[str, Any]
 
@@ -160,6 +161,8 @@ def tiers(cluster: Cluster) -> Body:
 
 def models(cluster: Cluster) -> Body:
     """The kinds of KV of live instances."""
+    from kvstrata.controller import prompts
+
     return {
         "models": [
             {

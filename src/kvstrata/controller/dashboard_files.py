@@ -10,7 +10,8 @@ import hashlib
 from importlib import resources
 from importlib.resources.abc import Traversable
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from kvstrata.errors import NotFound
+from kvstrata.process.operations import Headers, Reply
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -39,31 +40,22 @@ HEADERS = {
 }
 
 
-def add_dashboard(app: FastAPI) -> None:
-    """Serve the dashboard at `/` and its files below `/dashboard/`, from memory."""
-    files: dict[str, tuple[bytes, dict[str, str]]] = {}
-    for name, content in _read(resources.files("kvstrata.controller") / "dashboard").items():
-        media_type = MEDIA_TYPES[name[name.rfind(".") :]]
-        etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        files[name] = content, {**HEADERS, "Content-Type": media_type, "ETag": etag}
+class DashboardFiles:
+    """The files, each with its type and the digest that browsers ask by."""
 
-    def answer(request: Request, name: str) -> Response:
-        if name not in files:
-            raise HTTPException(404, f"the dashboard has no file {name!r:.80}")
-        content, headers = files[name]
-        if request.headers.get("if-none-match", "") == headers["ETag"]:
-            return Response(
-                status_code=304, headers={k: v for k, v in headers.items() if k != "Content-Type"}
-            )
-        return Response(content, headers=headers)
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[bytes, str, str]] = {}
+        for name, content in _read(resources.files("kvstrata.controller") / "dashboard").items():
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            self._files[name] = content, MEDIA_TYPES[name[name.rfind(".") :]], etag
 
-    @app.get("/", include_in_schema=False)
-    async def index(request: Request) -> Response:
-        return answer(request, "index.html")
-
-    @app.get("/dashboard/{name:path}", include_in_schema=False)
-    async def file(request: Request, name: str) -> Response:
-        return answer(request, name)
+    def answer(self, name: str, headers: Headers) -> Reply:
+        """A file, or 304 if the browser has it. Raises NotFound."""
+        if name not in self._files:
+            raise NotFound(f"the dashboard has no file {name!r:.80}")
+        content, media_type, etag = self._files[name]
+        known = headers.get(b"if-none-match", b"").decode("latin-1") == etag
+        return Reply(b"" if known else content, 304 if known else 200, {**HEADERS, "etag": etag}, media_type)
 
 
 def _read(folder: Traversable, below: str = "") -> dict[str, bytes]:

@@ -1,0 +1,551 @@
+"""The operations of a controller's HTTP port, and what they use of the process.
+
+Operations that change something or ask an instance answer 202 if the instance has not answered within `wait_s`.  Of
+several controllers only the leader carries them out; another one redirects the client to it (307).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.controller import views
+from kvstrata.controller.dashboard_files import DashboardFiles
+from kvstrata.controller.history import SAMPLE_S
+from kvstrata.errors import BadRequest, NotFound, NotPermitted
+from kvstrata.observability.logging import EventLog
+from kvstrata.process import operations as common
+from kvstrata.process.http_gate import Access
+from kvstrata.process.http_login import CODE_S, SESSION_S, Logins
+from kvstrata.process.operations import MAX_KEYS, MAX_WAIT_S, Headers, Reply, Token, operation, operations_of
+from kvstrata.rpc.cluster_wire import CommandKind
+from kvstrata.types import RequestIdentity
+
+if TYPE_CHECKING:
+    from kvstrata.controller.cluster import Cluster
+    from kvstrata.controller.member import Issued
+    from kvstrata.controller.operations import Operations
+    from kvstrata.controller.prompts import Named
+    from kvstrata.controller.surroundings import Surroundings
+
+MAX_TOKENS = 1_048_576
+MAX_EVENTS = 1_000
+FRESH_S = 1.0
+"""Age up to which a state is given to further readers."""
+LOGIN = "/v1/login"
+"""Path of the request that turns a code into a session; it needs no token."""
+NO_STORE = {"cache-control": "no-store"}
+Document = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Admin:
+    """What the operations use of one controller process."""
+
+    cluster: Cluster
+    orders: Operations
+    around: Surroundings
+    access: Access
+    logins: Logins
+    url: str
+    """URL of the port; empty for a unix socket, which browsers cannot open."""
+    page: Callable[[], bytes]
+    """Makes /metrics."""
+    files: DashboardFiles
+    log: EventLog
+    state: tuple[float, bytes] = float("-inf"), b""
+    """The last answer to /v1/state, and when it was made."""
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests are served, and why not."""
+        return self.cluster.readiness()
+
+    def link(self) -> str:
+        """A link that opens the dashboard and logs in once, within CODE_S; on an open port a link without a code.
+
+        The code stands in the fragment, which browsers send to no server: it gets into no log of a proxy, and no
+        program that looks at links in advance uses it up.
+        """
+        return f"{self.url}/" if self.access.is_open else f"{self.url}/#/login/{self.logins.new_code()}"
+
+    def elsewhere(self, target: str) -> Reply | None:
+        """The redirection of a request to the leader; None if this controller leads. Raises NotLeading."""
+        leadership = self.cluster.leadership
+        leader = leadership.election.leader if leadership.election is not None else None
+        if (
+            leadership.token is None
+            and leader is not None
+            and leader.member.http_url
+            and leader.member.name != self.cluster.name
+        ):
+            says = f"this controller does not lead; ask {leader.member.name}"
+            where = {"location": f"{leader.member.http_url}{target}"}
+            return Reply(common.Error(BadRequest.code, says, ""), 307, where)
+        leadership.must_lead()
+        return None
+
+    async def ended(self, issued: Sequence[Issued], wait_s: float = 0.0, **more: Any) -> Reply:
+        """The state of commands once they have ended, or after `wait_s`."""
+        done = await self.cluster.outcome(issued, wait_s)
+        rows = [views.command_row(self.cluster, one) for one in issued]
+        return Reply({**more, "done": done, "commands": rows}, 200 if done else 202)
+
+    async def document(self, ask: Waiting, kind: CommandKind) -> Reply:
+        """A document that an instance makes."""
+        member = self.orders.member(ask.name)
+        issued = self.cluster.issue(member, kind, {}, ttl_s=max(60.0, ask.wait_s))
+        done = await self.cluster.outcome([issued], ask.wait_s)
+        result = issued.result
+        answer = {
+            "instance": ask.name,
+            "done": done,
+            "command": issued.number,
+            "ok": result is not None and result.ok,
+            "message": result.message if result is not None else "the instance has not answered yet",
+            "document": views.plain(result.body) if result is not None else {},
+        }
+        return Reply(answer, 200 if done else 202)
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+InstanceName = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$", extra={"demand": "must be 1 to 64 of A-Z a-z 0-9 . _ -"})
+]
+WaitS = Annotated[
+    float, Meta(ge=0, le=MAX_WAIT_S, description="Longest wait for instances; then the answer is 202.")
+]
+Name = Annotated[str, Meta(max_length=64, description="Id of an instance, as `instances` prints it.")]
+
+
+class Instance(msgspec.Struct):
+    """One instance."""
+
+    name: Name
+
+
+class Waiting(msgspec.Struct):
+    """One instance, and how long to wait for it."""
+
+    name: Name
+    wait_s: WaitS = 5.0
+
+
+class Command(msgspec.Struct):
+    """One command."""
+
+    number: Annotated[int, Meta(description="As `commands` prints it.")]
+
+
+class Events(msgspec.Struct):
+    """The events to list."""
+
+    after: (
+        Annotated[
+            int,
+            Meta(
+                ge=-1, description="Number of the last event that the client knows; without it, the newest."
+            ),
+        ]
+        | None
+    ) = None
+    limit: Annotated[int, Meta(ge=1, le=MAX_EVENTS, description="Maximum number of events.")] = 100
+    wait_s: Annotated[
+        float, Meta(ge=0, le=MAX_WAIT_S, description="Longest wait for the first event after `after`.")
+    ] = 0.0
+
+
+class Series(msgspec.Struct):
+    """The points to list."""
+
+    after_unix_ms: Annotated[int, Meta(ge=0, description="Only points after this time.")] = 0
+
+
+class Login(msgspec.Struct):
+    """A browser that logs in."""
+
+    code: Annotated[
+        str,
+        Meta(
+            max_length=4_096,
+            description="The code of a link that has not been used, or the token of this port.",
+        ),
+    ]
+
+
+class Chunks(msgspec.Struct, kw_only=True):
+    """Chunks, named by a prompt's tokens or by keys."""
+
+    tokens: Annotated[list[Token], Meta(max_length=MAX_TOKENS)] | None = None
+    keys: (
+        Annotated[
+            list[str],
+            Meta(max_length=MAX_KEYS, description="Storage keys in hexadecimal, instead of tokens."),
+        ]
+        | None
+    ) = None
+    model: Annotated[str, Meta(description="Model of an attached engine; empty: the only one.")] = ""
+    kind: Annotated[int | None, Meta(description="Number in `models`, where several match.")] = None
+    adapter: Annotated[str, Meta(description="Name of a LoRA adapter; empty: the model itself.")] = ""
+    tenant: Annotated[str, Meta(description="Tenant; empty: the unnamed one.")] = ""
+    salt: Annotated[str, Meta(description="Salt of the requests.")] = ""
+
+
+class Lookup(Chunks, kw_only=True):
+    """A question where chunks are."""
+
+    limit: Annotated[
+        int, Meta(ge=1, le=65_536, description="Maximum number of chunks that are listed one by one.")
+    ] = 1_024
+
+
+class WaitingChunks(Chunks, kw_only=True):
+    """Chunks, and how long to wait for instances."""
+
+    wait_s: WaitS = 5.0
+
+
+class Pin(WaitingChunks, kw_only=True):
+    """Chunks to be kept in L1."""
+
+    instance: Annotated[
+        InstanceName | None, Meta(description="Where; by default the instance with the longest prefix.")
+    ] = None
+    ttl_s: Annotated[float, Meta(gt=0, le=86_400, description="Time until the pin ends.")] = 3_600.0
+
+
+class Unpin(msgspec.Struct, kw_only=True):
+    """A pin to be ended."""
+
+    claim: Annotated[str, Meta(max_length=64, description="As `pins` prints it.")]
+    instance: Annotated[InstanceName | None, Meta(description="Needed for pins that are not listed.")] = None
+    wait_s: WaitS = 5.0
+
+
+class Copy(WaitingChunks, kw_only=True):
+    """Chunks to be copied into another instance's L1."""
+
+    to: Annotated[InstanceName, Meta(description="The instance that gets the chunks.", extra={"flag": True})]
+    source: Annotated[
+        InstanceName | None, Meta(description="From where; by default the instance with the longest prefix.")
+    ] = None
+
+
+class Clear(msgspec.Struct, kw_only=True):
+    """The chunks to drop."""
+
+    tier: Annotated[Literal["l1", "l2", "all"], Meta(description="Where.")] = "l1"
+    tenant: Annotated[str | None, Meta(description="Only this tenant's chunks.")] = None
+    instances: Annotated[list[InstanceName] | None, Meta(description="By default all live instances.")] = None
+    wait_s: WaitS = 5.0
+
+
+class Evict(WaitingChunks, kw_only=True):
+    """The chunks to drop from L1."""
+
+    instances: Annotated[
+        list[InstanceName] | None,
+        Meta(description="By default all instances that have some of these chunks."),
+    ] = None
+
+
+# --- the cluster ------------------------------------------------------------------------------------------------------
+
+
+@operation("GET", "/v1/cluster", ctl="status", tag="cluster")
+def at_a_glance(parts: Admin) -> Document:
+    """What needs attention, and all that is known of the cluster as a whole."""
+    return views.cluster_body(parts.cluster, parts.around)
+
+
+@operation("GET", "/v1/tiers", ctl="tiers", tag="cluster")
+def tiers(parts: Admin) -> Document:
+    """Chunks and bytes by tier, of each instance and of all instances together."""
+    return views.tiers(parts.cluster)
+
+
+@operation("GET", "/v1/models", ctl="models", tag="cluster")
+def models(parts: Admin) -> Document:
+    """The kinds of KV that engines at live instances have."""
+    return views.models(parts.cluster)
+
+
+@operation("GET", "/v1/events", ctl="events", tag="events")
+async def events(parts: Admin, ask: Events) -> Document:
+    """Recent events of the cluster, oldest first.
+
+    `lost`: some after `after` are no longer kept. `next_after` is the `after` of the next request.
+    """
+    tail, after = parts.cluster.journal.tail, ask.after
+    if after is None:
+        found, lost, after = tail.latest(ask.limit), False, tail.last
+    else:
+        if ask.wait_s:
+            await tail.wait(after, ask.wait_s)
+        found, lost = tail.after(after, ask.limit)
+    rows = [views.event_row(event) for event in found]
+    return {"events": rows, "next_after": found[-1].number if found else after, "lost": lost}
+
+
+@operation("GET", "/v1/state", tag="events")
+def state(parts: Admin) -> Reply:
+    """The whole cluster, as the dashboard shows it; made anew once a second at most, for all readers."""
+    now_s = parts.cluster.clock.monotonic_s()
+    if now_s - parts.state[0] >= FRESH_S:
+        parts.state = now_s, msgspec.json.encode(views.state(parts.cluster, parts.around))
+    return Reply(parts.state[1])
+
+
+@operation("GET", "/v1/series", tag="events")
+def series(parts: Admin, ask: Series) -> Document:
+    """Numbers over the last hour; rates (`_per_s`) are since the point before."""
+    points = [point._asdict() for point in parts.cluster.sampling.series.since(ask.after_unix_ms)]
+    return {"sample_s": SAMPLE_S, "points": points}
+
+
+@operation("GET", "/v1/commands", ctl="commands", tag="commands")
+def commands(parts: Admin) -> Document:
+    """Recent commands to instances, newest first; `done`: none of them is under way."""
+    recent = reversed(parts.cluster.commands.recent())
+    rows = [views.command_row(parts.cluster, issued) for issued in recent]
+    return {"done": all(row["state"] in ("done", "failed") for row in rows), "commands": rows}
+
+
+@operation("GET", "/v1/commands/{number}", ctl="command", tag="commands")
+def command(parts: Admin, ask: Command) -> Document:
+    """State and result of a command."""
+    issued = parts.cluster.commands.get(ask.number)
+    if issued is None:
+        raise NotFound(f"number: {ask.number} is not among the recent commands")
+    return views.command_row(parts.cluster, issued)
+
+
+# --- instances --------------------------------------------------------------------------------------------------------
+
+
+@operation("GET", "/v1/instances", ctl="instances", tag="instances")
+def instances(parts: Admin) -> Document:
+    """All instances, for a while also dead ones.
+
+    `confirmed`: the directory's knowledge of its chunks is exact. `keys`: chunks by tier, as the directory knows them.
+    `drained` and `removed` name instances that an admin has drained, also absent ones, or barred.
+    """
+    return views.instances(parts.cluster)
+
+
+@operation("GET", "/v1/instances/{name}", ctl="instance", tag="instances")
+def instance(parts: Admin, ask: Instance) -> Document:
+    """All that is known of one instance."""
+    member = parts.orders.member(ask.name)
+    keys = views.keys_of(parts.cluster).get(member.group, {})
+    return views.instance_row(parts.cluster, member, keys)
+
+
+@operation("POST", "/v1/instances/{name}/drain", ctl="drain", tag="instances", acts=True)
+async def drain(parts: Admin, ask: Waiting) -> Reply:
+    """Send no peers to an instance from now on, and command it to lease nothing to peers.
+
+    The order holds until the instance is undrained, also across restarts. If the instance does not live, the answer
+    names no command, and the instance gets its command when it comes back.
+    """
+    return await parts.ended(await parts.orders.drain(ask.name, True), ask.wait_s)
+
+
+@operation("POST", "/v1/instances/{name}/undrain", ctl="undrain", tag="instances", acts=True)
+async def undrain(parts: Admin, ask: Waiting) -> Reply:
+    """Use a drained instance as before; if it does not live, it gets its command when it comes back."""
+    return await parts.ended(await parts.orders.drain(ask.name, False), ask.wait_s)
+
+
+@operation("POST", "/v1/instances/{name}/resync", ctl="resync", tag="instances", acts=True)
+async def resync(parts: Admin, ask: Waiting) -> Reply:
+    """Command an instance to begin a full sync."""
+    issued = parts.cluster.issue(parts.orders.member(ask.name), CommandKind.RESYNC, {"freeze_ms": 0})
+    return await parts.ended([issued], ask.wait_s)
+
+
+@operation("DELETE", "/v1/instances/{name}", ctl="remove", tag="instances", acts=True)
+async def remove(parts: Admin, ask: Instance) -> Document:
+    """Forget an instance and its chunks at once; a live one may not join again until it is allowed.
+
+    A live instance goes on without the cluster. The id then belongs to no key any more: the next instance that
+    registers under it gets it.
+    """
+    was = await parts.orders.remove(ask.name)
+    return {"id": ask.name, "was": was.value, "barred": ask.name in parts.cluster.orders.removed}
+
+
+@operation("POST", "/v1/instances/{name}/allow", ctl="allow", tag="instances", acts=True)
+async def allow(parts: Admin, ask: Instance) -> dict[str, bool]:
+    """Let a removed instance join again."""
+    if not await parts.cluster.orders.allow(ask.name):
+        raise NotFound(f"name: {ask.name!r:.80} was not removed")
+    return {"allowed": True}
+
+
+@operation("GET", "/v1/instances/{name}/status", ctl="document", tag="instances", acts=True)
+async def status(parts: Admin, ask: Waiting) -> Reply:
+    """The status document of an instance: pool, engine processes (workers), adapters, counters."""
+    return await parts.document(ask, CommandKind.STATUS)
+
+
+@operation("GET", "/v1/instances/{name}/runtime", ctl="runtime", tag="instances", acts=True)
+async def runtime(parts: Admin, ask: Waiting) -> Reply:
+    """Threads, memory, garbage collector, lag of the loop and allow-listed environment of an instance."""
+    return await parts.document(ask, CommandKind.RUNTIME)
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+@operation("POST", "/v1/lookup", ctl="lookup", tag="chunks")
+async def lookup(parts: Admin, ask: Lookup) -> Document:
+    """Where the chunks of a prompt, or of some keys, are, as far as the directory knows.
+
+    `longest`: instances that could serve a hit from L1, the best first. `held_chunks`: chunks of the longest hit whose
+    parts some instances have in any tier. `places` of a chunk have all slices that each hit needs.
+    """
+    found = await parts.orders.find(await _named(parts, ask))
+    return views.placement(parts.cluster, found, ask.limit)
+
+
+async def _named(parts: Admin, ask: Chunks) -> Named:
+    request = RequestIdentity(adapter=ask.adapter, tenant=ask.tenant, salt=ask.salt)
+    return await parts.orders.name(ask.tokens, ask.keys, ask.model, ask.kind, request)
+
+
+@operation("GET", "/v1/pins", ctl="pins", tag="chunks")
+def pins(parts: Admin) -> Document:
+    """Pins that have not ended, also from before a restart and from other controllers of the same etcd.
+
+    `asked`: the instance has not answered yet; `unknown`: it does not live now. `keys`: records that it keeps, or until
+    it has answered those that it was commanded to keep.
+    """
+    now_ms = parts.cluster.clock.unix_ms()
+    return {"pins": [views.pin_row(parts.cluster, one, now_ms) for one in parts.cluster.orders.pins()]}
+
+
+@operation("POST", "/v1/pin", ctl="pin", tag="chunks", acts=True)
+async def pin(parts: Admin, ask: Pin) -> Reply:
+    """Keep chunks in the L1 of one instance for a while.
+
+    The instance keeps all of these chunks that it has, or none; a pin that keeps none is not listed.
+    """
+    made, issued, task = await parts.orders.pin(await _named(parts, ask), ask.instance, ask.ttl_s)
+    await asyncio.wait([task], timeout=ask.wait_s)
+    return await parts.ended(issued, claim=made.claim)
+
+
+@operation("POST", "/v1/unpin", ctl="unpin", tag="chunks", acts=True)
+async def unpin(parts: Admin, ask: Unpin) -> Reply:
+    """End a pin, which is listed until its instance has ended it."""
+    issued, task = await parts.orders.unpin(ask.claim, ask.instance)
+    await asyncio.wait([task], timeout=ask.wait_s)
+    return await parts.ended(issued)
+
+
+@operation("POST", "/v1/replicate", ctl="replicate", tag="chunks", acts=True)
+async def replicate(parts: Admin, ask: Copy) -> Reply:
+    """Copy chunks from the L1 of one instance into that of another."""
+    return await _copied(parts, ask, move=False)
+
+
+@operation("POST", "/v1/move", ctl="move", tag="chunks", acts=True)
+async def move(parts: Admin, ask: Copy) -> Reply:
+    """Copy chunks into the L1 of another instance, and drop them at the source once all have arrived."""
+    return await _copied(parts, ask, move=True)
+
+
+async def _copied(parts: Admin, ask: Copy, *, move: bool) -> Reply:
+    named = await _named(parts, ask)
+    issued, task = await parts.orders.copy(named, ask.to, ask.source, move=move)
+    await asyncio.wait([task], timeout=ask.wait_s)
+    return await parts.ended(issued)
+
+
+@operation("POST", "/v1/clear", ctl="clear", tag="chunks", acts=True)
+async def clear(parts: Admin, ask: Clear) -> Reply:
+    """Drop chunks of all tenants or of one; bytes in use become free when their use ends."""
+    return await parts.ended(parts.orders.clear(ask.tier, ask.tenant, ask.instances), ask.wait_s)
+
+
+@operation("POST", "/v1/evict", ctl="evict", tag="chunks", acts=True)
+async def evict(parts: Admin, ask: Evict) -> Reply:
+    """Drop chunks from L1."""
+    issued = await parts.orders.evict_chunks(await _named(parts, ask), ask.instances)
+    return await parts.ended(issued, ask.wait_s)
+
+
+# --- browsers ---------------------------------------------------------------------------------------------------------
+
+
+@operation("POST", "/v1/dashboard-link", ctl="dashboard-link", tag="login", here=True)
+def dashboard_link(parts: Admin, headers: Headers) -> Reply:
+    """A link that opens the dashboard and logs a browser in, once, within 5 minutes.
+
+    It needs the token; no session is enough.
+    """
+    if not parts.url:
+        raise BadRequest(
+            "http.host: a browser needs a tcp port, and this controller has a unix socket; start it with --host "
+            "localhost to use the dashboard",
+            field="http.host",
+        )
+    if not parts.access.is_open and not parts.access.bears_token(headers):
+        raise NotPermitted("a link needs the token of this port, not a browser's session; ask with the token")
+    answer = {"url": parts.link(), "once_within_s": None if parts.access.is_open else CODE_S}
+    return Reply(answer, headers=NO_STORE)
+
+
+@operation("POST", LOGIN, tag="login", here=True, public=True)
+def log_in(parts: Admin, ask: Login, headers: Headers) -> Reply:
+    """Begin a browser's session. Its requests carry the cookie and, as header `kvstrata-page-key`, the page key."""
+    if not parts.logins.take(ask.code) and not parts.access.is_token(ask.code.encode("utf-8", "replace")):
+        raise NotPermitted(
+            "code: unknown, used before or too old; get a new link by `kvstrata ctl cluster dashboard-link`",
+            field="code",
+        )
+    session = parts.logins.begin()
+    origin = headers.get(b"origin", parts.url.encode())
+    cookie = f"{parts.logins.cookie_name}={session.cookie}; Max-Age={SESSION_S}{COOKIE}"
+    secure = "; Secure" if origin.startswith(b"https:") else ""
+    answer = {"page_key": session.page_key, "session_s": SESSION_S}
+    return Reply(answer, headers={**NO_STORE, "set-cookie": cookie + secure})
+
+
+@operation("POST", "/v1/logout", tag="login", here=True, status=204)
+def log_out(parts: Admin, headers: Headers) -> Reply:
+    """End the browser's session."""
+    parts.logins.end(headers)
+    gone = f'{parts.logins.cookie_name}=""; Max-Age=0{COOKIE}'
+    return Reply(b"", 204, {**NO_STORE, "set-cookie": gone})
+
+
+COOKIE = "; HttpOnly; Path=/; SameSite=strict"
+
+
+@operation("GET", "/", here=True, public=True, hidden=True)
+def index(parts: Admin, headers: Headers) -> Reply:
+    """The dashboard."""
+    return parts.files.answer("index.html", headers)
+
+
+class File(msgspec.Struct):
+    """A file of the dashboard."""
+
+    name: str
+
+
+@operation("GET", "/dashboard/{name:path}", here=True, public=True, hidden=True)
+def file(parts: Admin, ask: File, headers: Headers) -> Reply:
+    """A file of the dashboard."""
+    return parts.files.answer(ask.name, headers)
+
+
+OPERATIONS = operations_of(common, sys.modules[__name__])

@@ -1,1 +1,0 @@
-"""Routes of the controller's HTTP API, by what they are about."""
