@@ -15,7 +15,7 @@ LABELS = {
     "op": "[operations](protocol.md#operations)",
     "code": "[error codes](protocol.md#errors)",
     "reason": "[reasons of a miss](protocol.md#reasons-of-a-miss); for skipped puts: `Skip` in "
-    "`src/kvstrata/tiers/decisions.py`, or the adapter's own word",
+    "`src/kvstrata/tiers/puts.py`, or the adapter's own word",
     "outcome": "[outcomes of reserve](protocol.md#operations); for an adapter: `stored`, `absent` and so "
     "on, with `:reason` where there is one",
     "tier": "`l1`, or `l2` for what was loaded first",

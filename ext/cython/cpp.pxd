@@ -307,6 +307,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         CHold() noexcept
         cbool is_held() noexcept
         void drop() noexcept
+        void uncount() noexcept
         const CKey& key() noexcept
         uint64_t offset() noexcept
         uint32_t length() noexcept
@@ -442,6 +443,8 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t abort(uint64_t, U32Span, cbool) noexcept
         Status hold(const CKey&, const uint8_t*, CHold*) noexcept
         Status hold_reserved(uint64_t, uint64_t, CHold*) noexcept
+        Status hold_batch(const uint8_t*, size_t, uint64_t, CHold*, uint8_t*) noexcept
+        uint64_t counted_bytes() noexcept
         cbool is_tail(const CKey&) noexcept
         cbool is_reserved(const CKey&) noexcept
         uint64_t remove(const uint8_t*, size_t) noexcept

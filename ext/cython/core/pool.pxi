@@ -112,6 +112,9 @@ cdef class Hold:
         with nogil:
             self.held.get().drop()
 
+    def uncount(self):
+        self.held.get().uncount()
+
     def view(self):
         if not self.held.get().is_held():
             raise PoolError("the hold was dropped", reason="closed")
@@ -431,6 +434,24 @@ cdef class Pool:
             return None
         raise_for(status, POOL)
         return _wrap_hold(hold)
+
+    def hold_batch(self, keys, uint64_t limit_bytes):
+        cdef BorrowedBuffer batch
+        cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
+        cdef vector[CHold] holds
+        cdef bytes left_out = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>n_keys)
+        cdef uint8_t* why = <uint8_t*>PyBytes_AS_STRING(left_out)
+        cdef Status status
+        cdef size_t i
+        holds.resize(n_keys)
+        with nogil:
+            status = self.pool.get().hold_batch(batch.data(), n_keys, limit_bytes, holds.data(), why)
+        raise_for(status, POOL)
+        return [_wrap_hold(holds[i]) for i in range(n_keys) if why[i] == 0], left_out
+
+    @property
+    def counted_bytes(self):
+        return self.pool.get().counted_bytes()
 
     # administration
 

@@ -460,6 +460,8 @@ class Hold:
         """Where the record lies in this process."""
     def drop(self) -> None:
         """Idempotent."""
+    def uncount(self) -> None:
+        """Stop counting the bytes against the limit of `hold_batch`, though they are still held. `drop` does it too."""
     def view(self) -> memoryview:
         """The record's bytes; writable only for an item of a reservation. Raises PoolError after `drop()`."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -613,6 +615,16 @@ class Pool:
         self, key: Buffer | None = None, reserved_ticket: int = 0, index: int = -1, identity: bytes = b""
     ) -> Hold | None:
         """A hold on a READY entry by key, or on an item of a reservation; None when there is none."""
+    def hold_batch(self, keys: Buffer, limit_bytes: int) -> tuple[list[Hold], bytes]:
+        """Holds for puts on the READY entries among these keys, which count against a limit until `Hold.uncount`.
+
+        An entry counts once, with the bytes of its extent, however many holds on it count.  The holds are in the keys'
+        order.  For each key, the second result has 0 if there is a hold, 1 if the entry is absent, 2 if it would exceed
+        the limit.
+        """
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of the extents that count against the limit of `hold_batch`."""
     def remove(self, keys: Buffer) -> int:
         """Drops READY and UNVERIFIED entries that nobody uses; returns how many."""
     def clear(self, tenant: int = -1) -> tuple[int, int]:

@@ -35,11 +35,8 @@ from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.facts import InstanceFacts
 from kvstrata.server.l2.gate import TIER_PATIENCE_S, PrefetchLimits
-from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.l2.puts import StoreLimits
-from kvstrata.server.l2.store import StoreController
-from kvstrata.server.l2.tails import TailPuts
+from kvstrata.server.payload_kinds import PayloadKinds
 from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.processes import ProcessTable, Reservation, TenantTokens, tenant_number
 from kvstrata.server.readiness import Readiness
@@ -50,7 +47,9 @@ from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.plain import PlainClients
 from kvstrata.server.requests.requests import Requests
 from kvstrata.server.requests.reserve import Reserving
+from kvstrata.tiers.puts import StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tails import TailPuts
 from kvstrata.types import GB
 
 IN_FLIGHT_SHARE = 8

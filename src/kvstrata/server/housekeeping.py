@@ -13,9 +13,9 @@ from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.server.l2.store import StoreController
-from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.pool_events import PoolEvents
+from kvstrata.tiers.puts import StoreController
+from kvstrata.tiers.tails import TailPuts
 
 TICK_S = 0.1
 """Interval of heartbeats in the index. To readers, a heartbeat older than 1 s means a dead server."""

@@ -16,7 +16,7 @@ from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.l2.store import StoreController
+from kvstrata.tiers.puts import StoreController
 from kvstrata.types import PoolEvent
 
 EVENTS_PER_TURN = 512

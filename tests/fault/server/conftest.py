@@ -12,8 +12,6 @@ import pytest
 from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.server.l2.gate import PrefetchLimits
 from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.l2.puts import StoreLimits
-from kvstrata.server.l2.store import StoreController
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadOutcome, PutItem, PutOutcome
 from kvstrata.storage.config import StorePolicy, TierConfig, configure_tier
 from kvstrata.storage.media.fs.adapter import FsAdapter
@@ -21,7 +19,7 @@ from kvstrata.testing.faults import FaultPlan
 from kvstrata.testing.faulty_adapter import FaultyAdapter
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers import tier as tiers
-from kvstrata.tiers.decisions import RetryRule
+from kvstrata.tiers.puts import RetryRule, StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import TierLimits
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD

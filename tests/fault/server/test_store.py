@@ -17,7 +17,8 @@ from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.storage.config import StorePolicy
 from kvstrata.testing.faults import Fault, FaultPlan
 from kvstrata.tiers import tier as tier_module
-from kvstrata.tiers.decisions import EvictAhead
+from kvstrata.tiers.puts import KEYS_PER_TURN, EvictAhead
+from kvstrata.types import KEY_BYTES
 from tests.fault.server.conftest import OpenTier, Puts, Start
 from tests.harness.amount import amount
 from tests.harness.l1 import L1, LATER_S, chain
@@ -42,9 +43,9 @@ async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: Ope
     turn = 0
 
     class Counting:
-        def hold(self, key: bytes) -> object:
-            holds[turn] += 1
-            return l1.pool.hold(key)
+        def hold_batch(self, keys: bytes, limit_bytes: int) -> object:
+            holds[turn] += len(keys) // KEY_BYTES
+            return l1.pool.hold_batch(keys, limit_bytes)
 
     def next_turn() -> None:
         nonlocal turn
@@ -61,7 +62,7 @@ async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: Ope
     await puts.put(l1.store(chain("a", 1)))
     ticking[0].cancel()
     assert holds.total() == 1001
-    assert max(holds.values()) <= 64
+    assert max(holds.values()) <= KEYS_PER_TURN
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kvstrata.errors import WIRE_ERRORS, WrongKey
 from kvstrata.observability.families import FAMILIES, Family
 from kvstrata.server.requests.requests import OPERATIONS
 from kvstrata.storage.base import LoadStatus
-from kvstrata.tiers.decisions import Skip
+from kvstrata.tiers.puts import Skip
 from tests.harness.cases import case
 from tests.unit.repository.test_commands_of_pages import commands_of, refusal_of_text
 from tests.unit.repository.test_pages import ROOT, anchors

@@ -199,7 +199,7 @@ def test_events_of_a_tier_carry_the_name_that_controllers_know() -> None:
     news = TierNews(own)  # type: ignore[arg-type]
     news.set_tiers(["l1", tier_name(name)])
     news.begin_telling()
-    news.tier_got(name, bytes(32))
+    news.tier_got(name, [bytes(32)])
     assert news.tags.count(tier_name(name)) == 1
     news.tier_lost(name, [bytes(32)])
     news.tier_emptied(name)
@@ -220,14 +220,14 @@ async def test_a_tier_that_comes_or_goes_during_a_sync_does_not_end_the_server(t
     supervisor = Supervisor(asyncio.get_running_loop())
     news = TierNews(cast(Any, SimpleNamespace(lists=lambda tier: False)))
     news.set_tiers(["l1", "disk-0"])
-    news.tier_got("disk-0", bytes(KEY_BYTES))
+    news.tier_got("disk-0", [bytes(KEY_BYTES)])
     asked: list[object] = []
 
     async def ask(request: Any, kind: type[Done], timeout_s: float) -> Done:
         asked.append(request)
         if isinstance(request, SyncBegin):  # what a registration does when the tiers have changed
             news.set_tiers(tiers)
-            news.tier_got("near-1", b"\1" * KEY_BYTES)
+            news.tier_got("near-1", [b"\1" * KEY_BYTES])
         return Done(request.seq, 1)
 
     sync = FullSync(

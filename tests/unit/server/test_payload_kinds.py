@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstrata.rpc.wire import MAX_SLICES
-from kvstrata.server.l2.payload_kinds import PayloadKinds
+from kvstrata.server.payload_kinds import PayloadKinds
 from kvstrata.types import Slice
 
 

@@ -168,7 +168,7 @@ def test_faults_are_refused_outside_an_environment_for_tests(
 def test_a_plugin_that_cannot_be_made_stops_the_start(change: dict[str, object], message: str) -> None:
     entry = {
         "type": "plugin",
-        "module_path": "tests.unit.storage.test_deadline",
+        "module_path": "tests.unit.tiers.test_tier",
         "class_name": "Scripted",
         **change,
     }

@@ -595,13 +595,23 @@ Hold& Hold::operator=(Hold&& other) noexcept {
     entry_ = other.entry_;
     address_ = std::exchange(other.address_, nullptr);
     reservation_ = other.reservation_;
+    counted_.store(other.counted_.exchange(false, std::memory_order_acq_rel),
+                   std::memory_order_release);
     held_.store(other.held_.exchange(false, std::memory_order_acq_rel), std::memory_order_release);
   }
   return *this;
 }
 
 void Hold::drop() noexcept {
-  if (held_.exchange(false, std::memory_order_acq_rel)) pool_->drop_hold(entry_);
+  if (held_.exchange(false, std::memory_order_acq_rel)) {
+    pool_->drop_hold(entry_, counted_.exchange(false, std::memory_order_acq_rel));
+  }
+}
+
+void Hold::uncount() noexcept {
+  if (!counted_.exchange(false, std::memory_order_acq_rel)) return;
+  const std::lock_guard lock(pool_->mutex_);
+  pool_->uncount(entry_);
 }
 
 void Pool::fill_hold(std::uint32_t entry, bool reservation, Hold* out) {
@@ -642,9 +652,52 @@ Status Pool::hold_reserved(std::uint64_t ticket, std::uint64_t index, Hold* out)
   return Status();
 }
 
-void Pool::drop_hold(std::uint32_t entry) noexcept {
+Status Pool::hold_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint64_t limit_bytes,
+                        Hold* out, std::uint8_t* left_out) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  const std::vector<std::uint32_t>& found = entries_.find(keys, n_keys);
+  for (std::size_t i = 0; i < n_keys; ++i) {
+    const std::uint32_t entry = found[i];
+    if (entry == kNoEntry || entries_.index.state(entry) != EntryState::kReady) {
+      left_out[i] = static_cast<std::uint8_t>(LeftOut::kAbsent);
+      continue;
+    }
+    const std::uint64_t bytes = entries_.extent_bytes(entry);
+    const auto known = counted_.find(entry);
+    if (known == counted_.end() && counted_bytes_ + bytes > limit_bytes) {
+      left_out[i] = static_cast<std::uint8_t>(LeftOut::kLimit);
+      continue;
+    }
+    if (known == counted_.end()) {
+      counted_.emplace(entry, Counted{1, bytes});
+      counted_bytes_ += bytes;
+    } else {
+      known->second.holds += 1;
+    }
+    fill_hold(entry, false, &out[i]);
+    out[i].counted_.store(true, std::memory_order_release);
+    left_out[i] = static_cast<std::uint8_t>(LeftOut::kHeld);
+  }
+  return Status();
+}
+
+std::uint64_t Pool::counted_bytes() noexcept {
+  const std::lock_guard lock(mutex_);
+  return counted_bytes_;
+}
+
+void Pool::uncount(std::uint32_t entry) noexcept {
+  const auto known = counted_.find(entry);
+  if (--known->second.holds != 0) return;
+  counted_bytes_ -= known->second.bytes;
+  counted_.erase(known);
+}
+
+void Pool::drop_hold(std::uint32_t entry, bool counted) noexcept {
   const std::lock_guard lock(mutex_);
   holds_ -= 1;
+  if (counted) uncount(entry);
   if (is_closed()) {
     // The files may be another server's by now.
     entries_.local[entry].pins -= 1;

@@ -36,6 +36,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/status.h"
@@ -55,6 +56,9 @@ namespace kvstrata {
 
 class Pool;
 
+// Why hold_batch has taken no hold.
+enum class LeftOut : std::uint8_t { kHeld = 0, kAbsent = 1, kLimit = 2 };
+
 // A reference to an entry's extent: while it lives, the extent's bytes belong to that entry.
 // Move-only. It may be dropped from any thread at any time, after Pool::close() too, and keeps the
 // mapping alive.
@@ -70,6 +74,9 @@ class Hold {
   ~Hold() { drop(); }
 
   bool is_held() const noexcept { return held_.load(std::memory_order_acquire); }
+  // Stops counting the bytes against the limit of Pool::hold_batch, though they are still held.
+  // Idempotent; drop() does it too.
+  void uncount() noexcept;
   // Idempotent; safe against another thread's drop of the same hold.
   void drop() noexcept;
 
@@ -93,6 +100,7 @@ class Hold {
   std::uint32_t entry_ = kNoEntry;
   std::uint8_t* address_ = nullptr;
   bool reservation_ = false;
+  std::atomic<bool> counted_{false};
   std::atomic<bool> held_{false};
 };
 
@@ -223,6 +231,14 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // nothing.
   [[nodiscard]] Status hold(const Key& key, const std::uint8_t* identity, Hold* out) noexcept;
   [[nodiscard]] Status hold_reserved(std::uint64_t ticket, std::uint64_t index, Hold* out) noexcept;
+  // Holds for puts: takes a hold on each READY entry, as long as the counted holds together have at
+  // most `limit_bytes` of extents; an entry with several counted holds counts once. `left_out` has
+  // one LeftOut for each key. REQUIRES: `out` has room for `n_keys` holds that hold nothing.
+  [[nodiscard]] Status hold_batch(const std::uint8_t* keys, std::size_t n_keys,
+                                  std::uint64_t limit_bytes, Hold* out,
+                                  std::uint8_t* left_out) noexcept;
+  // Bytes of the extents that have counted holds.
+  std::uint64_t counted_bytes() noexcept;
 
   // Administration.
   // Drops READY and UNVERIFIED entries that nobody uses.
@@ -271,7 +287,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::uint64_t forget(std::uint32_t row, bool keep_quarantine);
   void end_row(std::uint32_t row);
   void fill_hold(std::uint32_t entry, bool reservation, Hold* out);
-  void drop_hold(std::uint32_t entry) noexcept;
+  void drop_hold(std::uint32_t entry, bool counted) noexcept;
+  void uncount(std::uint32_t entry) noexcept;  // REQUIRES: the mutex
 
   mutable std::mutex mutex_;
   std::atomic<bool> closed_{false};
@@ -279,6 +296,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
   const std::unique_ptr<PoolSegment> segment_;
   std::uint64_t next_ticket_ = 1;
   std::uint64_t holds_ = 0;
+  struct Counted {
+    std::uint64_t holds, bytes;
+  };
+  std::unordered_map<std::uint32_t, Counted> counted_;  // by entry
+  std::uint64_t counted_bytes_ = 0;
   SlabMap slabs_;
   const std::unique_ptr<EvictionPolicy> policy_;
   Events events_;

@@ -42,6 +42,12 @@ class Validation {
     for (std::uint32_t entry = 0; entry < touched_; ++entry)
       KVSTRATA_RETURN_IF_ERROR(check_entry(entry));
     if (pins_ < pool_.holds_) return broken("there are fewer pins than holds", pins_, pool_.holds_);
+    std::uint64_t counted_bytes = 0;
+    for (const auto& [entry, counted] : pool_.counted_)
+      counted_bytes += counted.bytes;
+    if (counted_bytes != pool_.counted_bytes_) {
+      return broken("the counted holds have other bytes", counted_bytes, pool_.counted_bytes_);
+    }
     KVSTRATA_RETURN_IF_ERROR(check_forest());
     KVSTRATA_RETURN_IF_ERROR(check_buckets());
     KVSTRATA_RETURN_IF_ERROR(check_sums());

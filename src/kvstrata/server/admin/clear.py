@@ -13,9 +13,9 @@ from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.command_wire import ClearScope
-from kvstrata.server.l2.store import StoreController
 from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.processes import tenant_number
+from kvstrata.tiers.puts import StoreController
 
 CLEAR_WAIT_S = 30.0
 """Longest time that a clear waits for bytes in use to become free."""

@@ -207,14 +207,14 @@ class TierNews:
         if self.telling:
             self.want_sync("events_lost")
 
-    def tier_got(self, adapter: str, key: bytes) -> None:
-        """Queue that a tier has this chunk."""
+    def tier_got(self, adapter: str, keys: Sequence[bytes]) -> None:
+        """Queue that a tier has these chunks."""
         tier = tier_name(adapter)
         if tier in self.tiers:
             if not self._told.lists(tier):
-                self.tags.admit(tier, [key])
+                self.tags.admit(tier, keys)
             if self.telling:
-                self._queue.add(Change.ADMIT, tier, key[:TAG_BYTES])
+                self._queue.add(Change.ADMIT, tier, b"".join(key[:TAG_BYTES] for key in keys))
 
     def tier_lost(self, adapter: str, keys: Sequence[bytes]) -> None:
         """Queue that a tier does not have these chunks any more."""

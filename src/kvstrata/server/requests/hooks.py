@@ -18,7 +18,7 @@ from kvstrata.memory.attach.row import SessionRow
 from kvstrata.memory.linux import SocketCredentials
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.attach_wire import AttachRequest
-from kvstrata.server.l2.payload_kinds import PayloadKinds, declared_record_bytes
+from kvstrata.server.payload_kinds import PayloadKinds, declared_record_bytes
 from kvstrata.server.processes import ProcessTable, TenantTokens
 from kvstrata.server.readiness import Readiness
 from kvstrata.server.recuts.recuts import Recuts

@@ -36,14 +36,14 @@ from kvstrata.policy.savings import Savings
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.wire import Lookup, LookupReply, Miss, Reply, check_keys
 from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.l2.store import StoreController
-from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.processes import AttachedProcess, DeclaredIdentity, EngineGroup, ProcessTable, Sender
 from kvstrata.server.recuts.recuts import Recuts, Wanted
 from kvstrata.server.requests.grants import Grants
 from kvstrata.server.requests.tails import Leased, NamedTail, NamedTails, lease, split_extents
+from kvstrata.tiers.puts import StoreController
 from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tails import TailPuts
 from kvstrata.types import KEY_BYTES, MissReason
 
 REPLY_MARGIN_S = 0.003

@@ -38,10 +38,10 @@ from kvstrata.rpc.wire import (
 )
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.facts import MAX_SESSION_SHARE
-from kvstrata.server.l2.store import StoreController
-from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.processes import AttachedProcess, ProcessTable, Reservation, Sender
 from kvstrata.server.requests.grants import Grants
+from kvstrata.tiers.puts import StoreController
+from kvstrata.tiers.tails import TailPuts
 from kvstrata.types import EXTENT, KEY_BYTES
 
 KEYS_ON_LOOP = 256

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from kvstrata.clock import Clock
 from kvstrata.keys.batch import split
 from kvstrata.native.core import Pool
-from kvstrata.server.l2.store import StoreController
-from kvstrata.tiers.decisions import RecentKeys
+from kvstrata.tiers.puts import RecentKeys, StoreController
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier
 
@@ -82,10 +81,14 @@ class TailPuts:
             self._lingering.popitem(last=False)
 
     def _drop_lingering(self, keys: Iterable[bytes]) -> None:
-        """Drop those of these tails that nobody uses any more, in L2 too: no put of them is under way then."""
+        """Drop those of these tails that nobody uses any more, in L2 too: no put of them is under way then.
+
+        The others are looked at again after all that linger.
+        """
         in_l2 = []
         for key in keys:
             if not self._pool.remove(key) and self._pool.peek(key):
+                self._lingering.move_to_end(key)
                 continue
             del self._lingering[key]
             self.counts["replaced"] += 1

@@ -1,0 +1,692 @@
+"""Puts: from chunks that became visible in L1 to records on the tiers.
+
+    committed, touched ─▶ waiting ─▶ a turn of the loop ─▶ each tier's policy ─▶ hold_batch ─▶ queue ─▶ batch ─▶ put
+                                                                                   ▲                              │
+                                                stored, already there, or skipped ◀┴── retry timer ◀── throttled ─┘
+
+Invariants
+1. A chunk that waits for a put or is being put is pinned by a hold: ours until the put is given to the tier, then the
+   tier's.  The bytes pinned this way never exceed the backlog, which the pool counts as it takes the holds
+   (Pool.hold_batch); a chunk that would exceed it is skipped and can be evicted.
+2. For each tier, every key ends as stored, already there, or skipped; a skip has a reason, which is counted and passed
+   to `skipped`.
+3. `committed` and `touched` never block and never wait.  No turn of the loop looks at more than `KEYS_PER_TURN` keys;
+   the others wait for later turns.
+4. A put is given to the tier once, with its hold.  A retry takes a new hold; a chunk that was evicted meanwhile is
+   skipped.
+5. A batch whose put crashes, by a mistake of ours, ends alone: its chunks are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import enum
+import logging
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvstrata import failpoints
+from kvstrata.errors import StorageError
+from kvstrata.native.core import Pool
+from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.storage.config import StorePolicy
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tier import Tier, TierState
+
+log = logging.getLogger(__name__)
+
+KEYS_PER_TURN = 128
+"""Keys that one turn of the loop looks at: some 100 µs."""
+UNPINNED_KEYS = 65_536
+"""Keys per tier that are kept for a put once the backlog is empty."""
+_NO_ROOM = 2
+"""Pool.hold_batch has taken no hold, since it would exceed the backlog."""
+
+
+class Skip(enum.StrEnum):
+    """The server's own reasons for not putting a chunk; an adapter's reasons are passed on as they are."""
+
+    BACKLOG = "backlog"
+    """Too many bytes were waiting to be put."""
+    EVICTED = "evicted"
+    """The chunk left L1 before its put could begin."""
+    QUEUE_FULL = "queue_full"
+    """More chunks were committed at once than may wait for a decision."""
+    STOPPING = "stopping"
+    """The server is stopping."""
+    CLEARED = "cleared"
+    """L2 was cleared while the chunk waited."""
+    CRASHED = "crashed"
+    """The put ended by a mistake of the server's own; its log has the traceback."""
+
+
+class RetryRule(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of further tries of a throttled put, and the pauses before them."""
+
+    retries: int = 3
+    first_s: float = 0.25
+    longest_s: float = 4.0
+
+    def delay_s(self, attempts: int) -> float | None:
+        """Seconds until the next try after `attempts` throttled tries; None: the put is not tried again."""
+        if attempts > self.retries:
+            return None
+        return min(self.first_s * 2.0 ** (attempts - 1), self.longest_s)
+
+
+class EvictAhead(msgspec.Struct, frozen=True, kw_only=True):
+    """When `on_evict` begins to put chunks ahead of their eviction, and how many, as shares of L1's bytes."""
+
+    low_watermark: float = 0.6
+    """Occupancy above which puts begin; lower than the watermark at which the pool evicts."""
+    step: float = 1 / 16
+    """Largest answer of `need_bytes`."""
+
+    def need_bytes(self, used_bytes: int, l1_bytes: int) -> int:
+        """How many bytes of chunks, next in the order of eviction, should be put now; 0 below the watermark."""
+        over_bytes = used_bytes - int(self.low_watermark * l1_bytes)
+        return min(over_bytes, int(self.step * l1_bytes)) if over_bytes > 0 else 0
+
+
+class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits on one instance's puts."""
+
+    backlog_bytes: int
+    """L1 bytes that may be pinned for puts."""
+    batch_bytes: int = 64 << 20
+    """Maximum number of bytes of a batch; never more than a quarter of `backlog_bytes`."""
+    batches_in_flight: int = 2
+    """Batches that one tier puts at a time."""
+    max_waiting_keys: int = 65_536
+    """Maximum number of committed keys that wait for a turn of the loop."""
+    retry: RetryRule = RetryRule()
+    evict_ahead: EvictAhead = EvictAhead()
+
+
+class RecentKeys:
+    """A bounded set of keys, which forgets the key that was added longest ago."""
+
+    def __init__(self, limit_keys: int) -> None:
+        self._limit_keys = limit_keys
+        self._keys: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, key: bytes) -> None:
+        """Remember a key as the newest."""
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > self._limit_keys:
+            self._keys.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._keys.clear()
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Forget these keys."""
+        for key in keys:
+            self._keys.pop(key, None)
+
+
+class PutPlanner:
+    """Decides by a tier's policy which keys the tier gets. No I/O, no clock.
+
+    `through` puts every chunk when it is committed; `second_touch` puts a chunk when it was stored or used for the
+    second time; `on_evict` puts a chunk when it is about to leave L1.  It begins at a low watermark of L1's occupancy,
+    so that chunks are stored before their room is needed.
+
+    It remembers at most `limit_keys` keys that were seen once and as many that the adapter has, but not the content of
+    L1.
+    """
+
+    def __init__(self, policy: StorePolicy, limit_keys: int = 1 << 17) -> None:
+        self.policy = policy
+        self._seen = RecentKeys(limit_keys)
+        self._clean = RecentKeys(limit_keys)
+
+    def committed(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Note that a worker has stored these chunks in L1; returns those to put now."""
+        return keys if self.policy is StorePolicy.THROUGH else self.touched(keys)
+
+    def touched(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Note that these chunks were used; returns those to put now."""
+        if self.policy is not StorePolicy.SECOND_TOUCH:
+            return []
+        again = []
+        for key in keys:
+            if key in self._clean:
+                continue
+            if key in self._seen:
+                self._seen.discard((key,))
+                again.append(key)
+            else:
+                self._seen.add(key)
+        return again
+
+    def leaving(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of these chunks that should be put before they leave L1."""
+        if self.policy is not StorePolicy.ON_EVICT:
+            return []
+        return [key for key in keys if key not in self._clean]
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """Note that the adapter has these chunks."""
+        if self.policy is not StorePolicy.THROUGH:
+            for key in keys:
+                self._clean.add(key)
+
+    def gone(self, keys: Iterable[bytes]) -> None:
+        """Note that the adapter no longer has these chunks."""
+        self._clean.discard(keys)
+
+    def forget(self) -> None:
+        """Note that the adapter no longer has any chunk."""
+        self._clean.clear()
+
+
+class News(Protocol):
+    """Somebody who hears which chunks a tier has."""
+
+    def tier_got(self, adapter: str, keys: Sequence[bytes]) -> None:
+        """The tier has these chunks."""
+
+    def tier_lost(self, adapter: str, keys: Sequence[bytes]) -> None:
+        """The tier does not have these chunks any more."""
+
+    def tier_emptied(self, adapter: str) -> None:
+        """The tier is empty."""
+
+
+class TierPuts:
+    """The puts of one tier. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        pool: Pool,
+        limits: StoreLimits,
+        skipped: Callable[[bytes, str], None],
+        news: Sequence[News],
+        progressed: Callable[[], None],
+    ) -> None:
+        """`progressed` is called whenever a batch has ended."""
+        self.tier = tier
+        self.name = tier.name
+        self.planner = PutPlanner(tier.config.policy)
+        self.stopping = False
+        """Whether a throttled put is skipped instead of tried again."""
+        self._pool = pool
+        self._limits = limits
+        self._batch_bytes = min(limits.batch_bytes, limits.backlog_bytes // 4)
+        self._skipped = skipped
+        self._news = news
+        self._progressed = progressed
+        self._queue: collections.deque[PutItem] = collections.deque()
+        self._pending: set[bytes] = set()
+        """Keys in the queue, in flight or waiting for a retry."""
+        self._attempts: dict[bytes, int] = {}
+        """How often the put of a pending key was throttled."""
+        self._retrying: dict[asyncio.TimerHandle, list[PutItem]] = {}
+        self._unpinned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        """Keys skipped because the backlog was full. Once the backlog is empty, those still in L1 are put after all."""
+        self._batches: dict[asyncio.Task[Sequence[PutOutcome]], list[PutItem]] = {}
+        self._begins = False
+        """Whether batches will be begun in the next turn of the loop."""
+        self._not_clearing = asyncio.Event()
+        """Set except while the tier is being cleared."""
+        self._not_clearing.set()
+        self._n_clears = 0
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._stored_bytes = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits for the tier or is in flight to it."""
+        return bool(self._pending)
+
+    @property
+    def undone(self) -> int:
+        """Chunks that wait for the tier or are in flight to it, and those given up because the server stops."""
+        return len(self._pending) + self._counts[f"skipped:{Skip.STOPPING}"]
+
+    @property
+    def has_unpinned(self) -> bool:
+        """Whether chunks wait because the backlog had no room for them."""
+        return bool(self._unpinned)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for status and metrics."""
+        return {
+            "policy": str(self.planner.policy),
+            "queued": len(self._queue),
+            "retrying": sum(map(len, self._retrying.values())),
+            "in_flight": sum(map(len, self._batches.values())),
+            "stored_bytes": self._stored_bytes,
+            "outcomes": dict(self._counts),
+        }
+
+    # -- offers --------------------------------------------------------------------------------------------
+
+    def offer(self, keys: Sequence[bytes]) -> None:
+        """Pin chunks and queue them, or skip them."""
+        keys = [key for key in dict.fromkeys(keys) if key not in self._pending]
+        for key, why in self._pin(keys):
+            if why == _NO_ROOM:
+                self._unpinned[key] = None
+                if len(self._unpinned) > UNPINNED_KEYS:
+                    self._unpinned.popitem(last=False)
+            self.skip(key, Skip.BACKLOG if why == _NO_ROOM else Skip.EVICTED)
+
+    def skip(self, key: bytes, reason: str) -> None:
+        """Count and report that the tier does not get this chunk."""
+        self._counts[f"skipped:{reason}"] += 1
+        self._skipped(key, str(reason))
+
+    def left_l1(self, keys: Sequence[bytes]) -> None:
+        """Note that chunks were evicted; those that the policy would have put before their eviction are skipped."""
+        for key in self.planner.leaving(keys):
+            if key not in self._pending:
+                self.skip(key, Skip.EVICTED)
+
+    def take_up_unpinned(self) -> None:
+        """Queue chunks that the backlog had no room for, now that the backlog is empty."""
+        taken = min(KEYS_PER_TURN, len(self._unpinned))
+        left = self._pin([self._unpinned.popitem(last=False)[0] for _ in range(taken)])
+        if len(left) < taken:
+            self._counts["taken_up"] += taken - len(left)
+        for key, why in reversed(left):
+            if why == _NO_ROOM:
+                self._unpinned[key] = None
+                self._unpinned.move_to_end(key, last=False)
+
+    def _pin(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Hold each chunk for one put, and queue it. Returns the keys that were left out, with the pool's reason."""
+        if not keys:
+            return []
+        holds, left_out = self._pool.hold_batch(b"".join(keys), self._limits.backlog_bytes)
+        left = []
+        if len(holds) < len(keys):
+            left = [(key, why) for key, why in zip(keys, left_out, strict=True) if why]
+            keys = [key for key, why in zip(keys, left_out, strict=True) if not why]
+        if holds:
+            self._enqueue(map(PutItem, keys, holds))
+            self._pending.update(keys)
+            if self._unpinned:
+                for key in keys:
+                    self._unpinned.pop(key, None)
+        return left
+
+    def _enqueue(self, items: Iterable[PutItem]) -> None:
+        self._queue.extend(items)
+        if not self._begins:
+            self._begins = True
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def drop_queued(self, reason: Skip) -> None:
+        """Skip every chunk that waits. Puts in flight go on."""
+        waiting = list(self._queue)
+        for timer, items in self._retrying.items():
+            timer.cancel()
+            waiting += items
+        self._queue.clear()
+        self._retrying.clear()
+        self._unpinned.clear()
+        for key, hold in waiting:
+            hold.drop()
+            self._pending.discard(key)
+            self._attempts.pop(key, None)
+            self.skip(key, reason)
+
+    # -- batches -------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Put batches of what is queued, as many at a time as the limit allows."""
+        self._begins = False
+        while self._queue and len(self._batches) < self._limits.batches_in_flight:
+            batch = self._take_batch()
+            task = asyncio.create_task(self._put(list(batch)), name=f"put-{self.name}")
+            self._batches[task] = batch
+            task.add_done_callback(self._batch_ended)
+
+    def _take_batch(self) -> list[PutItem]:
+        """Take chunks from the queue, which has some."""
+        batch: list[PutItem] = []
+        batch_bytes = 0
+        for _ in range(min(self.tier.capabilities.max_batch, len(self._queue))):
+            batch_bytes += self._queue[0].hold.length
+            if batch and batch_bytes > self._batch_bytes:
+                break
+            batch.append(self._queue.popleft())
+        return batch
+
+    async def _put(self, items: list[PutItem]) -> Sequence[PutOutcome]:
+        n_clears = self._n_clears
+        failpoints.hit("put.started")
+        outcomes = await self.tier.put(items)
+        failpoints.hit("put.stored")
+        if self._n_clears != n_clears or not self._not_clearing.is_set():
+            outcomes = await self._cleared_too([key for key, _ in items], outcomes)
+        return outcomes
+
+    def _batch_ended(self, task: asyncio.Task[Sequence[PutOutcome]]) -> None:
+        """Count the outcomes of a batch, and prepare retries. Afterwards nothing here refers to its holds."""
+        items = self._batches.pop(task)
+        if task.cancelled():
+            outcomes: Sequence[PutOutcome] = [PutOutcome(PutStatus.FAILED, Skip.STOPPING)] * len(items)
+        elif (error := task.exception()) is not None:
+            log.error("%s crashed", task.get_name(), exc_info=error)
+            traceback.clear_frames(error.__traceback__)  # they refer to holds
+            self._counts["crashed"] += 1
+            outcomes = [PutOutcome(PutStatus.FAILED, Skip.CRASHED)] * len(items)
+        else:
+            outcomes = task.result()
+        present: list[bytes] = []
+        throttled: collections.defaultdict[int, list[bytes]] = collections.defaultdict(list)
+        for (key, hold), (status, reason) in zip(items, outcomes, strict=True):
+            hold.uncount()  # the tier may hold it for longer
+            if status is PutStatus.STORED or status is PutStatus.EXISTS:
+                present.append(key)
+                self._stored_bytes += hold.length if status is PutStatus.STORED else 0
+                continue
+            attempts = self._attempts.get(key, 0) + 1
+            if status is PutStatus.THROTTLED and not self.stopping and attempts <= self._limits.retry.retries:
+                throttled[attempts].append(key)
+            else:
+                self.skip(key, reason or status.name.lower())
+        self._pending.difference_update([key for key, _ in items])
+        statuses = [status for status, _ in outcomes]
+        for status in (PutStatus.STORED, PutStatus.EXISTS):
+            if count := statuses.count(status):
+                self._counts[status.name.lower()] += count
+        if self._attempts:
+            for key, _ in items:
+                self._attempts.pop(key, None)
+        del items[:]
+        if present:
+            self.planner.stored(present)
+            for news in self._news:
+                news.tier_got(self.name, present)
+        for attempts, keys in throttled.items():
+            self._retry_later(keys, attempts)
+        self._begin()
+        self._progressed()
+
+    def _retry_later(self, keys: list[bytes], attempts: int) -> None:
+        """Pin throttled chunks anew, and queue them after a pause."""
+        self._counts["throttled"] += len(keys)
+        holds, left_out = self._pool.hold_batch(b"".join(keys), self._limits.backlog_bytes)
+        for key, why in zip(keys, left_out, strict=True):
+            if why:
+                self.skip(key, Skip.BACKLOG if why == _NO_ROOM else Skip.EVICTED)
+        keys = [key for key, why in zip(keys, left_out, strict=True) if not why]
+        self._pending.update(keys)
+        self._attempts.update(dict.fromkeys(keys, attempts))
+
+        def retry() -> None:
+            self._enqueue(self._retrying.pop(timer))
+
+        delay_s = self._limits.retry.delay_s(attempts)
+        assert delay_s is not None
+        timer = asyncio.get_running_loop().call_later(delay_s, retry)
+        self._retrying[timer] = list(map(PutItem, keys, holds))
+
+    async def dismiss(self) -> None:
+        """End the batches in flight. A put that the adapter has not answered counts as skipped."""
+        tasks = list(self._batches)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- clear ---------------------------------------------------------------------------------------------
+
+    async def clear(self) -> int:
+        """Remove every record. Returns how many. Raises StorageError; then all plans stay as they were.
+
+        A put that is under way meanwhile has its records deleted when it ends (`_cleared_too`).
+        """
+        self._not_clearing.clear()
+        try:
+            removed = await self.tier.clear()
+            self.emptied()
+        finally:
+            self._n_clears += 1
+            self._not_clearing.set()
+        return removed
+
+    def emptied(self) -> None:
+        """Note that the tier has no records any more."""
+        self.planner.forget()
+        for news in self._news:
+            news.tier_emptied(self.name)
+
+    async def _cleared_too(self, keys: list[bytes], outcomes: list[PutOutcome]) -> list[PutOutcome]:
+        """Delete the records of a batch, which were cleared meanwhile. Returns the corrected outcomes.
+
+        Only the adapter knows whether a put or the clear came first. A record that cannot be deleted counts as stored.
+        """
+        await self._not_clearing.wait()
+        await self.tier.delete(keys)
+        gone = [
+            key
+            for key, found in zip(keys, await self.tier.exists(keys), strict=True)
+            if found.presence is Presence.ABSENT
+        ]
+        self.planner.gone(gone)
+        for news in self._news:
+            news.tier_lost(self.name, gone)
+        return [
+            PutOutcome(PutStatus.FAILED, Skip.CLEARED)
+            if outcome.status in (PutStatus.STORED, PutStatus.EXISTS) and key in gone
+            else outcome
+            for key, outcome in zip(keys, outcomes, strict=True)
+        ]
+
+
+class StoreController:
+    """Puts chunks of L1 to the tiers. All methods belong to the event loop.
+
+    `skipped(key, reason)` is called for every chunk that a tier will not get, with the reason's short word.
+    `news`: of each controller.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        tiers: TierSet,
+        limits: StoreLimits,
+        skipped: Callable[[bytes, str], None],
+        *,
+        news: Sequence[News] = (),
+    ) -> None:
+        self.limits = limits
+        self.wants_touches = False
+        """Whether any tier gets chunks because they are used again."""
+        self._pool = pool
+        self._puts: dict[str, TierPuts] = {}
+        """By name of the tier; a tier that is only read has none."""
+        self._skipped = skipped
+        self._news = news
+        self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
+        """Keys, and whether they were touched instead of committed."""
+        self._turn_scheduled = False
+        self._takes_up = False
+        """Whether the next turn of the loop will queue more of the chunks that the backlog had no room for."""
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._stopping = False
+        self._clear_lock = asyncio.Lock()
+        tiers.use(self._join)
+
+    def _join(self, tier: Tier) -> None:
+        """Take in an open tier: it gets chunks from now on, unless it is only read."""
+        if not tier.capabilities.takes_puts:
+            return
+        puts = TierPuts(tier, self._pool, self.limits, self._skipped, self._news, self._note_progress)
+        tier.users["puts"] = self._puts[tier.name] = puts
+        self.wants_touches |= puts.planner.policy is StorePolicy.SECOND_TOUCH
+
+    # -- from requests and the pool ------------------------------------------------------------------------
+
+    def committed(self, keys: Sequence[bytes]) -> None:
+        """Queue chunks that a worker stored and that are visible now."""
+        if self._puts:
+            self._take(keys, touched=False)
+
+    def touched(self, keys: Sequence[bytes]) -> None:
+        """Queue chunks of L1 that a lookup used again."""
+        if self.wants_touches:
+            self._take(keys, touched=True)
+
+    def evicted(self, keys: Sequence[bytes]) -> None:
+        """Note chunks that were evicted from L1. Chunks that an `on_evict` policy would have put count as skipped."""
+        for puts in self._puts.values():
+            puts.left_l1(keys)
+
+    def dropped(self, name: str, keys: Sequence[bytes] | None) -> None:
+        """Note that the tier does not have these chunks any more (its cap, a delete, a corrupt copy). None: any."""
+        puts = self._puts.get(name)
+        if puts is not None and keys is None:
+            puts.emptied()
+        elif puts is not None and keys is not None:
+            puts.planner.gone(keys)
+            for news in self._news:
+                news.tier_lost(name, keys)
+
+    def found(self, name: str, keys: Sequence[bytes]) -> None:
+        """Note that these records were loaded from the tier."""
+        if name in self._puts:
+            for news in self._news:
+                news.tier_got(name, keys)
+
+    # -- the end, and clear --------------------------------------------------------------------------------
+
+    async def idle(self) -> None:
+        """Returns when no chunk waits, is in flight or waits for a retry."""
+        while not self._is_quiet():
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    async def stop(self, drain_s: float) -> None:
+        """Take no more chunks, give puts under way `drain_s` seconds, then skip the rest. Idempotent."""
+        self._stopping = True
+        for puts in self._puts.values():
+            puts.stopping = True
+        try:
+            await asyncio.wait_for(self.idle(), drain_s)
+        except TimeoutError:
+            pass  # the remaining chunks are skipped and counted below
+        while self._waiting:
+            key, _ = self._waiting.popleft()
+            for puts in self._puts.values():
+                puts.skip(key, Skip.STOPPING)
+        for puts in self._puts.values():
+            puts.drop_queued(Skip.STOPPING)
+        await asyncio.gather(*(puts.dismiss() for puts in self._puts.values()))
+
+    @property
+    def undone(self) -> int:
+        """Puts that wait or are under way, and those that were given up because the server stops."""
+        return len(self._waiting) + sum(puts.undone for puts in self._puts.values())
+
+    async def clear(self) -> int:
+        """Skip the chunks that wait and remove the records of every tier. Returns the number of records.
+
+        Raises StorageError when tiers cannot be cleared; the others are cleared then.
+        """
+        async with self._clear_lock:
+            for puts in self._puts.values():
+                puts.drop_queued(Skip.CLEARED)
+            self._note_progress()
+            removed = 0
+            wrong: list[StorageError] = []
+            for puts in list(self._puts.values()):
+                try:
+                    removed += await puts.clear()
+                except StorageError as error:
+                    wrong.append(error)
+        if wrong:
+            raise StorageError("; ".join(error.message for error in wrong), field=wrong[0].field)
+        return removed
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for status and metrics."""
+        return {
+            "backlog_bytes": self._pool.counted_bytes,
+            "backlog_limit_bytes": self.limits.backlog_bytes,
+            "adapters": {name: puts.stats() for name, puts in self._puts.items()},
+        }
+
+    # -- deciding ------------------------------------------------------------------------------------------
+
+    def _take(self, keys: Sequence[bytes], *, touched: bool) -> None:
+        room = self.limits.max_waiting_keys - len(self._waiting)
+        for key in keys[room:]:
+            for puts in self._puts.values():
+                puts.skip(key, Skip.QUEUE_FULL)
+        self._waiting.extend([(key, touched) for key in keys[:room]])
+        if not self._turn_scheduled:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Look at some of the waiting keys, and again in the next turn of the loop if more are left."""
+        self._turn_scheduled = False
+        waiting = self._waiting
+        taken = [waiting.popleft() for _ in range(min(KEYS_PER_TURN, len(waiting)))]
+        committed = [key for key, touched in taken if not touched]
+        touched = [key for key, touched in taken if touched] if len(committed) < len(taken) else []
+        for puts in self._puts.values():
+            if self._stopping:
+                for key in (*committed, *touched):
+                    puts.skip(key, Skip.STOPPING)
+            else:
+                puts.offer([*puts.planner.committed(committed), *puts.planner.touched(touched)])
+        if not self._stopping:
+            self._clean_ahead()
+        if waiting:
+            self._turn_scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
+        else:
+            self._note_progress()
+
+    def _clean_ahead(self) -> None:
+        """Offer the pool's next victims to the tiers whose policy is `on_evict`."""
+        eager = [
+            puts
+            for puts in self._puts.values()
+            if puts.planner.policy is StorePolicy.ON_EVICT and puts.tier.state is TierState.ACTIVE
+        ]
+        if not eager:
+            return
+        pool = self._pool
+        need_bytes = self.limits.evict_ahead.need_bytes(pool.stats()["used_bytes"], pool.extents_bytes)
+        if need_bytes:
+            victims = pool.victims_preview(need_bytes)
+            for puts in eager:
+                puts.offer(puts.planner.leaving(victims))
+
+    def _is_quiet(self) -> bool:
+        return not self._waiting and not self._takes_up and not any(puts.busy for puts in self._puts.values())
+
+    def _note_progress(self) -> None:
+        if self._is_quiet() and not self._stopping:
+            for puts in self._puts.values():
+                puts.take_up_unpinned()
+            # Still quiet: all chunks that were taken up had left L1, so take up more in the next turn of the loop.
+            if self._is_quiet() and any(puts.has_unpinned for puts in self._puts.values()):
+                self._takes_up = True
+                asyncio.get_running_loop().call_soon(self._go_on)
+        if self._is_quiet():
+            self._quiet.set()
+
+    def _go_on(self) -> None:
+        self._takes_up = False
+        self._note_progress()

@@ -1,0 +1,103 @@
+"""Decisions of the store controller: which chunks an adapter gets, and how many chunks may wait for it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.native.core import Hold
+from kvstrata.storage.config import StorePolicy
+from kvstrata.testing.strategies import key_of
+from kvstrata.tiers.puts import EvictAhead, PutPlanner, RecentKeys, RetryRule, StoreController
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tails import KEYS_PER_ROUND, TailPuts
+from tests.harness.l1 import CLOCK, L1, chain
+
+A, B = (key_of(n) for n in range(2))
+EXTENT = 57_344
+
+
+def test_on_evict_puts_a_chunk_once_until_the_adapter_loses_it() -> None:
+    planner = PutPlanner(StorePolicy.ON_EVICT)
+    planner.stored([A])
+    assert planner.leaving([A, B]) == [B]
+    planner.gone([A])
+    assert planner.leaving([A]) == [A]
+    planner.stored([A])
+    planner.forget()
+    assert planner.leaving([A]) == [A]
+    assert not planner.committed([A]) and not planner.touched([A])
+
+
+@given(st.lists(st.integers(0, 30), max_size=80), st.integers(1, 10))
+def test_remembered_keys_are_the_newest_and_never_more_than_the_limit(numbers: list[int], limit: int) -> None:
+    recent = RecentKeys(limit)
+    for number in numbers:
+        recent.add(key_of(number))
+    newest: list[int] = []
+    for number in reversed(numbers):
+        if number not in newest:
+            newest.append(number)
+    assert len(recent) == min(limit, len(newest))
+    assert all(key_of(number) in recent for number in newest[:limit])
+    assert not any(key_of(number) in recent for number in newest[limit:])
+
+
+@given(st.lists(st.tuples(st.sampled_from("hud"), st.integers(0, 7)), max_size=100))
+def test_the_backlog_counts_each_chunk_once_and_stays_within_its_limit(steps: list[tuple[str, int]]) -> None:
+    """`h`old a chunk, un`u`count or `d`rop one of the holds."""
+    l1 = L1(16 * EXTENT)
+    keys = l1.store(chain("a", 6))
+    keys += chain("absent", 2)
+    counted: list[tuple[bytes, Hold]] = []
+    uncounted: list[Hold] = []
+    for step, number in steps:
+        key = keys[number]
+        now = {key for key, _ in counted}
+        if step == "h":
+            holds, left_out = l1.pool.hold_batch(key, 3 * EXTENT)
+            expected = 1 if number >= 6 else 0 if key in now or len(now) < 3 else 2
+            assert left_out == bytes([expected]) and len(holds) == (not expected)
+            counted += [(key, hold) for hold in holds]
+        elif step == "u" and counted:
+            _, hold = counted.pop(number % len(counted))
+            hold.uncount()
+            hold.uncount()
+            uncounted.append(hold)
+        elif counted or uncounted:
+            hold = uncounted.pop() if uncounted else counted.pop(0)[1]
+            hold.drop()
+            hold.uncount()
+        assert l1.pool.counted_bytes == EXTENT * len({key for key, _ in counted})
+        assert l1.pool.stats()["holds"] == len(counted) + len(uncounted)
+        l1.pool.validate()
+
+
+async def test_replaced_tails_in_use_do_not_keep_others_behind_them_from_being_dropped() -> None:
+    l1 = L1(128 * EXTENT)
+    used = [key for n in range(KEYS_PER_ROUND) for key in l1.store(chain(f"used {n}", 1))]
+    [free] = l1.store(chain("free", 1))
+    holds = l1.pool.hold_batch(b"".join([*used, free]), 128 * EXTENT)[0]
+    tails = TailPuts(l1.pool, cast("StoreController", None), TierSet(), CLOCK, after_s=-1)
+    tails.replaced(b"".join([*used, free]))
+    holds[-1].drop()
+    for _ in range(2):
+        tails.tick()
+    assert tails.stats()["lingering"] == len(used) and not l1.pool.peek(free) and l1.pool.peek(used[0])
+
+
+def test_throttled_puts_are_retried_a_bounded_number_of_times_after_growing_pauses() -> None:
+    rule = RetryRule(retries=4, first_s=0.5, longest_s=2.0)
+    assert [rule.delay_s(attempts) for attempts in range(1, 7)] == [0.5, 1.0, 2.0, 2.0, None, None]
+
+
+@given(st.integers(0, 2000))
+def test_cleaning_ahead_begins_at_the_watermark_and_goes_in_steps(used: int) -> None:
+    rule = EvictAhead(low_watermark=0.6, step=0.1)
+    need = rule.need_bytes(used, 1000)
+    if used <= 600:
+        assert need == 0
+    else:
+        assert 0 < need <= min(used - 600, 100)
