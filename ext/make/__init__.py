@@ -1,5 +1,5 @@
 """Compiles the native code for `setup.py`, the C++ tests (`ext/core/Makefile`) and benchmarks.
 
-`cache` keeps compiled files, `steps` compiles one file, `modules` builds the package's extension modules, `cuda` builds
-the GPU kernels, and `ucx` finds UCX's headers. These modules use only the standard library, and `modules` also Cython.
+`build` runs steps and keeps their products, and `native` says what is built. Both use only the standard library, and
+run Cython as a program.
 """

@@ -14,18 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from make.cache import ROOT
-from make.modules import (
-    Module,
-    exclusive_build,
-    jobs_wanted,
-    link,
-    make_core,
-    object_of,
-    own_flags,
-    python_flags,
-)
-from make.steps import Builder, BuildFailed, common_of, compile_step
+from make import native
+from make.build import Builder, BuildFailed, common_of, compile_step
 
 
 def compile_for_make(words: list[str]) -> None:
@@ -40,25 +30,20 @@ def compile_for_make(words: list[str]) -> None:
     rules = "".join(f"{name}:\n" for name in escaped[1:])
     Path(product).with_suffix(".d").write_text(f"{product}: {' '.join(escaped)}\n{rules}")
     if builder.ran:
-        builder.cache.sweep()
+        builder.sweep()
 
 
-def make_program(source: str, target: str) -> None:
+def link(what: str, source: str, target: str) -> None:
     builder = Builder()
-    with exclusive_build(), ThreadPoolExecutor(max_workers=jobs_wanted()) as pool:
-        library = make_core(builder, pool)
-        step = compile_step(source, object_of(source), [*own_flags(), "-Iext/core/tests"])
+    with native.exclusive_build(), ThreadPoolExecutor(max_workers=native.jobs_wanted()) as pool:
+        if what == "program":
+            flags, others = [*native.own_flags(), "-Iext/core/tests"], [native.make_core(builder, pool)]
+        else:
+            flags, others = native.python_flags(native.Module("", (source,)), generated=False), []
+        step = compile_step(source, native.object_of(source), flags)
         builder.make(step)
-        link(builder, [step.product, library], ROOT / target)
-
-
-def make_module(source: str, target: str) -> None:
-    builder = Builder()
-    with exclusive_build():
-        flags = python_flags(Module("", (source,)), generated=False)
-        step = compile_step(source, object_of(source), flags)
-        builder.make(step)
-        link(builder, [step.product], ROOT / target, ["-shared"])
+        shared = [] if what == "program" else ["-shared"]
+        builder.make(native.link_step([step.product, *others], target, *shared))
 
 
 def main(what: str = "", *words: str) -> int:
@@ -66,7 +51,7 @@ def main(what: str = "", *words: str) -> int:
         if what == "compile" and "-c" in words and "-o" in words:
             compile_for_make(list(words))
         elif what in ("program", "module") and len(words) == 2:
-            (make_program if what == "program" else make_module)(*words)
+            link(what, *words)
         else:
             print(__doc__, file=sys.stderr)
             return 2

@@ -23,8 +23,8 @@ FATBIN_MAGIC = bytes.fromhex("50ed55ba")
 PROGRAM = """
 import sys
 sys.path.insert(0, "ext")
-from make.cuda import find_nvcc, make_kernels
-from make.steps import Builder
+from make.native import find_nvcc, make_kernels
+from make.build import Builder
 print(find_nvcc()[0])
 print(make_kernels(Builder(), werror=True))
 """
