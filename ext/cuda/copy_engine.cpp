@@ -1,20 +1,16 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #include "copy_engine.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <new>
 #include <system_error>
 #include <utility>
 
 #include "base/threads.h"
-#include "copy_jobs.h"
 
 namespace kvstrata::cuda {
 
-Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const EngineOptions& options,
-                                     Status* status, std::unique_ptr<Impl>* out) {
+Failure CudaCopyEngine::create(std::shared_ptr<Device> device, const EngineOptions& options,
+                               Status* status, std::shared_ptr<CudaCopyEngine>* out) {
   const auto limit = [&](const char* text, std::uint64_t value, std::uint64_t most) {
     *status = Status(StatusCode::kBadArgument, text, static_cast<std::int64_t>(value),
                      static_cast<std::int64_t>(most));
@@ -37,8 +33,9 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
   if (options.rounds && !no_kernels.empty()) {
     return Failure{-1, "", "kernels: needed to round KV, and " + no_kernels};
   }
-  std::unique_ptr<Impl> engine(new Impl);
-  engine->owner_ = getpid();
+  std::shared_ptr<CudaCopyEngine> engine(new CudaCopyEngine, [](CudaCopyEngine* made) {
+    if (made->owned()) delete made;
+  });
   engine->device_ = device;
   engine->options_ = options;
   if (options.way == Way::kKernel && !no_kernels.empty()) {
@@ -62,7 +59,7 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
     engine->threads_.push_back(start_thread(work));
     name_thread(engine->threads_.back(), name);
   };
-  Impl* const self = engine.get();
+  CudaCopyEngine* const self = engine.get();
   Direction& store = engine->direction_of(CopyKind::kGather);
   Direction& load = engine->direction_of(CopyKind::kScatter);
   try {
@@ -80,13 +77,12 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
   return Failure{};
 }
 
-CudaCopyEngine::Impl::~Impl() {
+CudaCopyEngine::~CudaCopyEngine() {
   close();
 }
 
-Status CudaCopyEngine::Impl::start(std::uint64_t job_id, bool reported, CopyKind kind,
-                                   CudaPlan plan, std::vector<CopyItem> items,
-                                   std::shared_ptr<Job>* out) {
+Status CudaCopyEngine::start(std::uint64_t job_id, bool reported, CopyKind kind, CudaPlan plan,
+                             std::vector<CopyItem> items, std::shared_ptr<Job>* out) {
   if (plan.device != device_) {
     return Status(StatusCode::kBadArgument, "plan: is for another device than the engine",
                   plan.device->ordinal(), device_->ordinal(), -1);
@@ -116,8 +112,7 @@ Status CudaCopyEngine::Impl::start(std::uint64_t job_id, bool reported, CopyKind
   return Status();
 }
 
-Status CudaCopyEngine::Impl::check_rounding(const CopyPlan& plan,
-                                            std::span<const CopyItem> items) const {
+Status CudaCopyEngine::check_rounding(const CopyPlan& plan, std::span<const CopyItem> items) const {
   if (!options_.rounds) {
     return Status(StatusCode::kBadArgument, "plan: rounds KV, and the engine was not made for that",
                   0, 0, -1);
@@ -133,7 +128,7 @@ Status CudaCopyEngine::Impl::check_rounding(const CopyPlan& plan,
   return Status();
 }
 
-void CudaCopyEngine::Impl::completions(std::vector<CopyCompletion>* out) {
+void CudaCopyEngine::completions(std::vector<CopyCompletion>* out) {
   std::vector<std::shared_ptr<Job>> ended;
   {
     const Lock lock(mutex_);
@@ -148,8 +143,8 @@ void CudaCopyEngine::Impl::completions(std::vector<CopyCompletion>* out) {
   }
 }
 
-Status CudaCopyEngine::Impl::run(CopyKind kind, CudaPlan plan, std::vector<CopyItem> items,
-                                 std::vector<CopyResult>* results) {
+Status CudaCopyEngine::run(CopyKind kind, CudaPlan plan, std::vector<CopyItem> items,
+                           std::vector<CopyResult>* results) {
   std::shared_ptr<Job> job;
   KVSTRATA_RETURN_IF_ERROR(start(0, false, kind, std::move(plan), std::move(items), &job));
   {
@@ -162,16 +157,15 @@ Status CudaCopyEngine::Impl::run(CopyKind kind, CudaPlan plan, std::vector<CopyI
   return Status();
 }
 
-bool CudaCopyEngine::Impl::wait(std::uint64_t job_id, std::chrono::nanoseconds timeout) {
+bool CudaCopyEngine::wait(std::uint64_t job_id, std::chrono::nanoseconds timeout) {
   const auto deadline = deadline_after(timeout);
   Lock lock(mutex_);
   const std::shared_ptr<Job> job = ledger_.find(job_id);
   return job == nullptr || progress_.wait_until(lock, deadline, [&] { return job->done; });
 }
 
-Failure CudaCopyEngine::Impl::await_section(std::uint64_t job_id, std::size_t section,
-                                            Stream stream, std::chrono::nanoseconds timeout,
-                                            bool* queued) {
+Failure CudaCopyEngine::await_section(std::uint64_t job_id, std::size_t section, Stream stream,
+                                      std::chrono::nanoseconds timeout, bool* queued) {
   const auto deadline = deadline_after(timeout);
   std::shared_ptr<Moment> moment;
   {
@@ -204,18 +198,19 @@ Failure CudaCopyEngine::Impl::await_section(std::uint64_t job_id, std::size_t se
   return failure;
 }
 
-bool CudaCopyEngine::Impl::cancel(std::uint64_t job_id) {
+bool CudaCopyEngine::cancel(std::uint64_t job_id) {
   const Lock lock(mutex_);
   const std::shared_ptr<Job> job = ledger_.find(job_id);
   return job != nullptr && cancel_rest(direction_of(job->kind), job, CopyOutcome::kCancelled);
 }
 
-void CudaCopyEngine::Impl::drain() {
+void CudaCopyEngine::drain() {
   Lock lock(mutex_);
   progress_.wait(lock, [this] { return ledger_.idle(); });
 }
 
-void CudaCopyEngine::Impl::close() {
+void CudaCopyEngine::close() {
+  if (!owned()) return;
   const std::lock_guard closing(close_mutex_);
   {
     Lock lock(mutex_);
@@ -236,7 +231,7 @@ void CudaCopyEngine::Impl::close() {
   threads_.clear();
 }
 
-Failure CudaCopyEngine::Impl::moment(Stream stream, std::shared_ptr<Moment>* out) {
+Failure CudaCopyEngine::moment(Stream stream, std::shared_ptr<Moment>* out) {
   const CurrentContext current(*device_);
   if (Failure failure = current.failure()) return failure;
   std::shared_ptr<Moment> moment;
@@ -250,83 +245,6 @@ Failure CudaCopyEngine::Impl::moment(Stream stream, std::shared_ptr<Moment>* out
   }
   *out = std::move(moment);
   return Failure{};
-}
-
-CudaCopyEngine::CudaCopyEngine(std::unique_ptr<Impl> impl) noexcept : impl_(std::move(impl)) {}
-
-CudaCopyEngine::~CudaCopyEngine() {
-  if (!impl_->owned()) {
-    // A forked child has the state but neither its threads nor a driver: leak the state.
-    static_cast<void>(impl_.release());
-  }
-}
-
-Failure CudaCopyEngine::create(std::shared_ptr<Device> device, const EngineOptions& options,
-                               Status* status, std::unique_ptr<CudaCopyEngine>* out) {
-  std::unique_ptr<Impl> impl;
-  Failure failure = Impl::create(std::move(device), options, status, &impl);
-  if (impl != nullptr) out->reset(new CudaCopyEngine(std::move(impl)));
-  return failure;
-}
-
-int CudaCopyEngine::event_fd() const noexcept {
-  return impl_->event_fd();
-}
-
-Status CudaCopyEngine::submit(std::uint64_t job_id, CopyKind kind, CudaPlan plan,
-                              std::vector<CopyItem> items) {
-  std::shared_ptr<Job> job;
-  return impl_->start(job_id, true, kind, std::move(plan), std::move(items), &job);
-}
-
-void CudaCopyEngine::completions(std::vector<CopyCompletion>* out) {
-  impl_->completions(out);
-}
-
-Status CudaCopyEngine::run(CopyKind kind, CudaPlan plan, std::vector<CopyItem> items,
-                           std::vector<CopyResult>* results) {
-  return impl_->run(kind, std::move(plan), std::move(items), results);
-}
-
-bool CudaCopyEngine::wait(std::uint64_t job_id, std::chrono::nanoseconds timeout) {
-  return impl_->wait(job_id, timeout);
-}
-
-bool CudaCopyEngine::cancel(std::uint64_t job_id) {
-  return impl_->cancel(job_id);
-}
-
-void CudaCopyEngine::drain() {
-  impl_->drain();
-}
-
-void CudaCopyEngine::close() {
-  if (impl_->owned()) impl_->close();
-}
-
-Way CudaCopyEngine::way() const noexcept {
-  return impl_->way();
-}
-
-const std::string& CudaCopyEngine::reason() const noexcept {
-  return impl_->reason();
-}
-
-Failure CudaCopyEngine::moment(Stream stream, std::shared_ptr<Moment>* out) {
-  return impl_->moment(stream, out);
-}
-
-Failure CudaCopyEngine::await_section(std::uint64_t job_id, std::size_t section, Stream stream,
-                                      std::chrono::nanoseconds timeout, bool* queued) {
-  return impl_->await_section(job_id, section, stream, timeout, queued);
-}
-
-PinnedMemory& CudaCopyEngine::pinned() noexcept {
-  return impl_->pinned();
-}
-
-Failure CudaCopyEngine::failed() const {
-  return impl_->failed();
 }
 
 }  // namespace kvstrata::cuda

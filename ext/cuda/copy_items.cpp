@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "copy_jobs.h"
+#include "copy_engine.h"
 
 namespace kvstrata::cuda {
 namespace {
@@ -29,19 +29,19 @@ bool all_scales(const unsigned char* scales, std::uint64_t bytes) {
 
 }  // namespace
 
-void CudaCopyEngine::Impl::finish(const std::shared_ptr<Job>& job) {
+void CudaCopyEngine::finish(const std::shared_ptr<Job>& job) {
   ledger_.end(job);
   progress_.notify_all();
 }
 
-void CudaCopyEngine::Impl::end_item(const std::shared_ptr<Job>& job, std::size_t item) {
+void CudaCopyEngine::end_item(const std::shared_ptr<Job>& job, std::size_t item) {
   Progress& progress = job->progress[item];
   if (progress.device_failed) progress.result = CopyResult{CopyOutcome::kFailed, -1};
   if (--job->items_left == 0) finish(job);
 }
 
-bool CudaCopyEngine::Impl::cancel_rest(Direction& direction, const std::shared_ptr<Job>& job,
-                                       CopyOutcome outcome) {
+bool CudaCopyEngine::cancel_rest(Direction& direction, const std::shared_ptr<Job>& job,
+                                 CopyOutcome outcome) {
   if (job->next_item == job->end_item) return false;
   std::erase(direction.queue, job);
   job->lost = true;
@@ -54,7 +54,7 @@ bool CudaCopyEngine::Impl::cancel_rest(Direction& direction, const std::shared_p
   return true;
 }
 
-void CudaCopyEngine::Impl::fail(const Failure& failure) {
+void CudaCopyEngine::fail(const Failure& failure) {
   if (failed_) return;
   failed_ = failure;
   for (const auto& direction : directions_) {
@@ -65,7 +65,7 @@ void CudaCopyEngine::Impl::fail(const Failure& failure) {
   }
 }
 
-void CudaCopyEngine::Impl::submit_items(Direction& direction) {
+void CudaCopyEngine::submit_items(Direction& direction) {
   const CurrentContext current(*device_);
   Lock lock(mutex_);
   for (;;) {
@@ -88,8 +88,8 @@ void CudaCopyEngine::Impl::submit_items(Direction& direction) {
   direction.came.notify_all();
 }
 
-void CudaCopyEngine::Impl::begin(Direction& direction, const std::shared_ptr<Job>& job,
-                                 std::size_t first, std::size_t last) {
+void CudaCopyEngine::begin(Direction& direction, const std::shared_ptr<Job>& job, std::size_t first,
+                           std::size_t last) {
   const CopyPlan& plan = *job->plan.copy;
   const std::size_t count = plan.section_count();
   Begun begun{.job = job, .items = {}, .begin = 0, .end = count, .moment = nullptr, .bytes = 0};
@@ -154,7 +154,7 @@ void CudaCopyEngine::Impl::begin(Direction& direction, const std::shared_ptr<Job
   if (!begun.items.empty()) add_begun(direction, std::move(begun));
 }
 
-void CudaCopyEngine::Impl::add_begun(Direction& direction, Begun begun) {
+void CudaCopyEngine::add_begun(Direction& direction, Begun begun) {
   direction.ahead_bytes += begun.bytes;
   direction.begun.push_back(std::move(begun));
   direction.came.notify_all();
@@ -162,8 +162,8 @@ void CudaCopyEngine::Impl::add_begun(Direction& direction, Begun begun) {
 
 // Of the gather of one item, each part but the last becomes a Begun of its own, and `last` keeps
 // what is left.
-Failure CudaCopyEngine::Impl::queue_copies(Direction& direction, const std::shared_ptr<Job>& owner,
-                                           const std::vector<std::size_t>& items, Begun* last) {
+Failure CudaCopyEngine::queue_copies(Direction& direction, const std::shared_ptr<Job>& owner,
+                                     const std::vector<std::size_t>& items, Begun* last) {
   Job& job = *owner;
   Mover& mover = direction.mover;
   const CopyPlan& plan = *job.plan.copy;
@@ -225,7 +225,7 @@ Failure CudaCopyEngine::Impl::queue_copies(Direction& direction, const std::shar
   return Failure{};
 }
 
-void CudaCopyEngine::Impl::finish_items(Direction& direction) {
+void CudaCopyEngine::finish_items(Direction& direction) {
   const CurrentContext current(*device_);
   Lock lock(mutex_);
   for (;;) {
@@ -263,8 +263,8 @@ void CudaCopyEngine::Impl::finish_items(Direction& direction) {
   }
 }
 
-void CudaCopyEngine::Impl::add_units(const std::shared_ptr<Job>& job, std::size_t item,
-                                     std::size_t begin, std::size_t end) {
+void CudaCopyEngine::add_units(const std::shared_ptr<Job>& job, std::size_t item, std::size_t begin,
+                               std::size_t end) {
   const CopyPlan& plan = *job->plan.copy;
   for (std::size_t s = begin; s < end; s = units_.back().end) {
     const std::size_t stop = std::min(end, unit_end(plan, job->items[item].blocks.size(), s));
@@ -274,7 +274,7 @@ void CudaCopyEngine::Impl::add_units(const std::shared_ptr<Job>& job, std::size_
   work_.notify_all();
 }
 
-void CudaCopyEngine::Impl::help() {
+void CudaCopyEngine::help() {
   Lock lock(mutex_);
   for (;;) {
     work_.wait(lock, [this] { return !units_.empty() || (ledger_.closed() && ledger_.idle()); });
@@ -288,7 +288,7 @@ void CudaCopyEngine::Impl::help() {
   }
 }
 
-void CudaCopyEngine::Impl::compute(const Unit& unit) {
+void CudaCopyEngine::compute(const Unit& unit) {
   Job& job = *unit.job;
   Progress& progress = job.progress[unit.item];
   const CopyPlan& plan = *job.plan.copy;
@@ -315,7 +315,7 @@ void CudaCopyEngine::Impl::compute(const Unit& unit) {
   }
 }
 
-void CudaCopyEngine::Impl::end_part(Lock& lock, const std::shared_ptr<Job>& job, std::size_t item) {
+void CudaCopyEngine::end_part(Lock& lock, const std::shared_ptr<Job>& job, std::size_t item) {
   Progress& progress = job->progress[item];
   if (--progress.parts_left != 0) return;
   if (job->kind == CopyKind::kGather && !progress.device_failed &&

@@ -97,7 +97,7 @@ cdef extern from "copy_engine.h" namespace "kvstrata::cuda" nogil:
     cdef cppclass CEngine "kvstrata::cuda::CudaCopyEngine":
         @staticmethod
         Failure create(
-            shared_ptr[Device] device, const EngineOptions& options, Status* status, unique_ptr[CEngine]* out
+            shared_ptr[Device] device, const EngineOptions& options, Status* status, shared_ptr[CEngine]* out
         ) except +
         int event_fd()
         Status submit(uint64_t job_id, CopyKind kind, CudaPlan plan, vector[CopyItem] items) except +
@@ -338,7 +338,7 @@ cdef class CudaCopyPlan:
 
 
 cdef class CudaCopyEngine:
-    cdef unique_ptr[CEngine] native
+    cdef shared_ptr[CEngine] native
     cdef readonly int event_fd
     cdef readonly int threads
 

@@ -19,7 +19,7 @@
 #include <span>
 #include <vector>
 
-#include "copy/engine.h"
+#include "copy/items.h"
 #include "plan.h"
 
 namespace kvstrata::cuda {

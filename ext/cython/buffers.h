@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The buffer of a Python object, borrowed until the BorrowedBuffer is destroyed. REQUIRES, for all
-// functions and the destructor: the GIL; only data() and bytes() need none.
+// functions and the destructor: the GIL; only data(), writable() and bytes() need none.
 #pragma once
 
 #include <Python.h>
@@ -17,16 +17,21 @@ class BorrowedBuffer {
     if (held_) PyBuffer_Release(&buffer_);
   }
 
-  // Called at most once. Returns -1 with a Python exception if the object has no contiguous buffer.
-  int borrow(PyObject* object) {
-    if (PyObject_GetBuffer(object, &buffer_, PyBUF_SIMPLE) != 0) return -1;
-    held_ = true;
-    return 0;
-  }
+  // One of the two is called, at most once. Returns -1 with a Python exception if the object has no
+  // contiguous buffer, or no writable one.
+  int borrow(PyObject* object) { return borrow(object, PyBUF_SIMPLE); }
+  int borrow_writable(PyObject* object) { return borrow(object, PyBUF_WRITABLE); }
   const unsigned char* data() const { return static_cast<const unsigned char*>(buffer_.buf); }
+  unsigned char* writable() const { return static_cast<unsigned char*>(buffer_.buf); }
   Py_ssize_t bytes() const { return buffer_.len; }
 
  private:
+  int borrow(PyObject* object, int flags) {
+    if (PyObject_GetBuffer(object, &buffer_, flags) != 0) return -1;
+    held_ = true;
+    return 0;
+  }
+
   Py_buffer buffer_{};
   bool held_ = false;
 };

@@ -7,7 +7,9 @@ from libc.stddef cimport size_t
 cdef extern from "buffers.h" namespace "kvstrata::python":
     cdef cppclass BorrowedBuffer:
         int take "borrow"(object) except -1
+        int take_writable "borrow_writable"(object) except -1
         const unsigned char* data() noexcept nogil
+        unsigned char* writable() noexcept nogil
         Py_ssize_t bytes() noexcept nogil
 
 

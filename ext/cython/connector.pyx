@@ -16,6 +16,7 @@ from cpython.ref cimport PyObject
 from libc.string cimport memcpy
 from libcpp.utility cimport move
 
+from buffers cimport BorrowedBuffer
 from cpp cimport *
 from kvstrata.native.core cimport LANES, Hold, raise_for
 

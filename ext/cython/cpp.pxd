@@ -167,11 +167,6 @@ cdef extern from "copy/copy.h" namespace "kvstrata" nogil:
         uint32_t section_bytes(size_t section, uint64_t n_blocks)
         Status payload_bytes(uint64_t n_blocks, uint64_t* out)
         Status record_bytes(uint64_t n_blocks, uint64_t* out)
-    Status c_gather_record "kvstrata::gather_record"(
-        const CCopyPlan& plan, U32Span blocks, void* record, uint64_t length, const CRecordSpec& spec)
-    Status c_scatter_record "kvstrata::scatter_record"(
-        const CCopyPlan& plan, U32Span blocks, const void* record, uint64_t length,
-        const CRecordSpec& wanted)
 
 
 cdef extern from "<chrono>" namespace "std::chrono" nogil:
@@ -204,11 +199,11 @@ cdef extern from "copy/engine.h" namespace "kvstrata" nogil:
         vector[CopyResult] results
     cdef cppclass CCopyEngine "kvstrata::CopyEngine":
         @staticmethod
-        Status create(int threads, size_t queue, unique_ptr[CCopyEngine]* out)
+        Status create(int threads, size_t queue, shared_ptr[CCopyEngine]* out)
         int event_fd()
         Status submit(uint64_t job_id, CopyKind kind, shared_ptr[const CCopyPlan] plan,
                       vector[CopyItem] items)
-        Status completions(vector[CopyCompletion]* out)
+        void completions(vector[CopyCompletion]* out)
         Status run(CopyKind kind, shared_ptr[const CCopyPlan] plan, vector[CopyItem] items,
                    vector[CopyResult]* results)
         cbool wait(uint64_t job_id, nanoseconds timeout)

@@ -2,13 +2,13 @@
 #include "engine.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <fstream>
+#include <system_error>
 
 #include "base/threads.h"
 #include "connection.h"
@@ -28,22 +28,14 @@ bool lies_within(std::uint64_t offset, std::uint64_t length, std::uint64_t whole
   return length <= whole && offset <= whole - length;
 }
 
-void add_to(int eventfd) {
-  const std::uint64_t one = 1;
-  // Fails only if the counter is at its limit; the descriptor is readable then.
-  [[maybe_unused]] const ssize_t n = ::write(eventfd, &one, sizeof(one));
-}
-
-void reset(int eventfd) {
-  std::uint64_t count = 0;
-  [[maybe_unused]] const ssize_t n = ::read(eventfd, &count, sizeof(count));
-}
-
 }  // namespace
 
 UcxEngine::UcxEngine(UcxOptions options) : options_(std::move(options)) {
-  event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  for (EventFd* const event : {&event_, &wake_}) {
+    if (const Status status = event->open(); !status.ok())
+      throw std::system_error(static_cast<int>(status.detail(0)), std::generic_category(),
+                              status.message());
+  }
   thread_ = start_thread([this] { run(); });
 }
 
@@ -53,20 +45,20 @@ UcxEngine::~UcxEngine() {
 
 std::vector<UcxEvent> UcxEngine::take_events() {
   const std::lock_guard lock(mutex_);
-  reset(event_fd_);
+  event_.drain();
   return std::exchange(events_, {});
 }
 
 void UcxEngine::tell(std::uint64_t ticket, UcxEnd end, std::string text) {
   const std::lock_guard lock(mutex_);
   events_.push_back({ticket, end, std::move(text)});
-  if (events_.size() == 1) add_to(event_fd_);
+  if (events_.size() == 1) event_.signal();
 }
 
 void UcxEngine::submit(Command command) {
   const std::lock_guard lock(mutex_);
   commands_.push_back(std::move(command));
-  if (commands_.size() == 1) add_to(wake_fd_);
+  if (commands_.size() == 1) wake_.signal();
 }
 
 void UcxEngine::connect(std::uint64_t ticket, std::uint64_t connection, std::string packed,
@@ -94,9 +86,6 @@ void UcxEngine::close() {
   if (!thread_.joinable()) return;
   begin_close(0);
   thread_.join();
-  ::close(event_fd_);
-  ::close(wake_fd_);
-  event_fd_ = wake_fd_ = -1;
 }
 
 std::string UcxEngine::why(const std::string& what, ucs_status_t status) {
@@ -242,7 +231,7 @@ bool UcxEngine::progress() {
 
 // Sleeps until a command arrives or a worker may have made progress.
 void UcxEngine::rest(bool recently_busy) {
-  std::vector<pollfd> fds{{wake_fd_, POLLIN, 0}};
+  std::vector<pollfd> fds{{wake_.fd(), POLLIN, 0}};
   bool watched = server_ != nullptr, ending = false;
   if (watched) {
     if (posted_ > 0 || recently_busy) {
@@ -270,7 +259,7 @@ bool UcxEngine::take_commands() {
     const std::lock_guard lock(mutex_);
     if (commands_.empty()) return false;
     commands.swap(commands_);
-    reset(wake_fd_);
+    wake_.drain();
   }
   for (Command& command : commands)
     obey(command);

@@ -39,6 +39,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/event_fd.h"
 #include "library.h"
 #include "peer.h"
 
@@ -73,14 +74,15 @@ struct UcxOptions {
 class UcxEngine {
  public:
   // Begins to open; the event of ticket 0 tells the outcome. The memory belongs to the caller and
-  // must stay mapped until close() has returned.
+  // must stay mapped until close() has returned. Throws std::system_error if the system gives no
+  // descriptor.
   explicit UcxEngine(UcxOptions options);
   ~UcxEngine();
   UcxEngine(const UcxEngine&) = delete;
   UcxEngine& operator=(const UcxEngine&) = delete;
 
-  // Readable while events wait to be taken; -1 after close().
-  [[nodiscard]] int event_fd() const noexcept { return event_fd_; }
+  // Readable while events wait to be taken. Closed by the destructor.
+  [[nodiscard]] int event_fd() const noexcept { return event_.fd(); }
   // Takes all events, in their order.
   std::vector<UcxEvent> take_events();
 
@@ -97,8 +99,8 @@ class UcxEngine {
   void disconnect(std::uint64_t ticket, std::uint64_t connection);
   // Ends all connections, then the thread.
   void begin_close(std::uint64_t ticket);
-  // Calls begin_close(), joins the thread and closes event_fd(); events that were not taken can
-  // still be taken. Idempotent.
+  // Calls begin_close() and joins the thread; events that were not taken can still be taken.
+  // Idempotent.
   void close();
 
  private:
@@ -143,7 +145,7 @@ class UcxEngine {
   static void on_read(void* request, ucs_status_t status, void* read);
 
   UcxOptions options_;
-  int event_fd_ = -1, wake_fd_ = -1;
+  EventFd event_, wake_;
   std::mutex mutex_;  // of the next two
   std::vector<Command> commands_;
   std::vector<UcxEvent> events_;

@@ -118,7 +118,8 @@ def record_of_cpu(
     blocks_in_ram.write(content)
     plan = shape.host_plan(core.buffer_address(blocks_in_ram))
     record = mmap.mmap(-1, plan.record_bytes(len(blocks)))
-    core.gather_record(plan, blocks, core.buffer_address(record), len(record), what or spec())
+    item = (blocks, core.buffer_address(record), len(record), what or spec())
+    assert core.CopyEngine(threads=0).run("gather", plan, [item]) == [0]
     return record[:]
 
 

@@ -35,7 +35,7 @@ from kvstrata.connectors.vllm.groups import read_groups
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, chunk_bytes
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.keys.recut import Part, plan_recut
-from kvstrata.native.core import RecordSpec, buffer_address, gather_record, record_header, scatter_record
+from kvstrata.native.core import CopyEngine, RecordSpec, buffer_address, record_header
 from kvstrata.server.recuts.record import Place, recut_records
 
 try:
@@ -198,7 +198,8 @@ class Engine:
 
     def gather(self, blocks: list[int]) -> bytearray:
         record = bytearray(self.plan.record_bytes(len(blocks)) + 8)
-        gather_record(self.plan, blocks, buffer_address(record, writable=True), len(record), SPEC)
+        item = (blocks, buffer_address(record, writable=True), len(record), SPEC)
+        assert CopyEngine(threads=0).run("gather", self.plan, [item]) == [0]
         return record
 
     def block(self, layer: str, block: int) -> bytes:
@@ -224,7 +225,8 @@ def copies_are_right(engine: Engine) -> dict[str, Any]:
     before = {name: tensor.clone() for name, tensor in engine.tensors.items()}
     for tensor in engine.tensors.values():
         tensor.view(torch.uint8).fill_(0)
-    scattered = scatter_record(engine.plan, blocks, address, len(record), KEY, IDENTITY) == 0
+    item = (blocks, address, len(record), (KEY, IDENTITY))
+    scattered = CopyEngine(threads=0).run("scatter", engine.plan, [item]) == [0]
     pieces = next(iter(before.values())).shape[0] // engine.config.num_blocks
     for name, tensor in engine.tensors.items():
         now, then = (t.view(torch.uint8).unflatten(0, (-1, pieces)) for t in (tensor, before[name]))

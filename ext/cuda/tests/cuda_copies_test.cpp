@@ -50,7 +50,7 @@ std::shared_ptr<Device> open_device() {
   return device;
 }
 
-std::unique_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& device, Way way,
+std::shared_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& device, Way way,
                                             std::size_t queue = 256, bool rounds = false) {
   EngineOptions options;
   options.rounds = rounds;
@@ -58,7 +58,7 @@ std::unique_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& devic
   options.staging_bytes = 32 << 10;
   options.queue = queue;
   Status status;
-  std::unique_ptr<CudaCopyEngine> engine;
+  std::shared_ptr<CudaCopyEngine> engine;
   check_cuda(CudaCopyEngine::create(device, options, &status, &engine));
   CHECK_OK(status);
   CHECK(engine->way() == way);
@@ -189,7 +189,15 @@ struct World {
       }
       CHECK_OK(write_record_header(record.data(), extent_bytes, item.spec, sections, kSections));
     } else {
-      CHECK_OK(gather_record(*plan.copy, item.blocks, record.data(), extent_bytes, item.spec));
+      static const std::shared_ptr<CopyEngine> cpu = [] {
+        std::shared_ptr<CopyEngine> made;
+        CHECK_OK(CopyEngine::create(0, 1, &made));
+        return made;
+      }();
+      CopyItem there = item;
+      there.record = record.data();
+      std::vector<CopyResult> results;
+      CHECK_OK(cpu->run(CopyKind::kGather, plan.copy, {there}, &results));
     }
     record.resize(extent_bytes);
     return record;

@@ -11,14 +11,14 @@ cdef extern from *:
 
 
 cdef int set_key(Digest& key, object value) except -1:
-    cdef const unsigned char[::1] view
+    cdef BorrowedBuffer view
     if PyBytes_CheckExact(value) and PyBytes_GET_SIZE(value) == 32:  # the usual case
         memcpy(key.data(), PyBytes_AS_STRING(value), 32)
         return 0
-    view = value
-    if view.shape[0] != 32:
-        raise ValueError(f"key: must have 32 bytes, not {view.shape[0]}")
-    memcpy(key.data(), &view[0], 32)
+    view.take(value)
+    if view.bytes() != 32:
+        raise ValueError(f"key: must have 32 bytes, not {view.bytes()}")
+    memcpy(key.data(), view.data(), 32)
     return 0
 
 

@@ -2,7 +2,6 @@
 # Transformations of payloads for the codec wrapper.
 
 cdef extern from "codec/planes.h" namespace "kvstrata" nogil:
-    const char* c_planes_path "kvstrata::planes_path"()
     void c_split_planes "kvstrata::split_planes"(void* planes, const void* bytes, size_t n)
     void c_join_planes "kvstrata::join_planes"(void* bytes, const void* planes, size_t n)
 
@@ -14,46 +13,28 @@ cdef extern from "codec/fp8.h" namespace "kvstrata" nogil:
         const Fp8Shape& shape, Fp8Source type, const void* codes, const void* scales, void* numbers)
 
 
-cdef int two_buffers(object out, object source, Py_buffer* to, Py_buffer* of) except -1:
-    PyObject_GetBuffer(out, to, PyBUF_SIMPLE | PyBUF_WRITABLE)
-    try:
-        PyObject_GetBuffer(source, of, PyBUF_SIMPLE)
-    except BaseException:
-        PyBuffer_Release(to)
-        raise
-    cdef size_t a = <size_t>to.buf
-    cdef size_t b = <size_t>of.buf
-    if to.len != of.len or (a < b + <size_t>of.len and b < a + <size_t>to.len):
-        PyBuffer_Release(to)
-        PyBuffer_Release(of)
-        raise ValueError(f"out: must have {of.len} bytes, not {to.len}, and must not overlap the source")
+cdef int two_buffers(object out, object source, BorrowedBuffer& to, BorrowedBuffer& of) except -1:
+    to.take_writable(out)
+    of.take(source)
+    cdef size_t a = <size_t>to.data()
+    cdef size_t b = <size_t>of.data()
+    if to.bytes() != of.bytes() or (a < b + <size_t>of.bytes() and b < a + <size_t>to.bytes()):
+        raise ValueError(f"out: must have {of.bytes()} bytes, not {to.bytes()}, and must not overlap the source")
     return 0
 
 
 def split_planes(out, source):
-    cdef Py_buffer to, of
-    two_buffers(out, source, &to, &of)
-    try:
-        with nogil:
-            c_split_planes(to.buf, of.buf, of.len)
-    finally:
-        PyBuffer_Release(&to)
-        PyBuffer_Release(&of)
+    cdef BorrowedBuffer to, of
+    two_buffers(out, source, to, of)
+    with nogil:
+        c_split_planes(to.writable(), of.data(), of.bytes())
 
 
 def join_planes(out, source):
-    cdef Py_buffer to, of
-    two_buffers(out, source, &to, &of)
-    try:
-        with nogil:
-            c_join_planes(to.buf, of.buf, of.len)
-    finally:
-        PyBuffer_Release(&to)
-        PyBuffer_Release(&of)
-
-
-def planes_path():
-    return c_planes_path().decode()
+    cdef BorrowedBuffer to, of
+    two_buffers(out, source, to, of)
+    with nogil:
+        c_join_planes(to.writable(), of.data(), of.bytes())
 
 
 cdef Fp8Source source_type(object dtype) except *:
@@ -73,20 +54,30 @@ cdef Fp8Shape read_shape(object shape) except *:
     return out
 
 
+cdef int check_lengths(
+    Fp8Shape& shape, BorrowedBuffer& numbers, BorrowedBuffer& codes, BorrowedBuffer& scales
+) except -1:
+    cdef size_t n = shape.numbers()
+    if <size_t>numbers.bytes() != 2 * n or <size_t>codes.bytes() != n or <size_t>scales.bytes() != 4 * shape.scales():
+        raise ValueError(
+            f"numbers, codes, scales: {numbers.bytes()}, {codes.bytes()}, {scales.bytes()} bytes do not fit the shape"
+        )
+    if <size_t>numbers.data() % 2:
+        raise ValueError("numbers: must lie at an even address")
+    return 0
+
+
 def fp8_encode(shape, dtype, numbers, codes, scales):
     cdef Fp8Shape checked = read_shape(shape)
     cdef Fp8Source kind = source_type(dtype)
-    cdef const unsigned char[::1] of = numbers
-    cdef unsigned char[::1] to = codes
-    cdef unsigned char[::1] by = scales
-    cdef size_t n = checked.numbers()
+    cdef BorrowedBuffer of, to, by
     cdef Status status
-    if <size_t>of.shape[0] != 2 * n or <size_t>to.shape[0] != n or <size_t>by.shape[0] != 4 * checked.scales():
-        raise ValueError(f"numbers, codes, scales: {of.shape[0]}, {to.shape[0]}, {by.shape[0]} bytes do not fit the shape")
-    if <size_t>&of[0] % 2:
-        raise ValueError("numbers: must lie at an even address")
+    of.take(numbers)
+    to.take_writable(codes)
+    by.take_writable(scales)
+    check_lengths(checked, of, to, by)
     with nogil:
-        status = c_fp8_encode(checked, kind, &of[0], &to[0], &by[0])
+        status = c_fp8_encode(checked, kind, of.data(), to.writable(), by.writable())
     if status.code() == StatusCode.kUnsupported:
         return False
     raise_for(status, CALL)
@@ -96,13 +87,10 @@ def fp8_encode(shape, dtype, numbers, codes, scales):
 def fp8_decode(shape, dtype, codes, scales, numbers):
     cdef Fp8Shape checked = read_shape(shape)
     cdef Fp8Source kind = source_type(dtype)
-    cdef const unsigned char[::1] of = codes
-    cdef const unsigned char[::1] by = scales
-    cdef unsigned char[::1] to = numbers
-    cdef size_t n = checked.numbers()
-    if <size_t>to.shape[0] != 2 * n or <size_t>of.shape[0] != n or <size_t>by.shape[0] != 4 * checked.scales():
-        raise ValueError(f"codes, scales, numbers: {of.shape[0]}, {by.shape[0]}, {to.shape[0]} bytes do not fit the shape")
-    if <size_t>&to[0] % 2:
-        raise ValueError("numbers: must lie at an even address")
+    cdef BorrowedBuffer of, to, by
+    of.take(codes)
+    by.take(scales)
+    to.take_writable(numbers)
+    check_lengths(checked, to, of, by)
     with nogil:
-        c_fp8_decode(checked, kind, &of[0], &by[0], &to[0])
+        c_fp8_decode(checked, kind, of.data(), by.data(), to.writable())

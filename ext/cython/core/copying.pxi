@@ -94,37 +94,6 @@ cdef class CopyPlan:
         return result
 
 
-def gather_record(CopyPlan plan not None, block_ids, extent_address, extent_len, RecordSpec spec not None):
-    cdef vector[uint32_t] blocks
-    cdef void* record = <void*><size_t>whole(extent_address, "extent_address")
-    cdef uint64_t length = whole(extent_len, "extent_len")
-    cdef Status status
-    set_blocks(blocks, block_ids, False)
-    with nogil:
-        status = c_gather_record(
-            plan.plan.get()[0], U32Span(blocks.data(), blocks.size()), record, length, spec.spec
-        )
-    raise_for(status, CALL)
-
-
-def scatter_record(CopyPlan plan not None, block_ids, extent_address, extent_len, expected_key, expected_identity):
-    cdef vector[uint32_t] blocks
-    cdef const void* record = <const void*><size_t>whole(extent_address, "extent_address")
-    cdef uint64_t length = whole(extent_len, "extent_len")
-    cdef CRecordSpec wanted
-    cdef Status status
-    set_digest(wanted.key, expected_key, "expected_key")
-    set_digest(wanted.identity, expected_identity, "expected_identity")
-    set_blocks(blocks, block_ids, True)
-    with nogil:
-        status = c_scatter_record(
-            plan.plan.get()[0], U32Span(blocks.data(), blocks.size()), record, length, wanted
-        )
-    if status.code() == StatusCode.kBadArgument or status.code() == StatusCode.kOutOfRange:
-        raise_for(status, CALL)
-    return <int>copy_outcome(status)
-
-
 cdef CopyKind kind_of(object kind) except *:
     if kind == "gather":
         return CopyKind.kGather
@@ -166,7 +135,7 @@ cdef list codes_of(const vector[CopyResult]& results):
 
 
 cdef class CopyEngine:
-    cdef unique_ptr[CCopyEngine] engine
+    cdef shared_ptr[CCopyEngine] engine
     cdef readonly int event_fd
     cdef readonly int threads
 
@@ -194,10 +163,8 @@ cdef class CopyEngine:
 
     def completions(self):
         cdef vector[CopyCompletion] done
-        cdef Status status
         with nogil:
-            status = self.engine.get().completions(&done)
-        raise_for(status, CALL)
+            self.engine.get().completions(&done)
         return [(done[i].job_id, codes_of(done[i].results)) for i in range(done.size())]
 
     def run(self, kind, CopyPlan plan not None, items):

@@ -139,21 +139,18 @@ def chain_keys(start, tokens, chunk_tokens, extras=None, first=0):
 
 def storage_keys(root, chain, slice_digests):
     cdef Digest identity
-    cdef const unsigned char[::1] first = chain
-    cdef const unsigned char[::1] second = slice_digests
-    if first.shape[0] % 32 != 0:
-        raise ValueError(f"chain: must be whole keys of 32 bytes, not {first.shape[0]} bytes")
-    if second.shape[0] % 32 != 0 or second.shape[0] == 0:
-        raise ValueError(f"slice_digests: must be one or more digests of 32 bytes, not {second.shape[0]} bytes")
+    cdef BorrowedBuffer first, second
+    cdef size_t n = borrow(first, chain, KEY_BYTES, "chain")
+    cdef size_t m = borrow(second, slice_digests, KEY_BYTES, "slice_digests")
+    if m == 0:
+        raise ValueError("slice_digests: must be one or more digests of 32 bytes, not 0 bytes")
     set_digest(identity, root, "root")
-    cdef size_t n = <size_t>first.shape[0] // 32
-    cdef size_t m = <size_t>second.shape[0] // 32
     cdef bytes keys = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>(n * m * 32))
     cdef Digest* out = <Digest*>PyBytes_AS_STRING(keys)
     if n == 0:
         return keys
-    cdef const Digest* c = <const Digest*>&first[0]
-    cdef const Digest* s = <const Digest*>&second[0]
+    cdef const Digest* c = <const Digest*>first.data()
+    cdef const Digest* s = <const Digest*>second.data()
     if n * m < 4 * SHORT_CHUNKS:
         c_storage_keys(identity, DigestSpan(c, n), DigestSpan(s, m), out)
     else:

@@ -148,14 +148,14 @@ def write_encoded_header(
     cdef RecordEncoding encoding
     cdef void* record = <void*><size_t>whole(address, "address")
     cdef uint64_t n = whole(length, "length")
-    cdef const unsigned char[::1] chain = codecs
+    cdef BorrowedBuffer chain
     cdef Status status
-    if chain.shape[0] > 8:
-        raise ValueError(f"codecs: a record names at most 8 codecs, not {chain.shape[0]}")
+    chain.take(codecs)
+    if chain.bytes() > 8:
+        raise ValueError(f"codecs: a record names at most 8 codecs, not {chain.bytes()}")
     encoding.stored_bytes = whole(stored_bytes, "stored_bytes")
     encoding.stored_crc = whole32(stored_crc, "stored_crc")
-    for i in range(chain.shape[0]):
-        encoding.codecs[i] = chain[i]
+    memcpy(encoding.codecs, chain.data(), chain.bytes())
     read_header(source_address, source_length, &header, sections)
     with nogil:
         status = c_write_encoded_header(

@@ -32,7 +32,7 @@ cdef extern from "splice/splicer.h" namespace "kvstrata" nogil:
         Status create(vector[int64_t], unique_ptr[CSplicer]*) noexcept
         int event_fd() noexcept
         Status start(const SpliceOptions&, ByteSpan, ByteSpan, shared_ptr[CSplice]*, cbool*) noexcept
-        Status stop(uint64_t) noexcept
+        void stop(uint64_t) noexcept
         shared_ptr[CSplice] take_ended() noexcept
         void close() noexcept
 
@@ -101,19 +101,21 @@ cdef class Splicer:
     def __len__(self):
         return len(self.open)
 
-    def start(self, int engine_fd, int client_fd, const uint8_t[::1] head, const uint8_t[::1] early, *,
-              double silence_s, double stalled_s, bint events):
+    def start(self, int engine_fd, int client_fd, head, early, *, double silence_s, double stalled_s, bint events):
+        cdef BorrowedBuffer first, second
         cdef SpliceOptions options
         cdef Splice splice = Splice.__new__(Splice, MADE_HERE)
         cdef cbool under_way = False
         options.engine_fd, options.client_fd = engine_fd, client_fd
         options.silence_ns, options.stalled_ns = <int64_t>(silence_s * 1e9), <int64_t>(stalled_s * 1e9)
         options.events = events
+        first.take(head)
+        second.take(early)
         raise_for(
             self.core.get().start(
                 options,
-                ByteSpan(&head[0] if head.shape[0] else NULL, head.shape[0]),
-                ByteSpan(&early[0] if early.shape[0] else NULL, early.shape[0]),
+                ByteSpan(first.data(), first.bytes()),
+                ByteSpan(second.data(), second.bytes()),
                 &splice.core,
                 &under_way,
             ),
@@ -125,7 +127,7 @@ cdef class Splicer:
         return splice
 
     def stop(self, Splice splice not None):
-        raise_for(self.core.get().stop(splice.core.get().id), CALL)
+        self.core.get().stop(splice.core.get().id)
 
     def take_ended(self):
         cdef shared_ptr[CSplice] ended

@@ -256,36 +256,16 @@ class CopyPlan:
     def record_bytes(self, n_blocks: int) -> int:
         """Bytes of the whole record, header included: what an extent needs."""
 
-def gather_record(
-    plan: CopyPlan, block_ids: Sequence[int], extent_address: int, extent_len: int, spec: RecordSpec
-) -> None:
-    """Copies the blocks into a whole sealed record at `extent_address` (a multiple of 8).
-
-    Raises ValueError for bad arguments, before anything is written.
-    """
-
-def scatter_record(
-    plan: CopyPlan,
-    block_ids: Sequence[int],
-    extent_address: int,
-    extent_len: int,
-    expected_key: bytes,
-    expected_identity: bytes,
-) -> int:
-    """Copies a record into the blocks and verifies it on the way; returns a `CopyOutcome`.
-
-    The part of the record for a negative block id is verified, but written nowhere.  After CORRUPT the blocks hold
-    garbage; after any other outcome than OK they are untouched.  Raises ValueError for bad arguments.
-    """
-
 @final
 class CopyEngine:
     """Native copy threads. Jobs are lists of items of one kind; each item is one record.
 
     An item of a gather is (block_ids, extent_address, extent_len, RecordSpec), of a scatter (block_ids,
-    extent_address, extent_len, (expected key, expected identity root)); block ids as in `gather_record` and
-    `scatter_record`.  The engine copies all descriptions; blocks and extents stay the caller's and must stay mapped
-    until the job has ended.  Thread-safe.  In a forked child the object does nothing.
+    extent_address, extent_len, (expected key, expected identity root)).  A gather makes a whole sealed record at
+    `extent_address`, a multiple of 8.  A scatter verifies the record on the way: the part for a negative block id is
+    verified, but written nowhere; after CORRUPT the blocks hold garbage, after any other outcome than OK they are
+    untouched.  The engine copies all descriptions; blocks and extents stay the caller's and must stay mapped until the
+    job has ended.  Thread-safe.  In a forked child the object does nothing.
     """
 
     def __new__(cls, threads: int = 2, queue: int = 256) -> CopyEngine:
@@ -378,9 +358,6 @@ def split_planes(out: Buffer, source: Buffer) -> None:
 
 def join_planes(out: Buffer, source: Buffer) -> None:
     """The inverse of `split_planes`; raises as it does."""
-
-def planes_path() -> str:
-    """The implementation in use: scalar, avx2 or avx512."""
 
 def fp8_encode(shape: Sequence[int], dtype: int, numbers: Buffer, codes: Buffer, scales: Buffer) -> bool:
     """Turns 16-bit numbers (dtype 1: bfloat16, 2: float16) into codes and scales; False if a number is not finite.

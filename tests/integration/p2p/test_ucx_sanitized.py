@@ -12,8 +12,8 @@ import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-EXT = Path(__file__).resolve().parents[3] / "ext"
-SOURCES, CORE = EXT / "ucx", EXT / "core" / "src"
+SOURCES = Path(__file__).resolve().parents[3] / "ext" / "ucx"
+CORE = SOURCES.parent / "core" / "src"
 # UCX's memory lives until the process ends; its hooks and the sanitizer's would be in each other's way.
 VARIABLES = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1",
@@ -36,19 +36,13 @@ def program(libucx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("ucx") / "ucx_engine_test"
     command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++20", "-O1", "-g", "-UNDEBUG", "-pthread"]
     command += ["-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command += [f"-I{SOURCES}", f"-I{CORE}", f"-I{libucx / 'include'}"]
     command += [
-        f"-I{SOURCES}",
-        f"-I{CORE}",
-        f"-I{libucx / 'include'}",
         *map(str, sorted(SOURCES.glob("*.cpp"))),
+        str(CORE / "base/event_fd.cpp"),
+        str(CORE / "base/threads.cpp"),
     ]
-    command += [
-        str(CORE / "base" / "threads.cpp"),
-        str(SOURCES / "tests" / "engine_test.cpp"),
-        "-ldl",
-        "-o",
-        str(target),
-    ]
+    command += [str(SOURCES / "tests" / "engine_test.cpp"), "-ldl", "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return target

@@ -167,25 +167,25 @@ def test_a_process_starts_beside_services_of_its_name_and_says_so_once(begin):
     assert "setting_noted" in note
 
 
-PATHS = "from kvstrata.native import core; print(core.planes_path(), core.sha256_path())"
-ORDER = ["scalar", "avx2", "avx512"]
+PATHS = "from kvstrata.native import core; print(core.crc32c_path(), core.sha256_path())"
+ORDER = ["table", "sse42", "vpclmul256", "vpclmul512"]
 
 
 def paths(simd: str) -> tuple[str, str]:
-    """The paths that a process with this value chooses: of the codec's planes, and of SHA-256."""
+    """The paths that a process with this value chooses: of CRC32C, and of SHA-256."""
     environment = os.environ | {"KVSTRATA_SIMD": simd}
     done = subprocess.run(
         [sys.executable, "-c", PATHS], env=environment, capture_output=True, text=True, check=True
     )
-    planes, sha256 = done.stdout.split()
-    return planes, sha256
+    crc32c, sha256 = done.stdout.split()
+    return crc32c, sha256
 
 
-@pytest.mark.parametrize(("simd", "best"), [("avx2", "avx2"), ("none", "scalar"), ("", "avx512")])
+@pytest.mark.parametrize(("simd", "best"), [("avx2", "vpclmul256"), ("none", "table"), ("", "vpclmul512")])
 def test_no_kernel_uses_more_than_the_variable_allows(simd: str, best: str) -> None:
     here, sha256 = paths("")
-    planes, sha256_now = paths(simd)
-    assert planes == min(here, best, key=ORDER.index)
+    crc32c, sha256_now = paths(simd)
+    assert crc32c == min(here, best, key=ORDER.index)
     assert sha256_now == ("scalar" if simd == "none" else sha256)
 
 

@@ -1,8 +1,7 @@
 """SIGKILL in the middle of puts, loads and deletes: what `disk` and `fs` acknowledged is there afterwards, or gone.
 
-The child is a real process on a real file system, killed from outside while several batches are under way; deaths at
-each system call are in ext/core/tests/fs/fs_crash_test.cpp.  (A killed process loses no page cache; what a power cut
-loses is in ext/core/tests/disk/disk_power_test.cpp.)
+The child is a real process on a real file system, killed from outside while several batches are under way; deaths and
+power cuts at each system call are in ext/core/tests/{disk,fs}/*_power_test.cpp.
 """
 
 from __future__ import annotations

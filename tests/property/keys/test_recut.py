@@ -55,7 +55,8 @@ def store(kv: KV, geometry: Geometry, seed: int) -> Stored:
     view = view_of(geometry, cache.tensors, cache.blocks)
     plan = view.plan()
     record = bytearray(plan.record_bytes(used))
-    core.gather_record(plan, table, core.buffer_address(record, writable=True), len(record), SPEC)
+    item = (table, core.buffer_address(record, writable=True), len(record), SPEC)
+    assert core.CopyEngine(threads=0).run("gather", plan, [item]) == [0]
     return Stored(Part(view.slice, view.facts), record)
 
 

@@ -23,6 +23,7 @@ from tests.oracles import record as record_oracle
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 IDENTITY = b"i" * 32
 SPEC = RecordSpec(KEY, IDENTITY, b"s" * 32, b"p" * 32, 256, 1_700_000_000_000)
+ALONE = CopyEngine(threads=0)
 
 
 @dataclass
@@ -37,14 +38,14 @@ class Engine:
         """Gather blocks into a record in an extent of its own."""
         extent = mmap.mmap(-1, self.plan.record_bytes(len(block_ids)))
         address = core.buffer_address(extent, writable=True)
-        core.gather_record(self.plan, block_ids, address, len(extent), SPEC)
+        assert ALONE.run("gather", self.plan, [(block_ids, address, len(extent), SPEC)]) == [0]
         return extent
 
     def scatter(
         self, block_ids: list[int], extent: mmap.mmap, key: bytes = KEY, identity: bytes = IDENTITY
     ) -> int:
         address = core.buffer_address(extent, writable=True)
-        return core.scatter_record(self.plan, block_ids, address, len(extent), key, identity)
+        return ALONE.run("scatter", self.plan, [(block_ids, address, len(extent), (key, identity))])[0]
 
 
 def block_shapes(max_run: int) -> st.SearchStrategy[tuple[tuple[tuple[int, int], ...], int]]:
@@ -220,9 +221,9 @@ def test_a_bad_argument_is_refused_before_anything_is_written(
     if change.get("shorter"):
         length = engine.plan.record_bytes(len(block_ids)) - 1
     with pytest.raises(ValueError, match=message):
-        core.gather_record(engine.plan, block_ids, address, length, SPEC)
+        ALONE.run("gather", engine.plan, [(block_ids, address, length, SPEC)])
     with pytest.raises(ValueError, match=message):
-        core.scatter_record(engine.plan, block_ids, address, length, KEY, IDENTITY)
+        ALONE.run("scatter", engine.plan, [(block_ids, address, length, (KEY, IDENTITY))])
     with CopyEngineScope() as copies, pytest.raises(ValueError, match=r"items\[1\]\."):
         good = ([0], core.buffer_address(extent, writable=True), len(extent), SPEC)
         copies.run("gather", engine.plan, [good, (block_ids, address, length, SPEC)])

@@ -119,9 +119,11 @@ WRONG: dict[str, Callable[[], object]] = {
     "tokens: a buffer must hold": lambda: core.chain_keys(bytes(32), array.array("q", [1]), 1),
     "tokens: a buffer .* 3 bytes": lambda: core.chain_keys(bytes(32), b"abc", 1),
     "root: must be 32 bytes": lambda: core.storage_keys(bytes(31), b"", bytes(32)),
-    "chain: must be whole keys": lambda: core.storage_keys(bytes(32), bytes(33), bytes(32)),
+    "chain: must be a multiple of 32 bytes": lambda: core.storage_keys(bytes(32), bytes(33), bytes(32)),
     "slice_digests: must be one or more": lambda: core.storage_keys(bytes(32), bytes(32), b""),
-    "slice_digests: must be one or more d": lambda: core.storage_keys(bytes(32), bytes(32), bytes(31)),
+    "slice_digests: must be a multiple of 32 bytes": lambda: core.storage_keys(
+        bytes(32), bytes(32), bytes(31)
+    ),
 }
 
 

@@ -18,7 +18,4 @@ void split_planes(void* planes, const void* bytes, std::size_t n) noexcept;
 // The inverse of split_planes.
 void join_planes(void* bytes, const void* planes, std::size_t n) noexcept;
 
-// The name of the implementation in use: scalar, avx2 or avx512 (base/cpu.h).
-const char* planes_path() noexcept;
-
 }  // namespace kvstrata

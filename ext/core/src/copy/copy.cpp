@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <array>
-#include <new>
+#include <utility>
 
 namespace kvstrata {
 namespace {
@@ -105,24 +105,20 @@ Status CopyPlan::create(std::vector<CopySection> sections, std::uint64_t num_blo
                  kAddressLimit, i);
     }
   }
-  try {
-    const std::shared_ptr<CopyPlan> plan(new CopyPlan);
-    plan->bytes_before_.reserve(sections.size() + 1);
-    std::uint64_t before = 0;  // at most 65536 times 4 GiB
-    for (const CopySection& section : sections) {
-      const std::uint64_t block_bytes = shapes[section.shape].block_bytes();
-      plan->bytes_before_.push_back(before);
-      before += block_bytes;
-      plan->largest_block_bytes_ = std::max(plan->largest_block_bytes_, block_bytes);
-    }
+  const std::shared_ptr<CopyPlan> plan(new CopyPlan);
+  plan->bytes_before_.reserve(sections.size() + 1);
+  std::uint64_t before = 0;  // at most 65536 times 4 GiB
+  for (const CopySection& section : sections) {
+    const std::uint64_t block_bytes = shapes[section.shape].block_bytes();
     plan->bytes_before_.push_back(before);
-    plan->sections_ = std::move(sections);
-    plan->shapes_ = std::move(shapes);
-    plan->num_blocks_ = num_blocks;
-    *out = plan;
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kNoSpace, "no memory for the plan");
+    before += block_bytes;
+    plan->largest_block_bytes_ = std::max(plan->largest_block_bytes_, block_bytes);
   }
+  plan->bytes_before_.push_back(before);
+  plan->sections_ = std::move(sections);
+  plan->shapes_ = std::move(shapes);
+  plan->num_blocks_ = num_blocks;
+  *out = plan;
   return Status();
 }
 
@@ -145,8 +141,7 @@ Status CopyPlan::rounded(const CopyPlan& plan, const Rounding& rounding,
   if (bits % 2 != 0) {
     return bad("rounding: the numbers of 16 bits do not lie at even addresses", bits % 2, 0);
   }
-  std::shared_ptr<CopyPlan> made(new (std::nothrow) CopyPlan(plan));
-  if (made == nullptr) return Status(StatusCode::kNoSpace, "no memory for the plan");
+  std::shared_ptr<CopyPlan> made(new CopyPlan(plan));
   made->rounding_ = rounding;
   *out = std::move(made);
   return Status();
@@ -233,45 +228,14 @@ void CopyPlan::scatter(std::span<const std::uint32_t> blocks, const void* payloa
   copy<false>(blocks, reinterpret_cast<std::uint64_t>(payload), begin, end, crcs);
 }
 
-Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks, void* record,
-                     std::uint64_t length, const RecordSpec& spec) noexcept {
-  std::uint64_t needed = 0;
-  KVSTRATA_RETURN_IF_ERROR(plan.record_bytes(blocks.size(), &needed));
-  KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks, false));
-  KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
-  if (length < needed) {
-    return bad("extent_len: too small for the record", length, needed);
-  }
-  const std::size_t count = plan.section_count();
-  const std::unique_ptr<std::uint32_t[]> crcs(new (std::nothrow) std::uint32_t[count]);
-  const std::unique_ptr<Section[]> sections(new (std::nothrow) Section[count]);
-  if (crcs == nullptr || sections == nullptr) {
-    return Status(StatusCode::kNoSpace, "no memory for the section table");
-  }
-  invalidate_record(record);
-  const std::uint64_t header_bytes = record_header_bytes(static_cast<std::uint32_t>(count));
-  plan.gather(blocks, static_cast<unsigned char*>(record) + header_bytes, 0, count, crcs.get());
-  for (std::size_t i = 0; i < count; ++i) {
-    sections[i] = Section{0, plan.section_bytes(i, blocks.size()), crcs[i]};
-  }
-  return write_record_header(record, length, spec, sections.get(), count);
-}
-
 Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, const void* record,
                                 std::uint64_t length, const RecordSpec& wanted, std::size_t begin,
                                 std::size_t end, std::uint32_t* expected_crcs) noexcept {
   constexpr std::size_t kUsual = 256;  // enough for the sections of all but the largest models
   const std::size_t count = plan.section_count();
   std::array<Section, kUsual> few;
-  std::unique_ptr<Section[]> many;
-  Section* sections = few.data();
-  if (count > kUsual) {
-    many.reset(new (std::nothrow) Section[count]);
-    if (many == nullptr) {
-      return Status(StatusCode::kNoSpace, "no memory for the section table");
-    }
-    sections = many.get();
-  }
+  std::vector<Section> many(count > kUsual ? count : 0);
+  Section* const sections = many.empty() ? few.data() : many.data();
   RecordHeader header;
   const Status read = read_record_header(record, length, &header, sections, count);
   if (read.code() == StatusCode::kOutOfRange) {  // the extent is long enough for the plan's record
@@ -293,35 +257,6 @@ Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, co
   }
   for (std::size_t i = begin; i < end; ++i) {
     expected_crcs[i - begin] = sections[i].crc;
-  }
-  return Status();
-}
-
-Status scatter_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
-                      const void* record, std::uint64_t length, const RecordSpec& wanted) noexcept {
-  std::uint64_t needed = 0;
-  KVSTRATA_RETURN_IF_ERROR(plan.record_bytes(blocks.size(), &needed));
-  KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks, true));
-  KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
-  if (length < needed) {
-    return bad("extent_len: too small for the record", length, needed);
-  }
-  const std::size_t count = plan.section_count();
-  const std::unique_ptr<std::uint32_t[]> crcs(new (std::nothrow) std::uint32_t[2 * count]);
-  if (crcs == nullptr) {
-    return Status(StatusCode::kNoSpace, "no memory for the section table");
-  }
-  std::uint32_t* const expected = crcs.get() + count;
-  KVSTRATA_RETURN_IF_ERROR(
-      check_record_for_scatter(plan, blocks.size(), record, length, wanted, 0, count, expected));
-  const std::uint64_t header_bytes = record_header_bytes(static_cast<std::uint32_t>(count));
-  plan.scatter(blocks, static_cast<const unsigned char*>(record) + header_bytes, 0, count,
-               crcs.get());
-  for (std::size_t i = 0; i < count; ++i) {
-    if (crcs[i] != expected[i]) {
-      return Status(StatusCode::kCorrupt, "sections: the CRC of a section differs", crcs[i],
-                    expected[i], static_cast<std::int64_t>(i));
-    }
   }
   return Status();
 }

@@ -90,7 +90,7 @@ class CopyPlan {
  public:
   // kBadArgument names the argument: there is no section or more than kMaxSections, a base is 0, a
   // section's shape is not among `shapes`, num_blocks is 0 or does not fit 32 bits, or a block
-  // leaves the address space. kNoSpace: no memory. After an error `*out` is unchanged.
+  // leaves the address space. After an error `*out` is unchanged.
   static Status create(std::vector<CopySection> sections, std::uint64_t num_blocks,
                        std::vector<BlockShape> shapes,
                        std::shared_ptr<const CopyPlan>* out) noexcept;
@@ -167,28 +167,15 @@ class CopyPlan {
   std::optional<Rounding> rounding_;
 };
 
-// Gathers the blocks into a whole record: payload, CRCs and header. `length` is that of the extent.
-// During the call the extent holds no valid record. kBadArgument, kOutOfRange (an argument is
-// wrong), kNoSpace (no memory): nothing was written.
-Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks, void* record,
-                     std::uint64_t length, const RecordSpec& spec) noexcept;
-
-// Checks the header against the key and the identity of `wanted` and against the plan, then
-// scatters the payload into the blocks and checks each section's CRC.
-//   kBadArgument / kOutOfRange  an argument is wrong
+// The checks before a scatter: the record's headers against the key and the identity of `wanted`
+// and against the plan. On success expected_crcs receives the recorded CRCs of sections [begin,
+// end).
 //   kStale         the headers are sound, but the key or the identity is another one
 //   kIncompatible  another format version, an encoded payload, or other sections than the plan's
 //   kBusy          the CRCs are pending
-//   kNoSpace       no memory
-//   kCorrupt       detail(2) is the first corrupt section, or -1 for the headers
-// After kCorrupt with a section, the contents of the blocks are undefined and must not be used.
-// After any other error no block was touched.
-Status scatter_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
-                      const void* record, std::uint64_t length, const RecordSpec& wanted) noexcept;
-
-// The checks of scatter_record before its copy. On success expected_crcs receives the recorded CRCs
-// of sections [begin, end). REQUIRES: plan.payload_bytes(n_blocks) is ok; begin <= end <=
-// plan.section_count(); `length`, that of the extent, is enough for the plan's record.
+//   kCorrupt       the headers are damaged
+// REQUIRES: plan.payload_bytes(n_blocks) is ok; begin <= end <= plan.section_count(); `length`,
+// that of the extent, is enough for the plan's record.
 Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, const void* record,
                                 std::uint64_t length, const RecordSpec& wanted, std::size_t begin,
                                 std::size_t end, std::uint32_t* expected_crcs) noexcept;

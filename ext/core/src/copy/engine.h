@@ -19,16 +19,25 @@
 // learns through this class that the job is done. (5) The copy engine makes no callbacks.
 //
 // All methods are thread-safe except the destructor. In a forked child the object is unusable:
-// close() and the destructor return at once, and nothing else may be called.
+// close() returns at once, the last owner leaks the object, and nothing else may be called. Running
+// out of memory for its own tables ends the process.
 #pragma once
 
+#include <unistd.h>
+
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 #include "copy/items.h"
+#include "copy/job.h"
+#include "copy/job_ledger.h"
 
 namespace kvstrata {
 
@@ -44,25 +53,24 @@ class CopyEngine {
 
   // Starts the threads. With 0 threads only run() can be used, which then copies in its caller's
   // thread. `queue` is the capacity of the queue in jobs. kBadArgument: `threads` or `queue` is out
-  // of range. kOsError: the system refuses a thread or the eventfd. kNoSpace: no memory.
-  static Status create(int threads, std::size_t queue, std::unique_ptr<CopyEngine>* out) noexcept;
+  // of range. kOsError: the system refuses a thread or the eventfd.
+  static Status create(int threads, std::size_t queue, std::shared_ptr<CopyEngine>* out) noexcept;
   ~CopyEngine();
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
 
   // Readable while there are unread completions. Closed by the destructor.
-  [[nodiscard]] int event_fd() const noexcept;
+  [[nodiscard]] int event_fd() const noexcept { return ledger_.event_fd(); }
 
   // Never waits, and touches neither blocks nor extents. After an error nothing has changed.
   // kQueueFull: try again after completions(). kExists: a job with this id is running, or its
-  // completion is not read yet. kClosed: close() was called. kNoSpace: no memory. kBadArgument,
-  // kOutOfRange: detail(2) is the index of the wrong item, or -1.
+  // completion is not read yet. kClosed: close() was called. kBadArgument, kOutOfRange: detail(2)
+  // is the index of the wrong item, or -1.
   Status submit(std::uint64_t job_id, CopyKind kind, std::shared_ptr<const CopyPlan> plan,
                 std::vector<CopyItem> items) noexcept;
 
-  // Replaces `*out` with all unread completions, in the order in which the jobs ended. kNoSpace: no
-  // memory; the completions stay unread.
-  Status completions(std::vector<CopyCompletion>* out) noexcept;
+  // Replaces `*out` with all unread completions, in the order in which the jobs ended.
+  void completions(std::vector<CopyCompletion>* out) noexcept;
 
   // Runs a job before all queued jobs and waits for it; the calling thread and idle copy threads
   // share its units. Fails with the errors of submit(), but never with kQueueFull or kExists.
@@ -87,11 +95,24 @@ class CopyEngine {
   void close() noexcept;
 
  private:
-  class Impl;
+  using Lock = std::unique_lock<std::mutex>;
 
-  explicit CopyEngine(std::unique_ptr<Impl> impl) noexcept;
+  CopyEngine() = default;
+  // False in a forked child, which has no threads.
+  [[nodiscard]] bool owned() const noexcept { return owner_ == getpid(); }
+  void work() noexcept;
+  // REQUIRES, for both: mutex_ is held.
+  bool cancel_rest(const std::shared_ptr<CopyJob>& job) noexcept;
+  void finish(const std::shared_ptr<CopyJob>& job) noexcept;
 
-  std::unique_ptr<Impl> impl_;
+  std::mutex mutex_;
+  std::condition_variable work_;                // there are units to take, or it is closing
+  std::condition_variable done_;                // a job has ended
+  std::deque<std::shared_ptr<CopyJob>> queue_;  // jobs with units that no thread has taken
+  JobLedger<CopyJob> ledger_;
+  std::mutex close_mutex_;
+  std::vector<std::thread> threads_;
+  const pid_t owner_ = getpid();
 };
 
 }  // namespace kvstrata

@@ -13,8 +13,6 @@ CopyOutcome copy_outcome(const Status& status) noexcept {
       return CopyOutcome::kMismatch;
     case StatusCode::kBusy:
       return CopyOutcome::kUnverified;
-    case StatusCode::kNoSpace:
-      return CopyOutcome::kFailed;
     default:  // kCorrupt, and kOutOfRange: the record is longer than its extent
       return CopyOutcome::kCorrupt;
   }

@@ -27,10 +27,10 @@ enum class CopyOutcome : std::uint8_t {
   kMismatch = 3,    // a sound record that does not fit the plan: other shape, version or encoding
   kUnverified = 4,  // the record's CRCs are pending, so it cannot be checked
   kCancelled = 5,   // nothing was copied
-  kFailed = 6,      // no memory; on a GPU, a CUDA error
+  kFailed = 6,      // on a GPU: a CUDA error, or numbers that cannot be rounded
 };
 
-// The outcome that a Status of scatter_record or verify_record stands for.
+// The outcome that a Status of check_record_for_scatter or verify_record stands for.
 CopyOutcome copy_outcome(const Status& status) noexcept;
 
 struct CopyItem {

@@ -2,7 +2,6 @@
 #include "copy/job.h"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 namespace kvstrata {
@@ -24,31 +23,27 @@ Status CopyJob::create(CopyKind kind, std::shared_ptr<const CopyPlan> plan,
   for (const CopyItem& item : items) {
     most_blocks = std::max(most_blocks, item.blocks.size());
   }
-  try {
-    auto job = std::make_shared<CopyJob>();
-    const std::size_t sections = plan->section_count();
-    job->kind_ = kind;
-    job->unit_begins_.push_back(0);
-    while (job->unit_begins_.back() != sections) {
-      job->unit_begins_.push_back(unit_end(*plan, most_blocks, job->unit_begins_.back()));
-    }
-    job->progress_ = std::make_unique<Progress[]>(items.size());
-    job->results_.resize(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      job->progress_[i].units_left.store(static_cast<std::uint32_t>(job->units_per_item()),
-                                         std::memory_order_relaxed);
-      if (kind == CopyKind::kGather) {
-        job->progress_[i].sections.resize(sections);
-      }
-    }
-    job->plan_ = std::move(plan);
-    job->items_ = std::move(items);
-    job->end_unit_ = job->items_.size() * job->units_per_item();
-    job->units_left_ = job->end_unit_;
-    *out = std::move(job);
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kNoSpace, "items: no memory for the job", 0, 0, -1);
+  auto job = std::make_shared<CopyJob>();
+  const std::size_t sections = plan->section_count();
+  job->kind_ = kind;
+  job->unit_begins_.push_back(0);
+  while (job->unit_begins_.back() != sections) {
+    job->unit_begins_.push_back(unit_end(*plan, most_blocks, job->unit_begins_.back()));
   }
+  job->progress_ = std::make_unique<Progress[]>(items.size());
+  job->results_.resize(items.size());
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    job->progress_[i].units_left.store(static_cast<std::uint32_t>(job->units_per_item()),
+                                       std::memory_order_relaxed);
+    if (kind == CopyKind::kGather) {
+      job->progress_[i].sections.resize(sections);
+    }
+  }
+  job->plan_ = std::move(plan);
+  job->items_ = std::move(items);
+  job->end_unit_ = job->items_.size() * job->units_per_item();
+  job->units_left_ = job->end_unit_;
+  *out = std::move(job);
   return Status();
 }
 
@@ -66,10 +61,8 @@ void CopyJob::execute(const Unit& unit) noexcept {
   auto* const payload = static_cast<unsigned char*>(item.record) +
                         record_header_bytes(static_cast<std::uint32_t>(plan.section_count()));
 
-  const std::unique_ptr<std::uint32_t[]> crcs(new (std::nothrow) std::uint32_t[2 * count]);
-  if (crcs == nullptr) {
-    note(progress.bad, CopyOutcome::kFailed, -1);
-  } else if (kind_ == CopyKind::kGather) {
+  const auto crcs = std::make_unique_for_overwrite<std::uint32_t[]>(2 * count);
+  if (kind_ == CopyKind::kGather) {
     // Any unit of the item may be the first to write, so each one invalidates the record; the last
     // unit to end writes the header.
     invalidate_record(item.record);

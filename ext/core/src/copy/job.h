@@ -29,7 +29,7 @@ class CopyJob {
     std::size_t end;
   };
 
-  // kBadArgument, kOutOfRange: see check_items(). kNoSpace: no memory.
+  // kBadArgument, kOutOfRange: see check_items().
   static Status create(CopyKind kind, std::shared_ptr<const CopyPlan> plan,
                        std::vector<CopyItem> items, std::shared_ptr<CopyJob>* out) noexcept;
 

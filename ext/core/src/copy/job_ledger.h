@@ -3,13 +3,12 @@
 // JobLedger: the jobs of a copy engine and the state of each. The copy engines of the CPU and of a
 // GPU use the same ledger, and each runs the jobs itself.
 //
-//   state \ call   accept        withdraw    end                       forget_ended
+//   state \ call   accept        end                                  forget_ended
 //   unknown        running
-//   running        kExists       unknown     ended (unknown, if it is
-//                                            not reported)
-//   ended          kExists                                             unknown
+//   running        kExists       ended (unknown, if it is not reported)
+//   ended          kExists                                            unknown
 //
-// Invariants. (1) A reported job that was accepted and not withdrawn is in ended() exactly once.
+// Invariants. (1) A reported job that was accepted is in ended() exactly once, once it has ended.
 // (2) Reported jobs that are running or ended never exceed the capacity, so end() never allocates.
 //
 // REQUIRES, for all calls but event_fd(): the copy engine's mutex is held. The ledger takes no
@@ -43,7 +42,7 @@ class JobLedger {
  public:
   using Jobs = std::vector<std::shared_ptr<Job>>;
 
-  // REQUIRES: open() was not called before. Throws bad_alloc.
+  // REQUIRES: open() was not called before.
   Status open(std::size_t capacity) {
     capacity_ = capacity;
     ended_.reserve(capacity);
@@ -61,8 +60,8 @@ class JobLedger {
     return closed_ ? Status(StatusCode::kClosed, "the copy engine is closed", 0, 0, -1) : Status();
   }
 
-  // kClosed: close() was called. kQueueFull, kExists: see CopyEngine::submit(). Throws bad_alloc.
-  // After an error nothing has changed.
+  // kClosed: close() was called. kQueueFull, kExists: see CopyEngine::submit(). After an error
+  // nothing has changed.
   Status accept(const std::shared_ptr<Job>& job) {
     KVSTRATA_RETURN_IF_ERROR(check_open());
     if (job->reported) {
@@ -74,12 +73,6 @@ class JobLedger {
     }
     ++running_;
     return Status();
-  }
-
-  // Undoes accept(). REQUIRES: the job is running, and no work on it has begun.
-  void withdraw(const Job& job) noexcept {
-    if (job.reported) unread_.erase(job.id);
-    --running_;
   }
 
   // REQUIRES: the job is running.

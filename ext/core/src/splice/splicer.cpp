@@ -11,7 +11,6 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
-#include <new>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -80,13 +79,9 @@ std::span<std::uint8_t> framed(std::uint8_t* body, std::size_t bytes, bool last)
 
 void keep_tail(std::string* tail, const std::uint8_t* body, std::size_t bytes) noexcept {
   const std::size_t kept = std::min(bytes, Splice::kTailBytes);
-  try {
-    tail->append(reinterpret_cast<const char*>(body + bytes - kept), kept);
-    if (tail->size() > 2 * Splice::kTailBytes) {
-      tail->erase(0, tail->size() - Splice::kTailBytes);
-    }
-  } catch (const std::bad_alloc&) {
-    tail->clear();
+  tail->append(reinterpret_cast<const char*>(body + bytes - kept), kept);
+  if (tail->size() > 2 * Splice::kTailBytes) {
+    tail->erase(0, tail->size() - Splice::kTailBytes);
   }
 }
 
@@ -110,8 +105,6 @@ Status Splicer::create(std::vector<std::int64_t> bounds_ns,
     made->thread_ = start_thread([splicer = made.get()] { splicer->run(); });
     name_thread(made->thread_, "kv-splice");
     *out = std::move(made);
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kNoSpace, "no memory for a splicer");
   } catch (const std::system_error& error) {
     return Status(StatusCode::kOsError, "thread: cannot create", error.code().value());
   }
@@ -132,53 +125,49 @@ Status Splicer::start(const SpliceOptions& options, std::span<const std::uint8_t
   if (closing_.load()) {
     return Status(StatusCode::kClosed, "splicer: was closed");
   }
-  try {
-    const auto splice = std::make_shared<Splice>();
-    splice->options_ = options;
-    splice->id = ++last_id_;
-    splice->gaps.resize(bounds_ns_.size() + 1);
-    splice->last_ns = splice->heard_ns_ = now_ns();
-    std::vector<std::uint8_t> bytes(head.size() + kSizeLineBytes + early.size() + kAfterBytes);
-    std::uint8_t* const body = bytes.data() + head.size() + kSizeLineBytes;
-    std::ranges::copy(early, body);
-    std::size_t used = 0;
-    const std::size_t kept = splice->reader_.decode(body, early.size(), &used);
-    const bool done = splice->reader_.done();
-    splice->exact = done && used == early.size();
-    splice->body_bytes = kept;
-    keep_tail(&splice->tail, body, kept);
-    const std::span<std::uint8_t> chunk = framed(body, kept, done);
-    std::uint8_t* const first = chunk.data() - head.size();
-    std::ranges::copy(head, first);
-    {
-      const std::lock_guard lock(mutex_);
-      open_.emplace(splice->id, splice);
-    }
-    *out = splice;
-    // Without the lock: what is sent, and what the engine sends, may wake the thread.
-    SpliceEnd end = send(*splice, first, head.size() + chunk.size());
-    if (end == SpliceEnd::kNone && (done || splice->reader_.broken())) {
-      end = done ? SpliceEnd::kDone : SpliceEnd::kNotChunked;
-      if (splice->full_ns_ != 0) {
-        splice->after_pending_ = std::exchange(end, SpliceEnd::kNone);
-      }
-    }
+  const auto splice = std::make_shared<Splice>();
+  splice->options_ = options;
+  splice->id = ++last_id_;
+  splice->gaps.resize(bounds_ns_.size() + 1);
+  splice->last_ns = splice->heard_ns_ = now_ns();
+  std::vector<std::uint8_t> bytes(head.size() + kSizeLineBytes + early.size() + kAfterBytes);
+  std::uint8_t* const body = bytes.data() + head.size() + kSizeLineBytes;
+  std::ranges::copy(early, body);
+  std::size_t used = 0;
+  const std::size_t kept = splice->reader_.decode(body, early.size(), &used);
+  const bool done = splice->reader_.done();
+  splice->exact = done && used == early.size();
+  splice->body_bytes = kept;
+  keep_tail(&splice->tail, body, kept);
+  const std::span<std::uint8_t> chunk = framed(body, kept, done);
+  std::uint8_t* const first = chunk.data() - head.size();
+  std::ranges::copy(head, first);
+  {
     const std::lock_guard lock(mutex_);
-    if (end == SpliceEnd::kNone) {
-      if (watch(*splice)) {
-        *under_way = true;
-        if (open_count_.fetch_add(1) == 0) {
-          wake_.signal();  // the thread waits without an end
-        }
-        return Status();
-      }
-      end = SpliceEnd::kStopped;
-    }
-    splice->end = end;
-    open_.erase(splice->id);
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kNoSpace, "no memory for a splice");
+    open_.emplace(splice->id, splice);
   }
+  *out = splice;
+  // Without the lock: what is sent, and what the engine sends, may wake the thread.
+  SpliceEnd end = send(*splice, first, head.size() + chunk.size());
+  if (end == SpliceEnd::kNone && (done || splice->reader_.broken())) {
+    end = done ? SpliceEnd::kDone : SpliceEnd::kNotChunked;
+    if (splice->full_ns_ != 0) {
+      splice->after_pending_ = std::exchange(end, SpliceEnd::kNone);
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  if (end == SpliceEnd::kNone) {
+    if (watch(*splice)) {
+      *under_way = true;
+      if (open_count_.fetch_add(1) == 0) {
+        wake_.signal();  // the thread waits without an end
+      }
+      return Status();
+    }
+    end = SpliceEnd::kStopped;
+  }
+  splice->end = end;
+  open_.erase(splice->id);
   return Status();
 }
 
@@ -199,15 +188,12 @@ bool Splicer::watch(Splice& splice) noexcept {
   return false;
 }
 
-Status Splicer::stop(std::uint64_t id) noexcept {
-  try {
+void Splicer::stop(std::uint64_t id) noexcept {
+  {
     const std::lock_guard lock(mutex_);
     to_stop_.push_back(id);
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kNoSpace, "no memory to stop a splice");
   }
   wake_.signal();
-  return Status();
 }
 
 std::shared_ptr<Splice> Splicer::take_ended() noexcept {
@@ -374,11 +360,7 @@ SpliceEnd Splicer::send(Splice& splice, const std::uint8_t* bytes, std::size_t l
       bytes += sent;
       length -= static_cast<std::size_t>(sent);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      try {
-        splice.pending_.assign(reinterpret_cast<const char*>(bytes), length);
-      } catch (const std::bad_alloc&) {
-        return SpliceEnd::kStopped;
-      }
+      splice.pending_.assign(reinterpret_cast<const char*>(bytes), length);
       splice.full_ns_ = now_ns();
       return SpliceEnd::kNone;
     } else if (errno != EINTR) {

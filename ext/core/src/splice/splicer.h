@@ -93,14 +93,13 @@ class Splicer {
 
   // Sends `head` and what `early`, the first bytes of the coded body, has of the body; the rest
   // follows in the splicer's thread, if that is still `*under_way`. Otherwise `*out` has ended
-  // already, and is not among take_ended(). kClosed after close(), and kNoSpace, leave the sockets
-  // as they were.
+  // already, and is not among take_ended(). kClosed after close(): the sockets are as they were.
   Status start(const SpliceOptions& options, std::span<const std::uint8_t> head,
                std::span<const std::uint8_t> early, std::shared_ptr<Splice>* out,
                bool* under_way) noexcept;
 
-  // Ends a splice soon, unless it has ended. kNoSpace: no memory to remember it.
-  Status stop(std::uint64_t id) noexcept;
+  // Ends a splice soon, unless it has ended.
+  void stop(std::uint64_t id) noexcept;
 
   // A splice that has ended and was not taken yet; null if none is left.
   std::shared_ptr<Splice> take_ended() noexcept;

@@ -1,5 +1,5 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-#include "copy/copy.h"
+#include "copy/engine.h"
 
 #include <cstring>
 #include <random>
@@ -102,12 +102,28 @@ struct Engine {
   }
 };
 
+CopyResult copy(CopyKind kind, const Engine& engine, const std::vector<std::uint32_t>& ids,
+                Bytes& record) {
+  static const std::shared_ptr<CopyEngine> copier = [] {
+    std::shared_ptr<CopyEngine> made;
+    CHECK_OK(CopyEngine::create(0, 1, &made));
+    return made;
+  }();
+  std::vector<CopyResult> results;
+  CHECK_OK(copier->run(kind, engine.plan, {{ids, record.data(), record.size(), spec()}}, &results));
+  return results.at(0);
+}
+
 Bytes gathered(const Engine& engine, const std::vector<std::uint32_t>& ids) {
   std::uint64_t total = 0;
   CHECK_OK(engine.plan->record_bytes(ids.size(), &total));
   Bytes record(total);
-  CHECK_OK(gather_record(*engine.plan, ids, record.data(), record.size(), spec()));
+  CHECK(copy(CopyKind::kGather, engine, ids, record).outcome == CopyOutcome::kOk);
   return record;
+}
+
+CopyResult scattered(const Engine& engine, const std::vector<std::uint32_t>& ids, Bytes record) {
+  return copy(CopyKind::kScatter, engine, ids, record);
 }
 
 std::vector<Shape> shapes() {
@@ -161,15 +177,14 @@ TEST(sections_of_unlike_blocks_follow_each_other_in_the_record) {
   });
   engine.memory.assign(wiped.begin(), wiped.end());
   const std::vector<std::uint32_t> some = {7, kSkipBlock, 4};
-  CHECK_OK(scatter_record(*engine.plan, some, record.data(), record.size(), spec()));
+  CHECK(scattered(engine, some, record).outcome == CopyOutcome::kOk);
   CHECK(engine.memory == before);
   for (const std::size_t bad : {std::size_t{0}, count / 2, count - 1}) {
     Bytes flipped = record;
     flipped[header + engine.plan->section_offset(bad + 1, ids.size()) - 1] ^= 1;
-    const Status status =
-        scatter_record(*engine.plan, some, flipped.data(), flipped.size(), spec());
-    CHECK(status.code() == StatusCode::kCorrupt);
-    CHECK_EQ(status.detail(2), static_cast<std::int64_t>(bad));
+    const CopyResult result = scattered(engine, some, flipped);
+    CHECK(result.outcome == CopyOutcome::kCorrupt);
+    CHECK_EQ(result.section, static_cast<std::int32_t>(bad));
   }
 }
 
@@ -186,26 +201,18 @@ TEST(a_skipped_block_is_verified_but_written_nowhere) {
          {std::vector<std::uint32_t>{kSkipBlock, 2, kSkipBlock},
           {kSkipBlock, 2, 4},
           {7, 2, kSkipBlock}}) {
-      CHECK_OK(scatter_record(*engine.plan, some, record.data(), record.size(), spec()));
+      CHECK(scattered(engine, some, record).outcome == CopyOutcome::kOk);
       CHECK(engine.memory == before);
     }
     Bytes bad = record;
     bad.back() ^= 1;  // in the last block of the last section
     const std::vector<std::uint32_t> skipped = {kSkipBlock, kSkipBlock, kSkipBlock};
-    CHECK_OK(scatter_record(*engine.plan, skipped, record.data(), record.size(), spec()));
-    const Status status = scatter_record(*engine.plan, skipped, bad.data(), bad.size(), spec());
-    CHECK(status.code() == StatusCode::kCorrupt);
-    CHECK_EQ(status.detail(2), 1);
+    CHECK(scattered(engine, skipped, record).outcome == CopyOutcome::kOk);
+    const CopyResult result = scattered(engine, skipped, bad);
+    CHECK(result.outcome == CopyOutcome::kCorrupt);
+    CHECK_EQ(result.section, 1);
     CHECK(engine.memory == before);
   }
-}
-
-TEST(a_gather_may_not_skip_blocks) {
-  const Engine engine(1, 4, {}, 512, 512, 10);
-  Bytes record(8192);
-  const std::vector<std::uint32_t> ids = {0, kSkipBlock};
-  CHECK(gather_record(*engine.plan, ids, record.data(), record.size(), spec()).code() ==
-        StatusCode::kOutOfRange);
 }
 
 TEST(a_section_beyond_32_bits_is_refused) {

@@ -127,42 +127,6 @@ TEST(garbage_is_left_alone_and_costs_nothing_but_itself) {
   CHECK(read_file(disk.options.folder + "/0000002a.seg") == garbage);
 }
 
-// As a log that used up a number for each put without room would have left it.
-TEST(records_in_a_segment_with_a_high_number_are_found) {
-  Disk disk;
-  disk.open();
-  disk.put(1, 10);
-  disk.log.reset();
-  const std::string path = disk.options.folder + "/00000000.seg";
-  std::string bytes = read_file(path);
-  CHECK_OK(posix_files().unlink(path));
-  constexpr std::uint32_t kHigh = 0xfffffffe;
-  FileBlock block;
-  std::memcpy(block.bytes.data(), bytes.data(), kFileBlockBytes);
-  SegmentHeader segment;
-  CHECK(decode(block, &segment) == BlockState::kGood);
-  segment.segment = kHigh;
-  encode(segment, &block);
-  std::memcpy(bytes.data(), block.bytes.data(), kFileBlockBytes);
-  for (std::uint64_t at = kSegmentHeaderBytes;;) {
-    std::memcpy(block.bytes.data(), bytes.data() + at, kFileBlockBytes);
-    std::optional<FrameHeader> frame = decode_frame(block);
-    if (!frame.has_value()) break;
-    frame->segment = kHigh;
-    encode(*frame, &block);
-    std::memcpy(bytes.data() + at, block.bytes.data(), kFileBlockBytes);
-    at += frame->frame_bytes();
-  }
-  write_file(disk.options.folder + "/fffffffe.seg", bytes);
-  disk.open();
-  for (int key = 1; key < 10; ++key)
-    CHECK(disk.load(key) == LoadStatus::kLoaded);
-  disk.put(10, 400);
-  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
-  disk.reopen();
-  CHECK(disk.present(399));
-}
-
 TEST(the_scrubber_finds_flipped_bits_and_reports_them) {
   Disk disk;
   disk.open();

@@ -157,18 +157,6 @@ TEST(a_frame_does_not_come_back_after_a_death_while_it_was_cut_off) {
   check_cut_frame_stays_away(true);
 }
 
-// Where a write is cut short, an older record of the same key and length may lie behind its frame.
-TEST(a_frame_knows_its_record_from_another_one_of_the_same_key) {
-  const Extent one(1);
-  Extent other(1);
-  other.bytes[other.length - 1] ^= 1;
-  RecordSpec spec;
-  spec.key = Disk::key_of(1);
-  const std::uint32_t lengths[] = {kPayload};
-  CHECK_OK(seal_record(other.bytes, other.length, spec, lengths, 1));
-  CHECK(head_crc_of(one.bytes, one.length) != head_crc_of(other.bytes, other.length));
-}
-
 TEST(no_sync_can_be_left_out) {
   PowerLossOptions options;
   options.batches = 16;

@@ -124,17 +124,6 @@ TEST(direct_files_refuse_pieces_of_blocks) {
   CHECK(file->write(whole, 512).code() == StatusCode::kBadArgument);
 }
 
-TEST(allocated_blocks_read_as_zeros) {
-  const Folder folder;
-  const std::unique_ptr<File> file = create(folder / "file");
-  CHECK_OK(file->allocate(64 << 10));
-  Block block;
-  std::memset(block.bytes, 1, sizeof(block.bytes));
-  const ReadPart in[] = {{block.bytes, 4096}};
-  CHECK_OK(file->read(in, 60 << 10));
-  CHECK(std::all_of(block.bytes, block.bytes + 4096, [](unsigned char byte) { return byte == 0; }));
-}
-
 TEST(open_never_makes_what_should_be_there_nor_takes_what_should_not) {
   const Folder folder;
   std::unique_ptr<File> file;
@@ -255,22 +244,6 @@ TEST(folders_list_what_they_hold) {
   FileSpace space;
   CHECK_OK(posix_files().space(folder.path, &space));
   CHECK(space.free_bytes <= space.total_bytes && space.total_bytes > 0);
-}
-
-TEST(access_time_is_kept_apart_from_modification) {
-  const Folder folder;
-  const std::unique_ptr<File> file = create(folder / "file");
-  FileStat before, after;
-  CHECK_OK(posix_files().stat(folder / "file", &before));
-  CHECK_OK(file->set_access_time(1'600'000'000'123'456'789));
-  CHECK_OK(posix_files().stat(folder / "file", &after));
-  CHECK_EQ(after.accessed_unix_ns / 1000, 1'600'000'000'123'456);
-  CHECK_EQ(after.modified_unix_ns, before.modified_unix_ns);
-}
-
-TEST(errors_are_told_with_the_path) {
-  CHECK_EQ(describe_file_error("/a", Status(StatusCode::kOsError, "open", ENOENT)),
-           std::string("/a: No such file or directory"));
 }
 
 }  // namespace

@@ -342,15 +342,6 @@ TEST(a_late_report_about_a_corrupt_copy_does_not_touch_the_one_put_since) {
   CHECK(!exists(*fs.connector, 1));
 }
 
-TEST(a_record_whose_header_cannot_be_read_is_not_taken_for_torn) {
-  Fs fs;
-  CHECK(stored(*fs.connector, {1}, kPayload));
-  fs.fail("read", EIO);
-  CHECK(load_one(*fs.connector, 1, kPayload + 1) == LoadStatus::kFailed);
-  fs.mend();
-  CHECK(load_one(*fs.connector, 1, kPayload) == LoadStatus::kLoaded);
-}
-
 TEST(a_record_of_another_length_is_replaced) {
   Fs fs;
   CHECK(stored(*fs.connector, {1}, kPayload));
@@ -360,13 +351,6 @@ TEST(a_record_of_another_length_is_replaced) {
   std::string reason;
   CHECK(load_one(*fs.connector, 1, kPayload, &reason) == LoadStatus::kFailed);
   CHECK_EQ(reason, std::string("length"));
-}
-
-TEST(a_directory_whose_lock_file_was_removed_still_belongs_to_one) {
-  Fs fs;
-  std::filesystem::remove(fs.base + "/.kvstrata.lock");
-  FsConnector second(fs_options(fs.base), posix_files());
-  CHECK(second.open({}).find("belongs to another running server") != std::string::npos);
 }
 
 TEST(batches_that_put_each_others_keys_end_in_one_thread) {

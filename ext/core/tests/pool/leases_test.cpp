@@ -6,42 +6,6 @@
 using namespace kvstrata;
 using namespace kvstrata::testing;
 
-TEST(a_lease_ends_row_by_row) {
-  Fixture f;
-  const std::uint32_t a = f.row(1), b = f.row(2);
-  const auto keys = chain(1, 4);
-  f.store(keys);
-  const auto lease = f.lease(keys, {a, b});
-  CHECK_EQ(lease.n_chunks, 4);
-  CHECK_EQ(copy(f.pool->stats().leased_bytes), 4 * kRecordBytes);
-  CHECK(!f.pool->release(lease.ticket, 5));
-  CHECK(f.pool->release(lease.ticket, a));
-  CHECK(!f.pool->release(lease.ticket, a));
-  CHECK_EQ(copy(f.pool->stats().leased_bytes), 4 * kRecordBytes);
-  CHECK_OK(f.pool->row_gone(b));
-  CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
-  CHECK(!f.pool->release(lease.ticket, -1));
-  CHECK_OK(f.pool->validate());
-}
-
-TEST(leases_take_at_most_half_of_the_pool) {
-  Fixture f(64);
-  const std::uint32_t a = f.row(1);
-  const auto keys = chain(1, 8);
-  std::vector<std::vector<Key>> prompts;
-  for (std::uint64_t p = 0; p < 7; ++p) {
-    prompts.push_back(chain(p, 8));
-    f.store(prompts.back());
-  }
-  std::uint64_t chunks = 0;
-  for (const auto& prompt : prompts)
-    chunks += f.lease(prompt, {a}).n_chunks;
-  CHECK_EQ(chunks, 32);
-  // What is leased already costs nothing more.
-  CHECK_EQ(copy(f.lease(prompts[0], {a}).n_chunks), 8);
-  CHECK_OK(f.pool->validate());
-}
-
 TEST(a_trimmed_lease_says_what_it_lacks) {
   Fixture f(64);
   const std::uint32_t a = f.row(1);
@@ -66,20 +30,6 @@ TEST(a_trimmed_lease_says_what_it_lacks) {
   again.insert(again.end(), whole.begin(), whole.end());
   CHECK_EQ(copy(f.lease(again, {a}).short_bytes), 0);
   CHECK_OK(f.pool->validate());
-}
-
-TEST(a_prefix_longer_than_the_bound_wants_what_others_have_and_no_more) {
-  Fixture f(64);
-  const std::uint32_t a = f.row(1);
-  const auto other = chain(1, 10), mine = chain(2, 40);
-  f.store(other);
-  f.store(mine);
-  const auto before = f.lease(other, {a});
-  CHECK_EQ(copy(f.lease(mine, {a}).short_bytes), 10 * kRecordBytes);
-  CHECK(f.pool->release(before.ticket, a));
-  const auto alone = f.lease(mine, {a});
-  CHECK_EQ(alone.n_chunks, 32);
-  CHECK_EQ(alone.short_bytes, 0);
 }
 
 TEST(leases_end_in_order_until_their_bytes_are_enough) {

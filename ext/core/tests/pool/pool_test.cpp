@@ -35,87 +35,6 @@ TEST(a_commit_checks_key_identity_length_and_checksums) {
   CHECK_EQ(copy(f.pool->stats().used_bytes), kRecordBytes);
 }
 
-TEST(the_servers_own_loads_have_no_session_share) {
-  Fixture f(64);
-  const std::uint32_t a = f.row(1);
-  const auto count = [](const ReserveResult& result) {
-    return copy(static_cast<std::uint64_t>(
-        std::count(result.outcomes.begin(), result.outcomes.end(),
-                   static_cast<std::uint8_t>(ReserveOutcome::kReserved))));
-  };
-  CHECK_EQ(count(f.reserve(chain(1, 20), a)), 8);
-  const auto own = f.reserve(chain(2, 20), 0);
-  CHECK_EQ(count(own), 20);
-  // What hung loads left behind does not count either.
-  Hold hold;
-  CHECK_OK(f.pool->hold_reserved(own.ticket, 0, &hold));
-  CHECK_EQ(f.pool->abort(own.ticket, {}, true), 20);
-  CHECK_EQ(copy(f.count(EntryState::kQuarantined)), 1);
-  CHECK_EQ(count(f.reserve(chain(3, 20), 0)), 20);
-  CHECK_OK(f.pool->validate());
-}
-
-TEST(each_refusal_names_its_reason) {
-  Fixture f(64, "LRU", 8);
-  const std::uint32_t a = f.row(1);
-  CHECK_EQ(first(f.reserve(chain(1, 1), a, nullptr, 65 * kRecordBytes).outcomes),
-           ReserveOutcome::kTooLarge);
-  f.pool->set_quota(3, 2 * kRecordBytes);
-  const auto quota = f.reserve(chain(2, 3), a, nullptr, kRecordBytes, 3);
-  CHECK_EQ(quota.outcomes[1], ReserveOutcome::kReserved);
-  CHECK_EQ(quota.outcomes[2], ReserveOutcome::kQuota);
-  const auto limit = f.reserve(chain(3, 7), a);
-  CHECK_EQ(limit.outcomes[5], ReserveOutcome::kReserved);
-  CHECK_EQ(limit.outcomes[6], ReserveOutcome::kSessionLimit);  // 8 of 64 extents are a row's share
-  CHECK_EQ(first(f.reserve(chain(4, 1), 0).outcomes), ReserveOutcome::kEntriesFull);
-  CHECK_EQ(first(f.reserve(chain(3, 1), 0).outcomes), ReserveOutcome::kInFlight);
-  CHECK_OK(f.pool->validate());
-}
-
-TEST(a_row_may_always_reserve_one_extent) {
-  Fixture f(64);
-  const std::uint32_t a = f.row(1);
-  const auto big = f.reserve(chain(1, 2), a, nullptr, 32 * kRecordBytes);
-  CHECK_EQ(big.outcomes[0], ReserveOutcome::kReserved);
-  CHECK_EQ(big.outcomes[1], ReserveOutcome::kSessionLimit);
-}
-
-TEST(a_corrupt_extent_is_dropped_when_it_is_verified) {
-  Fixture f;
-  const std::uint32_t a = f.row(1);
-  const auto keys = chain(1, 3);
-  f.store(keys);
-  const auto lease = f.lease(keys, {a});
-  f.pool->extents_address()[lease.extents[1].offset + 5000] ^= 1;
-  bool dropped = false;
-  CHECK_OK(f.pool->mark_bad(keys[0], nullptr, &dropped));
-  CHECK(!dropped);
-  CHECK_OK(f.pool->mark_bad(keys[1], nullptr, &dropped));
-  CHECK(dropped);
-  CHECK_EQ(f.peek(keys), 1);
-  CHECK_EQ(f.count(EntryState::kQuarantined), 1);  // still leased
-  CHECK_OK(f.pool->validate());
-  CHECK(f.pool->release(lease.ticket, a));
-  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
-  f.store(keys);
-  CHECK_EQ(f.peek(keys), 3);
-  CHECK_OK(f.pool->validate());
-}
-
-TEST(an_orphan_finds_its_parent_again) {
-  Fixture f;
-  const auto keys = chain(1, 4);
-  f.store(keys);
-  CHECK_EQ(f.pool->remove(packed({keys[1]}).data(), 1), 1);
-  CHECK_EQ(f.peek(keys), 1);
-  f.store(keys);
-  CHECK_EQ(f.peek(keys), 4);
-  CHECK_OK(f.pool->validate());
-  // Asked for in an order that would make a circle, nothing is linked wrongly.
-  f.store({keys[3], keys[2], keys[1], keys[0]});
-  CHECK_OK(f.pool->validate());
-}
-
 TEST(keys_made_to_collide_are_refused_and_cost_nobody_else) {
   Fixture f(256, "LRU", 2048);
   std::vector<Key> keys;
@@ -137,24 +56,6 @@ TEST(keys_made_to_collide_are_refused_and_cost_nobody_else) {
   CHECK_EQ(f.peek(chain(9, 4)), 4);
   CHECK_EQ(f.pool->clear(-1).dropped, kMaxProbeLines * kLineSlots + 4);
   CHECK_OK(f.pool->validate());
-}
-
-TEST(events_tell_what_happened_and_are_bounded) {
-  Fixture f(16);
-  for (std::uint64_t p = 0; p < 20; ++p)
-    f.store(chain(p, 1));
-  std::uint64_t lost = 0;
-  const auto events = f.pool->take_events(&lost);
-  std::size_t inserted = 0, evicted = 0;
-  for (const Event& event : events) {
-    inserted += event.kind == EventKind::kInserted;
-    evicted += event.kind == EventKind::kEvicted;
-    CHECK_EQ(event.bytes, kRecordBytes);
-  }
-  CHECK_EQ(inserted, 20);
-  CHECK_EQ(evicted, 4);
-  CHECK_EQ(lost, 0);
-  CHECK(f.pool->take_events(&lost).empty());
 }
 
 TEST(prefault_covers_the_pool_and_stops_on_close) {

@@ -117,20 +117,6 @@ TEST(what_a_device_may_still_write_stays_quarantined_until_its_row_is_said_to_be
   CHECK(!f.pool->rows()[0].registers_memory);
 }
 
-TEST(a_stranded_row_with_nothing_to_keep_ends) {
-  Fixture f;
-  const std::uint32_t gpu = f.row(1, true);
-  f.store(chain(1, 2));
-  f.lease(chain(1, 2), {gpu});
-  f.adopt();
-  std::uint64_t kept = 9;
-  CHECK_OK(f.pool->row_stranded(gpu, &kept));
-  CHECK_EQ(kept, 0);
-  CHECK_EQ(f.pool->rows().size(), 0);
-  CHECK_EQ(f.pool->row_stranded(gpu, &kept).code(), StatusCode::kNotFound);
-  CHECK_OK(f.pool->validate());
-}
-
 TEST(a_row_is_current_old_or_stranded_as_its_processes_say) {
   Fixture f;
   const std::uint32_t row = f.row(1, true);

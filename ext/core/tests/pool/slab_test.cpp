@@ -27,21 +27,6 @@ constexpr std::uint64_t kPage = 4096;
 
 }  // namespace
 
-TEST(the_first_extent_chooses_the_slab_size) {
-  // At least a 32nd of the pool, in whole extents.
-  Space small(1024 * kPage);
-  small.cls(5 * kPage);
-  CHECK_EQ(small.map->slab_bytes(), 35 * kPage);
-  Space large(1024 * kPage);
-  large.cls(300 * kPage);
-  CHECK_EQ(large.map->slab_bytes(), 300 * kPage);
-  Space whole(1024 * kPage);
-  whole.cls(1024 * kPage);
-  CHECK_EQ(whole.map->slab_bytes(), 1024 * kPage);
-  Space over(1024 * kPage);
-  CHECK_EQ(over.cls(1025 * kPage), kNoClass);
-}
-
 TEST(extents_of_one_size_fill_the_pool_to_its_last_whole_extent) {
   for (const std::uint64_t pages : {1, 3, 7, 33, 100, 511}) {
     Space space(1024 * kPage);
@@ -55,22 +40,6 @@ TEST(extents_of_one_size_fill_the_pool_to_its_last_whole_extent) {
     CHECK_EQ(count, 1024 / pages);
     CHECK_OK(space.map->validate());
   }
-}
-
-TEST(an_empty_pool_chooses_again_and_a_used_one_does_not) {
-  Space space(1024 * kPage);
-  const std::uint32_t first = space.cls(32 * kPage);
-  SlabPlace place;
-  CHECK(space.map->allocate(first, 0, nullptr, &place));
-  const std::uint32_t second = space.cls(100 * kPage);
-  CHECK_EQ(space.map->slab_bytes(), 32 * kPage);
-  SlabPlace other;
-  CHECK(space.map->allocate(second, 1, nullptr, &other));
-  space.map->free(place.run, place.slot);
-  space.map->free(other.run, other.slot);
-  space.cls(100 * kPage);
-  CHECK_EQ(space.map->slab_bytes(), 100 * kPage);
-  CHECK_OK(space.map->validate());
 }
 
 TEST(an_empty_slab_changes_class) {

@@ -115,19 +115,3 @@ TEST(random_bytes_behind_the_magics_are_refused_without_reading_outside) {
     CHECK(code != StatusCode::kNoSpace && code != StatusCode::kInternal);
   }
 }
-
-TEST(a_record_whose_checksums_are_pending_is_readable_but_not_verified) {
-  Bytes bytes = sealed({64});
-  put<std::uint16_t>(bytes, 266, kRecordCrcPending);
-  reseal_headers(bytes);
-  RecordHeader header;
-  CHECK_OK(read_record_header(bytes.data(), bytes.size(), &header));
-  CHECK(header.crc_pending());
-  CHECK(verify_record(bytes.data(), bytes.size(), nullptr).code() == StatusCode::kBusy);
-}
-
-TEST(an_invalidated_record_is_none) {
-  Bytes bytes = sealed({64});
-  invalidate_record(bytes.data());
-  CHECK(read_code(bytes) == StatusCode::kCorrupt);
-}

@@ -255,23 +255,6 @@ TEST(holders_of_one_tag_in_several_lines_are_all_found_whichever_goes) {
   }
 }
 
-TEST(a_slot_retired_in_the_middle_of_a_pass_waits_for_the_next) {
-  const auto registry = make(64 << 20, 2);
-  const Slot first = open(*registry);
-  const Slot second = open(*registry);
-  admit(*registry, second, tags_of(0, 10'000));
-  CHECK(registry->retire(first).ok());
-  for (int step = 0; step < 500; ++step)
-    CHECK(registry->sweep(1) != 0);
-  CHECK(registry->retire(second).ok());
-  while (registry->slot(first).state == SlotState::kRetired)
-    CHECK(registry->sweep(1) != 0);
-  CHECK(registry->slot(second).state == SlotState::kRetired);
-  sweep_all(*registry);
-  CHECK(registry->slot(second).state == SlotState::kFree);
-  CHECK_EQ(registry->usage().placements, 0u);
-}
-
 // Each tag belongs to one instance by its number, so a reader knows each wrong answer by itself. A
 // writer reports, evicts and departs, another sweeps and opens the slots again for other instances;
 // some tags are everybody's, and all lie in few partitions, which grow and shrink all the while.
