@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvstrata.cli.ctl import reachable
-from kvstrata.process.http_token import find_token
+from kvstrata.process.http_local import find_token
 from tests.harness import own_commands
 from tests.harness.daemon import free_port
 from tests.harness.http_read import read

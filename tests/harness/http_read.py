@@ -6,7 +6,7 @@ import json
 import urllib.request
 from typing import Any
 
-from kvstrata.process.http_token import find_token
+from kvstrata.process.http_local import find_token
 
 
 def read(url: str, *, body: Any = None, method: str = "", token: str | None = None) -> bytes:

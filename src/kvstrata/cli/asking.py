@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import http.client
 import json
 import os
+import socket
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstrata.cli.unix_http import opener
 from kvstrata.config.model import HttpSettings
 from kvstrata.config.tokens import bearer_token, read_bearer_token
 from kvstrata.errors import BadRequest, ConfigError, Unavailable
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.process.http_token import find_sockets, find_token
-from kvstrata.process.http_unix import SCHEME
+from kvstrata.process.http_local import SCHEME, find_sockets, find_token, is_ours, socket_path
 from kvstrata.process.ports import port_uids
 
 TIMEOUT_S = 30
@@ -47,7 +47,7 @@ def _check_answers(url: str, base: str) -> None:
     try:
         with opener(url).open(f"{base}/healthz", timeout=patience(ALIVE_S)):
             return
-    except (OSError, ValueError, HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(getattr(error, "reason", error), TimeoutError):
             here = url.startswith(SCHEME) or is_loopback(urllib.parse.urlsplit(url).hostname or "")
             raise Unavailable(
@@ -78,7 +78,7 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
 
     Raises ConfigError for a wrong URL, BadRequest for an HTTP error, Unavailable without an answer.
 
-    If `token` is empty, the token that a local server has published is used, if any (process/http_token.py).
+    If `token` is empty, the token that a local server has published is used, if any (process/http_local.py).
     """
     body = asked.body
     method = asked.method or ("GET" if body is None else "POST")
@@ -97,7 +97,7 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise BadRequest(_message(error)) from None
-    except (OSError, ValueError, HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise Unavailable(f"--url: {url} does not answer ({reason}); is a server running there?") from None
 
@@ -161,6 +161,46 @@ def read_text(path: str) -> str:
 def _message(error: urllib.error.HTTPError) -> str:
     try:
         body = json.load(error)
+        body = body.get("error", body)  # a gateway's errors have the shape of its engines' ones
         return str(body.get("message") or body.get("why") or body)
     except (ValueError, AttributeError):
         return f"HTTP {error.code} {error.reason}"
+
+
+# --- unix sockets -----------------------------------------------------------------------------------------------------
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection to the unix socket of our user; root may ask anybody's, and everybody root's."""
+
+    def __init__(self, host: str, *, path: Path, **more: Any) -> None:
+        super().__init__(host, **more)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect. Raises OSError, also for the socket of another user."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+        if os.geteuid() != 0 and not is_ours(self.sock):
+            raise PermissionError("a process of another user listens there")
+
+
+class _Handler(urllib.request.HTTPHandler):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        connect: Any = functools.partial(_Connection, path=self._path)
+        return self.do_open(connect, req)
+
+
+def opener(url: str) -> urllib.request.OpenerDirector:
+    """Opens requests to `url`: to its unix socket for `unix:PATH`, else as urllib does, but to this machine without a
+    proxy. Raises ConfigError."""
+    path = socket_path(url, "--url")
+    if path is None:
+        here = is_loopback(urllib.parse.urlsplit(url).hostname or "")
+        return urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * here)
+    return urllib.request.build_opener(_Handler(path), urllib.request.ProxyHandler({}))

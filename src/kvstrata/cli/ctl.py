@@ -1,6 +1,7 @@
 """`kvstrata ctl`: asks the admin port of a running server or controller, and prints a table, or JSON with `--json`.
 
-The commands are the operations that a server, and after the word `cluster` a controller, state with a name for `ctl`.
+The commands are the operations that a server states with a name for `ctl`, and below `cluster` and `gateway` those of a
+controller and of a gateway.
 `pool` asks nobody: it finds and reads the files of pools.
 """
 
@@ -18,12 +19,14 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.cli import ctl_pool, pages
+from kvstrata.cli import pages
 from kvstrata.cli.asking import Ask, ask, default_url, find_url, read_text, read_token
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
+from kvstrata.config.common_model import ListenSettings
 from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.config.demands import problems, unwrapped
+from kvstrata.config.gateway_model import GatewayHttpSettings
 from kvstrata.errors import ConfigError
 from kvstrata.process.operations import Operation
 
@@ -31,15 +34,18 @@ GROUPS = {
     "stranded": "sessions of dead processes whose GPU may still write into L1",
     "pool": "list or free pools, with or without a server",
     "cluster": "ask the controller of a cluster",
+    "gateway": "ask a gateway before engines",
     "l2": "list, show, pause or resume L2 adapters",
 }
 FILE = "JSON list of token ids, or of storage keys in hexadecimal; -: standard input"
 
 
 def commands(group: str) -> dict[str, Operation]:
-    """The operation of each command, by its words: those of a server, or those of a controller for `cluster`."""
+    """The operation of each command, by its words: of a server, of a controller for `cluster`, or of a `gateway`."""
     if group == "cluster":
         from kvstrata.controller.admin import OPERATIONS as found
+    elif group == "gateway":
+        from kvstrata.gateway.admin import OPERATIONS as found
     else:
         from kvstrata.server.admin.operations import OPERATIONS as found
     return {f"{group} {one.ctl}".strip(): one for one in found if one.ctl}
@@ -142,7 +148,7 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
 
 
 def parser(group: str = "") -> argparse.ArgumentParser:
-    """The command line of `kvstrata ctl`, with the commands of a server, or below `cluster` those of a controller."""
+    """The command line of `kvstrata ctl`, with the commands of a server, and those below one group."""
     top = argparse.ArgumentParser(prog="kvstrata ctl", description=__doc__)
     _add_common(top)
     made = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -164,7 +170,9 @@ def parser(group: str = "") -> argparse.ArgumentParser:
         command.set_defaults(operation=operation)
         _add_arguments(command, operation)
         if words == "status":
-            pages.add_page_flags(command)
+            command.add_argument(
+                "--all", action="store_true", help="print everything that is known, not a page"
+            )
     pages.add_top_flags(add("top", "What engines, tiers and tenants do now, drawn again and again"))
     add("pool list", "The pools of this user: size, age, and which processes own them").add_argument(
         "roots", metavar="DIR", type=Path, nargs="*", help="folders to look below, by default /dev/shm"
@@ -225,10 +233,14 @@ def _add_common(parser: argparse.ArgumentParser, default: str | None = None) -> 
     add("--json", action="store_true", default=default or False, help="print JSON, all that the server said")
 
 
+def usual_url(http: ListenSettings) -> str:
+    """URL of a process on this host with default settings."""
+    return f"http://{http.host}:{http.port}"
+
+
 def controller_url() -> str:
     """URL of a controller on this host with default settings."""
-    http = ControllerHttpSettings()
-    return f"http://{http.host}:{http.port}"
+    return usual_url(ControllerHttpSettings())
 
 
 def request(options: argparse.Namespace) -> Ask:
@@ -271,7 +283,7 @@ def reachable(link: dict[str, Any], url: str) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> Any:
     """Carry out one command; returns what is printed."""
     if options.command == "pool":
-        return ctl_pool.run(options)
+        return _pools(options)
     asker = _asker(options)
     if options.words in ("status", "cluster status") and not options.json:
         return pages.everything(options, asker)
@@ -282,13 +294,43 @@ def run(options: argparse.Namespace) -> Any:
     return answer if options.json or shown is None else shown(answer)
 
 
+def _pools(options: argparse.Namespace) -> Any:
+    """List the pools of this machine, or free one, with or without a server. Raises SegmentError or ConfigError."""
+    # These alone load the compiled modules; the other commands also run on a machine that lacks them.
+    from kvstrata.memory import pools
+    from kvstrata.memory.paths import SHM_ROOT
+
+    if options.action == "free":
+        place = options.pool.absolute()
+        freed = pools.free(place)
+        whole = freed._asdict() | {"place": str(freed.place)}
+        return whole if options.json else f"freed {pages.size(freed.memory_bytes)} of {place}"
+    found = pools.find_pools(options.roots or (SHM_ROOT,))
+    if options.json:
+        return [pool._asdict() | {"place": str(pool.place)} for pool in found]
+    return [
+        {
+            "pool": str(pool.place),
+            "memory": pages.size(pool.memory_bytes),
+            "age": pages.span(pool.age_s),
+            "idle": "-" if pool.idle_s is None else pages.span(pool.idle_s),
+            "owned_by": ", ".join(pool.owners) or "nobody",
+        }
+        for pool in found
+    ] or "no pool of this user is here"
+
+
 @guarded("kvstrata ctl")
 def main(arguments: Sequence[str] | None) -> int:
     """Run the command; returns 0. Raises KvstrataError."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    options = parser("cluster" if "cluster" in words else "").parse_args(words)
-    if pages.draws(options):
-        pages.run(options, _asker(options))
+    group = next((word for word in words if word in ("cluster", "gateway")), "")
+    options = parser(group).parse_args(words)
+    if options.words == "top":
+        pages.run_top(options.every, _asker(options), as_json=options.json)
+        return 0
+    if options.words == "status" and not (options.all or options.json):
+        print("\n".join(pages.server_page(pages.see_server(_asker(options)))))
         return 0
     answer = run(options)
     print(json.dumps(answer, indent=1) if options.json else table(answer))
@@ -300,6 +342,8 @@ def _asker(options: argparse.Namespace) -> Callable[[Ask], Any]:
     token = read_token("--token-file", options.token_file)
     if options.command == "cluster":
         url = options.url or find_url(controller_url(), "controller")
+    elif options.command == "gateway":
+        url = options.url or find_url(usual_url(GatewayHttpSettings()), "gateway")
     else:
         url = options.url or find_url(default_url(), "server")
     return lambda asked: ask(url, asked, token=token)

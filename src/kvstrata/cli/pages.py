@@ -42,15 +42,6 @@ class Seen(NamedTuple):
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def add_page_flags(status: argparse.ArgumentParser) -> None:
-    """Add the flags of `status`."""
-    either = status.add_mutually_exclusive_group()
-    either.add_argument("--all", action="store_true", help="print everything that is known, not a page")
-    either.add_argument("--watch", nargs="?", type=interval, const=WATCH_S, metavar="SECONDS",
-        help=f"draw the page again every so many seconds ({WATCH_S:g}), until Ctrl-C; with --json a document on "
-        "each line")  # fmt: skip
-
-
 def add_top_flags(top: argparse.ArgumentParser) -> None:
     """Add the flags of `top`."""
     top.add_argument("--every", type=interval, default=WATCH_S, metavar="SECONDS",
@@ -70,45 +61,30 @@ def interval(text: str) -> float:
     return seconds
 
 
-def draws(options: argparse.Namespace) -> bool:
-    """Whether this command draws a page, or is repeated."""
-    shows = options.command == "status" and (options.watch is not None or not (options.all or options.json))
-    return options.command == "top" or shows
-
-
-def run(options: argparse.Namespace, ask: Asker) -> None:
-    """Draw the page, once or until Ctrl-C. `ask` asks the server. Raises KvstrataError."""
-    draw = Top().draw if options.command == "top" else server_page
+def run_top(every_s: float, ask: Asker, *, as_json: bool) -> None:
+    """Draw the live screen until Ctrl-C. `ask` asks the server. Raises KvstrataError."""
+    top = Top()
 
     def page_now() -> list[str]:
-        return [json.dumps(ask(Ask("/v1/status")))] if options.json else draw(see_server(ask))
+        return [json.dumps(ask(Ask("/v1/status")))] if as_json else top.draw(see_server(ask))
 
-    every_s = options.every if options.command == "top" else options.watch
-    page = page_now()
-    if every_s is None:
-        print("\n".join(page))
-        return
-    terminal = sys.stdout.isatty() and not options.json
-    own_screen = terminal and options.command == "top"
-    print(OTHER_SCREEN if own_screen else "", end="")
+    page, on_terminal = page_now(), sys.stdout.isatty() and not as_json
+    print(OTHER_SCREEN if on_terminal else "", end="")
     try:
         while True:
-            print(
-                (CLEAR if terminal else "") + "\n".join(page),
-                end="\n" if options.json else "\n\n",
-                flush=True,
-            )
+            text = (CLEAR if on_terminal else "") + "\n".join(page)
+            print(text, end="\n" if as_json else "\n\n", flush=True)
             time.sleep(every_s)
             try:
                 page = page_now()
             except Unavailable as error:
-                if not terminal:
+                if not on_terminal:
                     raise
                 page = [cut(error.message), *page[-LINES:]]
     except KeyboardInterrupt:
         return
     finally:
-        print(OWN_SCREEN if own_screen else "", end="")
+        print(OWN_SCREEN if on_terminal else "", end="")
 
 
 def everything(options: argparse.Namespace, ask: Asker) -> dict[str, Any]:

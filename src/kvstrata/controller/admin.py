@@ -23,9 +23,17 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.process import operations as common
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, SESSION_S, Logins
-from kvstrata.process.operations import MAX_KEYS, MAX_WAIT_S, Headers, Reply, Token, operation, operations_of
+from kvstrata.process.operations import (
+    MAX_KEYS,
+    MAX_WAIT_S,
+    Headers,
+    Reply,
+    Token,
+    Weights,
+    operation,
+    operations_of,
+)
 from kvstrata.rpc.cluster_wire import CommandKind
-from kvstrata.types import RequestIdentity
 
 if TYPE_CHECKING:
     from kvstrata.controller.cluster import Cluster
@@ -179,7 +187,7 @@ class Login(msgspec.Struct):
     ]
 
 
-class Chunks(msgspec.Struct, kw_only=True):
+class Chunks(Weights, kw_only=True):
     """Chunks, named by a prompt's tokens or by keys."""
 
     tokens: Annotated[list[Token], Meta(max_length=MAX_TOKENS)] | None = None
@@ -190,11 +198,7 @@ class Chunks(msgspec.Struct, kw_only=True):
         ]
         | None
     ) = None
-    model: Annotated[str, Meta(description="Model of an attached engine; empty: the only one.")] = ""
     kind: Annotated[int | None, Meta(description="Number in `models`, where several match.")] = None
-    adapter: Annotated[str, Meta(description="Name of a LoRA adapter; empty: the model itself.")] = ""
-    tenant: Annotated[str, Meta(description="Tenant; empty: the unnamed one.")] = ""
-    salt: Annotated[str, Meta(description="Salt of the requests.")] = ""
 
 
 class Lookup(Chunks, kw_only=True):
@@ -416,8 +420,7 @@ async def lookup(parts: Admin, ask: Lookup) -> Document:
 
 
 async def _named(parts: Admin, ask: Chunks) -> Named:
-    request = RequestIdentity(adapter=ask.adapter, tenant=ask.tenant, salt=ask.salt)
-    return await parts.orders.name(ask.tokens, ask.keys, ask.model, ask.kind, request)
+    return await parts.orders.name(ask.tokens, ask.keys, ask.model, ask.kind, ask.request())
 
 
 @operation("GET", "/v1/pins", ctl="pins", tag="chunks")

@@ -40,9 +40,9 @@ from kvstrata.observability.exposition import Pages
 from kvstrata.observability.logging import EventLog, current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
+from kvstrata.process.http_local import socket_path
 from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.http_thread import Port, make_port
-from kvstrata.process.http_unix import socket_path
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process

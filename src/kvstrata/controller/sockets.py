@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.process.http_unix import socket_path
+from kvstrata.process.http_local import socket_path
 from kvstrata.rpc.cluster_wire import MAX_CLUSTER_MESSAGE_BYTES, Nudge, encode
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_server import Address, ZmqServer

@@ -5,6 +5,7 @@ Times are in milliseconds since 1970 (`_unix_ms`), or as seconds ago (`_ago_s`).
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
 Body = dict[str, Any]
 
 
+def _fields(value: object, names: str) -> Body:
+    """The fields of these names."""
+    return {name: getattr(value, name) for name in names.split()}
+
+
 def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> Body:
     """One instance; `keys`: its placements by tier."""
     told, load, now_s = member.told, member.load, cluster.clock.monotonic_s()
@@ -36,24 +42,10 @@ def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> B
         "draining": member.draining,
         "confirmed": member.confirmed,
         "incarnation": str(member.incarnation),
-        "version": told.version,
-        "host": told.host,
-        "pid": told.pid,
-        "zone": told.zone,
-        "http_url": told.http_url,
-        "peer_endpoint": told.peer_endpoint,
-        "tiers": told.tiers,
-        "chunk_tokens": told.chunk_tokens,
-        "l1_bytes": told.l1_bytes,
+        **_fields(told, "version host pid zone http_url peer_endpoint tiers chunk_tokens l1_bytes"),
         "keys": dict(keys),
-        "used_bytes": load.used_bytes,
-        "capacity_bytes": load.capacity_bytes,
-        "tier_states": load.tier_states,
-        "hits_total": load.hits_total,
-        "peer_leased_bytes": load.peer_leased_bytes,
-        "peer_sent_bytes_total": load.peer_sent_bytes_total,
-        "peer_read_bytes_total": load.peer_read_bytes_total,
-        "sessions": load.sessions,
+        **_fields(load, "used_bytes capacity_bytes tier_states hits_total sessions"),
+        **_fields(load, "peer_leased_bytes peer_sent_bytes_total peer_read_bytes_total"),
         "engines": member.engines,
         "event_batches": member.event_batches,
         "last_event": member.applied_seq,
@@ -107,35 +99,22 @@ def instances(cluster: Cluster) -> Body:
     }
 
 
-class TierTotal:
-    """One tier, over all instances that are not dead.
+def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict[str, Counter[str]]:
+    """Totals by tier over all instances that are not dead, L1 first; `keys` as from `keys_of`.
 
     Of a shared tier each instance knows a part, so `keys` is the number that one of them knows at most.
     """
-
-    def __init__(self) -> None:
-        self.instances = 0
-        self.keys = 0
-        self.used_bytes = 0
-        self.capacity_bytes = 0
-
-
-def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict[str, TierTotal]:
-    """Totals by tier, L1 first; `keys` as from `keys_of`."""
-    totals: dict[str, TierTotal] = {}
+    totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for member in cluster.members:
         if member.state is MemberState.DEAD:
             continue
         ours, load = keys.get(member.group, {}), member.load
         for tier in member.told.tiers:
-            total = totals.get(tier)
-            if total is None:
-                total = totals[tier] = TierTotal()
-            total.instances += 1
-            known = ours.get(tier, 0)
-            total.keys = max(total.keys, known) if tier in member.told.media else total.keys + known
-            total.used_bytes += load.used_bytes.get(tier, 0)
-            total.capacity_bytes += load.capacity_bytes.get(tier, 0)
+            known, total = ours.get(tier, 0), totals[tier]
+            total["instances"] += 1
+            total["keys"] = max(total["keys"], known) if tier in member.told.media else total["keys"] + known
+            total["used_bytes"] += load.used_bytes.get(tier, 0)
+            total["capacity_bytes"] += load.capacity_bytes.get(tier, 0)
     return {tier: totals[tier] for tier in sorted(totals, key=lambda tier: (tier != "l1", tier))}
 
 
@@ -155,7 +134,7 @@ def tiers(cluster: Cluster) -> Body:
         if member.state is not MemberState.DEAD
         for tier in member.told.tiers
     ]
-    sums = [{"tier": tier, **vars(total)} for tier, total in tier_totals(cluster, keys).items()]
+    sums = [{"tier": tier, **total} for tier, total in tier_totals(cluster, keys).items()]
     return {"tiers": sums, "rows": rows}
 
 
@@ -202,13 +181,7 @@ def _gateway(known: Gateway, now_s: float) -> Body:
     return {
         "name": told.gateway,
         "host": known.host,
-        "port": told.port,
-        "version": told.version,
-        "policy": told.policy,
-        "engines": told.engines,
-        "engines_up": told.engines_up,
-        "in_flight": told.in_flight,
-        "requests_total": told.requests_total,
+        **_fields(told, "port version policy engines engines_up in_flight requests_total"),
         "heard_ago_s": round(max(0.0, now_s - known.heard_s), 3),
     }
 
@@ -236,18 +209,15 @@ def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
         "heartbeat_s": cluster.settings.heartbeat_s,
         "dead_after_s": cluster.settings.dead_after_s,
         "instances": counts,
-        "keys": {tier: total.keys for tier, total in totals.items()},
-        "used_bytes": {tier: total.used_bytes for tier, total in totals.items()},
-        "capacity_bytes": {tier: total.capacity_bytes for tier, total in totals.items()},
+        **{
+            name: {tier: total[name] for tier, total in totals.items()}
+            for name in ("keys", "used_bytes", "capacity_bytes")
+        },
         "hits_total": cluster.sampling.hits_total,
         "directory": {
-            "placements": usage.placements,
-            "bytes": usage.bytes,
+            **_fields(usage, "placements bytes shared_tags slots rebuilds"),
             "max_bytes": int(cluster.settings.directory.max_gb * GB),
-            "shared_tags": usage.shared_tags,
-            "slots": usage.slots,
             "retired_slots": usage.retired,
-            "rebuilds": usage.rebuilds,
             "admitted_keys_total": directory.admitted_keys,
             "evicted_keys_total": directory.evicted_keys,
             "synced_keys_total": directory.synced_keys,
@@ -274,10 +244,7 @@ def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
 def event_row(event: Happened) -> Body:
     """One event."""
     return {
-        "number": event.number,
-        "unix_ms": event.unix_ms,
-        "kind": event.kind,
-        "instance": event.instance,
+        **_fields(event, "number unix_ms kind instance"),
         "facts": plain(event.facts),
     }
 

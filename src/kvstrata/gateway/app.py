@@ -9,19 +9,22 @@ import os
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from kvstrata import __version__
+from kvstrata.errors import KvstrataError, NotFound
 from kvstrata.gateway import headers as passing
+from kvstrata.gateway.admin import find
 from kvstrata.gateway.door import IN_FLIGHT, Headers
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.forward import BrokenOff, Call, ClientGone, answer_failure
 from kvstrata.gateway.metering import CANCELLED, OK
 from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.routes import ROUTES, route_of
-from kvstrata.observability.exposition import MEDIA_TYPE
 from kvstrata.observability.logging import EventLog
+from kvstrata.process.operations import Operation, Reply, asked
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -29,10 +32,6 @@ if TYPE_CHECKING:
     from kvstrata.observability.exposition import Pages
 
 PROBES = frozenset(("/healthz", "/health", "/ping", "/readyz"))
-STATUS = "/gateway/status"
-DECISIONS = "/gateway/decisions"
-OPERATORS = frozenset(("/metrics", STATUS))
-SHOWN_DECISIONS = 50
 UNREAD = frozenset((413, 503))
 """Statuses of answers that may come before the end of the request's body."""
 SMALL_BYTES = 64 << 10
@@ -44,9 +43,9 @@ class App:
     """See the module. Belongs to the event loop."""
 
     def __init__(self, parts: Parts, status: Callable[[], dict[str, Any]], pages: Pages) -> None:
-        self._parts = parts
-        self._status = status
-        self._pages = pages
+        self.parts = parts
+        self.status = status
+        self.page = pages.page
         self.in_flight = 0
         """Requests for engines that have not ended."""
         self.held_bytes = 0
@@ -70,12 +69,12 @@ class App:
         if path in PROBES:
             await self._probe(path, send)
             return
-        operators = path in OPERATORS or path == DECISIONS or path.startswith(f"{DECISIONS}/")
-        failure = self._parts.door.knows_sender(headers, path, operators=operators)
+        own = find(path)
+        failure = self.parts.door.knows_sender(headers, path, operators=own is not None)
         if failure is not None:
             await answer_failure(send, failure, path, close=_unread(headers))
-        elif operators:
-            await self._operators(path, scope["query_string"], headers, send)
+        elif own is not None:
+            await self._operators(*own, scope, headers, send)
         else:
             await self._request(scope, path, headers, receive, send)
 
@@ -85,33 +84,29 @@ class App:
         """`/healthz`: the process answers. The others, which engines have too: an engine serves."""
         why = ""
         if path != "/healthz":
-            why = "stopping" if self.stopping else "" if self._parts.fleet.serving("") else "no engine serves"
+            why = "stopping" if self.stopping else "" if self.parts.fleet.serving("") else "no engine serves"
         await _json(send, 503 if why else 200, {"ready": not why, "why": why})
 
-    async def _operators(self, path: str, query: bytes, headers: Headers, send: Send) -> None:
-        if not self._parts.door.is_operator(headers, path):
+    async def _operators(
+        self, one: Operation, found: dict[str, str], scope: Scope, headers: Headers, send: Send
+    ) -> None:
+        path = scope["path"]
+        if not self.parts.door.is_operator(headers, path):
             says = f"Authorization: {path} needs the operators' token, as `Bearer TOKEN`"
             await answer_failure(send, Failure(401, "operators_only", says), path)
-        elif path == STATUS:
-            await _json(send, 200, self._status())
-        elif path == DECISIONS:
-            await _json(send, 200, {"decisions": self._parts.choosing.decisions.page(SHOWN_DECISIONS)})
-        elif path.startswith(DECISIONS):
-            word = path.removeprefix(f"{DECISIONS}/")
-            number = query.removeprefix(b"number=")
-            found = self._parts.choosing.decisions.again(
-                word, int(number) if number.isdigit() and len(number) < 19 else 0
-            )
-            if found is not None:
-                await _json(send, 200, found)
-            else:
-                says = f"request: the decision for {word!a:.200} is not among the last that were kept"
-                await answer_failure(send, Failure(404, "unknown_request", says, "request"), path)
-        else:
-            await _answer(send, 200, MEDIA_TYPE, self._pages.page())
+            return
+        try:
+            query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+            value = await one.call(self, {"ask": await asked(one, found, query, b"")})
+        except KvstrataError as error:
+            status, code = (404, "unknown_request") if isinstance(error, NotFound) else (400, error.code)
+            await answer_failure(send, Failure(status, code, error.message, error.field), path)
+            return
+        reply = value if isinstance(value, Reply) else Reply(value)
+        await _answer(send, 200, reply.media_type, reply.body)
 
     async def _models(self, path: str, send: Send) -> None:
-        models = self._parts.fleet.models()
+        models = self.parts.fleet.models()
         if path == "/v1/models":
             await _json(send, 200, {"object": "list", "data": list(models.values())})
             return
@@ -125,7 +120,7 @@ class App:
     # -- requests for engines --------------------------------------------------------------------------------
 
     async def _request(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
-        parts = self._parts
+        parts = self.parts
         if parts.settings.picker.only:
             says = "this port answers probes and operators only; requests come through Envoy (picker.only)"
             await answer_failure(send, Failure(404, "picker_only", says), path, close=_unread(headers))
@@ -166,7 +161,7 @@ class App:
 
     async def _admitted(self, call: Call, receive: Receive, send: Send) -> None:
         """Let the request in, if it may come in, and forward it."""
-        meter, tenant, settings = call.meter, call.tenant, self._parts.settings
+        meter, tenant, settings = call.meter, call.tenant, self.parts.settings
         failure: Failure | None = None
         if self.in_flight >= settings.max_in_flight:
             says = f"{self.in_flight} requests are under way, of at most {settings.max_in_flight}"
@@ -200,7 +195,7 @@ class App:
 
     async def _read(self, call: Call, receive: Receive) -> Failure | None:
         """Read the body, and what the choice goes by. Raises ClientGone if the client goes before it has sent all."""
-        parts, meter = self._parts, call.meter
+        parts, meter = self.parts, call.meter
         call.standing = parts.reader.standing_of(call.headers, call.tenant)
         body = await self._body(receive, call)
         if isinstance(body, Failure):
@@ -221,7 +216,7 @@ class App:
 
     async def _body(self, receive: Receive, call: Call) -> bytes | Failure:
         """The whole body; raises ClientGone. `meter.body_bytes` is added to `held_bytes`."""
-        most_bytes, meter = int(self._parts.settings.http.max_body_mb * (1 << 20)), call.meter
+        most_bytes, meter = int(self.parts.settings.http.max_body_mb * (1 << 20)), call.meter
         says = f"body: larger than {most_bytes} bytes; send less, or raise http.max_body_mb of the gateway"
         too_large = Failure(413, "body_too_large", says)
         length = call.headers.get(b"content-length", b"")
@@ -253,7 +248,7 @@ class App:
         if isinstance(taken, Failure):
             return taken
         try:
-            await self._parts.forwarder.run(call, send)
+            await self.parts.forwarder.run(call, send)
         except BrokenOff as error:
             why = error.failure.message
             self._log.repeated(
@@ -266,7 +261,7 @@ class App:
                 tenant.settle(taken, wanted.tokens, meter)
         reported = meter.tokens().get("prompt") if call.computed and meter.outcome == OK else None
         if reported and wanted.prompt is not None:
-            self._parts.tokens.reported(call.asked.model, meter.engine, len(wanted.prompt.tokens), reported)
+            self.parts.tokens.reported(call.asked.model, meter.engine, len(wanted.prompt.tokens), reported)
         return None
 
 

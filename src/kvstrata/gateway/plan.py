@@ -17,8 +17,7 @@ from kvstrata.gateway.kubernetes import Account
 from kvstrata.gateway.residency.sources import MAX_PORT
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.process.http_token import FIELD, fresh_token
-from kvstrata.process.http_unix import socket_path
+from kvstrata.process.http_local import TOKEN_FIELD, fresh_token, socket_path
 from kvstrata.process.ports import Listening
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
         raise _wrong("queue.enabled", f"needs `policy: {TTFT}`, which measures how long engines take")
     token = ""
     if not on_socket:
-        token = read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
+        token = read_bearer_token(http.token_file, TOKEN_FIELD) if http.token_file else fresh_token()
     return Plan(
         settings,
         token,

@@ -4,7 +4,7 @@
    A further connection closes the one that has been idle longest: without a whole request under way.
 2. A request must arrive within REQUEST_S of its connection's start, or of its own first byte.  A client that reads
    nothing of its answer for STALLED_S is cut.  `timeout_keep_alive` of uvicorn bounds the time between requests.
-3. A connection over a unix socket of a process of another user, root excepted, is cut (process/http_unix.py).
+3. A connection over a unix socket of a process of another user, root excepted, is cut (process/http_local.py).
 4. Since whole requests under way are fewer than the connections allowed, there is always an idle connection to close,
    and a probe always gets through.
 5. A head, trailers or extensions of chunks that take too much end the connection.  Trailers are passed over: as
@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
-from kvstrata.process.http_unix import is_ours
+from kvstrata.process.http_local import is_ours
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

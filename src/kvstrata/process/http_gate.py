@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.errors import BadRequest, NotPermitted, Unavailable
 from kvstrata.observability.logging import EventLog
+from kvstrata.process.http_local import SCHEME
 from kvstrata.process.http_login import Logins
-from kvstrata.process.http_unix import SCHEME
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -47,8 +47,6 @@ MAX_BODY_BYTES = 32 << 20
 MAX_STRANGER_BYTES = 64 << 10
 MAX_ARRIVING_BYTES = 256 << 20
 MAX_REQUESTS = 64
-MAX_KNOWN_HOSTS, MAX_HOST_CHARS = 64, 256
-"""Bounds of the `Host` headers that are remembered, and of each."""
 
 Headers = Mapping[bytes, bytes]
 
@@ -84,8 +82,6 @@ class Access:
             own += [platform.node(), platform.node().partition(".")[0]]
         self._names = {bare_host(name) for name in own} - {""}
         self._any_host = not token and not self._loopback
-        self._known_hosts: set[str] = set()
-        """Headers that named this port, so that most requests need not have theirs read again."""
 
     def set_token(self, token: str) -> None:
         """Ask for this token from now on, and end the sessions that the last one opened; empty: the port is open."""
@@ -95,18 +91,10 @@ class Access:
 
     def knows_host(self, host: str) -> bool:
         """Whether a `Host` header names this port."""
-        if host in self._known_hosts:
-            return True
         name = bare_host(host)
         # No other site's page can have an address as its name.
-        knows = (
-            self._any_host
-            or name in self._names
-            or (_is_ip(name) and (not self._loopback or is_loopback(name)))
-        )
-        if knows and len(self._known_hosts) < MAX_KNOWN_HOSTS and len(host) <= MAX_HOST_CHARS:
-            self._known_hosts.add(host)
-        return knows
+        is_address = _is_ip(name) and (not self._loopback or is_loopback(name))
+        return self._any_host or name in self._names or is_address
 
     def knows_origin(self, headers: Headers, path: str) -> bool:
         """Whether the page that sent this request, if a page did, is this port's own."""

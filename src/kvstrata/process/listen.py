@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import platform
@@ -19,8 +18,16 @@ from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError, MachineLacks
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.process.http_token import FIELD, SocketFile, TokenFile, fresh_token
-from kvstrata.process.http_unix import SCHEME, listen_at, socket_path
+from kvstrata.process.http_local import (
+    SCHEME,
+    TOKEN_FIELD,
+    RunFile,
+    fresh_token,
+    listen_at,
+    socket_file,
+    socket_path,
+    token_file,
+)
 from kvstrata.process.ports import port_holder
 
 if TYPE_CHECKING:
@@ -93,13 +100,13 @@ def read_token(settings: ListenSettings, *, insecure: bool) -> str:
     if socket_path(settings.host) is not None:
         if settings.token_file:
             raise ConfigError(
-                f"{FIELD}: {settings.token_file!a:.200} has no effect, since http.host is a unix socket, which needs "
-                "no token; leave one of them out",
-                field=FIELD,
+                f"{TOKEN_FIELD}: {settings.token_file!a:.200} has no effect, since http.host is a unix socket, which "
+                "needs no token; leave one of them out",
+                field=TOKEN_FIELD,
             )
         return ""
     if settings.token_file:
-        return read_bearer_token(settings.token_file, FIELD)
+        return read_bearer_token(settings.token_file, TOKEN_FIELD)
     if not is_loopback(settings.host) and not insecure:
         raise ConfigError(
             f"http.host: {settings.host!r} is not loopback: set http.token_file, or --insecure to go without",
@@ -108,28 +115,11 @@ def read_token(settings: ListenSettings, *, insecure: bool) -> str:
     return "" if insecure else fresh_token()
 
 
-def publish(
-    settings: ListenSettings, listener: Listener, token: str, kind: str, log: EventLog
-) -> TokenFile | SocketFile | None:
-    """Put a port's token, or a unix socket's path, where clients of the same user find it; None for an open port.
-
-    `kind`: `server` or `controller`. Raises ConfigError, unless clients can be given the socket's path, or the
-    settings' own token file.
-    """
-    try:
-        if listener.path is not None:
-            return SocketFile(kind, listener.path)
-        return TokenFile(token, listener.port) if token else None
-    except ConfigError as error:
-        if listener.path is None and not settings.token_file:
-            raise
-        flag = "--token-file" if listener.path is None else f"--url {SCHEME}{listener.path}"
-        log.warning("http_port_not_found", note=f"clients need {flag}: {error.message}")
-        return None
-
-
 class ServedToken:
-    """The token of a port that is served: the port asks for it, and clients of the same user find it in a file."""
+    """The token of a port that is served: the port asks for it, and clients of the same user find it in a file.
+
+    Of a unix socket, which needs no token, clients find the path.
+    """
 
     def __init__(
         self,
@@ -140,13 +130,30 @@ class ServedToken:
         kind: str,
         log: EventLog,
     ) -> None:
-        """Publish the token. Raises ConfigError; for this and `kind` see `publish`. `set_token` makes the port ask for
-        another one."""
+        """Publish the token. Raises ConfigError. `set_token` makes the port ask for another one; for `kind` see
+        `socket_file`."""
         self._set_token = set_token
+        self._settings = settings
+        self._listener = listener
         self._token = token
+        self._kind = kind
         self._log = log
-        self._publish = functools.partial(publish, settings, listener, kind=kind, log=log)
         self._file = self._publish(token)
+
+    def _publish(self, token: str) -> RunFile | None:
+        """The file; None for an open port. Raises ConfigError, unless clients can be given the socket's path, or the
+        settings' own token file."""
+        listener = self._listener
+        try:
+            if listener.path is not None:
+                return socket_file(self._kind, listener.path)
+            return token_file(token, listener.port) if token else None
+        except ConfigError as error:
+            if listener.path is None and not self._settings.token_file:
+                raise
+            flag = "--token-file" if listener.path is None else f"--url {SCHEME}{listener.path}"
+            self._log.warning("http_port_not_found", note=f"clients need {flag}: {error.message}")
+            return None
 
     @property
     def path(self) -> str:
@@ -173,10 +180,7 @@ class ServedToken:
     def look(self) -> None:
         """Put the file back if somebody has removed it."""
         before = self._file
-        if before is None:
-            return
-        if before.is_there():
-            before.touch()
+        if before is None or before.is_there():
             return
         try:
             self._file = self._publish(self._token)

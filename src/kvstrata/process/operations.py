@@ -21,7 +21,7 @@ import re
 from array import array
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType, UnionType
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -31,7 +31,8 @@ from kvstrata.config.load import odd_value
 from kvstrata.config.log_model import Level
 from kvstrata.errors import BadRequest
 from kvstrata.observability.exposition import MEDIA_TYPE
-from kvstrata.observability.logging import EventLog, current_level, set_level
+from kvstrata.observability.logging import current_level, set_level
+from kvstrata.types import RequestIdentity
 
 MAX_TOKENS = 4_194_304
 """Maximum number of token ids in one request."""
@@ -184,10 +185,8 @@ def _parts(
         made = (field.name, field.type) if field.required else (field.name, field.type, field.default)
         (as_text if texts is None or field.name in texts else as_json).append(made)
 
-    def struct(fields: list[Any]) -> type[msgspec.Struct]:
-        return msgspec.defstruct(ask.__name__, fields, forbid_unknown_fields=True, kw_only=True)
-
-    return struct(as_text), struct(as_json) if as_json else None
+    struct = functools.partial(msgspec.defstruct, ask.__name__, kw_only=True)
+    return struct(as_text), struct(as_json, forbid_unknown_fields=True) if as_json else None
 
 
 # --- reading a request ------------------------------------------------------------------------------------------------
@@ -229,9 +228,11 @@ async def _decoded(kind: type[msgspec.Struct], body: bytes) -> dict[str, Any]:
         raise _unreadable(text, error) from None
     for name, items in taken.items():
         form = field_types(kind)[name]
-        most = next(meta.max_length for meta in unwrapped(form)[1])
+        most = next((meta.max_length for meta in unwrapped(form)[1]), None)
         if found[name] or (most is not None and len(items) > most):
-            raise BadRequest(f"{name}: {demand(form)}, found {len(items) + len(found[name])}", field=name)
+            raise BadRequest(
+                f"{name}: {demand(form)}, found {len(items) + len(found[name] or ())}", field=name
+            )
         found[name] = items
     return found
 
@@ -288,26 +289,20 @@ def _plain(text: str) -> Any:
     return text
 
 
-# --- operations of every process ------------------------------------------------------------------------------------
+# --- what every process has; its parts have `readiness`, `page` and `log` ---------------------------------------------
 
 
-class Every(Protocol):
-    """What the operations of every process use of its parts."""
+class Weights(msgspec.Struct, kw_only=True):
+    """The weights that a prompt is for, and whose it is."""
 
-    @property
-    def readiness(self) -> Callable[[], tuple[bool, str]]:
-        """Whether requests are served, and why not."""
-        ...
+    model: Annotated[str, Meta(description="Model of an attached engine; empty: the only one.")] = ""
+    adapter: Annotated[str, Meta(description="Name of a LoRA adapter; empty: the model itself.")] = ""
+    tenant: Annotated[str, Meta(description="Tenant; empty: the unnamed one.")] = ""
+    salt: Annotated[str, Meta(description="Salt of the requests.")] = ""
 
-    @property
-    def page(self) -> Callable[[], bytes]:
-        """Makes the page /metrics."""
-        ...
-
-    @property
-    def log(self) -> EventLog:
-        """Gets a line for each change."""
-        ...
+    def request(self) -> RequestIdentity:
+        """What of a prompt's identity the request decides."""
+        return RequestIdentity(adapter=self.adapter, tenant=self.tenant, salt=self.salt)
 
 
 class LogLevel(msgspec.Struct):
@@ -317,32 +312,32 @@ class LogLevel(msgspec.Struct):
 
 
 @operation("GET", "/healthz", tag="probes", public=True)
-def healthz(parts: Every) -> dict[str, bool]:
+def healthz(parts: Any) -> dict[str, bool]:
     """The process answers."""
     return {"ok": True}
 
 
 @operation("GET", "/readyz", ctl="ready", tag="probes", public=True)
-def readyz(parts: Every) -> dict[str, Any] | Reply:
+def readyz(parts: Any) -> dict[str, Any] | Reply:
     """Whether requests are served; if not, the status is 503, and `why` says why."""
     ready, why = parts.readiness()
     return Reply({"ready": ready, "why": why}, 200 if ready else 503)
 
 
 @operation("GET", "/metrics", tag="metrics")
-def metrics(parts: Every) -> Reply:
+def metrics(parts: Any) -> Reply:
     """Metrics in Prometheus' text format; at most 0.25 s old."""
     return Reply(parts.page(), media_type=MEDIA_TYPE)
 
 
 @operation("GET", "/v1/log-level", tag="log")
-def log_level(parts: Every) -> LogLevel:
+def log_level(parts: Any) -> LogLevel:
     """The least severe level that is logged now."""
     return LogLevel(cast(Level, current_level()))
 
 
 @operation("PUT", "/v1/log-level", ctl="log-level", tag="log", shows=True)
-def change_log_level(parts: Every, ask: LogLevel) -> LogLevel:
+def change_log_level(parts: Any, ask: LogLevel) -> LogLevel:
     """Show or change the level of the log.
 
     The change holds here and in the processes of isolated adapters, until the process ends, or reads its settings again

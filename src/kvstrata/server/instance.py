@@ -39,8 +39,7 @@ from kvstrata.process.lifecycle import soon
 from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.server.admin.admin import Admin, StrandedSessions
-from kvstrata.server.admin.operations import OPERATIONS
+from kvstrata.server.admin.operations import OPERATIONS, Admin
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.membership import (
     Membership,
@@ -184,18 +183,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     http, http_token = None, None
     if listener is not None:
         collector = ServerCollector(facts.instance_id, parts.counters, board.numbers)
-        admin = Admin(
-            pool,
-            parts.readiness,
-            parts.board,
-            (await shell.loop.run_in_executor(None, Pages, collector)).page,
-            EventLog("server"),
-            parts.explainer,
-            parts.prewarms,
-            parts.clearing,
-            StrandedSessions(attach),
-            tiers,
-        )
+        page = (await shell.loop.run_in_executor(None, Pages, collector)).page
+        admin = Admin(parts, attach, page, EventLog("server"))
         insecure = settings.security.insecure
         warn_if_open(settings.http, plan.http_token, listener.port, shell.log, insecure=insecure)
         access = Access(settings.http, plan.http_token)

@@ -25,7 +25,7 @@ from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES, SegmentSettings, check_size
 from kvstrata.p2p import mac
 from kvstrata.p2p.engines.ports import reaches_other_hosts
-from kvstrata.process.http_unix import socket_path
+from kvstrata.process.http_local import socket_path
 from kvstrata.process.listen import read_token
 from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys

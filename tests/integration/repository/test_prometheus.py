@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstrata.observability.exposition import numbers_in
 from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, place_of
-from kvstrata.process.http_token import find_token
+from kvstrata.process.http_local import find_token
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.daemon import Unavailable, free_port
 from tests.harness.http_read import read

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.process.http_token import find_token
+from kvstrata.process.http_local import find_token
 from kvstrata.rpc import wire
 from kvstrata.types import unpack_extents
 from tests.harness.cache_engine import eventually

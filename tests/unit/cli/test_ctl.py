@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstrata.cli import asking, ctl
 from kvstrata.cli.table import table
 from kvstrata.errors import BadRequest, Unavailable
-from kvstrata.process.http_token import SocketFile
+from kvstrata.process.http_local import socket_file
 from tests.harness.daemon import free_port
 
 JSON = st.recursive(
@@ -69,11 +69,11 @@ def test_a_unix_socket_is_asked_where_the_usual_port_is_nobody_s(tmp_path, monke
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     port = free_port()
     usual = f"http://127.0.0.1:{port}"
-    one = SocketFile("server", Path("/run/one.sock"))
+    one = socket_file("server", Path("/run/one.sock"))
     assert asking.find_url(usual, "server") == "unix:/run/one.sock"
     with socket.create_server(("127.0.0.1", port)):
         assert asking.find_url(usual, "server") == usual
-    two = SocketFile("server", Path("/run/two.sock"))
+    two = socket_file("server", Path("/run/two.sock"))
     with pytest.raises(
         BadRequest, match=r"^--url: no server of this user .*unix:/run/one.sock, unix:/run/two.sock"
     ):

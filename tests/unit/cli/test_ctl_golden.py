@@ -76,6 +76,7 @@ CASES: dict[str, Any] = {
     "cluster document a --wait-s 1": {"pool": {}},
     "cluster commands": DONE,
     "cluster command 1": {"state": "done"},
+    "gateway decision a/b --number 2": {"equal": True},
     "cluster lookup NOTHING": None,
     "l2 pause": None,
     "cluster replicate TOKENS": None,

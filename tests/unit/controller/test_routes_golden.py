@@ -37,8 +37,8 @@ from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
+from kvstrata.server.admin import operations as server
 from kvstrata.server.admin.clear import Cleared
-from kvstrata.server.admin.operations import OPERATIONS as server_operations
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.known_members import KEY
 
@@ -58,26 +58,29 @@ def admin(ready: bool) -> Any:
     async def clear(tier: str, tenant: str | None, *, wait: bool) -> Cleared:
         return Cleared({tier: 3}, held=0, leased=1, kept=4)
 
-    async def rows(session: str = "fs-0") -> list[dict[str, Any]]:
-        return [{"name": session}]
+    async def rows() -> list[dict[str, Any]]:
+        return [{"name": "fs-0"}]
 
+    async def clear_stranded(sessions: list[bytes] | None) -> list[Any]:
+        return [stranded]
+
+    stranded = SimpleNamespace(seen=SimpleNamespace(session=b"ab", group=b"", pid=1, row=0), kept_bytes=2)
     instance, explainer, tiers = InstanceInProcess(), Explainer(), {"fs-0": {"name": "fs-0"}}
     document = instance.status()
     instance.close()
     for name in ("cmpl-7-0-ab", "cmpl-7-1-ab", "chat/1"):
         explainer.requests.add(Explained(name, "", bytes(32), 0, 1.5, 1, 1, 0, 1, "", "", b""))
-    return SimpleNamespace(
+    parts = SimpleNamespace(
         readiness=lambda: (ready, "" if ready else "adopting the pool"),
-        page=Pages(CollectorRegistry()).page,
-        log=EventLog("server"),
         board=SimpleNamespace(document=lambda: document),
         explainer=explainer,
         prewarms=SimpleNamespace(prewarm=prewarm, job={7: {"job": 7}}.get),
         clearing=SimpleNamespace(clear=clear),
-        stranded=SimpleNamespace(rows=lambda: [{"session": "ab"}], clear=rows),
         tiers=SimpleNamespace(rows=rows, pause=tiers.get, resume=tiers.get, names=lambda: list(tiers)),
-        change_quota=lambda tenant, quota_bytes: {"tenant": tenant, "quota_bytes": quota_bytes},
+        pool=SimpleNamespace(set_quota=lambda tenant, quota_bytes: None),
     )
+    attach = SimpleNamespace(stranded=lambda: [stranded], clear_stranded=clear_stranded)
+    return server.Admin(parts, attach, Pages(CollectorRegistry()).page, EventLog("server"))  # type: ignore[arg-type]
 
 
 async def controller(cluster: Cluster, supervisor: Supervisor) -> Port:
@@ -146,7 +149,7 @@ async def test_every_route_answers_as_before_and_is_described_and_needs_the_toke
             made = await controller(cluster, supervisor)
         else:
             parts = await asyncio.to_thread(admin, name == "server")
-            made = await make_port("server", server_operations, parts, Access(LISTEN, TOKEN))
+            made = await make_port("server", server.OPERATIONS, parts, Access(LISTEN, TOKEN))
         found += f"# {name}\n" + "".join([one async for one in requests(port, made)])
     log.setLevel(level)
     await supervisor.stop()

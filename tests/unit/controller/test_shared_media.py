@@ -45,7 +45,7 @@ async def test_losses_count_for_all_who_share_the_medium(cluster: Cluster) -> No
         await tell(cluster, name, 1, Run(Change.ADMIT, "l1", tags), Run(Change.ADMIT, tier, tags))
     assert held(cluster) == {"a": 5, "b": 5, "other": 5, "own": 5}
     totals = tier_totals(cluster, keys_of(cluster))
-    assert (totals["store"].keys, totals["l1"].keys) == (5, 20)
+    assert (totals["store"]["keys"], totals["l1"]["keys"]) == (5, 20)
 
     await tell(
         cluster, "a", 2, Run(Change.EVICT, "redis", tags[: 2 * TAG_BYTES]), Run(Change.EVICT, "l1", tags)
@@ -57,14 +57,14 @@ async def test_losses_count_for_all_who_share_the_medium(cluster: Cluster) -> No
     assert held(cluster) == {"a": 0, "b": 0, "other": 5, "own": 0}
     await tell(cluster, "b", 3, Run(Change.ADMIT, "store", tags))
     assert held(cluster) == {"a": 0, "b": 5, "other": 5, "own": 0}, "what one puts, only it is known to find"
-    assert tier_totals(cluster, keys_of(cluster))["l1"].keys == 15
+    assert tier_totals(cluster, keys_of(cluster))["l1"]["keys"] == 15
 
 
 async def test_a_total_of_a_shared_tier_counts_no_chunk_twice(cluster: Cluster) -> None:
     for name, count in (("a", 3), ("b", 5)):
         join(cluster, name, "redis", {"redis": WORD})
         await tell(cluster, name, 1, Run(Change.ADMIT, "redis", tags_of(range(count))))
-    assert tier_totals(cluster, keys_of(cluster))["redis"].keys == 5
+    assert tier_totals(cluster, keys_of(cluster))["redis"]["keys"] == 5
 
 
 async def test_media_of_tiers_that_are_not_registered_are_refused(cluster: Cluster) -> None:

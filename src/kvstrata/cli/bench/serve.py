@@ -23,7 +23,7 @@ from kvstrata.cli.table import table
 from kvstrata.errors import ConfigError, Unavailable, install
 from kvstrata.measure.figures import machine
 from kvstrata.measure.serving import Options, Round, figures, find_model, long_documents, run_round
-from kvstrata.process.http_token import find_token
+from kvstrata.process.http_local import find_token
 
 
 def parser() -> argparse.ArgumentParser:
