@@ -31,7 +31,7 @@ from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, Chat, prompt_in
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer
-from kvstrata.process.threads import SWITCH_S
+from kvstrata.process.supervisor import SWITCH_S
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.tokenizer_folder import CHATML, byte_level, save
 
@@ -110,7 +110,7 @@ async def verified(tokenizer: OwnTokenizer, engine: ScriptedEngine, links: Links
         await line.answer({"tokens": list(ids or [])})
 
     engine.behaviour = answer
-    fleet = Fleet(time.monotonic, 0.0)
+    fleet = Fleet(time.monotonic)
     [one] = fleet.set_places([Place("e", Address("127.0.0.1", engine.port, False))])
     fleet.up(one, {"m": {"id": "m"}})
     settings = TokenSettings(deadline_ms=10_000)

@@ -47,7 +47,7 @@ def require_cupy() -> None:
 
 
 def way_of(plan: CudaCopyPlan) -> Literal["dma", "kernel"]:
-    """The way that `gpu_copy_engine: auto` takes."""
+    """The way that `open_engine` takes."""
     return "dma" if plan.run_bytes >= DMA_RUN_BYTES else "kernel"
 
 

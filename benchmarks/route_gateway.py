@@ -127,7 +127,7 @@ class Run:
         self.lag_s, self.lost = lag_s, lost
         self.draw = random.Random(seed)
         self.engines = {name: SimEngine(model) for name, model in models.items()}
-        self.fleet = Fleet(self.clock, 0.0)
+        self.fleet = Fleet(self.clock)
         self.fleet.set_places(
             Place(name, Address("127.0.0.1", number + 1, False)) for number, name in enumerate(models)
         )

@@ -72,7 +72,7 @@ class Gateways(Run):
         self.caches = {name: Applied([one.index.caches[name] for one in self._gateways]) for name in models}
 
     def _made(self, models: dict[str, EngineModel], *, shares: bool) -> Gateway:
-        fleet, index = Fleet(self.clock, 0.0), Index(self.clock)
+        fleet, index = Fleet(self.clock), Index(self.clock)
         fleet.set_places(
             Place(name, Address("127.0.0.1", number + 1, False)) for number, name in enumerate(models)
         )

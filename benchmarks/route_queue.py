@@ -171,7 +171,7 @@ def served(load: str, level: float, shed: bool, enabled: bool, seed: int) -> lis
     names = list(SLO_S)
     run = QueuedRun(
         {f"engine-{number}": ENGINE for number in range(ENGINES)},
-        QueueSettings(enabled=enabled),
+        QueueSettings(max_requests=1_024 if enabled else 0),
         classes,
         lambda _: Sender(draw.choice(names)),
         seed,

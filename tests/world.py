@@ -278,7 +278,7 @@ class Server:
         shell = Shell(self.loop, self._supervisor, self._closers, log, NOT_RESTARTED, started_s)
         self.instance = self.run(open_instance(self._plan, shell))
         parts = self.parts
-        self.run(self.instance.attach.start(parts.requests.on_frame))
+        self.run(self.instance.attach.start(self.instance.requests.on_frame))
         parts.pool.heartbeat()
         self._supervisor.spawn(heartbeat(parts.pool, parts.events), "heartbeat")
         self._supervisor.spawn(self.instance.housekeeping.run(), "housekeeping")
@@ -367,7 +367,7 @@ class World:
         adapters = [shelf_entry(f"world {number}", class_name="Medium", **TIER) for number in range(tiers)]
         whole = {
             "socket_dir": str(folder), "chunk_size": CHUNK_TOKENS, "l1": l1, "l2_adapters": adapters,
-            "http": {"enabled": False}, **settings,
+            "http": {"host": "none"}, **settings,
         }  # fmt: skip
         return Server(self, msgspec.convert(whole, ServerSettings), l1_bytes)
 

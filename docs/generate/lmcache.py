@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvstrata.config.lmcache import READ_ON, VERSION
+from kvstrata.config.lmcache import COMMANDS, CONNECTORS, READ_ON, VERSION
 from kvstrata.config.lmcache.fates import Fate, Name
 from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
-from kvstrata.config.lmcache.interfaces import COMMANDS, CONNECTORS
 from kvstrata.config.lmcache.keys import (
     CLIENT_KEY_PREFIXES,
     CLIENT_KEYS,
@@ -23,8 +22,8 @@ Generated from the code by `make docs`; to change it, change the tables in `src/
 those of LMCache {VERSION}, its program and its documentation, read on {READ_ON}.
 
 1. `kvstrata migrate FILE… > kvstrata.yaml` prints a configuration for the server and engines of one deployment. FILE
-   is the file in `LMCACHE_CONFIG_FILE`, or what sets `LMCACHE_…` variables or contains that file: an env file, a
-   script, a compose file, a manifest of Kubernetes; variables win over files, as in LMCache. The exit status is 1 if
+   is the file in `LMCACHE_CONFIG_FILE`, or an env file or script that sets `LMCACHE_…` variables; variables win over
+   files, as in LMCache. The exit status is 1 if
    something has no counterpart, which a comment then says. `kvstrata doctor` tells which names of its own environment
    have no effect.
 2. `kvstrata names install` installs the commands `lmcache server …` and `lmcache_controller …` beside `lmcache-server`

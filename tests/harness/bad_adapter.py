@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvstrata.errors import StorageError
-from kvstrata.process.parent import PR_SET_PDEATHSIG
+from kvstrata.process.keeper import PR_SET_PDEATHSIG
 from kvstrata.storage.base import (
     AdapterContext,
     Found,

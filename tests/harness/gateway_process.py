@@ -32,7 +32,7 @@ class GatewayProcess(Logged):
         self.settings: dict[str, Any] = {
             "engines": [{"url": url} for url in engines],
             **settings,
-            "health": {"probe_s": 0.1, "slow_start_s": 0, **settings.get("health", {})},
+            "health": {"probe_s": 0.1, **settings.get("health", {})},
             "http": {"port": 0, **settings.get("http", {})},
         }
         self.ready: dict[str, Any] = {}

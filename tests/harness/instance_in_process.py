@@ -16,13 +16,14 @@ from kvstrata.config.model import ServerSettings
 from kvstrata.memory.attach.row import SessionRow
 from kvstrata.native.core import Pool, RecordSpec, seal_record, storage_keys
 from kvstrata.policy.misses import Explainer
-from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import attach_wire, wire
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.composition import Parts, make_requests
-from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
+from kvstrata.server.parts import Parts
+from kvstrata.server.plan import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.processes import Lease, Reservation, TenantTokens
+from kvstrata.server.requests.hooks import Hooks
+from kvstrata.server.requests.requests import Requests
 from kvstrata.tiers.set import TierSet
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
@@ -71,9 +72,6 @@ class InstanceInProcess:
         os.close(index)
         os.close(extents)
         self.supervisor = Supervisor(self.loop)
-        self.lane = PoolLane(self.loop)
-        self.recut_lane = PoolLane(self.loop, threads=1)
-        self.own_lane = PoolLane(self.loop, threads=1, queue=None)
         self.sent: list[tuple[Any, bytes]] = []
         self.send: Any = lambda address, frame: self.sent.append((address, frame))
         """Called with each reply; a test may replace it."""
@@ -94,16 +92,14 @@ class InstanceInProcess:
             self.pool,
             self.loop,
             self.supervisor,
-            lane=self.lane,
-            recut_lane=self.recut_lane,
-            own_lane=self.own_lane,
             clock=clock,
-            explainer=explainer or Explainer(),
+            explainer=explainer,
             tiers=TierSet(),
             news=news,
             tokens=TenantTokens(),
             peer_tier="",
         )
+        self.lane, self.own_lane = self.parts.lane, self.parts.own_lane
         self.parts.readiness.set()
         self.lines: dict[bytes, Line] = {}
         """The connection of each session."""
@@ -118,7 +114,8 @@ class InstanceInProcess:
         """Replace these parts of L2 (`prefetch`, `tiers`) for the frames that arrive from now on."""
         parts = copy.copy(self.parts)
         vars(parts).update(l2)
-        self.requests = make_requests(parts)
+        self.requests = Requests(parts)
+        self.hooks = Hooks(self.parts, self.requests)
 
     def status(self) -> dict[str, Any]:
         """Return the status document."""
@@ -146,17 +143,17 @@ class InstanceInProcess:
             slice=None if role is Role.SCHEDULER else part(),
             facts=None if role is Role.SCHEDULER else FACTS,
         )
-        self.parts.hooks.admit(request)
+        self.hooks.admit(request)
         row = self.pool.claim_row(session, group, pid)
         seen = SessionRow(row=row, session=session, group=group, pid=pid, request=request, tenants=tenants)
         self._rows[session] = seen
-        self.parts.hooks.on_attached(seen)
+        self.hooks.on_attached(seen)
 
     def gone(self, session: bytes) -> None:
         """End a session as the death of its process would."""
         seen = self._rows.pop(session)
         self.lines.pop(session, None)
-        self.loop.run_until_complete(self.parts.hooks.on_gone(seen))
+        self.loop.run_until_complete(self.hooks.on_gone(seen))
         self.pool.row_gone(seen.row)
 
     def line(self, session: bytes) -> Line:
@@ -230,7 +227,6 @@ class InstanceInProcess:
         }
         assert not any(held.values()), held
         assert self.parts.grants.n_leases == 0
-        self.lane.close()
-        self.own_lane.close()
+        self.parts.close()
         self.pool.close()
         self.loop.close()

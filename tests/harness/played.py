@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import kvstrata.client.client
-import kvstrata.process.threads
+import kvstrata.process.supervisor
 from kvstrata.client.link import ATTACH_RETRY_FIRST_S, Link
 from kvstrata.memory import linux
 from kvstrata.native.core import CopyEngine, CopyOutcome
@@ -283,7 +283,7 @@ def played() -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("kvstrata.") and getattr(module, "time", None) is time:
                 patch.setattr(module, "time", _Time())
-        patch.setattr(kvstrata.process.threads, "threading", _AtOnce)
+        patch.setattr(kvstrata.process.supervisor, "threading", _AtOnce)
         patch.setattr(kvstrata.memory.attach.client, "socket", _Sockets())
         patch.setattr(kvstrata.client.link, "process_locks", lambda: playing.attaching.locks)
         patch.setattr(kvstrata.client.client, "Link", PlayedLink)

@@ -7,10 +7,10 @@ built for one minor version of Python, so the environment has the minor version 
 Command line (`python tests/harness/vllm_env.py ...`):
   --print    print the path of its Python; exit with status 3 and the reason when the environment is absent
   --size     print the bytes that making it would download, and why
-  --ensure   make it if that downloads at most 1.5 GB, or KVSTRATA_VLLM=1, or CI=true; then --print
+  --ensure   make it if that downloads at most 1.5 GB, or VLLM=1, or CI=true; then --print
   --model S  print the folder of the random-weight model S (see vllm_model.py), made on the first call
 
-`KVSTRATA_VLLM=0` forbids the environment on this machine.
+`VLLM=0` forbids the environment on this machine.
 """
 
 from __future__ import annotations
@@ -162,15 +162,15 @@ def ensure() -> Path:
     python = find()
     if python is not None:
         return python
-    wish = os.environ.get("KVSTRATA_VLLM", "")
+    wish = os.environ.get("VLLM", "")
     if wish == "0":
-        raise Unavailable("KVSTRATA_VLLM=0 forbids the vLLM environment")
+        raise Unavailable("VLLM=0 forbids the vLLM environment")
     required = wish == "1" or os.environ.get("CI") == "true"
     size = download_size()
     if size.download_bytes > SMALL_BYTES and not required:
         raise Unavailable(
             f"real vLLM is not installed and would download about {size.download_bytes / 1e9:.1f} GB "
-            f"({size.reason}); to get it once: KVSTRATA_VLLM=1 make test-vllm-env"
+            f"({size.reason}); to get it once: VLLM=1 make test-vllm-env"
         )
     with provision.exclusive(lock_path(), "waiting for another process that prepares the vLLM environment"):
         python = find()

@@ -28,7 +28,6 @@ def test_a_limit_is_what_it_says_unless_a_test_raises_it(monkeypatch: pytest.Mon
 def test_the_factor_raises_limits_that_nobody_has_set_up_to_their_bound() -> None:
     settings = load(ServerSettings, environment=TWENTY, flags={"l2": {"drain_s": 1.0}})
     assert settings.p2p.lookup_timeout_ms == 5_000
-    assert settings.l2.deadline_ms == 60_000, "its bound"
     assert settings.l2.drain_s == 1.0, "as it was set"
     assert load_settings({}, TWENTY)[0].lookup_timeout_ms == 60_000
     assert load_settings({"lookup_timeout_ms": 7}, TWENTY)[0].lookup_timeout_ms == 7

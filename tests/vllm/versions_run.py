@@ -43,7 +43,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_worker import Worker
 
 import kvstrata.connectors.vllm as package
-from kvstrata.config.lmcache.interfaces import CONNECTORS
+from kvstrata.config.lmcache import CONNECTORS
 from kvstrata.connectors import boundary
 from kvstrata.connectors.vllm import build
 from kvstrata.connectors.vllm.adapters import LoadedAdapters

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from kvstrata import __version__
@@ -26,6 +28,9 @@ usage: kvstrata COMMAND [arguments]
 
 kvstrata COMMAND --help tells more. kvstrata --version and kvstrata COMMAND --version print the version; kvstrata
 --native-include-dir prints the folder of the headers for storage connectors in C++."""
+
+COMMANDS = frozenset(re.findall(r"^  (\w+)  ", USAGE, re.MULTILINE))
+"""Each is the module of its name here."""
 
 
 @guarded("kvstrata")
@@ -58,44 +63,7 @@ def native_include_dir() -> Path:
 
 def _command(name: str) -> Command | None:
     """The subcommand's main function, or None for an unknown name; only this subcommand is imported."""
-    if name == "server":
-        from kvstrata.cli.server import main as server
-
-        return server
-    if name == "controller":
-        from kvstrata.cli.controller import main as controller
-
-        return controller
-    if name == "gateway":
-        from kvstrata.cli.gateway import main as gateway
-
-        return gateway
-    if name == "ctl":
-        from kvstrata.cli.ctl import main as ctl
-
-        return ctl
-    if name == "bench":
-        from kvstrata.cli.bench import main as bench
-
-        return bench
-    if name == "sim":
-        from kvstrata.cli.sim import main as sim
-
-        return sim
-    if name == "cluster":
-        from kvstrata.cli.cluster import main as cluster
-
-        return cluster
-    if name == "migrate":
-        from kvstrata.cli.migrate import main as migrate
-
-        return migrate
-    if name == "names":
-        from kvstrata.cli.names import main as names
-
-        return names
-    if name == "doctor":
-        from kvstrata.cli.doctor import main as doctor
-
-        return doctor
-    return None
+    if name not in COMMANDS:
+        return None
+    command: Command = import_module(f"kvstrata.cli.{name}").main
+    return command

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstrata.config.model import HttpSettings
-from kvstrata.config.tokens import bearer_token, read_bearer_token
+from kvstrata.config.private_file import bearer_token, read_bearer_token
 from kvstrata.errors import BadRequest, ConfigError, Unavailable
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import is_loopback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstrata.cli.boundary import guarded
 from kvstrata.process.keeper import Restarts, keep
@@ -18,16 +18,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
+    from kvstrata.cli.check import taken
     from kvstrata.cli.starting import start
     from kvstrata.config.controller_model import ControllerSettings
     from kvstrata.config.flags import parse_controller_flags
-    from kvstrata.controller.process import plan, run, tcp_ports
+    from kvstrata.controller.process import Controller, plan, tcp_ports
 
-    def check(settings: ControllerSettings) -> None:
+    def check(settings: ControllerSettings, lacking: list[str]) -> tuple[ControllerSettings, list[str]]:
         plan(settings, os.environ)
+        lacking += taken(tcp_ports(settings))
+        return settings, []
+
+    def make(
+        settings: ControllerSettings,
+        read: Callable[[], ControllerSettings],
+        ready_fd: int,
+        restarts: Restarts,
+    ) -> Controller:
+        return Controller("controller", plan(settings, os.environ), read, ready_fd, restarts)
 
     flags = parse_controller_flags(arguments)
-    return start("lmcache-controller", ControllerSettings, flags, restarts, check, tcp_ports, run)
+    read = flags.reader(ControllerSettings, os.environ)
+    return start("lmcache-controller", flags, read, restarts, check, make)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.cli.boundary import guarded
-from kvstrata.config.command_line import server_settings
+from kvstrata.config.flags import server_settings
 from kvstrata.connectors.settings import load_settings
 from kvstrata.connectors.vllm.compat.contract import TESTED, is_tested
 from kvstrata.errors import KvstrataError
@@ -26,16 +27,18 @@ from kvstrata.types import GB
 
 if TYPE_CHECKING:
     from kvstrata.config.model import ServerSettings
-    from kvstrata.server.plan import Plan
 
-SHORT_LIVED = {
-    "tmpfs": "its records do not survive the machine's restart",
-    "overlay": "a container's own file system",
+UNFIT = {
+    **dict.fromkeys(
+        ("tmpfs", "overlay"),
+        "choose a base_path on a local disk: this one is lost with the machine or container",
+    ),
+    **dict.fromkeys(
+        ("nfs", "nfs4", "cifs", "fuse.sshfs", "9p"),
+        "choose a local disk: each put waits for that file system",
+    ),
 }
-"""File systems on which an L2 makes little sense, and why."""
-REMOTE = frozenset({"nfs", "nfs4", "cifs", "fuse.sshfs", "9p"})
-CPU_FLAGS = ("avx512f", "vpclmulqdq", "pclmulqdq", "sse4_2", "sha_ni", "crc32")
-"""Features among which the copy loops choose."""
+"""File systems on which an L2 makes little sense, and what to do."""
 
 
 class Finding(NamedTuple):
@@ -47,6 +50,11 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
+def _seen(check: str, found: str, advice: str = "") -> Finding:
+    """A finding that is well without an advice."""
+    return Finding(check, "warn" if advice else "ok", found, advice)
+
+
 def findings(arguments: Sequence[str]) -> list[Finding]:
     """All findings, in order. `arguments`: the server's flags."""
     try:
@@ -54,7 +62,7 @@ def findings(arguments: Sequence[str]) -> list[Finding]:
     except ImportError as error:  # nothing of the server can be imported
         return [Finding("extension", "fail", str(error), "build it: pip install . or `make setup`")]
     found = [
-        Finding("extension", "ok", f"loaded, checksum by {core.crc32c_path()}"),
+        Finding("extension", "ok", f"loaded on {platform.machine()}, checksum by {core.crc32c_path()}"),
         *_machine(),
         _vllm(),
         *_engine_settings(),
@@ -68,22 +76,13 @@ def findings(arguments: Sequence[str]) -> list[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    flags: set[str] = set()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("flags", "Features")):
-            flags = set(line.split(":", 1)[1].split())
-            break
-    useful = " ".join(name for name in CPU_FLAGS if name in flags)
-    yield Finding("cpu", "ok", f"{platform.machine()}: {useful or 'no accelerated checksum'}")
     free, limit = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup_limit_bytes()
     found = f"{free / GB:.1f} GB free" + (f", cgroup limit {limit / GB:.1f} GB" if limit else "")
-    if limit and limit < 5 * GB:
-        yield Finding("memory", "warn", found, "set --l1-size-gb well below the cgroup's limit")
-    else:
-        yield Finding("memory", "ok", found)
+    little = limit and limit < 5 * GB
+    yield _seen("memory", found, "set --l1-size-gb well below the cgroup's limit" if little else "")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft < 1024  # each engine process takes a few
-    yield Finding("open files", "warn" if few else "ok", str(soft), "raise it: ulimit -n 4096" if few else "")
+    yield _seen("open files", str(soft), "raise it: ulimit -n 4096" if few else "")
 
 
 def _vllm() -> Finding:
@@ -98,7 +97,7 @@ def _vllm() -> Finding:
             advice = "lmcache is installed too: give kv_connector_module_path, or set KVSTRATA_TAKEOVER=1"
         elif not is_tested(version):
             advice = f"tested with {', '.join(TESTED)}; any other version is checked when an engine starts"
-        return Finding("vllm", "warn" if advice else "ok", f"{package} {version}", advice)
+        return _seen("vllm", f"{package} {version}", advice)
     return Finding("vllm", "ok", "not installed in this Python; only engines need it")
 
 
@@ -131,16 +130,11 @@ def _gpus() -> Iterator[Finding]:
             yield refused("GPU driver", error, "ok")
         return
     found = f"CUDA {driver.version // 1000}.{driver.version % 1000 // 10}, {driver.devices} devices"
-    if driver.batched_copies:
-        yield Finding("GPU driver", "ok", f"{found}, batched copies")
-    else:
-        advice = "update it to CUDA 12.8 (570) or newer: copies of small blocks are faster there"
-        yield Finding("GPU driver", "warn", f"{found}, no batched copies", advice)
-    if driver.kernels:
-        advice = "build kvstrata where nvcc is (`make cuda`); until then copies go by `dma` only"
-        yield Finding("GPU kernels", "warn", driver.kernels, advice)
-    else:
-        yield Finding("GPU kernels", "ok", "built")
+    advice = "update it to CUDA 12.8 (570) or newer: copies of small blocks are faster there"
+    batched = driver.batched_copies
+    yield _seen("GPU driver", f"{found}, {'' if batched else 'no '}batched copies", "" if batched else advice)
+    advice = "build kvstrata where nvcc is (`make cuda`); until then copies go by DMA only"
+    yield _seen("GPU kernels", driver.kernels or "built", advice if driver.kernels else "")
     for ordinal in range(driver.devices):
         try:
             device = device_facts(ordinal)
@@ -149,16 +143,15 @@ def _gpus() -> Iterator[Finding]:
             continue
         major, minor = device.capability
         found = f"{device.name}, {device.memory_bytes / GB:.1f} GB, sm_{major}{minor}, {device.pci_bus_id}"
-        if device.can_register_host:
-            yield Finding(f"GPU {ordinal}", "ok", found)
-        else:
-            advice = "copies go unpinned, at a fraction of the speed; use a machine that has the whole GPU"
-            yield Finding(f"GPU {ordinal}", "warn", f"{found}; it cannot register host memory", advice)
+        advice = "copies go unpinned, at a fraction of the speed; use a machine that has the whole GPU"
+        pins = device.can_register_host
+        found += "" if pins else "; it cannot register host memory"
+        yield _seen(f"GPU {ordinal}", found, "" if pins else advice)
 
 
 def _server(settings: ServerSettings, environ: Mapping[str, str]) -> Iterator[Finding]:
     """The findings about a server with these settings. Raises KvstrataError for a setting that is wrong everywhere."""
-    from kvstrata.cli.check import look_at
+    from kvstrata.cli.check import existing, look_at, small_folders
     from kvstrata.server.plan import plan, tcp_ports
 
     lacking: list[str] = []
@@ -166,7 +159,7 @@ def _server(settings: ServerSettings, environ: Mapping[str, str]) -> Iterator[Fi
     running = _running(settings, environ)
     # The ports of a server that runs are taken, as they should be.
     ports = [] if running.found.startswith("process ") else tcp_ports(settings)
-    lacking += look_at(planned.adapters, ports)
+    lacking += [*look_at(planned.adapters, ports), *small_folders(planned.adapters)]
     if not lacking:
         yield Finding("settings", "ok", "can be used here")
     for lack in lacking:
@@ -179,32 +172,23 @@ def _server(settings: ServerSettings, environ: Mapping[str, str]) -> Iterator[Fi
         advice = f"sysctl -w vm.nr_hugepages={reserve.total - reserve.free + needed}, or lower --l1-size-gb"
         short = needed > reserve.free
         yield Finding("huge pages", "fail" if short else "ok", found, advice if short else "")
-    yield from _folders(planned)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    rdma = [tier.name for tier in planned.adapters if tier.entry.get("protocol") == "rdma"]
-    if rdma and soft != resource.RLIM_INFINITY and soft < planned.extents_bytes:
-        found = f"{soft / GB:.1f} GB; {', '.join(rdma)} may register all of L1"
-        yield Finding(
-            "locked memory", "warn", found, "ulimit -l unlimited (LimitMEMLOCK=infinity of systemd)"
-        )
+    for tier in planned.adapters:
+        if tier.folder:
+            there = existing(Path(tier.folder).absolute())
+            kind, free_gb = _file_system(there), shutil.disk_usage(there).free / GB
+            found = f"{tier.folder} on {kind}, {free_gb:.1f} GB free"
+            yield _seen(f"{tier.name} folder", found, UNFIT.get(kind, ""))
 
 
 def _running(settings: ServerSettings, environ: Mapping[str, str]) -> Finding:
     """Which server runs with the sockets of these settings."""
     places = paths.socket_dirs(settings.socket_dir, settings.named_port, environ)
     for place in places:
-        try:
-            fd = os.open(place / paths.PID_FILE, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            if linux.byte_locker(fd, 0) is not None:
-                pid = os.read(fd, 32).decode("ascii", "replace").strip()
-                return Finding(
-                    "running server", "ok", f"process {pid} at {place}; `kvstrata ctl status` asks it"
-                )
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError), open(place / paths.PID_FILE, "rb") as file:
+            if linux.byte_locker(file.fileno(), 0) is not None:
+                pid = file.read(32).decode("ascii", "replace").strip()
+                found = f"process {pid} at {place}; `kvstrata ctl status` asks it"
+                return Finding("running server", "ok", found)
     return Finding("running server", "ok", f"none at {', '.join(map(str, places))}")
 
 
@@ -213,9 +197,7 @@ def _shared_memory(settings: ServerSettings) -> Iterator[Finding]:
     from kvstrata.memory.pools import find_pools
 
     if not paths.SHM_ROOT.is_dir():
-        yield Finding(
-            "/dev/shm", "warn", "absent", "L1 will have no file, and end with the keeper: nothing to do"
-        )
+        yield Finding("/dev/shm", "warn", "absent", "L1 has no file and ends with the keeper: nothing to do")
         return
     usage = shutil.disk_usage(paths.SHM_ROOT)
     yield Finding("/dev/shm", "ok", f"{usage.free / GB:.1f} of {usage.total / GB:.1f} GB free")
@@ -225,29 +207,6 @@ def _shared_memory(settings: ServerSettings) -> Iterator[Finding]:
             advice = f"if you need it no more: kvstrata ctl pool free {pool.place}"
             found = f"{pool.memory_bytes / GB:.1f} GB at {pool.place}, owned by no process"
             yield Finding("left pool", "warn", found, advice)
-
-
-def _folders(planned: Plan) -> Iterator[Finding]:
-    """The folders of the tiers: space, and the kind of file system."""
-    from kvstrata.cli.check import existing
-
-    for tier in planned.adapters:
-        if not tier.folder:
-            continue
-        folder, name = Path(tier.folder), f"{tier.name} folder"
-        there = existing(folder.absolute())
-        usage, kind = shutil.disk_usage(there), _file_system(there)
-        found = f"{folder} on {kind}, {usage.free / GB:.1f} GB free"
-        capacity_gb = tier.entry.get("capacity_gb")
-        if kind in SHORT_LIVED:
-            found, advice = f"{found}: {SHORT_LIVED[kind]}", "choose a base_path on a local disk"
-        elif kind in REMOTE:
-            advice = "choose a local disk: each put waits for that file system"
-        elif isinstance(capacity_gb, int | float) and not folder.exists() and capacity_gb * GB > usage.free:
-            advice = f"lower capacity_gb ({capacity_gb:g}), or free space"
-        else:
-            advice = ""
-        yield Finding(name, "warn" if advice else "ok", found, advice)
 
 
 def _file_system(path: Path) -> str:
@@ -260,8 +219,9 @@ def _file_system(path: Path) -> str:
     return kind
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line of `kvstrata doctor`."""
+@guarded("kvstrata doctor")
+def main(arguments: Sequence[str] | None) -> int:
+    """Print the report; the exit status is 1 when a check failed."""
     top = argparse.ArgumentParser(
         prog="kvstrata doctor",
         description=__doc__,
@@ -269,13 +229,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("--json", action="store_true", help="print JSON")
-    return top
-
-
-@guarded("kvstrata doctor")
-def main(arguments: Sequence[str] | None) -> int:
-    """Print the report; the exit status is 1 when a check failed."""
-    options, flags = parser().parse_known_args(arguments)
+    options, flags = top.parse_known_args(arguments)
     found = findings(flags)
     if options.json:
         print(json.dumps([finding._asdict() for finding in found], indent=1))

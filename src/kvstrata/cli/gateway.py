@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstrata.cli.boundary import guarded
 from kvstrata.process.keeper import Restarts, keep
@@ -17,14 +18,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
+    from kvstrata.cli.check import taken
     from kvstrata.cli.starting import start
     from kvstrata.config.flags import parse_gateway_flags
     from kvstrata.config.gateway_model import GatewaySettings
     from kvstrata.gateway.plan import plan, tcp_ports
-    from kvstrata.gateway.process import run
+    from kvstrata.gateway.process import Gateway
+
+    def check(settings: GatewaySettings, lacking: list[str]) -> tuple[GatewaySettings, list[str]]:
+        plan(settings)
+        lacking += taken(tcp_ports(settings))
+        return settings, []
+
+    def make(
+        settings: GatewaySettings, read: Callable[[], GatewaySettings], ready_fd: int, restarts: Restarts
+    ) -> Gateway:
+        return Gateway("gateway", plan(settings), read, ready_fd, restarts)
 
     flags = parse_gateway_flags(arguments)
-    return start("lmcache-gateway", GatewaySettings, flags, restarts, plan, tcp_ports, run)
+    read = flags.reader(GatewaySettings, os.environ)
+    return start("lmcache-gateway", flags, read, restarts, check, make)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         from kvstrata.cli.server import main as server
 
         return server(arguments[1:])
-    from kvstrata.config.lmcache.interfaces import COMMANDS
+    from kvstrata.config.lmcache import COMMANDS
 
     asked = f"{name} {arguments[0]}" if name == "lmcache" and arguments else name
     if asked in COMMANDS:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.errors import ConfigError
 from kvstrata.testing.engine_sim.connected import ConnectedEngine
@@ -49,26 +50,32 @@ def parser() -> argparse.ArgumentParser:
     )
     add = top.add_argument
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
-    add("--port", type=_port, default=8000, metavar="N", help="port to listen at, 0 for any (%(default)s)")
+    add(
+        "--port",
+        type=whole(0, 65_535),
+        default=8000,
+        metavar="N",
+        help="port to listen at, 0 for any (%(default)s)",
+    )
     add("--model", default="sim", metavar="NAME", help="name of the served model (%(default)s)")
     add("--adapter", action="append", default=[], metavar="NAME",
         help="name of a LoRA adapter, which is served as a further model; repeatable (none)")  # fmt: skip
-    add("--speed", type=_number(1e-3, 1e6), default=1.0, metavar="X",
+    add("--speed", type=_speed, default=1.0, metavar="X",
         help="let the engine's time run X times as fast (%(default)g)")  # fmt: skip
     add("--engine-file", type=Path, metavar="FILE",
         help="JSON object with fields of the engine's model; flags win (none)")  # fmt: skip
     defaults = msgspec.to_builtins(EngineModel())
     for name, meaning in FLAGS.items():
         kind = int if isinstance(defaults[name], int) else float
-        add(f"--{name.replace('_', '-')}", type=_typed(kind), metavar="N" if kind is int else "US",
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "US",
             help=f"{meaning} ({defaults[name]})")  # fmt: skip
-    add("--data-parallel-size", type=_ranks, default=1, metavar="N",
+    add("--data-parallel-size", type=whole(1, MAX_RANKS), default=1, metavar="N",
         help="data-parallel ranks behind the port, each with a cache and a queue of its own; rank R publishes R ports "
         "above, and X-data-parallel-rank: R chooses it (%(default)s)")  # fmt: skip
     add("--kv-transfer-config", default="", metavar="JSON",
         help="as for vLLM with LMCacheConnectorV1: load KV from a server on this machine, and store it there "
         "(none)")  # fmt: skip
-    add("--kv-token-bytes", type=_typed(int), metavar="N",
+    add("--kv-token-bytes", type=int, metavar="N",
         help=f"bytes of one token's KV that are copied to and from that server ({TOKEN_BYTES})")  # fmt: skip
     add("--no-prefix-caching", action="store_true", help="let no request find blocks that others computed")
     add("--kv-events-endpoint", default="", metavar="ENDPOINT",
@@ -175,39 +182,8 @@ def _model(options: argparse.Namespace) -> EngineModel:
         raise ConfigError(f"--engine-file: {options.engine_file}: {error}", field="engine-file") from None
 
 
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, found {text!r}")
-    return int(text)
-
-
-def _ranks(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text[:6]) <= MAX_RANKS:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 to {MAX_RANKS}, found {text!r}")
-    return int(text)
-
-
-def _number(least: float, most: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, found {text!r}")
-        return value
-
-    return read
-
-
-def _typed(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """The type of a flag whose bounds the model checks."""
-
-    def read(text: str) -> float:
-        try:
-            return kind(text)
-        except ValueError:
-            what = "whole number" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"must be a {what}, found {text!r}") from None
-
-    return read
+def _speed(text: str) -> float:
+    value = float(text)
+    if not 1e-3 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number from 0.001 to 1e+06, found {text!r}")
+    return value

@@ -1,74 +1,64 @@
-"""The common part of the commands that run a controller or a gateway: settings, `--check`, errors."""
+"""The common part of the commands that run a server, controller or gateway: settings, `--check`, errors."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvstrata.cli.boundary import Exit, start_failed
-from kvstrata.cli.check import taken
 from kvstrata.config.flags import Flags
-from kvstrata.config.load import load
-from kvstrata.config.pod_links import pod_link_notes
+from kvstrata.config.load import pod_link_notes
 from kvstrata.config.secrets import shown
 from kvstrata.errors import KvstrataError
+from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.keeper import Restarts
-from kvstrata.process.ports import Listening
+from kvstrata.process.lifecycle import Process, run, set_up
 
 S = TypeVar("S", bound=msgspec.Struct)
-R = TypeVar("R", bound=msgspec.Struct, contravariant=True)
-
-
-class Run(Protocol[R]):
-    """Runs the process until it is stopped; returns the exit status. Raises KvstrataError before it is ready."""
-
-    def __call__(
-        self, settings: R, *, notes: list[str], reread: Callable[[], R], ready_fd: int, restarts: Restarts
-    ) -> int:
-        """`reread` reads the settings again for SIGHUP."""
-        ...
 
 
 def start(
     command: str,
-    struct: type[S],
     flags: Flags,
+    read: Callable[[], S],
     restarts: Restarts,
-    check: Callable[[S], object],
-    ports: Callable[[S], list[Listening]],
-    run: Run[S],
+    check: Callable[[S, list[str]], tuple[S, list[str]]],
+    make: Callable[[S, Callable[[], S], int, Restarts], Process],
+    notes: Callable[[S], Iterable[str]] = lambda settings: (),
 ) -> int:
-    """Read the settings, then run, or with `--check` check and print them; returns the exit status.
+    """Read the settings, then run the process, or with `--check` check and print them; returns the exit status.
 
-    `check` raises ConfigError for settings that cannot work; `ports` are those that they ask for.
+    `check` raises ConfigError for settings that cannot work, and adds what this machine lacks to a list; it returns the
+    settings as they would be used, and more lines to print.  `make` makes the process from the settings, their reader,
+    `--ready-fd` and `restarts`.  `notes`: about these settings.
     """
     try:
-        read = functools.partial(
-            load,
-            struct,
-            file=flags.config_file or None,
-            environment=os.environ,
-            flags=flags.settings,
-            flag_names=flags.names,
-            wrong_flags=flags.wrong,
-        )
-        settings = read()
-        notes = [*flags.notes, *pod_link_notes(os.environ)]
-        if flags.check:
-            check(settings)
-            print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
-            for note in notes:
-                print(f"{command}: note: {note}", file=sys.stderr)
-            lacking = list(taken(ports(settings)))
-            for lack in lacking:
-                print(f"{command}: not on this machine: {lack}", file=sys.stderr)
-            return Exit.LATER if lacking else Exit.DONE
-        return run(settings, notes=notes, reread=read, ready_fd=flags.ready_fd, restarts=restarts)
+        settings: Any = read()
+        noted = [*flags.notes, *notes(settings), *pod_link_notes(os.environ)]
+        if not flags.check:
+            set_up_logging(settings.log_level, settings.log_format)
+            set_up()
+            process = make(settings, read, flags.ready_fd, restarts)
+            for note in noted:
+                process.log.warning("setting_noted", note=note)
+            for field in flags.exposed:
+                advice = (
+                    "every user of this machine can read it there; name a file that holds it, or use --config"
+                )
+                process.log.warning("secret_on_the_command_line", field=field, advice=advice)
+            return run(process)
+        lacking: list[str] = []
+        used, said = check(settings, lacking)
+        print(json.dumps(shown(msgspec.to_builtins(used))[0], indent=2))
+        exposed = [f"{field} is a secret on the command line" for field in flags.exposed]
+        lines = [f"note: {note}" for note in (*noted, *exposed)]
+        for line in (*lines, *(f"not on this machine: {lack}" for lack in lacking), *said):
+            print(f"{command}: {line}", file=sys.stderr)
+        return Exit.LATER if lacking else Exit.DONE
     except KvstrataError as error:
         return start_failed(command, error)

@@ -40,13 +40,13 @@ from kvstrata.client.stores import StoreQueue
 from kvstrata.client.upkeep import Upkeep
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.config.tokens import read_token_file
+from kvstrata.config.private_file import read_token_file
 from kvstrata.keys import ChunkHasher
 from kvstrata.memory.paths import socket_dirs
 from kvstrata.native.core import CopyEngine
 from kvstrata.patience import patience
 from kvstrata.rpc import attach_wire, wire
-from kvstrata.types import GB, LayoutIdentity, LeaseName, RequestIdentity, Role, Slice
+from kvstrata.types import LayoutIdentity, LeaseName, RequestIdentity, Role, Slice
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,6 @@ class CacheClient:
             copier,
             slice_digest=self.slice_digest,
             chunk_tokens=layout.chunk_tokens,
-            backlog_bytes=int(settings.max_store_backlog_gb * GB),
             declared=self._identities.declared,
         )
         self.pool = PoolView(link, ledger, self._identities, self._pages if slice is not None else None)

@@ -8,7 +8,7 @@ batches, and the server ends all others; a commit whose connection was lost may 
 Invariants
 1. No reservation is aborted or cancelled while a copy into its extents runs.
 2. A chunk that was gathered after `StoreJob.cancel` may hold bytes of another chunk, so it is never committed.
-3. Reserved bytes stay within the server's limit for one session, and admitted bytes within `backlog_bytes`; only a
+3. Reserved bytes stay within the server's limit for one session, and admitted bytes within BACKLOG_BYTES; only a
    single batch or store may be larger.
 """
 
@@ -37,6 +37,8 @@ from kvstrata.types import KEY_BYTES, Extent
 
 log = logging.getLogger(__name__)
 
+BACKLOG_BYTES = 1 << 30
+"""Bytes that wait to be copied into the pool; further stores are skipped."""
 RESERVE_DEADLINE_S = 2.0
 BATCH_BYTES = 128 << 20
 """Batches are cut so that one is reserved while another is gathered and a third committed."""
@@ -58,7 +60,6 @@ class StoreQueue:
         *,
         slice_digest: bytes,
         chunk_tokens: int,
-        backlog_bytes: int,
         declared: Callable[[Identity], Declared | None],
     ) -> None:
         """`slice_digest` names the slice that this process writes; b"" for a scheduler, which writes none.
@@ -71,7 +72,6 @@ class StoreQueue:
         self._copier = copier
         self._slice_digest = slice_digest
         self._chunk_tokens = chunk_tokens
-        self._backlog_bytes = backlog_bytes
         self._declared = declared
         self._lock = threading.Lock()
         self._queue: deque[StoreRequest] = deque()
@@ -135,7 +135,7 @@ class StoreQueue:
         """Count the request's bytes in the backlog until they are gathered; False if they do not fit. Any thread."""
         size = request.n_chunks * request.record_bytes
         with self._lock:
-            if self.waiting_bytes and self.waiting_bytes + size > self._backlog_bytes:
+            if self.waiting_bytes and self.waiting_bytes + size > BACKLOG_BYTES:
                 return False
             self.waiting_bytes += size
         return True

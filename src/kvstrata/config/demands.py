@@ -5,15 +5,16 @@ A setting whose values have a form beyond their type says it in `Meta(extra={"de
 
 from __future__ import annotations
 
+import difflib
+import enum
 import functools
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import quoted
 
 
@@ -35,8 +36,8 @@ def demand(kind: Any) -> str:
     for meta in metas:
         if meta.extra and "demand" in meta.extra:
             return str(meta.extra["demand"])
-    if typing.get_origin(bare) is typing.Literal:
-        return f"must be one of {', '.join(str(value) for value in typing.get_args(bare))}"
+    if words := words_of(bare):
+        return f"must be one of {', '.join(words)}"
     if bare is bool:
         return "must be true or false"
     if bare in (int, float):
@@ -49,7 +50,15 @@ def demand(kind: Any) -> str:
         )
     if typing.get_origin(bare) is list:
         return "must be a list" + (f" of at most {most} items" if most else "")
-    return "must be a mapping"
+    some = words_of(typing.get_args(bare)[0]) if typing.get_origin(bare) is dict else []
+    return "must be a mapping" + (f" with some of {', '.join(some)}" if some else "")
+
+
+def words_of(bare: Any) -> list[str]:
+    """The words that a type lists; empty for any other type."""
+    if typing.get_origin(bare) is typing.Literal:
+        return [str(value) for value in typing.get_args(bare)]
+    return [str(one.value) for one in bare] if isinstance(bare, type) and issubclass(bare, enum.Enum) else []
 
 
 def problems(kind: Any, value: Any, path: str = "") -> Iterator[Problem]:
@@ -59,9 +68,11 @@ def problems(kind: Any, value: Any, path: str = "") -> Iterator[Problem]:
         return
     except msgspec.ValidationError:
         pass
-    inner = list(_inner_problems(bare_type(kind), value, path))
+    bare = bare_type(kind)
+    inner = list(_inner_problems(bare, value, path))
     name = path.rpartition(".")[2].partition("[")[0]
-    yield from inner or [Problem(path, f"{demand(kind)}, found {quoted(name, value)}")]
+    near = nearest(value, words_of(bare)) if isinstance(value, str) else ""
+    yield from inner or [Problem(path, f"{demand(kind)}{near}, found {quoted(name, value)}")]
 
 
 @functools.cache
@@ -101,8 +112,13 @@ def _inner_problems(bare: Any, value: Any, path: str) -> Iterator[Problem]:
             if field.required and name not in value:
                 yield Problem(f"{path}.{name}" if path else name, f"{demand(field.type)}, but is not given")
     elif isinstance(value, Mapping) and typing.get_origin(bare) is dict:
+        kind, inner = typing.get_args(bare)
+        words = words_of(kind)
         for key, one in value.items():
-            yield from problems(typing.get_args(bare)[1], one, f"{path}.{key}")
+            if words and key not in words:
+                yield Problem(f"{path}.{key}", f"unknown key{nearest(str(key), words)}")
+            else:
+                yield from problems(inner, one, f"{path}.{key}")
     elif isinstance(value, list) and typing.get_origin(bare) is list:
         for number, one in enumerate(value):
             yield from problems(typing.get_args(bare)[0], one, f"{path}[{number}]")
@@ -145,3 +161,23 @@ def _range(metas: list[msgspec.Meta]) -> str:
 
 def _plain(bound: float) -> str:
     return str(int(bound)) if float(bound).is_integer() else f"{bound:g}"
+
+
+MAX_NAME_CHARS = 80
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6, unwanted: Collection[str] = ()) -> str:
+    """` (did you mean 'x'?)` with the nearest known name, or an empty string.
+
+    `unwanted`: names that may be meant too, but are not suggested.  A name that is longer than any of ours is not
+    compared: the comparison would take time that grows with its length.
+    """
+    close = nearest_name(name, {*known, *unwanted}, cutoff=cutoff)
+    return f" (did you mean '{close}'?)" if close and close not in unwanted else ""
+
+
+def nearest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The nearest known name, or an empty string."""
+    if len(name) > MAX_NAME_CHARS:
+        return ""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), "")

@@ -7,8 +7,8 @@ import functools
 import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,12 +17,21 @@ from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import bare_type
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.lmcache.fates import Fate, Name, find, hint
-from kvstrata.config.lmcache.flags import BUFFER_ONLY, CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
-from kvstrata.config.lmcache.migration import entry_of_ours
-from kvstrata.config.load import leaves, put
-from kvstrata.config.model import ServerSettings
+from kvstrata.config.lmcache.flags import (
+    BUFFER_ONLY,
+    CONTROLLER_FLAGS,
+    FLAG_PREFIXES,
+    SERVER_FLAGS,
+    entry_of_ours,
+)
+from kvstrata.config.load import leaves, load, put
+from kvstrata.config.model import NO_HTTP, ServerSettings
 from kvstrata.config.secrets import secrets_in
 from kvstrata.errors import ConfigError
+
+S = TypeVar("S", bound=msgspec.Struct)
+LMCACHE_NEEDS = {"size_gb", "eviction_policy"}
+"""Settings of L1 whose flags `lmcache server` requires, and no command line of ours needs both."""
 
 
 class Flags(NamedTuple):
@@ -40,6 +49,21 @@ class Flags(NamedTuple):
     wrong: list[ConfigError]
     """What is wrong, besides values: unknown and refused flags, and flags without their value."""
 
+    def reader(self, struct: type[S], environment: Mapping[str, str], file: str = "") -> Callable[[], S]:
+        """A function that reads the settings from file, environment and flags, anew each time.
+
+        `file`: without `--config`.  The function raises ConfigError for all that is wrong, also about the command line.
+        """
+        return functools.partial(
+            load,
+            struct,
+            file=self.config_file or file or None,
+            environment=environment,
+            flags=self.settings,
+            flag_names=self.names,
+            wrong_flags=self.wrong,
+        )
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
@@ -48,10 +72,10 @@ class _Parser(argparse.ArgumentParser):
 
 # A key alone stands for the flag of its own name: `l1.size_gb` for `--l1-size-gb`.
 SERVER = """
-instance_id port socket_dir chunk_size l1.size_gb l1.use_hugepages l1.numa --no-recut=l1.recut
+instance_id port socket_dir chunk_size l1.size_gb l1.use_hugepages l1.numa
 --forget-on-exit=l1.forget_on_exit --eviction-policy=l1.eviction_policy
 --eviction-trigger-watermark=l1.eviction_trigger_watermark --eviction-ratio=l1.eviction_ratio --l2-adapter=l2_adapters
-http.host http.port --no-http=http.enabled controller.url --cluster-curve-file=controller.curve_file
+http.host http.port --no-http=http.host controller.url --cluster-curve-file=controller.curve_file
 p2p.engine p2p.listen p2p.advertise p2p.tcp p2p.mac --zone=p2p.zone --insecure=security.insecure
 """
 CONTROLLER = """
@@ -60,18 +84,18 @@ name http.host --host=http.host --port=http.port monitor_host monitor_ports hear
 --etcd=etcd.endpoints --advertise-url=etcd.advertise_url --insecure=security.insecure
 """
 GATEWAY = """
---engine=engines --host=http.host --port=http.port policy --token-file=http.token_file --picker=picker.enabled
-picker.port drain_s insecure
+--engine=engines --host=http.host --port=http.port policy --token-file=http.token_file --picker=picker.listen
+drain_s insecure
 """
+PICKER = "127.0.0.1:9002"
 HELP = {
     "--l2-adapter": 'an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
     '"capacity_gb": 200}\'; `none` for no L2 (a disk tier in the cache folder)',
     "--monitor-ports": 'ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\' (these)',
     "--engine": "an engine: http://HOST:PORT; dns+http://NAME:PORT: all of NAME; repeatable (this host's)",
     "--p2p-tcp": "let UCX use tcp; whoever reaches its ports can read and write this process's memory",
-    "--picker": "answer Envoy's questions for an engine on a gRPC port as well",
+    "--picker": f"answer Envoy's questions for an engine on a gRPC port as well ({PICKER} without HOST:PORT)",
     "--no-http": "no admin HTTP port",
-    "--no-recut": "use no chunk of engines with other parallel sizes, block sizes or orders of axes",
 }
 """Where the setting's description does not fit the flag."""
 
@@ -92,9 +116,12 @@ def _parser(prog: str, description: str, struct: type[msgspec.Struct], flags: st
         default: Any = functools.reduce(getattr, key.split("."), defaults)
         about = HELP.get(name) or first + (f" ({default})" if default or default == 0 else "")
         more: dict[str, Any] = {"metavar": key.rpartition(".")[2].upper()}
-        if kind is bool:
-            plain = "store_false" if name.startswith("--no-") else "store_true"
-            more = {"action": argparse.BooleanOptionalAction if name == "--l1-use-hugepages" else plain}
+        if name == "--no-http":
+            more = {"action": "store_const", "const": NO_HTTP}
+        elif kind is bool:
+            more = {
+                "action": argparse.BooleanOptionalAction if name == "--l1-use-hugepages" else "store_true"
+            }
             about = HELP.get(name, first)
         elif kind in (int, float):
             more["type"] = _number
@@ -102,6 +129,8 @@ def _parser(prog: str, description: str, struct: type[msgspec.Struct], flags: st
             more["type"] = _json_object
         elif typing.get_origin(kind) is list:
             more["action"] = "append"
+        if name == "--picker":
+            more |= {"nargs": "?", "const": PICKER, "metavar": "HOST:PORT"}
         add(name, dest=key, help=about.replace("%", "%%"), **more)
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
@@ -167,6 +196,28 @@ def parse_server_flags(arguments: Sequence[str]) -> Flags:
             "and stores are never refused because L1 is full of chunks that are in L2"
         )
     return flags
+
+
+def server_settings(
+    arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[Flags, Callable[[], ServerSettings]]:
+    """The parsed command line of a server, and the reader of its settings."""
+    flags = parse_server_flags(arguments)
+    file = environment.get("KVSTRATA_CONFIG_FILE", "")
+    named = (
+        flags.config_file
+        or file
+        or "l2_adapters" in flags.settings
+        or environment.get("KVSTRATA_L2_ADAPTERS")
+    )
+    read = flags.reader(ServerSettings, environment, file)
+    if named or not flags.settings.get("l1", {}).keys() >= LMCACHE_NEEDS:
+        return flags, read
+    flags.notes.append(
+        "no --l2-adapter: with --l1-size-gb and --eviction-policy, which `lmcache server` requires, nothing is "
+        'kept on disk, as there; --l2-adapter \'{"type": "disk", …}\' makes an L2'
+    )
+    return flags, lambda: msgspec.structs.replace(read(), l2_adapters=[])
 
 
 def parse_controller_flags(arguments: Sequence[str]) -> Flags:
@@ -267,7 +318,9 @@ def _sort_out(
     prefixes: Mapping[str, Name],
 ) -> _Sorted:
     """Split LMCache's flags, and unknown ones, off the command line."""
-    takes_value = {one: action.nargs != 0 for action in parser._actions for one in action.option_strings}
+    takes_value = {
+        one: action.nargs not in (0, "?") for action in parser._actions for one in action.option_strings
+    }
     found = _Sorted([], [], [], {}, {})
     rest = list(arguments)
     while rest:

@@ -7,325 +7,137 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.common_model import HTTP_HOST, LIMIT, NAME, ListenSettings
-from kvstrata.config.gateway_controllers_model import GatewayControllersSettings
-from kvstrata.config.gateway_engines_model import EngineSettings, EnginesFrom
-from kvstrata.config.log_model import LogFormat, LogLevel
+from kvstrata.config.common_model import HTTP_HOST, NAME, ListenSettings, LogFormat, LogLevel, Place, says
+
+# fmt: off
 
 
 class GatewayHttpSettings(ListenSettings, frozen=True, kw_only=True):
     """Settings of the port that clients use instead of an engine's."""
 
-    host: Annotated[str, Meta(min_length=1, description=HTTP_HOST)] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 8090
-    token_file: Annotated[
-        str,
-        Meta(
-            description="File with the bearer token of operators, who may ask for /metrics and /gateway/…, readable by "
-            "its owner only. Empty: a token is made at each start, whose file the log names."
-        ),
-    ] = ""
-    max_connections: Annotated[
-        int,
-        Meta(
-            ge=8,
-            le=1_000_000,
-            description="Connections of clients; a further one closes the one that has been idle longest. Each needs "
-            "two descriptors of `ulimit -n`.",
-        ),
-    ] = 16_384
-    max_body_mb: Annotated[
-        float, Meta(gt=0, le=1_024, description="Largest body of a request, in MiB; larger ones get 413.")
-    ] = 64.0
-    arrival_s: Annotated[
-        float,
-        Meta(
-            extra=LIMIT,
-            gt=0,
-            le=3_600,
-            description="Time in which a request must have arrived whole, in seconds.",
-        ),
-    ] = 60.0
-    stalled_s: Annotated[
-        float,
-        Meta(
-            extra=LIMIT,
-            gt=0,
-            le=3_600,
-            description="A client that reads nothing of its answer for so long is cut, in seconds.",
-        ),
-    ] = 60.0
+    host: Annotated[str, says(HTTP_HOST, min_length=1)] = "127.0.0.1"
+    port: Annotated[int, says("Port; 0 takes a free one.", ge=0, le=65_535)] = 8090
+    token_file: Annotated[str, says(
+        "File with the bearer token of operators, who may ask for /metrics and /gateway/…, readable by its owner "
+        "only. Empty: a token is made at each start, whose file the log names.")] = ""
+    stalled_s: Annotated[float, says(
+        "Time in which a request must have arrived whole, in seconds. A client that reads nothing of its answer for "
+        "so long is cut, too.", limit=True, gt=0, le=3_600)] = 60.0
 
 
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A class of service: what a request must reach to count as good. 0: any time is good."""
 
-    name: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$", extra=NAME, description="Name of the class.")
-    ]
-    ttft_ms: Annotated[
-        float, Meta(ge=0, le=86_400_000, description="Longest time to the first token, in milliseconds.")
-    ] = 0.0
-    tpot_ms: Annotated[
-        float,
-        Meta(
-            ge=0, le=86_400_000, description="Longest mean time per token after the first, in milliseconds."
-        ),
-    ] = 0.0
-    e2e_ms: Annotated[
-        float,
-        Meta(ge=0, le=86_400_000, description="Longest time to the end of the answer, in milliseconds."),
-    ] = 0.0
-    shed: Annotated[
-        bool,
-        Meta(
-            description="Refuse a request with 429 and Retry-After when, by the measured rates and the queues, no "
-            "engine can give its first token within `ttft_ms`. Needs the policy `ttft`. An engine without requests "
-            "refuses none."
-        ),
-    ] = False
+    name: Annotated[str, says("Name of the class.", pattern=r"^[A-Za-z0-9._-]{1,64}$", demand=NAME)]
+    ttft_ms: Annotated[float, says("Longest time to the first token, in milliseconds.", ge=0, le=86_400_000)] = 0.0
+    tpot_ms: Annotated[float, says(
+        "Longest mean time per token after the first, in milliseconds.", ge=0, le=86_400_000)] = 0.0
+    e2e_ms: Annotated[float, says("Longest time to the end of the answer, in milliseconds.", ge=0, le=86_400_000)] = 0.0
+    shed: Annotated[bool, says(
+        "Refuse a request with 429 and Retry-After when, by the measured rates and the queues, no engine can give its "
+        "first token within `ttft_ms`. Needs the policy `ttft`. An engine without requests refuses none.")] = False
 
 
 class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tenant, known by its API key."""
 
-    name: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$", extra=NAME, description="Name of the tenant.")
-    ]
-    key_file: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="File with the API key that clients send as `Authorization: Bearer KEY`, readable by its owner "
-            "only.",
-        ),
-    ]
-    requests_per_s: Annotated[
-        float,
-        Meta(ge=0, le=1_000_000, description="Requests a second on average; more get 429. 0: any number."),
-    ] = 0.0
-    burst: Annotated[
-        int,
-        Meta(ge=1, le=1_000_000, description="Requests that may come at once before `requests_per_s` holds."),
-    ] = 10
-    max_in_flight: Annotated[
-        int,
-        Meta(ge=0, le=1_000_000, description="Requests under way at a time; more get 429. 0: any number."),
-    ] = 0
-    tokens_per_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1e9,
-            description="Tokens a second on average, of prompts and answers together; more get 429. 0: any number.",
-        ),
-    ] = 0.0
-    tokens_burst: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1_000_000_000,
-            description="Tokens that may be used at once before `tokens_per_s` holds. A request that takes more comes "
-            "in when nothing else is used.",
-        ),
-    ] = 100_000
-    slo: Annotated[
-        str, Meta(description="Class of service of requests without a header `X-SLO-Class`; empty: none.")
-    ] = ""
-    weight: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=1_000,
-            description="Share of the engines' work beside other tenants' while requests wait (`queue`): twice the "
-            "weight gets twice the tokens.",
-        ),
-    ] = 1.0
-    max_priority: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1_000,
-            description="Highest priority among its own requests that one may claim by the header `X-Priority`, whose "
-            "steps each count as an arrival 1 s earlier; more counts as this.",
-        ),
-    ] = 0
+    name: Annotated[str, says("Name of the tenant.", pattern=r"^[A-Za-z0-9._-]{1,64}$", demand=NAME)]
+    key_file: Annotated[str, says(
+        "File with the API key that clients send as `Authorization: Bearer KEY`, readable by its owner only.",
+        min_length=1)]
+    requests_per_s: Annotated[float, says(
+        "Requests a second on average; more get 429. 0: any number.", ge=0, le=1_000_000)] = 0.0
+    burst: Annotated[int, says(
+        "Requests that may come at once before `requests_per_s` holds.", ge=1, le=1_000_000)] = 10
+    max_in_flight: Annotated[int, says(
+        "Requests under way at a time; more get 429. 0: any number.", ge=0, le=1_000_000)] = 0
+    tokens_per_s: Annotated[float, says(
+        "Tokens a second on average, of prompts and answers together; more get 429. 0: any number.",
+        ge=0, le=1e9)] = 0.0
+    tokens_burst: Annotated[int, says(
+        "Tokens that may be used at once before `tokens_per_s` holds. A request that takes more comes in when nothing "
+        "else is used.", ge=1, le=1_000_000_000)] = 100_000
+    slo: Annotated[str, says("Class of service of requests without a header `X-SLO-Class`; empty: none.")] = ""
+    weight: Annotated[float, says(
+        "Share of the engines' work beside other tenants' while requests wait (`queue`): twice the weight gets twice "
+        "the tokens.", gt=0, le=1_000)] = 1.0
+    max_priority: Annotated[int, says(
+        "Highest priority among its own requests that one may claim by the header `X-Priority`, whose steps each "
+        "count as an arrival 1 s earlier; more counts as this.", ge=0, le=1_000)] = 0
 
 
 class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Requests wait in the gateway while every engine that could serve them has enough to do."""
 
-    enabled: Annotated[
-        bool, Meta(description="Whether they do. Needs the policy `ttft`, and does not go with the picker.")
-    ] = False
-    ahead_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=60,
-            description="Work that an engine is sent in advance, in seconds of computing prompts; two prompts in any "
-            "case. More makes the order of waiting requests count less.",
-        ),
-    ] = 0.2
-    max_requests: Annotated[
-        int, Meta(ge=1, le=65_536, description="Requests that wait at most; further ones get 429.")
-    ] = 1_024
+    ahead_s: Annotated[float, says(
+        "Work that an engine is sent in advance, in seconds of computing prompts; two prompts in any case. More makes "
+        "the order of waiting requests count less.", ge=0, le=60)] = 0.2
+    max_requests: Annotated[int, says(
+        "Maximum number of requests that wait; further ones get 429. 0: none waits. Needs the policy `ttft`, and does "
+        "not go with the picker.", ge=0, le=65_536)] = 0
 
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long the gateway waits for an engine."""
 
-    first_byte_s: Annotated[
-        float,
-        Meta(
-            extra=LIMIT,
-            gt=0,
-            le=86_400,
-            description="From sending a request to the first byte of the answer's body, in seconds.",
-        ),
-    ] = 600.0
-    silence_s: Annotated[
-        float,
-        Meta(extra=LIMIT, gt=0, le=86_400, description="Between two parts of an answer's body, in seconds."),
-    ] = 120.0
-
-
-class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When a request is sent to another engine: only before the first byte of its answer was passed on."""
-
-    budget_share: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="Retries as a share of all requests; beyond it (and ten at once) a failure is passed on, so "
-            "that retries cannot add to an overload.",
-        ),
-    ] = 0.2
+    first_byte_s: Annotated[float, says(
+        "From sending a request to the first byte of the answer's body, in seconds.",
+        limit=True, gt=0, le=86_400)] = 600.0
+    silence_s: Annotated[float, says(
+        "Between two parts of an answer's body, in seconds.", limit=True, gt=0, le=86_400)] = 120.0
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the gateway knows which engines serve."""
 
-    probe_s: Annotated[
-        float,
-        Meta(
-            ge=0.05,
-            le=3_600,
-            description="Time between two probes of an engine (/health, /v1/models), in seconds.",
-        ),
-    ] = 5.0
-    timeout_s: Annotated[
-        float, Meta(extra=LIMIT, gt=0, le=3_600, description="Time for a probe's answer, in seconds.")
-    ] = 3.0
-    failures: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=100,
-            description="Probes in a row that must fail before an engine gets no more requests. A refused connection "
-            "counts at once.",
-        ),
-    ] = 2
-    abandon_s: Annotated[
-        float,
-        Meta(
-            extra=LIMIT,
-            gt=0,
-            le=86_400,
-            description="Time without an answered probe after which requests that still wait for an engine's first "
-            "byte are sent to others, in seconds.",
-        ),
-    ] = 30.0
-    slow_start_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=3_600,
-            description="Time after its return in which an engine's share of requests grows from a quarter to its full "
-            "share, in seconds.",
-        ),
-    ] = 10.0
+    probe_s: Annotated[float, says(
+        "Time between two probes of an engine (/health, /v1/models), in seconds.", ge=0.05, le=3_600)] = 5.0
+    abandon_s: Annotated[float, says(
+        "Time without an answered probe after which requests that still wait for an engine's first byte are sent to "
+        "others, in seconds. A probe is given up after a tenth of it.", limit=True, gt=0, le=86_400)] = 30.0
 
 
 class PickerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The gRPC port on which Envoy asks which engine gets a request (`ext_proc`)."""
 
-    enabled: Annotated[bool, Meta(description="Open the port. Needs the extra `picker`.")] = False
-    only: Annotated[
-        bool,
-        Meta(
-            description="Requests come through Envoy only: the HTTP port answers probes and operators, so it needs no "
-            "`tenants` off loopback."
-        ),
-    ] = False
-    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 9002
-    tls_cert_file: Annotated[
-        str, Meta(description="File with the port's certificate chain (PEM); empty: no TLS.")
-    ] = ""
-    tls_key_file: Annotated[str, Meta(description="File with the certificate's key (PEM).")] = ""
-    tls_ca_file: Annotated[
-        str,
-        Meta(
-            description="File with the certificates (PEM) of who signs Envoy's; without a certificate of theirs nobody "
-            "may ask. Empty: everybody who reaches the port may."
-        ),
-    ] = ""
+    listen: Annotated[Place, says(
+        "HOST:PORT of the port, such as 127.0.0.1:9002; port 0 takes a free one. Empty: no port. Needs the extra "
+        "`picker`.")] = ""
+    only: Annotated[bool, says(
+        "Requests come through Envoy only: the HTTP port answers probes and operators, so it needs no `tenants` off "
+        "loopback.")] = False
+    tls_cert_file: Annotated[str, says("File with the port's certificate chain (PEM); empty: no TLS.")] = ""
+    tls_key_file: Annotated[str, says("File with the certificate's key (PEM).")] = ""
+    tls_ca_file: Annotated[str, says(
+        "File with the certificates (PEM) of who signs Envoy's; without a certificate of theirs nobody may ask. "
+        "Empty: everybody who reaches the port may.")] = ""
 
 
 class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tokenizer of one model."""
 
-    model: Annotated[
-        str,
-        Meta(min_length=1, max_length=1_024, description="The model's name, as its engines serve it."),
-    ]
-    path: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Folder with the model's `tokenizer.json`, and for chats its `tokenizer_config.json` or "
-            "`chat_template.jinja`.",
-        ),
-    ]
+    model: Annotated[str, says("The model's name, as its engines serve it.", min_length=1, max_length=1_024)]
+    path: Annotated[str, says(
+        "Folder with the model's `tokenizer.json`, and for chats its `tokenizer_config.json` or `chat_template.jinja`.",
+        min_length=1)]
 
 
 class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the policy `ttft` gets the token ids of prompts that are text."""
 
-    tokenizers: Annotated[
-        list[TokenizerSettings],
-        Meta(
-            max_length=64,
-            description="Tokenizers of models. Each is compared with each engine of its model (/tokenize), and used "
-            "for what they agree on.",
-        ),
-    ] = []
-    render: Annotated[
-        bool,
-        Meta(
-            description="Ask an engine for the ids (/v1/.../render, vLLM's `--enable-scale-out`) where no tokenizer "
-            "tells them."
-        ),
-    ] = False
-    pass_ids: Annotated[
-        bool,
-        Meta(
-            description="Pass the ids of chats (`kv_transfer_params.prompt_token_ids`) and text completions (`prompt`) "
-            "on to engines that take them, which then need not tokenise again; also ids that an engine rendered. Each "
-            "engine is asked for one token first, to see whether it does."
-        ),
-    ] = False
-    deadline_ms: Annotated[
-        float,
-        Meta(
-            extra=LIMIT,
-            gt=0,
-            le=10_000,
-            description="Longest time for which a request waits for its ids, in milliseconds; then it goes on without.",
-        ),
-    ] = 20.0
+    tokenizers: Annotated[list[TokenizerSettings], says(
+        "Tokenizers of models. Each is compared with each engine of its model (/tokenize), and used for what they "
+        "agree on.", max_length=64)] = []
+    render: Annotated[bool, says(
+        "Ask an engine for the ids (/v1/.../render, vLLM's `--enable-scale-out`) where no tokenizer tells "
+        "them.")] = False
+    pass_ids: Annotated[bool, says(
+        "Pass the ids of chats (`kv_transfer_params.prompt_token_ids`) and text completions (`prompt`) on to engines "
+        "that take them, which then need not tokenise again; also ids that an engine rendered. Each engine is asked "
+        "for one token first, to see whether it does.")] = False
+    deadline_ms: Annotated[float, says(
+        "Longest time for which a request waits for its ids, in milliseconds; then it goes on without.",
+        limit=True, gt=0, le=10_000)] = 20.0
 
 
 OtherGateway = Annotated[
@@ -340,28 +152,100 @@ OtherGateway = Annotated[
 class SharingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What gateways before the same engines tell each other."""
 
-    gateways: Annotated[
-        list[OtherGateway],
-        Meta(
-            max_length=64,
-            description="Ports of the other gateways before the same engines, as `HOST:PORT`; `dns+NAME:PORT` "
-            "stands for all addresses of NAME, which is resolved again every 5 s. This gateway's own may be among "
-            "them. All must have the same `engines` with the same names.",
-        ),
-    ] = []
-    host: Annotated[
-        str, Meta(min_length=1, description="Address on which the other gateways are listened to.")
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, Meta(ge=0, le=65_535, description="Port for it; 0: gateways tell each other nothing.")
-    ] = 0
-    curve_file: Annotated[
-        str,
-        Meta(
-            description="File with the line `secret KEY`, the same for all gateways, readable by its owner only. "
-            "Empty: the key that this user's processes on this host share."
-        ),
-    ] = ""
+    gateways: Annotated[list[OtherGateway], says(
+        "Ports of the other gateways before the same engines, as `HOST:PORT`; `dns+NAME:PORT` stands for all "
+        "addresses of NAME, which is resolved again every 5 s. This gateway's own may be among them. All must have "
+        "the same `engines` with the same names.", max_length=64)] = []
+    listen: Annotated[Place, says(
+        "HOST:PORT on which this gateway hears the others; empty: gateways tell each other nothing.")] = ""
+    curve_file: Annotated[str, says(
+        "File with the line `secret KEY`, the same for all gateways, readable by its owner only. Empty: the key that "
+        "this user's processes on this host share.")] = ""
+
+
+ControllerUrl = Annotated[
+    str,
+    Meta(
+        max_length=256,
+        pattern=r"^tcp://[^\s/,@]+:[0-9]{1,5}$",
+        extra={"demand": "must be tcp://HOST:PORT with a controller's reply port"},
+    ),
+]
+
+
+class GatewayControllersSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cluster's controllers, which know what instances hold of a prompt."""
+
+    urls: Annotated[list[ControllerUrl], says(
+        "Reply ports of all controllers of the cluster, as `tcp://HOST:8400`. One of them is asked with each prompt "
+        "(`policy: ttft`), another one when it does not answer in time.", max_length=8)] = []
+    curve_file: Annotated[str, says(
+        "File with this gateway's CURVE keys, as `kvstrata cluster add` makes it for a member. Empty: the key that "
+        "this user's processes on this host share.")] = ""
+    insecure: Annotated[bool, says("The controllers were started with `--insecure`, and have no keys.")] = False
+    name: Annotated[str, says(
+        "Name by which controllers know this gateway; empty: HOSTNAME-PORT.",
+        pattern=r"^[A-Za-z0-9._-]{0,64}$", demand=NAME)] = ""
+    tenant: Annotated[str, says("The connectors' setting `tenant`: whose chunks are asked for.", max_length=256)] = ""
+    deadline_ms: Annotated[float, says(
+        "Longest time for which a request waits for the answer, in milliseconds; then it goes on without.",
+        limit=True, gt=0, le=1_000)] = 2.0
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine, or all engines behind one DNS name."""
+
+    url: Annotated[str, says(
+        "The engine's URL. `dns+http://NAME:PORT` stands for an engine at each address of NAME, which is resolved "
+        "again every `health.probe_s`: a headless service of Kubernetes, for example.",
+        pattern=r"^(dns\+)?https?://[^\s/?#@]+/?$",
+        demand="must be http://HOST:PORT, https://HOST:PORT or dns+http://NAME:PORT, without a path")]
+    name: Annotated[str, says(
+        "Name in logs and metrics; empty: host and port.",
+        pattern=r"^[A-Za-z0-9._:\[\]-]{0,128}$", demand="must be at most 128 letters, digits and . _ : - []")] = ""
+    api_key_file: Annotated[str, says(
+        "File with the engine's `--api-key`, readable by its owner only; empty: it has none.")] = ""
+    kv_events: Annotated[str, says(
+        "Where the engine publishes its KV events, for the policy `ttft`: tcp://HOST:PORT; empty: the engine is asked "
+        "(/kv_event_sources); `off`: nowhere.",
+        pattern=r"^(|off|tcp://[^\s/?#@*]+:[0-9]{1,5})$", demand="must be empty, `off` or tcp://HOST:PORT")] = ""
+    kv_events_replay: Annotated[str, says(
+        "Where the engine sends events again (its `replay_endpoint`), beside `kv_events`; empty: nowhere, and events "
+        "that are lost stay lost.",
+        pattern=r"^(|tcp://[^\s/?#@*]+:[0-9]{1,5})$", demand="must be empty or tcp://HOST:PORT")] = ""
+    data_parallel_size: Annotated[int, says(
+        "Data-parallel ranks behind the engine's port, each of which the gateway chooses by itself; 0: as many as "
+        "publish KV events, as the engine says when it is asked; 1: the engine is not divided. With `kv_events`, rank "
+        "N publishes N ports above.", ge=0, le=1_024)] = 0
+    instance: Annotated[str, says(
+        "The instance (`lmcache-server`) that the engine is attached to, for `controllers`; empty: the one that names "
+        "this engine's URL, as the connector's setting `engine_url` tells it.",
+        pattern=r"^[A-Za-z0-9._-]{0,64}$",
+        demand="must be the id of an instance: at most 64 letters, digits and . _ -")] = ""
+
+
+DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+
+
+class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engines behind a service of Kubernetes: one for each endpoint that is ready."""
+
+    service: Annotated[str, says(
+        "The service; its EndpointSlices are listed every `health.probe_s`.",
+        pattern=DNS_LABEL, demand="must be the name of a service")]
+    port_name: Annotated[str, says("Name of the endpoints' port; empty: the first.", max_length=63)] = ""
+    api_key_file: Annotated[str, says(
+        "File with the engines' `--api-key`, readable by its owner only; empty: they have none.")] = ""
+    account_dir: Annotated[str, says(
+        "Folder of the pod's service account: `token`, `ca.crt`, `namespace`. The account must be allowed to list "
+        "`endpointslices`.", min_length=1)] = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where engines come from beside `engines`."""
+
+    kubernetes: Annotated[KubernetesSettings | None, says(
+        "A service of Kubernetes; without it none is asked for.")] = None
 
 
 PolicyName = Literal["ttft", "least_loaded", "round_robin", "session"]
@@ -371,53 +255,28 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Settings of `lmcache-gateway`."""
 
     http: GatewayHttpSettings = GatewayHttpSettings()
-    engines: Annotated[
-        list[EngineSettings], Meta(max_length=4_096, description="Engines that requests are sent to.")
-    ] = []
+    engines: Annotated[list[EngineSettings], says("Engines that requests are sent to.", max_length=4_096)] = []
     engines_from: EnginesFrom = EnginesFrom()
-    policy: Annotated[
-        PolicyName,
-        Meta(
-            description="How an engine is chosen: `least_loaded` takes one with the fewest requests under way, "
-            "`round_robin` one after the other, `session` the same one for all requests of a session while it serves, "
-            "`ttft` the one whose first token is expected soonest, by its queue, its measured rate and what it was "
-            "sent before."
-        ),
-    ] = "least_loaded"
-    slo: Annotated[list[SloSettings], Meta(max_length=16, description="Classes of service.")] = []
-    tenants: Annotated[
-        list[GatewayTenantSettings],
-        Meta(
-            max_length=1_024,
-            description="Tenants; empty: clients need no key, and their `Authorization` goes to the engine.",
-        ),
-    ] = []
+    policy: Annotated[PolicyName, says(
+        "How an engine is chosen: `least_loaded` takes one with the fewest requests under way, `round_robin` one "
+        "after the other, `session` the same one for all requests of a session while it serves, `ttft` the one whose "
+        "first token is expected soonest, by its queue, its measured rate and what it was sent "
+        "before.")] = "least_loaded"
+    slo: Annotated[list[SloSettings], says("Classes of service.", max_length=16)] = []
+    tenants: Annotated[list[GatewayTenantSettings], says(
+        "Tenants; empty: clients need no key, and their `Authorization` goes to the engine.", max_length=1_024)] = []
     queue: QueueSettings = QueueSettings()
     tokens: TokenSettings = TokenSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
-    retries: RetrySettings = RetrySettings()
     health: HealthSettings = HealthSettings()
     picker: PickerSettings = PickerSettings()
     sharing: SharingSettings = SharingSettings()
     controllers: GatewayControllersSettings = GatewayControllersSettings()
-    max_in_flight: Annotated[
-        int,
-        Meta(ge=1, le=1_000_000, description="Requests under way at a time; more get 503 with Retry-After."),
-    ] = 16_384
-    drain_s: Annotated[
-        float,
-        Meta(
-            extra=LIMIT,
-            ge=0,
-            le=3_600,
-            description="Time for requests under way when the gateway is stopped, in seconds.",
-        ),
-    ] = 30.0
-    insecure: Annotated[
-        bool,
-        Meta(
-            description="Serve clients without keys, and any Envoy, on addresses that other machines reach."
-        ),
-    ] = False
+    max_in_flight: Annotated[int, says(
+        "Requests under way at a time; more get 503 with Retry-After.", ge=1, le=1_000_000)] = 16_384
+    drain_s: Annotated[float, says(
+        "Time for requests under way when the gateway is stopped, in seconds.", limit=True, ge=0, le=3_600)] = 30.0
+    insecure: Annotated[bool, says(
+        "Serve clients without keys, and any Envoy, on addresses that other machines reach.")] = False
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"

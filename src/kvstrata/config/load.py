@@ -7,14 +7,16 @@ unknown key is an error that suggests the nearest name.  Everything that is wron
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,12 +24,12 @@ from kvstrata import patience
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.common_model import LIMIT
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.demands import Problem, bare_type, canonical, field_types, problems
+from kvstrata.config.demands import Problem, bare_type, canonical, field_types, nearest, problems
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.model import ServerSettings
-from kvstrata.config.nearest import nearest
-from kvstrata.config.pod_links import is_pod_link
+from kvstrata.config.secrets import shown
 from kvstrata.errors import ConfigError, together
+from kvstrata.text import one_line
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -41,7 +43,6 @@ OTHER_ENV = {
     "KVSTRATA_CONFIG_FILE": "path of the YAML file",
     "KVSTRATA_TAKEOVER": "`1` makes LMCache's names of connectors mean ours even if lmcache is installed",
     "KVSTRATA_CACHE": "folder for compiled objects, and for what tests and the demo download",
-    "KVSTRATA_VLLM": "lets the demo download vLLM whatever its size",
     "KVSTRATA_CUDA": "`require` makes the build fail if the CUDA compiler is missing",
     "KVSTRATA_UCX": "`require` makes the build fail if UCX's headers are missing, `off` builds without its engine",
     "KVSTRATA_WERROR": "`1` makes the build fail on warnings of the C++ compiler",
@@ -143,8 +144,8 @@ def unquoted(text: str) -> str:
 def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Any]:
     """Nested settings from KVSTRATA_<SECTION>_<KEY> variables (for controller and gateway see OWN_ENV_PREFIX).
 
-    Lists and mappings are written as YAML.  An empty variable is not set.  Variables of service links are left out
-    (pod_links.py).  Raises ConfigError for all wrong variables; their values are not checked.
+    Lists and mappings are written as YAML.  An empty variable is not set.  Variables of service links are left out.
+    Raises ConfigError for all wrong variables; their values are not checked.
     """
     by_name = variables(struct)
     elsewhere = {
@@ -320,3 +321,144 @@ def load(
     if wrong:
         raise together(wrong)
     return convert(struct, with_patience(struct, values, environment or {}), "settings")
+
+
+# --- settings of which some are replaced by newer ones ----------------------------------------------------------------
+
+
+def value_of(settings: msgspec.Struct, key: str) -> Any:
+    """The value of a dotted key; None in a part that is not there."""
+    found: Any = settings
+    for name in key.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def changes(before: S, after: S) -> set[str]:
+    """The dotted keys whose values differ."""
+    return {key for key, _ in leaves(type(before)) if value_of(before, key) != value_of(after, key)}
+
+
+def replaced(settings: S, newer: S, keys: Iterable[str]) -> S:
+    """`settings` with the values of these dotted keys from `newer`."""
+    for key in keys:
+        settings = _with(settings, key.split("."), value_of(newer, key))
+    return settings
+
+
+def _with(settings: S, path: list[str], value: Any) -> S:
+    first, *rest = path
+    if rest:
+        value = _with(getattr(settings, first), rest, value)
+    return msgspec.structs.replace(settings, **{first: value})
+
+
+class Changes(NamedTuple, Generic[S]):
+    """What a reload changes in a process that runs."""
+
+    in_force: S
+    """The settings afterwards: those that can change while the process runs are the new ones."""
+    applied: set[str]
+    """Keys that change now, and keys of files that have another content."""
+    restart: set[str]
+    """Keys whose new values need a restart."""
+
+    def shown(self) -> dict[str, object]:
+        """For the log: the keys, never their values."""
+        words = (("changed", self.applied), ("needs_restart", self.restart))
+        return {word: ",".join(sorted(keys)) or "nothing" for word, keys in words}
+
+
+def sorted_out(in_force: S, newer: S, live: Iterable[str], files: Iterable[str] = ()) -> Changes[S]:
+    """Tell apart what can change now. `live`: keys that can; `files`: keys of files that can, from one to another."""
+    changed = changes(in_force, newer)
+    movable = {key for key in files if value_of(in_force, key) and value_of(newer, key)}
+    applied = changed & {*live, *movable}
+    return Changes(replaced(in_force, newer, applied), applied, changed - applied)
+
+
+# --- variables that are not for us, and those that an admin is shown --------------------------------------------------
+
+_LINK = re.compile(
+    r"(?:KVSTRATA|LMCACHE)_.*?(?:"
+    r"_?PORT(?:_\d+_(?:TCP|UDP|SCTP))?=(?:tcp|udp|sctp)://\S+:\d+"
+    r"|_?PORT_\d+_(?:TCP|UDP|SCTP)_(?:PROTO|PORT|ADDR)=\S+"
+    r"|_?SERVICE_HOST=[0-9A-Fa-f:.]+"
+    r"|_?SERVICE_PORT(?:_[A-Z0-9_]+)?=\d{1,5})"
+)
+"""What Kubernetes sets in every pod for each service of its namespace, and Docker for links of containers.  A service
+`kvstrata` gives KVSTRATA_SERVICE_HOST and KVSTRATA_PORT=tcp://10.0.0.1:8080, while KVSTRATA_PORT=8080 is a setting."""
+
+
+def is_pod_link(name: str, value: str) -> bool:
+    """Whether Kubernetes or Docker has set this variable for a service whose name begins like ours."""
+    return _LINK.fullmatch(f"{name}={value}") is not None
+
+
+def pod_link_notes(environment: Mapping[str, str]) -> list[str]:
+    """A note for the log, if there are such variables."""
+    names = sorted(name for name, value in environment.items() if is_pod_link(name, value))
+    if not names:
+        return []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [
+        f"environment: {', '.join(names[:3])}{more}: ignored, since Kubernetes or Docker has set them for a service of "
+        "that name; `enableServiceLinks: false` in the pod leaves them out"
+    ]
+
+
+MAX_SHOWN_CHARS = 2_000
+"""Most characters of a variable's value that are shown."""
+OTHERS = frozenset({
+    *OTHER_ENV,
+    "LANG", "TZ", "MALLOC_ARENA_MAX", "MALLOC_CONF", "OMP_NUM_THREADS",
+    "UCX_TLS", "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "UCX_RNDV_SCHEME", "UCX_RNDV_THRESH", "UCX_MAX_RNDV_RAILS",
+    "UCX_IB_GID_INDEX", "UCX_IB_ROCE_VERSION_NUM", "UCX_MEMTYPE_CACHE", "UCX_PROTO_ENABLE", "UCX_TCP_PORT_RANGE",
+    "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
+})  # fmt: skip
+"""Variables that are not settings but are shown too.  Nothing is taken out of their values."""
+
+
+def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The listed variables that are set, with their values; a setting's value is read as YAML to leave out its secrets.
+
+    A variable whose value cannot be read is left out, since its secrets cannot be found.
+    """
+    settings = variables(ServerSettings)
+    found = {}
+    for name, text in sorted(environment.items()):
+        if name in OTHERS:
+            found[name] = one_line(text, MAX_SHOWN_CHARS)
+        elif name in settings:
+            key, kind = settings[name]
+            value: object = text
+            bare = bare_type(kind)
+            if bare is not str:
+                try:
+                    value = parse_yaml(text)
+                except (ConfigError, ValueError, RecursionError):
+                    continue
+                if typing.get_origin(bare) in (list, dict) and not isinstance(value, list | dict):
+                    continue
+            last = key.rpartition(".")[2]
+            public = shown({last: value})[0][last]
+            spelt = public if isinstance(public, str) else json.dumps(public, default=str)
+            found[name] = one_line(spelt, MAX_SHOWN_CHARS)
+    return found
+
+
+PLAIN = frozenset({"PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONHOME", "TZ", *OTHER_ENV})
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a child in which an SDK runs, which may read any variable that is not ours."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(ENV_PREFIX) or name in OTHER_ENV
+    }
+
+
+def plain(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a child of which nothing but our own code runs: only what Python itself needs."""
+    return {name: value for name, value in environment.items() if name in PLAIN}

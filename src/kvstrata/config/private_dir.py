@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import pwd
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,3 +151,25 @@ def _is_ours(path: str) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def user_folder(environment: Mapping[str, str], variable: str, below_home: str) -> str:
+    """The folder that `variable` names, else `below_home` in the user's home; empty if neither can be found.
+
+    A relative path in the variable is ignored.
+    """
+    folder = environment.get(variable, "")
+    if folder.startswith("/"):
+        return folder
+    home = environment.get("HOME", "")
+    if not home.startswith("/"):
+        home = os.path.expanduser(f"~{_user_name()}")
+    return f"{home}/{below_home}" if home.startswith("/") else ""
+
+
+def _user_name() -> str:
+    """The name of the user that this process runs as; empty if the system has no name for its number."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return ""

@@ -29,7 +29,7 @@ REFERENCE = re.compile(r"_(file|env)$", re.IGNORECASE)
 SHOWN = frozenset({
     # settings
     "advertise", "advertise_url", "allowed_hosts", "controllers", "controller", "endpoints", "engine", "engine_url",
-    "fidelity", "eviction_policy", "gateways", "gpu_copy_engine", "host", "hosts", "http_host", "instance_id", "listen",
+    "fidelity", "eviction_policy", "gateways", "host", "hosts", "http_host", "instance_id", "listen",
     "load_mode", "log_format", "log_level", "monitor_host", "numa", "peer_hosts", "prefix",
     "request_tenants", "roots",
     "segment_dir", "slo", "snapshot_dir", "socket_dir", "tenant",

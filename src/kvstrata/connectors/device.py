@@ -68,15 +68,10 @@ def open_engine(
     """
     try:
         plan = CudaCopyPlan(view.plan(), ordinal, fp8=view.rounding)
-        way = settings.gpu_copy_engine
-        if way == "auto":
-            by_dma = (
-                plan.run_bytes >= DMA_RUN_BYTES and view.rounding is None and driver_facts().batched_copies
-            )
-            way = "dma" if by_dma else "kernel"
+        by_dma = plan.run_bytes >= DMA_RUN_BYTES and view.rounding is None and driver_facts().batched_copies
         engine = CudaCopyEngine(
             ordinal,
-            engine=way,
+            engine="dma" if by_dma else "kernel",
             threads=CHECKSUM_THREADS,
             max_sms=MAX_SMS,
             staging_bytes=max(STAGING_BYTES, plan.section_bytes(0, view.record_blocks)),

@@ -27,23 +27,25 @@ from kvstrata.config.lmcache.keys import (
     CLIENT_KEYS,
     CONNECTOR_EXTRA,
     CONNECTOR_EXTRA_PREFIXES,
+    FILE,
+    engine_keys,
 )
-from kvstrata.config.lmcache.variables import FILE, engine_keys
 from kvstrata.config.load import (
     NO_NAMES,
     convert,
     from_environment,
     leaves,
     parse_yaml,
+    pod_link_notes,
     read_yaml,
     variable_names,
     with_patience,
 )
 from kvstrata.config.model import ServerSettings
-from kvstrata.config.pod_links import pod_link_notes
 from kvstrata.errors import ConfigError, together
 
 OWN = {field.name: bare_type(field.type) for field in msgspec.structs.fields(ClientSettings)}
+KINDS = OWN | {"host": str}
 _SERVER_TOP = {field.name for field in msgspec.structs.fields(ServerSettings)} - set(OWN)
 _SERVER_ENVIRONMENT = {"KVSTRATA_" + key.upper().replace(".", "_") for key, _ in leaves(ServerSettings)} - {
     "KVSTRATA_" + name.upper() for name in OWN
@@ -75,7 +77,7 @@ def load_settings(
     ):
         try:
             layer, names = read(notes)
-            _read_host(layer, source)
+            _take_host(layer, source, notes)
             convert(ClientSettings, layer, source, names=names)  # so that an error names the source
             merged.update(layer)
         except ConfigError as error:
@@ -83,18 +85,6 @@ def load_settings(
     if wrong:
         raise together(wrong)
     settings = convert(ClientSettings, with_patience(ClientSettings, merged, environment), "settings")
-    if settings.fidelity == "fp8" and settings.gpu_copy_engine == "dma":
-        raise ConfigError(
-            "fidelity: the gpu_copy_engine 'dma' cannot round; set it to 'auto' or 'kernel', or fidelity "
-            "to 'lossless'",
-            field="fidelity",
-        )
-    if settings.host not in LOOPBACK:
-        where = settings.socket_dir or "the default socket directory"
-        notes.append(
-            f"lmcache.mp.host is {settings.host!r}: KV is shared through memory, so the server must run on "
-            f"this machine; it is looked for in {where}, not over the network"
-        )
     return settings, notes
 
 
@@ -112,7 +102,7 @@ def _from_file(path: str, strict: bool, notes: list[str]) -> Layer:
         source=path,
         table=CLIENT_KEYS,
         prefixes=CLIENT_KEY_PREFIXES,
-        kinds=OWN,
+        kinds=KINDS,
         own=OWN,
         strict=strict,
     )
@@ -128,7 +118,7 @@ def _from_environment(environment: Mapping[str, str], notes: list[str]) -> Layer
         source="environment",
         table=CLIENT_KEYS,
         prefixes=CLIENT_KEY_PREFIXES,
-        kinds=OWN,
+        kinds=KINDS,
         own=OWN,
         names=names,
     )
@@ -150,11 +140,11 @@ def _from_extra(extra: Mapping[str, Any], source: str, notes: list[str]) -> Laye
         else:
             plain[key] = value
     settings, said = translate(
-        plain, source=source, table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, kinds=OWN, own=OWN
+        plain, source=source, table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, kinds=KINDS, own=OWN
     )
     notes.extend(said)
     over, said = translate(
-        mp, source=source, table=CONNECTOR_EXTRA, prefixes=CONNECTOR_EXTRA_PREFIXES, kinds=OWN
+        mp, source=source, table=CONNECTOR_EXTRA, prefixes=CONNECTOR_EXTRA_PREFIXES, kinds=KINDS
     )
     notes.extend(said)
     return settings | over, {key: f"lmcache.mp.{key}" for key in over}
@@ -170,18 +160,22 @@ def _parse(key: str, text: str, name: str) -> Any:
         raise ConfigError(f"environment: {name}: is not valid YAML; correct it", field=name) from None
 
 
-def _read_host(layer: dict[str, Any], source: str) -> None:
-    """`tcp://host[:port]`, as users write it, becomes a host and, if it names one, a port."""
-    host = layer.get("host")
-    if not isinstance(host, str) or "://" not in host:
-        return
-    try:
-        parts = urlsplit(host)
-        port = parts.port
-    except ValueError:
-        raise ConfigError(f"{source}: host: {host!r:.80} is not an address", field="host") from None
-    if parts.scheme != "tcp" or not parts.hostname:
-        raise ConfigError(f"{source}: host: {host!r:.80} must look like tcp://localhost", field="host")
-    layer["host"] = parts.hostname
-    if port is not None:
-        layer.setdefault("port", port)
+def _take_host(layer: dict[str, Any], source: str, notes: list[str]) -> None:
+    """Take LMCache's host of the server out of a layer; of `tcp://HOST:PORT`, as users write it, the port stays."""
+    host = str(layer.pop("host", "localhost"))
+    if "://" in host:
+        try:
+            parts = urlsplit(host)
+            port = parts.port
+        except ValueError:
+            raise ConfigError(f"{source}: host: {host!r:.80} is not an address", field="host") from None
+        if parts.scheme != "tcp" or not parts.hostname:
+            raise ConfigError(f"{source}: host: {host!r:.80} must look like tcp://localhost", field="host")
+        host = parts.hostname
+        if port is not None:
+            layer.setdefault("port", port)
+    if host not in LOOPBACK:
+        notes.append(
+            f"{source}: the server's host is {host!r:.80}: KV is shared through memory, so the server must run on this "
+            "machine; it is looked for in socket_dir, not over the network"
+        )

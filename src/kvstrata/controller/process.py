@@ -12,7 +12,7 @@ import importlib.util
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -21,9 +21,9 @@ import msgspec
 
 from kvstrata import __version__
 from kvstrata.clock import Clock, SystemClock
-from kvstrata.config.changes import sorted_out
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.folders import user_folder
+from kvstrata.config.load import sorted_out
+from kvstrata.config.private_dir import user_folder
 from kvstrata.controller.admin import OPERATIONS, Admin
 from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
@@ -38,14 +38,11 @@ from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError, install
 from kvstrata.observability.exposition import Pages
 from kvstrata.observability.logging import EventLog, current_level, set_level
-from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_local import socket_path
 from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.http_thread import Port, make_port
-from kvstrata.process.keeper import NOT_RESTARTED, Restarts
-from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
-from kvstrata.process.lifecycle import run as run_process
+from kvstrata.process.lifecycle import Process, soon, tell_ready
 from kvstrata.process.listen import (
     Listener,
     ServedToken,
@@ -157,45 +154,13 @@ def make_election(settings: ControllerSettings, name: str, clock: Clock, url: st
     return election.Election(settings.etcd, election.Candidate(name, url), clock)
 
 
-def run(
-    settings: ControllerSettings,
-    *,
-    notes: list[str],
-    reread: Callable[[], ControllerSettings],
-    ready_fd: int = -1,
-    restarts: Restarts = NOT_RESTARTED,
-) -> int:
-    """Run a controller until SIGTERM or Ctrl-C; returns the exit status. Raises KvstrataError before it is ready.
-
-    `reread` reads the settings again for SIGHUP.
-    """
-    set_up_logging(settings.log_level, settings.log_format)
-    set_up()
-    controller = Controller(plan(settings, os.environ), reread, ready_fd, restarts)
-    for note in notes:
-        controller.log.warning("setting_noted", note=note)
-    return run_process(controller)
-
-
 class Controller(Process):
     """One controller process."""
 
-    def __init__(
-        self,
-        checked: Plan,
-        reread: Callable[[], ControllerSettings],
-        ready_fd: int = -1,
-        restarts: Restarts = NOT_RESTARTED,
-    ) -> None:
-        super().__init__("controller")
-        self._reread = reread
-        self._settings = checked.settings
-        self._restarts = restarts
-        self._plan = checked
-        self._ready_fd = ready_fd
-        self._started_s = time.monotonic()
-        self._snapshots: Snapshots | None = None
-        self._http_port: Port | None = None
+    _plan: Plan
+    _settings: ControllerSettings
+    _snapshots: Snapshots | None = None
+    _http_port: Port | None = None
 
     async def start(self) -> None:
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""

@@ -205,7 +205,7 @@ class Admission:
         """What waits, for operators."""
         flows = self.flows.items()
         return {
-            "enabled": self._settings.enabled,
+            "enabled": bool(self._settings.max_requests),
             "requests": len(self),
             "bytes": self.size_bytes,
             "tenants": {name: {"requests": one.count, "tokens": one.tokens} for name, one in flows},
@@ -215,7 +215,7 @@ class Admission:
 
     def enter(self, ask: Ask) -> None:
         """A request has arrived: it is decided at once, or waits."""
-        if not self._settings.enabled or ask.wanted.made_by:
+        if not self._settings.max_requests or ask.wanted.made_by:
             self._decide(ask)
             return
         if ask.meter.body_bytes > MAX_BYTES and not self._has_room(ask.lane):
@@ -293,12 +293,11 @@ class Admission:
 
     def _trim(self) -> None:
         """Refuse what waits beyond the bounds."""
-        while len(self) > self._settings.max_requests or self.size_bytes > MAX_BYTES:
+        most = self._settings.max_requests or math.inf
+        while len(self) > most or self.size_bytes > MAX_BYTES:
             heaviest = max(
                 self.flows.values(),
-                key=lambda one: (
-                    max(one.count / self._settings.max_requests, one.size_bytes / MAX_BYTES) / one.weight
-                ),
+                key=lambda one: max(one.count / most, one.size_bytes / MAX_BYTES) / one.weight,
             )
             last = max((lane[-1] for lane in heaviest.lanes.values()), key=lambda each: each.order)
             self._remove(last)
@@ -309,7 +308,7 @@ class Admission:
     def _has_room(self, lane: Lane) -> bool:
         """Whether an engine of a lane has room, or none serves, which is an answer too."""
         serving = self._choosing.candidates(*lane)
-        if not self._settings.enabled or not serving:
+        if not self._settings.max_requests or not serving:
             return True
         queues, ahead_s, now_s = self._fleet.queues, self._settings.ahead_s, self._now_s()
         measured = any(self._fleet.measured(one) for one in serving)

@@ -18,7 +18,7 @@ from kvstrata.errors import KvstrataError, NotFound
 from kvstrata.gateway import headers as passing
 from kvstrata.gateway.admin import find
 from kvstrata.gateway.door import IN_FLIGHT, Headers
-from kvstrata.gateway.errors import Failure
+from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.forward import BrokenOff, Call, ClientGone, answer_failure
 from kvstrata.gateway.metering import CANCELLED, OK
 from kvstrata.gateway.parts import Parts
@@ -216,12 +216,10 @@ class App:
 
     async def _body(self, receive: Receive, call: Call) -> bytes | Failure:
         """The whole body; raises ClientGone. `meter.body_bytes` is added to `held_bytes`."""
-        most_bytes, meter = int(self.parts.settings.http.max_body_mb * (1 << 20)), call.meter
-        says = f"body: larger than {most_bytes} bytes; send less, or raise http.max_body_mb of the gateway"
-        too_large = Failure(413, "body_too_large", says)
+        meter = call.meter
         length = call.headers.get(b"content-length", b"")
-        if length.isdigit() and int(length[:20]) > most_bytes:
-            return too_large
+        if length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
+            return TOO_LARGE
         parts: list[bytes] = []
         more = True
         while more:
@@ -231,8 +229,8 @@ class App:
             part = message.get("body", b"")
             meter.body_bytes += len(part)
             self.held_bytes += len(part)
-            if meter.body_bytes > most_bytes:
-                return too_large
+            if meter.body_bytes > MAX_BODY_BYTES:
+                return TOO_LARGE
             if self.held_bytes > MAX_HELD_BYTES:
                 says = f"the bodies of all requests under way take {self.held_bytes} bytes"
                 return Failure(503, "overloaded", says, retry_after_s=1)

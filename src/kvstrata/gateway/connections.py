@@ -26,6 +26,8 @@ from kvstrata.process.http_connections import make_server as make_http_server
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+MAX_CONNECTIONS = 16_384
+"""A further connection closes the one that has been idle longest."""
 SPARE_FILES = 128
 """Descriptors for everything but clients and engines."""
 IDLE_S = 75
@@ -161,11 +163,7 @@ class GatewayConnection(Connection):
 
 def make_server(app: ASGIApp, settings: GatewayHttpSettings) -> tuple[uvicorn.Server, Bounds]:
     """A uvicorn server, and the bounds of its port."""
-    bounds = Bounds(
-        lambda: most_connections(settings.max_connections),
-        arrival_s=settings.arrival_s,
-        stalled_s=settings.stalled_s,
-    )
+    bounds = Bounds(most_connections, arrival_s=settings.stalled_s, stalled_s=settings.stalled_s)
 
     server = make_http_server(
         app, GatewayConnection, bounds, proxy_headers=False, server_header=False, timeout_keep_alive=IDLE_S
@@ -173,7 +171,7 @@ def make_server(app: ASGIApp, settings: GatewayHttpSettings) -> tuple[uvicorn.Se
     return server, bounds
 
 
-def most_connections(wanted: int) -> int:
+def most_connections() -> int:
     """How many clients may be connected: each needs a descriptor, and its request another one to an engine."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if soft < 0 else max(8, min(wanted, (soft - SPARE_FILES) // 2))
+    return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, (soft - SPARE_FILES) // 2))

@@ -33,6 +33,10 @@ class Failure(NamedTuple):
     """0: the client is not told when to come again."""
 
 
+MAX_BODY_BYTES = 64 << 20
+TOO_LARGE = Failure(413, "body_too_large", f"body: larger than {MAX_BODY_BYTES} bytes; send less")
+
+
 def error_body(failure: Failure, path: str) -> bytes:
     """The JSON body of an answer on this path."""
     message = one_line(failure.message)

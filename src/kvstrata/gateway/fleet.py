@@ -4,7 +4,7 @@
      └───────┴───────┴──▶ LEAVING   left out of the settings; ends its requests
 
 Only an engine that is UP gets requests.  After each return its share grows from LEAST_SHARE to 1 within
-`slow_start_s`, since its caches are cold and its first steps compile.
+`SLOW_START_S`, since its caches are cold and its first steps compile.
 
 An engine with several data-parallel ranks has a queue and a cache in each of them, so requests are sent to its ranks:
 each is a `ServingEngine` of its own, named ENGINE@RANK, which lives and dies with its engine.
@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvstrata.config.gateway_engines_model import EngineSettings
+from kvstrata.config.gateway_model import EngineSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.busy_periods import BusyPeriod, TimedPrompt
 from kvstrata.gateway.engine_link import Address
@@ -36,6 +36,7 @@ from kvstrata.gateway.routing.queues import Queues
 from kvstrata.gateway.routing.rates import Rates
 from kvstrata.observability.logging import EventLog
 
+SLOW_START_S = 10.0
 LEAST_SHARE = 0.25
 ASSUMED_TOKENS_S = 10_000.0
 """Rate at which engines are taken to compute prompts until one has told its tokens."""
@@ -123,9 +124,8 @@ class ServingEngine:
 class Fleet:
     """All engines, by name, in the order of the settings."""
 
-    def __init__(self, now_s: Callable[[], float], slow_start_s: float) -> None:
+    def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
-        self.slow_start_s = slow_start_s
         self.engines: dict[str, ServingEngine] = {}
         self.queues = Queues()
         """Requests under way by their numbers, and the loads of the engines."""
@@ -343,9 +343,9 @@ class Fleet:
 
     def share(self, engine: ServingEngine) -> float:
         """The share of the usual load that an engine may get now."""
-        if not engine.returned or not self.slow_start_s:
+        if not engine.returned:
             return 1.0
-        grown = (self._now_s() - engine.up_since_s) / self.slow_start_s
+        grown = (self._now_s() - engine.up_since_s) / SLOW_START_S
         return min(1.0, LEAST_SHARE + (1 - LEAST_SHARE) * max(0.0, grown))
 
     def serving(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:

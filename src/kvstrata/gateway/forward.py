@@ -48,6 +48,8 @@ WITHOUT_BODY = frozenset((204, 304))
 ATTEMPTS = 3
 """Engines that a request is sent to at most, the first included."""
 MAX_ERROR_BYTES = 64 << 10
+RETRY_SHARE = 0.2
+"""Retries that each request adds to the budget, which holds AT_ONCE at most: retries cannot add to an overload."""
 AT_ONCE = 10.0
 """Retries that a gateway may make at once however few requests it has had."""
 
@@ -109,11 +111,10 @@ class ClientGone(Exception):
 class RetryBudget:
     """What retries may add to the load of engines that already fail.
 
-    Each request adds `share` of a retry, up to AT_ONCE; each retry takes one.
+    Each request adds RETRY_SHARE of a retry, up to AT_ONCE; each retry takes one.
     """
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self) -> None:
         self._left = AT_ONCE
 
     @property
@@ -123,7 +124,7 @@ class RetryBudget:
 
     def request(self) -> None:
         """A request has come."""
-        self._left = min(AT_ONCE, self._left + self.share)
+        self._left = min(AT_ONCE, self._left + RETRY_SHARE)
 
     def take(self) -> bool:
         """Take one retry; False if none is left."""
@@ -161,7 +162,7 @@ class Forwarder:
         self._reader = reader
         self._now_s = now_s
         self._drop_keys = drop_keys
-        self.budget = RetryBudget(settings.retries.budget_share)
+        self.budget = RetryBudget()
         self.suspect: Callable[[ServingEngine], None] = lambda _: None
         """Called with an engine whose connection failed, so that it is probed now."""
         self.takes_ids: Callable[[ServingEngine, str], bool] = lambda engine, model: False

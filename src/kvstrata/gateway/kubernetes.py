@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from kvstrata.config.gateway_engines_model import KubernetesSettings
+from kvstrata.config.gateway_model import KubernetesSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import Place
@@ -79,7 +79,7 @@ class Account:
                 field="engines_from.kubernetes",
             )
         self.address = Address(host, int(port) if port.isdigit() else 443, True)
-        self.namespace = settings.namespace or self._text("namespace")
+        self.namespace = self._text("namespace")
         self._text("token")
 
     def tls(self) -> ssl.SSLContext:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvstrata.config.gateway_engines_model import EngineSettings
-from kvstrata.config.gateway_model import GatewaySettings, GatewayTenantSettings
-from kvstrata.config.tokens import read_bearer_token
+from kvstrata.config.gateway_model import EngineSettings, GatewaySettings, GatewayTenantSettings
+from kvstrata.config.private_file import read_bearer_token
 from kvstrata.errors import ConfigError, install
 from kvstrata.gateway.fleet import DNS, endpoint_of, place_of
 from kvstrata.gateway.kubernetes import Account
@@ -18,7 +17,7 @@ from kvstrata.gateway.residency.sources import MAX_PORT
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.http_local import TOKEN_FIELD, fresh_token, socket_path
-from kvstrata.process.ports import Listening
+from kvstrata.process.ports import Listening, host_and_port, refuse_port_twice
 
 if TYPE_CHECKING:
     from kvstrata.rpc.zmq_curve import ClusterKeys
@@ -54,19 +53,23 @@ class Plan(NamedTuple):
 
 def tcp_ports(settings: GatewaySettings) -> list[Listening]:
     """The tcp ports that the settings ask for."""
-    http, picker = settings.http, settings.picker
+    http = settings.http
     found = [] if socket_path(http.host) else [Listening("http.port", http.host, http.port)]
-    return [*found, *([Listening("picker.port", picker.host, picker.port)] if picker.enabled else [])]
+    for name, place in (("picker", settings.picker.listen), ("sharing", settings.sharing.listen)):
+        if place:
+            found.append(Listening(f"{name}.listen", *host_and_port(place)))
+    return found
 
 
 def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
     """Check the settings, and read the files that they name, but for the tokenizers in `made`. Raises ConfigError."""
     http, picker = settings.http, settings.picker
+    refuse_port_twice(tcp_ports(settings))
     _check_picker(settings)
     sharing_keys = _check_sharing(settings)
     controller_keys = _check_controllers(settings)
     on_socket = socket_path(http.host) is not None
-    closed = on_socket or is_loopback(http.host) or (picker.enabled and picker.only)
+    closed = on_socket or is_loopback(http.host) or bool(picker.listen and picker.only)
     if not (closed or settings.tenants or settings.insecure):
         raise _wrong(
             "http.host",
@@ -84,12 +87,13 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
     if len({key for _, key in tenants}) < len(tenants):
         raise _wrong("tenants", "two have the same key; give each its own")
     _check_classes(settings)
-    if settings.queue.enabled and picker.enabled:
+    if settings.queue.max_requests and picker.listen:
         raise _wrong(
-            "queue.enabled", "Envoy would not wait for the picker; leave the queue to a gateway without one"
+            "queue.max_requests",
+            "Envoy would not wait for the picker; leave the queue to a gateway without one",
         )
-    if settings.queue.enabled and settings.policy != TTFT:
-        raise _wrong("queue.enabled", f"needs `policy: {TTFT}`, which measures how long engines take")
+    if settings.queue.max_requests and settings.policy != TTFT:
+        raise _wrong("queue.max_requests", f"needs `policy: {TTFT}`, which measures how long engines take")
     token = ""
     if not on_socket:
         token = read_bearer_token(http.token_file, TOKEN_FIELD) if http.token_file else fresh_token()
@@ -160,14 +164,14 @@ def _check_classes(settings: GatewaySettings) -> None:
 
 def _check_picker(settings: GatewaySettings) -> None:
     picker = settings.picker
-    if not picker.enabled:
+    if not picker.listen:
         if picker.only:
-            raise _wrong("picker.only", "nothing would take requests; set picker.enabled")
+            raise _wrong("picker.only", "nothing would take requests; set picker.listen")
         return
     for module, package in PICKER_NEEDS.items():
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"the picker needs {package}: {install('gateway,picker')}", field="picker.enabled"
+                f"the picker needs {package}: {install('gateway,picker')}", field="picker.listen"
             )
     if bool(picker.tls_cert_file) != bool(picker.tls_key_file):
         missing = "tls_key_file" if picker.tls_cert_file else "tls_cert_file"
@@ -175,10 +179,11 @@ def _check_picker(settings: GatewaySettings) -> None:
     if picker.tls_ca_file and not picker.tls_cert_file:
         says = "clients show certificates only over TLS; name tls_cert_file and tls_key_file"
         raise _wrong("picker.tls_ca_file", says)
-    if not (is_loopback(picker.host) or picker.tls_ca_file or settings.insecure):
+    host, _ = host_and_port(picker.listen)
+    if not (is_loopback(host) or picker.tls_ca_file or settings.insecure):
         raise _wrong(
-            "picker.host",
-            f"{picker.host!r} is not loopback, and any Envoy may ask: name tls_ca_file, or use --insecure to answer "
+            "picker.listen",
+            f"{host!r} is not loopback, and any Envoy may ask: name tls_ca_file, or use --insecure to answer "
             "everybody who reaches this port",
         )
     for i, engine in enumerate(settings.engines):
@@ -193,19 +198,20 @@ def _check_picker(settings: GatewaySettings) -> None:
 def _check_sharing(settings: GatewaySettings) -> ClusterKeys | None:
     """The keys in the file of the gateways that share. Raises ConfigError."""
     sharing = settings.sharing
-    if sharing.gateways and not sharing.port:
-        raise _wrong("sharing.port", "gateways that are told something must be heard too; give a port")
-    if not sharing.port:
+    if sharing.gateways and not sharing.listen:
+        raise _wrong("sharing.listen", "gateways that are told something must be heard too; give HOST:PORT")
+    if not sharing.listen:
         return None
     if settings.policy not in SHARE:
         raise _wrong(
-            "sharing.port",
+            "sharing.listen",
             f"the policy {settings.policy!r} does not go by what other gateways do; use one of "
-            f"{', '.join(sorted(SHARE))}, or leave the port out",
+            f"{', '.join(sorted(SHARE))}, or leave it out",
         )
-    if not (sharing.curve_file or is_loopback(sharing.host)):
-        says = f"{sharing.host!r} is not loopback: give sharing.curve_file, a secret that all gateways have"
-        raise _wrong("sharing.host", says)
+    host, _ = host_and_port(sharing.listen)
+    if not (sharing.curve_file or is_loopback(host)):
+        says = f"{host!r} is not loopback: give sharing.curve_file, a secret that all gateways have"
+        raise _wrong("sharing.listen", says)
     if not sharing.curve_file:
         return None
     from kvstrata.gateway.sharing.sockets import sharing_keys

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.gateway_engines_model import EngineSettings
-from kvstrata.config.gateway_model import HealthSettings
+from kvstrata.config.gateway_model import EngineSettings, HealthSettings
 from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, place_of
 from kvstrata.gateway.residency.knowledge import Residency
@@ -30,6 +29,10 @@ from kvstrata.process.supervisor import Supervisor
 MAX_MODELS_BYTES = 1 << 20
 MAX_ADDRESSES = 1_024
 ASK_AGAIN_S = 30.0
+FAILURES = 2
+"""Probes in a row that must fail before an engine gets no more requests: one may be lost. A refused connection counts
+at once."""
+ABANDON_PROBES = 10
 """Time until an engine is asked again that did not say where it publishes."""
 
 
@@ -111,7 +114,7 @@ class Probing:
     async def probed(self) -> None:
         """Wait until each engine has answered its first probe, or failed it."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.timeout_s):
+            async with asyncio.timeout(probe_timeout_s(self.settings)):
                 for engine in list(self._fleet.engines.values()):
                     await engine.probed.wait()
 
@@ -144,7 +147,7 @@ class Probing:
         """Ask an engine whether it serves, and what."""
         reason, refused = "", False
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
+            async with asyncio.timeout(probe_timeout_s(self.settings)):
                 status, _ = await self._get(engine, "/health")
                 if status != 200:
                     reason = f"/health answers {status}"
@@ -160,13 +163,13 @@ class Probing:
         except Unreachable as error:
             reason, refused = f"cannot be reached: {error}", True
         except TimeoutError:
-            reason = f"no answer within {self.settings.timeout_s:g} s"
+            reason = f"no answer within {probe_timeout_s(self.settings):g} s"
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             reason = f"/v1/models answers with something else than a list of models: {error}"
         except LinkBroken as error:
             reason = str(error)
         engine.failed_probes += 1
-        if refused or engine.failed_probes >= self.settings.failures or engine.state is EngineState.NEW:
+        if refused or engine.failed_probes >= FAILURES or engine.state is EngineState.NEW:
             self._fleet.down(engine, reason)
         if self._now_s() - engine.answered_s >= self.settings.abandon_s:
             self._fleet.abandon(engine)
@@ -208,7 +211,7 @@ class Probing:
                 return []
             return [of_rank(place.events, rank) for rank in range(max(1, place.ranks))]
         # Less than the probe's own time: an engine that does not answer this serves all the same.
-        async with asyncio.timeout(self.settings.timeout_s / 2):
+        async with asyncio.timeout(probe_timeout_s(self.settings) / 2):
             status, body = await self._get(engine, "/kv_event_sources")
         return sources_in(body, place.address.host) if status == 200 else []
 
@@ -234,7 +237,7 @@ class Probing:
         plain = urlsplit(settings.url.removeprefix(DNS))
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
+            async with asyncio.timeout(probe_timeout_s(self.settings)):
                 found = await loop.getaddrinfo(plain.hostname, plain.port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name of a host
             self._log.repeated(30, settings.url, "name_not_resolved", url=settings.url, reason=str(error))
@@ -276,3 +279,8 @@ def models_in(body: bytes) -> dict[str, dict[str, Any]]:
     if len(found) != len(entries):
         raise msgspec.ValidationError("an entry of `data` has no `id`, or two have the same")
     return found
+
+
+def probe_timeout_s(settings: HealthSettings) -> float:
+    """Time for a probe's answer."""
+    return settings.abandon_s / ABANDON_PROBES

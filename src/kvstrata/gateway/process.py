@@ -11,14 +11,13 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvstrata import __version__
-from kvstrata.config.changes import Changes, changes, replaced
 from kvstrata.config.gateway_model import GatewaySettings, SharingSettings
+from kvstrata.config.load import Changes, changes, replaced
 from kvstrata.gateway.admission import Admission
 from kvstrata.gateway.app import App
 from kvstrata.gateway.choosing import Choosing
@@ -32,7 +31,7 @@ from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.metrics import GatewayCollector
 from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.plan import TTFT, Plan, plan
-from kvstrata.gateway.probing import Probing
+from kvstrata.gateway.probing import Probing, probe_timeout_s
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.routing.policies import POLICIES
@@ -42,13 +41,11 @@ from kvstrata.gateway.splicing import Splices
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.exposition import Pages
 from kvstrata.observability.logging import current_level, set_level
-from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access, is_loopback
-from kvstrata.process.keeper import NOT_RESTARTED, Restarts
-from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
-from kvstrata.process.lifecycle import run as run_process
+from kvstrata.process.lifecycle import Process, soon, tell_ready
 from kvstrata.process.listen import Listener, ServedToken, listen, warn_if_plain
-from kvstrata.process.threads import SWITCH_S
+from kvstrata.process.ports import host_and_port
+from kvstrata.process.supervisor import SWITCH_S
 from kvstrata.rpc.shared_key import SharedKey
 
 if TYPE_CHECKING:
@@ -58,47 +55,15 @@ GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
 RESTART = frozenset(("log_format",))
 """Settings that need a restart, beside those of OPENED."""
-OPENED = ("http.", "picker.", "engines_from.", "sharing.host", "sharing.port", "sharing.curve_file")
-
-
-def run(
-    settings: GatewaySettings,
-    *,
-    notes: list[str],
-    reread: Callable[[], GatewaySettings],
-    ready_fd: int = -1,
-    restarts: Restarts = NOT_RESTARTED,
-) -> int:
-    """Run a gateway until SIGTERM or Ctrl-C; returns the exit status. Raises KvstrataError before it is ready.
-
-    `reread` reads the settings again for SIGHUP.
-    """
-    set_up_logging(settings.log_level, settings.log_format)
-    set_up()
-    gateway = Gateway(plan(settings), reread, ready_fd, restarts)
-    for note in notes:
-        gateway.log.warning("setting_noted", note=note)
-    return run_process(gateway)
+OPENED = ("http.", "picker.", "engines_from.", "sharing.listen", "sharing.curve_file")
 
 
 class Gateway(Process):
     """One gateway process."""
 
-    def __init__(
-        self,
-        checked: Plan,
-        reread: Callable[[], GatewaySettings],
-        ready_fd: int = -1,
-        restarts: Restarts = NOT_RESTARTED,
-    ) -> None:
-        super().__init__("gateway")
-        self._plan = checked
-        self._settings = checked.settings
-        self._reread = reread
-        self._ready_fd = ready_fd
-        self._restarts = restarts
-        self._started_s = time.monotonic()
-        self._picker: PickerServer | None = None
+    _plan: Plan
+    _settings: GatewaySettings
+    _picker: PickerServer | None = None
 
     async def start(self) -> None:
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
@@ -111,7 +76,7 @@ class Gateway(Process):
         self.closers.append(links.close)
         splices = Splices()
         self.closers.append(splices.close)
-        fleet = Fleet(now_s, settings.health.slow_start_s)
+        fleet = Fleet(now_s)
         meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
         access = Access(settings.http, self._plan.token)
@@ -127,7 +92,7 @@ class Gateway(Process):
         choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
         reader = Reader(settings, fleet)
         admission = Admission(settings.queue, choosing, fleet, now_s, asyncio.get_running_loop().call_later)
-        sharing = await self._start_sharing(fleet, choosing, reader) if settings.sharing.port else None
+        sharing = await self._start_sharing(fleet, choosing, reader) if settings.sharing.listen else None
         controllers = Controllers(
             settings.controllers, self._plan.controller_keys, listener, fleet, self.supervisor, now_s
         )
@@ -149,7 +114,7 @@ class Gateway(Process):
         pages = Pages(GatewayCollector(parts, self._numbers, lambda: self._bounds.stats()))
         self._app = App(parts, self.page, pages)
         self._server, self._bounds = make_server(self._app, settings.http)
-        if settings.picker.enabled:
+        if settings.picker.listen:
             await self._start_picker()
         probing.set_engines(self._plan.engines)
         await probing.resolve()
@@ -164,7 +129,7 @@ class Gateway(Process):
             self.log.warning("http_port_open", host=settings.http.host, port=listener.port, note=says)
         warn_if_plain(settings.http.host, listener.port, self.log)
         if self._picker is not None and not settings.picker.tls_cert_file:
-            warn_if_plain(settings.picker.host, self._picker.port, self.log)
+            warn_if_plain(host_and_port(settings.picker.listen)[0], self._picker.port, self.log)
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_OBJECTS)
@@ -211,7 +176,7 @@ class Gateway(Process):
         self.closers.append(endpoints.close)
         self.supervisor.spawn(endpoints.keep(lambda: self._settings.health.probe_s), "endpoints")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(settings.health.timeout_s):
+            async with asyncio.timeout(probe_timeout_s(settings.health)):
                 await endpoints.known.wait()
 
     async def _start_picker(self) -> None:
@@ -226,7 +191,7 @@ class Gateway(Process):
         if self._parts.tokens.tokenizers:
             sys.setswitchinterval(SWITCH_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.health.timeout_s):
+            async with asyncio.timeout(probe_timeout_s(self._settings.health)):
                 await self._parts.tokens.verify()
 
     async def _serve(self, listener: Listener) -> None:
@@ -283,14 +248,12 @@ class Gateway(Process):
         parts, self._settings = self._parts, settings
         set_level(settings.log_level)
         parts.settings = parts.reader.settings = parts.forwarder.settings = settings
-        parts.fleet.slow_start_s = settings.health.slow_start_s
         parts.meters.slo = {one.name: one for one in settings.slo}
         parts.choosing.policy = POLICIES[settings.policy]()
         parts.admission.set(settings.queue)
         if parts.sharing is not None:
             await parts.sharing.set(settings.sharing)
         parts.controllers.set(settings.controllers, newer.controller_keys)
-        parts.forwarder.budget.share = settings.retries.budget_share
         parts.tokens.set(settings.tokens, newer.tokenizers)
         self._probing.settings = settings.health
         self._probing.listens(settings.policy == TTFT)
@@ -301,9 +264,9 @@ class Gateway(Process):
     def _kept_sharing(self, wanted: SharingSettings) -> SharingSettings:
         """The newer settings with the port as it is: without one, other gateways are told only after a restart."""
         now = self._settings.sharing
-        gateways = wanted.gateways if now.port else []
+        gateways = wanted.gateways if now.listen else []
         return msgspec.structs.replace(
-            wanted, host=now.host, port=now.port, curve_file=now.curve_file, gateways=gateways
+            wanted, listen=now.listen, curve_file=now.curve_file, gateways=gateways
         )
 
     def page(self) -> dict[str, Any]:

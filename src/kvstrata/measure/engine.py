@@ -21,7 +21,6 @@ from kvstrata.measure.figures import chain_of
 from kvstrata.native.core import CopyEngine
 from kvstrata.rpc import wire
 from kvstrata.types import (
-    GB,
     KEY_BYTES,
     LayoutIdentity,
     LeaseName,
@@ -93,10 +92,6 @@ class Timed(NamedTuple):
     moved_bytes: int
 
 
-class Silent(Unavailable):
-    """The server did not answer a step in time, perhaps because the machine stalled; the round may be repeated."""
-
-
 class SimulatedEngine:
     """One attached process with two sets of blocks for the chunks of a round: one to store from, one to load into."""
 
@@ -128,7 +123,6 @@ class SimulatedEngine:
                 socket_dir=plan.directory,
                 port=plan.port,
                 chunk_size=shape.chunk_tokens,
-                max_store_backlog_gb=1 + plan.chunks * shape.chunk_bytes / GB,
                 token_file=plan.token_file,
             ),
             role=Role.CLIENT,
@@ -178,7 +172,7 @@ class SimulatedEngine:
     def store(self, prompt: int) -> Timed:
         """Store a prompt's chunks.
 
-        Raises Refused if one was not stored, Silent if the server did not answer, Unavailable after WAIT_S.
+        Raises Refused if one was not stored, Unavailable if the server did not answer in time.
         """
         self._chain = chain_of(self._identity.root, prompt, self._chunks)
         blocks = [self._blocks_of(chunk) for chunk in range(self._chunks)]
@@ -191,7 +185,7 @@ class SimulatedEngine:
         if refused:
             reasons = ", ".join(f"{count} × {word}" for word, count in refused.items())
             text = f"{sum(refused.values())} of {self._chunks} chunks were not stored: {reasons}"
-            raise Silent(text) if refused.keys() & UNANSWERED else Refused(text)
+            raise Unavailable(text) if refused.keys() & UNANSWERED else Refused(text)
         return Timed(ended_s - begun_s, job.bytes)
 
     def retrieve(self) -> Timed:
@@ -227,7 +221,7 @@ class SimulatedEngine:
         """Look up the chunks that were stored last, `count` times, and release each lease; returns the seconds of each
         lookup.
 
-        Raises Refused if a chunk is gone, Silent if the server did not answer, Unavailable after WAIT_S.
+        Raises Refused if a chunk is gone, Unavailable if the server did not answer in time.
         """
         taken = []
         for _ in range(count):
@@ -236,11 +230,6 @@ class SimulatedEngine:
             taken.append(time.monotonic() - begun_s)
             self.client.release([lease])
         return taken
-
-    def reconnect(self) -> None:
-        """Wait until the server answers again. Raises Unavailable if it does not."""
-        if not wait_until(lambda: self.client.connected, ANSWER_S * 3):
-            raise Unavailable(self.client.error or "the server does not answer any more")
 
     def close(self) -> None:
         """Leave the server, which then keeps nothing of this process but its committed chunks."""
@@ -264,7 +253,7 @@ class SimulatedEngine:
             self.client.release([result.lease])
         text = f"only {result.n_chunks} of the {self._chunks} stored chunks are found: {result.reason}"
         if result.reason in (MissReason.BREAKER_OPEN, MissReason.DEADLINE):
-            raise Silent(text)
+            raise Unavailable(text)
         raise Refused(f"{text}; does another process fill or clear L1?")
 
     def _blocks_of(self, chunk: int) -> list[int]:

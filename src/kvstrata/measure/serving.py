@@ -4,8 +4,6 @@ Every request is a streamed completion whose prompt is a list of token ids: a do
 new in each round. The seed alone determines the tokens. Times, in seconds:
 
     TTFT  from sending the request to the first piece of the answer
-    ITL   between two pieces of the answer
-    TPOT  from the first piece to the last, divided by the tokens after the first
     E2E   from sending the request to the end of the answer
 
 Counts of tokens are those of the endpoint's `usage`. The sources of cached tokens are read from the /metrics of the
@@ -15,7 +13,6 @@ endpoints (with vLLM's names) and of the cache servers, before and after each ro
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import time
 from collections import Counter
@@ -31,6 +28,8 @@ from kvstrata.observability.exposition import FRESH_S
 if TYPE_CHECKING:
     import httpx
 
+REQUEST_S = 600.0
+"""Limit for one request."""
 PROBE_S = 10.0
 """Limit for an endpoint to list its models, and for a page of metrics."""
 CACHED = "vllm:prompt_tokens_cached_by_source"
@@ -94,7 +93,6 @@ class Options(NamedTuple):
     seed: int
     concurrency: int
     """Maximum number of requests in flight, over all endpoints."""
-    timeout_s: float
     extra_body: Mapping[str, Any]
     """Further fields for every request."""
 
@@ -105,7 +103,6 @@ class Result(NamedTuple):
     sent_s: float
     ended_s: float
     ttft_s: float = 0.0
-    gaps_s: tuple[float, ...] = ()
     input_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
@@ -198,7 +195,7 @@ async def _send(client: httpx.AsyncClient, endpoint: Endpoint, request: Request,
         "stream_options": {"include_usage": True},
         **options.extra_body,
     }
-    pieces_s: list[float] = []
+    first_s = 0.0
     usage: _Usage | None = None
     sent_s = time.monotonic()
 
@@ -207,7 +204,7 @@ async def _send(client: httpx.AsyncClient, endpoint: Endpoint, request: Request,
 
     try:
         async with (
-            asyncio.timeout(options.timeout_s),
+            asyncio.timeout(REQUEST_S),
             client.stream("POST", f"{endpoint.url}/v1/completions", json=body, timeout=None) as answer,
         ):
             if answer.status_code != 200:
@@ -220,24 +217,17 @@ async def _send(client: httpx.AsyncClient, endpoint: Endpoint, request: Request,
                 if event.error is not None:
                     return failed(f"in the answer: {event.error}")
                 if event.choices:
-                    pieces_s.append(time.monotonic())
+                    first_s = first_s or time.monotonic()
                 usage = event.usage or usage
     except TimeoutError:
-        return failed(f"the answer did not end within {options.timeout_s:g} s")
+        return failed(f"the answer did not end within {REQUEST_S:g} s")
     except httpx.HTTPError as error:
         return failed(f"{type(error).__name__}: {error}")
     except msgspec.DecodeError as error:
         return failed(f"an event of the answer is not the expected JSON: {error}")
-    if not pieces_s or usage is None:
-        return failed("an answer without tokens" if not pieces_s else "an answer without usage")
-    return Result(
-        sent_s,
-        time.monotonic(),
-        pieces_s[0] - sent_s,
-        tuple(b - a for a, b in itertools.pairwise(pieces_s)),
-        usage.prompt_tokens,
-        usage.completion_tokens,
-    )
+    if not first_s or usage is None:
+        return failed("an answer without usage" if first_s else "an answer without tokens")
+    return Result(sent_s, time.monotonic(), first_s - sent_s, usage.prompt_tokens, usage.completion_tokens)
 
 
 async def _counters(pages: Mapping[str, httpx.AsyncClient]) -> dict[str, Counter[str]]:
@@ -306,10 +296,6 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "requests_per_s": len(good) / duration_s,
         "output_tokens_per_s": output_tokens / duration_s,
         "ttft_ms": _times([result.ttft_s for result in good]),
-        "tpot_ms": _times(
-            [sum(result.gaps_s) / (result.output_tokens - 1) for result in good if result.output_tokens > 1]
-        ),
-        "itl_ms": _times([gap for result in good for gap in result.gaps_s]),
         "e2e_ms": _times([result.ended_s - result.sent_s for result in good]),
         "sources": dict(sources),
     }

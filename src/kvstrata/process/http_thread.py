@@ -39,7 +39,7 @@ from kvstrata.errors import (
 from kvstrata.process.http_gate import METRICS, PROBES, Access, gate
 from kvstrata.process.listen import Listener
 from kvstrata.process.operations import Error, Operation, Reply, TooLarge, asked
-from kvstrata.process.threads import SWITCH_S, on_a_thread
+from kvstrata.process.supervisor import SWITCH_S, on_a_thread
 
 if TYPE_CHECKING:
     from starlette.requests import Request

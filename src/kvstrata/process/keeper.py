@@ -40,8 +40,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from kvstrata.naming import name_process
-from kvstrata.process.out_of_memory import oom_kills
-from kvstrata.process.parent import die_with_parent
 
 NO_SUPERVISE = "--no-supervise"
 KEEPER = "kv-keeper"
@@ -290,3 +288,49 @@ def _ends(told: signal.struct_siginfo) -> bool:
 
 def _quoted(text: str) -> str:
     return f'"{text}"' if " " in text else text
+
+
+def oom_kills(root: str = "/") -> int:
+    """The kernel's count (cgroup v2: memory.events, v1: memory.oom_control); 0 where it cannot be read."""
+    for line in _lines(f"{root}proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounts, name = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], "memory.events"
+        elif "memory" in controllers.split(","):
+            mounts, name = ["sys/fs/cgroup/memory"], "memory.oom_control"
+        else:
+            continue
+        for mount in mounts:
+            for group in (path, ""):  # a container may see its own group as the mount's root
+                for row in _lines(f"{root}{mount}{group.rstrip('/')}/{name}"):
+                    word, _, count = row.partition(" ")
+                    if word == "oom_kill" and count.isdigit():
+                        return int(count)
+    return 0
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel send SIGKILL to this process when the thread that made it ends.
+
+    If the parent, process `parent_pid`, has ended already, this process ends at once.  The signal also reaches a
+    process that is stopped or in an endless loop.  Raises OSError.
+    """
+    import ctypes  # here, because the keeper, which imports this module, should stay small
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    if os.getppid() != parent_pid:
+        os._exit(0)

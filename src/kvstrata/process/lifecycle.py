@@ -24,6 +24,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
@@ -34,6 +35,7 @@ from kvstrata import failpoints
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.observability.logging import EventLog, flush_log
 from kvstrata.patience import patience
+from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.sd_notify import Systemd
 from kvstrata.process.supervisor import Supervisor
 
@@ -85,9 +87,24 @@ def run(process: Process) -> int:
 class Process(ABC):
     """A process that serves until it is told to stop."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        checked: Any = None,
+        reread: Callable[[], Any] = lambda: None,
+        ready_fd: int = -1,
+        restarts: Restarts = NOT_RESTARTED,
+    ) -> None:
+        """`checked`: the plan of its settings. `reread` reads the settings again for SIGHUP."""
         self.log = EventLog(name)
         self._name = name
+        self._plan = checked
+        self._settings = getattr(checked, "settings", None)
+        """Those in force."""
+        self._reread = reread
+        self._ready_fd = ready_fd
+        self._restarts = restarts
+        self._started_s = time.monotonic()
         self._stopping_s = 0.0
         self._systemd = Systemd(os.environ)
         self.guarded = False

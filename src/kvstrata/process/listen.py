@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstrata.config.common_model import ListenSettings
-from kvstrata.config.tokens import read_bearer_token
+from kvstrata.config.private_file import read_bearer_token
 from kvstrata.errors import ConfigError, MachineLacks
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.http_gate import is_loopback

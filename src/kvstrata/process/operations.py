@@ -26,9 +26,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_orig
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.common_model import Level
 from kvstrata.config.demands import demand, field_types, problems, unwrapped
 from kvstrata.config.load import odd_value
-from kvstrata.config.log_model import Level
 from kvstrata.errors import BadRequest
 from kvstrata.observability.exposition import MEDIA_TYPE
 from kvstrata.observability.logging import current_level, set_level

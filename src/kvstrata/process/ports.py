@@ -20,6 +20,12 @@ class Listening(NamedTuple):
     port: int
 
 
+def host_and_port(place: str) -> tuple[str, int]:
+    """The two parts of HOST:PORT; an IPv6 address may stand in brackets."""
+    host, _, port = place.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def refuse_port_twice(ports: list[Listening]) -> None:
     """Raises ConfigError if two settings ask for one port of one address."""
     for number, second in enumerate(ports):

@@ -1,4 +1,4 @@
-"""The owner of all tasks of a process.
+"""The owner of all tasks of a process, and threads for work that takes longer than the loop may.
 
 A task that ends with an exception is our own mistake.  Without the tasks of `spawn` the process cannot serve: the
 supervisor keeps the first exception in `failure`, and the process ends with it.  A `job` is work that somebody asked
@@ -8,10 +8,15 @@ for (a request, a prewarm, a pin): its exception ends the job alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, TypeVarTuple
 
+from kvstrata.errors import Refused
+from kvstrata.naming import name_thread
 from kvstrata.observability.logging import EventLog
 
 log = logging.getLogger(__name__)
@@ -79,3 +84,84 @@ class Supervisor:
                 self._loop.call_exception_handler(
                     {"message": f"task {task.get_name()} crashed", "exception": error, "task": task}
                 )
+
+
+SWITCH_S = 0.000_5
+"""Time for which a busy thread may keep the event loop waiting for the interpreter (`sys.setswitchinterval`)."""
+
+
+def on_a_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run `work`, which may never end, on a thread that does not keep the process alive; awaits its result.
+
+    Cancelling the future ends only the wait.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def body() -> None:
+        name_thread()
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, result, failure)
+        failure = None  # it refers to this frame, and together they would keep what `work` had until they are collected
+
+    threading.Thread(target=body, name=name, daemon=True).start()
+    return future
+
+
+Arguments = TypeVarTuple("Arguments")
+
+
+class PoolLane:
+    """A few threads and a queue for long pool calls, all of which drop the GIL.
+
+    A server has two lanes.  Requests of clients share a lane with a bounded queue.  The server's own tasks share a lane
+    that never refuses, since the number of these tasks is bounded and each waits for its call.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        threads: int = 2,
+        queue: int | None = 128,
+        name: str = "kv-pool",
+    ) -> None:
+        """`queue`: most calls that may wait; None: the callers bound their number themselves."""
+        self._loop = loop
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=name_thread)
+        self._free = None if queue is None else threads + queue
+
+    def run(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> asyncio.Future[T]:
+        """Run `work` on a thread. Await the future shielded, since cancelling it does not stop the thread.
+
+        Raises Refused if too many calls wait already.
+        """
+        if self._free is not None:
+            if self._free <= 0:
+                raise Refused("the server is busy with long operations on the pool; try again")
+            self._free -= 1
+        future = self._loop.run_in_executor(self._threads, work, *arguments)
+        future.add_done_callback(self._done)
+        return future
+
+    def close(self) -> None:
+        """Drop the calls that wait, and wait for those that run."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _done(self, future: asyncio.Future[Any]) -> None:
+        if self._free is not None:
+            self._free += 1

@@ -1,21 +1,27 @@
-"""The instance's own work on L1: verify adopted chunks, offer them to L2, evict ahead of need, get memory.
+"""The instance's own work: on L1 (verify adopted chunks, offer them to L2, evict ahead of need, get memory), and on the
+files by which processes find it.
 
-It runs on a lane of its own, so that requests cannot crowd it out, however many they are.
+Work on L1 runs on a lane of its own, so that requests cannot crowd it out, however many they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import logging
+import os
 
-from kvstrata.clock import Clock
+from kvstrata.config.private_dir import make_private_dir
+from kvstrata.errors import ConfigError, KvstrataError
+from kvstrata.memory.attach.server import AttachServer
+from kvstrata.memory.paths import RPC_SOCKET, socket_dir
+from kvstrata.memory.segment import Segment
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.lane import PoolLane
-from kvstrata.process.supervisor import Supervisor
+from kvstrata.server.parts import Parts
+from kvstrata.server.plan import InstanceFacts
 from kvstrata.server.pool_events import PoolEvents
-from kvstrata.tiers.puts import StoreController
-from kvstrata.tiers.tails import TailPuts
 
 TICK_S = 0.1
 """Interval of heartbeats in the index. To readers, a heartbeat older than 1 s means a dead server."""
@@ -26,6 +32,13 @@ VERIFY_BYTES = 64 << 20
 MISSING_S = 1.0
 """Pause between two attempts to get the memory that L1's file system refused."""
 SUMMARY_S = 60.0
+FILES_S = 5.0
+TOUCH_ROUNDS = 720
+"""Looks at the files, after which they are marked as used: once an hour."""
+_ADVICE = (
+    "keep the socket directory where nobody cleans up: --socket-dir below a RuntimeDirectory of systemd, or "
+    "`loginctl enable-linger`; and see configs/systemd/kvstrata.tmpfiles.conf"
+)
 ADOPTED_KEYS = 2
 """Adopted chunks that are offered to L2 at a time."""
 
@@ -72,30 +85,14 @@ class EvictionSummary:
 class Housekeeping:
     """The instance's own work on L1. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        lane: PoolLane,
-        events: PoolEvents,
-        store: StoreController,
-        clock: Clock,
-        supervisor: Supervisor,
-        tails: TailPuts | None = None,
-    ) -> None:
-        """`tails` wait to be put."""
-        self._tails = tails
-        self._pool = pool
-        self._lane = lane
-        self._events = events
-        self._store = store
-        self._clock = clock
-        self._supervisor = supervisor
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._unverified = 1
         self._offering: asyncio.Task[None] | None = None
         self._log = EventLog("server")
         self._missing_bytes = 0
         self._looked_s = float("-inf")
-        self._evictions = EvictionSummary(pool, clock.monotonic_s())
+        self._evictions = EvictionSummary(parts.pool, parts.clock.monotonic_s())
 
     async def run(self) -> None:
         """Run rounds until cancelled."""
@@ -105,29 +102,29 @@ class Housekeeping:
 
     async def round(self) -> None:
         """Run one round: do all work that is due."""
-        lane, events = self._lane, self._events
+        lane, events = self._parts.own_lane, self._parts.events
         if self._unverified:
-            self._unverified = await asyncio.shield(lane.run(self._pool.verify_next, VERIFY_BYTES))
+            self._unverified = await asyncio.shield(lane.run(self._parts.pool.verify_next, VERIFY_BYTES))
             events.drain()  # now, because the pool keeps a bounded number of events
         offering = self._offering is not None and not self._offering.done()
         if events.verified and not offering:
-            self._offering = self._supervisor.job(self._put_adopted(), "puts of adopted chunks")
-        if self._tails is not None:
-            self._tails.tick()
+            self._offering = self._parts.supervisor.job(self._put_adopted(), "puts of adopted chunks")
+        if self._parts.tails is not None:
+            self._parts.tails.tick()
         await asyncio.shield(lane.run(self._evict))
         await self._see_to_memory()
 
     def _evict(self) -> None:
-        self._pool.evict_to_watermark()
-        self._evictions.look(self._clock.monotonic_s())
+        self._parts.pool.evict_to_watermark()
+        self._evictions.look(self._parts.clock.monotonic_s())
 
     async def _see_to_memory(self) -> None:
         """Ask again for memory that L1 did not get, and log when memory starts or ceases to be missing."""
-        now_s, extents_bytes = self._clock.monotonic_s(), self._pool.extents_bytes
+        now_s, extents_bytes = self._parts.clock.monotonic_s(), self._parts.pool.extents_bytes
         if now_s - self._looked_s < MISSING_S:
             return
         self._looked_s = now_s
-        missing_bytes = await asyncio.shield(self._lane.run(self._pool.retry_missing))
+        missing_bytes = await asyncio.shield(self._parts.own_lane.run(self._parts.pool.retry_missing))
         if missing_bytes and not self._missing_bytes:
             self._log.warning(
                 "l1_memory_missing",
@@ -146,14 +143,83 @@ class Housekeeping:
         Leased chunks are offered too, since nobody writes to a verified chunk.  The chunks are offered a few at a time,
         so that they never fill the backlog.
         """
-        verified, store = self._events.verified, self._store
+        verified, store = self._parts.events.verified, self._parts.store
         chunks = 0
         while verified:
             await store.idle()
             for key in [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]:
-                if self._tails is not None and self._pool.is_tail(key):
-                    self._tails.committed([key])
+                if self._parts.tails is not None and self._parts.pool.is_tail(key):
+                    self._parts.tails.committed([key])
                     continue
                 store.committed([key])
                 chunks += 1
         self._log.info("adopted_chunks_offered_to_l2", chunks=chunks)
+
+
+class OwnFiles:
+    """Looks after the files by which processes find a running server, which others may remove.
+
+    logind removes /run/user/UID at the user's last logout, and with RemoveIPC what the user has in /dev/shm;
+    systemd-tmpfiles removes what is old in /tmp.  Engines that are attached notice nothing, but no further one could
+    attach, and the next server would find no pool.
+
+        the socket       is made anew in its folder, or in the default one where that cannot be made
+        server.pid       is made and locked anew; if another server has it, nothing more is made anew
+        L1's files       have no name any more: the keeper keeps the memory for the next server that it starts
+
+    Everything is marked as used once an hour, so that what goes by age leaves it alone.
+
+    Belongs to the event loop.
+    """
+
+    def __init__(self, facts: InstanceFacts, segment: Segment, attach: AttachServer) -> None:
+        self._folder, self._port = facts.socket_dir, facts.port
+        self._segment = segment
+        self._attach = attach
+        self._rounds = 0
+        self._log = EventLog("server")
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(FILES_S)
+            await self.round()
+
+    async def round(self) -> None:
+        """Look at every file once, and make anew what is gone."""
+        try:
+            if not self._segment.has_lock:
+                await self._take_folder()
+            if not self._attach.listens():
+                path = self._folder / RPC_SOCKET
+                self._attach.listen(path)
+                self._say("socket_made_anew", path=path, note="it was removed")
+            if self._segment.files_are_gone():
+                self._segment.hold()
+                note = "its files were removed; the keeper keeps it for the next server that it starts"
+                self._say("l1_held", note=note)
+        except (OSError, KvstrataError) as error:
+            self._log.repeated(
+                logging.ERROR, "lost", "own_files_lost", reason=error, advice=_ADVICE,
+                meaning="no further engine can attach, or the next server begins with an empty L1",
+            )  # fmt: skip
+        if self._rounds % TOUCH_ROUNDS == 0:
+            for path in (*self._segment.paths(), *self._folder.glob("*"), self._folder, self._folder.parent):
+                with contextlib.suppress(OSError):
+                    os.utime(path, follow_symlinks=False)
+        self._rounds += 1
+
+    async def _take_folder(self) -> None:
+        """Make the folder and lock it. Raises KvstrataError: another server has it, or no folder can be made."""
+        folder = self._folder
+        try:
+            make_private_dir(folder, "socket_dir")
+        except ConfigError:
+            folder = socket_dir(None, self._port)
+            make_private_dir(folder, "socket_dir")
+        self._segment.lock_again(folder)
+        self._say("socket_dir_made_anew", path=folder, note="the folder, or server.pid in it, was removed")
+        self._folder = folder
+
+    def _say(self, event: str, **fields: object) -> None:
+        self._log.warning(event, **fields, advice=_ADVICE)

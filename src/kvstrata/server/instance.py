@@ -1,4 +1,4 @@
-"""Opens an instance. Only this file and composition.py know all of its rooms.
+"""Opens an instance. Only this file and parts.py know all of its rooms.
 
     ports ─▶ segment and pool ─▶ news ─▶ parts ─▶ tiers open ─▶ attach ─▶ membership ─▶ HTTP made
 
@@ -30,11 +30,9 @@ from kvstrata.memory.segment import Segment
 from kvstrata.observability.exposition import Pages, ServerCollector
 from kvstrata.observability.logging import EventLog, log_stats
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.policy.misses import Explainer
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.keeper import Restarts
-from kvstrata.process.lane import PoolLane
 from kvstrata.process.lifecycle import soon
 from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
@@ -50,18 +48,16 @@ from kvstrata.server.cluster.membership import (
 )
 from kvstrata.server.cluster.own_key import member_keys
 from kvstrata.server.cluster.told_tiers import ToldTiers
-from kvstrata.server.composition import Parts
-from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
-from kvstrata.server.plan import Plan, segment_settings
+from kvstrata.server.parts import Parts
+from kvstrata.server.plan import MAX_SESSION_SHARE, InstanceFacts, Plan, segment_settings
+from kvstrata.server.requests.hooks import Hooks
+from kvstrata.server.requests.requests import Requests
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.config import TierConfig
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import NOT_IN_A_NAME
-
-RECUTS_WAITING = 16
-"""Most lookups whose missing chunks wait to be made of records of other geometries; one is at work at a time."""
 
 
 class Shell(NamedTuple):
@@ -80,6 +76,7 @@ class Instance(NamedTuple):
     """A whole instance, which does not answer anybody yet."""
 
     parts: Parts
+    requests: Requests
     adopted: bool
     """L1 was taken over from the previous server."""
     segment: Segment
@@ -113,9 +110,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         max_reserved_bytes=pool.extents_bytes // MAX_SESSION_SHARE,
         started_s=shell.started_s,
     )
-    lane, own_lane = PoolLane(shell.loop), PoolLane(shell.loop, threads=1, queue=None, name="kv-own")
-    recut_lane = PoolLane(shell.loop, threads=1, queue=RECUTS_WAITING, name="kv-recut")
-    closers += [soon(lane.close), soon(recut_lane.close), soon(own_lane.close)]
 
     # 2. News of L2 for controllers, the parts, and the tiers.
     tiers = TierSet(pool)
@@ -130,27 +124,25 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         pool,
         shell.loop,
         shell.supervisor,
-        lane=lane,
-        recut_lane=recut_lane,
-        own_lane=own_lane,
         clock=SystemClock(),
-        explainer=Explainer(),
         tiers=tiers,
         news=list(news_of.values()),
         tokens=plan.tokens,
         peer_tier=peer.name if peer else "",
     )
+    closers.append(soon(parts.close))
     board = parts.board
     closers.append(functools.partial(_close_tiers, parts))
     board.put("l2_adapters", tiers.status)
     await _open_tiers(plan, peer, parts, segment, shell.log)
 
     # 3. Processes attach.
+    requests = Requests(parts)
     attach = AttachServer(
         directory / RPC_SOCKET,
         pool,
         segment.descriptors,
-        parts.hooks,
+        Hooks(parts, requests),
         instance_id=facts.instance_id,
         max_reserved_bytes=facts.max_reserved_bytes,
     )
@@ -165,15 +157,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         board.put("peers_served", served.server.status)
 
     # 5. Housekeeping, and the HTTP application.
-    housekeeping = Housekeeping(
-        pool,
-        own_lane,
-        parts.events,
-        parts.store,
-        parts.clock,
-        shell.supervisor,
-        parts.tails,
-    )
+    housekeeping = Housekeeping(parts)
     restarts = shell.restarts
     board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})
     board.put("log", log_stats)
@@ -197,6 +181,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         http = listener, http_port
     return Instance(
         parts=parts,
+        requests=requests,
         adopted=segment.adopted,
         segment=segment,
         attach=attach,
@@ -238,7 +223,7 @@ async def _open_tier(config: TierConfig, parts: Parts, segment: Segment, *, must
     def dropped(key: bytes) -> None:
         loop.call_soon_threadsafe(forget, key)
 
-    limits = limits_of(config, pool.extents_bytes, parts.settings.l2.deadline_ms)
+    limits = limits_of(config, pool.extents_bytes)
     context = AdapterContext(
         parts.facts.instance_id,
         parts.clock,

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ServerSettings
-from kvstrata.config.private_file import read_private_file
-from kvstrata.config.tokens import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS
+from kvstrata.config.private_dir import user_folder
+from kvstrata.config.private_file import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS, read_private_file
 from kvstrata.errors import AllWrong, ConfigError, MachineLacks, MachineUnfit, install
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
@@ -29,7 +28,6 @@ from kvstrata.process.http_local import socket_path
 from kvstrata.process.listen import read_token
 from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys
-from kvstrata.server.facts import MAX_SESSION_SHARE
 from kvstrata.server.processes import TenantTokens
 from kvstrata.storage.config import TierConfig, configure_tier
 from kvstrata.text import remember_secret
@@ -42,7 +40,27 @@ CACHE_FOLDER = "kvstrata"
 L1_ALIGNMENT = 1 << 20
 SERVER_BYTES, HOST_BYTES = 96 << 20, 48 << 20
 """About twice the memory of their own that a server and an adapter host without work have (45 and 18 MB, measured)."""
+MAX_SESSION_SHARE = 8
+"""A session may have 1/8 of its pool reserved or quarantined."""
 T = TypeVar("T")
+
+
+class InstanceFacts(NamedTuple):
+    """Name, ports and age of an instance, for clients, controllers and admins; they do not change while it runs."""
+
+    instance_id: str
+    epoch: int
+    """A number that changes with every start; every reply carries it."""
+    port: int
+    """The number after which sockets and pool are named; no tcp port."""
+    http_port: int
+    """0: no HTTP, or HTTP on a unix socket."""
+    socket_dir: Path
+    chunk_tokens: int
+    max_reserved_bytes: int
+    """Bytes of L1 that one session may have reserved at a time."""
+    started_s: float
+    """Time of the start, by the instance's clock."""
 
 
 class Plan(NamedTuple):

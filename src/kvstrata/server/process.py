@@ -19,96 +19,63 @@ import gc
 import os
 import shlex
 import time
-from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from kvstrata import __version__
+from kvstrata.config.load import sorted_out
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory.pools import pool_at
-from kvstrata.observability.logging import EventLog
-from kvstrata.observability.logging import set_up as set_up_logging
-from kvstrata.process.keeper import NOT_RESTARTED, Restarts
-from kvstrata.process.lifecycle import Process, set_up, tell_ready
-from kvstrata.process.lifecycle import run as run_process
-from kvstrata.server.housekeeping import heartbeat
+from kvstrata.observability.logging import EventLog, current_level, set_level
+from kvstrata.process.keeper import Restarts
+from kvstrata.process.lifecycle import Process, tell_ready
+from kvstrata.server.housekeeping import OwnFiles, heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
-from kvstrata.server.own_files import OwnFiles
 from kvstrata.server.plan import Plan, after_out_of_memory, plan
-from kvstrata.server.reload import Reload
+from kvstrata.server.processes import tenant_number
 from kvstrata.types import GB
 
+LIVE = ("log_level", "quotas_gb", "l2.drain_s")
+HTTP_TOKEN, TENANTS = "http.token_file", "security.tenants_file"
+NO_QUOTA = -1
 PREFAULT_THREADS = 2
 """They fault in the pool at the start, beside the first requests."""
 
 
-def run(
-    settings: ServerSettings,
-    *,
-    notes: list[str],
-    exposed: list[str],
-    reread: Callable[[], ServerSettings],
-    ready_fd: int = -1,
-    restarts: Restarts = NOT_RESTARTED,
-) -> int:
-    """Run a server until it is told to stop. Returns the exit status. Raises KvstrataError if it cannot start.
-
-    `reread` reads the settings again for SIGHUP.
-    """
-    set_up_logging(settings.log_level, settings.log_format)
-    set_up()
+def planned(settings: ServerSettings, restarts: Restarts) -> Plan:
+    """The checked settings, with a smaller L1 after the kernel's OOM killer. Raises ConfigError."""
     checked = plan(settings, os.environ)
-    log = EventLog("server")
-    if (
-        restarts.out_of_memory
-        and (smaller := after_out_of_memory(checked, restarts.out_of_memory)) != checked
-    ):
+    smaller = after_out_of_memory(checked, restarts.out_of_memory)
+    if smaller != checked:
         advice = "lower --l1-size-gb or raise the memory limit; L1 has its whole size again when it is started anew"
-        log.error(
+        EventLog("server").error(
             "l1_smaller", out_of_memory=restarts.out_of_memory, l1_bytes=smaller.extents_bytes,
             was_bytes=checked.extents_bytes, advice=advice,
         )  # fmt: skip
-        checked = smaller
-    for note in notes:
-        log.warning("setting_noted", note=note)
-    for field in exposed:
-        advice = "every user of this machine can read it there; name a file that holds it, or use --config"
-        log.warning("secret_on_the_command_line", field=field, advice=advice)
-    return run_process(Server(checked, reread, ready_fd, restarts))
+    return smaller
 
 
 class Server(Process):
     """One server process."""
 
-    def __init__(
-        self,
-        checked: Plan,
-        reread: Callable[[], ServerSettings],
-        ready_fd: int = -1,
-        restarts: Restarts = NOT_RESTARTED,
-    ) -> None:
-        super().__init__("server")
-        self._plan = checked
-        self._reread = reread
-        self._ready_fd = ready_fd
-        self._restarts = restarts
-        self._started_s = time.monotonic()
+    _plan: Plan
+    _settings: ServerSettings
 
     async def start(self) -> None:
         """Open the instance and begin to answer. Raises KvstrataError; the closers then undo what was opened."""
         shell = Shell(self.loop, self.supervisor, self.closers, self.log, self._restarts, self._started_s)
         self._instance = instance = await open_instance(self._plan, shell)
-        self._reload = Reload(self._plan, self._reread, instance)
         pool = instance.parts.pool
         if instance.peer_server is not None:
             instance.peer_server.start()
-        await instance.attach.start(instance.parts.requests.on_frame)
+        await instance.attach.start(instance.requests.on_frame)
         pool.heartbeat()
         self.supervisor.spawn(heartbeat(pool, instance.parts.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
         self.supervisor.spawn(instance.parts.trend.run(), "trend")
         self.supervisor.spawn(instance.parts.tiers.watch_folders(), "media")
-        folder, segment = instance.parts.facts.socket_dir, instance.segment
-        own_files = OwnFiles(folder, instance.parts.facts.port, segment, instance.attach)
+        own_files = OwnFiles(instance.parts.facts, instance.segment, instance.attach)
         self.supervisor.spawn(own_files.run(), "own-files")
         pool.prefault_start(PREFAULT_THREADS)
         if instance.membership is not None:
@@ -126,7 +93,7 @@ class Server(Process):
     @property
     def drain_s(self) -> float:
         """`l2.drain_s`."""
-        return self._reload.settings.l2.drain_s
+        return self._settings.l2.drain_s
 
     async def drain(self, drain_s: float) -> None:
         """Take no new processes, and let L2 finish its puts and loads."""
@@ -167,9 +134,26 @@ class Server(Process):
         return None
 
     async def reload(self) -> dict[str, object]:
-        """See server/reload.py. Raises ConfigError."""
-        newer = await self.loop.run_in_executor(None, self._reload.read)
-        return self._reload.apply(newer).shown()
+        """Read settings and token files, and change at once what can change now. Raises ConfigError."""
+        newer = await self.loop.run_in_executor(None, lambda: plan(self._reread(), os.environ))
+        before = msgspec.structs.replace(self._settings, log_level=current_level())
+        found = sorted_out(before, newer.settings, LIVE, (HTTP_TOKEN, TENANTS))
+        # A token file that is new, or not named any more, needs a restart.
+        served, given, parts = self._instance.http_token, newer.settings, self._instance.parts
+        has_token = HTTP_TOKEN not in found.restart and bool(given.http.token_file)
+        if served is not None and has_token and served.replace(newer.http_token):
+            found.applied.add(HTTP_TOKEN)
+        has_tenants = TENANTS not in found.restart and bool(given.security.tenants_file)
+        if has_tenants and self._plan.tokens.replace(newer.tokens):
+            found.applied.add(TENANTS)
+        self._settings = after = found.in_force
+        set_level(after.log_level)
+        for tenant in before.quotas_gb.keys() - after.quotas_gb.keys():
+            parts.pool.set_quota(tenant_number(tenant), NO_QUOTA)
+        for tenant, gigabytes in after.quotas_gb.items():
+            parts.pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
+        parts.tenants.name(after)
+        return found.shown()
 
     def _in_use(self) -> dict[str, object]:
         parts = self._instance.parts

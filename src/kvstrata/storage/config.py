@@ -28,8 +28,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.demands import nearest
 from kvstrata.config.load import odd_value
-from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import remember_secrets, scrubbed
 from kvstrata.errors import AllWrong, ConfigError
 from kvstrata.storage import structs
@@ -78,7 +78,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=600_000)] | None,
         Meta(
             description="Milliseconds that one operation may take, and as many more for every 64 MB of its payload; "
-            "not set: `l2.deadline_ms`."
+            "not set: 5000."
         ),
     ] = None
     max_stuck_mb: Annotated[
@@ -174,7 +174,7 @@ class TierConfig(NamedTuple):
     codec_workers: int = 2
     policy: StorePolicy = StorePolicy.THROUGH
     deadline_ms: int | None = None
-    """None: the server's `l2.deadline_ms`."""
+    """None: tiers.tier.DEADLINE_MS."""
     max_stuck_bytes: int | None = None
     """None: L1 / 16."""
     isolated: bool = False

@@ -54,7 +54,7 @@ from kvstrata.policy.reasons import (
     READ_ONLY,
     blames_medium,
 )
-from kvstrata.process.threads import on_a_thread
+from kvstrata.process.supervisor import on_a_thread
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
@@ -87,6 +87,8 @@ Moved = TypeVar("Moved", PutOutcome, LoadOutcome)
 
 STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 divided by this."""
+DEADLINE_MS = 5_000
+"""Default of an entry's `deadline_ms`."""
 KILL_DEADLINES = 3
 """Default of `host_kill_ms`: this many deadlines."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
@@ -131,7 +133,7 @@ class User(Protocol):
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Times and bounds of one tier."""
 
-    deadline_ms: int = 5_000
+    deadline_ms: int = DEADLINE_MS
     """Time for one operation, and as long again for every `bytes_per_deadline` of its payload."""
     bytes_per_deadline: int = 64 << 20
     max_stuck_bytes: int
@@ -145,10 +147,10 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How long `close` waits for the medium's close and for operations past their deadline."""
 
 
-def limits_of(config: TierConfig, l1_bytes: int, deadline_ms: int = 5_000) -> TierLimits:
-    """The limits of a tier: those of its entry, or the defaults. `deadline_ms` for a tier whose entry names none."""
+def limits_of(config: TierConfig, l1_bytes: int) -> TierLimits:
+    """The limits of a tier: those of its entry, or the defaults."""
     return TierLimits(
-        deadline_ms=config.deadline_ms or deadline_ms,
+        deadline_ms=config.deadline_ms or round(patience(DEADLINE_MS)),
         max_stuck_bytes=config.max_stuck_bytes or l1_bytes // STUCK_SHARE,
     )
 

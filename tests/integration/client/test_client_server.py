@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.client import LoadItem, StoreOutcome
+from kvstrata.client import LoadItem, StoreOutcome, stores
 from kvstrata.native.core import RecordSpec, buffer_address, record_header, seal_record
 from kvstrata.types import KEY_BYTES, Role
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
@@ -121,9 +121,9 @@ def test_a_damaged_chunk_is_a_miss_and_is_dropped(server, engine, sync):
     assert engine.hit(tokens) == 5
 
 
-def test_a_backlog_too_large_is_refused_and_frees_the_blocks(server, request):
-    settings = {"max_store_backlog_gb": 1e-4}
-    with CacheEngine(server.socket_dir, model=request.node.name, settings=settings) as engine:
+def test_a_backlog_too_large_is_refused_and_frees_the_blocks(server, request, monkeypatch):
+    monkeypatch.setattr(stores, "BACKLOG_BYTES", 100_000)
+    with CacheEngine(server.socket_dir, model=request.node.name) as engine:
         engine.connect()
         server.freeze()
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstrata.client import LoadItem
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.connectors import device
 from kvstrata.connectors.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.keys import ChunkHasher
@@ -141,9 +142,9 @@ class _Child:
         **more: Any,
     ) -> dict[str, Any]:
         self._socket_dir, self._layout = socket_dir, layout
+        device.DMA_RUN_BYTES = {"dma": 0, "kernel": 1 << 62}.get(engine, device.DMA_RUN_BYTES)
         chosen_settings = settings_of(
             socket_dir,
-            gpu_copy_engine=engine,
             load_mode=load_mode,
             save_decode_cache=save_decode_cache,
             **(settings or {}),

@@ -157,7 +157,7 @@ async def opened(folder: Path, kind: str = "none", n_servers: int = 2) -> AsyncI
             [one.url for one in engines],
             policy="ttft",
             controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw", **keys},
-            picker={"enabled": True, "port": 0},
+            picker={"listen": "127.0.0.1:0"},
         )
         await asyncio.to_thread(made.gateway.start)
         stack.callback(made.gateway.kill)

@@ -313,7 +313,7 @@ async def test_queues_are_counted_by_rank_and_a_client_cannot_choose_one(sim, se
 
 
 async def test_an_engine_that_comes_back_with_other_ranks_is_divided_anew(sim, session, start):
-    gateway = await start(urls=[sim.url], policy="ttft", health={"timeout_s": 1, "failures": 1})
+    gateway = await start(urls=[sim.url], policy="ttft")
     await until_ranks(gateway, session, sim, RANKS)
 
     async def long() -> int:

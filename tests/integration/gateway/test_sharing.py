@@ -49,7 +49,7 @@ class Scene:
         """Make the next gateway, which is not started yet."""
         number = len(self.gateways)
         sharing = {
-            "port": self.ports[number],
+            "listen": f"127.0.0.1:{self.ports[number]}",
             "gateways": [f"127.0.0.1:{one}" for one in self.ports],
             "curve_file": str(self.file),
         }
@@ -170,11 +170,13 @@ async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_change
 
 async def test_other_gateways_change_by_a_reload_and_a_new_port_needs_a_restart(scene, session):
     gateway = scene.gateways[0]
-    gateway.reload(sharing={**gateway.settings["sharing"], "gateways": [], "port": scene.ports[0] + 1})
+    gateway.reload(
+        sharing={**gateway.settings["sharing"], "gateways": [], "listen": f"127.0.0.1:{scene.ports[0] + 1}"}
+    )
 
     def logged() -> bool:
         log = gateway.log.read_text()
-        return "needs_restart=sharing.port" in log and "changed=sharing.gateways" in log
+        return "needs_restart=sharing.listen" in log and "changed=sharing.gateways" in log
 
     await gateway.until(session, "nobody is told", lambda status: not status["sharing"]["to"])
     await eventually_async("the log tells it", logged)

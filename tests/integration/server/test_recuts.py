@@ -184,16 +184,6 @@ def test_a_server_that_is_killed_while_it_makes_a_chunk_has_lost_nothing(start):
 
 
 @pytest.mark.long
-def test_a_server_that_may_not_recut_does_not(start):
-    server = start(chunk_tokens=CHUNK, flags=("--no-recut",))
-    with two_engines(server) as (first, second):
-        tokens = prompt(2)
-        first.stored(tokens)
-        assert second.hit(tokens) == 0
-    assert recuts(server)["geometries"] == 0
-
-
-@pytest.mark.long
 def test_a_recut_for_which_l1_has_no_room_gives_the_leading_chunks(start):
     """What is made takes the place of the sources of later chunks, and of nothing that is being read."""
     server = start(chunk_tokens=CHUNK)

@@ -291,9 +291,9 @@ def test_render_gives_the_tokens_that_the_prompt_has() -> None:
 
 def test_wrong_flags_are_refused() -> None:
     for flags, match in (
-        (["--port", "70000"], "--port: must be a port from 0 to 65535, found '70000'"),
+        (["--port", "70000"], "--port: must be a whole number from 0 to 65535, found '70000'"),
         (["--speed", "0"], "--speed: must be a number from 0.001"),
-        (["--kv-blocks", "x"], "--kv-blocks: must be a whole number, found 'x'"),
+        (["--kv-blocks", "x"], "--kv-blocks: invalid int value: 'x'"),
         (["--kv-blocks", "0"], "kv_blocks: must be from 1 to"),
         (["--kv-blocks", "1"], "kv_blocks: 1 blocks of 16 tokens do not hold one request"),
         (["--adapter", "sim"], "--adapter: each must have a name of its own"),

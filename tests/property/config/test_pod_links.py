@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.load import load, variables
+from kvstrata.config.load import is_pod_link, load, pod_link_notes, variables
 from kvstrata.config.model import ServerSettings
-from kvstrata.config.pod_links import is_pod_link, pod_link_notes
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
 

@@ -54,7 +54,7 @@ def measured(
     `waiting`: prompts that wait all the time. `rests`: after so many all are computed before others come; 0: never.
     """
     engine = Engine(step_tokens, at_once)
-    fleet = Fleet(engine.clock, 0.0)
+    fleet = Fleet(engine.clock)
     [target] = fleet.set_places([Place("a", Address("127.0.0.1", 1, False))])
     fleet.up(target, {"m": {}})
     timed = {}

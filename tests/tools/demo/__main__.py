@@ -51,7 +51,7 @@ def vllm_wanted(answer: str) -> str:
     if answer == "0":
         return "VLLM=0"
     if answer == "1":
-        os.environ["KVSTRATA_VLLM"] = "1"
+        os.environ["VLLM"] = "1"
     try:
         if vllm_env.find() is None:
             size = vllm_env.download_size().download_bytes
@@ -101,7 +101,7 @@ def main() -> int:
         prog="python -m tests.tools.demo",
         description="the main job on real input; see the top of tests/tools/demo/__main__.py",
     )
-    wish = os.environ.get("VLLM", os.environ.get("KVSTRATA_VLLM", ""))
+    wish = os.environ.get("VLLM", "")
     parser.add_argument("--vllm", default=wish, choices=("", "0", "1"))
     cluster = os.environ.get("CLUSTER", "") not in ("", "0")
     parser.add_argument("--cluster", action="store_true", default=cluster,

@@ -83,7 +83,7 @@ def test_what_an_engine_would_read_is_looked_at(
 def test_a_folder_in_memory_is_no_place_for_a_tier(flags: tuple[str, ...]) -> None:
     memory = {"type": "disk", "base_path": "/dev/shm/kv-doctor", "capacity_gb": 1}
     found = report(*flags, "--l2-adapter", json.dumps(memory))["disk-1 folder"]
-    assert (found.state, found.advice) == ("warn", "choose a base_path on a local disk")
+    assert found.state == "warn" and found.advice.startswith("choose a base_path on a local disk")
 
 
 @pytest.fixture

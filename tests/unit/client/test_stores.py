@@ -37,7 +37,6 @@ class Stores:
             self.copier,
             slice_digest=bytes(32),
             chunk_tokens=16,
-            backlog_bytes=1 << 30,
             declared=lambda identity: identity.declared,
         )
         self.queue.ready(1 << 30)

@@ -17,11 +17,10 @@ from typing import Any
 from unittest import mock
 
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.config.command_line import server_settings
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.flags import parse_controller_flags, parse_gateway_flags
+from kvstrata.config.flags import parse_controller_flags, parse_gateway_flags, server_settings
 from kvstrata.config.gateway_model import GatewaySettings
-from kvstrata.config.lmcache.variables import server_notes
+from kvstrata.config.lmcache.keys import server_notes
 from kvstrata.config.load import load
 from kvstrata.connectors.settings import load_settings
 from kvstrata.controller.process import plan as plan_controller

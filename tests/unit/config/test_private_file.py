@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.config.private_file import read_private_file
-from kvstrata.config.tokens import MAX_TOKEN_CHARS, read_bearer_token, read_token_file
+from kvstrata.config.private_file import (
+    MAX_TOKEN_CHARS,
+    read_bearer_token,
+    read_private_file,
+    read_token_file,
+)
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
 from kvstrata.rpc import attach_wire

@@ -13,6 +13,7 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.flags import parse_server_flags
 from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.config.load import shown_environment
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.secrets import (
     OBJECTS,
@@ -24,7 +25,6 @@ from kvstrata.config.secrets import (
     scrubbed,
     shown,
 )
-from kvstrata.config.shown_environment import shown_environment
 from kvstrata.storage.config import CommonFields, load, own_points
 
 

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvstrata.config.lmcache.interfaces import CONNECTORS
+from kvstrata.config.lmcache import CONNECTORS
 from kvstrata.connectors.vllm import plugin
 
 OURS = object()

@@ -47,12 +47,9 @@ def test_the_file_of_the_server_serves_the_engine_too(tmp_path):
 
 
 def test_the_server_address_is_understood_in_the_forms_that_users_write():
-    for value, host, port in (
-        ("tcp://localhost", "localhost", 5555),
-        ("tcp://127.0.0.1:7000", "127.0.0.1", 7000),
-    ):
-        settings, _ = load_settings({"lmcache.mp.host": value}, {})
-        assert (settings.host, settings.port) == (host, port)
+    for value, port in (("tcp://localhost", 5555), ("tcp://127.0.0.1:7000", 7000)):
+        settings, notes = load_settings({"lmcache.mp.host": value}, {})
+        assert (settings.port, notes) == (port, [])
 
 
 # -- identity

@@ -49,7 +49,7 @@ class Scene:
         self.now_s = 100.0
         self.alarms: list[tuple[float, int, Alarm]] = []
         self.numbers = itertools.count()
-        self.fleet = Fleet(self.clock, 0.0)
+        self.fleet = Fleet(self.clock)
         self.set_engines(engines)
         if measured:
             for engine in self.fleet.engines.values():
@@ -58,7 +58,7 @@ class Scene:
         self.choosing = Choosing(
             POLICIES["ttft"](), self.fleet, Residency(self.clock), self.meters, self.clock
         )
-        queue = QueueSettings(**{"enabled": True, "ahead_s": 0.0, **settings})
+        queue = QueueSettings(**{"max_requests": 1_024, "ahead_s": 0.0, **settings})
         self.admission = Admission(queue, self.choosing, self.fleet, self.clock, self.later)
 
     def clock(self) -> float:
@@ -150,7 +150,7 @@ def refusal_of(ask: Ask) -> str:
 
 
 def test_nothing_waits_with_room_or_without_the_queue() -> None:
-    for scene in (Scene(enabled=False), Scene(ahead_s=60.0), Scene(engines=30)):
+    for scene in (Scene(max_requests=0), Scene(ahead_s=60.0), Scene(engines=30)):
         assert {scene.ask().state for _ in range(50)} == {State.ADMITTED}
     scene = Scene(engines=2)
     assert len(scene.fill()) == 4, "two prompts for each engine"
@@ -340,9 +340,9 @@ class Anything(RuleBasedStateMachine):
     def engines_reload(self, count: int) -> None:
         self.scene.set_engines(count)
 
-    @rule(enabled=st.booleans(), most=st.integers(1, 8), ahead_s=st.sampled_from([0.0, 0.2]))
-    def settings_reload(self, enabled: bool, most: int, ahead_s: float) -> None:
-        self.scene.admission.set(QueueSettings(enabled=enabled, max_requests=most, ahead_s=ahead_s))
+    @rule(most=st.integers(0, 8), ahead_s=st.sampled_from([0.0, 0.2]))
+    def settings_reload(self, most: int, ahead_s: float) -> None:
+        self.scene.admission.set(QueueSettings(max_requests=most, ahead_s=ahead_s))
         self.most = most
 
     most = 6

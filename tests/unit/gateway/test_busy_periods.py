@@ -19,7 +19,7 @@ class Served:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.fleet = Fleet(self.clock, 0.0)
+        self.fleet = Fleet(self.clock)
         self.engine: ServingEngine
         self.timed: dict[str, TimedPrompt] = {}
         [self.engine] = self.fleet.set_places([Place("a", Address("127.0.0.1", 1, False))])

@@ -156,7 +156,7 @@ def test_one_copy_stands_for_all_if_every_engine_reads_peers() -> None:
 @pytest.mark.parametrize("tier", ["l1", "l2", "peer"])
 def test_a_load_is_not_timed_as_computing(tier: Any) -> None:
     now_s = [100.0]
-    fleet = Fleet(lambda: now_s[0], 0.0)
+    fleet = Fleet(lambda: now_s[0])
     fleet.set_places([Place(name, Address("127.0.0.1", port, False)) for port, name in enumerate("ab", 1)])
     for one in fleet.engines.values():
         fleet.up(one, {"m": {}})

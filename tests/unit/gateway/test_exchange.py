@@ -37,7 +37,7 @@ class Scene:
     def __init__(self) -> None:
         settings = GatewaySettings(policy="ttft")
         now_s = iter(range(1_000_000)).__next__
-        self.fleet = Fleet(now_s, 0)
+        self.fleet = Fleet(now_s)
         for engine in self.fleet.set_places(
             Place(name, Address(f"10.0.0.{number}", 8_000, False)) for number, name in ((1, "a"), (2, "b"))
         ):

@@ -43,7 +43,7 @@ def check(fleet: Fleet, under_way: dict[str, ServingEngine]) -> None:
 def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: int) -> None:
     draw = random.Random(seed)
     now_s = 0.0
-    fleet = Fleet(lambda: now_s, 0.0)
+    fleet = Fleet(lambda: now_s)
     under_way: dict[str, ServingEngine] = {}
     timed: dict[str, TimedPrompt] = {}
     for number in range(steps):
@@ -83,7 +83,7 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
 
 
 async def test_a_limit_that_runs_out_just_now_hinders_no_other() -> None:
-    fleet = Fleet(lambda: 0.0, 0.0)
+    fleet = Fleet(lambda: 0.0)
     [engine] = fleet.set_places([place("a")])
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0) as over:
@@ -97,7 +97,7 @@ async def test_a_limit_that_runs_out_just_now_hinders_no_other() -> None:
 
 def test_an_engine_has_the_rate_of_the_load_with_which_its_busy_period_began() -> None:
     now_s = 0.0
-    fleet = Fleet(lambda: now_s, 0.0)
+    fleet = Fleet(lambda: now_s)
     a, b = fleet.set_places([place("a"), place("b")])
     for load, tokens_s in ((0, 1_000), (1, 500), (2, 100)):
         for tokens in (100, 1_000, 10_000):

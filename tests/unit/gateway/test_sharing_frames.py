@@ -25,7 +25,7 @@ class Pair:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.teller = Teller()
-        self.fleet = Fleet(lambda: self.now_s, 0.0)
+        self.fleet = Fleet(lambda: self.now_s)
         places = [Place(name, Address("h", number, False)) for number, name in enumerate(ENGINES)]
         for engine in self.fleet.set_places(places):
             self.fleet.up(engine, {"m": {}})

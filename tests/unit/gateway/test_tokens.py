@@ -187,7 +187,7 @@ async def service(own: dict[str, OwnTokenizer]) -> AsyncIterator[Serve]:
 
 def served(tokenizer: OwnTokenizer, features: set[tuple[str, bool]] | None, **more: Any) -> Tokens:
     """A service before one engine that agrees on these features; None: on all."""
-    fleet = Fleet(lambda: 0.0, 0.0)
+    fleet = Fleet(lambda: 0.0)
     [engine] = fleet.set_places([Place("e", Address("h", 1, False))])
     fleet.up(engine, {"m": {"id": "m"}, "a": {"id": "a", "parent": "m"}})
     tokens = Tokens(TokenSettings(**more), {"m": tokenizer}, fleet, None, lambda: 0.0)  # type: ignore[arg-type]

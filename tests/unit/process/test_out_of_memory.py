@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.process.out_of_memory import oom_kills
+from kvstrata.process.keeper import oom_kills
 
 V1 = (
     "memory:/a/b",

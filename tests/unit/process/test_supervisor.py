@@ -1,4 +1,4 @@
-"""process/supervisor.py: owned tasks; process/lane.py: the bounded lane."""
+"""process/supervisor.py: owned tasks, and the bounded lane."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from kvstrata.errors import Refused
-from kvstrata.process.lane import PoolLane
-from kvstrata.process.supervisor import Supervisor
+from kvstrata.process.supervisor import PoolLane, Supervisor
 
 
 async def test_the_first_task_that_crashes_is_reported_with_its_name() -> None:

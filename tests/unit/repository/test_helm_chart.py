@@ -21,7 +21,7 @@ CHART = ROOT / "docker" / "helm" / "kvstrata"
 NODE = "node-a.example"
 EVERYTHING = {
     "controller": {"enabled": True, "nodes": [NODE, "node-b"]},
-    "gateway": {"settings": {"sharing": {"port": 9004}}},
+    "gateway": {"settings": {"sharing": {"listen": "127.0.0.1:9004"}}},
     "picker": {"enabled": True},
 }
 CHANGED = {

@@ -113,7 +113,7 @@ async def whole_life(server: process.Server) -> None:
 async def test_an_instance_binds_early_answers_late_and_closes_in_reverse(
     said: dict[str, None], tmp_path: Path
 ) -> None:
-    server = process.Server(plan(settings(tmp_path), os.environ), lambda: settings(tmp_path))
+    server = process.Server("server", plan(settings(tmp_path), os.environ), lambda: settings(tmp_path))
     await whole_life(server)
     assert list(said) == [step for step, _, _ in STEPS]
 
@@ -123,7 +123,7 @@ async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(
 ) -> None:
     taken = settings(tmp_path)
     (tmp_path / "l2").write_text("not a folder")
-    server = process.Server(plan(taken, os.environ), lambda: taken)
+    server = process.Server("server", plan(taken, os.environ), lambda: taken)
     with pytest.raises(Exception, match="base_path"):
         await server.run()
     assert list(said) == [

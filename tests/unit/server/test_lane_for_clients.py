@@ -44,14 +44,7 @@ def test_in_a_burst_of_long_lookups_each_gets_the_beginning_of_its_hit_and_the_s
     server: InstanceInProcess, identity: wire.IdentifyReply, fill: Callable[[], None]
 ) -> None:
     server.store(SESSION, 2, identity, chain_of(identity.root, 4))
-    housekeeping = Housekeeping(
-        server.pool,
-        server.own_lane,
-        server.parts.events,
-        server.parts.store,
-        server.parts.clock,
-        server.supervisor,
-    )
+    housekeeping = Housekeeping(server.parts)
 
     async def meanwhile() -> None:
         fill()

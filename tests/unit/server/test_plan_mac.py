@@ -25,7 +25,7 @@ def settings(*, insecure: bool = False, curve_file: str = "", engine: str = "ucx
         controller=ControllerLinkSettings(url="tcp://127.0.0.1:9", curve_file=curve_file),
         p2p=P2pSettings(engine=engine, mac=True),  # type: ignore[arg-type]
         l2_adapters=[],
-        http=HttpSettings(enabled=False),
+        http=HttpSettings(host="none"),
     )
 
 

@@ -16,6 +16,7 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.settings import PeerSettings
+from kvstrata.patience import patience
 from kvstrata.storage.config import GROUP, StorePolicy, TierConfig, configure_tier, make_adapter
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.lanes import Lane
@@ -136,7 +137,7 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(
 
 
 @pytest.mark.parametrize(
-    ("more", "kill_s"), [({}, 15.0), ({"deadline_ms": 200}, 0.6), ({"host_kill_ms": 70}, 0.07)]
+    ("more", "kill_s"), [({}, patience(15.0)), ({"deadline_ms": 200}, 0.6), ({"host_kill_ms": 70}, 0.07)]
 )
 def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: float) -> None:
     entry = {"type": "plugin", "module_path": "no.such", "class_name": "X", "isolation": "process", **more}

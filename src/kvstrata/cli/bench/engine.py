@@ -3,37 +3,48 @@
 The command attaches as an engine does, with two sets of blocks and without a model.  In a round it copies the chunks
 from the first set to the second by memcpy, stores them from the first set under fresh keys, wipes the second set, looks
 the chunks up, loads them into the second set, and compares every byte.  Between rounds the chunks are cleared (unless
-the user named the tenant), and a round is no larger than the free part of L1.  If the server is silent for longer than
-engines wait, the round is measured again, up to `TRIES` times.
+the user named the tenant), and a round is no larger than the free part of L1.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import secrets
-import signal
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from kvstrata.cli.asking import default_url, find_url, read_token
+from kvstrata import __version__
+from kvstrata.cli.asking import Ask, ask, default_url, find_url, read_token
 from kvstrata.cli.bench.flags import whole
-from kvstrata.cli.bench.report import MB, report_of, shown
-from kvstrata.cli.bench.running import RunningServer
 from kvstrata.cli.boundary import guarded
+from kvstrata.cli.table import table
 from kvstrata.client.client import COPY_THREADS
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
-from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, SimulatedEngine, Timed, wait_until
-from kvstrata.memory.paths import socket_dirs
+from kvstrata.measure.engine import (
+    ANSWER_S,
+    SETTLE_S,
+    WAIT_S,
+    Plan,
+    Shape,
+    SimulatedEngine,
+    Timed,
+    wait_until,
+)
+from kvstrata.measure.figures import machine, median_spread, percentile
+from kvstrata.memory.paths import RPC_SOCKET, socket_dirs
+from kvstrata.rpc import wire
+from kvstrata.server.processes import tenant_number
+from kvstrata.session.plain import PlainConnection
 
+MB = 1 << 20
 L1_SHARE = 0.75
 """Share of L1 that may be filled; eviction ahead of need begins above it (at 0.8 by default)."""
 LEASED_SHARE = 0.45
 """Share of L1 for one round, whose chunks are all leased together; leases may keep half of L1."""
-TRIES = 5
-"""Attempts at one round, after which the run fails."""
 PINGS = 500
 LOOKUPS = 300
 
@@ -101,8 +112,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None) -> int:
     """Run the benchmark; returns 0. Raises KvstrataError."""
     options = parser().parse_args(arguments)
-    with _ctrl_c_on_sigterm():
-        report = run(options)
+    report = run(options)
     print(json.dumps(report, indent=1, ensure_ascii=False) if options.json else shown(report))
     return 0
 
@@ -143,16 +153,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         extents_bytes = server.status["pool"]["extents_bytes"]
         if not wait_until(lambda: _faulted(server.fresh()), WAIT_S) or not engine.connect(extents_bytes):
             notes.append("not all pages of L1 were faulted in and mapped yet; a later run is faster")
-        rounds = _rounds(options, server, engine, tenant, notes)
+        rounds = _rounds(options, server, engine, tenant)
         pings = server.ping_seconds(PINGS)
         evicted = server.fresh()["pool"]["evicted_entries"] - before["pool"]["evicted_entries"]
         if evicted:
             notes.append(f"{evicted} chunks were evicted from L1 meanwhile, by this run or by other engines")
     finally:
-        with _no_signals():
-            if engine is not None:
-                engine.close()
-            left_bytes = _left(server, tenant, options.tenant)
+        if engine is not None:
+            engine.close()
+        left_bytes = _left(server, tenant, options.tenant)
     if options.tenant:
         notes.append(
             f"chunks of tenant {tenant!r} stay in L1 until they are evicted: the tenant has others too"
@@ -169,44 +178,21 @@ def _rounds(
     server: RunningServer,
     engine: SimulatedEngine,
     tenant: str,
-    notes: list[str],
 ) -> dict[str, list[Any]]:
     """Measure all rounds; returns the measurements of each step, without those of the first round, which warms up."""
     taken: dict[str, list[Any]] = {"memcpy": [], "store": [], "retrieve": [], "lookup": []}
-    begun = 0
     for number in range(options.rounds + 1):
-        measured: dict[str, list[Any]] | None = None
-        tries_left = TRIES
-        while measured is None:
-            tries_left -= 1
-            begun += 1
-            try:
-                measured = _round(options, engine, begun)
-            except Silent as error:
-                if not tries_left:
-                    raise Unavailable(
-                        f"the server was silent in {TRIES} attempts at one round: {error.message}"
-                    ) from None
-                engine.reconnect()
-            if not options.tenant:
-                server.clear(tenant)
-        if number:
-            for name, values in measured.items():
-                taken[name] += values
-    repeats = begun - options.rounds - 1
-    if repeats:
-        notes.append(f"{repeats} rounds were measured again, because the server did not answer for a while")
+        measured: dict[str, list[Any]] = {
+            "memcpy": [_rate(engine.memcpy())],
+            "store": [_rate(engine.store(number))],
+            "retrieve": [_rate(engine.retrieve())],
+            "lookup": engine.lookups(-(-LOOKUPS // options.rounds)),
+        }
+        if not options.tenant:
+            server.clear(tenant)
+        for name, values in measured.items() if number else ():
+            taken[name] += values
     return taken
-
-
-def _round(options: argparse.Namespace, engine: SimulatedEngine, prompt: int) -> dict[str, list[Any]]:
-    """Measure one round, step by step. Raises Silent; the engine can then begin another round."""
-    return {
-        "memcpy": [_rate(engine.memcpy())],
-        "store": [_rate(engine.store(prompt))],
-        "retrieve": [_rate(engine.retrieve())],
-        "lookup": engine.lookups(-(-LOOKUPS // options.rounds)),
-    }
 
 
 def _rate(step: Timed) -> float:
@@ -269,27 +255,120 @@ def _faulted(status: dict[str, Any]) -> bool:
     return bool(status["pool"]["prefaulted_bytes"] >= status["pool"]["extents_bytes"])
 
 
-@contextlib.contextmanager
-def _ctrl_c_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM end the run as Ctrl-C does."""
+class RunningServer:
+    """The server behind an admin port, which has its sockets in one of `places`."""
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    def __init__(self, url: str, token: str, places: Sequence[Path]) -> None:
+        """Raises Unavailable, which says what to start, or what other server answers; or ConfigError."""
+        self._url = url
+        self._token = token
+        try:
+            self.status: dict[str, Any] = self.fresh()
+        except Unavailable as error:
+            raise Unavailable(
+                f"no server answers: {error.message} Start one with `lmcache-server`, or give the --url of another",
+                field="--url",
+            ) from None
+        self.directory = Path(self.status["instance"]["socket_dir"])
+        if self.directory not in places:
+            raise Unavailable(
+                f"--url: the server at {url} has its sockets in {self.directory}, not in "
+                f"{', '.join(map(str, places))}; give its --port or --socket-dir too",
+                field="--url",
+            )
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def fresh(self) -> dict[str, Any]:
+        """Fetch the status document anew; `status` keeps it. Raises KvstrataError."""
+        self.status = ask(self._url, Ask("/v1/status"), token=self._token)
+        return self.status
+
+    def ping_seconds(self, count: int) -> list[float]:
+        """Send `count` pings one after the other; returns the seconds of each. Raises Unavailable."""
+        connection = PlainConnection(self.directory / RPC_SOCKET, ANSWER_S)
+        try:
+            taken = []
+            for _ in range(count):
+                begun_s = time.monotonic()
+                connection.ask(wire.Ping(connection.next_seq()))
+                taken.append(time.monotonic() - begun_s)
+            return taken
+        finally:
+            connection.close()
+
+    def clear(self, tenant: str) -> int:
+        """Drop a tenant's chunks from L1; returns the bytes left in L1 after `SETTLE_S`. Raises KvstrataError."""
+        names = {tenant, f"#{tenant_number(tenant):08x}"}
+
+        def left() -> int:
+            ask(self._url, Ask("/v1/clear", {"tier": "l1", "tenant": tenant}), token=self._token)
+            return sum(row["bytes"] for row in self.fresh()["tenants"] if row["tenant"] in names)
+
+        wait_until(lambda: left() == 0, SETTLE_S)
+        return left()
 
 
-@contextlib.contextmanager
-def _no_signals() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM during the clean-up, which takes seconds at most."""
-    names = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(name, signal.SIG_IGN) for name in names]
-    try:
-        yield
-    finally:
-        for name, handler in zip(names, before, strict=True):
-            signal.signal(name, handler)
+def report_of(
+    options: argparse.Namespace,
+    shape: Shape,
+    chunks: int,
+    status: dict[str, Any],
+    rounds: dict[str, list[Any]],
+    pings: list[float],
+    notes: list[str],
+) -> dict[str, Any]:
+    """The figures of all rounds together, with the machine, the server and the shape of the chunks."""
+    figures = []
+
+    def figure(name: str, unit: str, values: Sequence[float]) -> None:
+        value, (least, greatest) = median_spread(values)
+        figures.append({"name": name, "unit": unit, "value": value, "least": least, "greatest": greatest})
+
+    for name in ("store", "retrieve", "memcpy"):
+        figure(name, "GB/s", rounds[name])
+    for name in ("store", "retrieve"):
+        shares = [rate / beside for rate, beside in zip(rounds[name], rounds["memcpy"], strict=True)]
+        figure(f"{name} / memcpy", "", shares)
+    lookups = [1e6 * seconds for seconds in rounds["lookup"]]
+    for share in (0.5, 0.99):
+        figures.append(
+            {
+                "name": f"lookup p{100 * share:.0f}",
+                "unit": "µs",
+                "value": percentile(lookups, share),
+                "least": min(lookups),
+                "greatest": max(lookups),
+            }
+        )
+    figure("ping p50", "µs", [1e6 * seconds for seconds in pings])
+    instance, pool = status["instance"], status["pool"]
+    moved = options.rounds * chunks * shape.chunk_bytes
+    return {
+        "server": f"{instance['instance_id']}, version {instance['version']}, "
+        f"L1 {pool['extents_bytes'] / MB:,.0f} MiB",
+        "client": __version__,
+        "machine": machine(),
+        "chunk": f"{shape.chunk_bytes / MB:.4g} MiB: {shape}",
+        "run": f"{chunks} chunks, {options.rounds} rounds, {options.threads} copy threads",
+        "verified": f"{moved / MB:,.0f} MiB came back byte for byte",
+        "verified_bytes": moved,
+        "chunks": chunks,
+        "figures": figures,
+        "notes": notes,
+    }
+
+
+def shown(report: dict[str, Any]) -> str:
+    """The report as text; a figure's value is the median of its rounds unless its name says otherwise."""
+    figures = [
+        {
+            "figure": figure["name"],
+            "value": f"{figure['value']:.4g}",
+            "least": f"{figure['least']:.4g}",
+            "greatest": f"{figure['greatest']:.4g}",
+            "unit": figure["unit"],
+        }
+        for figure in report["figures"]
+    ]
+    heads = {name: report[name] for name in ("server", "machine", "chunk", "run", "verified")}
+    notes = "".join(f"\nnote: {note}" for note in report["notes"])
+    return f"{table(heads)}\n\n{table(figures)}{notes}"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvstrata.config.nearest import nearest_name
+from kvstrata.config.demands import nearest_name
 from kvstrata.errors import ConfigError, together
 
 NO_NAMES: Mapping[str, str] = MappingProxyType({})

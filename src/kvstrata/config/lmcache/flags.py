@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvstrata.config.lmcache.fates import TUNES, Fate, Name, each, no_effect, refused
+from collections.abc import Mapping
+from typing import Any
+
+from kvstrata.config.lmcache.fates import TUNES, Fate, Name, each, meant, no_effect, refused
 
 BUFFER_ONLY = "skip_l1"
 """Value of `--l2-store-policy` with which L1 keeps nothing that is in L2; LMCache's `noop` evicts no more than that."""
@@ -105,3 +108,28 @@ CONTROLLER_FLAGS: dict[str, Name] = {
     "--monitor-port": refused("use --monitor-ports '{\"pull\": PORT}'"),
 }
 """Flags of `lmcache_controller`."""
+
+
+def entry_of_ours(entry: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """An entry of `--l2-adapter` with a type of ours, and what is to be said if its type was LMCache's `nixl_store`.
+
+    An entry of any other type is returned as it is.
+    """
+    params, kind = entry.get("backend_params"), entry.get("type")
+    if kind not in ("nixl_store", "nixl_store_dynamic") or entry.get("backend") != "POSIX":
+        return entry, ""
+    if not isinstance(params, Mapping) or not params.get("file_path"):
+        return entry, ""
+    path = f"{str(params['file_path']).rstrip('/')}/kvstrata"
+    theirs = ("type", "backend", "backend_params", "pool_size", "persist_enabled")
+    ours = {name: value for name, value in entry.items() if name not in theirs}
+    ours |= {"type": "fs", "base_path": path, **odirect(params.get("use_direct_io"))}
+    cap = ", without a cap: capacity_gb sets one"
+    if capacity_gb := meant(params.get("max_capacity_gb"), float):
+        ours["capacity_gb"], cap = capacity_gb, ""
+    return ours, f"{kind} with POSIX is taken as fs in {path}{cap}"
+
+
+def odirect(asked: object) -> dict[str, Any]:
+    """Whether a folder's files are read and written past the page cache, if that was asked for or against."""
+    return {} if (asked := meant(asked, bool)) is None else {"use_odirect": asked}

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from kvstrata.config.lmcache.fates import TUNES, Name, each, kept, no_effect, refused
+from collections.abc import Collection, Mapping
+
+from kvstrata.config.lmcache.fates import TUNES, Fate, Name, each, find, hint, kept, meant, no_effect, refused
+from kvstrata.config.load import is_pod_link
 
 OF_SERVER = no_effect("the server has a setting for it: `kvstrata migrate FILE` prints it")
+HOST = Name(Fate.KEPT, "host", "it must be this host; tcp://localhost:5555 names the port too")
 _NO_PD = (
     "prefill and decode engines share KV through the server or L2; for a direct hand-over, vLLM's MultiConnector takes "
     "NixlConnector beside this connector (docs/engines.md)"
 )
 
 CONNECTOR_EXTRA: dict[str, Name] = {
-    **{f"lmcache.mp.{name}": entry for name, entry in kept(host="host", port="port").items()},
-    **{f"lmcache.mp.{name}": entry for name, entry in kept(save_decode_cache="save_decode_cache").items()},
+    "lmcache.mp.host": HOST,
+    **{
+        f"lmcache.mp.{name}": entry
+        for name, entry in kept(port="port", save_decode_cache="save_decode_cache").items()
+    },
     "lmcache.mp.server_urls": refused("an engine has one server; set lmcache.mp.port"),
     "lmcache.mp.transfer_intermediate_tensors": refused("intermediate tensors are not moved"),
     **each(
@@ -37,9 +44,9 @@ CLIENT_KEYS: dict[str, Name] = {
         min_retrieve_tokens="min_retrieve_tokens",
         enable_kv_events="enable_kv_events",
         save_unfull_chunk="save_unfull_chunk",
-        mp_host="host",
         mp_port="port",
     ),
+    "mp_host": HOST,
     **each(
         "local_cpu local_device max_local_cache_size max_local_cpu_size reserve_local_cpu_size "
         "local_cpu_use_hugepages local_disk local_disk_path_sharding max_local_disk_size remote_url storage_plugins "
@@ -114,3 +121,64 @@ VARIABLE_PREFIXES: dict[str, Name] = {
     ),
 }
 """Fates of all other variables that begin with one of these words."""
+
+
+PREFIX = "LMCACHE_"
+FILE = "LMCACHE_CONFIG_FILE"
+
+
+def engine_keys(environment: Mapping[str, str], own: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """The variable of each key that an engine's variables give, and notes for the other variables.
+
+    `own`: names of the engine's own settings.
+    """
+    keys: dict[str, str] = {}
+    notes = []
+    for name in _variables(environment):
+        key = name.removeprefix(PREFIX).lower()
+        if entry := find(name, VARIABLES, VARIABLE_PREFIXES):
+            notes.append(f"environment: {name} has no effect: {entry.say}")
+        elif key in own or find(key, CLIENT_KEYS, CLIENT_KEY_PREFIXES):
+            keys[key] = name
+        else:
+            notes.append(_unknown(name, own))
+    return keys, notes
+
+
+def server_notes(environment: Mapping[str, str], own: Collection[str]) -> list[str]:
+    """Notes for the variables that say something to a server. Those of an engine that shares its environment do not.
+
+    `own`: names of an engine's own settings.
+    """
+    notes = []
+    for name in _variables(environment):
+        key = name.removeprefix(PREFIX).lower()
+        of_engine = find(key, CLIENT_KEYS, CLIENT_KEY_PREFIXES)
+        if entry := find(name, VARIABLES, VARIABLE_PREFIXES):
+            notes.append(f"environment: {name} has no effect: {entry.say}")
+        elif of_engine is OF_SERVER:
+            notes.append(f"environment: {name} has no effect: {of_engine.say}")
+        elif of_engine is None and key not in own:
+            notes.append(_unknown(name, own))
+    if environment.get(FILE):
+        notes.append(
+            f"environment: {FILE} has no effect on a server: name its own file with --config; `kvstrata migrate FILE` "
+            "makes one from LMCache's"
+        )
+    return notes
+
+
+def _variables(environment: Mapping[str, str]) -> list[str]:
+    """The names of the variables that are set; an empty one is not."""
+    return sorted(
+        name
+        for name, text in environment.items()
+        if name.startswith(PREFIX) and name != FILE and meant(text) and not is_pod_link(name, text)
+    )
+
+
+def _unknown(name: str, own: Collection[str]) -> str:
+    keys = {PREFIX + key.upper(): entry for key, entry in CLIENT_KEYS.items()}
+    known: dict[str, Name] = {**keys, **VARIABLES}
+    says = hint(name, [PREFIX + key.upper() for key in own], known)
+    return f"environment: {name} has no effect: unknown variable{says}"

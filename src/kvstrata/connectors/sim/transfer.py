@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.config.lmcache.interfaces import CONNECTORS
+from kvstrata.config.lmcache import CONNECTORS
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
 

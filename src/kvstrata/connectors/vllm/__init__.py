@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.config.lmcache.interfaces import CONNECTORS
+from kvstrata.config.lmcache import CONNECTORS
 
 if TYPE_CHECKING:
     from kvstrata.connectors.vllm.connector import LMCacheConnectorV1

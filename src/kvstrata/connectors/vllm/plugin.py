@@ -17,7 +17,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from kvstrata.config.lmcache.interfaces import CONNECTORS
+from kvstrata.config.lmcache import CONNECTORS
 
 MODULE = "kvstrata.connectors.vllm"
 

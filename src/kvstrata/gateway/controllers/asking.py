@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from kvstrata import __version__
-from kvstrata.config.gateway_controllers_model import GatewayControllersSettings
+from kvstrata.config.gateway_model import GatewayControllersSettings
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.controllers.directory import MAX_KINDS, Directory, Kind
 from kvstrata.gateway.controllers.link import ControllerLink

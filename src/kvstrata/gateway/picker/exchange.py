@@ -24,7 +24,7 @@ from typing import NamedTuple
 from kvstrata.gateway import headers as passing
 from kvstrata.gateway.choosing import Choice, Wanted
 from kvstrata.gateway.door import Tenant
-from kvstrata.gateway.errors import Failure
+from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.fleet import ServingEngine, endpoint_of
 from kvstrata.gateway.forward import ELSEWHERE
 from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter
@@ -124,7 +124,7 @@ class Exchange:
 
     def late(self) -> list[Reply]:
         """The body has not come in time."""
-        waited_s = self._parts.settings.http.arrival_s
+        waited_s = self._parts.settings.http.stalled_s
         return self._refuse(Failure(408, "late", f"body: did not arrive within {waited_s:g} s"))
 
     @property
@@ -202,25 +202,15 @@ class Exchange:
             if failure is not None:
                 return failure
         length = self._headers.get(b"content-length", b"")
-        return self._too_large() if length.isdigit() and int(length[:20]) > self._most_bytes else None
-
-    @property
-    def _most_bytes(self) -> int:
-        return int(self._parts.settings.http.max_body_mb * (1 << 20))
-
-    def _too_large(self) -> Failure:
-        says = (
-            f"body: larger than {self._most_bytes} bytes; send less, or raise http.max_body_mb of the picker"
-        )
-        return Failure(413, "body_too_large", says)
+        return TOO_LARGE if length.isdigit() and int(length[:20]) > MAX_BODY_BYTES else None
 
     def _part(self, message: Message) -> list[Reply]:
         part = message.request_body
         size = len(part.body)
         self._meter.body_bytes += size
         self._held.body_bytes += size
-        if self._meter.body_bytes > self._most_bytes:
-            return self._refuse(self._too_large())
+        if self._meter.body_bytes > MAX_BODY_BYTES:
+            return self._refuse(TOO_LARGE)
         if self._held.body_bytes > MAX_HELD_BYTES:
             says = f"the bodies of all requests under way take {self._held.body_bytes} bytes"
             return self._refuse(Failure(503, "overloaded", says, retry_after_s=1))

@@ -19,6 +19,7 @@ from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
+from kvstrata.process.ports import host_and_port
 
 PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"
@@ -65,8 +66,8 @@ class PickerServer:
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
         settings = self._parts.settings.picker
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        place = f"{host}:{settings.port}"
+        host, port = host_and_port(settings.listen)
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if settings.tls_cert_file:
                 self.port = self._server.add_secure_port(place, _credentials(settings))
@@ -74,9 +75,9 @@ class PickerServer:
                 self.port = self._server.add_insecure_port(place)
         except RuntimeError:
             raise ConfigError(
-                f"picker.port: cannot listen on {place}: the port is taken, the address is not this host's, or the "
+                f"picker.listen: cannot listen on {place}: the port is taken, the address is not this host's, or the "
                 "certificate is not one",
-                field="picker.port",
+                field="picker.listen",
             ) from None
         await self._server.start()
 
@@ -103,7 +104,7 @@ class PickerServer:
         outcome = ""
         try:
             try:
-                async with asyncio.timeout(self._parts.settings.http.arrival_s) as limit:
+                async with asyncio.timeout(self._parts.settings.http.stalled_s) as limit:
                     while exchange.arriving and await self._step(exchange, context):
                         pass
                     limit.reschedule(None)

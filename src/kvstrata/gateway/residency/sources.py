@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvstrata.config.gateway_engines_model import EngineSettings
+from kvstrata.config.gateway_model import EngineSettings
 
 OFF = "off"
 MAX_PORT = 65_535

@@ -25,6 +25,7 @@ from kvstrata.gateway.sharing.messages import FRAMES, MAX_FRAME_BYTES, PROTOCOL
 from kvstrata.gateway.sharing.others import SILENT_S, Others
 from kvstrata.gateway.sharing.telling import EVENT_BYTES, Teller
 from kvstrata.observability.logging import EventLog
+from kvstrata.process.ports import host_and_port
 from kvstrata.rpc.zmq_curve import ClusterKeys, public_of, read_cluster_keys
 from kvstrata.rpc.zmq_link import Links, PushLink
 from kvstrata.rpc.zmq_server import Address, ZmqServer
@@ -61,13 +62,12 @@ class Sharing:
     def start(self) -> None:
         """Listen. Raises ConfigError."""
         self.port = self._server.bind_tcp(
-            self._settings.host,
-            self._settings.port,
+            *host_and_port(self._settings.listen),
             curve=self._keys.curve,
             insecure=False,
-            host_setting="sharing.host",
-            port_setting="sharing.port",
-            flag="sharing.port",
+            host_setting="sharing.listen",
+            port_setting="sharing.listen",
+            flag="sharing.listen",
             keys_setting=FIELD,
             refused_note=f"gateways that share need the same {FIELD}",
         )

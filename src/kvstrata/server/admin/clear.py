@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.lane import PoolLane
+from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.command_wire import ClearScope
 from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.processes import tenant_number

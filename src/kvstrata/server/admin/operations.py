@@ -18,7 +18,7 @@ from kvstrata.types import GB, shown_name
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.memory.attach.row import Stranded
     from kvstrata.memory.attach.server import AttachServer
-    from kvstrata.server.composition import Parts
+    from kvstrata.server.parts import Parts
 
 Document = dict[str, Any]
 

@@ -18,8 +18,7 @@ from kvstrata.keys.batch import before, count, part
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.keys.spans import peek
 from kvstrata.native.core import Pool, storage_keys
-from kvstrata.process.lane import PoolLane
-from kvstrata.process.supervisor import Supervisor
+from kvstrata.process.supervisor import PoolLane, Supervisor
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.types import KEY_BYTES, RequestIdentity, adapter_of, identity_root

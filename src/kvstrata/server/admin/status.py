@@ -12,9 +12,8 @@ from kvstrata import __version__
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.core import Pool
-from kvstrata.server.facts import InstanceFacts
-from kvstrata.server.processes import EngineGroup, ProcessTable, tenant_number
-from kvstrata.server.readiness import Readiness
+from kvstrata.server.plan import InstanceFacts
+from kvstrata.server.processes import EngineGroup, ProcessTable, Readiness, tenant_number
 from kvstrata.server.requests.grants import Grants
 from kvstrata.types import shown_name
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.clock import Clock
-from kvstrata.config.shown_environment import shown_environment
+from kvstrata.config.load import shown_environment
 from kvstrata.errors import BadRequest
 from kvstrata.keys.batch import before, count, part, split
 from kvstrata.keys.spans import peek
 from kvstrata.native.core import Pool
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.process.lane import PoolLane
+from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.command_wire import (
     Argument,
     ClearArgument,

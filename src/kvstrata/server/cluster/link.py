@@ -37,8 +37,8 @@ from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.sync import ANSWER_S, FullSync
 from kvstrata.server.cluster.told_tiers import ToldTiers
-from kvstrata.server.facts import InstanceFacts
-from kvstrata.server.readiness import Readiness
+from kvstrata.server.plan import InstanceFacts
+from kvstrata.server.processes import Readiness
 
 AGAIN_S, AGAIN_MAX_S = 0.2, 5.0
 """Wait between two attempts to register, doubling; a new connection ends it."""

@@ -34,7 +34,7 @@ from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.link import Advertised, ControllerLink, Fence
 from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.told_tiers import ToldTiers
-from kvstrata.server.composition import Parts
+from kvstrata.server.parts import Parts
 from kvstrata.server.plan import Plan
 from kvstrata.storage.config import TierConfig
 

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ServerSettings
-from kvstrata.config.private_dir import make_private_dir
+from kvstrata.config.private_dir import make_private_dir, user_folder
 from kvstrata.config.private_file import read_private_file, write_private_file
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import EventLog
@@ -27,7 +26,7 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.key_file import KeyFile
 from kvstrata.rpc.shared_key import ADVICE, SharedKey
 from kvstrata.rpc.zmq_curve import ClusterKeys, CurveKeys, new_secret, open_keys, public_of, read_cluster_keys
-from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.plan import InstanceFacts
 from kvstrata.text import remember_secret
 
 _FIELD = "controller.curve_file"

@@ -30,7 +30,7 @@ from kvstrata.keys.prompt_keys import PromptKeys
 from kvstrata.keys.recut import CannotRecut
 from kvstrata.native.core import CopyOutcome, Hold, Pool, RecordSpec, storage_keys
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.lane import PoolLane
+from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.processes import AttachedProcess
@@ -59,8 +59,6 @@ class Recuts:
         tiers: TierSet,
         prefetch: PrefetchController,
         pool: Pool,
-        *,
-        enabled: bool,
     ) -> None:
         """`lane` is for this work alone. `pool`: its readers learn that more than L1's index may hit."""
         self._geometries = Geometries()
@@ -69,7 +67,6 @@ class Recuts:
         self._tiers = tiers
         self._prefetch = prefetch
         self._pool = pool
-        self._enabled = enabled
         self._chunks = 0
         self._bytes = 0
         self._ended: collections.Counter[str] = collections.Counter()
@@ -80,7 +77,7 @@ class Recuts:
 
     def attached(self, process: AttachedProcess, part: Slice | None, facts: Mapping[str, Any] | None) -> None:
         """Note the slice that a process has declared; with an engine's last one, plan what can be made of what."""
-        if not self._enabled or part is None or facts is None:
+        if part is None or facts is None:
             return
         group = process.group
         self._geometries.declared(group.layout, part, facts)

@@ -18,11 +18,8 @@ from kvstrata.memory.attach.row import SessionRow
 from kvstrata.memory.linux import SocketCredentials
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.attach_wire import AttachRequest
-from kvstrata.server.payload_kinds import PayloadKinds, declared_record_bytes
-from kvstrata.server.processes import ProcessTable, TenantTokens
-from kvstrata.server.readiness import Readiness
-from kvstrata.server.recuts.recuts import Recuts
-from kvstrata.server.requests.grants import Grants
+from kvstrata.server.parts import Parts
+from kvstrata.server.payload_kinds import declared_record_bytes
 from kvstrata.server.requests.requests import Requests
 from kvstrata.types import FORMAT_VERSION, SPAN_FACT, shown_name
 
@@ -30,28 +27,14 @@ from kvstrata.types import FORMAT_VERSION, SPAN_FACT, shown_name
 class Hooks:
     """The hooks of the attach server (memory.attach.server.AttachHooks). Belongs to the event loop."""
 
-    def __init__(
-        self,
-        table: ProcessTable,
-        payload_kinds: PayloadKinds,
-        requests: Requests,
-        grants: Grants,
-        tokens: TenantTokens,
-        readiness: Readiness,
-        recuts: Recuts,
-    ) -> None:
-        self._table = table
-        self._payload_kinds = payload_kinds
+    def __init__(self, parts: Parts, requests: Requests) -> None:
+        self._parts = parts
         self._requests = requests
-        self._grants = grants
-        self._tokens = tokens
-        self._readiness = readiness
-        self._recuts = recuts
         self._log = EventLog("instance")
 
     def admit(self, request: AttachRequest) -> None:
         """Raises the error for a process that may not attach."""
-        if self._readiness.stopping:
+        if self._parts.readiness.stopping:
             raise Unavailable("this server is stopping; attach to its successor")
         if request.layout.format_version != FORMAT_VERSION:
             raise LayoutRefused(
@@ -73,15 +56,15 @@ class Hooks:
     def tenants_of(self, credentials: SocketCredentials, request: AttachRequest) -> frozenset[str] | None:
         """Tenants that a process with this token may use, None for any. Raises NotPermitted, or Refused if the process
         or the token has too many sessions."""
-        tenants = self._tokens.allowed(request.token)
-        self._table.check_room(request.session, credentials.pid, tenants)
+        tenants = self._parts.tokens.allowed(request.token)
+        self._parts.processes.check_room(request.session, credentials.pid, tenants)
         return tenants
 
     def on_attached(self, session: SessionRow) -> None:
         """Requests of this session are valid from now on."""
         request = session.request
         assert request is not None
-        process = self._table.attach(
+        process = self._parts.processes.attach(
             session.session,
             group=session.group,
             role=request.role,
@@ -95,8 +78,8 @@ class Hooks:
             span=(request.facts or {}).get(SPAN_FACT, 0),
             engine_url=request.engine_url,
         )
-        self._payload_kinds.attached(request.slice, request.facts)
-        self._recuts.attached(process, request.slice, request.facts)
+        self._parts.payload_kinds.attached(request.slice, request.facts)
+        self._parts.recuts.attached(process, request.slice, request.facts)
         self._log.debug(
             "attached", session=shown_name(session.session), group=shown_name(session.group), role=request.role,
             pid=session.pid, row=session.row, model=request.layout.model, resumed=session.resumed,
@@ -104,15 +87,15 @@ class Hooks:
 
     def on_detached(self, session: SessionRow) -> None:
         """The connection has closed though the process lives; everything that the process owns stays."""
-        self._table.detached(session.session)
+        self._parts.processes.detached(session.session)
         self._log.debug("detached", session=shown_name(session.session), pid=session.pid)
 
     async def on_gone(self, session: SessionRow) -> None:
         """Stop the requests of a process that has ended, and end what it was granted."""
-        process = self._table.gone(session.session) if session.request is not None else None
+        process = self._parts.processes.gone(session.session) if session.request is not None else None
         if process is not None:
             running = self._requests.stop(process)
-            leases, reservations = self._grants.process_gone(process)
+            leases, reservations = self._parts.grants.process_gone(process)
             if leases or reservations:  # a process that has given back everything is not worth a line
                 self._log.repeated(
                     logging.INFO, "held", "process_gone", pid=session.pid, session=shown_name(session.session),

@@ -25,25 +25,16 @@ import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import Any, Literal, NamedTuple
 
-from kvstrata.clock import Clock
 from kvstrata.errors import Refused
 from kvstrata.keys.batch import nth, part, split
 from kvstrata.keys.prompt_keys import PromptKeys
 from kvstrata.native.core import Pool, storage_keys
-from kvstrata.observability.metrics import ServerCounters
-from kvstrata.policy.misses import Explained, Explainer, with_advice
-from kvstrata.policy.savings import Savings
-from kvstrata.process.lane import PoolLane
+from kvstrata.policy.misses import Explained, with_advice
 from kvstrata.rpc.wire import Lookup, LookupReply, Miss, Reply, check_keys
-from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.pool_events import PoolEvents
-from kvstrata.server.processes import AttachedProcess, DeclaredIdentity, EngineGroup, ProcessTable, Sender
-from kvstrata.server.recuts.recuts import Recuts, Wanted
-from kvstrata.server.requests.grants import Grants
+from kvstrata.server.parts import Parts
+from kvstrata.server.processes import AttachedProcess, DeclaredIdentity, EngineGroup, Sender
+from kvstrata.server.recuts.recuts import Wanted
 from kvstrata.server.requests.tails import Leased, NamedTail, NamedTails, lease, split_extents
-from kvstrata.tiers.puts import StoreController
-from kvstrata.tiers.set import TierSet
-from kvstrata.tiers.tails import TailPuts
 from kvstrata.types import KEY_BYTES, MissReason
 
 REPLY_MARGIN_S = 0.003
@@ -134,55 +125,20 @@ def _named(asked: Asked, number: int) -> str:
 class Lookups:
     """Answers lookups. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        lane: PoolLane,
-        clock: Clock,
-        processes: ProcessTable,
-        grants: Grants,
-        tiers: TierSet,
-        prefetch: PrefetchController,
-        store: StoreController,
-        tails: TailPuts,
-        recuts: Recuts,
-        events: PoolEvents,
-        explainer: Explainer,
-        savings: Savings,
-        counters: ServerCounters,
-        epoch: int,
-        policy: str,
-    ) -> None:
-        """`policy`: name of the eviction policy of L1."""
-        self._pool = pool
-        self._lane = lane
-        self._clock = clock
-        self._processes = processes
-        self._grants = grants
-        self._tiers = tiers
-        self._prefetch = prefetch
-        self._store = store
-        self._tail_puts = tails
-        self._recuts = recuts
-        self._events = events
-        self._explainer = explainer
-        self._savings = savings
-        self._counters = counters
-        self._epoch = epoch
-        self._policy = policy
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._unnoted: list[Answered] = []
 
     def lookup(
         self, sender: Sender, process: AttachedProcess, request: Lookup
     ) -> Reply | Coroutine[Any, Any, Reply]:
         """Begin a lookup. Returns its reply, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
-        self._grants.check_new(process, request.seq)
-        identity = self._processes.identity(process, request.identity_id)
+        self._parts.grants.check_new(process, request.seq)
+        identity = self._parts.processes.identity(process, request.identity_id)
         keys = request.groups[0].keys
         n_chunks = 0 if request.tails and not keys else check_keys(keys, "groups[0].keys", request.probe)
         group = process.group
-        now_s = self._clock.monotonic_s()
+        now_s = self._parts.clock.monotonic_s()
         slices, spans = (group.packed_slices, group.spans) if group.complete else (b"", ())
         tails = NamedTails(request.tails, identity.root, slices) if request.tails else None
         asked = Asked(
@@ -198,7 +154,7 @@ class Lookups:
         if granted is None:
             return self._on_lane(asked)
         whole = granted.n_chunks == n_chunks and (granted.tail_tokens or not _tails_in_l2(asked, n_chunks))
-        if whole or not (granted.unverified or self._tiers.hit_beyond_l1):
+        if whole or not (granted.unverified or self._parts.tiers.hit_beyond_l1):
             return self._answer(asked, granted, granted.n_chunks)
         return self._more(asked, granted)
 
@@ -206,8 +162,14 @@ class Lookups:
         """Lease on the loop; None, and nothing is leased, if that takes more than `KEYS_ON_LOOP` keys."""
         keys = asked.keys
         if keys.all or asked.tails:
-            return None if asked.n_chunks * keys.n_slices > KEYS_ON_LOOP else _lease(self._pool, asked, rows)
-        leased = self._pool.lease_chain(keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
+            return (
+                None
+                if asked.n_chunks * keys.n_slices > KEYS_ON_LOOP
+                else _lease(self._parts.pool, asked, rows)
+            )
+        leased = self._parts.pool.lease_chain(
+            keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP
+        )
         if leased is None:
             return None
         keys.know(leased[5])
@@ -215,7 +177,7 @@ class Lookups:
 
     async def _lease_on_lane(self, asked: Asked, rows: list[int]) -> Granted:
         """Lease what would block the loop for too long. Raises Refused. When cancelled, nothing stays leased."""
-        future = self._lane.run(_lease, self._pool, asked, rows)
+        future = self._parts.lane.run(_lease, self._parts.pool, asked, rows)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -225,7 +187,7 @@ class Lookups:
     def _give_up(self, granted: Granted) -> None:
         """End a lease that no reply names."""
         if granted.ticket:
-            self._pool.release(granted.ticket, -1)
+            self._parts.pool.release(granted.ticket, -1)
 
     async def _on_lane(self, asked: Asked) -> Reply:
         """Answer a lookup whose lease would block the loop for too long."""
@@ -234,7 +196,7 @@ class Lookups:
             granted = await self._lease_on_lane(asked, rows)
         except Refused:
             few = part(keys.chain, 0, KEYS_ON_LOOP // keys.n_slices)
-            leased = self._pool.lease_chain(keys.root, few, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
+            leased = self._parts.pool.lease_chain(keys.root, few, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
             granted = NOTHING if leased is None else Granted(*leased[:5], rows)
             detail = "too many long lookups wait; this one got what can be leased at once"
             return self._outcome(asked, granted, granted.n_chunks, MissReason.REFUSED, detail)
@@ -247,19 +209,21 @@ class Lookups:
         detail = ""
         try:
             if not keys.all and (asked.n_chunks - held.n_chunks) * keys.n_slices > KEYS_ON_LOOP:
-                await asyncio.shield(self._lane.run(keys.derive))
+                await asyncio.shield(self._parts.lane.run(keys.derive))
             if held.unverified and not self._late(asked):
                 beyond = keys.part(held.n_chunks, asked.n_chunks)
                 with contextlib.suppress(Refused):
-                    await self._until_deadline(asked, self._lane.run(self._pool.verify, beyond))
+                    await self._until_deadline(asked, self._parts.lane.run(self._parts.pool.verify, beyond))
                 held = await self._lease_again(asked, held)
             if await self._recut(asked, held):
                 held = await self._lease_again(asked, held)
             l1_chunks = held.n_chunks
-            beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
+            beyond_l1 = (
+                self._parts.tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
+            )
             if beyond_l1:
-                asked_s = self._clock.monotonic_s()
-                fetched = await self._prefetch.fetch(
+                asked_s = self._parts.clock.monotonic_s()
+                fetched = await self._parts.prefetch.fetch(
                     keys.part(held.n_chunks, asked.n_chunks),
                     keys.n_slices,
                     identity=asked.identity.root,
@@ -269,7 +233,7 @@ class Lookups:
                     limits=asked.process.group.record_limits,
                     spans=keys.spans,
                 )
-                self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
+                self._parts.counters.prefetch.add(self._parts.clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
                 if fetched.n_chunks or await self._recut(asked, held, of_l2=True):
                     held = await self._lease_again(asked, held)
@@ -300,20 +264,20 @@ class Lookups:
     async def _recut(self, asked: Asked, held: Granted, *, of_l2: bool = False) -> int:
         """Make chunks behind these of records of other geometries in L1, or in L2; how many."""
         keys, group = asked.keys, asked.process.group
-        plans = self._recuts.plans(group.layout, keys.slices)
+        plans = self._parts.recuts.plans(group.layout, keys.slices)
         if not plans or held.n_chunks >= asked.n_chunks or self._late(asked):
             return 0
         wanted = Wanted(keys, held.n_chunks, asked.identity.tenant, asked.deadline_s)
-        return await self._recuts.make(plans, wanted, of_l2=of_l2)
+        return await self._parts.recuts.make(plans, wanted, of_l2=of_l2)
 
     async def _fetch_tail(self, asked: Asked, n_chunks: int) -> bool:
         """Bring the most wanted tail behind these chunks that L2 has into L1; whether there is one now."""
-        if not self._tiers.take_loads or self._late(asked):
+        if not self._parts.tiers.take_loads or self._late(asked):
             return False
         tails, keys = _tails_in_l2(asked, n_chunks), asked.keys
         if not tails:
             return False
-        found = await self._prefetch.fetch_one_of(
+        found = await self._parts.prefetch.fetch_one_of(
             [tail.keys for tail in tails],
             keys.n_slices,
             identity=asked.identity.root,
@@ -323,18 +287,18 @@ class Lookups:
             limits=asked.process.group.record_limits,
         )
         if found >= 0:
-            self._tail_puts.loaded(split(tails[found].keys))
+            self._parts.tails.loaded(split(tails[found].keys))
         return found >= 0
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
         """Wait for work on a lane, at most until the deadline; the work goes on after that."""
-        left_s = asked.deadline_s - self._clock.monotonic_s()
+        left_s = asked.deadline_s - self._parts.clock.monotonic_s()
         done, _ = await asyncio.wait([future], timeout=max(left_s, 0.0))
         for finished in done:
             finished.result()
 
     def _late(self, asked: Asked) -> bool:
-        return self._clock.monotonic_s() >= asked.deadline_s
+        return self._parts.clock.monotonic_s() >= asked.deadline_s
 
     def _answer(
         self,
@@ -360,8 +324,8 @@ class Lookups:
             if not asked.n_chunks and not granted.tail_tokens:
                 return MissReason.NEVER_STORED, "no tail of the prompt is present", b""
             return "", "", b""
-        asked_back = self._grants.revoke(granted.short_bytes) if granted.short_bytes else 0
-        self._events.drain()  # a chunk may have left L1 after they were last read
+        asked_back = self._parts.grants.revoke(granted.short_bytes) if granted.short_bytes else 0
+        self._parts.events.drain()  # a chunk may have left L1 after they were last read
         keys = asked.keys
         numbers = self._lacking(asked, granted.n_chunks)
         number = next((i for i in numbers if self._has_event(keys.nth(i))), numbers[0] if numbers else None)
@@ -374,7 +338,7 @@ class Lookups:
 
     def _has_event(self, key: bytes) -> bool:
         """Whether anything is known of an absent key."""
-        return self._pool.is_reserved(key) or self._explainer.keys.get(key) is not None
+        return self._parts.pool.is_reserved(key) or self._parts.explainer.keys.get(key) is not None
 
     def _why(
         self, asked: Asked, granted: Granted, asked_back: int, number: int | None
@@ -394,17 +358,17 @@ class Lookups:
         self, key: bytes, identity: DeclaredIdentity, probe: bytes, *, first: bool
     ) -> tuple[MissReason, str]:
         """The reason why a key is absent, and a detail. `first`: it is a key of the prompt's first chunk."""
-        reason, detail = self._explainer.why(
+        reason, detail = self._parts.explainer.why(
             key,
             first=first,
             probe=probe,
             root=identity.root,
             layout=identity.layout,
             request=identity.request,
-            in_flight=self._pool.is_reserved(key),
-            policy=self._policy,
+            in_flight=self._parts.pool.is_reserved(key),
+            policy=self._parts.settings.l1.eviction_policy,
         )
-        self._explainer.keys.missed(key, self._clock.unix_ms())
+        self._parts.explainer.keys.missed(key, self._parts.clock.unix_ms())
         return reason, detail
 
     def _lacking(self, asked: Asked, n_chunks: int) -> list[int]:
@@ -413,7 +377,7 @@ class Lookups:
         With slices that have a span, a hit may end although its next chunk is there, because no longer hit has its
         windows: then these are the absent keys of the windows of the longest hit that the other slices would allow.
         """
-        keys, pool = asked.keys, self._pool
+        keys, pool = asked.keys, self._parts.pool
         n_slices, spans = keys.n_slices, keys.spans
         if not spans:
             found = pool.peek(keys.part(n_chunks, n_chunks + 1), n_slices)
@@ -447,26 +411,27 @@ class Lookups:
             if granted.rows is not group.rows:
                 # Processes that died while a lane worked on this will never end their shares.
                 for row in rows.difference(group.rows):
-                    self._pool.release(granted.ticket, row)
+                    self._parts.pool.release(granted.ticket, row)
                 rows.intersection_update(group.rows)
             if rows:
-                self._grants.leased(asked.process, request.seq, granted.ticket, rows, asked.sender)
+                self._parts.grants.leased(asked.process, request.seq, granted.ticket, rows, asked.sender)
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
-        if l1_chunks and self._store.wants_touches:
-            self._store.touched(split(keys.part(0, l1_chunks)))
+        if l1_chunks and self._parts.store.wants_touches:
+            self._parts.store.touched(split(keys.part(0, l1_chunks)))
         if n < asked.n_chunks and keys.n_slices:
             missing_key = missing_key or keys.nth(n * keys.n_slices)
         self._unnoted.append(
             Answered(
-                asked, n, granted.tail_tokens, l1_chunks, reason, detail, missing_key, self._clock.monotonic_s()
+                asked, n, granted.tail_tokens, l1_chunks, reason, detail, missing_key, self._parts.clock.monotonic_s()
             )
         )  # fmt: skip
         extents, of_tail = granted.extents, b""
         if granted.tail_tokens:
             extents, of_tail = split_extents(extents, keys.n_slices)
         return LookupReply(
-            request.seq, self._epoch, n, extents, l1_chunks, n - l1_chunks, str(reason), granted.tail_tokens, of_tail
+            request.seq, self._parts.facts.epoch, n, extents, l1_chunks, n - l1_chunks, str(reason),
+            granted.tail_tokens, of_tail,
         )  # fmt: skip
 
     def note_answered(self) -> None:
@@ -479,7 +444,7 @@ class Lookups:
 
         A miss of an identity that this process has not declared is left out.
         """
-        self._events.drain()  # a chunk may have left L1 after they were last read
+        self._parts.events.drain()  # a chunk may have left L1 after they were last read
         group = process.group
         slices = group.packed_slices
         for miss in misses:
@@ -487,12 +452,12 @@ class Lookups:
             if identity is None or not slices:
                 continue
             keys = split(storage_keys(identity.root, miss.absent, slices))
-            absent = [key for key in keys if not self._pool.peek(key)]
+            absent = [key for key in keys if not self._parts.pool.peek(key)]
             reason, detail = MissReason.NOT_IN_L1, "it was absent when the engine looked, and is there now"
             key = next((key for key in absent if self._has_event(key)), absent[0] if absent else keys[0])
             if absent:
                 reason, detail = self._why_absent(key, identity, miss.probe, first=bool(miss.probe))
-            self._counters.peeked_misses += 1
+            self._parts.counters.peeked_misses += 1
             last_key = storage_keys(identity.root, miss.last, slices[:KEY_BYTES])
             self._remember(
                 group,
@@ -502,7 +467,7 @@ class Lookups:
                     miss.request_id,
                     identity.request.tenant,
                     identity.root,
-                    self._clock.unix_ms(),
+                    self._parts.clock.unix_ms(),
                     0.0,
                     miss.chunks,
                     0,
@@ -517,7 +482,7 @@ class Lookups:
     def _note(self, answered: Answered) -> None:
         asked, n, tail_tokens, l1_chunks, reason, detail, missing_key, now_s = answered
         request, keys, identity = asked.request, asked.keys, asked.identity
-        self._counters.lookup.add(now_s - asked.started_s)
+        self._parts.counters.lookup.add(now_s - asked.started_s)
         misses = n < asked.n_chunks and keys.n_slices > 0
         last_key = keys.nth((asked.n_chunks - 1) * keys.n_slices) if misses else b""
         self._remember(
@@ -528,7 +493,7 @@ class Lookups:
                 request.request_id,
                 identity.request.tenant,
                 identity.root,
-                self._clock.unix_ms(),
+                self._parts.clock.unix_ms(),
                 (now_s - asked.started_s) * 1000,
                 asked.n_chunks,
                 l1_chunks,
@@ -544,7 +509,7 @@ class Lookups:
         self, group: EngineGroup, identity: DeclaredIdentity, last_key: bytes, found: Explained
     ) -> None:
         """Count a lookup. `last_key`: a storage key of its last chunk, if that was not found."""
-        counters = self._counters
+        counters = self._parts.counters
         counters.lookup_chunks += found.chunks
         counters.l1_hit_chunks += found.l1_chunks
         counters.l2_hit_chunks += found.l2_chunks
@@ -552,9 +517,14 @@ class Lookups:
             of_tenant.asked += found.chunks
             of_tenant.in_l1 += found.l1_chunks
             of_tenant.in_l2 += found.l2_chunks
-        self._savings.looked_up(
-            group.use, group.layout, found.chunks, found.served_chunks, last_key, self._clock.monotonic_s()
+        self._parts.savings.looked_up(
+            group.use,
+            group.layout,
+            found.chunks,
+            found.served_chunks,
+            last_key,
+            self._parts.clock.monotonic_s(),
         )
         if found.reason:
             counters.misses[found.reason] = counters.misses.get(found.reason, 0) + 1
-        self._explainer.requests.add(found)
+        self._parts.explainer.requests.add(found)

@@ -37,11 +37,8 @@ from kvstrata.errors import (
     NotPermitted,
     Refused,
 )
-from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
-from kvstrata.observability.metrics import ServerCounters
 from kvstrata.patience import patience
-from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.wire import (
     MAX_DEADLINE_MS,
     MAX_SEQ,
@@ -67,8 +64,8 @@ from kvstrata.rpc.wire import (
     decode_request,
     encode,
 )
-from kvstrata.server.processes import AttachedProcess, Lease, ProcessTable, Running, Sender
-from kvstrata.server.requests.grants import Grants
+from kvstrata.server.parts import Parts
+from kvstrata.server.processes import AttachedProcess, Lease, Running, Sender
 from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.plain import PlainClients, read_piece
 from kvstrata.server.requests.reserve import Reserving
@@ -99,29 +96,11 @@ Verb = Callable[[Sender, AttachedProcess, Any], Reply | Coroutine[Any, Any, Repl
 class Requests:
     """Answers frames. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        *,
-        epoch: int,
-        pool: Pool,
-        loop: asyncio.AbstractEventLoop,
-        supervisor: Supervisor,
-        processes: ProcessTable,
-        grants: Grants,
-        lookups: Lookups,
-        reserving: Reserving,
-        plain: PlainClients,
-        counters: ServerCounters,
-    ) -> None:
-        self._epoch = epoch
-        self._pool = pool
-        self._loop = loop
-        self._supervisor = supervisor
-        self._processes = processes
-        self._grants = grants
-        self._lookups = lookups
-        self._plain = plain
-        self._counters = counters
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._lookups = lookups = Lookups(parts)
+        reserving = Reserving(parts)
+        self._plain = PlainClients(parts.pool, parts.tokens, parts.counters, parts.facts.epoch)
         self._log = EventLog("rpc")
         self._verbs: dict[type[Request], Verb] = {
             Ping: self._ping,
@@ -141,7 +120,7 @@ class Requests:
     def on_frame(self, sender: Sender, frame: bytes) -> bool:
         """Answer one message, now or when its task has ended. Returns False if it is no request."""
         started_s = time.perf_counter()
-        process = self._processes.get(sender.session)
+        process = self._parts.processes.get(sender.session)
         try:
             request = decode_request(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -150,7 +129,7 @@ class Requests:
         kind, seq = type(request), request.seq
         op = _OPS[kind]
         failpoints.hit(op, "received")
-        counted = self._counters.requests
+        counted = self._parts.counters.requests
         counted[op] = counted.get(op, 0) + 1
         try:
             if process is None:
@@ -193,17 +172,17 @@ class Requests:
             process.copies = msgspec.structs.asdict(request.copies)
         if request.loads is not None:
             process.load_rate = request.loads.latency_us / 1e6, float(request.loads.bytes_s)
-        grants = self._grants
+        grants = self._parts.grants
         orphaned = grants.orphans(process.group.name, process.row)
-        return Pong(request.seq, self._epoch, orphaned, grants.revoked(process.session))
+        return Pong(request.seq, self._parts.facts.epoch, orphaned, grants.revoked(process.session))
 
     def _identify(self, sender: Sender, process: AttachedProcess, request: Identify) -> Reply:
         """Give the process a number for an identity, which its later requests use."""
-        identity = self._processes.identify(process, request.request)
+        identity = self._parts.processes.identify(process, request.request)
         group = process.group
         return IdentifyReply(
             request.seq,
-            self._epoch,
+            self._parts.facts.epoch,
             identity.number,
             identity.root,
             group.slices,
@@ -213,14 +192,14 @@ class Requests:
 
     def _quiesced(self, sender: Sender, process: AttachedProcess, request: Quiesced) -> Reply:
         """End the earlier epochs of a process: it does not touch their bytes any more."""
-        self._pool.row_quiesced(process.row)
-        return Ok(request.seq, self._epoch, 1)
+        self._parts.pool.row_quiesced(process.row)
+        return Ok(request.seq, self._parts.facts.epoch, 1)
 
     def _release(self, sender: Sender, process: AttachedProcess, request: Release) -> Reply:
         """End this process's shares of leases, or with `group` those of its whole group."""
         found: list[Lease] = []
         for name in request.leases:
-            lease = self._grants.find(name)
+            lease = self._parts.grants.find(name)
             if lease is None:
                 continue
             if lease.owner.group.name != process.group.name:
@@ -231,8 +210,8 @@ class Requests:
                     field="leases",
                 )
             found.append(lease)
-        count = sum(self._grants.release(lease, process, group=request.group) for lease in found)
-        return Ok(request.seq, self._epoch, count)
+        count = sum(self._parts.grants.release(lease, process, group=request.group) for lease in found)
+        return Ok(request.seq, self._parts.facts.epoch, count)
 
     def _cancel(self, sender: Sender, process: AttachedProcess, request: Cancel) -> Reply:
         """Stop a lookup or reserve of this session, or end what it was granted."""
@@ -240,23 +219,25 @@ class Requests:
             raise BadRequest(
                 f"target: {request.target} is not the number of an earlier request", field="target"
             )
-        return Ok(request.seq, self._epoch, int(self._end(process, request.target)))
+        return Ok(request.seq, self._parts.facts.epoch, int(self._end(process, request.target)))
 
     def _resume(self, sender: Sender, process: AttachedProcess, request: Resume) -> Reply:
         """End the running requests of this session, and its grants, that it does not name."""
         unnamed = {*process.running, *process.grants}.difference(request.live)
-        return Ok(request.seq, self._epoch, sum(self._end(process, seq) for seq in sorted(unnamed)))
+        return Ok(
+            request.seq, self._parts.facts.epoch, sum(self._end(process, seq) for seq in sorted(unnamed))
+        )
 
     def _retrieve(self, sender: Sender, process: AttachedProcess, request: Retrieve) -> Reply:
         """Reply with bytes of a record, for a process that does not map L1."""
-        root = self._processes.identity(process, request.identity_id).root
-        return read_piece(self._pool, root, request, self._epoch, self._counters)
+        root = self._parts.processes.identity(process, request.identity_id).root
+        return read_piece(self._parts.pool, root, request, self._parts.facts.epoch, self._parts.counters)
 
     def _end(self, process: AttachedProcess, seq: int) -> bool:
         """Stop a request, or end what it was granted. Returns whether it ran or was granted anything."""
         running = process.running.get(seq)
         if running is None:
-            return self._grants.end(process, seq)
+            return self._parts.grants.end(process, seq)
         return self._stop(running, Cancelled("the session cancelled this request itself"))
 
     # --- requests that take time ---------------------------------------------------------------------------
@@ -266,13 +247,13 @@ class Requests:
         process.running[running.seq] = running
         for use in running.uses:
             use.n_tasks += 1
-        running.task = self._supervisor.job(self._run(running, work, deadline_s), running.op)
+        running.task = self._parts.supervisor.job(self._run(running, work, deadline_s), running.op)
 
     async def _run(self, running: Running, work: Coroutine[Any, Any, Reply], deadline_s: float) -> None:
         overdue = DeadlineExceeded(
             "no outcome before the deadline; nothing was promised", field="deadline_ms"
         )
-        timer = self._loop.call_later(deadline_s + patience(GRACE_S), self._stop, running, overdue)
+        timer = self._parts.loop.call_later(deadline_s + patience(GRACE_S), self._stop, running, overdue)
         process, seq = running.process, running.seq
         answer = b""
         try:
@@ -286,7 +267,7 @@ class Requests:
         for use in running.uses:
             use.n_tasks -= 1
         if running.stopped:
-            self._grants.end(process, seq)
+            self._parts.grants.end(process, seq)
             return
         answer = answer or self._error(seq, InternalError("the request was stopped; try again"))
         self._send(running.sender, running.op, answer, running.started_s)
@@ -301,7 +282,7 @@ class Requests:
             self._send(running.sender, running.op, answer, running.started_s)
         if running.task is not None:
             # Not cancelled at once: a task that is cancelled before its first step never enters its own `try`.
-            self._loop.call_soon(running.task.cancel)
+            self._parts.loop.call_soon(running.task.cancel)
         return True
 
     # --- replies -------------------------------------------------------------------------------------------
@@ -310,12 +291,12 @@ class Requests:
         failpoints.hit(op, "done")
         sender.send(answer)
         failpoints.hit(op, "replied")
-        self._counters.request_ended(op, time.perf_counter() - started_s)
+        self._parts.counters.request_ended(op, time.perf_counter() - started_s)
 
     def _failed(self, process: AttachedProcess | None, seq: int, error: Exception) -> bytes:
         """The reply to a request that failed, and which therefore keeps nothing."""
         if process is not None:
-            self._grants.end(process, seq)
+            self._parts.grants.end(process, seq)
         if isinstance(error, KvstrataError):
             return self._error(seq, error)
         logging.getLogger("kvstrata.rpc").error("request_failed", exc_info=error)
@@ -325,10 +306,17 @@ class Requests:
         )
 
     def _error(self, seq: int, error: KvstrataError) -> bytes:
-        counters = self._counters.errors
+        counters = self._parts.counters.errors
         counters[error.code] = counters.get(error.code, 0) + 1
         return encode(
-            Error(seq, self._epoch, error.code, error.message[:2000], error.field[:200], error.retryable)
+            Error(
+                seq,
+                self._parts.facts.epoch,
+                error.code,
+                error.message[:2000],
+                error.field[:200],
+                error.retryable,
+            )
         )
 
     def _undecodable(self, frame: bytes, error: Exception) -> bytes:

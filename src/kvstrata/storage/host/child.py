@@ -41,7 +41,7 @@ from kvstrata.naming import name_process
 from kvstrata.native.core import ExtentsMap, Hold, LentHold, types_of
 from kvstrata.observability.log_writer import FLUSH_S, LogWriter
 from kvstrata.observability.logging import STDERR
-from kvstrata.process.parent import die_with_parent
+from kvstrata.process.keeper import die_with_parent
 from kvstrata.storage import config as tier_config
 from kvstrata.storage.base import (
     MORE_KEYS,

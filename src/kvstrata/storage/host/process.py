@@ -27,10 +27,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvstrata.config.load import without_settings
 from kvstrata.config.secrets import scrubbed
 from kvstrata.naming import name_thread
-from kvstrata.process.child_environment import without_settings
-from kvstrata.process.out_of_memory import oom_kills
+from kvstrata.process.keeper import oom_kills
 from kvstrata.storage.host.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.nearest import nearest
-from kvstrata.config.tokens import read_token_file
+from kvstrata.config.demands import nearest
+from kvstrata.config.private_file import read_token_file
 from kvstrata.errors import AllWrong, ConfigError, install
 from kvstrata.storage import structs
 from kvstrata.storage.structs import Place

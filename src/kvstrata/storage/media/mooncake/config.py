@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.nearest import nearest
+from kvstrata.config.demands import nearest
 from kvstrata.storage.config import COMMON, Make, Medium
 from kvstrata.storage.media.mooncake.adapter import (
     SETUP_KEYS,

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.nearest import nearest
+from kvstrata.config.demands import nearest
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import ConfigError, install
 from kvstrata.patience import patience

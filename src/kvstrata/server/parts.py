@@ -1,8 +1,4 @@
-"""The parts of an instance that need no file and no port, and how they are put together.
-
-Each part is complete when it is constructed, from those before it.  server/instance.py opens what is left: files,
-ports and tiers.
-"""
+"""The parts of an instance that need no file and no port. server/instance.py opens what is left."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.patience import patience
 from kvstrata.policy.misses import Explainer
 from kvstrata.policy.savings import Savings
-from kvstrata.process.lane import PoolLane
-from kvstrata.process.supervisor import Supervisor
+from kvstrata.process.supervisor import PoolLane, Supervisor
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import (
@@ -33,25 +28,21 @@ from kvstrata.server.admin.status import (
 from kvstrata.server.admin.trend import Trend
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.facts import InstanceFacts
 from kvstrata.server.l2.gate import TIER_PATIENCE_S, PrefetchLimits
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.payload_kinds import PayloadKinds
+from kvstrata.server.plan import InstanceFacts
 from kvstrata.server.pool_events import PoolEvents
-from kvstrata.server.processes import ProcessTable, Reservation, TenantTokens, tenant_number
-from kvstrata.server.readiness import Readiness
+from kvstrata.server.processes import ProcessTable, Readiness, Reservation, TenantTokens, tenant_number
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
-from kvstrata.server.requests.hooks import Hooks
-from kvstrata.server.requests.lookup import Lookups
-from kvstrata.server.requests.plain import PlainClients
-from kvstrata.server.requests.requests import Requests
-from kvstrata.server.requests.reserve import Reserving
 from kvstrata.tiers.puts import StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import TailPuts
 from kvstrata.types import GB
 
+RECUTS_WAITING = 16
+"""Most lookups whose missing chunks wait to be made of records of other geometries; one is at work at a time."""
 IN_FLIGHT_SHARE = 8
 """One tier may be loading 1/8 of L1's bytes at a time."""
 BACKLOG_SHARE = 0.25
@@ -69,26 +60,23 @@ class Parts:
         loop: asyncio.AbstractEventLoop,
         supervisor: Supervisor,
         *,
-        lane: PoolLane,
-        recut_lane: PoolLane,
-        own_lane: PoolLane,
         clock: Clock,
-        explainer: Explainer,
         tiers: TierSet,
         news: Sequence[TierNews],
         tokens: TenantTokens,
         peer_tier: str,
+        explainer: Explainer | None = None,
     ) -> None:
-        """Set the quotas of tenants and make the parts.
-
-        `lane` is for requests of clients and `recut_lane` for recuts: they refuse work when their queues are full.
-        `own_lane` is for housekeeping, admins and controllers, and never refuses work.  `peer_tier` is the name of the
-        tier that reads peers, "" without one.
-        """
+        """Set the quotas of tenants and make the parts. `peer_tier`: the tier that reads peers, "" without one."""
         self.settings, self.facts, self.pool = settings, facts, pool
         self.loop, self.supervisor, self.clock = loop, supervisor, clock
-        self.lane, self.own_lane = lane, own_lane
-        self.explainer, self.tiers, self.tokens = explainer, tiers, tokens
+        self.tiers, self.tokens = tiers, tokens
+        self.explainer = explainer = explainer or Explainer()
+        self.lane = PoolLane(loop)
+        """For requests of clients; refuses work when its queue is full, and so does that for recuts."""
+        self._recut_lane = PoolLane(loop, threads=1, queue=RECUTS_WAITING, name="kv-recut")
+        self.own_lane = PoolLane(loop, threads=1, queue=None, name="kv-own")
+        """For housekeeping, admins and controllers; never refuses work."""
         for tenant, gigabytes in settings.quotas_gb.items():
             pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
 
@@ -126,23 +114,18 @@ class Parts:
         self.events = PoolEvents(pool, self.history, self.store, news, clock)
 
         # What serves processes.
-        self.recuts = Recuts(recut_lane, clock, tiers, self.prefetch, pool, enabled=settings.l1.recut)
-        self.requests = make_requests(self)
-        self.hooks = Hooks(
-            self.processes,
-            self.payload_kinds,
-            self.requests,
-            self.grants,
-            tokens,
-            self.readiness,
-            self.recuts,
-        )
+        self.recuts = Recuts(self._recut_lane, clock, tiers, self.prefetch, pool)
 
         # Operations of admins, which controllers use too.
-        self.prewarms = Prewarms(self.processes, pool, lane, self.prefetch, clock, supervisor)
-        self.clearing = Clearing(pool, own_lane, self.store, self.events)
+        self.prewarms = Prewarms(self.processes, pool, self.lane, self.prefetch, clock, supervisor)
+        self.clearing = Clearing(pool, self.own_lane, self.store, self.events)
         self.tenants = TenantRows(settings, self.processes, pool)
         self.board = self._board()
+
+    def close(self) -> None:
+        """End the lanes."""
+        for lane in (self.own_lane, self._recut_lane, self.lane):
+            lane.close()
 
     def _board(self) -> StatusBoard:
         board = StatusBoard()
@@ -179,53 +162,3 @@ class Parts:
             "tasks": len(self.supervisor),
             "absent_keys_remembered": len(self.explainer.keys),
         }
-
-
-def make_requests(parts: Parts) -> Requests:
-    """Make the part that answers frames."""
-    epoch, pool, counters = parts.facts.epoch, parts.pool, parts.counters
-    lookups = Lookups(
-        pool=pool,
-        lane=parts.lane,
-        clock=parts.clock,
-        processes=parts.processes,
-        grants=parts.grants,
-        tiers=parts.tiers,
-        prefetch=parts.prefetch,
-        store=parts.store,
-        tails=parts.tails,
-        recuts=parts.recuts,
-        events=parts.events,
-        explainer=parts.explainer,
-        savings=parts.savings,
-        counters=counters,
-        epoch=epoch,
-        policy=parts.settings.l1.eviction_policy,
-    )
-    reserving = Reserving(
-        pool,
-        parts.lane,
-        parts.processes,
-        parts.grants,
-        parts.frozen_by,
-        parts.history,
-        parts.explainer.identities,
-        parts.store,
-        parts.tails,
-        parts.savings,
-        parts.clock,
-        counters,
-        epoch,
-    )
-    return Requests(
-        epoch=epoch,
-        pool=pool,
-        loop=parts.loop,
-        supervisor=parts.supervisor,
-        processes=parts.processes,
-        grants=parts.grants,
-        lookups=lookups,
-        reserving=reserving,
-        plain=PlainClients(pool, parts.tokens, counters, epoch),
-        counters=counters,
-    )
