@@ -137,7 +137,7 @@ bench: setup  ## measure everything, after asking; figures go to build/bench.jso
 
 bench-isa: setup  ## figures that depend on the CPU's vector instructions, with AVX-512 and without, taking turns
 #+ BENCH="lookup_rpc host_cost" ARGS="--rounds 3"
-	@$(VENV_PYTHON) -m benchmarks.isa $(BENCH) $(ARGS)
+	@$(VENV_PYTHON) -m tests.tools.paired --simd avx2 $(ARGS) $(or $(BENCH),lookup_rpc registry start_ready host_cost mooncake)
 
 bench-paired: setup  ## the same benchmarks of this checkout and another commit, taking turns
 #+ WITH=commit BENCH="ping lookup_rpc" ARGS="--rounds 5"

@@ -6,8 +6,6 @@ checksums and the verification of the decoded record.  Staging memory is faulted
 The KV comes from one of these sources, and the figures name it:
 
 - the plain records of an existing directory of `fs`, if KVSTRATA_BENCH_RECORDS names one;
-- else, if vLLM is installed, the KV of the demo's random-weight model (tests/harness/vllm_model.py, "160m"), which vLLM
-  stores through a server with an `fs` directory;
 - else *synthetic random-weight KV*: keys and values of a random-weight attention layer, drawn here without a model.
   The input of such a layer is normalised vectors of normally distributed numbers, and its weights are normally
   distributed with the standard deviation 0.02; so its output, a sum of many independent products, is normally
@@ -21,7 +19,6 @@ Sketch: a byte is read once and written once, so memcpy is the bound; the ratio 
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import random
@@ -31,35 +28,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, median_spread, scratch, sized, wait_until
-from benchmarks.vllm_hit_ttft import prompt
+from benchmarks.common import figure, median_spread, sized
 from kvstrata.errors import ConfigError
 from kvstrata.native import core
 from kvstrata.native.core import RecordSpec
-from kvstrata.storage.base import LoadItem, LoadStatus, two_bytes
-from kvstrata.storage.config import make_adapter
+from kvstrata.storage.base import two_bytes
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
-from kvstrata.storage.wrap.codec_seal import MAC
-from kvstrata.testing.strategies import WatchedHold, lent_context
-from tests.harness import vllm_env, vllm_model
-from tests.harness.redis_server import RedisServer
-from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import VllmProcess
 
-MODEL, LAYERS, KV_HEADS, TOKENS, HEAD = sized(("160m", 8, 8, 256, 64), ("19m", 4, 4, 256, 32))
-"""The demo's model (tests/harness/vllm_model.py), and layers, kv heads, tokens and head size of its chunks."""
+LAYERS, KV_HEADS, TOKENS, HEAD = sized((8, 8, 256, 64), (4, 4, 256, 32))
+"""As in chunks of the demo's model (tests/harness/vllm_model.py, "160m")."""
 RECORDS = sized(4, 1)
 REPEATS = sized(7, 1)
 KEY = bytes(range(32))
-MAC_TARGET = 0.05
 CHAINS = {
     "zstd": ChainSettings(zstd=ZstdOptions()),
     "zstd_3": ChainSettings(zstd=ZstdOptions(level=3)),
     "zstd_no_planes": ChainSettings(zstd=ZstdOptions(planes=1)),
     "aes": ChainSettings(master_key=b"k" * 32),
     "zstd_aes": ChainSettings(zstd=ZstdOptions(), master_key=b"k" * 32),
-    "mac": ChainSettings(mac_key=b"k" * 32),
 }
 
 
@@ -104,23 +91,6 @@ def found_records(folder: str) -> list[bytes]:
             f"KVSTRATA_BENCH_RECORDS: {folder!r} holds no plain record (*.kvc)", field="records"
         )
     return records
-
-
-def records_of_vllm() -> list[bytes]:
-    """Let vLLM store a prompt of random tokens; return its records. Raises ServerFailed and VllmFailed."""
-    with (
-        scratch("codec") as folder,
-        ServerProcess(folder / "server", l1_mb=256, l2="fs", chunk_tokens=TOKENS) as server,
-    ):
-        server.start()
-        model = vllm_model.ensure_model(MODEL)
-        with VllmProcess(model, folder / "vllm", extra=server.connector_config()) as vllm:
-            vllm.generate(prompt(0, (RECORDS + 1) * TOKENS), max_tokens=1)
-            l2 = folder / "server" / "l2"
-            wait_until(lambda: len(list(l2.rglob("*.kvc"))) >= RECORDS, "the prompt's chunks are in L2")
-            vllm.quit()
-        server.stop()
-        return found_records(str(l2))
 
 
 def rates_of(call: Callable[[], object], length: int) -> list[float]:
@@ -192,67 +162,15 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
     return figures
 
 
-def mac_share(records: list[bytes], source: str) -> list[dict[str, Any]]:
-    """Measure how much longer a load from a Redis on this host takes if the record's MAC is checked."""
-    chain = Chain(CHAINS["mac"])
-    sealed = []
-    for record in records:
-        place, target = mmap.mmap(-1, len(record)), mmap.mmap(-1, chain.staging_bytes(len(record)))
-        place[:] = record
-        length = chain.encode(memoryview(place), memoryview(target), lambda identity, part: None).length
-        sealed.append((memoryview(target)[:length], core.record_header(core.buffer_address(target), length)))
-
-    def check() -> None:
-        for stored, header in sealed:
-            chain.seals.read(MAC, header.identity, stored, header.header_bytes, len(header.sections))
-
-    check_s = [sum(map(len, records)) / rate / 1e9 for rate in rates_of(check, sum(map(len, records)))]
-
-    async def load_s() -> list[float]:
-        with scratch("codec-mac") as folder, RedisServer(folder) as redis, redis.client() as client:
-            adapter = make_adapter(redis.entry(), 0)
-            await adapter.open(lent_context(lambda key: None))
-            times = []
-            for repeat in range(REPEATS + 1):
-                took_s = 0.0
-                for record in records:
-                    client.set(f"kvstrata:{record[16:48].hex()}", record)
-                    item = LoadItem(record[16:48], WatchedHold(record[16:48], len(record), for_put=False))
-                    started = time.perf_counter()
-                    [outcome] = await adapter.load([item])
-                    took_s += time.perf_counter() - started
-                    if outcome.status is not LoadStatus.LOADED:
-                        raise RuntimeError(f"a record was not loaded: {outcome}")
-                if repeat:
-                    times.append(took_s)
-            await adapter.close()
-            return times
-
-    checked, _ = median_spread(check_s)
-    loaded, spread = median_spread(asyncio.run(load_s()))
-    share = checked / loaded
-    print(
-        f"   mac: {checked * 1e3:.2f} ms of checks, {loaded * 1e3:.2f} ms of loads from Redis: {share:.1%}",
-        flush=True,
-    )
-    return [
-        figure(
-            "codec_mac_share_of_load", value=share, unit="of a load from a Redis on this host", spread=spread,
-            target=f"<= {MAC_TARGET}", ok=share <= MAC_TARGET, kv=source, ratio=share, ratio_to="a load",
-        )
-    ]  # fmt: skip
-
-
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     folder = os.environ.get("KVSTRATA_BENCH_RECORDS", "")
     if folder:
         records, source = found_records(folder), f"records of {folder}"
-    elif vllm_env.find() is not None:
-        records, source = records_of_vllm(), f"vLLM's KV of a random-weight Llama of {MODEL} parameters"
     else:
-        records = [synthetic(seed) for seed in range(RECORDS)]
-        source = "synthetic random-weight KV, not of a model (vLLM is not installed)"
+        records, source = (
+            [synthetic(seed) for seed in range(RECORDS)],
+            "synthetic random-weight KV, not of a model",
+        )
     print(f"   {len(records)} records of {len(records[0]) / (1 << 20):.1f} MiB: {source}", flush=True)
-    figures = [one for name, settings in CHAINS.items() for one in measure(name, settings, records, source)]
-    return figures + mac_share(records, source)
+    return [one for name, settings in CHAINS.items() for one in measure(name, settings, records, source)]

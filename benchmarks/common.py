@@ -26,6 +26,7 @@ __all__ = [
     "chains",
     "clear_l1",
     "commit",
+    "compared",
     "cpu_seconds",
     "engine_client",
     "figure",
@@ -90,6 +91,55 @@ def figure(
         "commit": commit(),
         **more,
     }
+
+
+def compared(
+    name: str,
+    ours: float | Sequence[float],
+    unit: str,
+    to: str,
+    beside: float | Sequence[float],
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    most_value: float | None = None,
+    inverse: bool = False,
+    ok: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
+    """Make the figure of repeats `ours` and of `beside`, what the same run measured of `to`.
+
+    The ratio, ours ÷ beside (`inverse`: beside ÷ ours), is the median over the rounds where both have as many repeats,
+    else that of the medians.  It must be `least` at least and `most` at most, the value `most_value`; without a bound
+    the figure is reported only.  `ok` is a further condition.
+    """
+    ours, beside = ([one] if isinstance(one, int | float) else list(one) for one in (ours, beside))
+    value, spread = median_spread(ours)
+    floor, floor_spread = median_spread(beside)
+    pairs = list(zip(ours, beside, strict=True)) if len(ours) == len(beside) else [(value, floor)]
+    ratio, ratio_spread = median_spread([b / a if inverse else a / b for a, b in pairs])
+    bounds = [
+        (least is None or ratio >= least, f"≥ {least} ×"),
+        (most is None or ratio <= most, f"≤ {most} ×"),
+        (most_value is None or value <= most_value, f"≤ {most_value} {unit}"),
+    ]
+    wanted = [
+        text for (_, text), bound in zip(bounds, (least, most, most_value), strict=True) if bound is not None
+    ]
+    return figure(
+        name,
+        value=value,
+        unit=unit,
+        ratio=ratio,
+        target=", ".join(wanted) or "reported",
+        ok=ok and all(met for met, _ in bounds),
+        spread=spread if len(ours) > 1 else None,
+        ratio_to=to,
+        beside=floor,
+        beside_spread=floor_spread,
+        ratio_spread=ratio_spread,
+        **more,
+    )
 
 
 @functools.cache

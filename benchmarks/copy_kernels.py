@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.common import figure, median_spread, sized
+from benchmarks.common import compared, median_spread, sized
 from kvstrata.native import core
 from kvstrata.native.core import CopyEngine, CopyPlan, RecordSpec
 
@@ -100,18 +100,6 @@ def in_turn(calls: dict[str, Callable[[], None]], repeats: int = REPEATS) -> dic
     return rates
 
 
-def against(rates: dict[str, list[float]], name: str, floor: str) -> tuple[float, list[float]]:
-    """Return the median ratio of two calls that took turns, and its spread."""
-    return median_spread([a / b for a, b in zip(rates[name], rates[floor], strict=True)])
-
-
-def shown(label: str, rates: list[float], ratio: float | None = None) -> None:
-    """Print a line of rates in GB/s."""
-    value, (least, greatest) = median_spread(rates)
-    beside = f"  {ratio:5.2f} × memcpy" if ratio is not None else ""
-    print(f"   {label:<34}{value:7.2f} GB/s  [{least:.2f}..{greatest:.2f}]{beside}", flush=True)
-
-
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     buffers = Buffers()
@@ -129,26 +117,17 @@ def run() -> list[dict[str, Any]]:
                     "scatter_two": partial(work.scatter, two),
                 }
             )
-            size = f"{block_bytes >> 10}k"
-            shown(f"memcpy ({size} follows)", rates["memcpy"])
             for what in ("gather", "scatter"):
-                ratio, ratio_spread = against(rates, what, "memcpy")
-                both = against(rates, f"{what}_two", what)[0]
-                value, spread = median_spread(rates[what])
-                shown(f"{what}, blocks of {size}", rates[what], ratio)
-                shown(f"{what}, blocks of {size}, two threads", rates[f"{what}_two"])
+                both = [a / b for a, b in zip(rates[f"{what}_two"], rates[what], strict=True)]
                 figures.append(
-                    figure(
-                        f"kernel_{what}_{size}",
-                        value=value,
-                        unit="GB/s",
-                        ratio=ratio,
-                        target=f"≥ {TARGET} × memcpy, one thread",
-                        ok=ratio >= TARGET,
-                        spread=spread,
-                        ratio_to=f"memcpy in turn, {median_spread(rates['memcpy'])[0]:.1f} GB/s",
-                        ratio_spread=ratio_spread,
-                        two_threads_over_one=both,
+                    compared(
+                        f"kernel_{what}_{block_bytes >> 10}k",
+                        rates[what],
+                        "GB/s",
+                        "memcpy in turn, one thread",
+                        rates["memcpy"],
+                        least=TARGET,
+                        two_threads_over_one=median_spread(both)[0],
                     )
                 )
     finally:

@@ -20,7 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import STORES, chains, engine_client, figure, median_spread, scratch, sized, wait_until
+from benchmarks.common import (
+    STORES,
+    chains,
+    compared,
+    engine_client,
+    median_spread,
+    scratch,
+    sized,
+    wait_until,
+)
 from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity, LoadItem
 from kvstrata.types import RequestIdentity, unpack_extents
@@ -158,54 +167,38 @@ def run() -> list[dict[str, Any]]:
     blocks.close()
     figures = []
     for what in ("store", "retrieve"):
-        one, two = taken[1, CHUNKS], taken[2, CHUNKS]
-        rates = [BATCH_BYTES / s / 1e9 for s in one[what]]
-        ratio, ratio_spread = median_spread([m / s for m, s in zip(one["memcpy"], one[what], strict=True)])
-        value, spread = median_spread(rates)
-        floor = median_spread([BATCH_BYTES / s / 1e9 for s in one["memcpy"]])[0]
-        figures.append(
-            figure(
-                f"copy_{what}",
-                value=value,
-                unit="GB/s",
-                ratio=ratio,
-                target=f"≥ {TARGET} × memcpy, one thread",
-                ok=ratio >= TARGET,
-                spread=spread,
-                ratio_to=f"memcpy beside it, {floor:.1f} GB/s",
-                ratio_spread=ratio_spread,
-            )
-        )
-        two_value, two_spread = median_spread([BATCH_BYTES / s / 1e9 for s in two[what]])
-        limit = median_spread([BATCH_BYTES / s / 1e9 for s in two["memcpy"]])[0]
-        of_limit = median_spread([m / s for m, s in zip(two["memcpy"], two[what], strict=True)])[0]
-        figures.append(
-            figure(
+        rates = {
+            case: {name: [BATCH_BYTES / s / 1e9 for s in taken[case][name]] for name in (what, "memcpy")}
+            for case in taken
+        }
+        one, two = rates[1, CHUNKS], rates[2, CHUNKS]
+        alone = median_spread(one[what])[0]
+        of_limit = median_spread([ours / bare for ours, bare in zip(two[what], two["memcpy"], strict=True)])[
+            0
+        ]
+        figures += [
+            compared(
+                f"copy_{what}", one[what], "GB/s", "memcpy beside it, one thread", one["memcpy"], least=TARGET
+            ),
+            compared(
                 f"copy_{what}_two_threads",
-                value=two_value,
-                unit="GB/s",
-                ratio=two_value / value,
-                target=f"≥ {TARGET_TWO} × one thread, or {TARGET} × memcpy on two threads (the memory's limit)",
-                ok=two_value / value >= TARGET_TWO or of_limit >= TARGET,
-                spread=two_spread,
-                ratio_to=f"one thread, {value:.1f} GB/s",
+                two[what],
+                "GB/s",
+                "one thread",
+                alone,
+                least=TARGET_TWO
+                if of_limit < TARGET
+                else None,  # memcpy on two threads is the memory's limit
                 ratio_to_limit=of_limit,
-                limit=f"memcpy on two threads beside it, {limit:.1f} GB/s",
-            )
-        )
-        alone = taken[1, 1]
-        alone_value, alone_spread = median_spread([1e3 * s for s in alone[what]])
-        alone_ratio = median_spread([m / s for m, s in zip(alone["memcpy"], alone[what], strict=True)])[0]
-        figures.append(
-            figure(
+                limit=f"memcpy on two threads beside it, {median_spread(two['memcpy'])[0]:.1f} GB/s",
+            ),
+            compared(
                 f"copy_{what}_one_chunk",
-                value=alone_value,
-                unit="ms",
-                ratio=alone_ratio,
-                target="reported",
-                ok=True,
-                spread=alone_spread,
-                ratio_to="memcpy of 32 MiB beside it",
-            )
-        )
+                [1e3 * s for s in taken[1, 1][what]],
+                "ms",
+                "memcpy of 32 MiB beside it",
+                [1e3 * s for s in taken[1, 1]["memcpy"]],
+                inverse=True,
+            ),
+        ]
     return figures

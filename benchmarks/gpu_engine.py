@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import WAIT_S, figure, median_spread, percentile, scratch, wait_until
+from benchmarks.common import WAIT_S, compared, median_spread, percentile, scratch, wait_until
 from benchmarks.gpu import CHUNK_TOKENS, LayerProducts, on_gpu, require_cupy, require_gpu
 from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import Identity, StoreJob
@@ -201,62 +201,43 @@ def figures_of(name: str, bare: Run, cached: Run, **more: Any) -> list[dict[str,
     rates = [len(run.requests) / run.seconds for run in (cached, bare)]
     decodes = [step for step in cached.steps if step.decodes and not step.prefill_tokens]
     beside, alone = ([1e3 * s.seconds for s in decodes if s.copies is which] for which in (True, False))
-    reported = {"target": "reported", "ok": True, **more}
+    prefix = "the same traffic with no cache"
     figures = [
-        figure(
+        compared(
             f"gpu_engine_ttft_{name}",
-            value=ours["mean"],
-            unit="ms",
-            ratio=theirs["mean"] / ours["mean"],
-            ratio_to="the same traffic with no cache (how many times as fast)",
+            ours["mean"],
+            "ms",
+            f"{prefix} (how many times as fast)",
+            theirs["mean"],
+            inverse=True,
             with_cache=ours,
             without=theirs,
-            **reported,
+            **more,
         ),
-        figure(
-            f"gpu_engine_requests_{name}",
-            value=rates[0],
-            unit="1/s",
-            ratio=rates[0] / rates[1],
-            ratio_to=f"the same traffic with no cache, {rates[1]:.2f} 1/s",
-            **reported,
-        ),
-        figure(
-            f"gpu_engine_from_cache_{name}",
-            value=100 * share,
-            unit="%",
-            ratio=share,
-            ratio_to="all tokens of all prompts",
-            **reported,
+        compared(f"gpu_engine_requests_{name}", rates[0], "1/s", prefix, rates[1], **more),
+        compared(
+            f"gpu_engine_from_cache_{name}", 100 * share, "%", "all tokens of all prompts", 100.0, **more
         ),
     ]
     if beside and alone:
-        value, spread = median_spread(beside)
+        to = f"{len(alone)} steps that only decode, while nothing is copied"
+        middle = median_spread(alone)[0]
         figures.append(
-            figure(
-                f"gpu_engine_decode_step_{name}",
-                value=value,
-                unit="ms",
-                ratio=value / median_spread(alone)[0],
-                spread=spread,
-                ratio_to=f"{len(alone)} steps that only decode, while nothing is copied",
-                steps=len(beside),
-                **reported,
-            )
+            compared(f"gpu_engine_decode_step_{name}", beside, "ms", to, middle, steps=len(beside), **more)
         )
     if cached.lags_s:
         lags = times([1e3 * lag for lag in cached.lags_s])
-        median_step = median_spread([1e3 * step.seconds for step in cached.steps])[0]
+        step = median_spread([1e3 * step.seconds for step in cached.steps])[0]
         figures.append(
-            figure(
+            compared(
                 f"gpu_engine_store_lag_{name}",
-                value=lags["p50"],
-                unit="ms",
-                ratio=lags["p50"] / median_step,
-                ratio_to=f"the median step, {median_step:.1f} ms",
+                lags["p50"],
+                "ms",
+                "the median step",
+                step,
                 lags=lags,
                 stores=len(cached.lags_s),
-                **reported,
+                **more,
             )
         )
     return figures

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import (
     chain_of,
-    figure,
+    compared,
     median_spread,
     percentile,
     scratch,
@@ -140,20 +140,14 @@ def run() -> list[dict[str, Any]]:
                     for which, (groups, prompts) in engines.items():
                         found = seconds_of(make(groups), prompts)
                         times.setdefault((name, which), []).append(percentile(found, 0.5) * 1e6)
-    rows = []
-    for name in ("peek", "lookup"):
-        value, spread = median_spread(times[name, "three"])
-        alone = median_spread(times[name, "one"])[0]
-        rows.append(
-            figure(
-                f"groups_{name}",
-                value=value,
-                unit="µs",
-                ratio=value / alone,
-                ratio_to=f"one group, {alone:.0f} µs",
-                target=f"≤ {TARGET} × one group",
-                ok=value <= TARGET * alone,
-                spread=spread,
-            )
+    return [
+        compared(
+            f"groups_{name}",
+            times[name, "three"],
+            "µs",
+            "one group",
+            median_spread(times[name, "one"])[0],
+            most=TARGET,
         )
-    return rows
+        for name in ("peek", "lookup")
+    ]

@@ -12,7 +12,7 @@ import time
 from array import array
 from typing import Any
 
-from benchmarks.common import figure, median_spread, sized
+from benchmarks.common import compared, median_spread, sized
 from kvstrata.keys import ChunkHasher
 
 TOKENS = 131_072
@@ -55,17 +55,6 @@ def run() -> list[dict[str, Any]]:
             if repeat:  # the first round warms up
                 ours.append((middle - started) * 1e3)
                 bares.append((ended - middle) * 1e3)
-    value, spread = median_spread(ours)
-    floor, _ = median_spread(bares)
     return [
-        figure(
-            "hash_128k",
-            value=value,
-            unit="ms",
-            ratio=value / floor,
-            target=f"≤ {TARGET_MS} ms",
-            ok=value <= TARGET_MS,
-            spread=spread,
-            ratio_to=f"hashlib and array, {floor:.2f} ms",
-        )
+        compared("hash_128k", ours, "ms", "hashlib and array", median_spread(bares)[0], most_value=TARGET_MS)
     ]

@@ -10,28 +10,20 @@ Sketch: the host adds two messages of 1.4 KB and a few context switches to a bat
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import uvloop
 
-from benchmarks.common import ROOT, figure, median_spread, scratch, sized
-from kvstrata.clock import SystemClock
-from kvstrata.memory import linux
-from kvstrata.native.core import ExtentsMap, Hold, LentHold, RecordSpec, record_bytes, seal_record
+from benchmarks.common import figure, median_spread, scratch, sized
+from benchmarks.hosted import ORDERS, BareProcess, Extents, keys_of, serve_bare
 from kvstrata.storage.base import (
-    AdapterContext,
     LoadItem,
     LoadStatus,
     Presence,
@@ -40,53 +32,12 @@ from kvstrata.storage.base import (
     StorageAdapter,
 )
 from kvstrata.storage.config import configure_tier
-from kvstrata.storage.host.frames import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
 
 ITEMS = 32
 PAYLOAD_BYTES = 1 << 20
-RECORD_BYTES = record_bytes(1, PAYLOAD_BYTES)
-STRIDE_BYTES = -(-RECORD_BYTES // 4096) * 4096
 WARM_UP, ROUNDS = sized((6, 36), (1, 2))
-ORDERS = tuple(itertools.permutations(range(3)))
-"""The orders in which the three ways take turns."""
 TARGET = 0.9
-
-
-class Extents:
-    """Memory in place of a pool: one extent for each record to put, and one for each to load."""
-
-    def __init__(self, fd: int = -1) -> None:
-        """`fd`: of another process's extents; without it, there is memory of its own."""
-        self.length = 2 * ITEMS * STRIDE_BYTES
-        self.fd = fd
-        if fd < 0:
-            self.fd = linux.create_memfd("bench-host-cost")
-            os.ftruncate(self.fd, self.length)
-        self.map = ExtentsMap(self.fd, self.length)
-
-    def context(self) -> AdapterContext:
-        """Return the context with which the adapters are opened."""
-        return AdapterContext(
-            "bench", SystemClock(), self.map.address, self.length, lambda key: None, self.fd
-        )
-
-    def seal(self, keys: list[bytes]) -> None:
-        """Seal a record of each key in the extents for puts."""
-        for i, key in enumerate(keys):
-            spec = RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
-            seal_record(self.map.address + i * STRIDE_BYTES, RECORD_BYTES, spec, [PAYLOAD_BYTES])
-
-    def hold(self, i: int, key: bytes, *, for_put: bool) -> Hold:
-        """Return a hold on extent `i`."""
-        offset = (i if for_put else ITEMS + i) * STRIDE_BYTES
-        hold = LentHold(self.map, key, offset, RECORD_BYTES, writable=not for_put, dropped=lambda: None)
-        return cast("Hold", hold)
-
-    def close(self) -> None:
-        """Unmap the memory and close its file."""
-        self.map.close()
-        os.close(self.fd)
 
 
 class Way:
@@ -123,38 +74,29 @@ class Way:
         await self._adapter.close()
 
 
-class BareProcess(Way):
+class Bare(Way):
     """The adapter in a bare process."""
 
     def __init__(self, folder: Path, extents: Extents) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fds = (theirs.fileno(), extents.fd)
-        command = [sys.executable, "-m", "benchmarks.host_cost", str(folder), *map(str, fds)]
-        self._process = subprocess.Popen(command, pass_fds=fds, cwd=ROOT)
-        theirs.close()
-
-    def _ask(self, what: bytes, keys: list[bytes]) -> bool:
-        self._socket.send(what.ljust(16) + b"".join(keys))
-        return self._socket.recv(MAX_FRAME_BYTES) == bytes([1]) * len(keys)
+        self._process = BareProcess("benchmarks.host_cost", [str(folder)], extents)
 
     async def put(self, keys: list[bytes]) -> bool:
-        return self._ask(b"put", keys)
+        return self._process.ask("put", keys)
 
     async def exists(self, keys: list[bytes]) -> bool:
-        return self._ask(b"exists", keys)
+        return self._process.ask("exists", keys)
 
     async def load(self, keys: list[bytes]) -> bool:
-        return self._ask(b"load", keys)
+        return self._process.ask("load", keys)
 
     async def delete(self, keys: list[bytes]) -> bool:
-        return self._ask(b"delete", keys)
+        return self._process.ask("delete", keys)
 
     async def open(self) -> None:
-        assert self._socket.recv(16) == b"ready", "the bare process has ended"
+        """It is open."""
 
     async def close(self) -> None:
-        self._socket.close()
-        self._process.wait()
+        self._process.end()
 
 
 def in_process(folder: Path, number: int) -> StorageAdapter:
@@ -162,22 +104,18 @@ def in_process(folder: Path, number: int) -> StorageAdapter:
     return configure_tier({"type": "fs", "base_path": str(folder)}, number).make()
 
 
-async def serve_bare(folder: Path, channel_fd: int, extents_fd: int) -> None:
+async def serve(folder: Path, channel_fd: int, extents_fd: int) -> None:
     """Body of the bare process."""
-    way = Way(in_process(folder, 2), Extents(extents_fd))
+    way = Way(in_process(folder, 2), Extents(ITEMS, PAYLOAD_BYTES, extents_fd))
     await way.open()
-    channel = socket.socket(fileno=channel_fd)
-    channel.send(b"ready")
-    calls = {b"put": way.put, b"exists": way.exists, b"load": way.load, b"delete": way.delete}
-    while frame := channel.recv(MAX_FRAME_BYTES):
-        keys = [bytes(frame[at : at + 32]) for at in range(16, len(frame), 32)]
-        channel.send(bytes([await calls[frame[:16].strip()](keys)]) * len(keys))
+    calls = {"put": way.put, "exists": way.exists, "load": way.load, "delete": way.delete}
+    await serve_bare(channel_fd, calls)
     await way.close()
 
 
 async def one_round(way: Way, extents: Extents, number: int) -> tuple[float, float, float]:
     """Return the seconds of a put, an exists and a load of one batch; delete the batch."""
-    keys = [hashlib.sha256(b"%d %d" % (number, i)).digest() for i in range(ITEMS)]
+    keys = keys_of(number, ITEMS)
     extents.seal(keys)
     times = []
     for call in (way.put, way.exists, way.load):
@@ -191,12 +129,12 @@ async def one_round(way: Way, extents: Extents, number: int) -> tuple[float, flo
 
 async def compare(folder: Path) -> dict[str, list[tuple[float, float, float]]]:
     """Return (in process, in a host, in a bare process) seconds of each round, by operation."""
-    extents = Extents()
+    extents = Extents(ITEMS, PAYLOAD_BYTES)
     hosted = configure_tier({"type": "fs", "base_path": str(folder / "in-a-host")}, 1)
     ways = [
         Way(in_process(folder / "in-process", 0), extents),
         Way(HostedAdapter(hosted, kill_ms=60_000), extents),
-        BareProcess(folder / "bare", extents),
+        Bare(folder / "bare", extents),
     ]
     try:
         for way in ways:
@@ -215,33 +153,6 @@ async def compare(folder: Path) -> dict[str, list[tuple[float, float, float]]]:
         operation: [(here[i], there[i], bare[i]) for here, there, bare in rounds[WARM_UP:]]
         for i, operation in enumerate(("put", "exists", "load"))
     }
-
-
-def bare_round_trip_us(pause_s: float) -> float:
-    """Return the median µs of a round trip to a bare child, with frames as long as an `exists` for 1,024 keys needs.
-
-    The calls block, without event loop or thread, and the frames are neither packed nor read: no adapter host can be
-    faster.  The pause of `pause_s` before each round trip stands for the time in which a medium answers and both cores
-    go to sleep.
-    """
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    child = os.fork()
-    if child == 0:
-        here.close()
-        while there.recv(MAX_FRAME_BYTES):
-            there.send(bytes(16 + 1024 * 6))
-        os._exit(0)
-    there.close()
-    question, times = bytes(16 + 1024 * 32), []
-    for _ in range(301):
-        time.sleep(pause_s)
-        begun_s = time.perf_counter()
-        here.send(question)
-        here.recv(MAX_FRAME_BYTES)
-        times.append(time.perf_counter() - begun_s)
-    here.close()
-    os.waitpid(child, 0)
-    return round(statistics.median(times) * 1e6, 1)
 
 
 @contextmanager
@@ -269,15 +180,11 @@ def numbers(times: dict[str, list[tuple[float, float, float]]], medium: str) -> 
 
 def run() -> list[dict[str, Any]]:
     """Measure the figure."""
-    bare = {
-        "bare_round_trip_us": bare_round_trip_us(0),
-        "bare_round_trip_paused_us": bare_round_trip_us(0.0007),
-    }
     with on_tmpfs() as folder:
         memory = uvloop.run(compare(folder))
     with scratch("host-cost") as folder:
         disk = uvloop.run(compare(folder))
-    parts = {**numbers(memory, "tmpfs"), **numbers(disk, "disk"), **bare}
+    parts = {**numbers(memory, "tmpfs"), **numbers(disk, "disk")}
     value, worse = min((parts[f"tmpfs_{operation}_host_ratio"], operation) for operation in ("put", "load"))
     ratios = [here / there for operation in ("put", "load") for here, there, _ in memory[operation]]
     return [
@@ -297,4 +204,4 @@ def run() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve_bare(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    uvloop.run(serve(Path(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -25,9 +25,9 @@ from typing import Any
 
 from benchmarks.common import (
     chain_of,
+    compared,
     cpu_seconds,
     engine_client,
-    figure,
     median_spread,
     percentile,
     scratch,
@@ -36,8 +36,9 @@ from benchmarks.common import (
     wait_until,
 )
 from benchmarks.echo import ThreadedAsker, echo_server
-from benchmarks.raw_session import Line, RawSession, status
+from benchmarks.raw_session import RawSession, status
 from kvstrata.memory.memory_limit import available_bytes
+from kvstrata.session.plain import PlainConnection
 from kvstrata.types import EXTENT, LayoutIdentity, RequestIdentity
 from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
@@ -87,13 +88,13 @@ def lookup_seconds(client: Any, identity: Any, prompts: Sequence[bytes], pause_s
     return seconds
 
 
-def echo_seconds(socket: Line, frame: bytes, calls: int, pause_s: float) -> list[float]:
+def echo_seconds(socket: PlainConnection, frame: bytes, calls: int, pause_s: float) -> list[float]:
     """Return the seconds of round trips of one frame."""
     seconds = []
     for _ in range(calls):
         started = time.perf_counter()
         socket.send(frame)
-        socket.recv()
+        socket.receive()
         seconds.append(time.perf_counter() - started)
         if pause_s:
             time.sleep(pause_s)
@@ -139,7 +140,7 @@ def run() -> list[dict[str, Any]]:
             layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
             session = RawSession(server.socket_dir, layout, blocks.slice(), blocks.facts)
             frame = session.lookup(prompts[0])
-            echo = Line(server.socket_dir / "echo.sock", 10.0)
+            echo = PlainConnection(server.socket_dir / "echo.sock", 10.0)
             paced: list[list[float]] = []
             packed: list[list[float]] = []
             bare: list[list[float]] = []
@@ -160,23 +161,23 @@ def run() -> list[dict[str, Any]]:
             hops_after_work = hops_us(server.socket_dir, frame, WORK_S)
         client.close()
     blocks.close()
-    value, spread = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in packed])
-    paced_us, paced_spread = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in paced])
-    floor = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in bare])[0]
+    p50 = {
+        name: [percentile(seconds, 0.5) * 1e6 for seconds in taken]
+        for name, taken in (("packed", packed), ("paced", paced), ("bare", bare), ("bare paced", bare_paced))
+    }
+    paced_us, paced_spread = median_spread(p50["paced"])
     return [
-        figure(
+        compared(
             "lookup_rpc_128k",
-            value=value,
-            unit="µs",
-            ratio=value / floor,
-            target=f"p50 ≤ {TARGET_US} µs",
-            ok=value <= TARGET_US,
-            spread=spread,
-            ratio_to=f"p50 of a bare ZMTP echo of the request's {len(frame)} bytes, {floor:.0f} µs",
+            p50["packed"],
+            "µs",
+            f"p50 of a bare ZMTP echo of the request's {len(frame)} bytes",
+            p50["bare"],
+            most_value=TARGET_US,
             p99_us=median_spread([percentile(seconds, 0.99) * 1e6 for seconds in packed])[0],
             paced_p50_us=paced_us,
             paced_spread=paced_spread,
-            paced_echo_p50_us=median_spread([percentile(seconds, 0.5) * 1e6 for seconds in bare_paced])[0],
+            paced_echo_p50_us=median_spread(p50["bare paced"])[0],
             hops_p50_us=hops,
             hops_after_work_p50_us=hops_after_work,
             server_cpu_us=cpu_s / (ROUNDS * CALLS) * 1e6,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.common import figure, median_spread, percentile, sized
+from benchmarks.common import compared, median_spread, percentile, sized
 from kvstrata.client import CacheClient, Identity
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.keys import ChunkHasher
@@ -111,25 +111,19 @@ def run() -> list[dict[str, Any]]:
                 order.shuffle(hashers)
                 taken[name].append([_timed_us(call, hasher) for hasher in hashers[:count]])
 
-        def p50(name: str) -> tuple[float, list[float]]:
-            return median_spread([percentile(part, 0.5) for part in taken[name]])
-
-        value, spread = p50("ours")
-        floor, _ = p50("bare")
+        p50 = {name: [percentile(part, 0.5) for part in parts] for name, parts in taken.items()}
         return [
-            figure(
+            compared(
                 "lookup_shm_128k",
-                value=value,
-                unit="µs",
-                ratio=value / floor,
-                target=f"p50 ≤ {TARGET_US:.0f} µs",
-                ok=value <= TARGET_US,
-                spread=spread,
-                ratio_to=f"512 look-ups in a Python dict of as many keys, {floor:.0f} µs",
+                p50["ours"],
+                "µs",
+                "512 look-ups in a Python dict of as many keys",
+                median_spread(p50["bare"])[0],
+                most_value=TARGET_US,
                 p99_us=median_spread([percentile(part, 0.99) for part in taken["ours"]])[0],
-                native_us=p50("native")[0],
-                with_derivation_us=p50("derived")[0],
-                missed_us=p50("told")[0],
+                native_us=median_spread(p50["native"])[0],
+                with_derivation_us=median_spread(p50["derived"])[0],
+                missed_us=median_spread(p50["told"])[0],
                 missed_p99_us=median_spread([percentile(part, 0.99) for part in taken["told"]])[0],
                 entries=PROMPTS * CHUNKS,
             )

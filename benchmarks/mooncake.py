@@ -14,34 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from benchmarks.common import ROOT, figure, median_spread, scratch, sized
-from kvstrata.clock import SystemClock
-from kvstrata.memory import linux
-from kvstrata.native.core import (
-    CopyOutcome,
-    ExtentsMap,
-    Hold,
-    LentHold,
-    RecordSpec,
-    Verifier,
-    names_of,
-    record_bytes,
-    seal_record,
-)
-from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence, PutItem, PutStatus
+from benchmarks.common import ROOT, compared, median_spread, scratch, sized
+from benchmarks.hosted import ORDERS, BareProcess, Extents, keys_of, serve_bare
+from kvstrata.native.core import CopyOutcome, Verifier, names_of, record_bytes
+from kvstrata.storage.base import LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.storage.config import configure_tier
-from kvstrata.storage.host.frames import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX, VERIFIERS
 from tests.harness import mooncake
@@ -52,47 +37,7 @@ SMALL_BYTES = 4096
 EXISTS = 1024
 WARM_UP, ROUNDS = sized((3, 42), (1, 2))
 EXISTS_ROUNDS = sized(300, 5)
-ORDERS = tuple(itertools.permutations(range(3)))
-"""The orders in which the three ways take turns."""
 MOVE_TARGET, EXISTS_TARGET = 0.95, 1.2
-
-
-class Extents:
-    """Memory in place of a pool: one extent for each record to put, and one for each to load."""
-
-    def __init__(self, payload_bytes: int, fd: int = -1) -> None:
-        """`fd`: of another process's extents of the same size; without it, there is memory of its own."""
-        self.payload_bytes = payload_bytes
-        self.record_bytes = record_bytes(1, payload_bytes)
-        self.stride_bytes = -(-self.record_bytes // 4096) * 4096
-        self.length = 2 * ITEMS * self.stride_bytes
-        self.fd = fd
-        if fd < 0:
-            self.fd = linux.create_memfd("bench-mooncake")
-            os.ftruncate(self.fd, self.length)
-        self.map = ExtentsMap(self.fd, self.length)
-
-    def context(self) -> AdapterContext:
-        """Return the context with which the adapter is opened."""
-        return AdapterContext(
-            "bench", SystemClock(), self.map.address, self.length, lambda key: None, self.fd
-        )
-
-    def address(self, i: int, *, for_put: bool) -> int:
-        """Return the address of extent `i`."""
-        return self.map.address + (i if for_put else ITEMS + i) * self.stride_bytes
-
-    def seal(self, keys: Sequence[bytes]) -> None:
-        """Seal a record of each key in the extents for puts."""
-        for i, key in enumerate(keys):
-            spec = RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
-            seal_record(self.address(i, for_put=True), self.record_bytes, spec, [self.payload_bytes])
-
-    def hold(self, i: int, key: bytes, *, for_put: bool) -> Hold:
-        """Return a hold on extent `i`."""
-        offset = self.address(i, for_put=for_put) - self.map.address
-        hold = LentHold(self.map, key, offset, self.record_bytes, writable=not for_put, dropped=lambda: None)
-        return cast("Hold", hold)
 
 
 class Round(NamedTuple):
@@ -101,11 +46,6 @@ class Round(NamedTuple):
     ours: float
     raw: float
     floor: float
-
-
-def keys_of(number: int, count: int = ITEMS) -> list[bytes]:
-    """Return keys that no other number has."""
-    return [hashlib.sha256(b"%d %d" % (number, i)).digest() for i in range(count)]
 
 
 class Bare:
@@ -145,58 +85,28 @@ class Bare:
         return set(self._store.batch_remove(names_of(KEY_PREFIX, keys), True)) == {0}
 
 
-class BareProcess:
-    """A process with a bare client, asked over a socket with frames as long as the host's."""
-
-    def __init__(self, setup: dict[str, Any], extents: Extents) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fds = (theirs.fileno(), extents.fd)
-        words = [json.dumps(setup), str(extents.payload_bytes), *map(str, fds)]
-        command = [sys.executable, "-m", "benchmarks.mooncake", *words]
-        self._process = subprocess.Popen(command, pass_fds=fds, stdout=subprocess.DEVNULL, cwd=ROOT)
-        theirs.close()
-        assert self._socket.recv(16) == b"ready", "the bare process has ended"
-
-    def ask(self, what: str, keys: list[bytes]) -> bool:
-        """Call a method of its `Bare`, and wait for the result."""
-        self._socket.send(what.encode().ljust(16) + b"".join(keys))
-        return self._socket.recv(MAX_FRAME_BYTES) == bytes([1]) * len(keys)
-
-    def close(self) -> None:
-        """End the process."""
-        self._socket.close()
-        self._process.wait()
-
-
-def serve_bare(setup: dict[str, Any], payload_bytes: int, channel_fd: int, extents_fd: int) -> None:
+async def serve(setup: dict[str, Any], payload_bytes: int, channel_fd: int, extents_fd: int) -> None:
     """Body of the bare process."""
-    bare = Bare(setup, Extents(payload_bytes, extents_fd))
-    calls = {
-        "put": bare.put,
-        "load": functools.partial(bare.load, verified=True),
-        "exists": bare.exists,
-        "remove": bare.remove,
-    }
-    channel = socket.socket(fileno=channel_fd)
-    channel.send(b"ready")
-    while frame := channel.recv(MAX_FRAME_BYTES):
-        keys = [bytes(frame[at : at + 32]) for at in range(16, len(frame), 32)]
-        channel.send(bytes([calls[frame[:16].decode().strip()](keys)]) * len(keys))
+    bare = Bare(setup, Extents(ITEMS, payload_bytes, extents_fd))
+    load = functools.partial(bare.load, verified=True)
+    calls = {"put": bare.put, "load": load, "exists": bare.exists, "remove": bare.remove}
+    await serve_bare(channel_fd, calls)
 
 
 class Bench:
     """An open adapter in its host, a bare client in this process and a bare process, on the same extents."""
 
     def __init__(self, setup: dict[str, Any], payload_bytes: int) -> None:
-        self.extents = Extents(payload_bytes)
+        self.extents = Extents(ITEMS, payload_bytes)
         self.adapter = HostedAdapter(configure_tier({"type": "mooncake_store", **setup}, 0), kill_ms=600_000)
         self.bare = Bare(setup, self.extents)
-        self.process = BareProcess(setup, self.extents)
+        words = [json.dumps(setup), str(payload_bytes)]
+        self.process = BareProcess("benchmarks.mooncake", words, self.extents)
 
     async def close(self) -> None:
         """End both processes."""
         await self.adapter.close()
-        self.process.close()
+        self.process.end()
 
     async def ours(self, keys: list[bytes]) -> tuple[float, float]:
         """Return the seconds of a put and of a load by the adapter."""
@@ -233,7 +143,7 @@ class Bench:
         for number in range(WARM_UP + ROUNDS):
             times: dict[int, tuple[float, float]] = {}
             for place in ORDERS[number % len(ORDERS)]:
-                keys = keys_of(len(ways) * number + place)
+                keys = keys_of(len(ways) * number + place, ITEMS)
                 self.extents.seal(keys)
                 times[place] = await ways[place](keys)
             puts.append(Round(*(times[place][0] for place in range(len(ways)))))
@@ -297,50 +207,43 @@ def run() -> list[dict[str, Any]]:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:3])} ended with {done.returncode}")
     rounds = {name: [Round(*pair) for pair in pairs] for name, pairs in json.loads(done.stdout).items()}
-    figures = []
     gb = ITEMS * record_bytes(1, PAYLOAD_BYTES) / 1e9
-    for name, raw_call in (("mooncake_put", "batch_put_from"), ("mooncake_load", "batch_get_into")):
-        value, spread = median_spread([gb / pair.ours for pair in rounds[name]])
-        ratio = median_spread([pair.raw / pair.ours for pair in rounds[name]])[0]
-        figures.append(
-            figure(
-                name,
-                value=value,
-                unit="GB/s",
-                ratio=ratio,
-                ratio_to=f"raw {raw_call} of the same records",
-                target=f"≥ {MOVE_TARGET} × raw",
-                ok=ratio >= MOVE_TARGET,
-                spread=spread,
-                raw_gb_per_s=median_spread([gb / pair.raw for pair in rounds[name]])[0],
-                floor_ratio=median_spread([pair.raw / pair.floor for pair in rounds[name]])[0],
-                ratio_to_floor=median_spread([pair.floor / pair.ours for pair in rounds[name]])[0],
-            )
-        )
-    name = "exists_1024_mooncake"
-    value, spread = median_spread([pair.ours * 1e3 for pair in rounds[name]])
-    ratio = median_spread([pair.ours / pair.raw for pair in rounds[name]])[0]
-    figures.append(
-        figure(
+
+    def median(name: str, ratio: Callable[[Round], float]) -> float:
+        return median_spread([ratio(one) for one in rounds[name]])[0]
+
+    figures = [
+        compared(
             name,
-            value=value,
-            unit="ms",
-            ratio=ratio,
-            ratio_to="raw batch_is_exist of the same keys",
-            target=f"≤ {EXISTS_TARGET} × raw",
-            ok=ratio <= EXISTS_TARGET,
-            spread=spread,
-            raw_ms=median_spread([pair.raw * 1e3 for pair in rounds[name]])[0],
-            floor_ratio=median_spread([pair.floor / pair.raw for pair in rounds[name]])[0],
-            ratio_to_floor=median_spread([pair.ours / pair.floor for pair in rounds[name]])[0],
+            [gb / one.ours for one in rounds[name]],
+            "GB/s",
+            f"raw {raw_call} of the same records",
+            [gb / one.raw for one in rounds[name]],
+            least=MOVE_TARGET,
+            floor_ratio=median(name, lambda one: one.raw / one.floor),
+            ratio_to_floor=median(name, lambda one: one.floor / one.ours),
         )
-    )
-    return figures
+        for name, raw_call in (("mooncake_put", "batch_put_from"), ("mooncake_load", "batch_get_into"))
+    ]
+    name = "exists_1024_mooncake"
+    return [
+        *figures,
+        compared(
+            name,
+            [one.ours * 1e3 for one in rounds[name]],
+            "ms",
+            "raw batch_is_exist of the same keys",
+            [one.raw * 1e3 for one in rounds[name]],
+            most=EXISTS_TARGET,
+            floor_ratio=median(name, lambda one: one.floor / one.raw),
+            ratio_to_floor=median(name, lambda one: one.ours / one.floor),
+        ),
+    ]
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        serve_bare(json.loads(sys.argv[1]), *map(int, sys.argv[2:]))
+        asyncio.run(serve(json.loads(sys.argv[1]), *map(int, sys.argv[2:])))
     else:
         print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
     os._exit(0)  # the bare clients' threads may crash an interpreter that exits normally

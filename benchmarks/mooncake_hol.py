@@ -26,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, sized
-from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES, Extents, keys_of
+from benchmarks.hosted import Extents, keys_of
+from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES
 from kvstrata.storage.base import LoadItem, LoadStatus, PutItem, PutStatus
 from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
@@ -172,7 +173,7 @@ async def one_round(way: Way, number: int, loaded: list[bytes]) -> dict[str, flo
 
 async def measure(setup: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
     """Return RUNS rounds of each way; a warm-up round of each comes first."""
-    extents = Extents(PAYLOAD_BYTES)
+    extents = Extents(ITEMS, PAYLOAD_BYTES)
     pool = Pool(extents, setup)
     ways: dict[str, Way] = {"pool": pool, "bare_lanes": BareLanes(extents, setup)}
     for place, (name, fields) in enumerate((("shared", {}), ("per_op", {"per_op_workers": PER_OP}))):
@@ -180,7 +181,7 @@ async def measure(setup: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
         adapter = HostedAdapter(configure_tier(entry, place), kill_ms=600_000)
         await adapter.open(extents.context())
         ways[name] = Adapter(extents, adapter)
-    loaded = keys_of(1 << 30)
+    loaded = keys_of(1 << 30, ITEMS)
     extents.seal(loaded)
     await pool.put(loaded)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}

@@ -20,7 +20,7 @@ from typing import Any
 import obstore
 
 from benchmarks import raw_io
-from benchmarks.common import figure, median_spread, scratch, sized
+from benchmarks.common import compared, median_spread, scratch, sized
 from kvstrata.native.core import CopyOutcome, buffer_address, verify_stored_record
 from kvstrata.storage.config import make_adapter
 from kvstrata.storage.lanes import Lane
@@ -121,52 +121,30 @@ async def _rounds(entry: dict[str, Any]) -> dict[str, list[float]]:
     return times
 
 
-def _throughput(
-    name: str, words: str, target: float, ours: Sequence[float], raw: Sequence[float]
-) -> dict[str, Any]:
-    gb = RECORDS * MB / 1e9
-    value, spread = median_spread([gb / took_s for took_s in ours])
-    bare, bare_spread = median_spread([gb / took_s for took_s in raw])
-    ratio = median_spread([b / a for a, b in zip(ours, raw, strict=True)])[0]
-    return figure(
-        name,
-        value=value,
-        unit="GB/s",
-        ratio=ratio,
-        ratio_to=f"{words}, {RECORDS} × 1 MiB",
-        target=f"≥ {target} × raw",
-        ok=ratio >= target,
-        spread=spread,
-        raw_gb_per_s=bare,
-        raw_spread=bare_spread,
-    )
-
-
 def _figures(times: dict[str, list[float]]) -> list[dict[str, Any]]:
-    value_ms, spread = median_spread([s * 1e3 for s in times["exists"]])
-    raw_ms, raw_spread = median_spread([s * 1e3 for s in times["raw exists"]])
-    ratio = median_spread([a / b for a, b in zip(times["exists"], times["raw exists"], strict=True)])[0]
-    put_words = f"obstore.put from {DEFAULT_WORKERS[Lane.PUT]} threads"
-    load_words = f"obstore.get from {DEFAULT_WORKERS[Lane.LOAD]} threads, not verified"
+    gb = RECORDS * MB / 1e9
+    rates = {name: [gb / took_s for took_s in took] for name, took in times.items()}
+    put_words = f"obstore.put from {DEFAULT_WORKERS[Lane.PUT]} threads, {RECORDS} × 1 MiB"
+    load_words = f"obstore.get from {DEFAULT_WORKERS[Lane.LOAD]} threads, not verified, {RECORDS} × 1 MiB"
+    verified = [a / b for a, b in zip(rates["load"], rates["verified load"], strict=True)]
     return [
-        _throughput("object_store_put", put_words, PUT_TARGET, times["put"], times["raw put"]),
-        {
-            **_throughput("object_store_load", load_words, LOAD_TARGET, times["load"], times["raw load"]),
-            "verified_ratio": median_spread(
-                [b / a for a, b in zip(times["load"], times["verified load"], strict=True)]
-            )[0],
-        },
-        figure(
+        compared("object_store_put", rates["put"], "GB/s", put_words, rates["raw put"], least=PUT_TARGET),
+        compared(
+            "object_store_load",
+            rates["load"],
+            "GB/s",
+            load_words,
+            rates["raw load"],
+            least=LOAD_TARGET,
+            verified_ratio=median_spread(verified)[0],
+        ),
+        compared(
             "object_store_exists",
-            value=value_ms,
-            unit="ms",
-            ratio=ratio,
-            ratio_to=f"{KEYS} × obstore.head from {DEFAULT_WORKERS[Lane.LOOKUP]} threads",
-            target=f"≤ {EXISTS_TARGET} × raw",
-            ok=ratio <= EXISTS_TARGET,
-            spread=spread,
-            raw_ms=raw_ms,
-            raw_spread=raw_spread,
+            [s * 1e3 for s in times["exists"]],
+            "ms",
+            f"{KEYS} × obstore.head from {DEFAULT_WORKERS[Lane.LOOKUP]} threads",
+            [s * 1e3 for s in times["raw exists"]],
+            most=EXISTS_TARGET,
         ),
     ]
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, median_spread, scratch, sized
+from benchmarks.common import compared, scratch, sized
 from tests.harness.child import Child
 from tests.tools import fetch_wheels
 
@@ -86,28 +86,19 @@ def run() -> list[dict[str, Any]]:
     environment = fetch_wheels.environment(fetch_wheels.NIXL)
     default, transports = measure(environment)
     tcp, _ = measure({**environment, "UCX_TLS": "tcp"})
-    figures = []
-    for name, target in TARGETS.items():
-        value, spread = median_spread(default[name])
-        ratio = statistics.median(
-            ours / bare for ours, bare in zip(default[name], default["bare"], strict=True)
+    return [
+        compared(
+            f"p2p_{name}",
+            default[name],
+            "GB/s",
+            "bare NIXL's UCX backend doing the same, round by round",
+            default["bare"],
+            least=target,
+            transports=transports[name]
+            or "NIXL does not say; UCX_TLS is " + os.environ.get("UCX_TLS", "all"),
+            tcp_gb_s=statistics.median(tcp[name]),
+            tcp_bare_gb_s=statistics.median(tcp["bare"]),
+            not_run="RDMA",
         )
-        figures.append(
-            figure(
-                f"p2p_{name}",
-                value=value,
-                unit="GB/s",
-                ratio=ratio,
-                ratio_to="bare NIXL's UCX backend doing the same, round by round",
-                target=f">= {target} x",
-                ok=ratio >= target,
-                spread=spread,
-                bare_gb_s=statistics.median(default["bare"]),
-                transports=transports[name]
-                or "NIXL does not say; UCX_TLS is " + os.environ.get("UCX_TLS", "all"),
-                tcp_gb_s=statistics.median(tcp[name]),
-                tcp_bare_gb_s=statistics.median(tcp["bare"]),
-                not_run="RDMA",
-            )
-        )
-    return figures
+        for name, target in TARGETS.items()
+    ]

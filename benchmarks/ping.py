@@ -9,8 +9,11 @@ Sketch: two context switches and three system calls on either side; the echo doe
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import os
+import select
 import subprocess
 import sys
 import time
@@ -24,8 +27,8 @@ import msgspec
 from benchmarks.common import (
     ROOT,
     chain_of,
+    compared,
     engine_client,
-    figure,
     median_spread,
     percentile,
     scratch,
@@ -33,8 +36,10 @@ from benchmarks.common import (
     store_ended,
 )
 from benchmarks.echo import echo_server
-from benchmarks.raw_session import Line, RawSession
-from kvstrata.types import LayoutIdentity, RequestIdentity
+from benchmarks.raw_session import RawSession
+from kvstrata.rpc import wire
+from kvstrata.session.plain import PlainConnection
+from kvstrata.types import LayoutIdentity, RequestIdentity, Slice
 from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
@@ -48,14 +53,14 @@ LOAD_RATE = 25
 LOAD_CHUNKS = 512
 
 
-def ping_seconds(socket: Line, frame: Callable[[], bytes], count: int) -> list[float]:
+def ping_seconds(socket: PlainConnection, frame: Callable[[], bytes], count: int) -> list[float]:
     """Return the seconds of `count` round trips, one after another; a frame is made before its round trip is timed."""
     seconds = []
     for _ in range(count):
         data = frame()
         started = time.perf_counter()
         socket.send(data)
-        socket.recv()
+        socket.receive()
         seconds.append(time.perf_counter() - started)
     return seconds
 
@@ -64,9 +69,9 @@ def ping_seconds(socket: Line, frame: Callable[[], bytes], count: int) -> list[f
 def load_clients(
     server: ServerProcess, echo: Path, layout: LayoutIdentity, chain: Path, blocks: PagedBlocks
 ) -> Iterator[Any]:
-    """Run clients (`benchmarks.load`); yield a function that points them at `server`, at `echo` or nowhere (`rest`)."""
+    """Run clients (`main`); yield a function that points them at `server`, at `echo` or nowhere (`rest`)."""
     command = [
-        *(sys.executable, "-m", "benchmarks.load", "--rate", str(LOAD_RATE), "--chain", str(chain)),
+        *(sys.executable, "-m", "benchmarks.ping", "--rate", str(LOAD_RATE), "--chain", str(chain)),
         *("--socket-dir", str(server.socket_dir), "--echo", str(echo)),
         *(
             "--layout",
@@ -106,7 +111,9 @@ def load_clients(
             process.stdout.close()
 
 
-def compare(name: str, session: RawSession, echo: Line, point: Callable[[str], int]) -> dict[str, Any]:
+def compare(
+    name: str, session: RawSession, echo: PlainConnection, point: Callable[[str], int]
+) -> dict[str, Any]:
     """Measure server and echo in turns; `point` switches the load."""
     ours: list[list[float]] = []
     bare: list[list[float]] = []
@@ -119,17 +126,13 @@ def compare(name: str, session: RawSession, echo: Line, point: Callable[[str], i
             ping_seconds(socket, session.ping, WARM_UP)
             taken.append(ping_seconds(socket, session.ping, PINGS))
             lookups[who] += point("rest")
-    value, spread = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in ours])
-    floor, floor_spread = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in bare])
-    return figure(
+    return compared(
         name,
-        value=value,
-        unit="µs",
-        ratio=value / floor,
-        target=f"≤ {TARGET} × bare ZMTP echo",
-        ok=value <= TARGET * floor,
-        spread=spread,
-        ratio_to=f"p50 of the echo, {floor:.0f} µs ({floor_spread[0]:.0f}-{floor_spread[1]:.0f})",
+        [percentile(seconds, 0.5) * 1e6 for seconds in ours],
+        "µs",
+        "p50 of a bare ZMTP echo",
+        [percentile(seconds, 0.5) * 1e6 for seconds in bare],
+        most=TARGET,
         p99_us=median_spread([percentile(seconds, 0.99) * 1e6 for seconds in ours])[0],
         echo_p99_us=median_spread([percentile(seconds, 0.99) * 1e6 for seconds in bare])[0],
         load_lookups=lookups,
@@ -151,7 +154,7 @@ def run() -> list[dict[str, Any]]:
         (folder / "chain").write_bytes(chain)
         path = server.socket_dir / "echo.sock"
         with echo_server(path):
-            echo = Line(path, 10.0)
+            echo = PlainConnection(path, 10.0)
             session = RawSession(server.socket_dir, layout, blocks.slice(), blocks.facts)
             figures.append(compare("ping", session, echo, lambda _: 0))
             with load_clients(server, path, layout, folder / "chain", blocks) as point:
@@ -161,3 +164,58 @@ def run() -> list[dict[str, Any]]:
         client.close()
     blocks.close()
     return figures
+
+
+def main() -> None:
+    """Be one client that sends `--rate` lookups a second, each followed by its release, while a ping is measured.
+
+    A line on stdin names the target: `server`, `echo`, or `rest` for neither.  Each line is answered with the number of
+    lookups since the line before it.  The process ends when its stdin is closed.  The client waits for each reply
+    before it sends more, so a server that falls behind gets fewer lookups.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket-dir", type=Path, required=True)
+    parser.add_argument("--echo", type=Path, required=True)
+    parser.add_argument("--layout", required=True, help="LayoutIdentity as JSON")
+    parser.add_argument("--slice", required=True, help="Slice as JSON")
+    parser.add_argument("--facts", required=True, help="the facts behind its layout, as JSON")
+    parser.add_argument("--chain", required=True, type=Path, help="file with the chain keys to look up")
+    parser.add_argument("--rate", type=float, required=True)
+    arguments = parser.parse_args()
+    layout = msgspec.convert(json.loads(arguments.layout), LayoutIdentity)
+    chain = arguments.chain.read_bytes()
+    slice_ = msgspec.convert(json.loads(arguments.slice), Slice)
+    session = RawSession(arguments.socket_dir, layout, slice_, json.loads(arguments.facts))
+    echo = PlainConnection(arguments.echo, 10.0)
+    stdin = sys.stdin.fileno()
+    target: PlainConnection | None = None
+    cycles = 0
+    due_s = time.monotonic()
+    os.write(1, b"ready\n")
+    while True:
+        wait_s = None if target is None else max(0.0, due_s - time.monotonic())
+        if select.select([stdin], [], [], wait_s)[0]:
+            line = os.read(stdin, 4096).decode()
+            if not line:
+                break
+            target = {"server": session.socket, "echo": echo, "rest": None}[line.split()[-1]]
+            os.write(1, f"{cycles}\n".encode())
+            cycles = 0
+            due_s = time.monotonic()
+            continue
+        assert target is not None
+        target.send(session.lookup(chain))
+        looked_up = session.last_seq
+        reply = target.receive()
+        if target is session.socket:
+            found = wire.decode_reply(reply)
+            assert isinstance(found, wire.LookupReply) and found.n_chunks == len(chain) // 32, found
+        target.send(session.release(looked_up))
+        target.receive()
+        cycles += 1
+        due_s = max(due_s + 1 / arguments.rate, time.monotonic() - 1.0)
+    session.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,29 +1,30 @@
 """Token hit ratios of the eviction policies of the real pool on a trace of requests.
 
-    python -m benchmarks.policies [--trace FILE] [--shares 2,5,10,20]
-
-FILE has one JSON object a line, as in the traces published with Mooncake (FAST 2025), with `timestamp` (ms),
-`input_length` and `output_length` (tokens), and `hash_ids` (one id per 512-token block of the prompt; equal ids are
-equal prefixes).  Without FILE, a synthetic trace of similar statistics is made.  The ratios are compared with those of
-a plain LRU list of blocks.
+`KVSTRATA_TRACE` names a file with one JSON object a line, as in the traces published with Mooncake (FAST 2025), with
+`timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids` (one id per 512-token block of the prompt;
+equal ids are equal prefixes).  Without it, a synthetic trace of similar statistics is made.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import hashlib
+import heapq
+import math
 import os
-import time
+import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from benchmarks.common import figure
-from benchmarks.traces import BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
+import msgspec
+
+from benchmarks.common import compared
 from kvstrata.native.core import Pool
 
 EXTENT_BYTES = 4096
+BLOCK_TOKENS = 512
+"""Tokens that one block id of a trace stands for."""
 POLICIES = ("LRU", "ARC", "S3FIFO")
 SHARES = (0.02, 0.05, 0.10, 0.20)
 IDENTITY = bytes(32)
@@ -100,49 +101,80 @@ def measure(prompts: Sequence[TraceRequest], shares: Sequence[float]) -> dict[st
 
 
 def run() -> list[dict[str, Any]]:
-    """Measure the pool's policies against a plain LRU on the synthetic trace."""
-    table = measure(synthetic_trace(), (0.05, 0.10))
-    figures = []
-    for policy in POLICIES:
-        value = table[policy][0.10]
-        ratio = value / table["plain LRU"][0.10]
-        figures.append(
-            figure(
-                f"hit_ratio_{policy.lower()}",
-                value=value,
-                unit="token hit ratio, synthetic trace, cache of 10 % of the blocks",
-                ratio=ratio,
-                target="≥ 0.9 × a plain LRU",
-                ok=ratio >= 0.9,
-                ratio_to="a plain LRU of blocks",
-                at_5_percent=table[policy][0.05],
-            )
+    """Measure the pool's policies against a plain LRU on `KVSTRATA_TRACE`, or on the synthetic trace."""
+    trace = os.environ.get("KVSTRATA_TRACE", "")
+    table = measure(read_trace(Path(trace)) if trace else synthetic_trace(), SHARES)
+    plain = table.pop("plain LRU")
+    return [
+        compared(
+            f"hit_ratio_{policy.lower()}",
+            hits[0.10],
+            "of the tokens, cache of 10 % of the blocks",
+            "a plain LRU of blocks",
+            plain[0.10],
+            least=0.9,
+            by_share=hits,
+            plain_by_share=plain,
         )
-    return figures
+        for policy, hits in table.items()
+    ]
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--trace", type=Path, help="JSON lines; a synthetic trace without it")
-    parser.add_argument(
-        "--shares",
-        type=lambda text: [float(part) / 100 for part in text.split(",")],
-        default=list(SHARES),
-        help="cache sizes in percent of the distinct blocks (2,5,10,20)",
-    )
-    arguments = parser.parse_args()
-    prompts = read_trace(arguments.trace) if arguments.trace else synthetic_trace()
-    references = sum(len(prompt.blocks) for prompt in prompts)
-    distinct = len({block for prompt in prompts for block in prompt.blocks})
-    print(f"{len(prompts)} prompts, {references} references to {distinct} blocks")
-    started = time.monotonic()
-    table = measure(prompts, arguments.shares)
-    print("cache".ljust(12), *(f"{share:7.0%}" for share in arguments.shares))
-    for policy, row in table.items():
-        print(policy.ljust(12), *(f"{row[share]:7.3f}" for share in arguments.shares))
-    print(f"{time.monotonic() - started:.1f} s")
+class TraceRequest(NamedTuple):
+    """One line of a trace: time, tokens of prompt and answer, ids of the prompt's blocks (the last may be partial)."""
+
+    tokens: int
+    blocks: list[int]
+    at_ms: float
+    output_tokens: int
 
 
-if __name__ == "__main__":
-    main()
+class _TraceLine(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=1)]
+    hash_ids: list[int]
+
+
+_trace_line = msgspec.json.Decoder(_TraceLine).decode
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Read a trace in the format that was published with Mooncake (FAST 2025).
+
+    Its JSON lines have `timestamp`, `input_length`, `output_length` and `hash_ids`: one id per 512 tokens of the
+    prompt, equal for equal prefixes. Raises ValueError.
+    """
+    lines = [_trace_line(line) for line in path.read_text().splitlines()]
+    if not lines or any(line.input_length > len(line.hash_ids) * BLOCK_TOKENS for line in lines):
+        raise ValueError(f"{path}: holds no request, or one with fewer hash_ids than its prompt has blocks")
+    return [
+        TraceRequest(line.input_length, line.hash_ids, line.timestamp, line.output_length) for line in lines
+    ]
+
+
+def synthetic_trace(requests: int = 6000, seed: int = 1) -> list[TraceRequest]:
+    """A trace of conversations, in which the prompt of each turn is the previous prompt and some further blocks.
+
+    The gap between turns is log-normal: its median is 3 % of the trace, and nine gaps in ten are below 14 %.  Most
+    conversations have one turn, and one conversation in ten begins with a shared system prompt.  Requests come at three
+    per second.
+    """
+    chance = random.Random(seed)
+    outputs = random.Random(f"outputs {seed}")
+    fresh = iter(range(1 << 60))
+    shared = [[next(fresh) for _ in range(chance.randint(1, 4))] for _ in range(5)]
+    turns: list[tuple[float, list[int]]] = []
+    trace = []
+    for now in range(requests):
+        if turns and turns[0][0] <= now:
+            blocks = heapq.heappop(turns)[1]
+        else:
+            blocks = list(chance.choice(shared)) if chance.random() < 0.1 else []
+        blocks = blocks + [next(fresh) for _ in range(max(1, int(chance.lognormvariate(2.0, 1.0))))]
+        output_tokens = max(1, int(outputs.lognormvariate(5.0, 1.0)))
+        trace.append(TraceRequest(len(blocks) * BLOCK_TOKENS, blocks, now * 1000 / 3, output_tokens))
+        if chance.random() < 0.45:
+            gap = chance.lognormvariate(math.log(0.03 * requests), 1.2)
+            heapq.heappush(turns, (now + gap, blocks))
+    return trace

@@ -16,14 +16,6 @@ ATTACH_S = 10.0
 REPLY_S = 10.0
 
 
-class Line(PlainConnection):
-    """A connection with the names of a pyzmq socket."""
-
-    def recv(self) -> bytes:
-        """The next message."""
-        return self.receive()
-
-
 class RawSession:
     """An attached session with one declared identity, for one thread. `ask` raises error replies as exceptions."""
 
@@ -43,7 +35,7 @@ class RawSession:
             facts=facts,
         )
         self._attachment = attach(socket_dir, request, process_locks(), ATTACH_S)
-        self.socket = Line(socket_dir, REPLY_S, self._attachment.link)
+        self.socket = PlainConnection(socket_dir, REPLY_S, self._attachment.link)
         """The connection, for callers that count messages rather than answers."""
         self.ask = self.socket.ask
         identified = self.ask(wire.Identify(self.seq(), RequestIdentity()))

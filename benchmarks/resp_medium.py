@@ -18,7 +18,7 @@ from typing import Any
 import redis
 
 from benchmarks import raw_io
-from benchmarks.common import figure, median_spread, scratch, sized
+from benchmarks.common import compared, scratch, sized
 from kvstrata.storage.config import make_adapter
 from tests.harness.redis_server import RedisServer
 
@@ -97,45 +97,22 @@ async def _rounds(server: RedisServer, client: redis.Redis) -> dict[str, list[fl
     return times
 
 
-def _throughput(name: str, what: str, target: float, ours: list[float], raw: list[float]) -> dict[str, Any]:
-    gb = RECORDS * MB / 1e9
-    value, spread = median_spread([gb / took_s for took_s in ours])
-    bare, bare_spread = median_spread([gb / took_s for took_s in raw])
-    ratio = median_spread([b / a for a, b in zip(ours, raw, strict=True)])[0]
-    return figure(
-        name,
-        value=value,
-        unit="GB/s",
-        ratio=ratio,
-        ratio_to=f"{what} of redis-py with hiredis, pipelined, {RECORDS} × 1 MiB",
-        target=f"≥ {target} × raw",
-        ok=ratio >= target,
-        spread=spread,
-        raw_gb_per_s=bare,
-        raw_spread=bare_spread,
-    )
-
-
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     with scratch("resp") as folder, RedisServer(folder) as server, server.client() as client:
         times = asyncio.run(_rounds(server, client))
-    median_us, spread = median_spread([s * 1e6 for s in times["exists"]])
-    raw_us, raw_spread = median_spread([s * 1e6 for s in times["raw exists"]])
-    ratio = median_us / raw_us
+    gb = RECORDS * MB / 1e9
+    rates = {name: [gb / took_s for took_s in took] for name, took in times.items()}
+    words = f"of redis-py with hiredis, pipelined, {RECORDS} × 1 MiB"
     return [
-        _throughput("resp_put", "SET NX", PUT_TARGET, times["put"], times["raw put"]),
-        _throughput("resp_load", "GET", LOAD_TARGET, times["load"], times["raw load"]),
-        figure(
+        compared("resp_put", rates["put"], "GB/s", f"SET NX {words}", rates["raw put"], least=PUT_TARGET),
+        compared("resp_load", rates["load"], "GB/s", f"GET {words}", rates["raw load"], least=LOAD_TARGET),
+        compared(
             "exists_1024_resp",
-            value=median_us,
-            unit="µs",
-            ratio=ratio,
-            ratio_to=f"{KEYS:,} STRLEN of redis-py with hiredis, pipelined",
-            target=f"≤ {EXISTS_TARGET} × raw",
-            ok=ratio <= EXISTS_TARGET,
-            spread=spread,
-            raw_us=raw_us,
-            raw_spread=raw_spread,
+            [s * 1e6 for s in times["exists"]],
+            "µs",
+            f"{KEYS:,} STRLEN of redis-py with hiredis, pipelined",
+            [s * 1e6 for s in times["raw exists"]],
+            most=EXISTS_TARGET,
         ),
     ]

@@ -14,7 +14,7 @@ import random
 import time
 from typing import Any
 
-from benchmarks.common import figure, median_spread, sized
+from benchmarks.common import compared, median_spread, sized
 from kvstrata.gateway.routing.choose import choose
 from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
 from kvstrata.gateway.routing.policies import POLICIES, Policy
@@ -72,10 +72,8 @@ def kinds(n_engines: int) -> dict[str, Knowledge]:
     }
 
 
-def decision_us(
-    policy: Policy, engines: list[EngineState], knowledge: Knowledge
-) -> tuple[float, list[float]]:
-    """Return the median time of a decision, and the spread of the repeats' medians."""
+def decision_us(policy: Policy, engines: list[EngineState], knowledge: Knowledge) -> float:
+    """Return the median over the repeats of the median time of a decision."""
     repeats = []
     for repeat in range(REPEATS):
         times = []
@@ -87,7 +85,7 @@ def decision_us(
             choose(request, engines, knowledge, 10.0, policy=policy)
             times.append((time.perf_counter_ns() - begun) / 1e3)
         repeats.append(median_spread(times)[0])
-    return median_spread(repeats)
+    return median_spread(repeats)[0]
 
 
 def run() -> list[dict[str, Any]]:
@@ -100,22 +98,19 @@ def run() -> list[dict[str, Any]]:
         }
         ours["idle"] = decision_us(POLICIES["ttft"](), idle(n_engines), known["none"])
         others = {
-            name: decision_us(make(), engines, known["holders"])[0]
+            name: decision_us(make(), engines, known["holders"])
             for name, make in POLICIES.items()
             if name != "ttft"
         }
-        value, spread = max(ours.values())
         figures.append(
-            figure(
+            compared(
                 f"route_decide_{n_engines}",
-                value=value,
-                unit="µs",
-                ratio=value / (SKETCH_US * n_engines),
-                ratio_to="the sketch",
-                target=f"≤ {target_us:.0f} µs",
-                ok=value <= target_us,
-                spread=spread,
-                cases={kind: us for kind, (us, _) in ours.items()},
+                max(ours.values()),
+                "µs",
+                "the sketch",
+                SKETCH_US * n_engines,
+                most_value=target_us,
+                cases=ours,
                 others_with_holders=others,
             )
         )

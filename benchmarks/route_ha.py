@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.common import figure, percentile, sized
-from benchmarks.route_cases import ENGINES, LEVEL, MODEL, SEED
+from benchmarks.common import compared, percentile, sized
+from benchmarks.route_fleet import ENGINES, LEVEL, MODEL, SEED
 from benchmarks.route_gateway import Heard, Run
 from benchmarks.route_loads import LOADS, at_rate
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
@@ -179,14 +179,13 @@ def run() -> list[dict[str, Any]]:
         slower[name] = statistics.fmean(eight.p99_s / one.p99_s for one, eight in by.values())
     worse = min(ratios["heard"], ratios["unheard"])
     return [
-        figure(
+        compared(
             "route_ha",
-            value=worse,
-            unit="× the hit ratio of one gateway",
-            ratio=worse,
-            ratio_to="one gateway before the same engines",
-            target="≥ 0.98",
-            ok=worse >= 0.98,
+            worse,
+            "× the hit ratio of one gateway",
+            "one gateway before the same engines",
+            1.0,
+            least=0.98,
             hit_ratio=ratios,
             p99_ratio=slower,
             loads=rows,

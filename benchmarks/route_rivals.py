@@ -1,7 +1,7 @@
 """`route_rivals_*`: this gateway, smg 1.13.0 and vllm-router 0.1.17 as processes before simulated engines in real time.
 
 Each router in turn serves the same loads before eight fresh engines (`kvstrata sim`), which are so slow that this
-machine's CPU limits nothing; `busy` is the share of its cores that was in use meanwhile.  Prompts are text, one token a
+machine's CPU limits nothing.  Prompts are text, one token a
 byte, and clients read streams.  This gateway has the token ids from the engines' /render, and knows caches by the
 engines' KV events; smg and vllm-router's `cache_aware` keep trees of the texts that they sent; vllm-router's `kv_aware`
 hears the events too.  All other settings are the defaults.
@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from benchmarks.common import ROOT, figure, percentile, scratch, sized, wait_until
+from benchmarks.common import ROOT, compared, percentile, scratch, sized, wait_until
 from benchmarks.gateway import rival
-from benchmarks.route_cases import OTHERS, REUSE, SEED, drawn
+from benchmarks.route_fleet import OTHERS, REUSE, SEED, drawn
 from benchmarks.route_loads import Asked
 from tests.harness.daemon import free_port
 
@@ -108,7 +108,6 @@ class Seen(NamedTuple):
     ttft_s: list[float]
     failed: int
     hit: float
-    busy: float
 
 
 @contextlib.contextmanager
@@ -163,12 +162,6 @@ def counted(engines: Sequence[Engine]) -> tuple[float, float]:
     return looked, found
 
 
-def cores() -> tuple[float, float]:
-    """Ticks of all cores so far: all, and those in which nothing ran."""
-    fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return float(sum(fields)), float(fields[3] + fields[4])
-
-
 def served(name: str, load: list[Asked]) -> Seen:
     """Serve a load through a router."""
     engines = [Engine(free_port(), free_port()) for _ in range(ENGINES)]
@@ -178,11 +171,9 @@ def served(name: str, load: list[Asked]) -> Seen:
         wait_until(lambda: all(answers(f"{engine.url}/health") for engine in engines), "the engines serve")
         port = started(name, engines, folder, stack)
         looked, found = counted(engines)
-        all_ticks, idle_ticks = cores()
         ttft_s, failed = asyncio.run(ask(port, load))
-        ticks, idle = (now - before for now, before in zip(cores(), (all_ticks, idle_ticks), strict=True))
         looked, found = (now - before for now, before in zip(counted(engines), (looked, found), strict=True))
-        return Seen(ttft_s, failed, found / max(1.0, looked), 1.0 - idle / ticks)
+        return Seen(ttft_s, failed, found / max(1.0, looked))
 
 
 def started(name: str, engines: Sequence[Engine], folder: Path, stack: contextlib.ExitStack) -> int:
@@ -256,7 +247,6 @@ def row(seen: Seen) -> dict[str, float]:
         "p99_s": round(percentile(seen.ttft_s, 0.99), 4),
         "mean_s": round(statistics.fmean(seen.ttft_s), 4),
         "hit": round(seen.hit, 4),
-        "busy": round(seen.busy, 3),
         "failed": seen.failed,
     }
 
@@ -285,17 +275,15 @@ def beside(name: str, most: float, rows: dict[str, dict[str, dict[str, float]]])
         return by["gateway"]["p99_s"] / min(others, default=by["gateway"]["p99_s"])
 
     ratios = {load: ratio(by) for load, by in rows.items()}
-    value = math.exp(statistics.fmean(math.log(one) for one in ratios.values()))
     failed = sum(by["gateway"]["failed"] for by in rows.values())
-    return figure(
+    return compared(
         name,
-        value=value,
-        unit="× the best other router's p99",
-        ratio=value,
-        ratio_to="the best other router's p99",
-        target=f"≤ {most:g}, and nothing fails",
-        ok=value <= most and not failed,
-        spread=(min(ratios.values()), max(ratios.values())),
+        math.exp(statistics.fmean(math.log(one) for one in ratios.values())),
+        "× the best other router's p99",
+        "the best other router's p99; nothing fails",
+        1.0,
+        most=most,
+        ok=not failed,
         by_load=ratios,
         loads=rows,
         speed=SPEED,

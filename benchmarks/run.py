@@ -1,9 +1,10 @@
 """`make bench [BENCH=name]`: runs the benchmarks and merges their figures by name into build/bench.json.
 
-Each module of this folder that has `run() -> list[dict]` is one benchmark; a figure is a dict with at least `name`,
-`value`, `unit`, `ratio`, `target`, `ok`.  `--results FILE` writes them elsewhere.  `--report` prints the figures of
-build/bench.json as a table, like that of docs/performance.md.  `--small` shows that the benchmarks work: they run at
-sizes that say nothing about speed, and figures are written only with `--results`; a test runs each benchmark like that.
+A function `run() -> list[dict]` of a module here is the benchmark of the module's name, a function `run_NAME` the
+benchmark NAME; a figure is a dict with at least `name`, `value`, `unit`, `ratio`, `target`, `ok`.  `--results FILE`
+writes them elsewhere.  `--report` prints the figures of build/bench.json as a table, like that of docs/performance.md.
+`--small` shows that the benchmarks work: they run at sizes that say nothing about speed, and figures are written only
+with `--results`; a test runs each benchmark like that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import importlib
 import json
 import os
-import pkgutil
+import re
 import shutil
 import sys
 import time
@@ -27,20 +28,25 @@ from tests.harness.vllm_run import VllmProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "bench.json"
-NOT_BENCHMARKS = {"run", "common"}
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 SCRATCH_GB = 20
 MINUTES = 40
 
 
-def modules() -> list[str]:
-    """Return the names of the benchmark modules, which have a `run` function."""
-    names = [module.name for module in pkgutil.iter_modules([str(ROOT / "benchmarks")])]
-    return sorted(
-        name
-        for name in names
-        if name not in NOT_BENCHMARKS and "\ndef run(" in (ROOT / "benchmarks" / f"{name}.py").read_text()
-    )
+def benchmarks() -> dict[str, tuple[str, str]]:
+    """Return (module, function) by the name of each benchmark: `run` has the module's name, `run_NAME` is NAME."""
+    found = {}
+    for file in sorted((ROOT / "benchmarks").glob("*.py")):
+        for name in re.findall(r"^def run(?:_(\w+))?\(\)", file.read_text(), re.MULTILINE):
+            found[name or file.stem] = (file.stem, f"run_{name}" if name else "run")
+    return dict(sorted(found.items()))
+
+
+def run(name: str) -> list[dict[str, Any]]:
+    """Run one benchmark; return its figures."""
+    module, function = benchmarks()[name]
+    figures: list[dict[str, Any]] = getattr(importlib.import_module(f"benchmarks.{module}"), function)()
+    return figures
 
 
 def merge(figures: list[dict[str, Any]], results: Path) -> None:
@@ -79,7 +85,9 @@ def report() -> str:
 def main() -> int:
     """Run the command line; the exit status says whether each benchmark ran, not whether targets were met."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", help=f"benchmarks to run, by default all: {', '.join(modules())}")
+    parser.add_argument(
+        "names", nargs="*", help=f"benchmarks to run, by default all: {', '.join(benchmarks())}"
+    )
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask first")
     parser.add_argument(
         "--small", action="store_true", help="only show that the benchmarks work; write no figures"
@@ -94,9 +102,9 @@ def main() -> int:
     if arguments.report:
         print(report())
         return 0
-    unknown = sorted(set(arguments.names) - set(modules()))
+    unknown = sorted(set(arguments.names) - set(benchmarks()))
     if unknown:
-        parser.error(f"no benchmark is called {unknown[0]!r}; the benchmarks are: {', '.join(modules())}")
+        parser.error(f"no benchmark is called {unknown[0]!r}; the benchmarks are: {', '.join(benchmarks())}")
     # An installed server has bytecode; without it, each process that a benchmark starts would compile all its modules.
     os.environ.pop(NO_BYTECODE, None)
     if arguments.small:
@@ -109,11 +117,11 @@ def main() -> int:
             print("Not run. `make bench BENCH=name` runs one, `make bench ARGS=-y` all without asking.")
             return 1
     failed = []
-    for name in arguments.names or modules():
+    for name in arguments.names or benchmarks():
         started = time.monotonic()
         print(f"== {name}", flush=True)
         try:
-            figures = importlib.import_module(f"benchmarks.{name}").run()
+            figures = run(name)
         except NotHere as missing:
             print(f"   not run: {missing}")
             # A run of all benchmarks skips those that this machine cannot run.

@@ -14,10 +14,9 @@ from typing import Any
 
 from benchmarks.common import (
     chains,
+    compared,
     cpu_seconds,
     engine_client,
-    figure,
-    median_spread,
     scratch,
     sized,
     wait_until,
@@ -77,17 +76,14 @@ def run() -> list[dict[str, Any]]:
         finally:
             client.close()
             blocks.close()
-    value, spread = median_spread(values)
     return [
-        figure(
+        compared(
             "server_cpu_per_128k_hit",
-            value=value,
-            unit="ms",
-            ratio=value / TARGET_MS,
-            target=f"≤ {TARGET_MS:.0f} ms",
-            ok=value <= TARGET_MS,
-            spread=spread,
-            ratio_to="the target",
+            values,
+            "ms",
+            "the target",
+            TARGET_MS,
+            most_value=TARGET_MS,
             idle_cpu_share=idle_share,
         )
     ]

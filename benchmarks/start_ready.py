@@ -2,23 +2,19 @@
 memory it has when idle, and how long the imports take.
 
 `start_ready` is compared with an interpreter that imports uvloop, pyzmq, msgspec and prometheus-client; making the
-pool's sparse file takes no time.  Afterwards two threads fault in the 4 GB of the pool, which is compared with two bare
-threads that call `posix_fallocate` on tmpfs.  Idle memory is the private and file-backed memory of the server process;
-the pool's pages count as shared memory and are reported separately.
+pool's sparse file takes no time.  Afterwards two threads fault in the 4 GB of the pool.  Idle memory is the private and
+file-backed memory of the server process; the pool's pages count as shared memory and are reported separately.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import chain_of, engine_client, figure, median_spread, scratch, sized, wait_until
+from benchmarks.common import chain_of, compared, engine_client, median_spread, scratch, sized, wait_until
 from benchmarks.raw_session import is_faulted, status
 from kvstrata.types import RequestIdentity
 from tests.harness.blocks import PagedBlocks
@@ -43,23 +39,6 @@ def bare_start_s(code: str) -> float:
     return time.perf_counter() - started
 
 
-def bare_fault_s() -> float:
-    """Return the wall seconds of two threads that fault in 4 GB of tmpfs and do nothing else."""
-    size = L1_MB << 20
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        os.truncate(file.fileno(), size)
-        halves = [
-            threading.Thread(target=os.posix_fallocate, args=(file.fileno(), at, size // 2))
-            for at in (0, size // 2)
-        ]
-        started = time.perf_counter()
-        for half in halves:
-            half.start()
-        for half in halves:
-            half.join()
-        return time.perf_counter() - started
-
-
 def ping_until_faulted(server: ServerProcess) -> list[float]:
     """Send status requests one after another until the whole pool is faulted in; return their round trips in s."""
     seconds = []
@@ -78,11 +57,9 @@ def start_ready() -> list[dict[str, Any]]:
     ready: list[float] = []
     faulted: list[float] = []
     floor: list[float] = []
-    bare_faulted: list[float] = []
     slowest: list[float] = []
     for repeat in range(REPEATS + 1):
         imports_s = bare_start_s(IMPORTS)
-        bare_fault = bare_fault_s()
         with scratch("start") as folder, ServerProcess(folder, l1_mb=L1_MB) as server:
             started = time.perf_counter()
             server.start()
@@ -93,26 +70,21 @@ def start_ready() -> list[dict[str, Any]]:
                 ready.append(ready_s)
                 slowest.append(max(pings))
                 floor.append(imports_s)
-                bare_faulted.append(bare_fault)
-    value, spread = median_spread(ready)
-    faulted_s, faulted_spread = median_spread(faulted)
+    value, faulted_s = median_spread(ready)[0], median_spread(faulted)[0]
     print(
         f"   {L1_MB} MB of L1: ready to serve after {value:.2f} s, faulted in after {faulted_s:.2f} s",
         flush=True,
     )
     return [
-        figure(
+        compared(
             "start_ready",
-            value=value,
-            unit="s",
-            ratio=value / median_spread(floor)[0],
-            target=f"≤ {READY_TARGET_S} s",
-            ok=value <= READY_TARGET_S,
-            spread=spread,
-            ratio_to=f"an interpreter that imports the libraries, {median_spread(floor)[0]:.2f} s",
+            ready,
+            "s",
+            "an interpreter that imports the libraries",
+            median_spread(floor)[0],
+            most_value=READY_TARGET_S,
             faulted_s=faulted_s,
-            faulted_spread=faulted_spread,
-            fallocate_s=median_spread(bare_faulted)[0],
+            faulted_spread=median_spread(faulted)[1],
             slowest_status_while_faulting_s=median_spread(slowest)[0],
         )
     ]
@@ -182,17 +154,14 @@ def idle_rss() -> list[dict[str, Any]]:
             readings.append(memory_mb(server.pid))
             time.sleep(1)
     blocks.close()
-    value, spread = median_spread([reading["RssAnon"] + reading["RssFile"] for reading in readings])
     return [
-        figure(
+        compared(
             "idle_rss",
-            value=value,
-            unit="MB",
-            ratio=value / floor,
-            target=f"≤ {RSS_TARGET_MB} MB without the pool",
-            ok=value <= RSS_TARGET_MB,
-            spread=spread,
-            ratio_to=f"an interpreter that has imported the libraries, {floor:.0f} MB",
+            [reading["RssAnon"] + reading["RssFile"] for reading in readings],
+            "MB",
+            "an interpreter that has imported the libraries",
+            floor,
+            most_value=RSS_TARGET_MB,
             anonymous_mb=readings[-1]["RssAnon"],
             file_mb=readings[-1]["RssFile"],
             pool_mb=readings[-1]["RssShmem"],
@@ -213,22 +182,18 @@ def imports() -> list[dict[str, Any]]:
     """Measure the imports of server and client, less the start of the bare interpreter."""
     import_seconds("kvstrata.server.process")  # a warm-up: it reads the files for the first time
     bare = median_spread(import_seconds(""))[0]
-    figures = []
-    for name, module in (("import_server", "kvstrata.server.process"), ("import_client", "kvstrata.client")):
-        value, spread = median_spread([seconds - bare for seconds in import_seconds(module)])
-        figures.append(
-            figure(
-                name,
-                value=value,
-                unit="s",
-                ratio=(value + bare) / bare,
-                target=f"≤ {IMPORT_TARGET_S} s",
-                ok=value <= IMPORT_TARGET_S,
-                spread=spread,
-                ratio_to=f"starting the bare interpreter, {bare:.3f} s",
-            )
+    modules = {"import_server": "kvstrata.server.process", "import_client": "kvstrata.client"}
+    return [
+        compared(
+            name,
+            [seconds - bare for seconds in import_seconds(module)],
+            "s",
+            "starting the bare interpreter",
+            bare,
+            most_value=IMPORT_TARGET_S,
         )
-    return figures
+        for name, module in modules.items()
+    ]
 
 
 def run() -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from tests.harness.forks import Forks
 from tests.harness.prometheus import Promtool
 from tests.tools import fetch_debian, fetch_wheels
 
-os.environ["KVSTRATA_TESTING"] = "1"  # permits servers with failpoints and with adapters of type fault_inject
+os.environ["KVSTRATA_TESTING"] = "1"  # permits servers with failpoints
 PATIENCE = "KVSTRATA_PATIENCE"
 os.environ[PATIENCE] = "20"  # no live process looks silent or too slow, however busy the machine is
 # Under nohup it is ignored, and all processes that tests start would inherit that.

@@ -11,8 +11,7 @@
 // JSON; times are in ns of CPU.
 //
 // For comparison the program also reads random lines of other memory of the same size, as many as
-// it makes look-ups: once independently of each other, and once each at an address that depends on
-// the line before. That part of a look-up's time belongs to the machine.
+// it makes look-ups. That part of a look-up's time belongs to the machine.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -175,13 +174,13 @@ class Memory {
     at_.resize(kLookups);
   }
 
-  double read(std::uint64_t seed, bool each_needs_the_one_before) {
+  double read(std::uint64_t seed) {
     for (std::uint64_t& at : at_)
       at = mixed(seed++) % lines_ * kLineBytes;
     std::uint64_t found = 0;
     const double begin = Clock::now();
     for (const std::uint64_t at : at_)
-      found += begin_[at + (each_needs_the_one_before ? found : 0)];
+      found += begin_[at];
     const double took_ns = ns_since(begin) / kLookups;
     if (found != 0) fail("memory is not what was written");
     return took_ns;
@@ -233,15 +232,14 @@ int main(int argc, char** argv) {
   const std::uint64_t peak_bytes = resident_bytes("VmHWM:") - before_bytes;
 
   Memory memory(registry.usage().bytes);
-  std::vector<double> raw, raw_one_after_other;
+  std::vector<double> raw;
   std::vector<Tag> tags(kLookups);
   std::vector<Slot> found;
   std::vector<std::size_t> ends;
-  std::vector<double> one, one_after_other, absent, batch, prefix;
+  std::vector<double> one, batch, prefix;
   std::uint64_t seed = 1;
   for (int repeat = 0; repeat < kRepeats; ++repeat) {
-    raw.push_back(memory.read(seed, false));
-    raw_one_after_other.push_back(memory.read(seed + kLookups, true));
+    raw.push_back(memory.read(seed));
     for (Tag& tag : tags) {
       const std::uint64_t drawn = mixed(seed++);
       tag = cluster.tag(static_cast<std::uint32_t>(drawn % instances),
@@ -258,25 +256,6 @@ int main(int argc, char** argv) {
     }
     one.push_back(ns_since(begin) / kLookups);
     if (hits != kLookups) fail("a placement is missing");
-
-    // Each look-up depends on the result of the one before.
-    std::uint64_t chained = 0;
-    begin = Clock::now();
-    for (std::size_t at = 0; at < kLookups; ++at) {
-      found.clear();
-      registry.lookup(tags[at + (chained & 1)], &found);
-      chained += found.empty() ? 1 : found[0] >> 15;
-    }
-    one_after_other.push_back(ns_since(begin) / kLookups);
-
-    begin = Clock::now();
-    for (const Tag tag : tags) {
-      found.clear();
-      registry.lookup(~tag * 0x9e3779b97f4a7c15, &found);
-      hits += !found.empty();
-    }
-    absent.push_back(ns_since(begin) / kLookups);
-    if (hits != kLookups) fail("an absent tag is found");
 
     double spent_ns = 0;
     for (std::size_t at = 0; at + kChainKeys <= kLookups; at += kChainKeys) {
@@ -312,17 +291,16 @@ int main(int argc, char** argv) {
   const RegistryUsage last = registry.usage();
 
   std::printf(
-      "{\"fill_ns\": %s, \"touch_ns\": %s, \"one_ns\": %s, \"one_after_other_ns\": %s, "
-      "\"absent_ns\": %s, "
+      "{\"fill_ns\": %s, \"touch_ns\": %s, \"one_ns\": %s, "
       "\"batch_ns\": %s, \"prefix_ns\": %s, \"report_ns\": %s, \"sweep_ns\": %s, "
-      "\"depart_ns\": %s, \"raw_ns\": %s, \"raw_one_after_other_ns\": %s, \"placements\": %" PRIu64
+      "\"depart_ns\": %s, \"raw_ns\": %s, \"placements\": %" PRIu64
       ", \"shared_tags\": %" PRIu64 ", \"rebuilds\": %" PRIu64 ", \"refused\": %" PRIu64
       ", \"full_bytes\": %" PRIu64 ", \"registry_bytes\": %" PRIu64 ", \"resident_bytes\": %" PRIu64
       "}\n",
       listed(filled).c_str(), listed(touched).c_str(), listed(one).c_str(),
-      listed(one_after_other).c_str(), listed(absent).c_str(), listed(batch).c_str(),
+      listed(batch).c_str(),
       listed(prefix).c_str(), listed(reported).c_str(), listed(swept).c_str(),
-      listed(departed).c_str(), listed(raw).c_str(), listed(raw_one_after_other).c_str(),
+      listed(departed).c_str(), listed(raw).c_str(),
       full.placements, full.shared_tags, last.rebuilds, last.refused, full.bytes, last.bytes,
       peak_bytes);
   return 0;

@@ -20,8 +20,8 @@ credentials, and records of another version. A storage that cannot be reached st
 it, and tries again after 0.5 s, then twice the pause, up to 30 s.
 Types of installed packages (see [Writing an adapter](writing-an-adapter.md)) are not here.
 """
-NOT_FOR_USERS = ("peer", "fault_inject")
-"""`peer` is made by the server itself, `fault_inject` is for tests."""
+NOT_FOR_USERS = ("peer",)
+"""It is made by the server itself."""
 
 
 def media() -> dict[str, tuple[Medium, list[str]]]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import gpu_copies, gpu_engine, gpu_pool
+from benchmarks import gpu, gpu_engine
 from benchmarks.gpu import on_gpu
 from kvstrata.measure.serving import long_documents
 from kvstrata.native.cuda import device_facts
@@ -22,7 +22,7 @@ SMALL = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128)
 
 @simulated()
 def test_the_copies_are_measured_against_bare_ones() -> None:
-    figures = gpu_copies.measure(
+    figures = gpu.measure_copies(
         Gpu(), "small", SMALL, 64, chunks=(1, 2, 4), repeats=2, **on_gpu(device_facts(0))
     )
     assert [one["name"] for one in figures] == [
@@ -36,7 +36,7 @@ def test_the_copies_are_measured_against_bare_ones() -> None:
 @pytest.mark.integration
 @simulated()
 def test_a_pool_is_pinned_and_chunks_go_through_it() -> None:
-    found = gpu_pool.measure(Gpu(), SMALL, pool_mb=256, n_chunks=4, repeats=2, **on_gpu(device_facts(0)))
+    found = gpu.measure_pool(Gpu(), SMALL, pool_mb=256, n_chunks=4, repeats=2, **on_gpu(device_facts(0)))
     figures = {one["name"]: one for one in found}
     wanted = {"gpu_attach", "gpu_pin_pool", "gpu_pool_store", "gpu_pool_retrieve", "gpu_one_chunk"}
     assert set(figures) == wanted

@@ -426,25 +426,6 @@ class Engine:
             "stored": [of_group.get("store_stored_chunks", 0) for of_group in counts],
         }
 
-    def kv_groups(self) -> list[dict[str, Any]]:
-        """Return, for each group of layers, what vLLM's `KVCacheConfig` says of it; in process only.
-
-        `block_bytes` are those of all its layers, without padding.
-        """
-        found = []
-        for group in self.scheduler().kv_cache_config.kv_cache_groups:
-            spec = group.kv_cache_spec
-            each = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec] * len(group.layer_names)
-            found.append(
-                {
-                    "kind": type(each[0]).__name__,
-                    "block_tokens": spec.block_size,
-                    "block_bytes": sum(layer.real_page_size_bytes for layer in each),
-                    "window": getattr(each[0], "sliding_window", None) or 0,
-                }
-            )
-        return found
-
     def connected(self) -> bool:
         """Return whether the clients of the scheduler and of all groups of the worker are attached, and the scheduler
         knows it; in process only."""

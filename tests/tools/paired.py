@@ -1,9 +1,10 @@
-"""`make bench-paired WITH=commit BENCH="ping lookup_rpc"`: the same benchmarks of this checkout and of an older one.
+"""`make bench-paired WITH=commit BENCH="ping lookup_rpc"`: the same benchmarks of this checkout and of another side.
 
-The commit is cloned and set up in a temporary folder (`--clone` names one that is set up already).  Each round runs
-every benchmark once in each checkout, with that checkout's own code, and the two take turns at going first, so that a
+The other side is an older commit, cloned and set up in a temporary folder (`--clone` names one that is set up already),
+or with `--simd avx2` this checkout without AVX-512, glibc's memcpy and memset included (`make bench-isa`).  Each round
+runs every benchmark once on each side, with that side's own code, and the two take turns at going first, so that a
 machine which becomes slower is slow for both.  The table has the medians over the rounds, and the median of each
-round's ratio, this checkout ÷ the older one, with the least and the greatest.  The command judges nothing: the reader
+round's ratio, this checkout ÷ the other side, with the least and the greatest.  The command judges nothing: the reader
 sees the spread and decides what is noise.
 """
 
@@ -12,17 +13,22 @@ from __future__ import annotations
 import argparse
 import compileall
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.harness.child import ROOT
 
 RESULTS = Path("build") / "bench.json"
+AVX2 = {
+    "KVSTRATA_SIMD": "avx2",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ,-AVX512CD",
+}
 Figures = dict[str, dict[str, Any]]
 
 
@@ -39,19 +45,27 @@ def set_up(commit: str, folder: Path) -> Path:
     return clone
 
 
-def measure(clone: Path, name: str) -> Figures:
-    """Run one benchmark in a checkout; its figures by name. Raises BenchmarkFailed."""
-    kept = clone / RESULTS
+class Side(NamedTuple):
+    """A checkout, and what its processes have in their environment besides."""
+
+    clone: Path
+    more: dict[str, str]
+
+
+def measure(side: Side, name: str) -> Figures:
+    """Run one benchmark on a side; its figures by name. Raises BenchmarkFailed."""
+    kept = side.clone / RESULTS
     kept.unlink(missing_ok=True)
     done = subprocess.run(
-        [str(clone / ".venv/bin/python"), "-m", "benchmarks.run", name],
-        cwd=clone,
+        [str(side.clone / ".venv/bin/python"), "-m", "benchmarks.run", name],
+        cwd=side.clone,
+        env=os.environ | side.more,
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode != 0 or not kept.exists():
-        raise BenchmarkFailed(f"{name} in {clone}:\n{(done.stdout + done.stderr)[-2000:]}")
+        raise BenchmarkFailed(f"{name} in {side.clone}:\n{(done.stdout + done.stderr)[-2000:]}")
     figures: Figures = json.loads(kept.read_text())
     return figures
 
@@ -62,8 +76,8 @@ def median_of(rounds: list[float]) -> str:
 
 
 def table(this: list[Figures], older: list[Figures]) -> str:
-    """A Markdown table of the figures that both checkouts gave in every round."""
-    lines = ["| figure | unit | this | older | this ÷ older |", "|---|---|---|---|---|"]
+    """A Markdown table of the figures that both sides gave in every round."""
+    lines = ["| figure | unit | this | other | this ÷ other |", "|---|---|---|---|---|"]
     names = set.intersection(*(set(figures) for figures in (*this, *older)))
     for name in sorted(names):
         values = [[float(figures[name]["value"]) for figures in side] for side in (this, older)]
@@ -78,6 +92,9 @@ def main() -> int:
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--commit", help="the older commit; cloned and set up in a temporary folder")
     wanted.add_argument("--clone", type=Path, help="a checkout of it that is set up already")
+    wanted.add_argument(
+        "--simd", choices=["avx2"], help="this checkout, with these vector instructions at most"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("names", nargs="+", metavar="BENCHMARK")
     options = parser.parse_args()
@@ -85,17 +102,21 @@ def main() -> int:
         parser.error(f"--rounds {options.rounds}: give at least 1")
     folder = Path(tempfile.mkdtemp(prefix="paired-", dir=ROOT / "build"))
     try:
-        older = options.clone.resolve() if options.clone else set_up(options.commit, folder)
-        for clone in (ROOT, older):
+        if options.simd:
+            other = Side(ROOT, AVX2)
+        else:
+            other = Side(options.clone.resolve() if options.clone else set_up(options.commit, folder), {})
+        sides = (Side(ROOT, {}), other)
+        for side in sides:
             # Otherwise the first start of each checkout would compile its modules, and if bytecode may not be written,
             # so would every start.
-            compileall.compile_dir(clone / "src", quiet=2)
+            compileall.compile_dir(side.clone / "src", quiet=2)
         for name in options.names:
-            taken: dict[Path, list[Figures]] = {ROOT: [], older: []}
+            taken: tuple[list[Figures], list[Figures]] = ([], [])
             for number in range(options.rounds):
-                for clone in (ROOT, older) if number % 2 else (older, ROOT):
-                    taken[clone].append(measure(clone, name))
-            print(table(taken[ROOT], taken[older]), flush=True)
+                for which in (0, 1) if number % 2 else (1, 0):
+                    taken[which].append(measure(sides[which], name))
+            print(table(*taken), flush=True)
     except BenchmarkFailed as error:
         print(error, file=sys.stderr)
         return 1

@@ -12,7 +12,6 @@ from tests.harness.vllm_run import VllmProcess
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 WITH_VLLM = (
-    "codec",
     "mooncake_frozen_master",
     "p2p_serve",
     "serve_tiers",

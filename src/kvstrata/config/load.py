@@ -47,7 +47,7 @@ OTHER_ENV = {
     "KVSTRATA_UCX": "`require` makes the build fail if UCX's headers are missing, `off` builds without its engine",
     "KVSTRATA_WERROR": "`1` makes the build fail on warnings of the C++ compiler",
     "KVSTRATA_SIMD": "for measurements: `avx2` keeps our kernels from AVX-512, `sse` from AVX too, `none` from all",
-    "KVSTRATA_TESTING": "`1` allows adapters of type `fault_inject` and variables that only tests need",
+    "KVSTRATA_TESTING": "`1` allows variables that only tests need",
     "KVSTRATA_FAILPOINTS": "named points at which a test kills or stops the process",
     "KVSTRATA_PATIENCE": "factor of every limit after which a party counts as silent",
     "KVSTRATA_TEST_EVENTS": "datagram socket that is told of each log line",

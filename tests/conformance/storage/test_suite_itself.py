@@ -21,9 +21,8 @@ from kvstrata.storage.base import (
     StorageAdapter,
 )
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
-from kvstrata.testing.faults import Fault, FaultPlan
-from kvstrata.testing.faulty_adapter import FaultyAdapter
 from kvstrata.testing.strategies import key_of, load_item, put_item, watched
+from tests.harness.faulty import Fault, FaultPlan, FaultyAdapter
 from tests.harness.shelf import Shelf, ShelfAdapter
 
 

@@ -15,13 +15,12 @@ from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadOutcome, PutItem, PutOutcome
 from kvstrata.storage.config import StorePolicy, TierConfig, configure_tier
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.testing.faults import FaultPlan
-from kvstrata.testing.faulty_adapter import FaultyAdapter
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers import tier as tiers
 from kvstrata.tiers.puts import RetryRule, StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import TierLimits
+from tests.harness.faulty import FaultPlan, FaultyAdapter
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD
 from tests.harness.shelf import SHELVES, entry
 

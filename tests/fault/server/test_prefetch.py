@@ -15,12 +15,12 @@ from kvstrata.policy.prefetch import Hole, Plan, Source
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.server.l2.fetch import Fetch, FetchOutcome
 from kvstrata.storage.config import StorePolicy
-from kvstrata.testing.faults import Fault, FaultPlan
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers.tier import TierLimits
 from kvstrata.types import MissReason
 from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, in_l2
 from tests.harness.amount import amount
+from tests.harness.faulty import Fault, FaultPlan
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD, chain
 from tests.harness.shelf import SHELVES
 from tests.harness.waiting import until

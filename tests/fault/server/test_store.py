@@ -15,12 +15,12 @@ from kvstrata import failpoints
 from kvstrata.errors import BadRequest, ConfigError, StorageError
 from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.storage.config import StorePolicy
-from kvstrata.testing.faults import Fault, FaultPlan
 from kvstrata.tiers import tier as tier_module
 from kvstrata.tiers.puts import KEYS_PER_TURN, EvictAhead
 from kvstrata.types import KEY_BYTES
 from tests.fault.server.conftest import OpenTier, Puts, Start
 from tests.harness.amount import amount
+from tests.harness.faulty import Fault, FaultPlan
 from tests.harness.l1 import L1, LATER_S, chain
 from tests.harness.shelf import SHELVES
 from tests.harness.waiting import until

@@ -9,7 +9,7 @@ import importlib
 
 import pytest
 
-from benchmarks.run import modules
+from benchmarks.run import benchmarks
 from tests.harness import bench
 from tests.vllm.test_benchmarks import WITH_VLLM
 
@@ -22,15 +22,15 @@ SMOKE = "lookup_rpc"
 
 
 def test_every_benchmark_can_be_imported() -> None:
-    for name in modules():
-        assert callable(importlib.import_module(f"benchmarks.{name}").run)
+    for module, function in benchmarks().values():
+        assert callable(getattr(importlib.import_module(f"benchmarks.{module}"), function))
 
 
 @pytest.mark.parametrize(
     "name",
     [
         name if name == SMOKE else pytest.param(name, marks=pytest.mark.long)
-        for name in sorted(set(modules()) - set(WITH_VLLM) - OF_GPUS)
+        for name in sorted(set(benchmarks()) - set(WITH_VLLM) - OF_GPUS)
     ],
 )
 def test_a_benchmark_gives_its_figures(name: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from kvstrata.types import KEY_BYTES
+from tests.harness.faulty import faulty
 from tests.harness.http_read import read
 from tests.harness.l2_load import check_and_release, check_bytes, clear_l1, served, stored, until_stored
 from tests.harness.rpc_client import (
@@ -30,12 +31,6 @@ from tests.harness.rpc_client import (
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
-
-
-def faulty(tmp_path: Path, *faults: str, **common: Any) -> dict[str, Any]:
-    """The entry of an `fs` adapter whose operations all suffer these faults."""
-    inner = {"type": "fs", "base_path": str(tmp_path / "faulty"), "capacity_gb": 1}
-    return {"type": "fault_inject", "inner": inner, "rate": 1.0, "seed": 1, "faults": list(faults), **common}
 
 
 def test_chunks_that_left_l1_come_back_from_l2_in_one_reply(start: Callable[..., ServerProcess]) -> None:
@@ -52,7 +47,7 @@ def test_chunks_that_left_l1_come_back_from_l2_in_one_reply(start: Callable[...,
 
 
 def test_what_a_killed_server_had_not_put_is_put_by_the_next_also_while_leased(start, tmp_path):
-    server = start(faulty(tmp_path, "error"))
+    server = start(faulty(tmp_path / "faulty", "error"))
     good = {"type": "fs", "base_path": str(tmp_path / "good"), "capacity_gb": 1}
     with RpcClient(server.socket_dir) as leaseholder:
         identity, chain = stored(leaseholder, 5)
@@ -87,7 +82,7 @@ def test_a_clean_stop_puts_waiting_chunks_and_l2_survives_the_loss_of_l1(start):
 
 
 def test_a_process_that_ends_while_its_lookup_waits_leaves_no_lease(start, tmp_path):
-    server = start(faulty(tmp_path, "hang"))
+    server = start(faulty(tmp_path / "faulty", "hang"))
     with RpcClient(server.socket_dir) as leaving, RpcClient(server.socket_dir) as observer:
         identity = leaving.identify()
         chain = chain_of(identity.root, 3)

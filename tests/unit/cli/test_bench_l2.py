@@ -10,10 +10,9 @@ from typing import Any, cast
 import pytest
 
 from kvstrata.cli import bench
-from kvstrata.cli.bench import l2 as bench_l2
 from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
-from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
+from kvstrata.measure.l2 import Records, Workload
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
 from kvstrata.storage.config import configure_tier
 from kvstrata.tiers.tier import Tier, limits_of
@@ -126,22 +125,3 @@ def test_a_pass_leaves_no_record(tmp_path):
     assert (len(taken.put), len(taken.load), taken.moved_bytes) == (3, 3, 5 * (PAYLOAD + 4096))
     assert stored(tmp_path) == 0
     assert len(inner.put_keys) == 5 and len(inner.asked) > 5
-
-
-def test_a_stopped_pass_puts_nothing(tmp_path):
-    inner, error = asyncio.run(workload(tmp_path, "", stop=True))
-    assert isinstance(error, Interrupted) and inner.put_keys == set()
-
-
-def test_rates_count_whole_passes_and_times_count_calls():
-    passes = [
-        Pass([1.0, 1.0], [0.001] * 4, [0.5, 0.5], 4 * 10**9),
-        Pass([2.0, 2.0], [0.003] * 4, [0.25, 0.25], 4 * 10**9),
-        Pass([4.0, 4.0], [0.002] * 4, [0.5, 0.5], 4 * 10**9),
-    ]
-    found = bench_l2.size_figures(1.0, 4096, passes)
-    assert found["put"]["gb_per_s"] == {"median": 1.0, "least": 0.5, "greatest": 2.0}
-    assert found["load"]["gb_per_s"] == {"median": 4.0, "least": 4.0, "greatest": 8.0}
-    assert found["put"]["ms"] == {"p50": 2000, "p95": 4000, "p99": 4000, "greatest": 4000, "calls": 6}
-    assert found["exists"]["ms"]["calls"] == 12
-    assert found["verified_bytes"] == 12 * 10**9

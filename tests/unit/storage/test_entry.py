@@ -148,15 +148,6 @@ def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: floa
     assert tier.status()["host"] == {"pid": 0, "state": "closed", "restarts": 0, "requests": 0}
 
 
-@pytest.mark.parametrize("value", ["", "0", "true"])
-def test_faults_are_refused_outside_an_environment_for_tests(
-    monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    monkeypatch.setenv("KVSTRATA_TESTING", value)
-    with pytest.raises(ConfigError, match=r"type: 'fault_inject' is not supported: .*KVSTRATA_TESTING=1"):
-        make_adapter({"type": "fault_inject", "inner": FS}, 0)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

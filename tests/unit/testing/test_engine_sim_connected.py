@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstrata.testing.engine_sim.connected import IDLE_PS, ConnectedEngine, News
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
-from kvstrata.testing.engine_sim.requests import End, SimRequest
+from kvstrata.testing.engine_sim.requests import SimRequest
 
 BLOCK = 4
 FIRST_ROUNDS = 3
@@ -105,48 +105,6 @@ class Clock:
                 return
             self.steps()
         pytest.fail("a request does not end")
-
-
-def test_a_request_waits_for_the_answer_and_then_for_its_load() -> None:
-    connector = Scripted(external=30)
-    connector.rounds = FIRST_ROUNDS
-    sim, one = engine(connector), request("one")
-    clock = Clock(sim)
-    sim.submit(one, 0)
-    assert connector.arrivals == ["one"]
-    clock.steps(FIRST_ROUNDS)
-    assert (sim.running, sim.waiting, one.sequence.blocks) == (0, 1, [])
-    clock.steps(3)
-    assert "one" in connector.loading
-    assert (sim.running, sim.waiting, len(one.sequence.blocks)) == (0, 1, 10)
-    connector.ended.add("one")
-    clock.until_ended(one)
-    assert one.end is End.LENGTH
-    assert one.cached_tokens == 30
-    assert (sim.totals.external_tokens, sim.totals.external_lookup_tokens, sim.totals.cached_tokens) == (
-        30,
-        40,
-        0,
-    )
-    assert sim.used_share == 0
-
-
-def test_blocks_are_found_only_once_they_are_loaded_and_only_as_far_as_that_went_well() -> None:
-    connector = Scripted(external=36, right=20)
-    sim, first = engine(connector), request("first")
-    clock = Clock(sim)
-    sim.submit(first, 0)
-    clock.steps(3)
-    assert sim.stored_keys() == {}
-    connector.ended.add("first")
-    connector.external = 0
-    clock.until_ended(first)
-    assert first.cached_tokens == 20
-    again = request("again")
-    sim.submit(again, clock.now_ps)
-    clock.until_ended(again)
-    assert again.cached_tokens == 36
-    assert (sim.totals.external_tokens, sim.totals.cached_tokens) == (20, 36)
 
 
 CALLS = st.lists(

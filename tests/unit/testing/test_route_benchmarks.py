@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.route_gateway import Death, Run
+from benchmarks.route_gateway import Death, Run, first_token_ps
 from benchmarks.route_loads import Asked
-from benchmarks.route_oracle import first_token_ps
 from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel

@@ -11,33 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import server_process
-from tests.tools import contain, fetch_debian, provision
+from tests.tools import contain
 
 CONTAIN = Path(contain.__file__)
-
-
-@pytest.fixture
-def steps(tmp_path: Path) -> provision.Steps:
-    return provision.Steps(tmp_path / "log" / "steps.log")
-
-
-def test_a_failing_download_is_tried_again_and_then_reported_with_its_output(
-    steps: provision.Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(provision, "pause", waits.append)
-    counter = tmp_path / "attempts"
-    fail = f"echo x >> '{counter}'; echo no route to host; exit 7"
-    with pytest.raises(provision.StepFailed, match=r"no route to host\n.*exit status 7"):
-        steps.run(["sh", "-c", fail], attempts=3)
-    assert counter.read_text().count("x") == 3
-    assert waits == [2, 4]
-
-
-@pytest.mark.parametrize("name", ["", "-oAPT::x", "redis server", "../x"])
-def test_only_package_names_reach_apt(name: str) -> None:
-    with pytest.raises(ValueError, match="not the name of a Debian package"):
-        fetch_debian.ensure([name])
 
 
 def run_contained(*command: str) -> subprocess.CompletedProcess[str]:

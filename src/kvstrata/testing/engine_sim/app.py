@@ -24,7 +24,6 @@ from starlette.types import Receive, Scope, Send
 
 from kvstrata.errors import BadRequest, KvstrataError, NotFound
 from kvstrata.testing.engine_sim.bodies import (
-    DetokenizeBody,
     Sampling,
     TokenizeBody,
     ask_of,
@@ -39,8 +38,6 @@ from kvstrata.testing.engine_sim.live import LiveEngine
 from kvstrata.testing.engine_sim.metrics import CONTENT_TYPE, Metrics
 from kvstrata.testing.engine_sim.zmq_events import Publisher
 
-VLLM = "0.32.0"
-"""The version whose interface this is."""
 RANK = b"x-data-parallel-rank"
 BODY_BYTES = 64 << 20
 """Largest body that is read."""
@@ -106,14 +103,6 @@ def make_app(face: Face) -> Starlette:
     async def metrics(_: Request) -> Response:
         return Response(face.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
-    async def version(_: Request) -> Response:
-        return JSONResponse({"version": VLLM})
-
-    async def load(_: Request) -> Response:
-        return JSONResponse(
-            {"server_load": sum(one.engine.running + one.engine.waiting for one in face.ranks)}
-        )
-
     async def sources(_: Request) -> Response:
         return JSONResponse({str(rank): one.described() for rank, one in enumerate(face.publishers)})
 
@@ -138,20 +127,14 @@ def make_app(face: Face) -> Starlette:
             }
         )
 
-    async def detokenize(request: Request) -> Response:
-        return JSONResponse({"prompt": decode(parse(await read(request.receive), DetokenizeBody).tokens)})
-
     routes: list[Route] = [
         Route("/health", health),
         Route("/ping", health),
         Route("/v1/models", models),
         Route("/metrics", metrics),
-        Route("/version", version),
-        Route("/load", load),
         Route("/kv_event_sources", sources),
         Route("/reset_prefix_cache", reset, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
     ]
     for path, dialect in DIALECTS.items():
         routes.append(Route(path, _Answers(face, dialect), methods=["POST"]))

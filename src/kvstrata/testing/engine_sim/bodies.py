@@ -110,13 +110,6 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = False
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """`/detokenize`."""
-
-    tokens: list[int]
-    model: str | None = None
-
-
 class Ask(NamedTuple):
     """What a request asks for, whatever its dialect."""
 

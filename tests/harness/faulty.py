@@ -1,18 +1,19 @@
-"""The adapter type `fault_inject`: makes another adapter fail by a FaultPlan; tests only (`failpoints.is_testing`)."""
+"""Makes another adapter fail by a seeded plan, which decides the operation that goes wrong, and how.
+
+`faulty()` returns the entry of `l2_adapters` for an `fs` adapter that fails so.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import enum
 import mmap
-import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, cast
+import random
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
-from msgspec import Meta
-
-from kvstrata import failpoints
 from kvstrata.storage.base import (
     AdapterContext,
     Found,
@@ -27,12 +28,67 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.config import Make, Medium, fields_of, find, kind_of
-from kvstrata.storage.structs import Place
-from kvstrata.testing.faults import Fault, FaultPlan
+from kvstrata.storage.media.fs.adapter import FsAdapter
 
 if TYPE_CHECKING:
     from kvstrata.native.core import Hold
+
+
+class Fault(enum.StrEnum):
+    """One way in which an adapter operation goes wrong."""
+
+    ERROR = "error"
+    """Nothing is done, and the answer for every item is FAILED (exists: UNKNOWN)."""
+    RAISE = "raise"
+    """The adapter breaks its contract and raises."""
+    LOST_ACK = "lost_ack"
+    """The operation is done, but its answer is that of ERROR."""
+    SLOW = "slow"
+    """The operation is done after a pause of `FaultPlan.slow_s`."""
+    HANG = "hang"
+    """The operation does not begin before `FaultyAdapter.release` or `close`; the items' holds stay until then."""
+    TORN = "torn"
+    """A put stores one record with zeros in place of its last part."""
+    FLIPPED = "flipped"
+    """A put stores one record with one inverted bit."""
+    THROTTLED = "throttled"
+    """Nothing is done. The answer to a put is THROTTLED; other operations get that of ERROR."""
+
+
+class FaultPlan:
+    """Draws a fault for each operation; the same seed and order of operations give the same faults.
+
+    `rate` is the share of operations that go wrong, 0 to 1; `only` are the faults that are drawn. Not thread-safe.
+    """
+
+    def __init__(
+        self, seed: int, rate: float = 0.0, only: Collection[Fault] = tuple(Fault), slow_s: float = 0.05
+    ) -> None:
+        self.seed = seed
+        self.rate = rate
+        self.only = tuple(fault for fault in Fault if fault in only)
+        self.slow_s = slow_s
+        self._random = random.Random(seed)
+        self._next: list[Fault] = []
+
+    def schedule(self, *faults: Fault) -> None:
+        """Give exactly these faults to the next operations, one each; operations after them get drawn faults again."""
+        self._next.extend(faults)
+
+    def draw(self) -> Fault | None:
+        """Return the fault of the next operation; None: it does not go wrong."""
+        if self._next:
+            return self._next.pop(0)
+        if not self.only or self._random.random() >= self.rate:
+            return None
+        return self._random.choice(self.only)
+
+    def below(self, limit: int) -> int:
+        """Return a number in [0, limit), to choose the item, byte or bit that is hit."""
+        return self._random.randrange(limit)
+
+    def __repr__(self) -> str:
+        return f"FaultPlan(seed={self.seed}, rate={self.rate}, only={[str(f) for f in self.only]})"
 
 
 class InjectedError(Exception):
@@ -189,37 +245,20 @@ class FaultyAdapter(StorageAdapter):
         return cast("Hold", altered)
 
 
-class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The adapter that goes wrong, how often, and in what ways."""
-
-    inner: Annotated[
-        dict[str, Any],
-        Meta(
-            extra={"missing": "must be the object of the adapter that goes wrong"},
-            description="The adapter that goes wrong.",
-        ),
-    ]
-    rate: Annotated[float, Meta(ge=0, le=1, description="Share of operations that go wrong.")] = 0.0
-    seed: Annotated[int, Meta(ge=0, le=1 << 62, description="Seed of the generator that draws faults.")] = 0
-    faults: Annotated[list[Fault] | None, Meta(description="The faults that may be drawn; not set: all.")] = (
-        None
+def make(base_path: str, faults: list[str]) -> FaultyAdapter:
+    """Make an `fs` adapter of which every operation suffers one of these faults."""
+    return FaultyAdapter(
+        FsAdapter(base_path=base_path, capacity_bytes=1 << 30), FaultPlan(1, 1.0, [Fault(f) for f in faults])
     )
 
 
-def _prepare(config: FaultConfig, place: Place, name: str) -> Make:
-    inner = Place(place.at("inner"))
-    if (isolation := config.inner.get("isolation")) is not None:
-        raise inner.refused("isolation", isolation, "set it in the outer entry, of type fault_inject")
-    medium, _, point = find(kind_of(config.inner, inner), inner.at("type"))
-    make_inner = medium.prepare(fields_of(medium, point, config.inner, inner), inner, name)
-    plan = FaultPlan(config.seed, config.rate, list(Fault) if config.faults is None else config.faults)
-    return lambda: FaultyAdapter(make_inner(), plan)
-
-
-def _not_testing() -> str:
-    if failpoints.is_testing(os.environ):
-        return ""
-    return f"it makes storage go wrong on purpose, for tests, which set {failpoints.TESTING_VARIABLE}=1"
-
-
-MEDIUM = Medium(FaultConfig, _prepare, refusal=_not_testing)
+def faulty(base_path: Path, *faults: str, **common: Any) -> dict[str, Any]:
+    """The entry of the adapter that `make` makes."""
+    parameters = {"base_path": str(base_path), "faults": list(faults)}
+    return {
+        "type": "plugin",
+        "module_path": __name__,
+        "class_name": "make",
+        "adapter_params": parameters,
+        **common,
+    }
