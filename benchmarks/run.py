@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import SMALL, NotHere
+from tests.harness.forks import Forks
 from tests.harness.vllm_api import VllmApi
-from tests.harness.vllm_fork import ForkServer
 from tests.harness.vllm_run import VllmProcess
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +109,7 @@ def main() -> int:
     os.environ.pop(NO_BYTECODE, None)
     if arguments.small:
         os.environ[SMALL] = "1"
-        VllmProcess.fork_server = VllmApi.fork_server = ForkServer.inherited()
+        VllmProcess.fork_server = VllmApi.fork_server = Forks.inherited()
     if not (arguments.names or arguments.yes or arguments.small):
         free_gb = shutil.disk_usage(ROOT).free >> 30
         print(f"All benchmarks take up to {MINUTES} minutes and {SCRATCH_GB} GB of {free_gb} GB free here.")

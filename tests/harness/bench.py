@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from tests.harness.vllm_fork import ForkServer
+from tests.harness.forks import Forks
 from tests.tools.provision import ROOT
 
 PATIENCE_S = 600.0
 
 
-def small(name: str, fork_server: ForkServer | None = None) -> list[str]:
+def small(name: str, fork_server: Forks | None = None) -> list[str]:
     """Run a benchmark and return the names of its figures.
 
     The test is skipped if this machine lacks something that the benchmark needs, and fails if the run fails.

@@ -18,7 +18,6 @@ from typing import Self
 
 from tests.harness.forks import Command
 from tests.harness.signals import send
-from tests.harness.vllm_fork import Forked
 
 PORT_ATTEMPTS = 5
 FIRST_PORT, MOST_PROBES = 10_000, 1_000
@@ -77,7 +76,7 @@ def _owned() -> int:
 class Spawned:
     """Sends signals to the process that was started last."""
 
-    _process: subprocess.Popen[bytes] | Command | Forked | None = None
+    _process: subprocess.Popen[bytes] | Command | None = None
 
     @property
     def pid(self) -> int:
@@ -141,7 +140,7 @@ class Daemon(Spawned, ABC):
 
     def _run(
         self, command: Sequence[str], environment: Mapping[str, str] | None, log: int
-    ) -> subprocess.Popen[bytes] | Forked:
+    ) -> subprocess.Popen[bytes] | Command:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,15 +34,17 @@ def start(
     reader, writer = os.pipe()
     try:
         with open(log, "ab") as output:
-            streams = output.fileno(), output.fileno() if stderr is None else stderr
+            errors = output.fileno() if stderr is None else stderr
             same = not within and python == Path(sys.executable)
             if forked and same and forks is not None and forks.can(variables):
-                return forks.start(module, flags, variables, streams, writer), reader
+                with open(os.devnull, "rb") as nothing:
+                    streams = (nothing.fileno(), output.fileno(), errors)
+                    return forks.start([module, *flags], variables, streams, ready=writer), reader
             process = subprocess.Popen(
                 [*within, python, "-m", module, *flags, "--ready-fd", str(writer)],
                 stdin=subprocess.DEVNULL,
-                stdout=streams[0],
-                stderr=streams[1],
+                stdout=output,
+                stderr=errors,
                 pass_fds=(writer,),
                 env=variables,
                 start_new_session=True,
@@ -61,24 +62,14 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module` with an empty standard input to its end. Raises subprocess.TimeoutExpired."""
     variables = os.environ if environment is None else environment
-    command = [sys.executable, "-m", module, *arguments]
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        streams = output.fileno(), errors.fileno()
-        process: Process
-        if forks is not None and forks.can(variables):
-            process = forks.start(module, arguments, variables, streams)
-        else:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=streams[0], stderr=streams[1], env=variables
-            )
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-        texts = []
-        for file in (output, errors):
-            file.seek(0)
-            texts.append(file.read())
-    return subprocess.CompletedProcess(command, status, *texts)
+    if forks is not None and forks.can(variables):
+        return forks.run([module, *arguments], variables, timeout_s=timeout_s)
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=timeout_s,
+        check=False,
+    )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from tests.harness import vllm_env
 from tests.harness.daemon import Daemon
-from tests.harness.vllm_fork import Forked, ForkServer
+from tests.harness.forks import Command, Forks
 from tests.harness.vllm_run import transfer
 
 
@@ -27,7 +27,7 @@ class VllmApi(Daemon):
     """
 
     ready_s = 600.0
-    fork_server: ClassVar[ForkServer | None] = None
+    fork_server: ClassVar[Forks | None] = None
     """Forks the servers, which saves each of them importing vLLM; None: they are started the usual way."""
 
     def __init__(
@@ -58,13 +58,13 @@ class VllmApi(Daemon):
 
     def _run(
         self, command: Sequence[str], environment: Mapping[str, str] | None, log: int
-    ) -> subprocess.Popen[bytes] | Forked:
+    ) -> subprocess.Popen[bytes] | Command:
         if self.fork_server is None:
             return super()._run(command, environment, log)
         assert environment is not None
         with open(os.devnull) as nothing:
             streams = (nothing.fileno(), log, log)
-            return self.fork_server.start_module([*command[2:]], environment, self._state, streams)
+            return self.fork_server.start(command[2:], environment, streams, folder=self._state)
 
     def _answers(self) -> bool:
         try:

@@ -1,7 +1,7 @@
 """The child of `vllm_run.VllmProcess`: an `LLM` that answers requests until stdin ends.
 
-The Python of the vLLM environment runs this file as a script, with the options of the `LLM` as its first argument;
-vLLM's fork server (`vllm_fork`) calls `main`.  A request is a JSON line, `{"op": NAME, ...}`: the name of a public
+The Python of the vLLM environment runs this file as a script, with the options of the `LLM` as its first argument, or
+`forks` does in a process that has imported vLLM.  A request is a JSON line, `{"op": NAME, ...}`: the name of a public
 method of `Engine` and its arguments.  `submit`, `step` and `abort` are for events that must happen at a certain step.
 """
 

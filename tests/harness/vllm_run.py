@@ -10,17 +10,33 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from tests.harness import vllm_engine, vllm_env
-from tests.harness.vllm_fork import Forked, ForkServer
+from tests.harness.forks import Command, Forks
 
 START_S = 500.0
 ANSWER_S = 240.0
 MODULE = "kvstrata.connectors.vllm"
+
+
+class VllmForks(Forks):
+    """Forks engines with vLLM's Python, in the environment of its first `start`; its log and files lie in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("vllm", log=folder / "forks.log")
+        self._folder = folder
+
+    def _begin(self) -> socket.socket:
+        python = vllm_env.find()
+        assert python is not None, "the vLLM environment is gone"
+        self._python = str(python)
+        self._environment = {**vllm_env.environment(self._folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        return super()._begin()
 
 
 class VllmFailed(Exception):
@@ -46,7 +62,7 @@ class VllmProcess:
     folder for the log and for vLLM's files; `in_front` has another version of vLLM (`tests/tools/vllm_python.py`).
     """
 
-    fork_server: ClassVar[ForkServer | None] = None
+    fork_server: ClassVar[Forks | None] = None
     """Forks the children and their engines' processes, so that none of them imports vLLM; None: none is forked."""
 
     def __init__(
@@ -87,12 +103,13 @@ class VllmProcess:
         try:
             with open(self.log, "ab") as log:
                 streams = (requests, answers, log.fileno())
-                self._process: Forked | subprocess.Popen[bytes]
+                self._process: Command | subprocess.Popen[bytes]
+                command = [vllm_engine.__file__, json.dumps(llm)]
                 if self.fork_server is not None and in_front is None:
-                    self._process = self.fork_server.start(llm, variables, state, streams)
+                    self._process = self.fork_server.start(command, variables, streams, folder=state)
                 else:
                     self._process = subprocess.Popen(
-                        [str(python), vllm_engine.__file__, json.dumps(llm)],
+                        [str(python), *command],
                         stdin=requests,
                         stdout=answers,
                         stderr=log,
@@ -156,12 +173,11 @@ class VllmProcess:
 
     def close(self) -> None:
         """Kill the child and every process that it started. Idempotent."""
-        if isinstance(self._process, subprocess.Popen):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        else:
-            self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.poll() is None:
+            self._process.kill()  # a forked child may not have called setsid yet
+        self._process.wait()
         self._close_pipes(self._requests, self._answers)
 
     def _close_pipes(self, *pipes: int) -> None:

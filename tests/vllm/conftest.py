@@ -14,8 +14,7 @@ import pytest
 from tests.harness import vllm_env
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
-from tests.harness.vllm_fork import ForkServer
-from tests.harness.vllm_run import VllmProcess
+from tests.harness.vllm_run import VllmForks, VllmProcess
 from tests.tools.provision import ROOT
 
 CHUNK = 256
@@ -161,9 +160,9 @@ def run_in_vllm(folder: Path, *command: str, text: str = "", status: int | None 
     variables = vllm_env.environment(folder)
     variables["PYTHONPATH"] += f":{ROOT}"
     assert VllmProcess.fork_server is not None
-    ended, printed, errors = VllmProcess.fork_server.run_module([*command], variables, folder, text)
-    assert status in (None, ended), errors[-4000:]
-    return printed
+    ended = VllmProcess.fork_server.run(command, variables, folder=folder, text=text)
+    assert status in (None, ended.returncode), ended.stderr[-4000:]
+    return ended.stdout
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -172,7 +171,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     These models are so small that a second thread only waits, and a waiting OpenMP thread spins.
     """
-    server = ForkServer(tmp_path_factory.mktemp("forks"))
+    server = VllmForks(tmp_path_factory.mktemp("forks"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("TORCH_COMPILE_DISABLE", "1")  # compiling would take longer than it saves

@@ -117,7 +117,7 @@ def test_the_second_engine_hits_what_the_first_put_to_redis(redis_folder, small_
     serve = tmp_path / "serve.py"
     serve.write_text(
         f"import runpy, sys\nsys.path.append({str(ROOT)!r})\n"
-        "from tests.harness.vllm_fork import fork_children\nfork_children()\n"
+        "from tests.harness.forks import fork_children\nfork_children()\n"
         'runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)\n'
     )
     command.write_text(
