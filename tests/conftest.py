@@ -20,9 +20,10 @@ import pytest
 from kvstrata import text
 from tests.harness import mooncake, own_commands, vllm_env, vllm_model
 from tests.harness.amount import ALL
+from tests.harness.daemon import DidNotStart, Unavailable
 from tests.harness.forks import Forks
 from tests.harness.prometheus import Promtool
-from tests.tools import fetch_debian, fetch_wheels
+from tests.tools import fetch_wheels
 
 os.environ["KVSTRATA_TESTING"] = "1"  # permits servers with failpoints
 PATIENCE = "KVSTRATA_PATIENCE"
@@ -92,7 +93,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test that needs what this machine cannot have; fail a skipped one in CI."""
     report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, Unavailable) and not isinstance(error, DidNotStart):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, f"Skipped: {error}")
     required = not item.get_closest_marker("gpu") and any(
         item.get_closest_marker(kind) for kind in REQUIRED_IN_CI
     )
@@ -156,10 +162,7 @@ def skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """The Python of the environment with real vLLM; the test is skipped on a machine without it."""
-    try:
-        return vllm_env.ensure()
-    except vllm_env.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    return vllm_env.ensure()
 
 
 @pytest.fixture(scope="session")
@@ -177,10 +180,7 @@ def vllm_environment(vllm_python: Path, tmp_path: Path) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def mooncake_environment() -> dict[str, str]:
     """The environment of a process that uses Mooncake; the test is skipped on a machine that cannot have it."""
-    try:
-        return mooncake.environment()
-    except mooncake.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    return mooncake.environment()
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +195,7 @@ def mooncake_variables(mooncake_environment: dict[str, str]) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def nixl_environment() -> dict[str, str]:
     """The environment of a process that uses NIXL; the test is skipped on a machine that cannot have it."""
-    try:
-        return fetch_wheels.environment(fetch_wheels.NIXL)
-    except fetch_wheels.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    return fetch_wheels.environment(fetch_wheels.NIXL)
 
 
 @pytest.fixture(scope="module")
@@ -206,17 +203,11 @@ def redis_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for a module's Redis servers (tests/harness/redis_server.py); the test is skipped without Redis."""
     from tests.harness import redis_server
 
-    try:
-        redis_server.ensure()
-    except redis_server.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    redis_server.ensure()
     return tmp_path_factory.mktemp("redis")
 
 
 @pytest.fixture(scope="session")
 def promtool() -> Promtool:
     """Prometheus' checker; the test is skipped on a machine that cannot have it."""
-    try:
-        return Promtool()
-    except fetch_debian.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    return Promtool()

@@ -25,22 +25,15 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 expect.set_options(timeout=WAIT_MS)
 
 
-class Unavailable(Exception):
-    """This machine has no Chromium; the message says which command installs one."""
-
-
 def ensure() -> tuple[Path, dict[str, str]]:
     """Return Chromium's program and the variables it needs; fetch it on the first call. Raises Unavailable."""
     for name in NAMES:
         found = shutil.which(name)
         if found and fetch_debian.why_not(found, dict(os.environ)) is None:
             return Path(found), dict(os.environ)
-    try:
-        program, variables = fetch_debian.program(
-            "chromium", PACKAGES, inside="usr/lib/chromium/chromium", variables=_variables
-        )
-    except fetch_debian.Unavailable as unavailable:
-        raise Unavailable(str(unavailable)) from None
+    program, variables = fetch_debian.program(
+        "chromium", PACKAGES, inside="usr/lib/chromium/chromium", variables=_variables
+    )
     return Path(program), variables
 
 

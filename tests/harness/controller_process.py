@@ -9,17 +9,15 @@ from typing import Any, Self
 
 from kvstrata.cli.ctl import reachable
 from kvstrata.process.http_local import find_token
-from tests.harness import own_commands
 from tests.harness.daemon import free_port
 from tests.harness.http_read import read
-from tests.harness.logged import Logged
 from tests.harness.network import Host
-from tests.harness.server_process import ServerFailed, ready_line
+from tests.harness.own_process import OwnProcess, ServerFailed
 
 PORTS = ("pull", "reply", "heartbeat")
 
 
-class ControllerProcess(Logged):
+class ControllerProcess(OwnProcess):
     """A controller to `start`, `kill`, `freeze`, `thaw` and `stop` any number of times.
 
     `folder` receives the log and the snapshot.
@@ -41,8 +39,8 @@ class ControllerProcess(Logged):
         self._environment = dict(os.environ if environment is None else environment)
         self._supervised = supervised
         self._flags = (*(() if supervised else ("--no-supervise",)), *flags)
+        self.within = () if host is None else host.under
         self._host = host
-        self.ready: dict[str, Any] = {}
         self.http_port = 0
         self.ports = dict.fromkeys(PORTS, 0)
 
@@ -60,23 +58,12 @@ class ControllerProcess(Logged):
         raise AssertionError
 
     def _start(self) -> dict[str, Any]:
-        assert self._process is None or self._process.poll() is not None
         flags = [
             *("--port", str(self.http_port), "--monitor-ports", json.dumps(self.ports)),
             *("--snapshot-dir", str(self.snapshot.parent)),
             *self._flags,
         ]
-        self._process, reader = own_commands.start(
-            "kvstrata.cli.controller",
-            flags,
-            log=self.log,
-            stderr=self.stderr,
-            environment=self._environment | self.wakes(),
-            within=() if self._host is None else self._host.under,
-            forked=not self._supervised,
-        )
-        self.ready = json.loads(ready_line(reader, self._process, self.log))
-        return self.ready
+        return self.launch("controller", flags, self._environment, forked=not self._supervised)
 
     @property
     def url(self) -> str:
@@ -102,16 +89,6 @@ class ControllerProcess(Logged):
         """Return a link below `url` that logs a browser in once."""
         return str(reachable(self.ask("/v1/dashboard-link", {}), self.url)["url"])
 
-    def stop(self) -> int:
-        """Send SIGTERM and wait for the end; return the exit status."""
-        assert self._process is not None
-        self._process.terminate()
-        return self._process.wait()
-
     def __enter__(self) -> Self:
         self.start()
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._process is not None:
-            self.kill()

@@ -18,15 +18,12 @@ from typing import Self
 
 from tests.harness.forks import Command
 from tests.harness.signals import send
+from tests.tools.provision import Unavailable
 
 PORT_ATTEMPTS = 5
 FIRST_PORT, MOST_PROBES = 10_000, 1_000
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _given: set[int] = set()
-
-
-class Unavailable(Exception):
-    """This machine cannot run a server; the message says why and, if the server is not installed, how to install it."""
 
 
 class DidNotStart(Unavailable):

@@ -11,18 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness.daemon import Daemon, Unavailable
+from tests.harness.daemon import Daemon
 from tests.tools import fetch_debian
-
-PACKAGE = "etcd-server"
 
 
 def ensure() -> tuple[str, dict[str, str]]:
     """Return the program and the environment variables it needs. Raises Unavailable."""
-    try:
-        return fetch_debian.program("etcd", [PACKAGE])
-    except fetch_debian.Unavailable as error:
-        raise Unavailable(str(error)) from None
+    return fetch_debian.program("etcd", ["etcd-server"])
 
 
 ROOT_PASSWORD = "root password of the tests"

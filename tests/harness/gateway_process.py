@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +11,11 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
-from tests.harness import own_commands
-from tests.harness.logged import Logged
-from tests.harness.server_process import ready_line
+from tests.harness.own_process import OwnProcess
 from tests.harness.waiting import eventually_async
 
 
-class GatewayProcess(Logged):
+class GatewayProcess(OwnProcess):
     """A gateway to start, kill, freeze and stop; `settings` are those of its file, `engines` their URLs.
 
     Probes come every 0.1 s, unless the settings say otherwise.
@@ -34,9 +31,6 @@ class GatewayProcess(Logged):
             "health": {"probe_s": 0.1, **settings.get("health", {})},
             "http": {"port": 0, **settings.get("http", {})},
         }
-        self.ready: dict[str, Any] = {}
-        self.within: tuple[str, ...] = ()
-        """A command that starts the gateway, as one with a mount of its own."""
 
     @property
     def url(self) -> str:
@@ -57,15 +51,7 @@ class GatewayProcess(Logged):
     def start(self) -> None:
         """Start the gateway and wait until it is ready. Raises ServerFailed."""
         self.write()
-        flags = ("--no-supervise", "--config", str(self.file))
-        self._process, reader = own_commands.start(
-            "kvstrata.cli.gateway",
-            flags,
-            log=self.log,
-            environment=os.environ | self.wakes(),
-            within=self.within,
-        )
-        self.ready = json.loads(ready_line(reader, self._process, self.log))
+        self.launch("gateway", ("--no-supervise", "--config", str(self.file)), os.environ)
 
     def ends(self) -> int:
         """Wait until the process has ended; return its exit status."""
@@ -119,7 +105,3 @@ class GatewayProcess(Logged):
     def __enter__(self) -> Self:
         self.start()
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._process is not None:
-            self.kill()

@@ -36,20 +36,14 @@ PUBLISHED = (
 
 def ensure() -> Path:
     """Return the folder with the package `mooncake`; fetch it on the first call. Raises Unavailable."""
-    try:
-        folder = fetch_wheels.ensure(fetch_wheels.MOONCAKE)
-    except fetch_wheels.Unavailable as error:
-        raise Unavailable(f"{error}; {INSTALL}") from None
+    folder = fetch_wheels.ensure(fetch_wheels.MOONCAKE)
     (folder / "mooncake" / "mooncake_master").chmod(0o755)
     return folder
 
 
 def environment() -> dict[str, str]:
     """Return the environment of a process that uses the client or the master. Raises Unavailable."""
-    try:
-        variables = fetch_debian.environment(fetch_debian.ensure(LIBRARIES))
-    except fetch_debian.Unavailable as error:
-        raise Unavailable(str(error)) from None
+    variables = fetch_debian.environment(fetch_debian.ensure(LIBRARIES))
     inherited = os.environ.get("PYTHONPATH")
     folder = ensure()
     variables["PYTHONPATH"] = ":".join([str(folder), *([inherited] if inherited else [])])

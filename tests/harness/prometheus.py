@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.harness.daemon import Daemon, Unavailable
+from tests.harness.daemon import Daemon
 from tests.tools import fetch_debian
 
 PACKAGE = "prometheus"
@@ -43,10 +43,7 @@ class Prometheus(Daemon):
         super().__init__(folder / "prometheus.log", 1)
 
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
-        try:
-            program, environment = fetch_debian.program("prometheus", [PACKAGE])
-        except fetch_debian.Unavailable as error:
-            raise Unavailable(str(error)) from None
+        program, environment = fetch_debian.program("prometheus", [PACKAGE])
         command = [
             program,
             f"--config.file={self._folder / 'prometheus.yml'}",

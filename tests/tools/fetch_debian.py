@@ -30,15 +30,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.tools import provision
-from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
+from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps, Unavailable
 
 PACKAGE_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
 COMPLETE = ".complete"
 START_S = 60.0
-
-
-class Unavailable(Exception):
-    """The packages cannot be had here; the message says why and which line installs them."""
 
 
 def program(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.tools import locked, provision
-from tests.tools.provision import StepFailed
+from tests.tools.provision import StepFailed, Unavailable
 
 UCX = ("libucx-cu13==1.22.0",)
 """UCX's headers and libraries. Its support of CUDA is a separate plugin, so CUDA's own packages are not needed."""
@@ -45,10 +45,6 @@ VLLM_FOR_GPUS = ("vllm==0.33.0",)
 SETS = (UCX, NIXL, NVCC, MOONCAKE, ENVOY, HELM, KUBERNETES, SGLANG, VLLM_FOR_GPUS)
 FETCHED = tuple(each for packages in SETS for each in packages)
 """What `requirements/fetched.lock` pins, without dependencies."""
-
-
-class Unavailable(Exception):
-    """The packages cannot be had here; the message says why and which line installs them."""
 
 
 def lock_of(packages: Sequence[str]) -> str:

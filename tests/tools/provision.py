@@ -24,6 +24,10 @@ COMPLETE = ".complete"
 """The file that `made` writes last into a folder."""
 
 
+class Unavailable(Exception):
+    """What tests or benchmarks need cannot be had here; the message says why and, if it can be, what installs it."""
+
+
 class StepFailed(Exception):
     """A command of a step failed for good; the message has the command, its last lines, and the log."""
 

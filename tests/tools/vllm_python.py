@@ -20,7 +20,7 @@ if __package__ in (None, ""):
 
 from tests.harness import vllm_env
 from tests.tools import fetch_wheels, locked, provision
-from tests.tools.provision import StepFailed, Steps
+from tests.tools.provision import StepFailed, Steps, Unavailable
 
 INSTALLED = vllm_env.VLLM_REQUIREMENT.partition("==")[2]
 CPU = ("0.30.0", "0.31.0", INSTALLED)
@@ -33,10 +33,6 @@ EVERY = "KVSTRATA_VLLM_VERSIONS"
 
 KEPT = (".py", ".json", "METADATA", "entry_points.txt")
 """Endings of the files that are kept of a wheel for a GPU: 54 MB of 336 MB."""
-
-
-class Unavailable(Exception):
-    """This version of vLLM cannot be had here; the message says why."""
 
 
 def for_real() -> tuple[str, ...]:

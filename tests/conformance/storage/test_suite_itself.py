@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kvstrata.clock import SystemClock
 from kvstrata.storage.base import (
-    AdapterContext,
     Capabilities,
     LoadItem,
     LoadOutcome,
@@ -21,8 +18,6 @@ from kvstrata.storage.base import (
     StorageAdapter,
 )
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
-from kvstrata.testing.strategies import key_of, load_item, put_item, watched
-from tests.harness.faulty import Fault, FaultPlan, FaultyAdapter
 from tests.harness.shelf import Shelf, ShelfAdapter
 
 
@@ -133,41 +128,3 @@ async def test_the_suite_notices_an_adapter_that_breaks_its_contract(
     suite.make_adapter = lambda medium, capacity_bytes=0: broken(medium)
     with pytest.raises((AssertionError, KeyError)):
         await getattr(suite, test)(Records())
-
-
-@pytest.mark.parametrize("fault", list(Fault))
-async def test_an_injected_fault_does_what_its_name_says(fault: Fault) -> None:
-    plan = FaultPlan(1, slow_s=0.0)
-    adapter = FaultyAdapter(Forgets(shelf := Records()), plan)
-    await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
-    plan.schedule(fault)
-    item = put_item(key_of(1), 5_000)
-    whole = watched(item).bytes()
-    wait = asyncio.create_task(adapter.put([item]))
-    await asyncio.wait([wait], timeout=None if fault is not Fault.HANG else 0.01)
-    if fault is Fault.HANG:
-        assert not wait.done()
-        assert adapter.hanging == 1
-        assert not watched(item).dropped.is_set()
-        adapter.release()
-    if fault is Fault.RAISE:
-        with pytest.raises(Exception, match=r"seed=1"):
-            await wait
-    else:
-        [outcome] = await wait
-        watched(item).check()
-        statuses = {
-            Fault.ERROR: PutStatus.FAILED,
-            Fault.LOST_ACK: PutStatus.FAILED,
-            Fault.THROTTLED: PutStatus.THROTTLED,
-        }
-        assert outcome.status is statuses.get(fault, PutStatus.STORED)
-    is_stored = fault not in (Fault.ERROR, Fault.RAISE, Fault.THROTTLED)
-    assert (key_of(1) in shelf.records) == is_stored
-    if is_stored:
-        assert (shelf.records[key_of(1)] == whole) == (fault not in (Fault.TORN, Fault.FLIPPED))
-        load = load_item(key_of(1), 5_000)
-        [loaded] = await adapter.load([load])
-        is_whole = fault not in (Fault.TORN, Fault.FLIPPED)
-        assert loaded.status is (LoadStatus.LOADED if is_whole else LoadStatus.CORRUPT)
-    await adapter.close()

@@ -237,7 +237,7 @@ async def tier(tmp_path: Path, l1: L1):
             num_workers=3,
             name=name,
         )
-        faults = Watched(medium, plan or FaultPlan(0))
+        faults = Watched(medium, plan or FaultPlan())
         limits = TierLimits(
             deadline_ms=deadline_ms, max_stuck_bytes=max_stuck_bytes, failures=failures, open_s=0.0
         )

@@ -336,7 +336,7 @@ async def test_loads_from_several_adapters_may_take_more_than_a_sessions_share(l
 
 async def test_reservations_of_hung_adapters_do_not_stop_loads_from_others(l1: L1, tier: OpenTier) -> None:
     """Together the hung adapters hold more than a session may reserve."""
-    plans = [FaultPlan(seed) for seed in range(2)]
+    plans = [FaultPlan(), FaultPlan()]
     hung = [await tier(plan=plan) for plan in plans]
     sound = await tier()
     prompts = [chain(name, 5) for name in "ab"]

@@ -135,7 +135,7 @@ async def test_a_failed_put_is_skipped_with_its_reason_and_later_ones_go_on(l1, 
 
 
 async def test_stop_is_bounded_and_reports_the_chunks_it_did_not_put(l1: L1, tier: OpenTier) -> None:
-    plan = FaultPlan(0, rate=1.0, only=[Fault.HANG])
+    plan = FaultPlan(Fault.HANG)
     one = await tier(plan=plan)
     puts = Puts(l1, one)
     keys = l1.store(chain("a", 14))

@@ -38,8 +38,5 @@ def instance(controller: ControllerProcess) -> Iterator[Callable[..., ClusterIns
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    try:
-        async with chromium.browser() as running:
-            yield running
-    except chromium.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    async with chromium.browser() as running:
+        yield running

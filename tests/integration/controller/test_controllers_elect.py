@@ -29,10 +29,7 @@ ETCD = {"ttl_s": 2}
 
 @contextlib.contextmanager
 def etcd_in(folder: Path) -> Iterator[EtcdServer]:
-    try:
-        etcd_server.ensure()
-    except etcd_server.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    etcd_server.ensure()
     with EtcdServer(folder) as server:
         yield server
 

@@ -76,10 +76,7 @@ async def secrets(page: Page) -> tuple[str, str]:
 
 
 async def test_foreign_pages_cannot_act_with_the_session_of_the_browser(tmp_path: Path) -> None:
-    try:
-        program, environment = chromium.ensure()
-    except chromium.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    program, environment = chromium.ensure()
     flags = [*chromium.FLAGS, "--host-resolver-rules=MAP *.example 127.0.0.1"]
     variables: dict[str, Any] = environment
     with ControllerProcess(tmp_path) as controller, other_site() as (other, cookies):

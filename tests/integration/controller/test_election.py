@@ -31,10 +31,7 @@ TTL_S = 2
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    try:
-        etcd_server.ensure()
-    except etcd_server.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    etcd_server.ensure()
     with EtcdServer(tmp_path / "etcd") as server:
         yield server
 
@@ -82,10 +79,7 @@ def election_of(settings: EtcdSettings, name: str = "a") -> Contender:
 @contextlib.contextmanager
 def secured(folder: Path) -> Iterator[tuple[EtcdServer, EtcdSettings]]:
     """An etcd that wants certificates and a user, and settings that have both."""
-    try:
-        etcd_server.ensure()
-    except etcd_server.Unavailable as unavailable:
-        pytest.skip(str(unavailable))
+    etcd_server.ensure()
     tls = certificates(folder / "tls")
     (tls / "server.key").chmod(0o600)
     password = folder / "password"

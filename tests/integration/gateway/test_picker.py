@@ -20,7 +20,6 @@ from tests.integration.gateway import envoy as envoy_program
 from tests.integration.gateway.conftest import Start, status_of
 from tests.integration.gateway.envoy import Envoy
 from tests.integration.gateway.test_kv_events import Sim, is_whole, operators
-from tests.tools import fetch_wheels
 
 pytestmark = pytest.mark.integration
 
@@ -48,10 +47,7 @@ class Scene(NamedTuple):
 @pytest.fixture
 async def scene(start: Start, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
     """Two engines, a picker with the policy `ttft`, and Envoy; a parameter is the picker's `probe_s`."""
-    try:
-        envoy_program.program()
-    except fetch_wheels.Unavailable as error:
-        pytest.skip(str(error))
+    envoy_program.program()
     engines = [ScriptedEngine(), ScriptedEngine()]
     health = {"probe_s": getattr(request, "param", 0.1)}
     picker = await start(*engines, policy="ttft", picker={"listen": "127.0.0.1:0"}, health=health)
@@ -208,10 +204,7 @@ async def test_without_a_picker_requests_go_on(scene, session, how):
 async def test_text_goes_where_kv_events_say_that_it_is_cached(start, session, tmp_path):
     folder = tokenizer_folder.bytes_only(tmp_path / "model")
     sims = [Sim(), Sim(ranks=2)]
-    try:
-        program = envoy_program.program()
-    except fetch_wheels.Unavailable as error:
-        pytest.skip(str(error))
+    program = envoy_program.program()
     assert program.exists()
     try:
         await asyncio.gather(*(one.start(session) for one in sims))

@@ -12,7 +12,8 @@ import pytest
 
 from kvstrata.memory.memory_limit import HUGE_PAGE_BYTES, huge_pages
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.own_process import ServerFailed
+from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration

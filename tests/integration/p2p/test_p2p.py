@@ -16,7 +16,8 @@ import pytest
 
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.cluster import Cluster
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.own_process import ServerFailed
+from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 

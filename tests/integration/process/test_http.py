@@ -34,8 +34,9 @@ from tests.harness import own_commands
 from tests.harness.cluster_instance import ClusterInstance
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.http_read import read
+from tests.harness.own_process import ServerFailed
 from tests.harness.rpc_client import RpcClient
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.server_process import ServerProcess
 
 OTHER_USER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env")
 CLEAR = b'{"tier": "all"}'

@@ -17,7 +17,7 @@ from kvstrata.observability.exposition import numbers_in
 from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, place_of
 from kvstrata.process.http_local import find_token
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
-from tests.harness.daemon import Unavailable, free_port
+from tests.harness.daemon import free_port
 from tests.harness.http_read import read
 from tests.harness.prometheus import Prometheus, Promtool
 from tests.harness.server_process import ServerProcess
@@ -178,10 +178,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     rules = [sooner(path, folder) for path in RULES]
     with ServerProcess(folder / "server", l1_mb=16, l2="fs").started() as server:
         target = server.url.removeprefix("http://")
-        try:
-            prometheus = Prometheus(folder / "data", "kvstrata", target, find_token(server.url), rules)
-        except Unavailable as unavailable:
-            pytest.skip(str(unavailable))
+        prometheus = Prometheus(folder / "data", "kvstrata", target, find_token(server.url), rules)
         with prometheus:
             eventually("a scrape", lambda: prometheus.query('up{job="kvstrata"} == 1'))
             yield Scene(server, server.folder / "l2", prometheus)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness import mooncake, redis_server
 from tests.harness.cache_engine import eventually
-from tests.harness.daemon import Unavailable, free_ports
+from tests.harness.daemon import free_ports
 from tests.tools.provision import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -83,11 +83,8 @@ exec lmcache-server --l1-size-gb 0.02 --port $SERVER_PORT --http-port 0 --socket
 
 @pytest.mark.parametrize("name", ["mooncake", "redis", "s3"])
 def test_a_server_starts_with_the_tier_that_the_script_starts(name: str, tmp_path: Path) -> None:
-    try:
-        programs = redis_server.ensure()[0] if name == "redis" else mooncake.ensure() / "mooncake" / "x"
-        variables = redis_server.ensure()[1] if name == "redis" else mooncake.environment()
-    except Unavailable as why:
-        pytest.skip(str(why))
+    programs = redis_server.ensure()[0] if name == "redis" else mooncake.ensure() / "mooncake" / "x"
+    variables = redis_server.ensure()[1] if name == "redis" else mooncake.environment()
     # The script runs outside the clone, with one server in place of two servers with engines.
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "examples" / "shared" / "two_servers.sh").write_text(SERVER)

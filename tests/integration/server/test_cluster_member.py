@@ -17,8 +17,9 @@ from kvstrata.rpc import cluster_wire, wire
 from tests.harness import own_commands
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
+from tests.harness.own_process import ServerFailed
 from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 

@@ -22,8 +22,9 @@ from tests.harness.cache_engine import eventually
 from tests.harness.child import Child
 from tests.harness.l2_load import stored
 from tests.harness.open_files import open_files
+from tests.harness.own_process import ServerFailed
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient, RpcError, chain_of, keys_of, payload
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration

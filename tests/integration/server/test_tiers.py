@@ -20,9 +20,10 @@ from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, pr
 from tests.harness.cluster import Cluster
 from tests.harness.http_read import read
 from tests.harness.l2_load import clear_l1, served, stored, until_stored
+from tests.harness.own_process import ServerFailed
 from tests.harness.redis_server import RedisServer
 from tests.harness.rpc_client import RpcClient, chain_of, new_prompt, until
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.server_process import ServerProcess
 from tests.integration.server import late_listing
 
 pytestmark = pytest.mark.integration

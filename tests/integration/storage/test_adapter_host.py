@@ -22,8 +22,9 @@ from tests.harness.bad_adapter import entry_of
 from tests.harness.cache_engine import eventually
 from tests.harness.l2_load import clear_l1, served
 from tests.harness.open_files import open_files
+from tests.harness.own_process import ServerFailed
 from tests.harness.rpc_client import HANG_S, RpcClient, chain_of, until
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration

@@ -21,7 +21,8 @@ from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item,
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.http_read import read
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.own_process import ServerFailed
+from tests.harness.server_process import ServerProcess
 from tests.integration.storage.probe_adapter import compile_probe, entry_of, probe_adapter
 
 pytestmark = pytest.mark.integration

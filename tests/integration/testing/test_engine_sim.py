@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvstrata.testing.engine_sim.kv_events import MEDIUM_HOST, BlockStored, KVEventBatch
+from kvstrata.testing.engine_sim.kv_events import BlockStored, KVEventBatch
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -159,22 +159,6 @@ def test_errors_have_openais_shape_or_anthropics(client: httpx.Client) -> None:
     assert metric(client, "num_requests_running") == 0
 
 
-def test_what_vllm_answers_besides(client: httpx.Client, sim: Sim) -> None:
-    assert client.get("/health").status_code == 200
-    assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["m", "lora"]
-    source = client.get("/kv_event_sources").json()["0"]
-    assert (source["endpoint"], source["replay_endpoint"]) == (sim.events, sim.replay)
-    told = client.post("/tokenize", json={"prompt": "aé"}).json()
-    assert (told["tokens"], told["count"]) == ([97, 195, 169], 3)
-    reply = client.post(
-        "/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "mine"}
-    )
-    assert reply.json()["id"] == "cmpl-mine"
-    before = metric(client, "generation_tokens_total")
-    client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
-    assert metric(client, "generation_tokens_total") - before == 3
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_ends_when_its_client_goes(client: httpx.Client, stream: bool) -> None:
     ended = 'request_success_total{engine="0",finished_reason="abort",model_name="m"}'
@@ -252,26 +236,6 @@ def replayed(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int)
                 return numbers
             assert isinstance(msgspec.msgpack.decode(payload, type=KVEventBatch), KVEventBatch)
             numbers.append(int.from_bytes(number, "big"))
-
-
-def test_render_gives_the_tokens_that_the_prompt_has() -> None:
-    sim = Sim("--enable-scale-out")
-    try:
-        with httpx.Client(base_url=sim.url, timeout=HANG_MS / 1000, trust_env=False) as client:
-            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-            rendered = client.post("/v1/chat/completions/render", json=chat).json()["token_ids"]
-            tokens = client.post("/tokenize", json=chat).json()["tokens"]
-            assert rendered == tokens
-            given = chat | {"kv_transfer_params": {"prompt_token_ids": rendered}}
-            answers = [client.post("/v1/chat/completions", json=body).json() for body in (chat, given)]
-            assert answers[0]["choices"] == answers[1]["choices"]
-            assert [each["usage"]["prompt_tokens"] for each in answers] == [len(tokens)] * 2
-            (text,) = client.post("/v1/completions/render", json={"prompt": "hi"}).json()
-            assert text["token_ids"] == list(b"hi")
-        assert sim.stop() == 0
-    finally:
-        sim.process.kill()
-        sim.process.wait()
 
 
 CHUNK = 16
@@ -357,35 +321,6 @@ def test_what_one_engine_computes_another_loads(start: Callable[..., Engine]) ->
     assert second.metric("external_prefix_cache_queries_total") >= loaded
 
 
-def test_kv_that_an_engine_has_forgotten_is_loaded_again(start: Callable[..., Engine]) -> None:
-    engine, other = start(), start()
-    until_hit(engine, other, 1)
-    before = engine.metric("external_prefix_cache_hits_total")
-    ends_s = time.monotonic() + PATIENCE_S
-    while not engine.ask(prompt(1)):
-        assert time.monotonic() < ends_s
-    while not engine.client.post("/reset_prefix_cache").json()["success"]:
-        assert time.monotonic() < ends_s, "blocks are held though no request runs"
-    assert engine.ask(prompt(1)) >= 400 - CHUNK
-    assert engine.metric("external_prefix_cache_hits_total") > before
-
-
-@pytest.mark.parametrize("differs", [{"cache_salt": "other"}, {"model": "lora"}], ids=["salt", "adapter"])
-def test_other_kv_is_no_hit(start: Callable[..., Engine], differs: dict[str, str]) -> None:
-    first, second = start("--adapter", "lora"), start("--adapter", "lora")
-    until_hit(first, second, 1)
-    ends_s = time.monotonic() + PATIENCE_S
-    for seed in range(2000, 3000):
-        first.ask(prompt(seed))
-        assert second.ask(prompt(seed), **differs) == 0
-        if second.ask(prompt(seed)):
-            break
-        assert time.monotonic() < ends_s
-    while not second.ask([*prompt(3000), *range(7)], **differs):
-        first.ask([*prompt(3000), *range(7)], **differs)
-        assert time.monotonic() < ends_s
-
-
 def test_engines_go_on_when_the_server_is_killed(server: ServerProcess, start: Callable[..., Engine]) -> None:
     first, second = start(), start()
     until_hit(first, second, 1)
@@ -399,27 +334,3 @@ def test_engines_go_on_when_the_server_is_killed(server: ServerProcess, start: C
         assert time.monotonic() < ends_s, "blocks are held for copies to a server that is gone"
     server.start()
     until_hit(first, second, 6000)
-
-
-def test_stored_chunks_are_told_as_kv_events(start: Callable[..., Engine]) -> None:
-    engine = start("--kv-events-endpoint", "tcp://127.0.0.1:0")
-    endpoint = engine.client.get("/kv_event_sources").json()["0"]["endpoint"]
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.connect(endpoint)
-        ends_s = time.monotonic() + PATIENCE_S
-        seed = 0
-        while time.monotonic() < ends_s:
-            seed += 1
-            engine.ask(prompt(seed))
-            while socket.poll(200):
-                batch = msgspec.msgpack.decode(socket.recv_multipart()[2], type=KVEventBatch)
-                for event in batch.events:
-                    if isinstance(event, BlockStored) and event.medium == MEDIUM_HOST:
-                        assert event.block_size == CHUNK
-                        assert len(event.token_ids) == CHUNK * len(event.block_hashes)
-                        assert re.fullmatch(r"[0-9]+", str(event.token_ids[0]))
-                        assert all(isinstance(key, bytes) and len(key) == 32 for key in event.block_hashes)
-                        return
-    raise AssertionError("no chunk was told as stored")

@@ -23,8 +23,10 @@ class Scheduling(RuleBasedStateMachine):
         answers=st.booleans(),
         world_size=st.sampled_from([1, 2]),
         mode=st.sampled_from(["sync", "async"]),
+        faults=st.sampled_from([False, False, True]),
     )
-    def begin(self, hits, answers, world_size, mode):
+    def begin(self, hits, answers, world_size, mode, faults):
+        self.faults = faults  # after most of them the side is off, and nothing happens any more
         self.clock = Clock()
         self.client = FakeClient(hits=hits, answers=answers)
         side = make_side(self.client, self.clock, world_size=world_size, settings={"load_mode": mode})
@@ -43,6 +45,7 @@ class Scheduling(RuleBasedStateMachine):
         self.side.on_new_request(request)
         self.waiting.append(request)
 
+    @precondition(lambda self: self.faults)
     @rule(method=st.sampled_from(["lookup", "cancel", "identity", "peek", "release"]))
     def fail_once(self, method):
         """The client's next call of this method raises."""
@@ -151,18 +154,20 @@ class Scheduling(RuleBasedStateMachine):
         if empty:
             self.in_engine = self.generation
 
-    @rule()
-    def workers_report(self):
-        for plan in self.unreported:
+    @rule(most=st.sampled_from([1, 2]))
+    def workers_report(self, most):
+        """So many workers at most report what they have gathered; the others do so later."""
+        for plan, silent in self.unreported:
+            workers = min(most, silent)
             stores = [store.store_id for store in plan.stores]
             reports = [
                 WorkerReport(plan.step, gathered=list(stores), stored=[(s, 1) for s in stores])
-                for _ in range(self.world_size)
+                for _ in range(workers)
             ]
             self.side.heard(reports, [], [])
-            for store in stores:
+            for store in stores if workers == silent else ():
                 self.reading.pop(store, None)
-        self.unreported.clear()
+        self.unreported = [(plan, silent - most) for plan, silent in self.unreported if silent > most]
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 4.0]))
     def time_passes(self, seconds):
@@ -175,7 +180,7 @@ class Scheduling(RuleBasedStateMachine):
             self.reading[store.store_id] = store.request_id
             assert self.rests_on[store.request_id] == self.generations[store.identity.adapter]
         self.kept -= plan.awaited
-        self.unreported.append(plan)
+        self.unreported.append((plan, self.world_size))
         if not self.side.is_off:
             assert not (plan.awaited & {s.request_id for s in self.side.stores.of_finished})
         elif not self.client.fails:

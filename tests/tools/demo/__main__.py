@@ -32,14 +32,15 @@ from typing import Any
 from tests.harness import vllm_env, vllm_model
 from tests.harness.child import ChildEnded, ChildError
 from tests.harness.daemon import Unavailable
-from tests.harness.server_process import ServerFailed, sweep
+from tests.harness.own_process import ServerFailed
+from tests.harness.server_process import sweep
 from tests.harness.vllm_run import VllmFailed
 from tests.tools.demo.act_clients import act_1
 from tests.tools.demo.act_cluster import act_4
 from tests.tools.demo.act_gateway import act_5
 from tests.tools.demo.act_vllm import CASES_2, act_2
 from tests.tools.demo.prompts import MODEL
-from tests.tools.demo.table import Table, Wrong, say, yes_no
+from tests.tools.demo.table import Table, Wrong, say
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "build" / "demo.json"
@@ -59,7 +60,7 @@ def vllm_wanted(answer: str) -> str:
                 return f"real vLLM would be a download of {size / 1e9:.1f} GB; to run it: make demo VLLM=1"
             say(f"Act 2 needs real vLLM: a download of {size / 1e9:.1f} GB, once")
             vllm_env.ensure()
-    except vllm_env.Unavailable as reason:
+    except Unavailable as reason:
         return str(reason)
     return ""
 
@@ -126,41 +127,18 @@ def main() -> int:
         try:
             if arguments.gateway:
                 if reason := vllm_wanted(arguments.vllm or "1"):
-                    raise vllm_env.Unavailable(reason)
+                    raise Unavailable(reason)
                 act_5(folder, table, arguments.model)
-                table.print(
-                    5,
-                    [
-                        ("engine", "engine", str),
-                        ("ttft_s", "first token, s", lambda s: f"{s:.3f}"),
-                        ("cached_tokens", "cached tokens", str),
-                        ("tokens_equal", "tokens equal", yes_no),
-                    ],
-                )
+                table.print(5)
             elif arguments.cluster:
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
                     say(f"Without vLLM: {reason}")
                 act_4(folder, table, arguments.model, with_vllm=not reason, keep=arguments.keep)
-                table.print(
-                    4,
-                    [
-                        ("ttft_s", "first token, s", lambda s: f"{s:.3f}"),
-                        ("cached_tokens", "cached tokens", str),
-                        ("tokens_equal", "tokens equal", yes_no),
-                        ("bytes_equal", "bytes equal", yes_no),
-                    ],
-                )
+                table.print(4)
             elif arguments.act != 2:
                 act_1(folder, table)
-                table.print(
-                    1,
-                    [
-                        ("cached_tokens", "tokens", str),
-                        ("gb_per_s", "GB/s a process", str),
-                        ("bytes_equal", "bytes equal", yes_no),
-                    ],
-                )
+                table.print(1)
                 say(f"  Act 1 took {time.monotonic() - begun_s:.0f} s")
             if arguments.act != 1 and not (arguments.cluster or arguments.gateway):
                 reason = vllm_wanted(arguments.vllm)
@@ -170,23 +148,14 @@ def main() -> int:
                         table.add(case, 2, run=False)
                 else:
                     act_2(folder, table, arguments.model)
-                table.print(
-                    2,
-                    [
-                        ("ttft_s", "first token, s", lambda s: f"{s:.3f}"),
-                        ("cached_tokens", "cached tokens", str),
-                        ("tokens_equal", "tokens equal", yes_no),
-                    ],
-                )
+                table.print(2)
         except KeyboardInterrupt:
             say("interrupted; everything is removed")
             return 130
         except Wrong as wrong:
             say(f"WRONG: {wrong}")
             status = 1
-        except (
-            ServerFailed, VllmFailed, ChildEnded, ChildError, vllm_env.Unavailable, Unavailable
-        ) as error:  # fmt: skip
+        except (ServerFailed, VllmFailed, ChildEnded, ChildError, Unavailable) as error:
             say(f"FAILED: {error}")
             status = 2
     if not table.ok:

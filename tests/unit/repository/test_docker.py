@@ -16,7 +16,6 @@ import yaml
 from kvstrata.config.model import HttpSettings
 from kvstrata.process.listen import read_token
 from tests.harness import own_commands
-from tests.harness.daemon import Unavailable
 from tests.harness.redis_server import RedisServer
 from tests.unit.repository.test_pages import ROOT
 
@@ -136,11 +135,8 @@ def test_redis_asks_for_the_password_that_the_server_has(tmp_path: Path) -> None
             settings = [str(word).replace("/run/secrets/", f"{tmp_path}/") for word in command[1:]]
             return [*settings, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(tmp_path)]
 
-    try:
-        # It runs once it has answered with the password.
-        server = Composed(tmp_path / "redis", password=(tmp_path / "redis-password").read_text().strip())
-    except Unavailable as error:
-        pytest.skip(str(error))
+    # It runs once it has answered with the password.
+    server = Composed(tmp_path / "redis", password=(tmp_path / "redis-password").read_text().strip())
     with server, redis.Redis("127.0.0.1", server.port) as stranger, pytest.raises(redis.AuthenticationError):
         stranger.ping()
 

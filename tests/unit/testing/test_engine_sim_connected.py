@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +13,6 @@ from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.requests import SimRequest
 
 BLOCK = 4
-FIRST_ROUNDS = 3
-"""Steps in which the connector does not know yet what it can load."""
 
 
 class Scripted:
@@ -98,13 +95,6 @@ class Clock:
             self.now_ps = max(self.now_ps, next_ps + 1 if next_ps is not None else 0)
             self.sim.advance(self.now_ps)
             self.sim.validate()
-
-    def until_ended(self, *requests: SimRequest) -> None:
-        for _ in range(1000):
-            if all(each.end is not None for each in requests):
-                return
-            self.steps()
-        pytest.fail("a request does not end")
 
 
 CALLS = st.lists(

@@ -1,20 +1,28 @@
-"""A process whose log a test can wait for, without looking at it again and again (kvstrata/observability/wakes.py)."""
+"""Our own commands as child processes; a test waits for lines of their logs without looking at them again and again.
+
+(`kvstrata/observability/wakes.py`)
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import itertools
+import json
+import os
 import select
 import shutil
 import socket
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from kvstrata.observability.wakes import VARIABLE
+from tests.harness import own_commands
 from tests.harness.daemon import Spawned
 from tests.harness.waiting import HANG_S
 
@@ -31,13 +39,69 @@ def _folder() -> Path:
     return Path(made)
 
 
-class Logged(Spawned):
-    """Has `expect`. A subclass starts its process with `wakes()` in the environment."""
+READY_S = 120.0
+
+
+class ServerFailed(Exception):
+    """The process did not become ready; the message holds the end of its log."""
+
+
+class OwnProcess(Spawned):
+    """A process that `launch` starts, any number of times; `expect` waits for a line of its log."""
 
     log: Path
+    ready: Mapping[str, Any] = {}
+    """The process's ready line; empty before its first start."""
+    within: tuple[str, ...] = ()
+    """A command that starts it, as one with a mount of its own."""
     stderr: int | None = None
     """A descriptor that gets the log instead of the file `log`."""
     _wakes: socket.socket | None = None
+
+    def launch(
+        self, name: str, flags: Sequence[str], environment: Mapping[str, str], **how: Any
+    ) -> Mapping[str, Any]:
+        """Start the command of this name, wait until it is ready, and return its ready line. Raises ServerFailed."""
+        assert self._process is None or self._process.poll() is not None
+        self._process, reader = own_commands.start(
+            f"kvstrata.cli.{name}",
+            flags,
+            log=self.log,
+            stderr=self.stderr,
+            environment={**environment, **self.wakes()},
+            within=self.within,
+            **how,
+        )
+        try:
+            line = b""
+            deadline_s = time.monotonic() + READY_S
+            while not line.endswith(b"\n"):
+                if not select.select([reader], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+                    raise ServerFailed(f"not ready within {READY_S:.0f} s\n{self.log_tail()}")
+                part = os.read(reader, 65_536)
+                if not part:
+                    raise ServerFailed(f"exit status {self._process.wait()}\n{self.log_tail()}")
+                line += part
+        finally:
+            os.close(reader)
+        self.ready = json.loads(line)
+        return self.ready
+
+    def stop(self) -> int:
+        """Send SIGTERM and wait for the end; return the exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self.kill()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def log_tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
 
     def wakes(self) -> dict[str, str]:
         """The variable by which the process wakes `expect`; none if its log is read by somebody else."""
