@@ -54,6 +54,8 @@ STEPS_PER_TTL = 9
 REFRESH_STEPS = 3
 MAX_WRITES = 100
 """Most orders in one transaction; etcd accepts 128 operations."""
+WRITE_TRIES = 3
+"""How often orders are written before writes that were given up, and are carried out late, make the order fail."""
 CALLS_PER_TTL = 6
 """A call may take the time to live divided by this; a login may take longer."""
 
@@ -86,6 +88,9 @@ class Election:
         """Revision of etcd that last wrote the loaded orders."""
         self._orders_revision = 0
         """Revision of etcd up to which our orders are complete."""
+        self._written_version = 0
+        """Revision of etcd that last wrote PREFIX/orders-version, as far as this controller's writes know."""
+        self._writing = asyncio.Lock()
         self._log = EventLog("election")
         self._endpoints = [etcd.read_endpoint(endpoint) for endpoint in settings.endpoints]
         self._next_endpoint = 0
@@ -263,9 +268,7 @@ class Election:
         if version is None:
             if leader.lease == self._lease:
                 ours = orders.entries()
-                # A write that was given up may be carried out late; it must not undo what was ordered since.
-                absent = etcd.created(self._key("orders-version"), 0)
-                await self._write_orders(connection, leader.create_revision, ours, absent)
+                await self._write_orders(connection, leader.create_revision, ours, first=True)
                 self._log.info("orders_written", count=len(ours))
         elif version.mod_revision != self._orders_version:
             prefix = self._key("orders/")
@@ -282,20 +285,47 @@ class Election:
             self._orders_version = version.mod_revision
 
     async def _write_orders(
-        self, connection: Etcd, token: int, changes: Mapping[str, bytes | None], *conditions: Any
+        self, connection: Etcd, token: int, changes: Mapping[str, bytes | None], *, first: bool = False
     ) -> None:
-        """Write orders if `conditions` hold, at most MAX_WRITES in one transaction. Raises NotLeading, EtcdFailed."""
+        """Write orders, at most MAX_WRITES in one transaction; with `first` only while etcd has none.
+
+        A write that was given up may be carried out late.  Each write therefore requires that no other one came after
+        the write before it, and so never undoes a newer order.  Raises NotLeading, EtcdFailed.
+        """
+        leader_key, version_key = self._key("leader"), self._key("orders-version")
         rows = list(changes.items())
-        for at in range(0, max(1, len(rows)), MAX_WRITES):
-            keys = [(self._key(f"orders/{name}"), value) for name, value in rows[at : at + MAX_WRITES]]
-            writes = [etcd.delete(key) if value is None else etcd.put(key, value) for key, value in keys]
-            if at + MAX_WRITES >= len(rows):
-                writes.append(etcd.put(self._key("orders-version"), b"1"))
-            answer = await connection.transact([*self._while_leading(token), *conditions], writes)
-            if not answer.succeeded:
-                raise NotLeading("this controller no longer leads; ask the leader")
-            self._orders_revision = max(self._orders_revision, answer.revision)
-            self._revision = max(self._revision, answer.revision)
+        async with self._writing:
+            if first:
+                self._written_version = 0
+            for at in range(0, max(1, len(rows)), MAX_WRITES):
+                keys = [(self._key(f"orders/{name}"), value) for name, value in rows[at : at + MAX_WRITES]]
+                writes = [etcd.delete(key) if value is None else etcd.put(key, value) for key, value in keys]
+                last = at + MAX_WRITES >= len(rows)
+                if last:
+                    writes.append(etcd.put(version_key, b"1"))
+                for _ in range(WRITE_TRIES):
+                    version = etcd.modified(version_key, self._written_version)
+                    answer = await connection.transact(
+                        [*self._while_leading(token), version],
+                        writes,
+                        [*map(etcd.read, (leader_key, version_key))],
+                    )
+                    self._revision = max(self._revision, answer.revision)
+                    if answer.succeeded:
+                        break
+                    leader, found = answer.rows.get(leader_key), answer.rows.get(version_key)
+                    if (
+                        first
+                        or leader is None
+                        or (leader.create_revision, leader.lease) != (token, self._lease)
+                    ):
+                        raise NotLeading("this controller no longer leads; ask the leader")
+                    self._written_version = found.mod_revision if found else 0
+                else:
+                    raise NotLeading("etcd carries out earlier orders; try again")
+                self._orders_revision = max(self._orders_revision, answer.revision)
+                if last:
+                    self._written_version = answer.revision
 
     def _while_leading(self, token: int) -> list[Any]:
         """Comparisons that hold only while this controller leads with this token."""

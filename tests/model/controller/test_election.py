@@ -7,7 +7,6 @@ older ones back; requests and answers arrive late or never.  The tests after the
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import copy
 import logging
@@ -118,8 +117,6 @@ class ElectionMachine(RuleBasedStateMachine):
         self.denied_since_s: dict[str, float] = {}
         self.possible: dict[str, set[bytes | None]] = {}
         """Values that an order may have, given the answers to all writes."""
-        self.unsure: dict[str, list[bytes | None]] = collections.defaultdict(list)
-        """Those of writes that may still be carried out."""
         self.number = 0
         self.failures: list[BaseException | None] = []
         """Of writes."""
@@ -300,15 +297,12 @@ class ElectionMachine(RuleBasedStateMachine):
             return
         value = msgspec.json.encode(pin) if on else None
         values.add(value)
-        unsure = self.unsure[name]
-        unsure.append(value)
         try:
             await (one.orders.put_pin(pin) if on else one.orders.end_pins(claim))
         except NotLeading:
             return
-        unsure.remove(value)
         if losses == self.losses:
-            values &= {value, *unsure}
+            values &= {value}
 
     # --- time -----------------------------------------------------------------------------------------------
 
@@ -351,7 +345,6 @@ class ElectionMachine(RuleBasedStateMachine):
         for name, values in self.possible.items():
             assert orders.get(name) in values, f"{name}: {orders.get(name)!r} is none of {values}"
             values &= {orders.get(name)}
-        self.unsure.clear()
         self.may_regress, self.backup = False, None
 
 
