@@ -73,7 +73,7 @@ std::string DiskLog::lock_folder(const ConnectorContext& context) {
     return stops_start(status) + wrong + describe_file_error(folder, status) +
            "; give a directory that this user may write";
   std::string holder;
-  status = shared_.files.lock_folder(folder + kLockName, &folder_lock_, &holder);
+  status = shared_.files.lock(folder + kLockName, &folder_lock_, &holder);
   if (status.code() == StatusCode::kBusy)
     return "base_path: '" + folder + "' belongs to another running server (" +
            (holder.empty() ? "unknown" : holder) + "); give each server a directory of its own";

@@ -147,14 +147,11 @@ class FileLayer {
 
   // Creates the file if it is missing and locks it, without waiting. kBusy: another process, or
   // another FileLock of this one, holds the lock; `holder` is then that holder's note. kCorrupt: as
-  // for open().
-  virtual Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
-                      std::string* holder) noexcept = 0;
-  // As lock(), but locks the folder of `path` as well, so that nobody gets a second lock by
+  // for open(). The folder of `path` is locked as well, so that nobody gets a second lock by
   // removing the file. (The file alone is locked where folders cannot be, and between the hosts of
   // a network file system.)
-  virtual Status lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
-                             std::string* holder) noexcept = 0;
+  virtual Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
+                      std::string* holder) noexcept = 0;
 };
 
 // The operating system's files. The object is never destroyed.

@@ -53,12 +53,6 @@ class Descriptor {
   int fd_;
 };
 
-struct FreeBytes {
-  void operator()(void* bytes) const noexcept { std::free(bytes); }
-};
-
-using AlignedBytes = std::unique_ptr<void, FreeBytes>;
-
 bool is_aligned(const void* bytes, std::size_t length) noexcept {
   return reinterpret_cast<std::uintptr_t>(bytes) % kFileBlockBytes == 0 &&
          length % kFileBlockBytes == 0;
@@ -190,7 +184,8 @@ class PosixFile final : public File {
   // Transfers parts that are not aligned to blocks through aligned memory, a megabyte at a time.
   template <bool kReads, typename Part>
   Status bounced(std::span<const Part> parts, std::uint64_t offset) noexcept {
-    const AlignedBytes bounce(std::aligned_alloc(kFileBlockBytes, kBounceBytes));
+    const std::unique_ptr<void, void (*)(void*)> bounce(
+        std::aligned_alloc(kFileBlockBytes, kBounceBytes), std::free);
     if (bounce == nullptr) return Status(StatusCode::kNoSpace, "memory for unaligned parts");
     auto* const buffer = static_cast<char*>(bounce.get());
     std::size_t part = 0;
@@ -247,7 +242,7 @@ class PosixLock final : public FileLock {
 
  private:
   Descriptor fd_;
-  Descriptor folder_;  // -1: it is not locked
+  Descriptor folder_;
 };
 
 // Whether `error` of an open() means that the name belongs to something other than a regular file:
@@ -370,28 +365,14 @@ class PosixFiles final : public FileLayer {
 
   Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
               std::string* holder) noexcept override {
-    return lock_with(Descriptor(-1), path, out, holder);
-  }
-
-  Status lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
-                     std::string* holder) noexcept override {
     const std::string folder = path.substr(0, path.rfind('/'));
     constexpr int kHow = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
     Descriptor locked(uninterrupted([&] { return ::open(folder.c_str(), kHow); }));
     if (locked.get() < 0) return os_error("open");
     const bool busy = ::flock(locked.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
     // The file has the name of the holder.
-    KVSTRATA_RETURN_IF_ERROR(lock_with(std::move(locked), path, out, holder));
-    if (!busy) return Status();
-    out->reset();
-    return Status(StatusCode::kBusy, "its folder is locked");
-  }
-
- private:
-  static Status lock_with(Descriptor folder, const std::string& path,
-                          std::unique_ptr<FileLock>* out, std::string* holder) noexcept {
-    constexpr int kHow = O_RDWR | O_CREAT | kOpenFlags;
-    Descriptor file(uninterrupted([&] { return ::open(path.c_str(), kHow, 0600); }));
+    constexpr int kHowFile = O_RDWR | O_CREAT | kOpenFlags;
+    Descriptor file(uninterrupted([&] { return ::open(path.c_str(), kHowFile, 0600); }));
     if (file.get() < 0) return means_other_kind(errno) ? not_a_file() : os_error("open");
     if (!is_regular(file.get())) return not_a_file();
     if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
@@ -405,7 +386,8 @@ class PosixFiles final : public FileLayer {
       }
       return Status(StatusCode::kBusy, "locked");
     }
-    out->reset(new (std::nothrow) PosixLock(std::move(file), std::move(folder)));
+    if (busy) return Status(StatusCode::kBusy, "its folder is locked");
+    out->reset(new (std::nothrow) PosixLock(std::move(file), std::move(locked)));
     return *out != nullptr ? Status() : Status(StatusCode::kNoSpace, "memory for a lock");
   }
 };

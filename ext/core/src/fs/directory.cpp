@@ -52,7 +52,7 @@ std::string claim_fs_directory(FileLayer& layer, const FsOptions& options,
     *paths = FsPaths(std::move(folder), options.relative_tmp_dir);
     std::string wrong = prepare(layer, *paths, options, min_free_bytes);
     if (!wrong.empty()) return wrong;
-    const Status status = layer.lock_folder(paths->lock(), lock, &holder);
+    const Status status = layer.lock(paths->lock(), lock, &holder);
     if (status.ok()) {
       (*lock)->note("pid " + std::to_string(::getpid()) + ", instance " + instance_id + "\n");
       return "";

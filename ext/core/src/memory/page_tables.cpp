@@ -18,20 +18,19 @@ namespace kvstrata {
 namespace {
 
 constexpr std::uint64_t kStepBytes = 2ULL << 20;
-constexpr std::size_t kMaxStepPages = kStepBytes / 4096;
-
-// 0 or errno.
-int map_run(std::uint8_t* run, std::uint64_t length, std::uint64_t page) noexcept {
-  if (madvise(run, length, MADV_POPULATE_WRITE) == 0) return 0;
-  if (errno != EINVAL) return errno;
-  // Kernels before 5.14. An atomic addition of zero faults the page in and changes no byte, even
-  // while other processes write to it.
-  for (std::uint64_t at = 0; at < length; at += page)
-    std::atomic_ref<std::uint8_t>(run[at]).fetch_add(0, std::memory_order_relaxed);
-  return 0;
-}
+constexpr std::uint64_t kPage = 4096;  // the smallest one
+constexpr std::size_t kMaxStepPages = kStepBytes / kPage;
 
 }  // namespace
+
+int populate_pages(std::uint8_t* address, std::uint64_t bytes) noexcept {
+  if (madvise(address, bytes, MADV_POPULATE_WRITE) == 0) return 0;
+  if (errno != EINVAL) return errno;
+  // Kernels before 5.14.
+  for (std::uint64_t at = 0; at < bytes; at += kPage)
+    std::atomic_ref<std::uint8_t>(address[at]).fetch_add(0, std::memory_order_relaxed);
+  return 0;
+}
 
 Status map_present_pages(std::uint8_t* address, std::uint64_t bytes,
                          std::uint64_t* mapped_bytes) noexcept {
@@ -55,7 +54,7 @@ Status map_present_pages(std::uint8_t* address, std::uint64_t bytes,
         ++end;
       if (end > first) {
         const std::uint64_t run = std::min((end - first) * page, length - first * page);
-        const int failed = map_run(step + first * page, run, page);
+        const int failed = populate_pages(step + first * page, run);
         if (failed != 0 && failed != EINTR)
           return Status(StatusCode::kOsError, "madvise(MADV_POPULATE_WRITE) failed", failed);
         *mapped_bytes += run;

@@ -14,6 +14,10 @@
 
 namespace kvstrata {
 
+// Faults in the pages of a shared, writable mapping and changes no byte, even while other processes
+// write to it. Returns 0 or errno.
+int populate_pages(std::uint8_t* address, std::uint64_t bytes) noexcept;
+
 // Maps the pages of [address, address + bytes) that already exist into this process's page tables,
 // writable. A page that no process has touched yet is left out, because it would be charged to this
 // process's control group; a later call can map it. `mapped_bytes` receives the number of bytes

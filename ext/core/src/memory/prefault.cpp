@@ -1,17 +1,12 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #include "memory/prefault.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
 
 #include "base/threads.h"
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
+#include "memory/page_tables.h"
 
 namespace kvstrata {
 
@@ -20,7 +15,6 @@ namespace {
 // Populating holds the kernel's lock of the address space. With larger steps, an mmap of another
 // thread would wait for tens of milliseconds, and Python calls mmap with the GIL held.
 constexpr std::uint64_t kStepBytes = Backing::kStepBytes;
-constexpr std::uint64_t kPage = 4096;
 
 }  // namespace
 
@@ -60,20 +54,10 @@ void Prefault::work() noexcept {
       if (stop_.load(std::memory_order_relaxed)) return;
       backing_->wait_while_short();
     }
-    std::uint8_t* step = address_ + begin;
     int failed = 0;
     do {
-      failed = madvise(step, length, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+      failed = populate_pages(address_ + begin, length);
     } while (failed == EINTR || failed == EAGAIN);
-    if (failed == EINVAL) {
-      // Kernels before 5.14. An atomic addition of zero faults the page in and changes no byte,
-      // even while other processes write to it.
-      for (std::uint64_t at = 0; at < length && !stop_.load(std::memory_order_relaxed);
-           at += kPage) {
-        std::atomic_ref<std::uint8_t>(step[at]).fetch_add(0, std::memory_order_relaxed);
-      }
-      failed = 0;
-    }
     if (failed != 0) {
       error_.store(failed, std::memory_order_relaxed);
       stop_.store(true, std::memory_order_relaxed);

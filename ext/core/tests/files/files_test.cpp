@@ -166,18 +166,6 @@ TEST(nothing_but_a_regular_file_is_opened_or_waited_for) {
   ::close(fd);
 }
 
-TEST(a_lock_is_held_by_one_and_says_who) {
-  const Folder folder;
-  std::unique_ptr<FileLock> first, second;
-  std::string holder;
-  CHECK_OK(posix_files().lock(folder / "lock", &first, &holder));
-  first->note("pid 7");
-  CHECK(posix_files().lock(folder / "lock", &second, &holder).code() == StatusCode::kBusy);
-  CHECK_EQ(holder, std::string("pid 7"));
-  first.reset();
-  CHECK_OK(posix_files().lock(folder / "lock", &second, &holder));
-}
-
 TEST(folders_are_made_through_links_and_not_through_files) {
   const Folder folder;
   FileStat found;
@@ -255,12 +243,12 @@ TEST(a_folder_is_locked_once_even_if_its_lock_file_is_removed) {
     std::string holder;
     std::unique_ptr<FileLock> one;
     std::unique_ptr<FileLock> other;
-    CHECK_OK(posix_files().lock_folder(path, &one, &holder));
+    CHECK_OK(posix_files().lock(path, &one, &holder));
     one->note("somebody");
     if (removed) CHECK_OK(posix_files().unlink(path));
-    CHECK(posix_files().lock_folder(path, &other, &holder).code() == StatusCode::kBusy);
+    CHECK(posix_files().lock(path, &other, &holder).code() == StatusCode::kBusy);
     CHECK_EQ(holder, std::string(removed ? "" : "somebody"));
     one.reset();
-    CHECK_OK(posix_files().lock_folder(path, &other, &holder));
+    CHECK_OK(posix_files().lock(path, &other, &holder));
   }
 }

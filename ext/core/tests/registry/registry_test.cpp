@@ -107,30 +107,6 @@ void sweep_all(Registry& registry) {
   }
 }
 
-TEST(what_was_admitted_is_found_whatever_grows_meanwhile) {
-  const auto registry = make();
-  const Slot one = open(*registry);
-  const Slot other = open(*registry);
-  constexpr std::uint64_t kMany = 400'000;
-  for (std::uint64_t begin = 0; begin < kMany; begin += 10'000)
-    CHECK_EQ(admit(*registry, begin / 10'000 % 2 == 0 ? one : other,
-                   crowded_tags(begin, begin + 10'000)),
-             10'000u);
-  CHECK(registry->usage().rebuilds > 16 * 4);
-  for (std::uint64_t number = 0; number < kMany; number += 7) {
-    const std::vector<Slot> holders = holders_of(*registry, crowded(number));
-    CHECK_EQ(holders.size(), 1u);
-    CHECK_EQ(holders[0], number / 10'000 % 2 == 0 ? one : other);
-  }
-  CHECK_EQ(registry->usage().placements, kMany);
-  CHECK_EQ(registry->usage().refused, 0u);
-  for (std::uint64_t begin = 0; begin < kMany; begin += 20'000)
-    CHECK_EQ(evict(*registry, one, crowded_tags(begin, begin + 15'000)), 10'000u);
-  CHECK_EQ(registry->usage().placements, kMany / 2);
-  for (std::uint64_t number = 0; number < kMany; number += 7)
-    CHECK_EQ(holders_of(*registry, crowded(number)).size(), number / 10'000 % 2);
-}
-
 TEST(a_tag_that_all_hold_is_one_and_shrinks_again) {
   const auto registry = make(256 << 20, 5000);
   std::vector<Slot> slots;

@@ -108,10 +108,6 @@ class HookedFiles final : public FileLayer {
               std::string* holder) noexcept override {
     return inner_.lock(path, out, holder);
   }
-  Status lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
-                     std::string* holder) noexcept override {
-    return inner_.lock_folder(path, out, holder);
-  }
 
  private:
   class Hooked final : public File {

@@ -373,11 +373,6 @@ Status VolatileFiles::space(const std::string& path, FileSpace* out) noexcept {
   return Status();
 }
 
-Status VolatileFiles::lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
-                                  std::string* holder) noexcept {
-  return lock(path, out, holder);
-}
-
 Status VolatileFiles::lock(const std::string& path, std::unique_ptr<FileLock>* out,
                            std::string* holder) noexcept {
   const std::lock_guard lock(machine_->mutex);

@@ -164,8 +164,6 @@ class VolatileFiles final : public FileLayer {
   Status space(const std::string& path, FileSpace* out) noexcept override;
   Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
               std::string* holder) noexcept override;
-  Status lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
-                     std::string* holder) noexcept override;
 
  private:
   struct Machine;
