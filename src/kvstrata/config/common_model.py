@@ -15,9 +15,9 @@ NAME = "must be at most 64 letters, digits and . _ -"
 HTTP_HOST = "Address to listen on, or `unix:PATH`: a unix socket, which serves the same user and root without a token."
 
 
-def says(description: str, *, demand: str = "", limit: bool = False, **bounds: Any) -> Meta:
+def says(description: str, *, demand: str = "", limit: bool = False, extra: Any = None, **bounds: Any) -> Meta:
     """A setting's meaning and bounds. `demand`: what its value must be, if type and bounds do not say it."""
-    extra = LIMIT if limit else {"demand": demand} if demand else None
+    extra = extra or (LIMIT if limit else {"demand": demand} if demand else None)
     return Meta(description=description, extra=extra, **bounds)
 
 

@@ -6,8 +6,8 @@ import importlib
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
 
+from kvstrata.config.common_model import says
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.config import Make, Medium, checked, plugin_boundary
 from kvstrata.storage.structs import Place
@@ -16,18 +16,13 @@ from kvstrata.storage.structs import Place
 class PluginConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A class of another package, by its name."""
 
-    module_path: Annotated[str, Meta(min_length=1, description="Module to import.")]
-    class_name: Annotated[str, Meta(min_length=1, description="The adapter's class in that module.")]
-    adapter_params: Annotated[
-        dict[str, Any],
-        Meta(
-            extra={"must": ", the keyword arguments of the class"},
-            description="Keyword arguments of the class.",
-        ),
-    ] = {}
-    config_class_name: Annotated[
-        Any, Meta(description="Refused: it names a class that was written for LMCache.")
-    ] = None
+    # fmt: off
+    module_path: Annotated[str, says("Module to import.", min_length=1)]
+    class_name: Annotated[str, says("The adapter's class in that module.", min_length=1)]
+    adapter_params: Annotated[dict[str, Any], says(
+        "Keyword arguments of the class.", extra={"must": ", the keyword arguments of the class"})] = {}
+    config_class_name: Annotated[Any, says("Refused: it names a class that was written for LMCache.")] = None
+    # fmt: on
 
 
 def _prepare(config: PluginConfig, place: Place, name: str) -> Make:

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.common_model import says
 from kvstrata.native.connector import MIN_CAPACITY_BYTES
 from kvstrata.storage.config import Make, Medium
 from kvstrata.storage.media.disk.adapter import disk_adapter
@@ -25,44 +26,20 @@ LEAST_BLOCKS = 16
 class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A log of segments in a directory of its own on a local disk."""
 
-    base_path: Annotated[
-        str, Meta(min_length=1, description="The log's directory; only one server may use it.")
-    ]
-    capacity_gb: Annotated[
-        float,
-        Meta(
-            ge=MIN_CAPACITY_BYTES / GB,
-            le=1 << 30,
-            extra={"missing": "must be the number of GB that the log may take"},
-            description="GB that the log may take; the oldest segment is evicted first.",
-        ),
-    ]
-    segment_mb: Annotated[
-        Annotated[float, Meta(ge=LEAST_BLOCKS * BLOCK_BYTES / MB, le=8 << 10)] | None,
-        Meta(
-            description="MB of a segment, at most a sixteenth of `capacity_gb`; not set: derived from `capacity_gb`."
-        ),
-    ] = None
-    min_free_gb: Annotated[
-        float, Meta(ge=0, le=1 << 30, description="GB to leave free on the file system.")
-    ] = 1
-    use_odirect: Annotated[bool, Meta(description="Write and read past the page cache.")] = True
-    reinsert_percent: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=50,
-            description="Percent of a retiring segment that is written again: its most recently loaded records.",
-        ),
-    ] = 20
-    scrub_mb_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1 << 20,
-            description="MB per second that a background thread reads and checks; 0: none.",
-        ),
-    ] = 4
+    # fmt: off
+    base_path: Annotated[str, says("The log's directory; only one server may use it.", min_length=1)]
+    capacity_gb: Annotated[float, says(
+        "GB that the log may take; the oldest segment is evicted first.",
+        ge=MIN_CAPACITY_BYTES / GB, le=1 << 30, extra={"missing": "must be the number of GB that the log may take"})]
+    segment_mb: Annotated[Annotated[float, Meta(ge=LEAST_BLOCKS * BLOCK_BYTES / MB, le=8 << 10)] | None, says(
+        "MB of a segment, at most a sixteenth of `capacity_gb`; not set: derived from `capacity_gb`.")] = None
+    min_free_gb: Annotated[float, says("GB to leave free on the file system.", ge=0, le=1 << 30)] = 1
+    use_odirect: Annotated[bool, says("Write and read past the page cache.")] = True
+    reinsert_percent: Annotated[int, says(
+        "Percent of a retiring segment that is written again: its most recently loaded records.", ge=0, le=50)] = 20
+    scrub_mb_s: Annotated[float, says(
+        "MB per second that a background thread reads and checks; 0: none.", ge=0, le=1 << 20)] = 4
+    # fmt: on
     num_workers: NumWorkers = 4
     per_op_workers: PerOpWorkers = {}
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.common_model import says
 from kvstrata.storage.config import Make, Medium
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.storage.media.paths import absolute, folder_at
@@ -23,35 +24,20 @@ WithoutEffect = Annotated[Any, Meta(description="Accepted, but has no effect.")]
 class FsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A directory of any mounted file system, with a file per record."""
 
-    base_path: Annotated[str, Meta(min_length=1, description="The directory.")]
-    relative_tmp_dir: Annotated[
-        str,
-        Meta(min_length=1, description="Directory below `base_path` for records that are being written."),
-    ] = "tmp"
-    shared: Annotated[
-        bool,
-        Meta(
-            description="Several servers use the directory: each caps its own records and reads those of all."
-        ),
-    ] = False
-    use_odirect: Annotated[
-        bool, Meta(description="Write and read past the page cache, where the file system can.")
-    ] = True
-    capacity_gb: Annotated[
-        Annotated[float, Meta(ge=0, le=1 << 30)] | None,
-        Meta(
-            description="GB that the records may take; the least recently used are evicted first; not set or 0: no cap."
-        ),
-    ] = None
-    max_capacity_gb: Annotated[
-        Annotated[float, Meta(ge=0, le=1 << 30)] | None, Meta(description="Another name for `capacity_gb`.")
-    ] = None
-    min_free_gb: Annotated[
-        Annotated[float, Meta(ge=0, le=1 << 30)] | None,
-        Meta(
-            description="GB to leave free on the file system; not set: 1 % of it, at least 256 MiB, at most a tenth."
-        ),
-    ] = None
+    # fmt: off
+    base_path: Annotated[str, says("The directory.", min_length=1)]
+    relative_tmp_dir: Annotated[str, says(
+        "Directory below `base_path` for records that are being written.", min_length=1)] = "tmp"
+    shared: Annotated[bool, says(
+        "Several servers use the directory: each caps its own records and reads those of all.")] = False
+    use_odirect: Annotated[bool, says("Write and read past the page cache, where the file system can.")] = True
+    capacity_gb: Annotated[Annotated[float, Meta(ge=0, le=1 << 30)] | None, says(
+        "GB that the records may take; the least recently used are evicted first; not set or 0: no cap.")] = None
+    max_capacity_gb: Annotated[Annotated[float, Meta(ge=0, le=1 << 30)] | None, says(
+        "Another name for `capacity_gb`.")] = None
+    min_free_gb: Annotated[Annotated[float, Meta(ge=0, le=1 << 30)] | None, says(
+        "GB to leave free on the file system; not set: 1 % of it, at least 256 MiB, at most a tenth.")] = None
+    # fmt: on
     read_ahead_size: WithoutEffect = None
     num_read_workers: WithoutEffect = None
     read_max_bytes_in_flight: WithoutEffect = None

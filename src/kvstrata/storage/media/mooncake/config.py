@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
 
+from kvstrata.config.common_model import says
 from kvstrata.config.demands import nearest
 from kvstrata.storage.config import COMMON, Make, Medium
 from kvstrata.storage.media.mooncake.adapter import (
@@ -36,23 +36,15 @@ OTHER_NAMES = {"master_server_address": "master_server_addr", "device_name": "rd
 class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A Mooncake Store cluster."""
 
-    setup: Annotated[
-        dict[str, Any],
-        Meta(
-            description="Every other field is an option of Mooncake's `setup`, which requires `local_hostname` and "
-            "`metadata_server`. `replica_num` and `nof_replica_num` count as options of `replicate`."
-        ),
-    ]
-    preregister_l1_memory: Annotated[
-        bool, Meta(description="Register L1 with Mooncake's transfer engine.")
-    ] = True
-    replicate: Annotated[
-        dict[str, Any] | None,
-        Meta(
-            extra={"must": " with options of Mooncake's ReplicateConfig"},
-            description="Options of Mooncake's ReplicateConfig that every put uses.",
-        ),
-    ] = None
+    # fmt: off
+    setup: Annotated[dict[str, Any], says(
+        "Every other field is an option of Mooncake's `setup`, which requires `local_hostname` and `metadata_server`. "
+        "`replica_num` and `nof_replica_num` count as options of `replicate`.")]
+    preregister_l1_memory: Annotated[bool, says("Register L1 with Mooncake's transfer engine.")] = True
+    replicate: Annotated[dict[str, Any] | None, says(
+        "Options of Mooncake's ReplicateConfig that every put uses.",
+        extra={"must": " with options of Mooncake's ReplicateConfig"})] = None
+    # fmt: on
     num_workers: NumWorkers = 4
     per_op_workers: PerOpWorkers = {}
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.common_model import says
 from kvstrata.config.demands import nearest
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import ConfigError, install
@@ -42,41 +43,25 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0
 class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A bucket of S3, Google Cloud Storage or Azure."""
 
-    url: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="`s3://BUCKET/PREFIX`; also `gs`, `az`, `abfs` and `adl`. It must hold no credentials.",
-        ),
-    ]
-    options: Annotated[
-        dict[str, Any],
-        Meta(
-            description="Every other field is an option of obstore, such as `region`, `endpoint` or a credential."
-        ),
-    ]
-    num_workers: Annotated[
-        Annotated[int, Meta(ge=1, le=256)] | None,
-        Meta(description="Threads for the lanes that `per_op_workers` does not name."),
-    ] = None
+    # fmt: off
+    url: Annotated[str, says(
+        "`s3://BUCKET/PREFIX`; also `gs`, `az`, `abfs` and `adl`. It must hold no credentials.", min_length=1)]
+    options: Annotated[dict[str, Any], says(
+        "Every other field is an option of obstore, such as `region`, `endpoint` or a credential.")]
+    num_workers: Annotated[Annotated[int, Meta(ge=1, le=256)] | None, says(
+        "Threads for the lanes that `per_op_workers` does not name.")] = None
     per_op_workers: PerOpWorkers = {}
-    multipart_mb: Annotated[
-        float, Meta(ge=5, le=5 << 10, description="Records larger than this many MB are uploaded in parts.")
-    ] = 64
-    part_mb: Annotated[float, Meta(ge=5, le=5 << 10, description="MB of each part.")] = 8
-    max_retries: Annotated[
-        int, Meta(ge=0, le=20, description="How often obstore repeats a request that failed.")
-    ] = 3
-    retry_timeout_ms: Annotated[
-        int,
-        Meta(ge=0, le=300_000, description="Milliseconds after which obstore no longer repeats a request."),
-    ] = 5_000
-    s3_endpoint: Annotated[Any, Meta(description="Refused; write `url` and `endpoint`.")] = None
-    max_capacity_gb: Annotated[Any, Meta(description="Refused unless 0; object stores have no cap here.")] = (
-        None
-    )
-    s3_num_io_threads: Annotated[Any, Meta(description="Accepted, but has no effect.")] = None
-    s3_prefer_http2: Annotated[Any, Meta(description="Accepted, but has no effect.")] = None
+    multipart_mb: Annotated[float, says(
+        "Records larger than this many MB are uploaded in parts.", ge=5, le=5 << 10)] = 64
+    part_mb: Annotated[float, says("MB of each part.", ge=5, le=5 << 10)] = 8
+    max_retries: Annotated[int, says("How often obstore repeats a request that failed.", ge=0, le=20)] = 3
+    retry_timeout_ms: Annotated[int, says(
+        "Milliseconds after which obstore no longer repeats a request.", ge=0, le=300_000)] = 5_000
+    s3_endpoint: Annotated[Any, says("Refused; write `url` and `endpoint`.")] = None
+    max_capacity_gb: Annotated[Any, says("Refused unless 0; object stores have no cap here.")] = None
+    s3_num_io_threads: Annotated[Any, says("Accepted, but has no effect.")] = None
+    s3_prefer_http2: Annotated[Any, says("Accepted, but has no effect.")] = None
+    # fmt: on
 
     def __repr__(self) -> str:
         return f"ObjectStoreConfig({self.url!r}, ...)"  # some of the options are credentials

@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.common_model import says
 from kvstrata.config.private_file import read_private_file
 from kvstrata.patience import patience
 from kvstrata.storage.config import Make, Medium
@@ -35,103 +36,47 @@ TLS_FIELDS = ("tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name")
 class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A Redis or Valkey server, a cluster of them, or the master that sentinels name."""
 
-    url: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            extra={"secret": True, "empty": True},
-            description="`redis://[user@]host[:port][/database]`, `rediss://` for TLS, `unix:///path/of/a.sock`. "
-            "Exactly one of `url`, `host`, `startup_nodes` and `sentinels` is required.",
-        ),
-    ] = None
-    host: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(extra={"empty": True}, description="Host of the server."),
-    ] = None
-    port: Annotated[
-        Annotated[int, Meta(ge=1, le=65535)] | None, Meta(description="Port of `host`; not set: 6379.")
-    ] = None
-    startup_nodes: Annotated[
-        Any,
-        Meta(
-            description='Addresses of a cluster\'s servers: `"host:port"`, several separated by commas or as a list.'
-        ),
-    ] = None
-    cluster_mode: Annotated[bool, Meta(description="The servers form a cluster.")] = False
-    sentinels: Annotated[Any, Meta(description="Addresses of sentinels, as in `startup_nodes`.")] = None
-    sentinel_master: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="Name of the master whose address the sentinels are asked for."),
-    ] = None
-    sentinel_password_file: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            extra={"empty": True},
-            description="Private file with the sentinels' password; not set: it is that of the servers.",
-        ),
-    ] = None
-    database_id: Annotated[
-        Annotated[int, Meta(ge=0, le=1 << 20)] | None, Meta(description="Number of the database; not set: 0.")
-    ] = None
-    username: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(extra={"empty": True}, description="Name of the user; needs a password."),
-    ] = None
-    password: Annotated[
-        str | None, Meta(extra={"secret": True, "empty": True}, description="Password, in plain text.")
-    ] = None
-    password_file: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(extra={"empty": True}, description="Private file with the password."),
-    ] = None
-    tls_enable: Annotated[bool | None, Meta(description="Use TLS; not set: only if `url` says so.")] = None
-    tls_ca_file: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            description="File with the CA certificates that verify the server's certificate; not set: the system's."
-        ),
-    ] = None
-    tls_cert_file: Annotated[
-        Annotated[str, Meta(min_length=1)] | None, Meta(description="File with this client's certificate.")
-    ] = None
-    tls_key_file: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            description="File with the key of that certificate; not set: the certificate's file has the key."
-        ),
-    ] = None
-    tls_server_name: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="Name that the server's certificate must have; not set: its address."),
-    ] = None
-    key_prefix: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Prefix of every key; instances that share records must have the same one.",
-        ),
-    ] = "kvstrata:"
-    ttl_seconds: Annotated[
-        float,
-        Meta(ge=0, le=1 << 31, description="Seconds that a record lives after its put; 0: no limit."),
-    ] = 0
-    max_capacity_gb: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1 << 30,
-            description="Nothing is put while the servers use more GB of memory than this; 0: no cap.",
-        ),
-    ] = 0
-    deadline_ms: Annotated[
-        Annotated[int, Meta(ge=1, le=600_000)] | None, Meta(description="As for every type.")
-    ] = None
-    request_timeout: Annotated[
-        Annotated[float, Meta(ge=0.001, le=600)] | None,
-        Meta(description="Seconds to wait for an answer; not set: `deadline_ms`, or 5 s."),
-    ] = None
-    connection_timeout: Annotated[
-        float, Meta(ge=0.01, le=600, description="Seconds to wait for a connection.")
-    ] = 2.0
+    # fmt: off
+    url: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "`redis://[user@]host[:port][/database]`, `rediss://` for TLS, `unix:///path/of/a.sock`. Exactly one of "
+        "`url`, `host`, `startup_nodes` and `sentinels` is required.", extra={"secret": True, "empty": True})] = None
+    host: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Host of the server.", extra={"empty": True})] = None
+    port: Annotated[Annotated[int, Meta(ge=1, le=65535)] | None, says("Port of `host`; not set: 6379.")] = None
+    startup_nodes: Annotated[Any, says(
+        "Addresses of a cluster's servers: `\"host:port\"`, several separated by commas or as a list.")] = None
+    cluster_mode: Annotated[bool, says("The servers form a cluster.")] = False
+    sentinels: Annotated[Any, says("Addresses of sentinels, as in `startup_nodes`.")] = None
+    sentinel_master: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Name of the master whose address the sentinels are asked for.")] = None
+    sentinel_password_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Private file with the sentinels' password; not set: it is that of the servers.", extra={"empty": True})] = None
+    database_id: Annotated[Annotated[int, Meta(ge=0, le=1 << 20)] | None, says(
+        "Number of the database; not set: 0.")] = None
+    username: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Name of the user; needs a password.", extra={"empty": True})] = None
+    password: Annotated[str | None, says("Password, in plain text.", extra={"secret": True, "empty": True})] = None
+    password_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Private file with the password.", extra={"empty": True})] = None
+    tls_enable: Annotated[bool | None, says("Use TLS; not set: only if `url` says so.")] = None
+    tls_ca_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "File with the CA certificates that verify the server's certificate; not set: the system's.")] = None
+    tls_cert_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "File with this client's certificate.")] = None
+    tls_key_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "File with the key of that certificate; not set: the certificate's file has the key.")] = None
+    tls_server_name: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Name that the server's certificate must have; not set: its address.")] = None
+    key_prefix: Annotated[str, says(
+        "Prefix of every key; instances that share records must have the same one.", min_length=1)] = "kvstrata:"
+    ttl_seconds: Annotated[float, says("Seconds that a record lives after its put; 0: no limit.", ge=0, le=1 << 31)] = 0
+    max_capacity_gb: Annotated[float, says(
+        "Nothing is put while the servers use more GB of memory than this; 0: no cap.", ge=0, le=1 << 30)] = 0
+    deadline_ms: Annotated[Annotated[int, Meta(ge=1, le=600_000)] | None, says("As for every type.")] = None
+    request_timeout: Annotated[Annotated[float, Meta(ge=0.001, le=600)] | None, says(
+        "Seconds to wait for an answer; not set: `deadline_ms`, or 5 s.")] = None
+    connection_timeout: Annotated[float, says("Seconds to wait for a connection.", ge=0.01, le=600)] = 2.0
+    # fmt: on
     num_workers: NumWorkers = 8
     per_op_workers: PerOpWorkers = {}
 
