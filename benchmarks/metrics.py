@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import compared, median_spread, scratch, sized
-from kvstrata.observability.exposition import FRESH_S
-from kvstrata.observability.metrics import ServerCounters
+from kvstrata.observability.page import FRESH_S
+from kvstrata.observability.server_numbers import ServerNumbers
 from tests.harness.server_process import ServerProcess
 
 READERS = 5
@@ -53,11 +53,11 @@ def page_ms(folder: Path) -> tuple[float, float]:
 
 def counted_ns() -> list[float]:
     """Nanoseconds for counting one request, of each repeat."""
-    counters, clock = ServerCounters(), time.perf_counter
+    counters, clock = ServerNumbers(), time.perf_counter
 
     def count() -> None:
         started_s = clock()
-        counters.request_ended("ping", clock() - started_s)
+        counters.request_seconds["ping"].add(clock() - started_s)
 
     return [seconds / REQUESTS * 1e9 for seconds in timeit.repeat(count, number=REQUESTS, repeat=REPEATS)]
 

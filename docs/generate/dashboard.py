@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from kvstrata.gateway.metrics import GATEWAY_FAMILIES
-from kvstrata.observability.families import FAMILIES as SERVER_FAMILIES
+from docs.generate.numbers import GATEWAY, SERVER, families_of
 
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
-FAMILIES = {**SERVER_FAMILIES, **GATEWAY_FAMILIES}
+OF_GATEWAY = families_of(GATEWAY)
+FAMILIES = families_of(SERVER) | OF_GATEWAY
 SELECTED = '{instance=~"$instance"}'
 EVERY = "[$__rate_interval]"
 WIDTH = 24
@@ -170,7 +170,7 @@ def _unit(panel: Panel) -> str:
 def _queries(panel: Panel, short: str, legend: str) -> list[tuple[str, str]]:
     """(Query, legend) of one family."""
     name = f"kvstrata_{short}"
-    family, selected = FAMILIES[name], "" if name in GATEWAY_FAMILIES else SELECTED
+    family, selected = FAMILIES[name], "" if name in OF_GATEWAY else SELECTED
     unknown = set(panel.by) - {*family.labels, "instance"}
     assert not unknown, f"{panel.title}: {name} has no labels {unknown}"
     by = f" by ({', '.join(panel.by)}) " if panel.by else ""

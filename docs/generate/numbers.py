@@ -1,14 +1,88 @@
-"""docs/metrics.md."""
+"""docs/metrics.md, and the lists of all numbers of each kind of process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable
 
 from docs.generate.source import GENERATED, table
-from kvstrata.controller.metrics import CONTROLLER_FAMILIES
-from kvstrata.gateway.metrics import GATEWAY_FAMILIES
-from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, Family
+from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.directory import Directory
+from kvstrata.controller.gateways import Gateways
+from kvstrata.controller.metrics import ClusterNumbers
+from kvstrata.controller.ranking import Ranking
+from kvstrata.controller.sampling import Sampling
+from kvstrata.controller.snapshot import Snapshots
+from kvstrata.controller.sockets import Sockets
+from kvstrata.controller.syncs import Syncs
+from kvstrata.gateway.admission import Admission
+from kvstrata.gateway.controllers.asking import Controllers
+from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.metrics import Glance, PartNumbers
+from kvstrata.gateway.tokens.source import Tokens
+from kvstrata.memory.attach.server import AttachServer, Traffic
+from kvstrata.observability.logging import LogNumbers
+from kvstrata.observability.numbers import Numbers
+from kvstrata.observability.page import Family, families
+from kvstrata.observability.server_numbers import ServerNumbers
+from kvstrata.p2p.serving import PeerLeases, PeerServer
+from kvstrata.process.http_connections import Bounds, UnderWay
+from kvstrata.process.lifecycle import ProcessNumbers
+from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.server.admin.status import InstanceNumbers, PoolNumbers, SessionNumbers
+from kvstrata.server.cluster.membership import Membership
+from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.storage.config import StorePolicy
+from kvstrata.tiers.puts import StoreController
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tails import TailPuts
+
+Parts = dict[str, tuple[type[Numbers], ...]]
+SERVER: Parts = {
+    "instance": (InstanceNumbers,),
+    "counters": (ServerNumbers,),
+    "pool": (PoolNumbers,),
+    "sessions": (SessionNumbers,),
+    "l2_store": (StoreController,),
+    "tails": (TailPuts,),
+    "l2_prefetch": (PrefetchController,),
+    "l2_adapters": (TierSet,),
+    "recuts": (Recuts,),
+    "cluster": (Membership,),
+    "peers_served": (PeerLeases, PeerServer, ZmqServer),
+    "attach": (AttachServer,),
+    "rpc": (Traffic,),
+    "http": (Bounds, UnderWay),
+    "process": (ProcessNumbers,),
+    "log": (LogNumbers,),
+}
+"""By section of the status document."""
+CONTROLLER: Parts = {
+    "controller": (
+        *(ClusterNumbers, Sampling, Directory, Syncs, Ranking, Gateways, Cluster, Sockets, Snapshots),
+        ProcessNumbers,
+    ),
+    "controller_http": (Bounds, UnderWay),
+    "controller_log": (LogNumbers,),
+}
+GATEWAY: Parts = {
+    "gateway": (Meters, Tokens, Admission, Controllers, Glance, PartNumbers),
+    "gateway_http": (Bounds,),
+    "gateway_log": (LogNumbers,),
+}
+"""Of controllers and gateways by prefix."""
+
+
+def families_of(process: Parts) -> dict[str, Family]:
+    """The families of a process, by name."""
+    found = itertools.chain.from_iterable(
+        families(part, section if part.prefix is None else part.prefix)
+        for section, parts in process.items()
+        for part in parts
+    )
+    return {family.name: family for family in found}
+
 
 LABELS = {
     "instance_id": "`instance_id` of the configuration",
@@ -25,68 +99,45 @@ LABELS = {
     "state": "states of an entry in L1: `reserved`, `ready`, `unverified`, `quarantined`",
     "cause": "causes of an eviction: `policy`, `window`, `quota`, `watermark`",
     "event": "numbers that the adapter counts (`numbers` in the status), of bytes without `_bytes`",
-    "answer": "`asked`, `recalled_present`, `recalled_absent`",
-    "node": "a NUMA node",
 }
 
 
-def _family_rows(families: Mapping[str, Family]) -> list[list[str]]:
-    return [
+def _table(found: Iterable[Family]) -> str:
+    rows = [
         [
-            f"`{_sample(name, family)}`",
-            family.kind,
-            ", ".join(f"`{label}`" for label in family.labels),
-            family.meaning,
+            f"`{one.name}{'_total' if one.kind == 'counter' else ''}`",
+            one.kind,
+            ", ".join(f"`{label}`" for label in one.labels),
+            one.meaning,
         ]
-        for name, family in families.items()
+        for one in found
     ]
-
-
-def _sample(name: str, family: Family) -> str:
-    return name + ("_total" if family.kind == "counter" else "")
-
-
-def _status_rows() -> list[list[str]]:
-    """A row for each number of the status document that is a metric."""
-    return [
-        [
-            f"`{_sample(name, FAMILIES[name])}`",
-            FAMILIES[name].kind,
-            ", ".join(f"`{label}`" for label in FAMILIES[name].labels),
-            f"`{path}`",
-            FAMILIES[name].meaning,
-        ]
-        for path, name in PATHS.items()
-    ]
+    return table(["metric", "type", "labels", "meaning"], rows)
 
 
 def metrics() -> str:
     """docs/metrics.md."""
-    labels = dict.fromkeys(label for family in FAMILIES.values() for label in family.labels)
+    labels = dict.fromkeys(label for family in families_of(SERVER).values() for label in family.labels)
     return "".join(
         (
             "# Metrics\n\n",
-            GENERATED.format(
-                "`COUNTED` in `src/kvstrata/observability/families.py` and `STATUS_NUMBERS` in `numbers.py` beside it"
-            ),
+            GENERATED.format("the declarations of the parts that `docs/generate/numbers.py` lists"),
             "\n`/metrics` on the admin port, in Prometheus' text format. A page is at most 0.25 s old. Counters start "
             "at 0 with the server, durations are in seconds, ratios between 0 and 1. No label names requests or "
-            "keys, and every label has a closed set of values.\n\n"
-            "## Counted as it happens\n\n",
-            table(["metric", "type", "labels", "meaning"], _family_rows(COUNTED)),
-            "\n### Labels\n\n",
+            "keys, and every label has a closed set of values. The status document (`kvstrata ctl status --all`) has "
+            "the same numbers in the sections below, without the histograms.\n\n## Labels\n\n",
             table(["label", "values"], [[f"`{label}`", LABELS[label]] for label in labels]),
-            "\n## Numbers of the status document\n\nThe same numbers that `kvstrata ctl status --all` shows at their "
-            "paths. ADAPTER is the label `adapter`, WORD the other label. Numbers of an adapter are there while the "
-            "server has it.\n\n",
-            table(["metric", "type", "labels", "path", "meaning"], _status_rows()),
+            *(
+                f"\n## `{section}`\n\n{_table(families_of({section: parts}).values())}"
+                for section, parts in SERVER.items()
+            ),
             "\n## Of the controller\n\n`/metrics` on its HTTP port. `instance` is the name of an instance, at most "
             "1,000 of them.\n\n",
-            table(["metric", "type", "labels", "meaning"], _family_rows(CONTROLLER_FAMILIES)),
+            _table(families_of(CONTROLLER).values()),
             "\n## Of the gateway\n\n`/metrics` on its port. Tenants and engines are those of the settings, models "
             "those of the engines; a request that had none of them has an empty word, and beyond 4,096 combinations "
             "of the three all are `other`.\n\n",
-            table(["metric", "type", "labels", "meaning"], _family_rows(GATEWAY_FAMILIES)),
+            _table(families_of(GATEWAY).values()),
             f"\nPolicies of an adapter (`l2_store.adapters.ADAPTER.policy`): {', '.join(map(str, StorePolicy))}.\n",
         )
     )

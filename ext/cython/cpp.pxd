@@ -352,25 +352,26 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         int64_t quota_bytes
 
     cdef cppclass PoolStats:
-        uint64_t entries[5]
-        uint64_t bytes[5]
-        uint64_t extents_bytes, used_bytes, slab_bytes, unusable_bytes, largest_allocatable_bytes
-        uint64_t leased_bytes, pinned_bytes, blocked_bytes
-        uint64_t lease_tickets, reservations, holds
-        uint64_t evicted_entries, evicted_bytes, evicted_by_policy, evicted_by_window, evicted_by_quota
-        uint64_t evicted_by_watermark
-        uint64_t cleared_entries, corrupt_entries, inserted_entries, inserted_bytes, quarantined_entries
-        uint64_t refused[11]
-        uint64_t leases_trimmed, bad_records
-        uint64_t adopted_entries, adoption_dropped
-        uint64_t events_lost, prefaulted_bytes
-        uint64_t tail_entries, tail_record_bytes, tail_extent_bytes
-        uint64_t backed_bytes, missing_bytes, rows_capacity
-        uint64_t entry_capacity, rows_claimed
+        uint64_t events_lost
         double fragmentation
         const char* policy
         vector[ClassStats] classes
         vector[TenantStats] tenants
+
+    cdef cppclass WordSpan "std::span<const char* const>":
+        size_t size()
+        const char* operator[](size_t)
+
+    cdef cppclass PoolNumber "kvstrata::PoolNumber":
+        const char* field
+        const char* metric
+        const char* kind
+        const char* help
+        size_t offset
+        const char* label
+        WordSpan words
+
+    vector[PoolNumber] pool_numbers() noexcept
 
     cdef cppclass ClearResult "kvstrata::ClearResult":
         uint64_t dropped, kept

@@ -72,7 +72,7 @@ class Handlers:
             self._pool.claim_row(number.to_bytes(16, "big"), bytes(16), 1, False)
 
     def stats(self) -> dict[str, Any]:
-        return {**self._attach.stats(), "pool": self._pool.stats()}
+        return {**self._attach.document(), "pool": self._pool.stats()}
 
     def validate(self) -> None:
         self._pool.validate()

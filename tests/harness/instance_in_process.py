@@ -15,7 +15,6 @@ from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory.attach.row import SessionRow
 from kvstrata.native.core import Pool, RecordSpec, seal_record, storage_keys
-from kvstrata.policy.misses import Explainer
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import attach_wire, wire
 from kvstrata.server.cluster.events import TierNews
@@ -61,7 +60,6 @@ class InstanceInProcess:
         self,
         l1_bytes: int = 4 << 20,
         entries: int = 2048,
-        explainer: Explainer | None = None,
         *,
         loop: VirtualLoop | None = None,
         news: Sequence[TierNews] = (),
@@ -93,7 +91,6 @@ class InstanceInProcess:
             self.loop,
             self.supervisor,
             clock=clock,
-            explainer=explainer,
             tiers=TierSet(),
             news=news,
             tokens=TenantTokens(),

@@ -90,9 +90,9 @@ class PoolModel:
         """What the pool counts of tails."""
         tails = [chunk for chunk in self.chunks() if chunk.tail_bytes]
         return {
-            "entries": len(tails),
-            "record_bytes": sum(chunk.extent.length_bytes for chunk in tails),
-            "extent_bytes": sum(chunk.bytes for chunk in tails),
+            "tails.entries": len(tails),
+            "tails.record_bytes": sum(chunk.extent.length_bytes for chunk in tails),
+            "tails.extent_bytes": sum(chunk.bytes for chunk in tails),
         }
 
     def ancestors(self, key: bytes | None) -> list[bytes]:

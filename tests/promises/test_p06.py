@@ -107,9 +107,9 @@ def strangers(world: World) -> None:
     attach = server.instance.attach
 
     def look() -> None:
-        traffic = attach.traffic()
-        assert traffic["connections"] <= MAX_OPEN, traffic
-        assert traffic["unread_reply_bytes"] <= ALL_UNSENT_BYTES, traffic
+        traffic = attach.traffic
+        assert traffic.connections <= MAX_OPEN
+        assert traffic.unread_reply_bytes <= ALL_UNSENT_BYTES
         assert all(one.link.unsent_bytes <= UNSENT_BYTES for one in attach._connections)
         assert sum(one.link.partial_bytes for one in attach._connections) <= PARTIAL_BYTES
 
@@ -134,5 +134,5 @@ def strangers(world: World) -> None:
         stranger.socket.close()
     while caller.held:
         caller.release()
-    world.run(lambda: attach.traffic()["connections"] == 1, "strangers' connections end")
+    world.run(lambda: attach.traffic.connections == 1, "strangers' connections end")
     holds_nothing(server)

@@ -30,7 +30,7 @@ def pressure(world: World) -> None:
     stored: set[bytes] = set()
 
     def look() -> None:
-        stats, store = server.parts.pool.stats(), server.parts.store.stats()
+        stats, store = server.parts.pool.stats(), server.parts.store.document()
         assert stats["leased_bytes"] <= stats["extents_bytes"] // 2
         assert store["backlog_bytes"] <= store["backlog_limit_bytes"]
 
@@ -75,9 +75,9 @@ def accounts(world: World, server: Server, callers: list[Caller], stored: set[by
     for word in ("pool_pinned", "session_limit", "chain_exceeds_pool", "entries_full"):
         was_told = any(outcomes.get(word) for outcomes in told)
         assert was_told == bool(counters.reserve_outcomes.get(word)), word
-    notes = server.parts.explainer.keys
+    explainer = server.parts.explainer
     for key in stored - shelf.records.keys():
-        note = notes.get(key)
+        note = explainer.note_of(key)
         assert note is not None and note.reason is MissReason.PUT_SKIPPED, (
             f"a chunk was dropped in silence: {note}"
         )

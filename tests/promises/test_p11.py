@@ -155,7 +155,7 @@ def reasons(world: World) -> None:
             world.sleep(rng.choice([0.001, 0.05, 0.3]))
     relieve(shelf)
     world.run(lambda: not any(asker.waits for asker in askers), "all calls are answered")
-    counted = server.parts.counters.misses
+    counted = server.parts.counters.first_miss_reasons
     assert counted == {reason: n for reason, n in known.counted.items() if reason}, (counted, known.counted)
     for asker in askers:
         while asker.held:

@@ -6,11 +6,6 @@ cdef enum:
     MAX_ROWS = 1024
 
 MAX_SESSIONS = MAX_ROWS - 1
-cdef tuple STATES = ("free", "reserved", "ready", "unverified", "quarantined")
-cdef tuple OUTCOMES = (
-    "reserved", "present", "in_flight", "chain_exceeds_pool", "pool_pinned", "session_limit", "quota", "too_large",
-    "entries_full", "frozen", "parent_absent",
-)
 
 
 class PoolError(SegmentError):
@@ -515,7 +510,7 @@ cdef class Pool:
         cdef PoolStats stats
         with nogil:
             stats = self.pool.get().stats()
-        return stats_dict(stats, self.pool.get().prefault().error())
+        return stats_dict(stats)
 
     def heartbeat(self):
         self.pool.get().heartbeat()

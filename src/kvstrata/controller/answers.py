@@ -203,8 +203,7 @@ class Answers:
     # --- failures -------------------------------------------------------------------------------------------
 
     def _bad(self, name: str, error: Exception) -> bytes:
-        counts = self._sockets.bad_frames
-        counts[name] = counts.get(name, 0) + 1
+        self._sockets.bad_frames[name] += 1
         self._log.repeated(30, f"bad_frame {name}", "bad_frame", socket=name, error=str(error))
         return self._failure(0, BadRequest(f"not a message of the {name} socket: {error}"))
 
@@ -212,8 +211,7 @@ class Answers:
         return self._bad(name, BadRequest(f"{count} frames; a message has one frame"))
 
     def _failure(self, seq: int, error: KvstrataError) -> bytes:
-        counts = self._cluster.denied
-        counts[error.code] = counts.get(error.code, 0) + 1
+        self._cluster.refused_requests[error.code] += 1
         return encode(
             Failure(
                 seq,

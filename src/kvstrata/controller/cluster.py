@@ -27,6 +27,7 @@ from kvstrata.controller.sampling import Sampling
 from kvstrata.controller.syncs import Syncs
 from kvstrata.errors import NoSlots, NotLeading, Refused, SyncAgain
 from kvstrata.native.core import Registry
+from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.rpc.cluster_wire import (
     Change,
     Command,
@@ -53,8 +54,10 @@ ONLY_ASKING = frozenset({CommandKind.RUNTIME, CommandKind.STATUS})
 """Commands that change nothing; dashboards send them all the time, so their success is not an event."""
 
 
-class Cluster:
+class Cluster(Numbers):
     """All that this controller knows of the cluster."""
+
+    refused_requests = counter("Requests of instances that were refused.", "code")
 
     def __init__(
         self,
@@ -102,8 +105,6 @@ class Cluster:
         self.ranking = Ranking(clock, self.members, self.lookups)
         self.gateways = Gateways(clock, self.members, self.lookups, self._keys)
         self.sampling = Sampling(clock, self.members, self.directory, self.lookups, self.ranking)
-        self.denied: dict[str, int] = {}
-        """Refused requests of instances, by code."""
         self._ended_pins: set[str] = set()
         """Claims of pins at instances that have left."""
         self._fills: dict[int, Fill] = {}

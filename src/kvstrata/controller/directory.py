@@ -20,6 +20,7 @@ from typing import Any
 from kvstrata.controller.lookups import INLINE_TAGS, Lookups
 from kvstrata.naming import name_thread
 from kvstrata.native.core import Registry, RegistryError, RegistryUsage
+from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import Change, Run
 
@@ -50,8 +51,14 @@ class Fill:
         self.slots: dict[str, int] = {}
 
 
-class Directory:
+class Directory(Numbers):
     """The placements of one controller. Belongs to the loop's thread; has one thread for changes, one for sweeping."""
+
+    admitted_keys = counter("Placements that events added.")
+    evicted_keys = counter("Placements that events removed.")
+    synced_keys = counter("Placements that full syncs added.")
+    refused_keys = counter("Placements that were refused because the directory is full.")
+    waiting_bytes = gauge("Bytes of changes that wait for the directory.")
 
     def __init__(
         self,
@@ -75,12 +82,6 @@ class Directory:
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="kv-sweep", initializer=_yield_to_loop)
         self._pending = 0
         self._retired = asyncio.Event()
-        self.waiting_bytes = 0
-        self.admitted_keys = 0
-        self.evicted_keys = 0
-        self.refused_keys = 0
-        self.synced_keys = 0
-        """Number of placements that full syncs added."""
 
     # --- state ----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from kvstrata.controller.lookups import Held, Lookups
 from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.members import Members
 from kvstrata.errors import BadRequest
-from kvstrata.observability.metrics import Histogram
+from kvstrata.observability.numbers import Numbers, gauge, histogram
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.gateway_wire import (
     MAX_HOLDERS,
@@ -47,8 +47,15 @@ class Gateway(NamedTuple):
     heard_s: float
 
 
-class Gateways:
-    """See the module. Belongs to the event loop."""
+class Gateways(Numbers):
+    """See the module. Belongs to the event loop. answers.py measures the times."""
+
+    known = gauge(
+        "Gateways that were heard in the last ten minutes.", lambda self: len(list(self)), name="gateways"
+    )
+    seconds = histogram(
+        "Time from a gateway's question about a prompt to its answer.", name="holdings_seconds"
+    )
 
     def __init__(self, clock: Clock, members: Members, lookups: Lookups, keys: InstanceKeys) -> None:
         self._clock = clock
@@ -57,8 +64,6 @@ class Gateways:
         self._keys = keys
         self._known: dict[str, Gateway] = {}
         """By name, in the order of the last heartbeats."""
-        self.seconds = Histogram()
-        """Times from a question about holdings to its answer, which answers.py measures."""
 
     def __iter__(self) -> Iterator[Gateway]:
         """Those that were heard within KEPT_S, by name."""

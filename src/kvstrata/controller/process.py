@@ -7,6 +7,7 @@ The snapshot's placements are restored while the controller serves, and are serv
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -28,7 +29,7 @@ from kvstrata.controller.admin import OPERATIONS, Admin
 from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.dashboard_files import DashboardFiles
-from kvstrata.controller.metrics import ControllerCollector
+from kvstrata.controller.metrics import sections
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.peer_hosts import PeerHosts
@@ -36,8 +37,8 @@ from kvstrata.controller.snapshot import Snapshots
 from kvstrata.controller.sockets import Sockets, zmq_host, zmq_host_setting
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError, install
-from kvstrata.observability.exposition import Pages
 from kvstrata.observability.logging import EventLog, current_level, set_level
+from kvstrata.observability.page import Pages
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_local import socket_path
 from kvstrata.process.http_login import CODE_S, Logins
@@ -199,11 +200,9 @@ class Controller(Process):
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
         self._around = around = Surroundings(
-            ports=sockets.ports,
-            sockets=sockets.stats,
-            http=self._http_stats,
-            snapshot=self._snapshots.status if self._snapshots is not None else {},
-            snapshot_times=self._snapshots.times if self._snapshots is not None else None,
+            sockets=sockets,
+            http=lambda: self._http_port.numbers if self._http_port is not None else (),
+            snapshots=self._snapshots,
             restarts=self._restarts,
         )
         token, insecure = self._plan.http_token, settings.security.insecure
@@ -212,7 +211,7 @@ class Controller(Process):
         logins = Logins(listener.port)
         access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name], logins=logins)
         operations = Operations(cluster, self.supervisor)
-        pages = await loop.run_in_executor(None, Pages, ControllerCollector(cluster, around))
+        pages = await loop.run_in_executor(None, Pages, functools.partial(sections, cluster, around))
         own = url if listener.path is None else ""
         admin = Admin(
             cluster,
@@ -307,6 +306,3 @@ class Controller(Process):
         self._cluster.set_ready("stopping")
         if self._snapshots is not None:
             await self._snapshots.finish()
-
-    def _http_stats(self) -> dict[str, int]:
-        return self._http_port.stats() if self._http_port is not None else {}

@@ -9,7 +9,7 @@ from kvstrata.clock import Clock
 from kvstrata.controller.lookups import Found, Lookups
 from kvstrata.controller.member import Member
 from kvstrata.controller.members import Members
-from kvstrata.observability.metrics import Histogram
+from kvstrata.observability.numbers import Numbers, counter, histogram
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import MAX_OWNERS, Owner, Where
 
@@ -18,8 +18,11 @@ SLOW_START_S = 30.0
 CANDIDATES = 2 * MAX_OWNERS
 
 
-class Ranking:
-    """Answers `Where`."""
+class Ranking(Numbers):
+    """Answers `Where`; answers.py measures the times."""
+
+    seconds = histogram("Time from an instance's question to its answer.", name="lookup_seconds")
+    hits = counter("Such questions that found an owner.", name="lookup_hits")
 
     def __init__(self, clock: Clock, members: Members, lookups: Lookups) -> None:
         self._clock = clock
@@ -27,10 +30,6 @@ class Ranking:
         self._lookups = lookups
         self._referred: dict[str, int] = {}
         """Number of times that readers were sent to an instance since its last heartbeat."""
-        self.seconds = Histogram()
-        """Times from a question to its answer, which answers.py measures."""
-        self.hits = 0
-        """Number of questions that found an owner."""
         self.keys = 0
         """Number of tags in all questions."""
 

@@ -12,6 +12,7 @@ from kvstrata.controller.lookups import Lookups
 from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.members import Members
 from kvstrata.controller.ranking import Ranking
+from kvstrata.observability.numbers import Numbers, counter
 
 SOURCES = frozenset({"l1", "l2", "peer", "miss"})
 """Words for what had a chunk. They become labels of metrics, so any other word of a member counts as OTHER."""
@@ -28,8 +29,14 @@ class _Sampled(NamedTuple):
     lookups: int
 
 
-class Sampling:
+class Sampling(Numbers):
     """Counts hits and adds points to the series. Belongs to the event loop."""
+
+    hits_total = counter(
+        "Chunks that lookups at instances asked for, by the source that had them; or miss.",
+        "source",
+        name="hit_chunks",
+    )
 
     def __init__(
         self, clock: Clock, members: Members, directory: Directory, lookups: Lookups, ranking: Ranking
@@ -42,8 +49,6 @@ class Sampling:
         self._hits: dict[int, dict[str, int]] = {}
         """Hits that members reported last, by group; a restarted process counts from 0 again."""
         self._last = _Sampled(clock.monotonic_s(), {}, 0, 0, 0)
-        self.hits_total: dict[str, int] = {}
-        """Chunks that lookups at instances asked for while this controller ran, by source; `miss` is one of them."""
         self.series = Series()
 
     def count_hits(self, member: Member) -> None:
@@ -51,7 +56,7 @@ class Sampling:
         before, reported = self._hits.get(member.group, {}), _by_source(member.load.hits_total)
         for source, count in reported.items():
             gained = max(0, count - before[source]) if source in before else 0
-            self.hits_total[source] = self.hits_total.get(source, 0) + gained
+            self.hits_total[source] += gained
         self._hits[member.group] = reported
 
     def forget(self, member: Member) -> None:

@@ -40,7 +40,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.naming import name_thread
 from kvstrata.native.core import crc32c
 from kvstrata.observability.logging import EventLog
-from kvstrata.observability.metrics import LONG_BUCKETS, Histogram
+from kvstrata.observability.numbers import LONG_BUCKETS, Numbers, counter, gauge, histogram
 from kvstrata.rpc.cluster_wire import Register
 
 MAGIC = b"KVSDIR\x00\x02"
@@ -60,8 +60,19 @@ class BadSnapshot(Exception):
     """The file is not a snapshot that can be served; the message says why."""
 
 
-class Snapshots:
+class Snapshots(Numbers):
     """Writes and reads the snapshot of one controller."""
+
+    snapshot_age_seconds = gauge(
+        "Time since the last snapshot was written; absent before the first.", lambda self: self._age_s()
+    )
+    times = histogram("Time that writing a snapshot took.", name="snapshot_seconds", bounds=LONG_BUCKETS)
+    snapshot_failures = counter(
+        "Snapshots that could not be written.", read=lambda self: self.status["failed_writes"]
+    )
+    snapshots_ignored = counter(
+        "Snapshots that could not be served after the start.", read=lambda self: self.status["ignored"]
+    )
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, cluster: Cluster, folder: Path, every_s: float
@@ -75,8 +86,6 @@ class Snapshots:
         self._writing: asyncio.Future[int] | None = None
         self._restoring = False
         self._slot_of: array[int] | None = None
-        self.times = Histogram(LONG_BUCKETS)
-        """Durations of the writes that succeeded."""
         self.status: dict[str, Any] = {
             "path": str(self._path),
             "written_unix_ms": 0,
@@ -146,6 +155,10 @@ class Snapshots:
     def _failed(self, path: Path, error: OSError) -> None:
         self.status["failed_writes"] += 1
         self._cluster.journal.say("snapshot_failed", path=str(path), reason=error.strerror or str(error))
+
+    def _age_s(self) -> float | None:
+        written_unix_ms = self.status["written_unix_ms"]
+        return max(0.0, (self._cluster.clock.unix_ms() - written_unix_ms) / 1000) if written_unix_ms else None
 
     async def finish(self) -> None:
         """Write the last snapshot, after a running write."""

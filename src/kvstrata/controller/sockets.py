@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvstrata.config.controller_model import ControllerSettings
+from kvstrata.observability.numbers import Numbers, counter, parts_by
 from kvstrata.process.http_local import socket_path
 from kvstrata.rpc.cluster_wire import MAX_CLUSTER_MESSAGE_BYTES, Nudge, encode
 from kvstrata.rpc.zmq_curve import CurveKeys
@@ -30,22 +31,24 @@ def zmq_host_setting(settings: ControllerSettings) -> str:
     return "monitor_host" if settings.monitor_host else "http.host"
 
 
-class Sockets:
+class Sockets(Numbers):
     """The three sockets of one controller. Belongs to the event loop."""
+
+    servers = parts_by("socket", ZmqServer, lambda self: self._servers)
+    bad_frames = counter("Invalid frames; the handlers count them.", "socket")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, epoch: int) -> None:
         def server(receive_only: bool = False) -> ZmqServer:
             return ZmqServer(loop, receive_only=receive_only, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
 
         self._reply, self._pull, self._heartbeat = server(), server(receive_only=True), server()
+        self._servers = {"reply": self._reply, "pull": self._pull, "heartbeat": self._heartbeat}
         self._nudge_frame = encode(Nudge(epoch))
         self._beat_from: dict[str, Address] = {}
         """Address of each instance's last heartbeat."""
         self._paused = False
         self.ports: dict[str, int] = {}
         """Ports by name of the socket, once they are bound."""
-        self.bad_frames: dict[str, int] = {}
-        """Invalid frames by socket; the handlers count them."""
 
     def bind(
         self,
@@ -59,14 +62,10 @@ class Sockets:
         `clients()` tells who may connect now; `refused_note` is what the log advises those who may not.
         """
         ports, host = settings.monitor_ports, zmq_host(settings)
-        for name, server, port in (
-            ("pull", self._pull, ports.pull),
-            ("reply", self._reply, ports.reply),
-            ("heartbeat", self._heartbeat, ports.heartbeat),
-        ):
-            self.ports[name] = server.bind_tcp(
+        for name in ("pull", "reply", "heartbeat"):
+            self.ports[name] = self._servers[name].bind_tcp(
                 host,
-                port,
+                getattr(ports, name),
                 curve=curve,
                 clients=clients,
                 insecure=settings.security.insecure,
@@ -123,15 +122,14 @@ class Sockets:
             self._paused = False
             self._pull.resume()
 
-    def stats(self) -> dict[str, dict[str, int]]:
-        """Counts by socket, for status and metrics."""
-        servers = {"reply": self._reply, "pull": self._pull, "heartbeat": self._heartbeat}
+    def rows(self) -> dict[str, dict[str, int]]:
+        """The numbers of each socket."""
         return {
-            name: {**server.stats(), "bad_frames": self.bad_frames.get(name, 0)}
-            for name, server in servers.items()
+            name: {**server.document(), "bad_frames": self.bad_frames[name]}
+            for name, server in self._servers.items()
         }
 
     def close(self) -> None:
         """Stop reading, give queued answers a moment to leave, and close."""
-        for server in (self._reply, self._pull, self._heartbeat):
+        for server in self._servers.values():
             server.close()

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvstrata.observability.metrics import Histogram
+from kvstrata.controller.sockets import Sockets
+from kvstrata.observability.numbers import Numbers
 from kvstrata.process.keeper import Restarts
+
+if TYPE_CHECKING:
+    from kvstrata.controller.snapshot import Snapshots
 
 
 class Surroundings(NamedTuple):
     """Facts and counts of one controller process."""
 
-    ports: Mapping[str, int]
-    """Ports of the sockets for instances, by name."""
-    sockets: Callable[[], dict[str, dict[str, int]]]
-    """Counts of these sockets."""
-    http: Callable[[], dict[str, int]]
-    """Counts of the HTTP port."""
-    snapshot: Mapping[str, Any]
-    """State of the snapshot; empty without one."""
-    snapshot_times: Histogram | None
-    """Durations of its writes; None without one."""
+    sockets: Sockets
+    http: Callable[[], Iterable[Numbers]]
+    """The numbers of the HTTP port."""
+    snapshots: Snapshots | None
     restarts: Restarts
     """Restarts of this process by its keeper."""

@@ -23,6 +23,7 @@ from kvstrata.controller.member import (
 )
 from kvstrata.errors import BadSync, SyncAgain
 from kvstrata.native.core import crc32c
+from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.patience import patience
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import (
@@ -40,14 +41,14 @@ MAX_PARTS_AHEAD = 4_096
 LOST_EVENTS_S = 2.0
 
 
-class Syncs:
+class Syncs(Numbers):
     """Events and full syncs of all members."""
+
+    dropped = counter("Batches of events that were not applied.", "reason", name="dropped_batches")
 
     def __init__(self, commands: Commands, outbox: Outbox) -> None:
         self._commands = commands
         self._outbox = outbox
-        self.dropped: dict[str, int] = {}
-        """Batches of events that were not applied, by reason."""
 
     # --- events ---------------------------------------------------------------------------------------------
 
@@ -58,7 +59,7 @@ class Syncs:
         """
         dropped = "wrong_key" if member is not None and member.key != key else self._take(member, told)
         if dropped:
-            self.dropped[dropped] = self.dropped.get(dropped, 0) + 1
+            self.dropped[dropped] += 1
         return not dropped
 
     def _take(self, member: Member | None, told: Events) -> str:

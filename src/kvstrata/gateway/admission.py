@@ -40,7 +40,7 @@ from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import Meter
-from kvstrata.observability.metrics import LONG_BUCKETS, Histogram
+from kvstrata.observability.numbers import LONG_BUCKETS, Numbers, gauge, histogram
 
 PATIENCE_S = 10.0
 """Requests without a class of service, and those that have missed its `ttft_ms`, are ordered as if their first token
@@ -147,8 +147,25 @@ class Flow:
         self.tokens += sign * ask.wanted.tokens
 
 
-class Admission:
+class Admission(Numbers):
     """See the module. Belongs to the event loop."""
+
+    queued = gauge(
+        "Requests that wait in the gateway until an engine has room for them.",
+        lambda self: {name: one.count for name, one in self.flows.items()},
+        "tenant",
+    )
+    size_bytes = gauge(
+        "Bytes of their bodies.",
+        lambda self: sum(flow.size_bytes for flow in self.flows.values()),
+        name="queued_bytes",
+    )
+    waited = histogram(
+        "Time from arrival until an engine had room, or the request was refused or left, of requests that waited.",
+        "tenant",
+        name="queue_seconds",
+        bounds=LONG_BUCKETS,
+    )
 
     def __init__(
         self,
@@ -168,19 +185,12 @@ class Admission:
         self._virtual = 0.0
         self._served: dict[str, float] = {}
         """By tenant, where it is above the virtual time."""
-        self.waited: dict[str, Histogram] = {}
-        """Seconds of the requests that had to wait, by tenant."""
         self._timer: Timer | None = None
         choosing.freed = fleet.changed = self.pump
 
     def __len__(self) -> int:
         """Return the number of requests that wait."""
         return sum(flow.count for flow in self.flows.values())
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the bodies of all requests that wait."""
-        return sum(flow.size_bytes for flow in self.flows.values())
 
     def set(self, settings: QueueSettings) -> None:
         """Go by other settings."""
@@ -352,8 +362,7 @@ class Admission:
         ask.state = state
         if ask.timer is not None:
             ask.timer.cancel()
-            waited = self.waited.setdefault(ask.standing.tenant, Histogram(LONG_BUCKETS))
-            waited.add(max(0.0, self._now_s() - ask.meter.arrived_s))
+            self.waited[ask.standing.tenant].add(max(0.0, self._now_s() - ask.meter.arrived_s))
             ask.decided()
 
     def _full(self) -> Failure:

@@ -6,13 +6,12 @@ each event of a stream counts as a token.
 
 from __future__ import annotations
 
-import collections
 import re
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvstrata.config.gateway_model import SloSettings
-from kvstrata.observability.metrics import LONG_BUCKETS, SECONDS_BUCKETS, Histogram
+from kvstrata.observability.numbers import LONG_BUCKETS, Histogram, Numbers, counter, histogram, parts_by
 
 MAX_SERIES = 4_096
 """Most sets of labels; further ones count under OTHER."""
@@ -53,17 +52,28 @@ class Spliced(Protocol):
     def tail(self) -> bytes: ...
 
 
-class Series:
+class Series(Numbers):
     """Counters and histograms of the requests with the same labels."""
 
-    def __init__(self) -> None:
-        self.outcomes: collections.Counter[str] = collections.Counter()
-        self.tokens: collections.Counter[str] = collections.Counter()
-        """By kind: prompt, cached (of those of prompts), completion; as far as answers tell."""
-        self.ttft = Histogram(LONG_BUCKETS)
-        self.itl = Histogram(SECONDS_BUCKETS)
-        self.tpot = Histogram(SECONDS_BUCKETS)
-        self.e2e = Histogram(LONG_BUCKETS)
+    outcomes = counter(
+        "Requests that have ended, by outcome: `ok`, `client_error` (an engine's 4xx), `engine_error` (an engine's "
+        "5xx, or an error inside a 200), `broke_off`, `cancelled` by the client, or the code of the gateway's refusal.",
+        "outcome",
+        name="requests",
+    )
+    ttft = histogram(
+        "Time from a request's arrival to the first byte of its answer's body.",
+        name="ttft_seconds",
+        bounds=LONG_BUCKETS,
+    )
+    itl = histogram("Time between two parts of a stream with events.", name="itl_seconds")
+    tpot = histogram("Mean time per token after the first, of each request.", name="tpot_seconds")
+    e2e = histogram(
+        "Time from a request's arrival to the end of its answer.", name="e2e_seconds", bounds=LONG_BUCKETS
+    )
+    tokens = counter(
+        "Tokens that answers tell in their `usage`: `prompt`, `cached` (of those), `completion`.", "kind"
+    )
 
 
 class Meter:
@@ -148,21 +158,34 @@ class Meter:
         return found
 
 
-class Meters:
+class Meters(Numbers):
     """All measurements of a gateway. Belongs to the event loop."""
+
+    by_labels = parts_by("tenant model engine", Series, lambda self: self.series)
+    received = counter(
+        "Requests received, by class of service; those that were refused included.",
+        "tenant",
+        "slo",
+        name="slo_requests",
+    )
+    met = counter(
+        "Requests that were answered within the times of their class of service.",
+        "tenant",
+        "slo",
+        name="slo_met",
+    )
+    retries = counter("Requests sent to a further engine, by what the engine before had done.", "reason")
+    mistaken = counter(
+        "Requests of whose prompt an engine reports less than half as cached of what the gateway expected.",
+        "engine",
+        name="mistaken_prefixes",
+    )
 
     def __init__(self, slo: Mapping[str, SloSettings], now_s: Callable[[], float]) -> None:
         self.slo = slo
         self._now_s = now_s
         self.series: dict[tuple[str, str, str], Series] = {}
         """By tenant, model and engine; empty words where a request had none."""
-        self.received: collections.Counter[tuple[str, str]] = collections.Counter()
-        """Requests by tenant and class of service, those included that were refused."""
-        self.met: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.retries: collections.Counter[str] = collections.Counter()
-        """By the code of the Failure before."""
-        self.mistaken: collections.Counter[str] = collections.Counter()
-        """Requests by engine of which it had less than half of what the gateway took it to have cached."""
 
     def begin(self, tenant: str) -> Meter:
         """A request has arrived."""
@@ -189,7 +212,8 @@ class Meters:
             return
         ttft_s, e2e_s = meter.first_s - meter.arrived_s, meter.last_s - meter.arrived_s
         tokens = meter.tokens()
-        series.tokens.update(tokens)
+        for kind, count in tokens.items():
+            series.tokens[kind] += count
         more = tokens.get("completion", meter.events) - 1
         tpot_s = (meter.last_s - meter.first_s) / more if more > 0 else 0.0
         series.ttft.add(ttft_s)

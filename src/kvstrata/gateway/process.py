@@ -28,7 +28,7 @@ from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.forward import Forwarder
 from kvstrata.gateway.kubernetes import Endpoints
 from kvstrata.gateway.metering import Meters
-from kvstrata.gateway.metrics import GatewayCollector
+from kvstrata.gateway.metrics import Glance, sections
 from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.plan import TTFT, Plan, plan
 from kvstrata.gateway.probing import Probing, probe_timeout_s
@@ -39,8 +39,8 @@ from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
 from kvstrata.gateway.splicing import Splices
 from kvstrata.gateway.tokens.source import Tokens
-from kvstrata.observability.exposition import Pages
 from kvstrata.observability.logging import current_level, set_level
+from kvstrata.observability.page import Pages
 from kvstrata.process.http_gate import Access, is_loopback
 from kvstrata.process.lifecycle import Process, soon, tell_ready
 from kvstrata.process.listen import Listener, ServedToken, listen, warn_if_plain
@@ -111,7 +111,8 @@ class Gateway(Process):
             settings, now_s, door, fleet, meters, reader, residency, tokens, choosing, admission, controllers,
             forwarder, sharing,
         )  # fmt: skip
-        pages = Pages(GatewayCollector(parts, self._numbers, lambda: self._bounds.stats()))
+        self._glance = glance = Glance(parts, lambda: self._in_flight)
+        pages = Pages(lambda: sections(parts, glance, [self._bounds]))
         self._app = App(parts, self.page, pages)
         self._server, self._bounds = make_server(self._app, settings.http)
         if settings.picker.listen:
@@ -279,7 +280,7 @@ class Gateway(Process):
                 "policy": self._settings.policy,
                 "restarts": self._restarts.times,
                 "stopping": self._app.stopping,
-                **self._numbers(),
+                **self._glance.document(),
             },
             "kv_events": parts.residency.page(),
             "kv_events_thread": parts.residency.thread(),
@@ -310,18 +311,5 @@ class Gateway(Process):
             ],
             "tenants": {name: one.in_flight for name, one in parts.door.uses().items()},
             "queue": parts.admission.page(),
-            "http": self._bounds.stats(),
-        }
-
-    def _numbers(self) -> dict[str, float]:
-        parts = self._parts
-        others = parts.sharing.others if parts.sharing is not None else None
-        return {
-            "in_flight": self._in_flight,
-            "retry_budget": parts.forwarder.budget.left,
-            "prefix_pieces": len(parts.choosing.prefixes),
-            "token_cache_bytes": parts.tokens.memory.bytes,
-            "kv_events_thread": float(parts.residency.thread()["hears"]),
-            "other_gateways": len(others) if others is not None else 0,
-            "others_in_flight": others.in_flight if others is not None else 0,
+            "http": self._bounds.document(),
         }

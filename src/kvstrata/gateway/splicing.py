@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.gateway.engine_link import Answer
 from kvstrata.native.core import Splice, Splicer
-from kvstrata.observability.metrics import SECONDS_BUCKETS
+from kvstrata.observability.numbers import SECONDS_BUCKETS
 
 if TYPE_CHECKING:
     from kvstrata.gateway.connections import GatewayConnection

@@ -384,6 +384,8 @@ def fp8_decode(shape: Sequence[int], dtype: int, codes: Buffer, scales: Buffer, 
 
 MAX_SESSIONS: Final[int]
 """Processes that can be attached to a pool at a time."""
+POOL_NUMBERS: Final[tuple[tuple[str, str, str, str, str], ...]]
+"""The numbers of a pool: key of `Pool.stats`, name of the metric if it differs, kind, label, meaning."""
 
 class PoolError(SegmentError):
     """The pool refused a call. `reason` is a stable word: sessions_full, closed, not_found, internal, …"""

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstrata.observability.log_writer import FLUSH_S, LogWriter
+from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.observability.wakes import waker
 from kvstrata.text import one_line
 
@@ -83,9 +84,13 @@ def flush_log() -> None:
         _writer.flush_within(FLUSH_S)
 
 
-def log_stats() -> dict[str, int]:
-    """Numbers of this process's log, for status and metrics."""
-    return {"dropped_lines": _writer.dropped_lines if _writer is not None else 0}
+class LogNumbers(Numbers):
+    """The numbers of this process's log."""
+
+    dropped_lines = counter(
+        "Log lines dropped, because the reader of the log had stopped reading or was gone.",
+        read=lambda _: 0 if _writer is None else _writer.dropped_lines,
+    )
 
 
 class _Formatter(logging.Formatter):

@@ -1,377 +1,247 @@
-"""The numbers of the status document that are metrics, each with its path, its metric and its meaning."""
+"""The numbers of a process: counters, gauges and histograms, each declared once, in the part that counts.
+
+    class TailPuts(Numbers):
+        stored = counter("Tails that engines have stored in L1.")
+        ended = counter("Recuts that ended early, by cause.", "reason")
+        took = histogram("Time of a put.", name="seconds")
+        waiting = gauge("Tails that wait to be offered to L2.", lambda tails: len(tails._waiting))
+
+A field of a part is the number itself: `self.stored += 1`, `self.ended[word] += 1`, `self.took.add(seconds)`.  The
+declarations make the part's section of the status document (`document`), its families on /metrics (page.py) and its
+rows of docs/metrics.md.
+
+1. Counting changes an int, a dict or a list.  Names, meanings and labels are used only when numbers are shown.
+2. A metric is named `kvstrata_`, the prefix of its section, and `name`, or the field's name where none is given.
+3. Every label has a closed set of values: operations, error codes and reasons come from enums, names of adapters and
+   tenants from the settings.  No label carries a request or a key.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import itertools
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, cast, overload
+
+SECONDS_BUCKETS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
+)
+"""Upper bounds for waits on L1, L2 and the network."""
+SHORT_BUCKETS = (0.00001, 0.000025, 0.00005, *SECONDS_BUCKETS)
+"""Upper bounds for requests, the shortest of which take some 20 µs."""
+LONG_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
+)
+"""Upper bounds for full syncs and snapshots."""
+MAX_WORDS = 32
+"""Most words of a plugin that get a label of their own."""
+WORD = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+"""Words of a plugin that can be a label; any other counts as `other`."""
 
 
-class Number(NamedTuple):
-    """The metric that shows a number of the status document."""
+class Words(dict[Any, int]):
+    """A counter with labels: by the label's value, or by a tuple of the values of several labels."""
 
-    name: str
-    """Without the prefix `kvstrata_`; the name of a counter ends in `_total`."""
-    meaning: str
-    label: str = ""
-    """The label that has WORD as its value."""
+    def __missing__(self, word: object) -> int:
+        return 0
+
+    def add_foreign(self, word: str, count: int = 1) -> None:
+        """Count a word that a plugin may have chosen; `other` if it is no label, or would be one label too many."""
+        self[word if word in self or (len(self) < MAX_WORDS and WORD.fullmatch(word)) else "other"] += count
 
 
-STATUS_NUMBERS: dict[str, Number] = {
-    "pool.extents_bytes": Number("pool_extents_bytes", "Size of L1."),
-    "pool.used_bytes": Number("pool_used_bytes", "Bytes of L1 occupied by extents in any state."),
-    "pool.free_bytes": Number("pool_free_bytes", "Bytes of L1 occupied by no extent."),
-    "pool.slab_bytes": Number("pool_slab_bytes", "Size of one slab."),
-    "pool.unusable_bytes": Number(
-        "pool_unusable_bytes", "Bytes left over in slabs that are in use, too few for one more extent."
-    ),
-    "pool.largest_allocatable_bytes": Number(
-        "pool_largest_allocatable_bytes", "Length of the longest record that fits now without an eviction."
-    ),
-    "pool.fragmentation": Number(
-        "pool_fragmentation_ratio",
-        "0 when a single record could occupy all free bytes; approaches 1 as the longest record that "
-        "fits gets shorter.",
-    ),
-    "pool.entry_capacity": Number("pool_entry_capacity", "Entries that the index has room for."),
-    "pool.entries.WORD": Number(
-        "pool_entries", "Entries in this state: reserved, ready, unverified or quarantined.", "state"
-    ),
-    "pool.bytes.WORD": Number("pool_entry_bytes", "Bytes of the entries in this state.", "state"),
-    "pool.tails.entries": Number("pool_tails", "Tails in L1: unfinished last chunks of prompts."),
-    "pool.tails.record_bytes": Number("pool_tail_record_bytes", "Bytes of the records of tails."),
-    "pool.tails.extent_bytes": Number("pool_tail_extent_bytes", "Bytes of the extents of tails."),
-    "pool.reserved_bytes": Number(
-        "pool_reserved_bytes", "Bytes that a process may be writing and that no lookup can see yet."
-    ),
-    "pool.quarantined_bytes": Number(
-        "pool_quarantined_bytes",
-        "Bytes withheld from use because a process that is gone or unknown may still write them.",
-    ),
-    "pool.leased_bytes": Number("pool_leased_bytes", "Bytes that leases keep in place."),
-    "pool.pinned_bytes": Number(
-        "pool_pinned_bytes", "Bytes that operations hold while they touch them: puts, loads, retrieves."
-    ),
-    "pool.blocked_bytes": Number(
-        "pool_blocked_bytes", "Bytes that cannot be evicted now because they are leased, held or not ready."
-    ),
-    "pool.leases": Number("pool_leases", "Leases that have not ended."),
-    "pool.reservations": Number("pool_reservations", "Reservations that have not ended."),
-    "pool.holds": Number("pool_holds", "References held by operations that are touching bytes."),
-    "pool.rows_claimed": Number(
-        "pool_rows_claimed",
-        "Rows of the session table in use: processes that are attached, or that have ended but whose "
-        "copies may still run.",
-    ),
-    "pool.rows_capacity": Number(
-        "pool_rows_capacity",
-        "Rows of the session table, which limit how many processes can be attached at a time.",
-    ),
-    "pool.inserted_entries": Number(
-        "pool_inserted_entries_total", "Chunks that became visible, including those loaded from L2."
-    ),
-    "pool.inserted_bytes": Number("pool_inserted_bytes_total", "Bytes of the chunks that became visible."),
-    "pool.evicted_entries": Number("pool_evicted_entries_total", "Chunks evicted."),
-    "pool.evicted_bytes": Number("pool_evicted_bytes_total", "Bytes of the chunks evicted."),
-    "pool.evictions.WORD": Number(
-        "pool_evictions_total",
-        "Evictions by cause: policy, window (a whole slab), quota or watermark.",
-        "cause",
-    ),
-    "pool.cleared_entries": Number("pool_cleared_entries_total", "Chunks dropped by a clear."),
-    "pool.corrupt_entries": Number(
-        "pool_corrupt_entries_total", "Chunks dropped because their checksum was wrong."
-    ),
-    "pool.quarantined_entries": Number("pool_quarantined_entries_total", "Entries put into quarantine."),
-    "pool.bad_records": Number(
-        "pool_bad_records_total",
-        "Commits that the pool refused because the record did not match its reservation.",
-    ),
-    "pool.refused.WORD": Number(
-        "pool_refused_entries_total", "Chunks that were given no extent, by reason.", "reason"
-    ),
-    "pool.leases_trimmed": Number(
-        "pool_trimmed_leases_total", "Lookups shortened because leases already covered half of L1."
-    ),
-    "pool.adopted_entries": Number(
-        "pool_adopted_entries_total", "Entries taken over from the previous server."
-    ),
-    "pool.adoption_dropped": Number(
-        "pool_dropped_adoptions_total", "Entries of the previous server that could not be taken over."
-    ),
-    "pool.events_lost": Number(
-        "pool_lost_events_total",
-        "Pool events that were dropped because they arrived faster than they were read.",
-    ),
-    "pool.backed_bytes": Number(
-        "pool_backed_bytes", "Bytes of L1 that have memory behind them; only these are handed out."
-    ),
-    "pool.missing_bytes": Number(
-        "pool_missing_bytes",
-        "Bytes of L1 without memory because its file system (often /dev/shm) is full; should be 0.",
-    ),
-    "pool.prefaulted_bytes": Number("pool_prefaulted_bytes", "Bytes of L1 whose pages have been faulted in."),
-    "pool.prefault_error": Number(
-        "pool_prefault_error", "The errno that ended prefaulting early; 0 if none did."
-    ),
-    "recuts.geometries": Number(
-        "recut_geometries",
-        "Geometries of engines (parallel sizes, block size, order of axes) that are known.",
-    ),
-    "recuts.plans": Number(
-        "recut_plans", "Pairs of geometries of which one can be made of the other's records."
-    ),
-    "recuts.impossible": Number("recut_impossible_plans", "Pairs of geometries of which none can be made."),
-    "recuts.chunks": Number("recut_chunks_total", "Chunks made for lookups of records of another geometry."),
-    "recuts.bytes": Number("recut_bytes_total", "Bytes of these chunks."),
-    "recuts.ended.WORD": Number(
-        "recuts_ended_total",
-        "Lookups for which fewer chunks were made than were missing, by what was in the way.",
-        label="reason",
-    ),
-    "sessions.attached": Number("sessions_attached", "Attached processes."),
-    "sessions.detached": Number(
-        "sessions_detached", "Processes that are alive but whose attach connection is closed."
-    ),
-    "sessions.groups": Number("sessions_groups", "Engines with at least one attached process."),
-    "sessions.leases": Number("sessions_leases", "Leases held by sessions."),
-    "sessions.leases_revoked": Number(
-        "sessions_leases_revoked", "Revoked leases that have been neither returned nor handed on yet."
-    ),
-    "sessions.extents_being_written": Number(
-        "sessions_extents_being_written", "Extents that are reserved and not committed."
-    ),
-    "sessions.tasks": Number("sessions_tasks", "Tasks running in the server."),
-    "sessions.absent_keys_remembered": Number(
-        "sessions_absent_keys_remembered", "Absent keys whose reason is remembered for `explain`."
-    ),
-    "l2_store.backlog_bytes": Number(
-        "l2_store_backlog_bytes", "Bytes of L1 that stay pinned because they are waiting to be put."
-    ),
-    "l2_store.backlog_limit_bytes": Number(
-        "l2_store_backlog_limit_bytes", "Limit of the bytes waiting to be put; chunks beyond it are skipped."
-    ),
-    "l2_store.adapters.ADAPTER.queued": Number("l2_store_queued_puts", "Puts waiting for this adapter."),
-    "l2_store.adapters.ADAPTER.retrying": Number(
-        "l2_store_retrying_puts", "Puts that this adapter throttled and that will be tried again."
-    ),
-    "l2_store.adapters.ADAPTER.in_flight": Number("l2_store_in_flight_puts", "Puts in progress."),
-    "l2_store.adapters.ADAPTER.stored_bytes": Number("l2_store_stored_bytes_total", "Record bytes stored."),
-    "l2_store.adapters.ADAPTER.outcomes.WORD": Number(
-        "l2_store_outcomes_total",
-        "Puts by outcome: stored, exists, throttled, taken_up (begun late), or `skipped:` and the reason.",
-        "outcome",
-    ),
-    "l2_prefetch.fetches_running": Number(
-        "l2_prefetch_fetches_running", "Lookups and prewarms that are loading now."
-    ),
-    "l2_prefetch.keys_loading": Number("l2_prefetch_keys_loading", "Records being loaded."),
-    "l2_prefetch.loaded_bytes": Number("l2_prefetch_loaded_bytes_total", "Record bytes loaded."),
-    "l2_prefetch.counts.WORD": Number(
-        "l2_prefetch_outcomes_total",
-        "Fetches, joined (waited for the load of another fetch), loaded, and failures as `reserve:` "
-        "or `load:` and the reason.",
-        "outcome",
-    ),
-    "l2_prefetch.adapters.ADAPTER.loading_bytes": Number(
-        "l2_prefetch_loading_bytes", "Bytes being loaded from this adapter."
-    ),
-    "l2_prefetch.adapters.ADAPTER.waiting": Number(
-        "l2_prefetch_waiting_fetches", "Fetches that wait for their turn on this adapter."
-    ),
-    "l2_adapters.ADAPTER.takes_loads": Number("l2_takes_loads", "1 if lookups ask this adapter, else 0."),
-    "l2_adapters.ADAPTER.medium_well": Number(
-        "l2_medium_well",
-        "1 while the tier's storage was reached and its directory, if any, can be written to, else 0.",
-    ),
-    "l2_adapters.ADAPTER.stuck_bytes": Number(
-        "l2_stuck_bytes", "Bytes of operations that are past their deadline and have not ended."
-    ),
-    "l2_adapters.ADAPTER.codec.staging_used_bytes": Number(
-        "l2_codec_staging_used_bytes", "Staging memory that the adapter's codecs use now."
-    ),
-    "l2_adapters.ADAPTER.codec.encoded_from_bytes": Number(
-        "l2_codec_input_bytes_total",
-        "Bytes of the records that the adapter's codecs encoded, before encoding.",
-    ),
-    "l2_adapters.ADAPTER.codec.encoded_to_bytes": Number(
-        "l2_codec_output_bytes_total", "Bytes of these records after encoding."
-    ),
-    "l2_adapters.ADAPTER.codec.WORD": Number(
-        "l2_codec_records_total",
-        "Records by what the adapter's codecs did with them, or why they could not: encoded, decoded,"
-        " incompressible and so on.",
-        "outcome",
-    ),
-    "l2_adapters.ADAPTER.numbers.segments_bytes": Number(
-        "l2_segments_bytes", "Bytes of the segment files of a disk adapter."
-    ),
-    "l2_adapters.ADAPTER.numbers.read_only": Number(
-        "l2_read_only",
-        "1 after a write or sync of a disk adapter failed: it takes no puts until the server is started again;"
-        " else 0.",
-    ),
-    "l2_adapters.ADAPTER.numbers.owners": Number(
-        "l2_peer_owners", "Peers that this instance remembers as owners of chunks."
-    ),
-    "l2_adapters.ADAPTER.numbers.owners_skipped": Number(
-        "l2_peer_owners_skipped", "Those of them that are not asked now because they failed."
-    ),
-    "l2_adapters.ADAPTER.numbers.WORD_bytes": Number(
-        "l2_adapter_bytes_total",
-        "Bytes that the adapter itself counts; see local-tiers.md, remote-tiers.md and p2p.md.",
-        "event",
-    ),
-    "l2_adapters.ADAPTER.numbers.WORD": Number(
-        "l2_adapter_events_total",
-        "Events that the adapter itself counts; see local-tiers.md, remote-tiers.md and p2p.md.",
-        "event",
-    ),
-    "l2_adapters.ADAPTER.host.pid": Number(
-        "l2_host_pid", "Process id of the adapter host; 0 while none runs or if the adapter has none."
-    ),
-    "l2_adapters.ADAPTER.host.restarts": Number(
-        "l2_host_restarts_total", "Adapter hosts that were started in place of one that had ended."
-    ),
-    "l2_adapters.ADAPTER.host.requests": Number(
-        "l2_host_requests", "Requests to the adapter host that have not ended."
-    ),
-    "http.connections": Number("http_connections", "Open connections of the admin port."),
-    "http.requests": Number("http_requests", "Requests in progress on the admin port, not counting probes."),
-    "http.refused": Number(
-        "http_refused_requests_total", "Requests answered with 503 because too many were in progress."
-    ),
-    "http.closed_WORD": Number(
-        "http_closed_connections_total",
-        "Connections closed by the admin port: idle (to make room for new ones, the longest idle "
-        "first), late (a request took too long to arrive), stalled (the client did not read the "
-        "response), stranger (a process of another user opened it).",
-        "reason",
-    ),
-    "process.restarts": Number(
-        "process_restarts_total",
-        "Times that the supervising process has restarted the server because it died.",
-    ),
-    "log.dropped_lines": Number(
-        "log_dropped_lines_total",
-        "Log lines dropped, because the reader of the log had stopped reading or was gone.",
-    ),
-    "attach.pending": Number("attach_pending", "Handshakes in progress."),
-    "attach.attached": Number("attach_attached", "Sessions with an open attach connection."),
-    "attach.detached": Number(
-        "attach_detached", "Sessions without an open attach connection whose process is alive."
-    ),
-    "attach.old_rows": Number(
-        "attach_old_rows", "Rows of the previous server whose process has neither ended nor re-attached."
-    ),
-    "attach.stranded": Number(
-        "attach_stranded",
-        "Sessions that ended while no server was watching and whose device may still write into L1.",
-    ),
-    "attach.stranded_bytes": Number(
-        "attach_stranded_bytes",
-        "Bytes of L1 kept in quarantine for stranded sessions until an admin clears them.",
-    ),
-    "attach.refused.WORD": Number(
-        "attach_refused_total",
-        "Attaches refused, by code; `gave_up`: the process ended or hung up first.",
-        "code",
-    ),
-    "cluster.member": Number(
-        "cluster_member", "1 if the controller has accepted this instance and has answered since, else 0."
-    ),
-    "cluster.frozen": Number("cluster_frozen", "1 while stores are refused during a full sync, else 0."),
-    "cluster.last_event": Number(
-        "cluster_last_event", "Sequence number of the last batch of events sent to the controller."
-    ),
-    "cluster.queued_tags": Number(
-        "cluster_queued_tags", "Chunks with a change that the controller has not been told yet."
-    ),
-    "cluster.commands_waiting": Number(
-        "cluster_commands_waiting",
-        "Commands of the controller that are running or whose result it does not have yet.",
-    ),
-    "cluster.registrations": Number("cluster_registrations_total", "Registrations with a controller."),
-    "cluster.heartbeats": Number("cluster_heartbeats_total", "Heartbeats answered."),
-    "cluster.unanswered": Number("cluster_unanswered_heartbeats_total", "Heartbeats not answered."),
-    "cluster.event_batches": Number("cluster_event_batches_total", "Batches of events sent."),
-    "cluster.events": Number("cluster_events_total", "Changes of chunks sent in batches of events."),
-    "cluster.syncs": Number("cluster_syncs_total", "Full syncs that succeeded."),
-    "cluster.syncs_failed": Number("cluster_failed_syncs_total", "Full syncs that failed."),
-    "cluster.freezes": Number("cluster_freezes_total", "Full syncs during which stores were refused."),
-    "cluster.freezes_cut": Number(
-        "cluster_cut_freezes_total", "Freezes ended early because heartbeats were no longer answered."
-    ),
-    "cluster.overflows": Number(
-        "cluster_overflows_total", "How often more changes piled up than could be kept for the controller."
-    ),
-    "peers_served.leases": Number(
-        "peers_served_leases", "Leases that readers hold on chunks of this instance."
-    ),
-    "peers_served.pins": Number(
-        "peers_served_pins", "Pins that the controller holds on chunks of this instance."
-    ),
-    "peers_served.leased_bytes": Number(
-        "peers_served_leased_bytes",
-        "Bytes of L1 kept by readers' leases and the controller's pins, each record once.",
-    ),
-    "peers_served.limit_bytes": Number(
-        "peers_served_limit_bytes",
-        "Most bytes of L1 that readers' leases and the controller's pins may keep.",
-    ),
-    "peers_served.draining": Number("peers_served_draining", "1 while peers are granted no leases, else 0."),
-    "peers_served.read_bytes": Number(
-        "peers_served_read_bytes_total", "Bytes that readers have reported as read from here."
-    ),
-    "peers_served.granted": Number("peers_served_granted_leases_total", "Leases granted."),
-    "peers_served.released": Number("peers_served_released_leases_total", "Leases ended by their reader."),
-    "peers_served.expired": Number("peers_served_expired_leases_total", "Leases that expired."),
-    "peers_served.absent": Number(
-        "peers_served_absent_requests_total", "Lease requests for records that are not here."
-    ),
-    "peers_served.limit": Number(
-        "peers_served_limited_requests_total", "Lease requests shortened by the limit."
-    ),
-    "peers_served.draining_refused": Number(
-        "peers_served_draining_refused_requests_total", "Lease requests refused while draining."
-    ),
-    "peers_served.errors": Number("peers_served_refused_requests_total", "Requests of peers refused."),
-    "peers_served.received": Number("peers_served_received_frames_total", "Frames received from peers."),
-    "peers_served.dropped_replies": Number(
-        "peers_served_dropped_replies_total",
-        "Replies to peers dropped because the receiver was gone or left too much unread.",
-    ),
-    "peers_served.unread_reply_bytes": Number(
-        "peers_served_unread_reply_bytes", "Bytes of large replies that peers have not read yet."
-    ),
-    "peers_served.refused_handshakes": Number(
-        "peers_served_refused_handshakes_total",
-        "Connections from peers that ended before they had proved the right keys.",
-    ),
-    "peers_served.connections": Number("peers_served_connections", "Open connections from peers."),
-    "peers_served.cut_connections": Number(
-        "peers_served_cut_connections_total",
-        "Connections from peers cut: over the limit, or with more unprocessed bytes than allowed.",
-    ),
-    "tails.stored": Number("tails_stored_total", "Tails that engines have stored in L1."),
-    "tails.replaced": Number(
-        "tails_replaced_total", "Tails dropped because a chunk or a longer tail holds their tokens."
-    ),
-    "tails.replaced_in_l2": Number(
-        "tails_replaced_in_l2_total", "Of these, tails that were deleted from L2."
-    ),
-    "tails.put": Number(
-        "tails_put_total", "Tails offered to L2 because nothing had replaced them for a while."
-    ),
-    "tails.waiting": Number("tails_waiting", "Tails that wait to be offered to L2."),
-    "tails.lingering": Number("tails_lingering", "Replaced tails that are still in use."),
-    "rpc.received": Number("rpc_received_frames_total", "Messages received."),
-    "rpc.unread_reply_bytes": Number(
-        "rpc_unread_reply_bytes", "Bytes of replies that the clients' sockets have no room for."
-    ),
-    "rpc.connections": Number("rpc_connections", "Open connections."),
-    "rpc.cut_connections": Number(
-        "rpc_cut_connections_total",
-        "Connections closed: one too many, with too many unread bytes, invalid ZMTP, or no requests.",
-    ),
-}
-"""By path. ADAPTER stands for the name of an adapter (`fs-0`) and becomes the label `adapter`; WORD stands for one of
-several words. Where two paths match, the first one counts."""
+class Histogram:
+    """Durations in fixed buckets."""
+
+    __slots__ = ("bounds", "counts", "sum_s")
+
+    def __init__(self, bounds: Sequence[float] = SECONDS_BUCKETS) -> None:
+        """`bounds` are the upper bounds of the buckets, in seconds."""
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.sum_s += seconds
+
+    def add_counts(self, counts: Sequence[int], sum_s: float) -> None:
+        """Count durations that were put into these buckets elsewhere. REQUIRES: the same bounds."""
+        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
+        self.sum_s += sum_s
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and cumulative count of each bucket, as Prometheus expects them."""
+        bounds = (*map(str, self.bounds), "+Inf")
+        return list(zip(bounds, map(float, itertools.accumulate(self.counts)), strict=True))
+
+
+class Histograms(dict[Any, Histogram]):
+    """A histogram with labels."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        super().__init__()
+        self._bounds = bounds
+
+    def __missing__(self, word: object) -> Histogram:
+        made = self[word] = Histogram(self._bounds)
+        return made
+
+
+class Number:
+    """The declaration of one number, or (`parts`) of the numbers of several parts, each with its own label."""
+
+    def __init__(
+        self,
+        kind: str,
+        meaning: str,
+        labels: tuple[str, ...] = (),
+        *,
+        name: str = "",
+        key: str | None = None,
+        fresh: Callable[[], object] | None = None,
+        parts: type[Numbers] | None = None,
+    ) -> None:
+        """`kind`: counter, gauge or histogram. `key`: its place in the document, where it is not that of the field;
+        "a.b" is `b` in the object `a`, and "" no place. `fresh` makes the value of a new part.
+        """
+        self.kind, self.meaning, self.labels = kind, meaning, labels
+        self.name, self.key = name, key
+        self.fresh, self.parts = fresh, parts
+        self.field = ""
+
+    def __set_name__(self, owner: type, field: str) -> None:
+        self.field = field
+        self.name = self.name or field
+        self.key = field if self.key is None else self.key
+
+
+class _Read(Number):
+    """A number that is read whenever it is shown."""
+
+    def __init__(
+        self, kind: str, meaning: str, labels: tuple[str, ...], read: Callable[[Any], object], **more: Any
+    ) -> None:
+        super().__init__(kind, meaning, labels, **more)
+        self._read = read
+
+    def __get__(self, part: object, owner: type) -> Any:
+        return self if part is None else self._read(part)
+
+
+@overload
+def counter(meaning: str, *, name: str = "", key: str | None = None) -> int: ...
+@overload
+def counter(meaning: str, *labels: str, name: str = "", key: str | None = None) -> Words: ...
+@overload
+def counter(
+    meaning: str, *labels: str, read: Callable[[Any], object], name: str = "", key: str | None = None
+) -> Any: ...
+def counter(
+    meaning: str,
+    *labels: str,
+    read: Callable[[Any], object] | None = None,
+    name: str = "",
+    key: str | None = None,
+) -> Any:
+    """A total that only grows. `read(part)` returns one that is counted elsewhere; with labels as a mapping."""
+    if read is not None:
+        return _Read("counter", meaning, labels, read, name=name, key=key)
+    return Number("counter", meaning, labels, name=name, key=key, fresh=Words if labels else int)
+
+
+@overload
+def gauge(meaning: str, *, name: str = "", key: str | None = None) -> int: ...
+@overload
+def gauge(
+    meaning: str, read: Callable[[Any], object], *labels: str, name: str = "", key: str | None = None
+) -> Any: ...
+def gauge(
+    meaning: str,
+    read: Callable[[Any], object] | None = None,
+    *labels: str,
+    name: str = "",
+    key: str | None = None,
+) -> Any:
+    """A present value: that of the field, or what `read(part)` returns; with labels a mapping; None: no value now."""
+    if read is None:
+        return Number("gauge", meaning, labels, name=name, key=key, fresh=int)
+    return _Read("gauge", meaning, labels, read, name=name, key=key)
+
+
+@overload
+def histogram(meaning: str, *, bounds: Sequence[float] = SECONDS_BUCKETS, name: str = "") -> Histogram: ...
+@overload
+def histogram(
+    meaning: str, *labels: str, bounds: Sequence[float] = SECONDS_BUCKETS, name: str = ""
+) -> Histograms: ...
+def histogram(meaning: str, *labels: str, bounds: Sequence[float] = SECONDS_BUCKETS, name: str = "") -> Any:
+    """Durations in seconds, which the document does not show."""
+    fresh = functools.partial(Histograms if labels else Histogram, bounds)
+    return Number("histogram", meaning, labels, name=name, key="", fresh=fresh)
+
+
+def parts_by(
+    labels: str,
+    of: type[Numbers],
+    read: Callable[[Any], Mapping[Any, Numbers]],
+    *,
+    key: str | None = None,
+) -> Any:
+    """The numbers of several parts of the same type, which `read(part)` returns by label (a tuple for several)."""
+    return _Read("parts", "", tuple(labels.split()), read, parts=of, key=key)
+
+
+class Numbers:
+    """A part with numbers. A subclass declares them as fields; `prefix` stands in the names of its metrics."""
+
+    declared: ClassVar[tuple[Number, ...]] = ()
+    prefix: ClassVar[str | None] = None
+    """None: the name of the part's section."""
+
+    def __init_subclass__(cls, *, prefix: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        fields = itertools.chain.from_iterable(vars(base).values() for base in reversed(cls.__mro__))
+        cls.declared = tuple(field for field in fields if isinstance(field, Number))
+        cls.prefix = cls.prefix if prefix is None else prefix
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        part = super().__new__(cls)
+        for number in cls.declared:
+            if number.fresh is not None:
+                part.__dict__[number.field] = number.fresh()
+        return part
+
+    def values(self) -> Iterator[tuple[Number, Any]]:
+        """Each number with its present value."""
+        for number in self.declared:
+            yield number, getattr(self, number.field)
+
+    def document(self) -> dict[str, Any]:
+        """The section of the status document: the present values by key."""
+        found: dict[str, Any] = {}
+        for number, value in self.values():
+            if number.key and value is not None:
+                *above, last = number.key.split(".")
+                place = found
+                for key in above:
+                    place = place.setdefault(key, {})
+                place[last] = shown(value)
+        return found
+
+
+def shown(value: Any) -> Any:
+    """A number as JSON: its parts' documents, or its values by label."""
+    if isinstance(value, Numbers):
+        return value.document()
+    if isinstance(value, Mapping):
+        return {"/".join(words_of(word)): shown(each) for word, each in value.items()}
+    return value
+
+
+def words_of(word: object) -> tuple[str, ...]:
+    """The values of labels by which a sample is found."""
+    return word if isinstance(word, tuple) else (cast(str, word),)

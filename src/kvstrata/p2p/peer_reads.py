@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvstrata.observability.metrics import ServerCounters
 from kvstrata.rpc.cluster_wire import Owner
 from kvstrata.storage.peers import ReadsPeers
 from kvstrata.tiers.set import TierSet
@@ -18,11 +17,10 @@ class PeerReads:
     If peers are not read, or an admin has removed the tier, `prefer` does nothing and `metadata` is empty.
     """
 
-    def __init__(self, name: str, tiers: TierSet, counters: ServerCounters) -> None:
+    def __init__(self, name: str, tiers: TierSet) -> None:
         """`name` of the tier, empty where peers are not read."""
         self._name = name
         self._tiers = tiers
-        self._counters = counters
 
     @property
     def name(self) -> str:
@@ -41,8 +39,11 @@ class PeerReads:
 
     def loads(self) -> tuple[int, int]:
         """Records and bytes that were read from peers since the start."""
-        counted = self._counters.l2.get((self._name, "load"))
-        return (0, 0) if counted is None else (counted.outcomes.get("loaded", 0), counted.moved_bytes)
+        tier = self._tiers.get(self._name)
+        if tier is None:
+            return 0, 0
+        loads = tier.by_operation["load"]
+        return loads.items["loaded"], loads.bytes
 
     def metadata(self) -> bytes:
         """The transfer engine's metadata, by which peers reach this L1; empty while no transfer engine is up."""

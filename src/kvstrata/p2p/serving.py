@@ -23,14 +23,15 @@ import functools
 import heapq
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable, WrongVersion
 from kvstrata.keys.batch import split
 from kvstrata.observability.logging import EventLog
-from kvstrata.p2p.lent import LIMIT, LentPool, LentRecords, split_extents
+from kvstrata.observability.numbers import Numbers, counter, gauge
+from kvstrata.p2p.lent import ABSENT, LIMIT, LentPool, LentRecords, split_extents
 from kvstrata.p2p.mac import MAC_KEY_BYTES, THREADS, parts_of, tags_of
 from kvstrata.rpc.cluster_fields import ClusterReply
 from kvstrata.rpc.cluster_wire import (
@@ -69,8 +70,29 @@ class Leased(NamedTuple):
     reason: str
 
 
-class PeerLeases:
+class PeerLeases(Numbers):
     """Leases of peers and pins of the controller on this L1. The caller passes the time; no I/O."""
+
+    leases = gauge(
+        "Leases that readers hold on chunks of this instance.", lambda self: len(self) - len(self._claims)
+    )
+    pins = gauge("Pins that the controller holds on chunks of this instance.", lambda self: len(self._claims))
+    leased_bytes = gauge(
+        "Bytes of L1 kept by readers' leases and the controller's pins, each record once.",
+        lambda self: self._lent.leased_bytes,
+    )
+    limit_bytes = gauge(
+        "Most bytes of L1 that readers' leases and the controller's pins may keep.",
+        lambda self: self._lent.limit_bytes,
+    )
+    draining = gauge("1 while peers are granted no leases, else 0.")
+    read_bytes = counter("Bytes that readers have reported as read from here.")
+    granted = counter("Leases granted.", name="granted_leases")
+    released = counter("Leases ended by their reader.", name="released_leases")
+    expired = counter("Leases that expired.", name="expired_leases")
+    absent = counter("Lease requests for records that are not here.", name="absent_requests")
+    limit = counter("Lease requests shortened by the limit.", name="limited_requests")
+    draining_refused = counter("Lease requests refused while draining.", name="draining_refused_requests")
 
     def __init__(self, pool: Pool) -> None:
         """At most LENT_SHARE of the pool is lent."""
@@ -81,17 +103,9 @@ class PeerLeases:
         self._due: list[tuple[float, int]] = []
         """Heap of (when to check whether a lease has expired, its number); may name leases that have ended."""
         self.draining = False
-        self.counts = {"granted": 0, "released": 0, "expired": 0, "absent": 0, "limit": 0, "draining": 0}
-        self.read_bytes = 0
-        """Bytes that readers have reported as read."""
 
     def __len__(self) -> int:
         return len(self._leases)
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of the distinct records that are leased or pinned."""
-        return self._lent.leased_bytes
 
     def lease(self, keys: bytes, n_slices: int, ttl_s: float, now_s: float, *, each: bool = False) -> Leased:
         """Lease the leading chunks that are wholly in L1, as many as the limits allow.
@@ -108,11 +122,12 @@ class PeerLeases:
             taken, reason, extents = self._lent.take_each(split(keys))
         else:
             taken, reason = self._lent.take(keys, n_slices)
-        if reason:
-            self.counts[reason] += 1
+        self.absent += reason == ABSENT
+        self.limit += reason == LIMIT
+        self.draining_refused += reason == DRAINING
         if taken is None:
             return Leased(0, b"", reason)
-        self.counts["granted"] += 1
+        self.granted += 1
         number = self._add(LentRecords(self._lent, [taken], now_s + ttl_s))
         return Leased(number, extents or taken.extents, reason)
 
@@ -125,7 +140,7 @@ class PeerLeases:
         if keep_s:
             lease.expires_s = now_s + keep_s
         else:
-            self.counts["released"] += 1
+            self.released += 1
             self._end(number)
         return True
 
@@ -181,7 +196,7 @@ class PeerLeases:
             if lease.expires_s > now_s:  # a release has prolonged the lease
                 heapq.heappush(self._due, (lease.expires_s, number))
             else:
-                self.counts["expired"] += 1
+                self.expired += 1
                 self._end(number)
         while self._due and self._due[0][1] not in self._leases:
             heapq.heappop(self._due)
@@ -192,18 +207,6 @@ class PeerLeases:
         for number in list(self._leases):
             self._end(number)
         self._due.clear()
-
-    def stats(self) -> dict[str, Any]:
-        """For status and metrics."""
-        return {
-            "leases": len(self._leases) - len(self._claims),
-            "pins": len(self._claims),
-            "leased_bytes": self.leased_bytes,
-            "limit_bytes": self._lent.limit_bytes,
-            "draining": self.draining,
-            "read_bytes": self.read_bytes,
-            **{("draining_refused" if word == DRAINING else word): n for word, n in self.counts.items()},
-        }
 
     def _add(self, lease: LentRecords) -> int:
         number, self._next = self._next, self._next + 1
@@ -221,8 +224,10 @@ class PeerLeases:
         lease.let_go()
 
 
-class PeerServer:
+class PeerServer(Numbers):
     """Answers peers on one ROUTER socket. Everything runs on the loop."""
+
+    errors = counter("Requests of peers refused.", name="refused_requests")
 
     def __init__(
         self,
@@ -253,7 +258,6 @@ class PeerServer:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
-        self._errors = 0
         self._log = EventLog("peers")
 
     def start(self) -> None:
@@ -278,13 +282,9 @@ class PeerServer:
         self._look_later()
         return count
 
-    def status(self) -> dict[str, Any]:
-        """For status pages and metrics."""
-        return {
-            **self.leases.stats(),
-            "errors": self._errors,
-            **({} if self._server is None else self._server.stats()),
-        }
+    def numbers(self) -> list[Numbers]:
+        """The parts that count."""
+        return [self.leases, self, *([] if self._server is None else [self._server])]
 
     def _on_frame(self, address: Address, frame: bytes) -> None:
         reply: ClusterReply
@@ -411,7 +411,7 @@ class PeerServer:
         return PeerWelcome(request.seq, self._incarnation, self._instance_id, metadata, self._extents_bytes)
 
     def _failure(self, seq: int, error: KvstrataError) -> Failure:
-        self._errors += 1
+        self.errors += 1
         return Failure(
             seq, self._incarnation, error.code, error.message[:2000], error.field[:200], error.retryable
         )

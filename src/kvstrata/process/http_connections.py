@@ -28,6 +28,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
 from kvstrata.process.http_local import is_ours
 
@@ -45,8 +46,26 @@ MAX_HEADERS = 256
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-class Bounds:
+class UnderWay(Numbers):
+    """The whole requests of one port, which the gate counts (http_gate.py)."""
+
+    requests = gauge("Requests in progress on the HTTP port, not counting probes.")
+    refused = counter(
+        "Requests answered with 503 because too many were in progress.", name="refused_requests"
+    )
+
+
+class Bounds(Numbers):
     """The connections of one port, and its requests under way."""
+
+    connections = gauge("Open connections of the HTTP port.", lambda self: len(self._connections))
+    closed = counter(
+        "Connections closed by the HTTP port: idle (to make room for new ones, the longest idle first), late (a "
+        "request took too long to arrive), stalled (the client did not read the response), stranger (a process of "
+        "another user, on a unix socket).",
+        "reason",
+        name="closed_connections",
+    )
 
     def __init__(
         self,
@@ -62,20 +81,11 @@ class Bounds:
         self._connections: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
         """Connections without a whole request under way, the longest idle first."""
-        self.requests = self.refused = self.arriving_bytes = 0
-        """Whole requests under way, requests that were refused since too many were, and bytes of bodies that arrive,
-        beside the first of each: the gate counts them (http_gate.py)."""
-        self._closed = {"idle": 0, "late": 0, "stalled": 0, "stranger": 0}
+        self.under_way = UnderWay()
+        self.arriving_bytes = 0
+        """Bytes of bodies that arrive, beside the first of each: the gate counts them (http_gate.py)."""
+        self.closed.update(idle=0, late=0, stalled=0, stranger=0)
         self._log = EventLog("http")
-
-    def stats(self) -> dict[str, int]:
-        """Counts for status and metrics."""
-        return {
-            "connections": len(self._connections),
-            "requests": self.requests,
-            "refused": self.refused,
-            **{f"closed_{why}": count for why, count in self._closed.items()},
-        }
 
     @property
     def arrival_s(self) -> float:
@@ -110,9 +120,9 @@ class Bounds:
         self._idle.pop(connection, None)
 
     def close(self, connection: Connection, why: str) -> None:
-        """Cut a connection, for one of the reasons in `stats`."""
+        """Cut a connection, for one of the reasons of `closed`."""
         self.gone(connection)
-        self._closed[why] += 1
+        self.closed[why] += 1
         self._log.repeated(
             logging.WARNING, why, "connection_closed", why=why, connections=len(self._connections)
         )

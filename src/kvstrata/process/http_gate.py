@@ -170,9 +170,11 @@ def gate(app: ASGIApp, access: Access, bounds: Bounds) -> ASGIApp:
         try:
             _check_sender(access, headers, path)
             body: bytes | None = await _whole_body(receive, headers, bounds, proven=access.proven(headers))
-            if counts and bounds.requests >= MAX_REQUESTS:
-                bounds.refused += 1
-                log.repeated(logging.WARNING, "refused", "request_refused", under_way=bounds.requests)
+            if counts and bounds.under_way.requests >= MAX_REQUESTS:
+                bounds.under_way.refused += 1
+                log.repeated(
+                    logging.WARNING, "refused", "request_refused", under_way=bounds.under_way.requests
+                )
                 says = f"{MAX_REQUESTS} requests are under way; ask again"
                 raise Denied(503, Unavailable.code, says, "", (b"retry-after", b"1"), CLOSE)
         except Denied as denied:
@@ -188,11 +190,11 @@ def gate(app: ASGIApp, access: Access, bounds: Bounds) -> ASGIApp:
             message, body = {"type": "http.request", "body": body, "more_body": False}, None
             return message
 
-        bounds.requests += counts
+        bounds.under_way.requests += counts
         try:
             await app(scope, whole, send)
         finally:
-            bounds.requests -= counts
+            bounds.under_way.requests -= counts
 
     return gated
 

@@ -91,8 +91,7 @@ class Port:
         self._turn: asyncio.Task[None] | None = None
         self._metrics = asyncio.Lock()
         bounds = Bounds()
-        self.stats = bounds.stats
-        """Counts of the port's bounds, for status and metrics."""
+        self.numbers = (bounds, bounds.under_way)
         self.app = gate(self._answer, access, bounds)
         """The ASGI application."""
         self._server = make_server(self.app, AdminConnection, bounds, timeout_keep_alive=15)

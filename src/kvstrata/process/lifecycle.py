@@ -34,6 +34,7 @@ import uvloop
 from kvstrata import failpoints
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.observability.logging import EventLog, flush_log
+from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.patience import patience
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.sd_notify import Systemd
@@ -82,6 +83,22 @@ def run(process: Process) -> int:
             return runner.run(process.run())
     finally:
         flush_log()
+
+
+class ProcessNumbers(Numbers):
+    """How often this process was started again."""
+
+    restarts = counter(
+        "Times that the supervising process has restarted this one because it died.",
+        read=lambda self: self._restarts.times,
+    )
+
+    def __init__(self, restarts: Restarts) -> None:
+        self._restarts = restarts
+
+    def document(self) -> dict[str, Any]:
+        """The number, and why the process ended the last time."""
+        return {**super().document(), "last_end": self._restarts.cause}
 
 
 class Process(ABC):

@@ -30,8 +30,8 @@ from kvstrata.config.common_model import Level
 from kvstrata.config.demands import demand, field_types, problems, unwrapped
 from kvstrata.config.load import odd_value
 from kvstrata.errors import BadRequest
-from kvstrata.observability.exposition import MEDIA_TYPE
 from kvstrata.observability.logging import current_level, set_level
+from kvstrata.observability.page import MEDIA_TYPE
 from kvstrata.types import RequestIdentity
 
 MAX_TOKENS = 4_194_304

@@ -36,6 +36,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.errors import MachineLacks
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
 from kvstrata.process.ports import port_holder, refuse_open, resolve
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
@@ -91,8 +92,20 @@ FrameErrorHandler = Callable[[Address, int], bytes]
 """Gets the number of frames of a message that does not have exactly one; returns the error reply."""
 
 
-class ZmqServer:
+class ZmqServer(Numbers):
     """One listening socket. Everything runs on the thread of `loop`."""
+
+    received = counter("Frames received.", name="received_frames")
+    dropped_replies = counter("Replies dropped because the receiver was gone or left too much unread.")
+    unread_reply_bytes = gauge(
+        "Bytes of large replies that clients have not read yet.", lambda self: self._outbox.look()
+    )
+    refused_handshakes = counter("Connections that ended before they had proved the right keys.")
+    connections = gauge("Open connections.", lambda self: self._inbox.connections_count)
+    cut_connections = counter(
+        "Connections cut: over the limit, or with more unprocessed bytes than allowed.",
+        read=lambda self: self._inbox.cut_count,
+    )
 
     def __init__(
         self,
@@ -119,9 +132,6 @@ class ZmqServer:
         self._again = False
         self._reading = False
         self._draining = False
-        self.received_count = 0
-        self.dropped_replies_count = 0
-        self.refused_handshakes_count = 0
         """Connections that ended before they showed the right keys."""
         self._keys_asked_on = ""
         """Setting of the port, if it asks for keys."""
@@ -206,7 +216,7 @@ class ZmqServer:
             return False
         tracked = len(reply) >= TRACKED_BYTES
         if tracked and not self._outbox.has_room(address, len(reply)):
-            self.dropped_replies_count += 1
+            self.dropped_replies += 1
             return True
         if tracked:
             self._send_tracked(server, address, reply)
@@ -216,17 +226,6 @@ class ZmqServer:
             # Sending may consume the signal of an arrival, after which the descriptor would stay silent.
             self._look_again()
         return False
-
-    def stats(self) -> dict[str, int]:
-        """Counts for status and metrics."""
-        return {
-            "received": self.received_count,
-            "dropped_replies": self.dropped_replies_count,
-            "unread_reply_bytes": self._outbox.look(),
-            "refused_handshakes": self.refused_handshakes_count,
-            "connections": self._inbox.connections_count,
-            "cut_connections": self._inbox.cut_count,
-        }
 
     def close(self) -> None:
         """Stop reading, give queued replies a moment to leave, free everything. Idempotent."""
@@ -316,7 +315,7 @@ class ZmqServer:
                 first = server.recv(_NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            self.received_count += 1
+            self.received += 1
             connection = int(first.get(_SRCFD))
             key = host = ""
             if self._zap is not None:
@@ -364,13 +363,13 @@ class ZmqServer:
                 BareSocket.send(server, frame, _NOBLOCK_MORE)
             BareSocket.send(server, frames[-1], _NOBLOCK)
         except zmq.ZMQError:
-            self.dropped_replies_count += 1
+            self.dropped_replies += 1
 
     def _send_tracked(self, server: zmq.Socket[bytes], address: Address, reply: bytes) -> None:
         try:
             tracker = server.send_multipart([address.routing_id, reply], zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError:
-            self.dropped_replies_count += 1
+            self.dropped_replies += 1
         else:
             assert tracker is not None, "track=True gives a tracker"
             self._outbox.sent(address, len(reply), tracker)
@@ -404,7 +403,7 @@ class ZmqServer:
                     self._handshake_refused(unknown=event == zmq.Event.HANDSHAKE_FAILED_AUTH)
 
     def _handshake_refused(self, *, unknown: bool) -> None:
-        self.refused_handshakes_count += 1
+        self.refused_handshakes += 1
         setting = self._keys_asked_on
         why = "unknown client key" if unknown else "no key, or a key of another cluster"
         note = {"note": self._refused_note} if self._refused_note else {}

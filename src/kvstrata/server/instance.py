@@ -27,13 +27,13 @@ from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.paths import RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
-from kvstrata.observability.exposition import Pages, ServerCollector
-from kvstrata.observability.logging import EventLog, log_stats
+from kvstrata.observability.logging import EventLog, LogNumbers
+from kvstrata.observability.page import Pages
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.keeper import Restarts
-from kvstrata.process.lifecycle import soon
+from kvstrata.process.lifecycle import ProcessNumbers, soon
 from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.supervisor import Supervisor
@@ -133,7 +133,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     closers.append(soon(parts.close))
     board = parts.board
     closers.append(functools.partial(_close_tiers, parts))
-    board.put("l2_adapters", tiers.status)
+    board.put("l2_adapters", tiers)
     await _open_tiers(plan, peer, parts, segment, shell.log)
 
     # 3. Processes attach.
@@ -153,21 +153,19 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         served = serve_peers(plan, keys, parts, closers)
         membership = make_membership(plan, keys, parts, told, news_of, served)
         closers.append(membership.stop)
-        board.put("cluster", membership.status)
-        board.put("peers_served", served.server.status)
+        board.put("cluster", membership)
+        board.put("peers_served", *served.server.numbers())
 
     # 5. Housekeeping, and the HTTP application.
     housekeeping = Housekeeping(parts)
-    restarts = shell.restarts
-    board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})
-    board.put("log", log_stats)
-    board.put("attach", attach.stats)
+    board.put("process", ProcessNumbers(shell.restarts))
+    board.put("log", LogNumbers())
+    board.put("attach", attach)
     board.put("rpc", attach.traffic)
     closers.append(attach.stop)
     http, http_token = None, None
     if listener is not None:
-        collector = ServerCollector(facts.instance_id, parts.counters, board.numbers)
-        page = (await shell.loop.run_in_executor(None, Pages, collector)).page
+        page = (await shell.loop.run_in_executor(None, Pages, board.numbers)).page
         admin = Admin(parts, attach, page, EventLog("server"))
         insecure = settings.security.insecure
         warn_if_open(settings.http, plan.http_token, listener.port, shell.log, insecure=insecure)
@@ -177,7 +175,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
             http_port.set_token, settings.http, listener, plan.http_token, "server", shell.log
         )
         closers.append(soon(http_token.close))
-        board.put("http", http_port.stats)
+        board.put("http", *http_port.numbers)
         http = listener, http_port
     return Instance(
         parts=parts,
@@ -218,7 +216,7 @@ async def _open_tier(config: TierConfig, parts: Parts, segment: Segment, *, must
 
     def forget(key: bytes) -> None:
         parts.store.dropped(config.name, [key])
-        parts.history.dropped(config.name, key)
+        parts.explainer.dropped(config.name, key)
 
     def dropped(key: bytes) -> None:
         loop.call_soon_threadsafe(forget, key)
@@ -234,7 +232,7 @@ async def _open_tier(config: TierConfig, parts: Parts, segment: Segment, *, must
         segment.descriptors.sessions_lock,
         parts.payload_kinds.element_bytes_of,
     )
-    await parts.tiers.open(Tier(config, limits, parts.clock, parts.counters), context, must=must)
+    await parts.tiers.open(Tier(config, limits, parts.clock), context, must=must)
 
 
 async def _close_tiers(parts: Parts) -> None:

@@ -9,31 +9,30 @@ from collections.abc import Sequence
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.core import Pool
-from kvstrata.observability.metrics import ServerCounters, TenantChunks
+from kvstrata.observability.explain import Explainer
+from kvstrata.observability.server_numbers import ServerNumbers, TenantNumbers
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.patience import patience
-from kvstrata.policy.misses import Explainer
-from kvstrata.policy.savings import Savings
 from kvstrata.process.supervisor import PoolLane, Supervisor
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import (
+    InstanceNumbers,
+    PoolNumbers,
+    SessionNumbers,
     StatusBoard,
     TenantRows,
     engines_section,
-    instance_section,
-    pool_section,
     processes_section,
 )
 from kvstrata.server.admin.trend import Trend
-from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.l2.gate import TIER_PATIENCE_S, PrefetchLimits
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.payload_kinds import PayloadKinds
 from kvstrata.server.plan import InstanceFacts
 from kvstrata.server.pool_events import PoolEvents
-from kvstrata.server.processes import ProcessTable, Readiness, Reservation, TenantTokens, tenant_number
+from kvstrata.server.processes import ProcessTable, Readiness, TenantTokens, tenant_number
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
 from kvstrata.tiers.puts import StoreController, StoreLimits
@@ -65,13 +64,11 @@ class Parts:
         news: Sequence[TierNews],
         tokens: TenantTokens,
         peer_tier: str,
-        explainer: Explainer | None = None,
     ) -> None:
         """Set the quotas of tenants and make the parts. `peer_tier`: the tier that reads peers, "" without one."""
         self.settings, self.facts, self.pool = settings, facts, pool
         self.loop, self.supervisor, self.clock = loop, supervisor, clock
         self.tiers, self.tokens = tiers, tokens
-        self.explainer = explainer = explainer or Explainer()
         self.lane = PoolLane(loop)
         """For requests of clients; refuses work when its queue is full, and so does that for recuts."""
         self._recut_lane = PoolLane(loop, threads=1, queue=RECUTS_WAITING, name="kv-recut")
@@ -81,14 +78,14 @@ class Parts:
             pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
 
         # What refers to no other part.
-        self.counters = counters = ServerCounters()
+        self.counters = counters = ServerNumbers()
         for tenant in sorted(set(settings.quotas_gb).union(*tokens.sets)):
-            counters.tenants[tenant_number(tenant)] = TenantChunks(tenant)
-        self.readiness, self.savings = Readiness(), Savings()
+            counters.tenants[tenant_number(tenant)] = TenantNumbers(tenant)
+        self.readiness = Readiness()
         self.frozen_by: set[str] = set()
         """The controllers for whose full sync no reserve is granted now (server/cluster/sync.py)."""
-        self.trend = Trend(counters, self.savings, clock)
-        self.history = ChunkHistory(explainer, counters, clock, settings.l1.eviction_policy)
+        self.explainer = explainer = Explainer(counters, clock, settings.l1.eviction_policy)
+        self.trend = Trend(counters, explainer, clock)
 
         # The attached processes, and what their requests left behind.
         self.processes, self.payload_kinds = ProcessTable(facts.epoch), PayloadKinds()
@@ -99,10 +96,10 @@ class Parts:
             pool,
             tiers,
             StoreLimits(backlog_bytes=int(pool.extents_bytes * BACKLOG_SHARE)),
-            self.history.put_skipped,
+            explainer.put_skipped,
             news=news,
         )
-        self.peer_reads = PeerReads(peer_tier, tiers, counters)
+        self.peer_reads = PeerReads(peer_tier, tiers)
         limits = PrefetchLimits(
             patience_s=patience(TIER_PATIENCE_S),
             in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
@@ -111,7 +108,7 @@ class Parts:
             pool, tiers, limits, clock, self.store.dropped, self.store.found, self.peer_reads.scatter
         )
         self.tails = TailPuts(pool, self.store, tiers, clock, settings.l2.tails_after_s)
-        self.events = PoolEvents(pool, self.history, self.store, news, clock)
+        self.events = PoolEvents(pool, explainer, self.store, news, clock)
 
         # What serves processes.
         self.recuts = Recuts(self._recut_lane, clock, tiers, self.prefetch, pool)
@@ -129,36 +126,17 @@ class Parts:
 
     def _board(self) -> StatusBoard:
         board = StatusBoard()
-        section = functools.partial(instance_section, self.facts, self.readiness, self.clock)
-        board.put("instance", section, metrics=False)
-        board.put("pool", functools.partial(pool_section, self.pool))
-        board.put("counters", self.counters.as_dict, metrics=False)
-        board.put("trend", self.trend.section, metrics=False)
-        board.put("sessions", self._sessions_section)
-        board.put("peers", functools.partial(processes_section, self.processes), metrics=False)
-        engines = functools.partial(engines_section, self.processes, self.grants)
-        board.put("engines", engines, metrics=False)
-        board.put("l2_store", self.store.stats)
-        board.put("tails", self.tails.stats)
-        board.put("l2_prefetch", self.prefetch.stats)
-        board.put("recuts", self.recuts.status)
-        board.put("tenants", self.tenants.in_l1, metrics=False)
-        board.put("jobs", self.prewarms.documents, metrics=False)
+        board.put("instance", InstanceNumbers(self.facts, self.readiness, self.clock))
+        board.put("pool", PoolNumbers(self.pool))
+        board.put("counters", self.counters)
+        board.put_facts("trend", self.trend.section)
+        board.put("sessions", SessionNumbers(self.processes, self.grants, self.supervisor, self.explainer))
+        board.put_facts("peers", functools.partial(processes_section, self.processes))
+        board.put_facts("engines", functools.partial(engines_section, self.processes, self.grants))
+        board.put("l2_store", self.store)
+        board.put("tails", self.tails)
+        board.put("l2_prefetch", self.prefetch)
+        board.put("recuts", self.recuts)
+        board.put_facts("tenants", self.tenants.in_l1)
+        board.put_facts("jobs", self.prewarms.documents)
         return board
-
-    def _sessions_section(self) -> dict[str, int]:
-        return {
-            "attached": sum(not process.detached for process in self.processes),
-            "detached": sum(process.detached for process in self.processes),
-            "groups": len(self.processes.groups),
-            "leases": self.grants.n_leases,
-            "leases_revoked": self.grants.n_revoked,
-            "extents_being_written": sum(
-                len(grant.open)
-                for process in self.processes
-                for grant in process.grants.values()
-                if isinstance(grant, Reservation)
-            ),
-            "tasks": len(self.supervisor),
-            "absent_keys_remembered": len(self.explainer.keys),
-        }

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.native.core import Pool
+from kvstrata.observability.explain import Explainer
 from kvstrata.observability.logging import EventLog
-from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.tiers.puts import StoreController
 from kvstrata.types import PoolEvent
@@ -29,13 +29,13 @@ class PoolEvents:
     def __init__(
         self,
         pool: Pool,
-        history: ChunkHistory,
+        explainer: Explainer,
         store: StoreController,
         news: Sequence[TierNews],
         clock: Clock,
     ) -> None:
         self._pool = pool
-        self._history = history
+        self._explainer = explainer
         self._store = store
         self._news = news
         self._clock = clock
@@ -56,7 +56,7 @@ class PoolEvents:
         if events:  # else none was lost either
             if self._pool.events_lost != self._lost:
                 self._lost = self._pool.events_lost
-                self._history.events_lost()
+                self._explainer.events_lost()
                 for news in self._news:
                     news.pool_events_lost()
             for news in self._news:
@@ -71,21 +71,21 @@ class PoolEvents:
 
     def _tell(self) -> None:
         """Pass on the oldest events, and the others in later turns of the loop."""
-        history, now_ms = self._history, self._clock.unix_ms()
+        explainer, now_ms = self._explainer, self._clock.unix_ms()
         evicted: list[bytes] = []
         for _ in range(min(len(self._waiting), EVENTS_PER_TURN)):
             kind, key = self._waiting.popleft()
             if kind in _LEAVES_L1:
-                history.left_l1(key, kind, now_ms)
+                explainer.left_l1(key, kind, now_ms)
                 if kind == PoolEvent.EVICTED:
                     evicted.append(key)
             elif kind == PoolEvent.CORRUPT:
-                history.corrupt(key, now_ms)
+                explainer.corrupt(key, now_ms)
                 self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
             elif kind == PoolEvent.VERIFIED:
                 self.verified.append(key)
             elif kind == PoolEvent.INSERTED:
-                history.inserted(key)
+                explainer.inserted(key)
         if evicted:
             self._store.evicted(evicted)
         if self._waiting:

@@ -109,7 +109,7 @@ class Server(Process):
     def under_way(self) -> dict[str, object]:
         """Puts and loads that a stop waits for."""
         parts = self._instance.parts
-        return {"puts": parts.store.undone, "fetches": parts.prefetch.stats()["fetches_running"]}
+        return {"puts": parts.store.undone, "fetches": parts.prefetch.fetches_running}
 
     def given_up(self) -> dict[str, object]:
         """Puts that were given up, and what the engines held when the stop began; they keep it over the restart."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
-from kvstrata.policy.savings import EngineUse
+from kvstrata.observability.explain import EngineUse
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
 
 MAX_IDENTITIES = 4096

@@ -32,6 +32,7 @@ import msgspec
 from kvstrata import failpoints
 from kvstrata.errors import StorageError
 from kvstrata.native.core import Pool
+from kvstrata.observability.numbers import Numbers, counter, gauge, parts_by
 from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus
 from kvstrata.storage.config import StorePolicy
 from kvstrata.tiers.set import TierSet
@@ -206,8 +207,23 @@ class News(Protocol):
         """The tier is empty."""
 
 
-class TierPuts:
+class TierPuts(Numbers):
     """The puts of one tier. Belongs to the event loop."""
+
+    queued = gauge("Puts waiting for this adapter.", lambda self: len(self._queue), name="queued_puts")
+    retrying = gauge(
+        "Puts that this adapter throttled and that will be tried again.",
+        lambda self: sum(map(len, self._retrying.values())),
+        name="retrying_puts",
+    )
+    in_flight = gauge(
+        "Puts in progress.", lambda self: sum(map(len, self._batches.values())), name="in_flight_puts"
+    )
+    stored_bytes = counter("Record bytes stored.")
+    outcomes = counter(
+        "Puts by outcome: stored, exists, throttled, taken_up (begun late), or `skipped:` and the reason.",
+        "outcome",
+    )
 
     def __init__(
         self,
@@ -245,8 +261,6 @@ class TierPuts:
         """Set except while the tier is being cleared."""
         self._not_clearing.set()
         self._n_clears = 0
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._stored_bytes = 0
 
     @property
     def busy(self) -> bool:
@@ -256,23 +270,16 @@ class TierPuts:
     @property
     def undone(self) -> int:
         """Chunks that wait for the tier or are in flight to it, and those given up because the server stops."""
-        return len(self._pending) + self._counts[f"skipped:{Skip.STOPPING}"]
+        return len(self._pending) + self.outcomes[f"skipped:{Skip.STOPPING}"]
 
     @property
     def has_unpinned(self) -> bool:
         """Whether chunks wait because the backlog had no room for them."""
         return bool(self._unpinned)
 
-    def stats(self) -> dict[str, Any]:
-        """Numbers for status and metrics."""
-        return {
-            "policy": str(self.planner.policy),
-            "queued": len(self._queue),
-            "retrying": sum(map(len, self._retrying.values())),
-            "in_flight": sum(map(len, self._batches.values())),
-            "stored_bytes": self._stored_bytes,
-            "outcomes": dict(self._counts),
-        }
+    def document(self) -> dict[str, Any]:
+        """The numbers, and the policy."""
+        return {"policy": str(self.planner.policy), **super().document()}
 
     # -- offers --------------------------------------------------------------------------------------------
 
@@ -288,7 +295,7 @@ class TierPuts:
 
     def skip(self, key: bytes, reason: str) -> None:
         """Count and report that the tier does not get this chunk."""
-        self._counts[f"skipped:{reason}"] += 1
+        self.outcomes[f"skipped:{reason}"] += 1
         self._skipped(key, str(reason))
 
     def left_l1(self, keys: Sequence[bytes]) -> None:
@@ -302,7 +309,7 @@ class TierPuts:
         taken = min(KEYS_PER_TURN, len(self._unpinned))
         left = self._pin([self._unpinned.popitem(last=False)[0] for _ in range(taken)])
         if len(left) < taken:
-            self._counts["taken_up"] += taken - len(left)
+            self.outcomes["taken_up"] += taken - len(left)
         for key, why in reversed(left):
             if why == _NO_ROOM:
                 self._unpinned[key] = None
@@ -385,7 +392,7 @@ class TierPuts:
         elif (error := task.exception()) is not None:
             log.error("%s crashed", task.get_name(), exc_info=error)
             traceback.clear_frames(error.__traceback__)  # they refer to holds
-            self._counts["crashed"] += 1
+            self.outcomes["crashed"] += 1
             outcomes = [PutOutcome(PutStatus.FAILED, Skip.CRASHED)] * len(items)
         else:
             outcomes = task.result()
@@ -395,7 +402,7 @@ class TierPuts:
             hold.uncount()  # the tier may hold it for longer
             if status is PutStatus.STORED or status is PutStatus.EXISTS:
                 present.append(key)
-                self._stored_bytes += hold.length if status is PutStatus.STORED else 0
+                self.stored_bytes += hold.length if status is PutStatus.STORED else 0
                 continue
             attempts = self._attempts.get(key, 0) + 1
             if status is PutStatus.THROTTLED and not self.stopping and attempts <= self._limits.retry.retries:
@@ -406,7 +413,7 @@ class TierPuts:
         statuses = [status for status, _ in outcomes]
         for status in (PutStatus.STORED, PutStatus.EXISTS):
             if count := statuses.count(status):
-                self._counts[status.name.lower()] += count
+                self.outcomes[status.name.lower()] += count
         if self._attempts:
             for key, _ in items:
                 self._attempts.pop(key, None)
@@ -422,7 +429,7 @@ class TierPuts:
 
     def _retry_later(self, keys: list[bytes], attempts: int) -> None:
         """Pin throttled chunks anew, and queue them after a pause."""
-        self._counts["throttled"] += len(keys)
+        self.outcomes["throttled"] += len(keys)
         holds, left_out = self._pool.hold_batch(b"".join(keys), self._limits.backlog_bytes)
         for key, why in zip(keys, left_out, strict=True):
             if why:
@@ -491,12 +498,22 @@ class TierPuts:
         ]
 
 
-class StoreController:
+class StoreController(Numbers):
     """Puts chunks of L1 to the tiers. All methods belong to the event loop.
 
     `skipped(key, reason)` is called for every chunk that a tier will not get, with the reason's short word.
     `news`: of each controller.
     """
+
+    backlog_bytes = gauge(
+        "Bytes of L1 that stay pinned because they are waiting to be put.",
+        lambda self: self._pool.counted_bytes,
+    )
+    backlog_limit_bytes = gauge(
+        "Limit of the bytes waiting to be put; chunks beyond it are skipped.",
+        lambda self: self.limits.backlog_bytes,
+    )
+    adapters = parts_by("adapter", TierPuts, lambda self: self._puts)
 
     def __init__(
         self,
@@ -616,14 +633,6 @@ class StoreController:
         if wrong:
             raise StorageError("; ".join(error.message for error in wrong), field=wrong[0].field)
         return removed
-
-    def stats(self) -> dict[str, Any]:
-        """Numbers for status and metrics."""
-        return {
-            "backlog_bytes": self._pool.counted_bytes,
-            "backlog_limit_bytes": self.limits.backlog_bytes,
-            "adapters": {name: puts.stats() for name, puts in self._puts.items()},
-        }
 
     # -- deciding ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.numbers import Numbers, parts_by
 from kvstrata.storage.base import AdapterContext
 from kvstrata.tiers.tier import Tier, TierState
 
@@ -20,8 +21,10 @@ PROBE_S = 5.0
 """Pause between two rounds of probes of the tiers' directories."""
 
 
-class TierSet:
+class TierSet(Numbers, prefix="l2"):
     """The tiers of an instance, in order. Belongs to the event loop."""
+
+    by_name = parts_by("adapter", Tier, lambda tiers: {tier.name: tier for tier in tiers})
 
     def __init__(self, pool: Pool | None = None, opened: Iterable[Tier] = ()) -> None:
         """The readers of the pool's index learn whether a lookup may hit beyond L1; None: there are none."""
@@ -136,6 +139,7 @@ class TierSet:
         usages = await asyncio.gather(*map(usage, tiers))
         return [{**tier.row(), "usage": usage} for tier, usage in zip(tiers, usages, strict=True)]
 
-    def status(self) -> dict[str, Any]:
-        """For the status document, by name."""
-        return {tier.name: tier.status() for tier in self._tiers}
+    def document(self) -> dict[str, Any]:
+        """The tiers by name."""
+        found: dict[str, Any] = super().document()["by_name"]
+        return found

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from kvstrata.clock import Clock
 from kvstrata.keys.batch import split
 from kvstrata.native.core import Pool
+from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.tiers.puts import RecentKeys, StoreController
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier
@@ -31,8 +32,17 @@ KEYS_PER_ROUND = 64
 """Tails offered to the tiers in one call of `offer_due`."""
 
 
-class TailPuts:
+class TailPuts(Numbers):
     """The tails that wait for their time, and those that L2 has. Belongs to the event loop."""
+
+    stored = counter("Tails that engines have stored in L1.")
+    dropped = counter(
+        "Tails dropped because a chunk or a longer tail holds their tokens.", name="replaced", key="replaced"
+    )
+    replaced_in_l2 = counter("Of these, tails that were deleted from L2.")
+    put = counter("Tails offered to L2 because nothing had replaced them for a while.")
+    waiting = gauge("Tails that wait to be offered to L2.", lambda self: len(self._waiting))
+    lingering = gauge("Replaced tails that are still in use.", lambda self: len(self._lingering))
 
     def __init__(
         self, pool: Pool, store: StoreController, tiers: TierSet, clock: Clock, after_s: float
@@ -49,11 +59,10 @@ class TailPuts:
         self._lingering: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         """Tails that were replaced while somebody used them."""
         self._in_l2 = RecentKeys(REMEMBERED)
-        self.counts: collections.Counter[str] = collections.Counter()
 
     def committed(self, keys: Sequence[bytes]) -> None:
         """Note tails that became visible in L1."""
-        self.counts["stored"] += len(keys)
+        self.stored += len(keys)
         for key in keys:
             self._lingering.pop(key, None)
         if self._after_s < 0:
@@ -91,12 +100,12 @@ class TailPuts:
                 self._lingering.move_to_end(key)
                 continue
             del self._lingering[key]
-            self.counts["replaced"] += 1
+            self.dropped += 1
             if key in self._in_l2:
                 in_l2.append(key)
         if in_l2:
             self._in_l2.discard(in_l2)
-            self.counts["replaced_in_l2"] += len(in_l2)
+            self.replaced_in_l2 += len(in_l2)
             self._delete(in_l2)
 
     def tick(self) -> None:
@@ -114,7 +123,7 @@ class TailPuts:
             del self._waiting[key]
             if self._pool.peek(key) and len(self._tiers):
                 self._in_l2.add(key)
-                self.counts["put"] += 1
+                self.put += 1
                 self._store.committed([key])
 
     async def stop(self) -> None:
@@ -134,9 +143,3 @@ class TailPuts:
     async def _delete_from(self, tier: Tier, keys: list[bytes]) -> None:
         await tier.delete(keys)
         self._store.dropped(tier.name, keys)
-
-    def stats(self) -> dict[str, int]:
-        """Numbers for status and metrics."""
-        names = ("stored", "replaced", "put", "replaced_in_l2")
-        counts = {name: self.counts[name] for name in names}
-        return {**counts, "waiting": len(self._waiting), "lingering": len(self._lingering)}

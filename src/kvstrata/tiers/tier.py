@@ -33,15 +33,16 @@ import contextlib
 import enum
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvstrata.clock import Clock
 from kvstrata.config.secrets import scrubbed, shown
 from kvstrata.errors import ConfigError, KvstrataError, StorageError
+from kvstrata.observability.load_line import LoadLine
 from kvstrata.observability.logging import EventLog
-from kvstrata.observability.metrics import ServerCounters
+from kvstrata.observability.numbers import Numbers
 from kvstrata.patience import patience
 from kvstrata.policy.breaker import Breaker, BreakerState
 from kvstrata.policy.reasons import (
@@ -78,6 +79,7 @@ from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.tiers import folder
 from kvstrata.tiers.folder import FolderState, WatchedFolder
+from kvstrata.tiers.numbers import TierNumbers
 from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)
@@ -123,13 +125,6 @@ class TierState(enum.StrEnum):
     """An admin has paused it: its medium is asked nothing."""
 
 
-class User(Protocol):
-    """A part of the server that puts chunks to a tier or loads them from it."""
-
-    def stats(self) -> dict[str, Any]:
-        """Numbers for status and metrics."""
-
-
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Times and bounds of one tier."""
 
@@ -155,17 +150,12 @@ def limits_of(config: TierConfig, l1_bytes: int) -> TierLimits:
     )
 
 
-class Tier:
+class Tier(TierNumbers):
     """See the module. All methods belong to the event loop."""
 
-    def __init__(
-        self,
-        config: TierConfig,
-        limits: TierLimits,
-        clock: Clock,
-        counters: ServerCounters | None = None,
-    ) -> None:
-        """Make the medium, not open. Raises ConfigError if a plugin does. `counters` get each batch that has ended."""
+    def __init__(self, config: TierConfig, limits: TierLimits, clock: Clock) -> None:
+        """Make the medium, not open. Raises ConfigError if a plugin does."""
+        super().__init__()
         self.config = config
         self.name = config.name
         self.limits = limits
@@ -173,14 +163,13 @@ class Tier:
         self.reason = ""
         """Why it could not be opened the last time."""
         self.paused = False
-        self.stuck_bytes = 0
-        """Bytes of operations that have not ended and that nobody waits for any more."""
-        self.users: dict[str, User] = {}
+        self.load_line = LoadLine()
+        """How long loads take."""
+        self.users: dict[str, Numbers] = {}
         """While it is open: its `puts`, if it takes any, and the `loads` from it."""
         self.folder = WatchedFolder(config.folder) if config.folder else None
         """The directory of the medium; None: it has none."""
         self._clock = clock
-        self._counters = counters or ServerCounters()
         self._log = EventLog("adapters", clock.monotonic_s)
         self._misanswered: set[str] = set()
         """Operations whose invalid answers were logged."""
@@ -376,47 +365,45 @@ class Tier:
         """State of each operation's breaker."""
         return {operation: breaker.state.value for operation, breaker in self._breakers.items()}
 
-    def status(self) -> dict[str, Any]:
-        """For the status document."""
-        return {
-            "state": self.shown_state,
-            "takes_loads": self.state is TierState.ACTIVE,
-            **self._condition(),
-        }
-
-    def _condition(self) -> dict[str, Any]:
-        medium, remarks = self.medium, self.medium.remarks()
-        condition: dict[str, Any] = {"breakers": self.breaker_states(), "stuck_bytes": self.stuck_bytes}
-        if self.folder is not None:
-            condition["medium"] = str(self.folder.state)
-            condition["medium_well"] = self.folder.state is FolderState.WELL
-        condition |= {"codec": medium.stats(), "numbers": medium.numbers()}
-        if remarks:
-            condition["remarks"] = remarks
-        if self.host is not None:
-            condition["host"] = self.host.host_status()
+    @property
+    def medium_state(self) -> FolderState | None:
+        """The state of the medium's directory; None: it has none."""
         if not self.is_open:
-            condition |= {
-                "medium": str(FolderState.UNREACHABLE),
-                "medium_well": False,
-                "reason": self.reason,
-            }
-        return condition
+            return FolderState.UNREACHABLE
+        return None if self.folder is None else self.folder.state
+
+    def document(self) -> dict[str, Any]:
+        """The tier's numbers and its condition."""
+        medium, remarks = self.medium, self.medium.remarks()
+        found = {
+            **super().document(),
+            "state": self.shown_state,
+            "breakers": self.breaker_states(),
+            "codec": medium.stats(),
+            "numbers": medium.numbers(),
+        }
+        if self.medium_state is not None:
+            found["medium"] = str(self.medium_state)
+        if remarks:
+            found["remarks"] = remarks
+        if self.host is not None:
+            found["host"] = self.host.host_status()
+        if not self.is_open:
+            found["reason"] = self.reason
+        return found
 
     def row(self) -> dict[str, Any]:
         """The tier's row for an admin, without its secrets."""
         return {
             "name": self.name,
             "type": self.name.rpartition("-")[0],
-            "state": self.shown_state,
             "policy": str(self.config.policy),
-            "takes_loads": self.state is TierState.ACTIVE,
             "persistent": self.capabilities.persistent,
             "shared": self.capabilities.shared,
             "entry": shown(self.config.entry)[0],
-            **self._condition(),
+            **self.document(),
             "under_way": self.running,
-            **{name: self.users[name].stats() if name in self.users else {} for name in ("puts", "loads")},
+            **{name: self.users[name].document() if name in self.users else {} for name in ("puts", "loads")},
         }
 
     # -- the directory -------------------------------------------------------------------------------------
@@ -664,7 +651,13 @@ class Tier:
         self, operation: str, seconds: float, moved_bytes: int, outcomes: collections.Counter[str]
     ) -> None:
         """Count a batch that has ended; log that the medium is full, or has room again, if that has changed."""
-        self._counters.l2_operation(self.name, operation, seconds, moved_bytes, outcomes)
+        counted = self.by_operation[operation]
+        counted.seconds.add(seconds)
+        counted.bytes += moved_bytes
+        for word, count in outcomes.items():
+            counted.items.add_foreign(word, count)
+        if operation == "load" and moved_bytes and seconds > 0:
+            self.load_line.add(moved_bytes, seconds)
         if operation != "put":
             return
         reason = next((word for _, _, word in map(_parted, outcomes) if word in FULL_REASONS), "")

@@ -231,7 +231,7 @@ async def test_instances_with_and_without_the_setting_do_not_read_each_other_and
     said = f"p2p.mac is {str(reader).lower()} for the reader, but {str(owner).lower()} for owner; set the same p2p.mac"
     assert caplog.text.count(said) == 1
     assert one.path.reads == 0
-    assert one.owner.leases.stats()["granted"] == 0
+    assert one.owner.leases.granted == 0
 
 
 async def test_reads_of_parts_of_a_lease_have_macs_of_their_own_and_the_lease_ends_with_the_last(scene):

@@ -101,11 +101,11 @@ class Puts:
         await self.controller.idle()
 
     def counts(self, name: str = "fs-0") -> dict[str, int]:
-        return self.controller.stats()["adapters"][name]["outcomes"]
+        return self.controller.document()["adapters"][name]["outcomes"]
 
     @property
     def backlog_bytes(self) -> int:
-        return self.controller.stats()["backlog_bytes"]
+        return self.controller.document()["backlog_bytes"]
 
 
 class Loads:
@@ -202,7 +202,7 @@ class Rig:
         )
 
     def states(self) -> dict[str, str]:
-        return {name: row["state"] for name, row in self.adapters.status().items()}
+        return {name: row["state"] for name, row in self.adapters.document().items()}
 
     async def close(self) -> None:
         for shelf in SHELVES.values():

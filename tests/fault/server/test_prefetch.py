@@ -234,7 +234,7 @@ async def test_fetches_that_hang_on_one_adapter_do_not_stop_another(l1: L1, tier
     await until(lambda: hung.faults.hanging == 2)
     assert await loads.fetch(other) == FetchOutcome(3, 3, "")
     assert hung.faults.hanging == 2, "no more than max_in_flight load from one adapter"
-    assert loads.controller.stats()["adapters"]["fs-0"]["waiting"] == 2
+    assert loads.controller.document()["adapters"]["fs-0"]["waiting"] == 2
     while not all(wait.done() for wait in waits):
         hung.faults.release()
         await asyncio.sleep(0.001)
@@ -331,7 +331,7 @@ async def test_loads_from_several_adapters_may_take_more_than_a_sessions_share(l
     loads = Loads(l1, one, other, in_flight_bytes=L1_BYTES, batch_bytes=6 * RECORD)
     outcomes = await asyncio.gather(loads.fetch(keys), loads.fetch(more))
     assert outcomes == [FetchOutcome(20, 20, "")] * 2
-    assert "reserve:session_limit" not in loads.controller.stats()["counts"]
+    assert "reserve:session_limit" not in loads.controller.document()["counts"]
 
 
 async def test_reservations_of_hung_adapters_do_not_stop_loads_from_others(l1: L1, tier: OpenTier) -> None:

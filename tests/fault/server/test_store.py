@@ -263,7 +263,7 @@ async def test_a_tier_that_cannot_be_reached_stops_nothing_and_is_used_once_it_c
     l1.lose(keys)
     assert await rig.fetch(keys) == FetchOutcome(3, 3, "")
     SHELVES["away"].fails_to_open = OSError("a plugin may raise anything")
-    await until(lambda: "OSError: a plugin may" in str(rig.adapters.status()["plugin-0"]["reason"]))
+    await until(lambda: "OSError: a plugin may" in str(rig.adapters.document()["plugin-0"]["reason"]))
     SHELVES["away"].fails_to_open = None
     SHELVES["slow"].let_go()
     await until(lambda: set(rig.states().values()) == {"active"})
@@ -396,5 +396,5 @@ async def test_whatever_is_paused_every_chunk_is_put_or_skipped_and_nothing_is_l
     for number, name in enumerate(names):
         records = SHELVES[f"shelf {number}"].records
         assert all(key in records or key in skipped for keys in stored for key in keys)
-        assert rig.store.stats()["adapters"][name]["outcomes"].get("stored", 0) == len(records)
-    assert rig.store.stats()["backlog_bytes"] == 0
+        assert rig.store.document()["adapters"][name]["outcomes"].get("stored", 0) == len(records)
+    assert rig.store.document()["backlog_bytes"] == 0

@@ -23,8 +23,8 @@ from kvstrata.cli.bench.engine import RunningServer
 from kvstrata.cli.bench.serve import main
 from kvstrata.errors import InternalError, Refused, Unavailable
 from kvstrata.measure.engine import Plan, Shape, SimulatedEngine
-from kvstrata.observability.exposition import Pages, ServerCollector
-from kvstrata.observability.metrics import ServerCounters
+from kvstrata.observability.page import Pages
+from kvstrata.observability.server_numbers import ServerNumbers
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess
@@ -420,8 +420,8 @@ def test_a_token_that_others_may_read_opens_a_cache_servers_counters(capsys, tmp
 
 def test_hits_of_a_round_count_though_a_cache_server_shows_a_page_for_a_while(capsys):
     """Each request is a hit of one chunk in L1; both readings of a short round would be the same page."""
-    counters = ServerCounters()
-    pages = Pages(ServerCollector("one", counters, dict))
+    counters = ServerNumbers()
+    pages = Pages(lambda: [("", counters)])
 
     class Caching(Endpoint):
         async def completions(self, request: Request) -> Response:

@@ -248,7 +248,7 @@ def test_connections_up_to_the_descriptor_limit_end_no_server(tmp_path: Path) ->
                 assert read(server.url + path)
             with RpcClient(server.socket_dir) as client:
                 assert client.ping().epoch == server.ready["epoch"]
-                assert client.status()["http"]["closed_idle"] >= DESCRIPTORS
+                assert client.status()["http"]["closed"]["idle"] >= DESCRIPTORS
         assert server.stop() == 0
 
 
@@ -539,7 +539,7 @@ def test_another_user_gets_no_byte_even_where_the_files_let_it_in(tmp_path, fold
         path.chmod(0o666)
         done = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == "b''\n", done.stderr
-        assert ctl(environment, "status")["http"]["closed_stranger"] == 1
+        assert ctl(environment, "status")["http"]["closed"]["stranger"] == 1
 
 
 def test_a_controller_on_a_socket_serves_ctl_and_instances_and_has_no_link_for_browsers(

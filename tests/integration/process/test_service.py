@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstrata import __version__
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.controller_process import ControllerProcess
@@ -135,37 +134,6 @@ def _speaks_of(pid: str, folder: Path) -> bool:
         return str(folder) in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return False
-
-
-def test_the_commands_tell_their_version() -> None:
-    for module in ("kvstrata", "kvstrata.cli.server", "kvstrata.cli.controller"):
-        done = own_commands.run(module, "--version")
-        assert (done.stdout.split()[-1], done.stderr) == (__version__, ""), module
-
-
-def links(prefix: str) -> dict[str, str]:
-    """The variables of a pod whose namespace has a service of this name."""
-    return {
-        f"{prefix}_SERVICE_HOST": "10.96.0.17",
-        f"{prefix}_SERVICE_PORT": "8080",
-        f"{prefix}_SERVICE_PORT_HTTP": "8080",
-        f"{prefix}_PORT": "tcp://10.96.0.17:8080",
-        f"{prefix}_PORT_8080_TCP": "tcp://10.96.0.17:8080",
-        f"{prefix}_PORT_8080_TCP_PROTO": "tcp",
-        f"{prefix}_PORT_8080_TCP_PORT": "8080",
-        f"{prefix}_PORT_8080_TCP_ADDR": "10.96.0.17",
-    }
-
-
-PREFIXES = ("KVSTRATA", "KVSTRATA_HTTP", "KVSTRATA_CONTROLLER", "LMCACHE_SERVER")
-POD = {name: value for prefix in PREFIXES for name, value in links(prefix).items()}
-
-
-def test_a_process_starts_beside_services_of_its_name_and_says_so_once(begin):
-    process = begin(environment={**os.environ, **POD})
-    assert process.stop() == 0
-    [note] = [line for line in process.log.read_text().splitlines() if "enableServiceLinks" in line]
-    assert "setting_noted" in note
 
 
 PATHS = "from kvstrata.native import core; print(core.crc32c_path(), core.sha256_path())"

@@ -12,25 +12,24 @@ import json
 import logging
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
-
-from prometheus_client import CollectorRegistry
 
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.controller.admin import LOGIN, OPERATIONS, Admin
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.dashboard_files import DashboardFiles
-from kvstrata.controller.metrics import ControllerCollector
+from kvstrata.controller.metrics import sections
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.process import PUBLIC
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import Unavailable
-from kvstrata.observability.exposition import Pages
+from kvstrata.observability.explain import Explained
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.misses import Explained, Explainer
+from kvstrata.observability.numbers import Numbers
+from kvstrata.observability.page import Pages
 from kvstrata.process.http_gate import PROBES, Access
 from kvstrata.process.http_login import Logins
 from kvstrata.process.http_thread import Port, make_port
@@ -45,6 +44,11 @@ from tests.harness.known_members import KEY
 GOLDEN = Path(__file__).with_name("routes_golden.txt")
 TOKEN, LISTEN = "t" * 32, ListenSettings(open_metrics=False)
 BEARER = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
+
+
+class NoSockets(Numbers):
+    ports: Mapping[str, int] = MappingProxyType({})
+    rows = dict
 
 
 def admin(ready: bool) -> Any:
@@ -65,22 +69,24 @@ def admin(ready: bool) -> Any:
         return [stranded]
 
     stranded = SimpleNamespace(seen=SimpleNamespace(session=b"ab", group=b"", pid=1, row=0), kept_bytes=2)
-    instance, explainer, tiers = InstanceInProcess(), Explainer(), {"fs-0": {"name": "fs-0"}}
+    instance, tiers = InstanceInProcess(), {"fs-0": {"name": "fs-0"}}
     document = instance.status()
     instance.close()
     for name in ("cmpl-7-0-ab", "cmpl-7-1-ab", "chat/1"):
-        explainer.requests.add(Explained(name, "", bytes(32), 0, 1.5, 1, 1, 0, 1, "", "", b""))
+        instance.parts.explainer.lookups.append(
+            Explained(name, "", bytes(32), 0, 1.5, 1, 1, 0, 1, "", "", b"")
+        )
     parts = SimpleNamespace(
         readiness=lambda: (ready, "" if ready else "adopting the pool"),
         board=SimpleNamespace(document=lambda: document),
-        explainer=explainer,
+        explainer=instance.parts.explainer,
         prewarms=SimpleNamespace(prewarm=prewarm, job={7: {"job": 7}}.get),
         clearing=SimpleNamespace(clear=clear),
         tiers=SimpleNamespace(rows=rows, pause=tiers.get, resume=tiers.get, names=lambda: list(tiers)),
         pool=SimpleNamespace(set_quota=lambda tenant, quota_bytes: None),
     )
     attach = SimpleNamespace(stranded=lambda: [stranded], clear_stranded=clear_stranded)
-    return server.Admin(parts, attach, Pages(CollectorRegistry()).page, EventLog("server"))  # type: ignore[arg-type]
+    return server.Admin(parts, attach, Pages(list).page, EventLog("server"))  # type: ignore[arg-type]
 
 
 async def controller(cluster: Cluster, supervisor: Supervisor) -> Port:
@@ -95,8 +101,8 @@ async def controller(cluster: Cluster, supervisor: Supervisor) -> Port:
     cluster.set_ready()
     logins = Logins(9000)
     access = Access(LISTEN, TOKEN, public=PUBLIC, pages=["/"], logins=logins)
-    around = Surroundings({}, dict, dict, {}, None, NOT_RESTARTED)
-    orders, page = Operations(cluster, supervisor), Pages(ControllerCollector(cluster, around)).page
+    around = Surroundings(NoSockets(), list, None, NOT_RESTARTED)
+    orders, page = Operations(cluster, supervisor), Pages(lambda: sections(cluster, around)).page
     url, log = "http://localhost:9000", EventLog("controller")
     parts = Admin(cluster, orders, around, access, logins, url, page, DashboardFiles(), log)
     return await make_port("controller", OPERATIONS, parts, access)

@@ -209,7 +209,7 @@ async def test_a_frozen_or_refusing_controller_delays_few_requests_and_is_asked_
     assert link.asks and await link.holdings(asked, 0.002) == [[]]
     goes.clear()
     assert [await link.holdings(asked, 0.002) for _ in range(12)] == [None] * 12
-    assert (link.counts["late"], link.counts["asked"], link.asks) == (FAILURES, 1 + FAILURES, False)
+    assert (link.questions["late"], link.asked, link.asks) == (FAILURES, 1 + FAILURES, False)
     assert clock().now_s - began_s == pytest.approx(FAILURES * 0.002)
     await asyncio.sleep(60)
     assert link.known is None and not link.usable
@@ -218,5 +218,5 @@ async def test_a_frozen_or_refusing_controller_delays_few_requests_and_is_asked_
     assert link.usable and await link.holdings(asked, 0.002) == [[]] and link.asks
     refuses.set()
     assert [await link.holdings(asked, 0.002) for _ in range(12)] == [None] * 12
-    assert (link.counts["failed"], link.asks) == (FAILURES, False)
+    assert (link.questions["failed"], link.asks) == (FAILURES, False)
     beating.cancel()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstrata.config.gateway_model import SloSettings
 from kvstrata.gateway.metering import MAX_SERIES, OK, OTHER, Meters
-from kvstrata.observability.metrics import Histogram
+from kvstrata.observability.numbers import Histogram
 
 EVENT = b'data: {"choices":[]}\n\n'
 

@@ -13,7 +13,7 @@ import pytest
 from kvstrata.errors import NotPermitted
 from kvstrata.memory import linux
 from kvstrata.memory.attach import rows as attach_rows
-from kvstrata.memory.attach.row import Owner, SessionRow
+from kvstrata.memory.attach.row import Owner, RowState, SessionRow
 from kvstrata.memory.attach.rows import Rows
 from kvstrata.rpc import attach_wire, wire
 from kvstrata.types import Role
@@ -116,7 +116,7 @@ async def test_a_row_that_the_pool_has_freed_is_claimed_again_before_its_end_is_
     rows.locked(second)
     assert hooks.said == ["attached a", "gone a", "attached b"]
     assert old.let_go_with == [True] and new.let_go_with == []
-    assert rows.stats()["attached"] == 1
+    assert rows.count(RowState.ATTACHED) == 1
     rows.forget_owners()
     await rows.ended()
 

@@ -7,20 +7,28 @@ import logging
 import os
 import re
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.observability.exposition import FRESH_S, Pages, ServerCollector
 from kvstrata.observability.log_writer import LogWriter
 from kvstrata.observability.logging import WINDOW_S, EventLog, _JsonFormatter
-from kvstrata.observability.metrics import (
-    MAX_OUTCOME_WORDS,
+from kvstrata.observability.numbers import (
+    MAX_WORDS,
     SECONDS_BUCKETS,
     Histogram,
-    ServerCounters,
+    Numbers,
+    Words,
+    counter,
+    gauge,
+    histogram,
+    parts_by,
 )
+from kvstrata.observability.page import FRESH_S, Pages
+from kvstrata.observability.server_numbers import ServerNumbers
 
 
 @pytest.fixture
@@ -104,18 +112,71 @@ def test_a_histogram_counts_every_duration_once(seconds: list[float]) -> None:
 
 
 def test_words_of_a_plugin_cannot_make_labels_without_end() -> None:
-    counters = ServerCounters()
+    counted = Words()
     for number in range(1000):
-        counters.l2_operation("plugin-0", "load", 0.1, 0, {f"failed:{number}": 1})
-    [counted] = counters.l2.values()
-    assert len(counted.outcomes) <= MAX_OUTCOME_WORDS + 1
-    assert sum(counted.outcomes.values()) == 1000
+        counted.add_foreign(f"failed:{number}")
+    counted.add_foreign("no label", 7)
+    assert len(counted) == MAX_WORDS + 1 and counted["other"] == 1000 - MAX_WORDS + 7
+
+
+def test_the_example_of_contributing_counts_and_is_shown_as_it_says():
+    page = (Path(__file__).parents[3] / "docs/contributing.md").read_text()
+    _, _, example = page.partition("### A number")
+    names: dict[str, Any] = {"Numbers": Numbers, "counter": counter}
+    exec(example.split("```python")[1].split("```")[0], names)
+    assert json.dumps(names["doors"].document()) in example
+    metrics = Pages(lambda: [("doors", names["doors"])]).page().decode()
+    (sample,) = [line for line in metrics.splitlines() if not line.startswith("#")]
+    assert sample in example
+
+
+def test_a_number_is_shown_at_its_key_and_under_its_labels() -> None:
+    class Tier(Numbers):
+        bytes = counter("Bytes.", name="tier_bytes")
+
+    class Store(Numbers):
+        took = histogram("Time.", "op", bounds=(1.0,), name="seconds")
+        pairs = counter("Pairs.", "a", "b")
+        waiting = gauge("Waiting.", lambda store: len(store.tiers), key="queue.waiting")
+        age = gauge("Age.", lambda store: None)
+        tiers_by_name = parts_by("tier", Tier, lambda store: store.tiers, key="tiers")
+
+        def __init__(self) -> None:
+            self.tiers = {"fs": Tier()}
+
+    store, other = Store(), Store()
+    store.tiers["fs"].bytes += 5
+    store.pairs["x", "y"] += 2
+    store.took["put"].add(0.5)
+    assert store.document() == {
+        "pairs": {"x/y": 2}, "queue": {"waiting": 1}, "tiers": {"fs": {"bytes": 5}},
+    }  # fmt: skip
+    assert other.document()["pairs"] == {}
+    assert Pages(lambda: [("s", store)]).page().decode().splitlines() == [
+        "# HELP kvstrata_s_seconds Time.",
+        "# TYPE kvstrata_s_seconds histogram",
+        'kvstrata_s_seconds_bucket{le="1.0",op="put"} 1.0',
+        'kvstrata_s_seconds_bucket{le="+Inf",op="put"} 1.0',
+        'kvstrata_s_seconds_count{op="put"} 1.0',
+        'kvstrata_s_seconds_sum{op="put"} 0.5',
+        "# HELP kvstrata_s_pairs_total Pairs.",
+        "# TYPE kvstrata_s_pairs_total counter",
+        'kvstrata_s_pairs_total{a="x",b="y"} 2.0',
+        "# HELP kvstrata_s_waiting Waiting.",
+        "# TYPE kvstrata_s_waiting gauge",
+        "kvstrata_s_waiting 1.0",
+        "# HELP kvstrata_s_age Age.",
+        "# TYPE kvstrata_s_age gauge",
+        "# HELP kvstrata_s_tier_bytes_total Bytes.",
+        "# TYPE kvstrata_s_tier_bytes_total counter",
+        'kvstrata_s_tier_bytes_total{tier="fs"} 5.0',
+    ]
 
 
 def test_further_readers_get_the_same_page_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVSTRATA_TESTING")
-    counters, now_s = ServerCounters(), [100.0]
-    made = Pages(ServerCollector("i1", counters, dict), lambda: now_s[0])
+    counters, now_s = ServerNumbers(), [100.0]
+    made = Pages(lambda: [("", counters)], lambda: now_s[0])
     first = made.page()
     counters.lookup_chunks = 7
     assert made.page() is first

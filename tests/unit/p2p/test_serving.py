@@ -157,7 +157,7 @@ def test_pins_keep_the_chunks_that_are_there_until_they_end(l1: L1, leases: Peer
     assert evicts(l1, keys[4])
     assert leases.pin("other", keys[0], 1.0, 0.0) == 1
     assert leases.expire(1.0) is None
-    assert leases.stats()["pins"] == 0
+    assert leases.pins == 0
 
 
 def test_a_pin_that_is_too_large_pins_nothing(l1: L1, leases: PeerLeases) -> None:
@@ -217,7 +217,7 @@ async def test_an_impossible_request_of_a_reader_is_refused_with_its_field(
         with pytest.raises(ClusterFailure) as refused:
             await link.ask(request, PeerLeased, LONG_S)
         assert (refused.value.code, refused.value.field) == (code, field)
-    assert owner.peers.status()["errors"] == len(wrong)
+    assert owner.peers.errors == len(wrong)
 
 
 async def test_while_no_engine_is_up_the_reader_is_told_to_come_back(owner: Owner, link: AskLink) -> None:

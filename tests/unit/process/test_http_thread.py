@@ -223,7 +223,7 @@ async def test_half_requests_keep_no_whole_one_out(process: Process, monkeypatch
     links = [process.send(half, BEARER) for _ in range(20)]
     whole = WHOLE
     assert (await process.ask(whole, BEARER)).endswith(b"abc")
-    assert process.port.stats()["refused"] == 0
+    assert process.port.numbers[1].refused == 0
     for link in links:
         link.close()
 
@@ -286,9 +286,9 @@ async def test_silent_connections_keep_no_request_out_and_the_oldest_one_is_clos
     for path in ("/healthz", "/readyz", "/metrics"):
         assert await process.status_of(path) == 200
     assert await ended(silent[0][0]) == b""
-    stats = process.port.stats()
-    assert stats["connections"] <= 10
-    assert stats["closed_idle"] >= 30
+    bounds = process.port.numbers[0]
+    assert bounds.connections <= 10
+    assert bounds.closed["idle"] >= 30
     for _, writer in silent:
         writer.close()
 
@@ -303,13 +303,13 @@ async def test_requests_under_way_are_bounded_and_probes_are_not(
     assert await process.status_of("/hold") == 503
     for path in ("/healthz", "/readyz", "/metrics"):
         assert await process.status_of(path) == 200
-    assert (process.port.stats()["requests"], process.port.stats()["refused"]) == (3, 1)
+    assert (process.port.numbers[1].requests, process.port.numbers[1].refused) == (3, 1)
     process.release.set()
     for reader, writer in holding:
         assert b'"held"' in await reader.readuntil(b"}")
         writer.close()
     async with asyncio.timeout(WAIT_S):
-        while process.port.stats()["requests"]:  # noqa: ASYNC110 (an answer arrives before its request has ended)
+        while process.port.numbers[1].requests:  # noqa: ASYNC110 (an answer arrives before its request has ended)
             await asyncio.sleep(0.001)
     assert await process.status_of("/hold") == 200
 
@@ -344,7 +344,7 @@ async def test_a_connection_is_closed_if_its_request_does_not_arrive_whole_in_ti
     monkeypatch.setattr(http_connections, "REQUEST_S", SOON_S)
     reader, writer = await process.connect(text)
     await ended(reader)
-    assert process.port.stats()["closed_late"] == 1
+    assert process.port.numbers[0].closed["late"] == 1
     writer.close()
 
 
@@ -375,7 +375,7 @@ async def test_a_client_that_does_not_read_its_answer_is_disconnected(
     deaf.connect(process.listener.getsockname())
     deaf.sendall(GET.format("/metrics", "").encode())
     async with asyncio.timeout(WAIT_S):
-        while not process.port.stats()["closed_stalled"]:  # noqa: ASYNC110
+        while not process.port.numbers[0].closed["stalled"]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert await process.status_of("/healthz") == 200
     deaf.close()

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from docs.generate.monitoring import RULES
-from kvstrata.controller.metrics import CONTROLLER_FAMILIES
+from docs.generate.numbers import CONTROLLER, SERVER, families_of
 from kvstrata.errors import WIRE_ERRORS, WrongKey
-from kvstrata.observability.families import FAMILIES, Family
+from kvstrata.observability.page import Family
 from kvstrata.server.requests.requests import OPERATIONS
 from kvstrata.storage.base import LoadStatus
 from kvstrata.tiers.puts import Skip
@@ -19,7 +19,7 @@ from tests.harness.cases import case
 from tests.unit.repository.test_commands_of_pages import commands_of, refusal_of_text
 from tests.unit.repository.test_pages import ROOT, anchors
 
-ALL: dict[str, Family] = FAMILIES | CONTROLLER_FAMILIES
+ALL: dict[str, Family] = families_of(SERVER) | families_of(CONTROLLER)
 ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 SAMPLES = {name + ending for name, family in ALL.items() for ending in ENDINGS[family.kind]}
 SELECTOR = re.compile(r"\b(kvstrata_\w+)(?:\{([^}]*)\})?")

@@ -77,5 +77,5 @@ def test_explain_names_why_a_chunk_left(
     leaves(server.pool, keys)
     server.feed()  # hears of the pool's events
     for key in split(keys):
-        known = server.parts.explainer.keys.get(key)
+        known = server.parts.explainer.note_of(key)
         assert known is not None and known.reason == "evicted" and known.detail.startswith(by)

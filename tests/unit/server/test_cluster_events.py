@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvstrata.observability.metrics import Histogram
+from kvstrata.observability.numbers import Histogram
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import MAX_ADAPTER_CHARS, TAG_BYTES
 from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, Done, Events, SyncBegin, SyncEnd, SyncPart, tags_of

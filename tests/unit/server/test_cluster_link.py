@@ -86,7 +86,7 @@ def test_a_freeze_ends_after_its_time_even_if_the_sync_has_not_ended(controller,
     begun_s = member.loop.time()
     member.until(lambda: member.reserves(1) == {RESERVED})
     assert member.loop.time() - begun_s < 0.4
-    assert member.membership.status()["syncs_failed"] == 0
+    assert member.membership.document()["syncs_failed"] == 0
 
 
 def test_a_freeze_ends_when_heartbeats_are_no_longer_answered(controller, member):
@@ -95,7 +95,7 @@ def test_a_freeze_ends_when_heartbeats_are_no_longer_answered(controller, member
     assert member.reserves(1) == {FROZEN}
     controller.silent.add("Heartbeat")
     member.until(lambda: member.reserves(1) == {RESERVED})
-    assert member.membership.status()["freezes_cut"] == 1
+    assert member.membership.document()["freezes_cut"] == 1
 
 
 def test_a_command_is_carried_out_once_however_often_it_is_sent(controller, member):
@@ -148,7 +148,7 @@ def test_a_frozen_controller_costs_the_instance_nothing(controller, member):
         member.store(prompt)
         assert member.hits(prompt) == 10
         member.passes(1)
-    told = member.membership.status()
+    told = member.membership.document()
     assert told["queued_tags"] <= MAX_QUEUED_TAGS and not told["frozen"] and told["unanswered"] > 5
     controller.frozen = False
     in_l1, _ = member.instance.pool.ready_tags(0, 8_192)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvstrata.keys.recut import CannotRecut, Part, RecutReason, plan_recut
-from kvstrata.server.recuts.geometries import MAX_GEOMETRIES, MAX_LAYOUTS, Geometries, Geometry, plan
+from kvstrata.server.recuts.geometries import MAX_GEOMETRIES, MAX_LAYOUTS, Geometries, Geometry, Plan, plan
 from kvstrata.types import LayoutIdentity, Slice, facts_digest
 
 TOKENS_OUTSIDE, HEADS_OUTSIDE = ("tokens", "kv_heads"), ("kv_heads", "tokens")
@@ -50,6 +50,11 @@ def made(known: Geometries, pairs: list[tuple[Geometry, Geometry]], model: str =
         known.planned(layout(model), source, target, plan(source, target))
 
 
+def counts(known: Geometries) -> tuple[int, int, int]:
+    """Geometries, plans and pairs without a plan."""
+    return known.count(), known.count_plans(Plan), known.count_plans(CannotRecut)
+
+
 ONE, TWO = geometry(1, 16, TOKENS_OUTSIDE), geometry(2, 16, TOKENS_OUTSIDE)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -76,7 +81,7 @@ def test_a_reason_is_no_plan() -> None:
     (source, target), _ = attached(known, TWO)
     known.planned(layout(), source, target, CannotRecut(RecutReason.SCALES, "scales", "other ones"))
     assert known.plans(layout(), TWO.slices) == []
-    assert known.document() == {"geometries": 2, "plans": 0, "impossible": 1}
+    assert counts(known) == (2, 0, 1)
 
 
 def test_more_geometries_or_models_than_are_kept_push_out_the_first() -> None:
@@ -85,11 +90,11 @@ def test_more_geometries_or_models_than_are_kept_push_out_the_first() -> None:
         pairs = attached(known, geometry(1, size, HEADS_OUTSIDE))
         assert len(pairs) == 2 * min(number, MAX_GEOMETRIES - 1)
         made(known, pairs)
-    assert known.document()["plans"] == MAX_GEOMETRIES * (MAX_GEOMETRIES - 1)
+    assert known.count_plans(Plan) == MAX_GEOMETRIES * (MAX_GEOMETRIES - 1)
     assert known.plans(layout(), geometry(1, 1, HEADS_OUTSIDE).slices) == []
     for number in range(MAX_LAYOUTS):
         attached(known, ONE, f"model {number}")
-    assert known.document() == {"geometries": MAX_LAYOUTS, "plans": 0, "impossible": 0}
+    assert counts(known) == (MAX_LAYOUTS, 0, 0)
 
 
 def test_a_plan_that_comes_after_its_geometry_was_forgotten_is_dropped() -> None:
@@ -99,7 +104,7 @@ def test_a_plan_that_comes_after_its_geometry_was_forgotten_is_dropped() -> None
     for number in range(MAX_LAYOUTS):
         attached(known, ONE, f"model {number}")
     made(known, pairs)
-    assert known.document()["plans"] == 0
+    assert known.count_plans(Plan) == 0
 
 
 def test_an_engine_of_which_a_worker_was_never_seen_has_no_geometry() -> None:

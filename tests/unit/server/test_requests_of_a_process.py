@@ -192,7 +192,7 @@ def test_a_mistake_of_ours_after_a_commit_leaves_no_reservation(
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(server.parts.history, "committed", fails)
+    monkeypatch.setattr(server.parts.explainer, "committed", fails)
     with pytest.raises(AssertionError, match="internal"):
         server.store(SESSION, 2, identity, chain_of(identity.root, 2))
     server.check()

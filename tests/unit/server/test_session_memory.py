@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 
-from kvstrata.policy.misses import Explainer
+from kvstrata.observability import explain
 from kvstrata.rpc import wire
 from kvstrata.types import RequestIdentity
 from tests.harness.alone import alone
@@ -53,7 +53,8 @@ def bytes_a_session(server: InstanceInProcess, first: int) -> float:
 
 @alone
 def test_ended_sessions_leave_no_memory_behind() -> None:
-    server = InstanceInProcess(explainer=Explainer(max_keys=32, max_probes=32, max_requests=32))
+    explain.MAX_NOTES = explain.MAX_PROBES = explain.MAX_LOOKUPS = 32  # in a process of its own
+    server = InstanceInProcess()
     for number in range(1, 1 + MEASURED):
         session_comes_and_goes(server, number)
     rounds = [bytes_a_session(server, first * MEASURED + 1) for first in range(1, 1 + amount(1, 4))]

@@ -85,7 +85,7 @@ async def test_replaced_tails_in_use_do_not_keep_others_behind_them_from_being_d
     holds[-1].drop()
     for _ in range(2):
         tails.tick()
-    assert tails.stats()["lingering"] == len(used) and not l1.pool.peek(free) and l1.pool.peek(used[0])
+    assert tails.lingering == len(used) and not l1.pool.peek(free) and l1.pool.peek(used[0])
 
 
 def test_throttled_puts_are_retried_a_bounded_number_of_times_after_growing_pauses() -> None:

@@ -19,16 +19,10 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
   tenants.remove(entry);
   switch (cause) {
     case Cause::kPolicy:
-      counts.evicted_by_policy += 1;
-      break;
     case Cause::kWindow:
-      counts.evicted_by_window += 1;
-      break;
     case Cause::kQuota:
-      counts.evicted_by_quota += 1;
-      break;
     case Cause::kWatermark:
-      counts.evicted_by_watermark += 1;
+      counts.evicted_by[static_cast<std::size_t>(cause)] += 1;
       break;
     case Cause::kCleared:
       counts.cleared_entries += 1;

@@ -558,13 +558,14 @@ PoolStats Pool::stats() noexcept {
   stats.holds = holds_;
   stats.events_lost = events_.lost;
   stats.prefaulted_bytes = prefault_.done_bytes();
+  stats.prefault_error = static_cast<std::uint64_t>(prefault_.error());
   stats.entry_capacity = entries_.index.capacity();
   stats.policy = policy_->name();
-  const std::uint64_t free_bytes = stats.extents_bytes - stats.used_bytes;
-  stats.fragmentation = free_bytes == 0
+  stats.free_bytes = stats.extents_bytes - stats.used_bytes;
+  stats.fragmentation = stats.free_bytes == 0
                             ? 0.0
                             : 1.0 - static_cast<double>(stats.largest_allocatable_bytes) /
-                                        static_cast<double>(free_bytes);
+                                        static_cast<double>(stats.free_bytes);
   stats.rows_claimed = rows_.count();
   stats.rows_capacity = kRowCount - 1;
   stats.backed_bytes = segment_->extents_backing.backed_bytes();

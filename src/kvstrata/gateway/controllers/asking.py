@@ -27,6 +27,7 @@ from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.model import Copy, Tier, Way
 from kvstrata.naming import name_thread
+from kvstrata.observability.numbers import Numbers, parts_by
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import TAG_BYTES
@@ -65,8 +66,10 @@ class _Attached(NamedTuple):
     of: dict[_Keys, list[_At]]
 
 
-class Controllers:
+class Controllers(Numbers):
     """See the module. Belongs to the event loop."""
+
+    by_url = parts_by("controller", ControllerLink, lambda self: {one.url: one for one in self.links})
 
     def __init__(
         self,

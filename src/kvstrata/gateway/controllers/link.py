@@ -10,7 +10,7 @@ from typing import Any
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.gateway.controllers.directory import Directory
 from kvstrata.observability.logging import EventLog
-from kvstrata.observability.metrics import Histogram
+from kvstrata.observability.numbers import Numbers, counter, gauge, histogram
 from kvstrata.patience import patience
 from kvstrata.policy.breaker import Breaker, BreakerState
 from kvstrata.rpc.cluster_wire import Done
@@ -29,8 +29,22 @@ FAILURES, AGAIN_S, AGAIN_MAX_S = 4, 1.0, 30.0
 BOUNDS = (0.000_25, 0.000_5, 0.001, 0.001_5, 0.002, 0.003, 0.005, 0.01, 0.03, 0.1)
 
 
-class ControllerLink:
+class ControllerLink(Numbers):
     """See the module. Belongs to the event loop."""
+
+    questions = counter(
+        "Prompts about which a controller was asked: `answered`, `late` (the request went on without), `failed`.",
+        "outcome",
+        name="controller_questions",
+    )
+    seconds = histogram(
+        "Time until answers came that were in time.", name="controller_answer_seconds", bounds=BOUNDS
+    )
+    asks = gauge(
+        "1 while a controller is connected and asked, else 0.",
+        lambda self: self._asks(),
+        name="controller_up",
+    )
 
     def __init__(self, url: str, links: Links, keys: ClusterKeys, now_s: Callable[[], float]) -> None:
         """Raises Unavailable if `url` is not an endpoint."""
@@ -43,10 +57,8 @@ class ControllerLink:
         self.up = False
         """Whether there is a connection."""
         self.directory: Directory | None = None
-        self.counts = {"asked": 0, "answered": 0, "late": 0, "failed": 0}
-        """Questions by what became of them."""
-        self.seconds = Histogram(BOUNDS)
-        """Times of the answers that came in time."""
+        self.questions.update(answered=0, late=0, failed=0)
+        self.asked = 0
         self._complaint = ""
         self._link = links.ask(url, keys=keys, changed=self._changed, refused=self._refused)
 
@@ -55,8 +67,7 @@ class ControllerLink:
         """Whether a question may be asked now."""
         return self.up and self.known is not None and self._breaker.would_admit(self._now_s())
 
-    @property
-    def asks(self) -> bool:
+    def _asks(self) -> bool:
         """Whether prompts are asked about as they come."""
         return self.up and self.known is not None and self._breaker.state is BreakerState.CLOSED
 
@@ -73,7 +84,7 @@ class ControllerLink:
         began_s = self._now_s()
         if not self._breaker.admit(began_s):
             return None
-        self.counts["asked"] += 1
+        self.asked += 1
         try:
             async with asyncio.timeout(deadline_s):
                 # One after the other: nearly always there is one.
@@ -91,7 +102,7 @@ class ControllerLink:
                 logging.WARNING, f"{self.url} asked", "controller_fails", url=self.url, reason=error.message
             )
             return None
-        self.counts["answered"] += 1
+        self.questions["answered"] += 1
         self.seconds.add(self._now_s() - began_s)
         self._breaker.ended(True, self._now_s())
         if self.directory is not None and replies and replies[0].epoch != self.directory.epoch:
@@ -144,7 +155,8 @@ class ControllerLink:
             "instances": 0 if known is None else len(known.instances),
             "engines": 0 if known is None else len(known.urls),
             "asks": self.asks,
-            **self.counts,
+            "asked": self.asked,
+            **self.questions,
             "garbage": self._link.garbage_count,
         }
 
@@ -154,7 +166,7 @@ class ControllerLink:
 
     def _failed(self, how: str) -> None:
         was_closed = self._breaker.state is BreakerState.CLOSED
-        self.counts[how] += 1
+        self.questions[how] += 1
         self._breaker.ended(False, self._now_s())
         if was_closed and self._breaker.state is BreakerState.OPEN:
             self._log.repeated(

@@ -123,7 +123,7 @@ class Sharing:
             "heard": len(self.others),
             "in_flight": self.others.in_flight,
             **self.counts(),
-            "refused_handshakes": self._server.stats()["refused_handshakes"],
+            "refused_handshakes": self._server.refused_handshakes,
         }
 
     def counts(self) -> dict[str, int]:

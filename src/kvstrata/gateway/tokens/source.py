@@ -32,6 +32,7 @@ from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_
 from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer
 from kvstrata.gateway.tokens.verifying import Agreed, Verdict, taken, verify
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.numbers import Numbers, counter
 
 THREADS = 2
 """Threads that tokenise."""
@@ -66,8 +67,23 @@ class _Verified(NamedTuple):
     verdict: Verdict
 
 
-class Tokens:
+class Tokens(Numbers):
     """See the module. Belongs to the event loop."""
+
+    counts = counter(
+        "Prompts of text by how their token ids are known: by our own `tokenizer`, by an engine's `render`, or not: "
+        "`late`, `unverified` (an engine's ids differ), `unsupported` (it has something that only the engine knows), "
+        "`degraded`, `busy`, `unknown_model` (it has no tokenizer here).",
+        "model",
+        "how",
+        name="prompts",
+    )
+    mistakes = counter(
+        "Prompts of which an engine reports another number of tokens than the gateway computed.",
+        "model",
+        "engine",
+        name="mistaken_tokens",
+    )
 
     def __init__(
         self,
@@ -90,10 +106,6 @@ class Tokens:
         """By engine and model."""
         self._refused_s: dict[str, float] = {}
         """When engines refused /render, by name."""
-        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        """Prompts by model and by how their tokens are known."""
-        self.mistakes: collections.Counter[tuple[str, str]] = collections.Counter()
-        """Prompts whose length an engine reports otherwise, by model and engine."""
         self._compared: collections.Counter[str] = collections.Counter()
         self._wrong: collections.Counter[str] = collections.Counter()
         """Of these, since the settings were read."""

@@ -103,17 +103,9 @@ class Rows:
         """Wait until the rows that are being ended have ended. No row can be ended after this."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def stats(self) -> dict[str, int]:
-        """Return the number of rows in the states that operators see, and the bytes that stranded rows quarantine."""
-        states = [row.state for row in self._rows.values()]
-        stranded = self.stranded()
-        return {
-            "attached": states.count(RowState.ATTACHED),
-            "detached": states.count(RowState.DETACHED),
-            "old_rows": states.count(RowState.OLD) + states.count(RowState.RECLAIMED),
-            "stranded": len(stranded),
-            "stranded_bytes": sum(one.kept_bytes for one in stranded),
-        }
+    def count(self, *states: RowState) -> int:
+        """The number of rows in these states."""
+        return sum(row.state in states for row in self._rows.values())
 
     # --- claiming a row ----------------------------------------------------------------------------------
 
@@ -398,7 +390,7 @@ class Rows:
                 row.move(RowEvent.UNLOCKED)
                 ending.append(self._retire(row, unseen=True))
         await asyncio.gather(*ending, return_exceptions=True)
-        return self.stats()["old_rows"]
+        return self.count(RowState.OLD, RowState.RECLAIMED)
 
     async def _sweep(self) -> None:
         while await self._sweep_old_rows():

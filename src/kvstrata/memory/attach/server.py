@@ -38,7 +38,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,12 +50,13 @@ from kvstrata.config.private_dir import path_id
 from kvstrata.errors import BadRequest, DeadlineExceeded, InternalError, KvstrataError, NotPermitted, Refused
 from kvstrata.memory import linux
 from kvstrata.memory.attach.checks import MAX_ATTACH_BYTES, GaveUp, parse_request, take_pidfd
-from kvstrata.memory.attach.row import AttachHooks, Owner, Stranded
+from kvstrata.memory.attach.row import AttachHooks, Owner, RowState, Stranded
 from kvstrata.memory.attach.rows import Rows
 from kvstrata.memory.segment import Descriptors
 from kvstrata.naming import name_thread
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import Thinning
+from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
 from kvstrata.rpc.attach_wire import AttachReply
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
@@ -208,12 +209,50 @@ OnFrame = Callable[[_Connection, bytes], bool]
 """Answers a request, now or later, by `send` of its connection. False: it was none, or from nobody who may ask it."""
 
 
-class AttachServer:
+class Traffic(Numbers):
+    """The connections and messages of all processes."""
+
+    received = counter("Messages received.", name="received_frames")
+    unread_reply_bytes = gauge("Bytes of replies that the clients' sockets have no room for.")
+    connections = gauge("Open connections.", lambda self: len(self._connections))
+    cut_connections = counter(
+        "Connections closed: one too many, with too many unread bytes, invalid ZMTP, or no requests."
+    )
+
+    def __init__(self, connections: set[_Connection]) -> None:
+        self._connections = connections
+
+
+class AttachServer(Numbers):
     """Listens on `path`, and owns the connections of attached processes and their rows.
 
     `pool` and `descriptors` must outlive this object.  The caller holds the lock of the socket directory, so an
     existing socket at `path` is a leftover.  All methods belong to the event loop.
     """
+
+    pending = gauge("Handshakes in progress.", lambda self: len(self._pending))
+    attached = gauge(
+        "Sessions with an open attach connection.", lambda self: self._rows.count(RowState.ATTACHED)
+    )
+    detached = gauge(
+        "Sessions without an open attach connection whose process is alive.",
+        lambda self: self._rows.count(RowState.DETACHED),
+    )
+    old_rows = gauge(
+        "Rows of the previous server whose process has neither ended nor re-attached.",
+        lambda self: self._rows.count(RowState.OLD, RowState.RECLAIMED),
+    )
+    stranded_sessions = gauge(
+        "Sessions that ended while no server was watching and whose device may still write into L1.",
+        lambda self: self._rows.count(RowState.STRANDED),
+        name="stranded",
+        key="stranded",
+    )
+    stranded_bytes = gauge(
+        "Bytes of L1 kept in quarantine for stranded sessions until an admin clears them.",
+        lambda self: sum(one.kept_bytes for one in self.stranded()),
+    )
+    refused = counter("Attaches refused, by code; `gave_up`: the process ended or hung up first.", "code")
 
     def __init__(
         self,
@@ -250,9 +289,8 @@ class AttachServer:
         self._turn_is_due = False
         self._handled_count = 0
         """Messages handled since the loop's last turn."""
-        self._partial_bytes = self._unsent_bytes = 0
-        self._received_count = self._cut_count = 0
-        self._refused: Counter[str] = Counter()
+        self._partial_bytes = 0
+        self.traffic = Traffic(self._connections)
         self._thinning = Thinning()
 
     # --- life --------------------------------------------------------------------------------------------
@@ -307,19 +345,6 @@ class AttachServer:
     async def clear_stranded(self, sessions: Sequence[bytes] | None = None) -> list[Stranded]:
         """See `Rows.clear_stranded`."""
         return await self._rows.clear_stranded(sessions)
-
-    def stats(self) -> dict[str, Any]:
-        """Counts of connections and rows by state, and of refusals by error code."""
-        return {"pending": len(self._pending), **self._rows.stats(), "refused": dict(self._refused)}
-
-    def traffic(self) -> dict[str, int]:
-        """Counts of connections and messages, for status and metrics."""
-        return {
-            "received": self._received_count,
-            "unread_reply_bytes": self._unsent_bytes,
-            "connections": len(self._connections),
-            "cut_connections": self._cut_count,
-        }
 
     # --- connections -------------------------------------------------------------------------------------
 
@@ -389,7 +414,7 @@ class AttachServer:
             if connection.state is ConnectionState.ATTACHED:
                 messages = connection.link.receive()
                 self._count_partial(connection)
-                self._received_count += len(messages)
+                self.traffic.received += len(messages)
                 connection.messages += messages
                 self._work(connection)
                 return
@@ -399,7 +424,7 @@ class AttachServer:
             if not received.messages and len(fds) <= _MAX_FDS:
                 connection.fds, fds = fds, []  # the message that they came with has arrived in part
             received = received._replace(fds=fds)
-            self._received_count += len(received.messages)
+            self.traffic.received += len(received.messages)
             if connection.state is ConnectionState.PLAIN:
                 connection.messages += received.messages
                 self._work(connection)
@@ -545,12 +570,12 @@ class AttachServer:
 
     def _count_unsent(self, connection: _Connection) -> None:
         before, connection.unsent_bytes = connection.unsent_bytes, connection.link.unsent_bytes
-        self._unsent_bytes += connection.unsent_bytes - before
+        self.traffic.unread_reply_bytes += connection.unsent_bytes - before
         if not before:
             self._loop.add_writer(connection.link.fileno(), self._writable, connection)
         elif not connection.unsent_bytes:
             self._loop.remove_writer(connection.link.fileno())
-        if self._unsent_bytes > MAX_ALL_UNSENT_BYTES:
+        if self.traffic.unread_reply_bytes > MAX_ALL_UNSENT_BYTES:
             self._cut(connection, "all clients leave too many bytes of replies unread")
 
     def _count_partial(self, connection: _Connection) -> None:
@@ -564,7 +589,7 @@ class AttachServer:
         """Close a connection because of what its other end does."""
         if connection.state is ConnectionState.CLOSED:
             return
-        self._cut_count += 1
+        self.traffic.cut_connections += 1
         line = "attach: cut the connection of process %d: %s"
         self._thinning.log(_log, logging.WARNING, why, line, connection.credentials.pid, why)
         self.drop(connection)
@@ -579,7 +604,7 @@ class AttachServer:
         self.drop(connection)
 
     def _count_refused(self, connection: _Connection, word: str, why: str) -> None:
-        self._refused[word] += 1
+        self.refused[word] += 1
         # A process that keeps trying must not fill the log.
         line = "attach: refused process %d: %s (%s)"
         self._thinning.log(_log, logging.WARNING, word, line, connection.credentials.pid, why[:500], word)
@@ -595,7 +620,7 @@ class AttachServer:
         self._plain.pop(connection, None)
         self._handshake_over(connection)
         self._partial_bytes -= connection.partial_bytes
-        self._unsent_bytes -= connection.unsent_bytes
+        self.traffic.unread_reply_bytes -= connection.unsent_bytes
         self._loop.remove_reader(connection.link.fileno())
         if connection.unsent_bytes:
             self._loop.remove_writer(connection.link.fileno())

@@ -1,19 +1,24 @@
-"""The status document: sections by name, each supplied by the part of the instance that it describes."""
+"""The status document: sections by name, each made from the numbers of the parts that it describes."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvstrata import __version__
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
-from kvstrata.native.core import Pool
+from kvstrata.native.core import POOL_NUMBERS, Pool
+from kvstrata.observability.explain import Explainer
+from kvstrata.observability.numbers import Number, Numbers, gauge
+from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.plan import InstanceFacts
-from kvstrata.server.processes import EngineGroup, ProcessTable, Readiness, tenant_number
+from kvstrata.server.processes import EngineGroup, ProcessTable, Readiness, Reservation, tenant_number
 from kvstrata.server.requests.grants import Grants
 from kvstrata.types import shown_name
 
@@ -21,48 +26,125 @@ Section = Callable[[], Any]
 
 
 class StatusBoard:
-    """The sections of the status document. It is read only once the instance is ready."""
+    """The sections of the status document, and their metrics. It is read only once the instance is ready."""
 
     def __init__(self) -> None:
-        self._sections: dict[str, Section] = {}
-        self._served: list[str] = []
-        """Sections whose numbers are metrics too."""
+        self._sections: dict[str, Section | tuple[Numbers, ...]] = {}
 
-    def put(self, name: str, section: Section, *, metrics: bool = True) -> None:
-        """Add a section. `metrics`: its numbers are served as gauges, too."""
+    def put(self, name: str, *numbers: Numbers) -> None:
+        """Add a section that is made from the numbers of these parts."""
         assert name not in self._sections, name
+        self._sections[name] = numbers
+
+    def put_facts(self, name: str, section: Section) -> None:
+        """Add a section without metrics."""
         self._sections[name] = section
-        if metrics:
-            self._served.append(name)
 
     def document(self) -> dict[str, Any]:
         """All sections, read now."""
-        return {name: section() for name, section in self._sections.items()}
+        return {
+            name: functools.reduce(operator.or_, (part.document() for part in section))
+            if isinstance(section, tuple)
+            else section()
+            for name, section in self._sections.items()
+        }
 
-    def numbers(self) -> dict[str, Any]:
-        """The sections whose numbers are metrics, read now."""
-        return {name: self._sections[name]() for name in self._served}
+    def numbers(self) -> Iterator[tuple[str, Numbers]]:
+        """The parts whose numbers are metrics, each with its prefix."""
+        for name, section in self._sections.items():
+            for part in section if isinstance(section, tuple) else ():
+                yield name if part.prefix is None else part.prefix, part
 
 
-def instance_section(facts: InstanceFacts, readiness: Readiness, clock: Clock) -> dict[str, Any]:
+class InstanceNumbers(Numbers, prefix=""):
     """The section `instance`: name, ports, age, readiness."""
-    return {
-        "instance_id": facts.instance_id,
-        "version": __version__,
-        "epoch": facts.epoch,
-        "pid": os.getpid(),
-        "port": facts.port,
-        "http_port": facts.http_port,
-        "socket_dir": str(facts.socket_dir),
-        "ready": readiness.ready,
-        "uptime_s": round(clock.monotonic_s() - facts.started_s, 3),
-        "unix_s": time.time(),
-    }
+
+    instance = gauge("This instance; always 1.", lambda self: {self._facts.instance_id: 1}, "instance_id")
+
+    def __init__(self, facts: InstanceFacts, readiness: Readiness, clock: Clock) -> None:
+        self._facts = facts
+        self._readiness = readiness
+        self._clock = clock
+
+    def document(self) -> dict[str, Any]:
+        """What the instance tells of itself."""
+        facts = self._facts
+        return {
+            "instance_id": facts.instance_id,
+            "version": __version__,
+            "epoch": facts.epoch,
+            "pid": os.getpid(),
+            "port": facts.port,
+            "http_port": facts.http_port,
+            "socket_dir": str(facts.socket_dir),
+            "ready": self._readiness.ready,
+            "uptime_s": round(self._clock.monotonic_s() - facts.started_s, 3),
+            "unix_s": time.time(),
+        }
 
 
-def pool_section(pool: Pool) -> dict[str, Any]:
-    """The section about L1, without its tenants, which have a section of their own."""
-    return {name: value for name, value in pool.stats().items() if name != "tenants"}
+class PoolNumbers(Numbers):
+    """The section `pool`, whose numbers the table in ext/core/src/pool/stats.h declares."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def values(self) -> Iterator[tuple[Number, Any]]:
+        """All numbers at one time."""
+        stats = self._pool.stats()
+        return ((number, stats[number.field]) for number in self.declared)
+
+    def document(self) -> dict[str, Any]:
+        """The numbers, the eviction policy, and the classes of extents."""
+        stats = self._pool.stats()
+        return {**super().document(), "policy": stats["policy"], "classes": stats["classes"]}
+
+
+def _of_pool(field: str, metric: str, kind: str, label: str, meaning: str) -> Number:
+    number = Number(kind, meaning, (label,) if label else (), name=metric)
+    number.__set_name__(PoolNumbers, field)
+    return number
+
+
+PoolNumbers.declared = tuple(_of_pool(*row) for row in POOL_NUMBERS)
+
+
+class SessionNumbers(Numbers):
+    """The section `sessions`: what attached processes have, and what the server keeps for them."""
+
+    attached = gauge("Attached processes.", lambda self: sum(not one.detached for one in self._processes))
+    detached = gauge(
+        "Processes that are alive but whose attach connection is closed.",
+        lambda self: sum(one.detached for one in self._processes),
+    )
+    groups = gauge("Engines with at least one attached process.", lambda self: len(self._processes.groups))
+    leases = gauge("Leases held by sessions.", lambda self: self._grants.n_leases)
+    leases_revoked = gauge(
+        "Revoked leases that have been neither returned nor handed on yet.",
+        lambda self: self._grants.n_revoked,
+    )
+    extents_being_written = gauge(
+        "Extents that are reserved and not committed.",
+        lambda self: sum(
+            len(grant.open)
+            for process in self._processes
+            for grant in process.grants.values()
+            if isinstance(grant, Reservation)
+        ),
+    )
+    tasks = gauge("Tasks running in the server.", lambda self: len(self._supervisor))
+    absent_keys_remembered = gauge(
+        "Absent keys whose reason is remembered for `explain`.",
+        lambda self: len(self._explainer.notes),
+    )
+
+    def __init__(
+        self, processes: ProcessTable, grants: Grants, supervisor: Supervisor, explainer: Explainer
+    ) -> None:
+        self._processes = processes
+        self._grants = grants
+        self._supervisor = supervisor
+        self._explainer = explainer
 
 
 def processes_section(processes: ProcessTable) -> list[dict[str, Any]]:

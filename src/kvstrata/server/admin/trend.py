@@ -7,12 +7,13 @@ A window reaches back to the first sample that is old enough, or to the start; `
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kvstrata.clock import Clock
-from kvstrata.observability.metrics import ServerCounters
-from kvstrata.policy.savings import Savings
+from kvstrata.observability.explain import Explainer
+from kvstrata.observability.server_numbers import ServerNumbers
 
 SAMPLE_S = 5.0
 MINUTE_S, HOUR_S = 60.0, 3_600.0
@@ -23,23 +24,17 @@ EVERY = 12
 class Sample(NamedTuple):
     """Totals at one time."""
 
-    at_s: float
-    lookups: int
-    chunks: int
-    l1_chunks: int
-    l2_chunks: int
-    lookup_s: float
-    avoided_s: float
-    misses: dict[str, int]
-    """Lookups by the reason of their first miss."""
+    totals: dict[str, float]
+    """`seconds` is the time."""
+    first_misses: Counter[str]
 
 
 class Trend:
     """The samples of one instance. Belongs to the event loop."""
 
-    def __init__(self, counters: ServerCounters, savings: Savings, clock: Clock) -> None:
+    def __init__(self, counters: ServerNumbers, explainer: Explainer, clock: Clock) -> None:
         self._counters = counters
-        self._savings = savings
+        self._explainer = explainer
         self._clock = clock
         self._start = self._now()
         self._minute: deque[Sample] = deque([self._start], maxlen=int(MINUTE_S / SAMPLE_S) + 1)
@@ -61,51 +56,37 @@ class Trend:
 
     def section(self) -> dict[str, Any]:
         """The section `trend` of the status document."""
-        now = self._now()
+        now, computed = self._now(), self._explainer.computed
         return {
-            "minute": _window(_before(self._minute, now.at_s - MINUTE_S), now),
-            "hour": _window(_before(self._hour, now.at_s - HOUR_S), now),
-            "start": _window(self._start, now),
-            "computed_chunks": self._savings.computed.chunks,
-            "computed_s": round(self._savings.computed.seconds, 3),
+            "minute": _window(self._minute, now, MINUTE_S),
+            "hour": _window(self._hour, now, HOUR_S),
+            "start": _window([self._start], now, 0.0),
+            "computed_chunks": computed.chunks,
+            "computed_s": round(computed.seconds, 3),
         }
 
     def _now(self) -> Sample:
         counters = self._counters
-        return Sample(
-            self._clock.monotonic_s(),
-            sum(counters.lookup.counts) + counters.peeked_misses,
-            counters.lookup_chunks,
-            counters.l1_hit_chunks,
-            counters.l2_hit_chunks,
-            counters.lookup.sum_s,
-            self._savings.avoided_s,
-            dict(counters.misses),
-        )
+        totals = {
+            "seconds": self._clock.monotonic_s(),
+            "lookups": sum(counters.lookup.counts) + counters.peeked_misses,
+            "lookup_chunks": counters.lookup_chunks,
+            "l1_hit_chunks": counters.l1_hit_chunks,
+            "l2_hit_chunks": counters.l2_hit_chunks,
+            "lookup_s": counters.lookup.sum_s,
+            "avoided_s": self._explainer.avoided_s,
+        }
+        return Sample(totals, Counter(counters.first_miss_reasons))
 
 
-def _before(samples: deque[Sample], at_s: float) -> Sample:
-    """The last sample that is not after a time, or the oldest."""
-    found = samples[0]
-    for sample in samples:
-        if sample.at_s > at_s:
-            break
-        found = sample
-    return found
-
-
-def _window(before: Sample, now: Sample) -> dict[str, Any]:
+def _window(samples: Iterable[Sample], now: Sample, length_s: float) -> dict[str, Any]:
+    """What happened between now and the last sample that is old enough, or the oldest."""
+    begin_s = now.totals["seconds"] - length_s
+    before, *later = samples
+    for sample in later:
+        if sample.totals["seconds"] <= begin_s:
+            before = sample
     return {
-        "seconds": round(now.at_s - before.at_s, 3),
-        "lookups": now.lookups - before.lookups,
-        "lookup_chunks": now.chunks - before.chunks,
-        "l1_hit_chunks": now.l1_chunks - before.l1_chunks,
-        "l2_hit_chunks": now.l2_chunks - before.l2_chunks,
-        "lookup_s": round(now.lookup_s - before.lookup_s, 3),
-        "avoided_s": round(now.avoided_s - before.avoided_s, 3),
-        "first_misses": {
-            reason: count - before.misses.get(reason, 0)
-            for reason, count in sorted(now.misses.items())
-            if count > before.misses.get(reason, 0)
-        },
+        **{name: round(total - before.totals[name], 3) for name, total in now.totals.items()},
+        "first_misses": dict(sorted((now.first_misses - before.first_misses).items())),
     }

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from kvstrata.native.core import Pool
-from kvstrata.observability.metrics import ServerCounters
+from kvstrata.observability.server_numbers import ServerNumbers
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.rpc.cluster_fields import MAX_ADAPTER_CHARS, MAX_ADAPTERS, MAX_ENGINES, KvKind
@@ -16,6 +16,7 @@ from kvstrata.rpc.ping_wire import LoadRate
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.processes import EngineGroup, ProcessTable
+from kvstrata.tiers.set import TierSet
 from kvstrata.types import LayoutIdentity
 
 MAX_MODELS = 64
@@ -31,19 +32,21 @@ class Condition:
         told: ToldTiers,
         peer_server: PeerServer,
         peer_reads: PeerReads,
-        counters: ServerCounters,
+        tiers: TierSet,
+        counters: ServerNumbers,
     ) -> None:
         self._pool = pool
         self._processes = processes
         self._told = told
         self._peer_server = peer_server
         self._peer_reads = peer_reads
+        self._tiers = tiers
         self._counters = counters
 
     @property
     def draining(self) -> bool:
         """Whether the instance grants no leases to peers."""
-        return self._peer_server.leases.draining
+        return bool(self._peer_server.leases.draining)
 
     def load(self, news: TierNews) -> Load:
         """The present numbers, with a row for each tier that this controller knows."""
@@ -96,7 +99,7 @@ class Condition:
 
         What was not measured is left out.  Of several engines it is the slowest.
         """
-        peer, lines = self._peer_reads.name, self._counters.load_lines
+        peer, lines = self._peer_reads.name, {tier.name: tier.load_line for tier in self._tiers}
         of_l2 = [line for name, line in lines.items() if name != peer]
         busiest = max(of_l2, key=lambda line: line.batches, default=None)
         found = {

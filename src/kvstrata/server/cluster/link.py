@@ -16,7 +16,8 @@ from kvstrata import __version__
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
-from kvstrata.observability.metrics import ServerCounters
+from kvstrata.observability.numbers import Numbers, counter, gauge
+from kvstrata.observability.server_numbers import ServerNumbers
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     CLUSTER_PROTOCOL_VERSION,
@@ -72,8 +73,28 @@ class Fence:
         return (cluster_id, token) == self.seen
 
 
-class ControllerLink:
+class ControllerLink(Numbers):
     """The link of this instance to one controller. Belongs to the event loop."""
+
+    member = gauge(
+        "1 if the controller has accepted this instance and has answered since, else 0.",
+        lambda self: self._member,
+    )
+    last_event = gauge(
+        "Sequence number of the last batch of events sent to the controller.", lambda self: self._news.seq
+    )
+    queued_tags = gauge(
+        "Chunks with a change that the controller has not been told yet.", lambda self: self._news.queued_tags
+    )
+    commands_waiting = gauge(
+        "Commands of the controller that are running or whose result it does not have yet.",
+        lambda self: len(self._commands),
+    )
+    registrations = counter("Registrations with a controller.")
+    heartbeats = counter("Heartbeats answered.")
+    unanswered = counter("Heartbeats not answered.", name="unanswered_heartbeats")
+    event_batches = counter("Batches of events sent.")
+    events = counter("Changes of chunks sent in batches of events.", read=lambda self: self._news.n_events)
 
     def __init__(
         self,
@@ -91,7 +112,7 @@ class ControllerLink:
         frozen_by: set[str],
         readiness: Readiness,
         supervisor: Supervisor,
-        counters: ServerCounters,
+        counters: ServerNumbers,
     ) -> None:
         """`url`: of the controller's reply port; `news`: for this controller. All links share the other parts.
 
@@ -121,7 +142,7 @@ class ControllerLink:
         self._push: PushLink | None = None
         """The links to the two ports that the last registration named."""
         self._ports = (0, 0)
-        self._sync = FullSync(
+        self.sync = FullSync(
             self._reply,
             (facts.instance_id, facts.epoch),
             url,
@@ -132,7 +153,7 @@ class ControllerLink:
             supervisor=supervisor,
             seconds=counters.sync,
         )
-        self._commands = CommandTable(actions, self._sync.resync, news.wake.set)
+        self._commands = CommandTable(actions, self.sync.resync, news.wake.set)
         self._tasks: list[asyncio.Task[None]] = []
         self._member = False
         self._reconnected = False
@@ -143,7 +164,6 @@ class ControllerLink:
         """Event and cause of the last line about a controller that refuses or does not answer; empty after `member`."""
         self._unheard = 0
         """Heartbeats in a row that were not answered."""
-        self._counts = dict.fromkeys(("registrations", "heartbeats", "unanswered", "event_batches"), 0)
 
     def start(self) -> None:
         """Begin to register; the controller may be absent."""
@@ -157,10 +177,10 @@ class ControllerLink:
         self._stopped = True
         for task in self._tasks:
             task.cancel()
-        self._sync.cancel()
+        self.sync.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._commands.stop()
-        self._sync.thaw()
+        self.sync.thaw()
         if self._member:
             try:
                 request = Goodbye(0, self._facts.instance_id, self._facts.epoch)
@@ -169,21 +189,9 @@ class ControllerLink:
                 self._log.info("goodbye_unheard", reason=str(error))
         self._links.close()
 
-    def status(self) -> dict[str, Any]:
-        """Numbers and state for the status document and metrics."""
-        counts, sync = self._counts, self._sync.counts
-        return {
-            "url": self._url,
-            "member": self._member,
-            "state": self._word(),
-            "last_event": self._news.seq,
-            "queued_tags": self._news.queued_tags,
-            "commands_waiting": len(self._commands),
-            "frozen": self._sync.frozen,
-            **counts,
-            "events": self._news.n_events,
-            **sync,
-        }
+    def document(self) -> dict[str, Any]:
+        """The numbers of this link, and its state."""
+        return {"url": self._url, "state": self._word(), **super().document(), **self.sync.document()}
 
     # --- membership ----------------------------------------------------------------------------------------
 
@@ -206,7 +214,7 @@ class ControllerLink:
             again_s = AGAIN_S
             await self._live()
             self._member = False
-            self._sync.thaw()
+            self.sync.thaw()
 
     def _complain(self, event: str, cause: str, **fields: object) -> None:
         """Log why the instance is no member, once for each cause until it is a member again."""
@@ -230,7 +238,7 @@ class ControllerLink:
         if not all(0 < port <= 65_535 for port in ports):
             raise Unavailable(f"the controller at {self._url} names ports out of range: {ports}")
         self._member = True
-        self._counts["registrations"] += 1
+        self.registrations += 1
         self._controller_epoch = registered.epoch
         self._heartbeat_s = min(max(0.05, registered.heartbeat_ms / 1000), MAX_HEARTBEAT_S)
         if ports != self._ports:
@@ -255,7 +263,7 @@ class ControllerLink:
         """
         while not self._reconnected:
             self._news.wake.clear()
-            self._sync.begin_if_wanted()
+            self.sync.begin_if_wanted()
             if not await self._beat() or self._tiers() != self._news.tiers:
                 return
             await self._pause(self._heartbeat_s)
@@ -273,8 +281,8 @@ class ControllerLink:
         try:
             beat = await self._heart.ask(request, Beat, max(self._heartbeat_s, 1.0))
         except Unavailable:
-            self._counts["unanswered"] += 1
-            self._sync.unanswered()
+            self.unanswered += 1
+            self.sync.unanswered()
             self._unheard += 1
             if self._unheard == SILENT_BEATS:
                 self._log.repeated(
@@ -287,7 +295,7 @@ class ControllerLink:
                 logging.WARNING, "heartbeat", "heartbeat_refused", code=refused.code, reason=refused.message
             )
             return False
-        self._counts["heartbeats"] += 1
+        self.heartbeats += 1
         self._counters.heartbeat.add(self._loop.time() - asked_s)
         if self._unheard >= SILENT_BEATS:
             self._log.repeated(logging.INFO, "heard", "controller_back", url=self._url)
@@ -344,9 +352,9 @@ class ControllerLink:
         """The state of the instance that heartbeats name."""
         if not self._readiness.ready:
             return "stopping"
-        if self._sync.frozen:
+        if self.sync.frozen:
             return "frozen"
-        if self._sync.running:
+        if self.sync.running:
             return "syncing"
         return "draining" if self._condition.draining else "ready"
 
@@ -362,12 +370,12 @@ class ControllerLink:
     def _flush(self) -> None:
         """Send the queued events, until the socket takes no more."""
         news, push = self._news, self._push
-        self._sync.note_overflow()
-        in_step = news.telling and not self._sync.running and not news.sync_wanted
+        self.sync.note_overflow()
+        in_step = news.telling and not self.sync.running and not news.sync_wanted
         if not in_step or not self._member or push is None:
             return
         while (frame := news.next_frame(self._facts.instance_id, self._facts.epoch)) is not None:
             if not push.try_send(frame):
                 return
             news.sent()
-            self._counts["event_batches"] += 1
+            self.event_batches += 1

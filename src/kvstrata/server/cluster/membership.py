@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.config.model import ServerSettings
+from kvstrata.observability.numbers import Number, Numbers
 from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
@@ -33,6 +34,7 @@ from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.link import Advertised, ControllerLink, Fence
 from kvstrata.server.cluster.own_key import MemberKeys
+from kvstrata.server.cluster.sync import FullSync
 from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import Plan
@@ -130,8 +132,8 @@ def serve_peers(
     return PeersServed(server, endpoint)
 
 
-class Membership:
-    """The links to all controllers. Belongs to the event loop."""
+class Membership(Numbers):
+    """The links to all controllers, whose numbers it adds up. Belongs to the event loop."""
 
     def __init__(self, links: Sequence[ControllerLink], told: ToldTiers, peer_server: PeerServer) -> None:
         self._links = links
@@ -149,16 +151,19 @@ class Membership:
         self._peer_server.leases.draining = True
         await asyncio.gather(self._told.stop(), *(link.stop() for link in self._links))
 
-    def status(self) -> dict[str, Any]:
-        """For the status document and metrics: sums over all links, and a row for each controller."""
-        rows = [link.status() for link in self._links]
-        numbers: dict[str, Any] = {}
-        for name, value in rows[0].items():
-            if isinstance(value, bool):
-                numbers[name] = any(row[name] for row in rows)
-            elif isinstance(value, int):
-                numbers[name] = sum(row[name] for row in rows)
-        return {**numbers, "controllers": rows}
+    def values(self) -> Iterator[tuple[Number, Any]]:
+        """Sums over all links; of what is true or false, whether it is true of one."""
+        for parts in (self._links, [link.sync for link in self._links]):
+            for number in parts[0].declared:
+                values = [getattr(part, number.field) for part in parts]
+                yield number, any(values) if isinstance(values[0], bool) else sum(values)
+
+    def document(self) -> dict[str, Any]:
+        """The sums, and a row for each controller."""
+        return {**super().document(), "controllers": [link.document() for link in self._links]}
+
+
+Membership.declared = (*ControllerLink.declared, *FullSync.declared)
 
 
 def make_membership(
@@ -184,7 +189,9 @@ def make_membership(
     )
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
     advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
-    condition = Condition(parts.pool, parts.processes, told, peer_server, parts.peer_reads, parts.counters)
+    condition = Condition(
+        parts.pool, parts.processes, told, peer_server, parts.peer_reads, parts.tiers, parts.counters
+    )
     fence = Fence()
     links = [
         ControllerLink(

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from kvstrata.errors import BadSync, ClusterFailure, Unavailable
 from kvstrata.native.core import Pool, crc32c
 from kvstrata.observability.logging import EventLog
-from kvstrata.observability.metrics import Histogram
+from kvstrata.observability.numbers import Histogram, Numbers, counter, gauge
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import Done, SyncBegin, SyncEnd, SyncPart
@@ -42,8 +42,19 @@ LIST_AGAIN_S, LIST_AGAIN_MAX_S = 1.0, 60.0
 """Wait before a tier that could not be listed is asked again, doubling."""
 
 
-class FullSync:
+class FullSync(Numbers):
     """The full syncs of one link. Belongs to the event loop."""
+
+    frozen = gauge(
+        "1 while stores are refused during a full sync, else 0.", lambda self: self._unfreeze is not None
+    )
+    syncs = counter("Full syncs that succeeded.")
+    syncs_failed = counter("Full syncs that failed.", name="failed_syncs")
+    freezes = counter("Full syncs during which stores were refused.")
+    freezes_cut = counter(
+        "Freezes ended early because heartbeats were no longer answered.", name="cut_freezes"
+    )
+    overflows = counter("How often more changes piled up than could be kept for the controller.")
 
     def __init__(
         self,
@@ -80,18 +91,12 @@ class FullSync:
         self._freeze_next_s = 0.0
         self._unfreeze: asyncio.TimerHandle | None = None
         self._synced = asyncio.Event()
-        self.counts = dict.fromkeys(("syncs", "syncs_failed", "freezes", "freezes_cut", "overflows"), 0)
         self._log = EventLog("cluster")
 
     @property
     def running(self) -> bool:
         """Whether a full sync is under way, including the pause after a failed one."""
         return self._task is not None and not self._task.done()
-
-    @property
-    def frozen(self) -> bool:
-        """Whether a full sync of this link freezes stores now."""
-        return self._unfreeze is not None
 
     def begin_if_wanted(self) -> None:
         """Begin a full sync if one is wanted and none is under way."""
@@ -101,7 +106,7 @@ class FullSync:
     def note_overflow(self) -> None:
         """Want a full sync if events were dropped."""
         if self._news.overflowed and not self.running:
-            self.counts["overflows"] += 1
+            self.overflows += 1
             self._news.want_sync("overflow")
 
     async def resync(self, freeze_ms: int) -> None:
@@ -116,7 +121,7 @@ class FullSync:
 
     def unanswered(self) -> None:
         """Thaw stores, because the controller does not answer a heartbeat."""
-        self.counts["freezes_cut"] += self.frozen
+        self.freezes_cut += self.frozen
         self.thaw()
 
     def thaw(self) -> None:
@@ -150,7 +155,7 @@ class FullSync:
         try:
             await self._tell_everything(self._number)
         except (Unavailable, ClusterFailure) as error:
-            self.counts["syncs_failed"] += 1
+            self.syncs_failed += 1
             news.stop_telling()
             news.step(SyncEvent.FAILED)
             self._log.warning("sync_failed", reason=str(error))
@@ -162,11 +167,11 @@ class FullSync:
             self.thaw()
         news.step(SyncEvent.ENDED)
         if news.overflowed:
-            self.counts["overflows"] += 1
+            self.overflows += 1
             self._freeze_next_s = FREEZE_S
             news.want_sync("overflow")
             return
-        self.counts["syncs"] += 1
+        self.syncs += 1
         self._synced.set()
         news.wake.set()
         if self._unlisted:
@@ -250,6 +255,6 @@ class FullSync:
     def _freeze(self, seconds: float) -> None:
         self.thaw()
         self._frozen_by.add(self._url)
-        self.counts["freezes"] += 1
+        self.freezes += 1
         self._unfreeze = self._loop.call_later(seconds, self.thaw)
         self._log.info("frozen", at_most_s=seconds)

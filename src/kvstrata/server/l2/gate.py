@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvstrata.observability.numbers import Numbers, gauge
 from kvstrata.tiers.tier import Tier
 
 MAX_WAITING = 1024
@@ -44,19 +45,21 @@ class Waiter(Protocol):
     """The caller does not want the chunks any more either."""
 
 
-class Gate:
+class Gate(Numbers):
     """The gate of one tier. Belongs to the event loop."""
+
+    loading_bytes = gauge("Bytes being loaded from this adapter.")
+    waiting = gauge(
+        "Fetches that wait for their turn on this adapter.",
+        lambda gate: len(gate._waiters),
+        name="waiting_fetches",
+    )
 
     def __init__(self, slots: int, limit_bytes: int) -> None:
         self._slots = slots
         self._limit_bytes = limit_bytes
         self._inside: set[Waiter] = set()
         self._waiters: collections.deque[tuple[Waiter, int, asyncio.Future[bool]]] = collections.deque()
-        self.loading_bytes = 0
-
-    def stats(self) -> dict[str, int]:
-        """Numbers for status and metrics."""
-        return {"loading_bytes": self.loading_bytes, "waiting": len(self._waiters)}
 
     async def enter(self, fetch: Waiter, need_bytes: int) -> bool:
         """Wait for a place. False if the fetch's time is over first or too many fetches wait."""

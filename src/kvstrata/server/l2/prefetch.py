@@ -26,7 +26,6 @@ policy/prefetch.py decides which key is loaded from where; fetch.py has the stat
 from __future__ import annotations
 
 import asyncio
-import collections
 import functools
 import itertools
 import logging
@@ -39,6 +38,7 @@ from kvstrata.keys.batch import split
 from kvstrata.keys.spans import longest
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import Thinning
+from kvstrata.observability.numbers import Numbers, counter, gauge, parts_by
 from kvstrata.policy.prefetch import (
     Hole,
     Plan,
@@ -86,8 +86,19 @@ class _Refusal(NamedTuple):
     word: str
 
 
-class PrefetchController:
+class PrefetchController(Numbers):
     """See the module. All methods belong to the event loop."""
+
+    fetches_running = gauge("Lookups and prewarms that are loading now.", lambda self: len(self._fetches))
+    keys_loading = gauge("Records being loaded.", lambda self: len(self._loads))
+    loaded_bytes = counter("Record bytes loaded.")
+    counts = counter(
+        "Fetches, joined (waited for the load of another fetch), loaded, and failures as `reserve:` or `load:` and the "
+        "reason.",
+        "outcome",
+        name="outcomes",
+    )
+    adapters = parts_by("adapter", Gate, lambda self: {name: one.gate for name, one in self._loaders.items()})
 
     def __init__(
         self,
@@ -114,8 +125,6 @@ class PrefetchController:
         """Key → outcome of its load under way: "" if it was loaded, else the reason why not."""
         self._fetches: dict[Fetch, asyncio.Task[None]] = {}
         self._stopping = False
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._loaded_bytes = 0
         tiers.use(self._join_tier)
 
     # -- from lookups, prewarms and controllers ------------------------------------------------------------
@@ -150,7 +159,7 @@ class PrefetchController:
         return await self._fetch(fetch, budget_bytes)
 
     async def _fetch(self, fetch: Fetch, budget_bytes: int | None) -> FetchOutcome:
-        self._counts["fetches"] += 1
+        self.counts["fetches"] += 1
         task = asyncio.create_task(self._run(fetch, budget_bytes), name="fetch")
         self._fetches[fetch] = task
         task.add_done_callback(functools.partial(self._fetch_ended, fetch))
@@ -216,16 +225,6 @@ class PrefetchController:
         """Take in an open tier of the set: fetches that begin from now on ask it."""
         tier.users["loads"] = gate = Gate(self.limits.max_in_flight, self.limits.in_flight_bytes)
         self._loaders[tier.name] = Loader(tier, gate)
-
-    def stats(self) -> dict[str, Any]:
-        """Numbers for status and metrics."""
-        return {
-            "fetches_running": len(self._fetches),
-            "keys_loading": len(self._loads),
-            "loaded_bytes": self._loaded_bytes,
-            "counts": dict(self._counts),
-            "adapters": {name: loader.gate.stats() for name, loader in self._loaders.items()},
-        }
 
     # -- one fetch -----------------------------------------------------------------------------------------
 
@@ -308,7 +307,7 @@ class PrefetchController:
         load = self._loads.get(hole.key)
         if load is None:
             return False
-        self._counts["joined"] += 1
+        self.counts["joined"] += 1
         self._spawn(fetch, self._wait_for(fetch, hole, load), "fetch-join")
         return True
 
@@ -390,7 +389,7 @@ class PrefetchController:
         """A tier's answer, UNKNOWN for a value that is longer than a record of a chunk, which would evict others."""
         if not limit_bytes or found.record_bytes <= limit_bytes:
             return found
-        self._counts[f"load:{LENGTH}"] += 1
+        self.counts[f"load:{LENGTH}"] += 1
         _too_long.log(
             log, logging.WARNING, tier, "%s: not loading record %s: it has %d bytes, more than a record of its layout",
             tier, key.hex()[:16], found.record_bytes,
@@ -512,7 +511,7 @@ class PrefetchController:
                 fetch.there(hole)
             elif chunk < beyond.chunk:
                 beyond = _Refusal(chunk, ReserveOutcome(outcome).name.lower())
-                self._counts[f"reserve:{beyond.word}"] += 1
+                self.counts[f"reserve:{beyond.word}"] += 1
         if useless:
             self._pool.abort(ticket, useless)
         return _Reserved(ticket, indices, [holes[i] for i in indices]), beyond
@@ -556,17 +555,17 @@ class PrefetchController:
         for i, hole, (status, why) in zip(part.indices, part.holes, outcomes, strict=True):
             if status is not LoadStatus.LOADED:
                 reason = status.name.lower() if status is not LoadStatus.FAILED else why or "failed"
-                self._counts[f"load:{reason}"] += 1
+                self.counts[f"load:{reason}"] += 1
                 if status is not LoadStatus.FAILED:
                     lost_keys.append(hole.key)
             elif committed[i] == CommitOutcome.COMMITTED:
                 reason = ""
-                self._counts["loaded"] += 1
-                self._loaded_bytes += lengths[hole.key]
+                self.counts["loaded"] += 1
+                self.loaded_bytes += lengths[hole.key]
                 found.append(hole.key)
             else:  # a whole record whose header does not match the reservation
                 reason = "corrupt"
-                self._counts["load:foreign"] += 1
+                self.counts["load:foreign"] += 1
                 foreign.append(hole.key)
                 lost_keys.append(hole.key)
             self._loads.pop(hole.key).set_result(reason)

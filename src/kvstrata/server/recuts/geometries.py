@@ -101,14 +101,13 @@ class Geometries:
         of = self._plans.get((layout, slices), {})
         return [made for made in of.values() if isinstance(made, Plan)]
 
-    def document(self) -> dict[str, int]:
-        """Numbers for the status document."""
-        made = [one for of in self._plans.values() for one in of.values()]
-        return {
-            "geometries": sum(len(known) for known in self._layouts.values()),
-            "plans": sum(isinstance(one, Plan) for one in made),
-            "impossible": sum(isinstance(one, CannotRecut) for one in made),
-        }
+    def count(self) -> int:
+        """Number of geometries that are known."""
+        return sum(len(known) for known in self._layouts.values())
+
+    def count_plans(self, kind: type[Plan | CannotRecut]) -> int:
+        """Number of pairs of geometries with a plan, or without one."""
+        return sum(isinstance(one, kind) for of in self._plans.values() for one in of.values())
 
     def _forget(self, layout: LayoutIdentity) -> None:
         for slices in list(self._layouts[layout]):

@@ -14,7 +14,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import collections
 import functools
 import logging
 import threading
@@ -30,6 +29,7 @@ from kvstrata.keys.prompt_keys import PromptKeys
 from kvstrata.keys.recut import CannotRecut
 from kvstrata.native.core import CopyOutcome, Hold, Pool, RecordSpec, storage_keys
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.prefetch import PrefetchController
@@ -49,8 +49,32 @@ class Wanted(NamedTuple):
     deadline_s: float
 
 
-class Recuts:
+class Recuts(Numbers, prefix=""):
     """See the module. Belongs to the event loop."""
+
+    geometries = gauge(
+        "Geometries of engines (parallel sizes, block size, order of axes) that are known.",
+        lambda self: self._geometries.count(),
+        name="recut_geometries",
+    )
+    possible = gauge(
+        "Pairs of geometries of which one can be made of the other's records.",
+        lambda self: self._geometries.count_plans(Plan),
+        name="recut_plans",
+        key="plans",
+    )
+    impossible = gauge(
+        "Pairs of geometries of which none can be made.",
+        lambda self: self._geometries.count_plans(CannotRecut),
+        name="recut_impossible_plans",
+    )
+    chunks = counter("Chunks made for lookups of records of another geometry.", name="recut_chunks")
+    n_bytes = counter("Bytes of these chunks.", name="recut_bytes", key="bytes")
+    ended = counter(
+        "Lookups for which fewer chunks were made than were missing, by what was in the way.",
+        "reason",
+        name="recuts_ended",
+    )
 
     def __init__(
         self,
@@ -67,10 +91,6 @@ class Recuts:
         self._tiers = tiers
         self._prefetch = prefetch
         self._pool = pool
-        self._chunks = 0
-        self._bytes = 0
-        self._ended: collections.Counter[str] = collections.Counter()
-        """What ended the work for a lookup before all that it missed was made."""
         self._log = EventLog("recut")
 
     # -- geometries ----------------------------------------------------------------------------------------
@@ -87,7 +107,7 @@ class Recuts:
             try:
                 made = self._lane.run(_plan, source, target)
             except Refused:
-                self._ended["not_planned"] += 1
+                self.ended["not_planned"] += 1
                 continue
             made.add_done_callback(functools.partial(self._planned, group.layout, source, target))
 
@@ -110,15 +130,6 @@ class Recuts:
         self._tiers.recuts = True
         self._pool.set_has_l2(True)
 
-    def status(self) -> dict[str, Any]:
-        """What is known and what was done, for the status document."""
-        return {
-            **self._geometries.document(),
-            "chunks": self._chunks,
-            "bytes": self._bytes,
-            "ended": dict(self._ended),
-        }
-
     # -- lookups -------------------------------------------------------------------------------------------
 
     def plans(self, layout: LayoutIdentity, slices: bytes) -> list[Plan]:
@@ -137,7 +148,7 @@ class Recuts:
         try:
             future = self._lane.run(_make, self._pool, plans, wanted, self._clock, stop)
         except Refused:
-            self._ended["busy"] += 1
+            self.ended["busy"] += 1
             return 0
         try:
             made = await asyncio.shield(future)
@@ -152,10 +163,10 @@ class Recuts:
         if done.cancelled():
             return
         made = done.result()
-        self._chunks += made.n_chunks
-        self._bytes += made.n_bytes
+        self.chunks += made.n_chunks
+        self.n_bytes += made.n_bytes
         if made.ended:
-            self._ended[made.ended] += 1
+            self.ended[made.ended] += 1
         if made.crashed:
             self._log.repeated(
                 logging.ERROR, "crashed", "crashed", at=made.crashed, means="the hit is shorter"
@@ -169,7 +180,7 @@ class Recuts:
             try:
                 rest = self._lane.run(storage_keys, keys.root, part(keys.chain, first, keys.n_chunks), slices)
             except Refused:
-                self._ended["busy"] += 1
+                self.ended["busy"] += 1
                 return False
             fetched = await self._prefetch.fetch(
                 await asyncio.shield(rest),

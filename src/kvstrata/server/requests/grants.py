@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator
 
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import Pool
-from kvstrata.observability.metrics import ServerCounters
+from kvstrata.observability.server_numbers import ServerNumbers
 from kvstrata.rpc.wire import Pong, encode
 from kvstrata.server.processes import AttachedProcess, Lease, LeaseId, Reservation, Sender
 
@@ -41,7 +41,7 @@ MAX_REVOKES = 1_024
 class Grants:
     """Creates, finds and ends leases and reservations. Belongs to the event loop."""
 
-    def __init__(self, pool: Pool, counters: ServerCounters, epoch: int) -> None:
+    def __init__(self, pool: Pool, counters: ServerNumbers, epoch: int) -> None:
         self._pool = pool
         self._counters = counters
         self._epoch = epoch

@@ -29,10 +29,10 @@ from kvstrata.errors import Refused
 from kvstrata.keys.batch import nth, part, split
 from kvstrata.keys.prompt_keys import PromptKeys
 from kvstrata.native.core import Pool, storage_keys
-from kvstrata.policy.misses import Explained, with_advice
+from kvstrata.observability.explain import Explained, with_advice
 from kvstrata.rpc.wire import Lookup, LookupReply, Miss, Reply, check_keys
 from kvstrata.server.parts import Parts
-from kvstrata.server.processes import AttachedProcess, DeclaredIdentity, EngineGroup, Sender
+from kvstrata.server.processes import AttachedProcess, DeclaredIdentity, Sender
 from kvstrata.server.recuts.recuts import Wanted
 from kvstrata.server.requests.tails import Leased, NamedTail, NamedTails, lease, split_extents
 from kvstrata.types import KEY_BYTES, MissReason
@@ -338,7 +338,7 @@ class Lookups:
 
     def _has_event(self, key: bytes) -> bool:
         """Whether anything is known of an absent key."""
-        return self._parts.pool.is_reserved(key) or self._parts.explainer.keys.get(key) is not None
+        return self._parts.pool.is_reserved(key) or self._parts.explainer.note_of(key) is not None
 
     def _why(
         self, asked: Asked, granted: Granted, asked_back: int, number: int | None
@@ -358,7 +358,7 @@ class Lookups:
         self, key: bytes, identity: DeclaredIdentity, probe: bytes, *, first: bool
     ) -> tuple[MissReason, str]:
         """The reason why a key is absent, and a detail. `first`: it is a key of the prompt's first chunk."""
-        reason, detail = self._parts.explainer.why(
+        return self._parts.explainer.why(
             key,
             first=first,
             probe=probe,
@@ -366,10 +366,7 @@ class Lookups:
             layout=identity.layout,
             request=identity.request,
             in_flight=self._parts.pool.is_reserved(key),
-            policy=self._parts.settings.l1.eviction_policy,
         )
-        self._parts.explainer.keys.missed(key, self._parts.clock.unix_ms())
-        return reason, detail
 
     def _lacking(self, asked: Asked, n_chunks: int) -> list[int]:
         """Numbers of the keys of which one is why a hit ends after `n_chunks` chunks; empty if L1 has a longer one.
@@ -459,9 +456,10 @@ class Lookups:
                 reason, detail = self._why_absent(key, identity, miss.probe, first=bool(miss.probe))
             self._parts.counters.peeked_misses += 1
             last_key = storage_keys(identity.root, miss.last, slices[:KEY_BYTES])
-            self._remember(
-                group,
-                identity,
+            self._parts.explainer.looked_up(
+                group.use,
+                group.layout,
+                identity.tenant,
                 last_key,
                 Explained(
                     miss.request_id,
@@ -485,9 +483,11 @@ class Lookups:
         self._parts.counters.lookup.add(now_s - asked.started_s)
         misses = n < asked.n_chunks and keys.n_slices > 0
         last_key = keys.nth((asked.n_chunks - 1) * keys.n_slices) if misses else b""
-        self._remember(
-            asked.process.group,
-            identity,
+        group = asked.process.group
+        self._parts.explainer.looked_up(
+            group.use,
+            group.layout,
+            identity.tenant,
             last_key,
             Explained(
                 request.request_id,
@@ -504,27 +504,3 @@ class Lookups:
                 missing_key,
             ),
         )
-
-    def _remember(
-        self, group: EngineGroup, identity: DeclaredIdentity, last_key: bytes, found: Explained
-    ) -> None:
-        """Count a lookup. `last_key`: a storage key of its last chunk, if that was not found."""
-        counters = self._parts.counters
-        counters.lookup_chunks += found.chunks
-        counters.l1_hit_chunks += found.l1_chunks
-        counters.l2_hit_chunks += found.l2_chunks
-        if (of_tenant := counters.tenants.get(identity.tenant)) is not None:
-            of_tenant.asked += found.chunks
-            of_tenant.in_l1 += found.l1_chunks
-            of_tenant.in_l2 += found.l2_chunks
-        self._parts.savings.looked_up(
-            group.use,
-            group.layout,
-            found.chunks,
-            found.served_chunks,
-            last_key,
-            self._parts.clock.monotonic_s(),
-        )
-        if found.reason:
-            counters.misses[found.reason] = counters.misses.get(found.reason, 0) + 1
-        self._parts.explainer.requests.add(found)

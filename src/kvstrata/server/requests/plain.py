@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.native.core import Pool, storage_keys
-from kvstrata.observability.metrics import ServerCounters
+from kvstrata.observability.server_numbers import ServerNumbers
 from kvstrata.rpc.wire import (
     AnyRequest,
     Identify,
@@ -44,7 +44,7 @@ class PlainIdentity(NamedTuple):
 class PlainClients:
     """Answers clients without a row, at once. Belongs to the event loop."""
 
-    def __init__(self, pool: Pool, tokens: TenantTokens, counters: ServerCounters, epoch: int) -> None:
+    def __init__(self, pool: Pool, tokens: TenantTokens, counters: ServerNumbers, epoch: int) -> None:
         self._pool = pool
         self._tokens = tokens
         self._counters = counters
@@ -101,7 +101,7 @@ class PlainClients:
         return LookupReply(request.seq, self._epoch, n_chunks, b"", n_chunks, 0, "")
 
 
-def read_piece(pool: Pool, root: bytes, request: Retrieve, epoch: int, counters: ServerCounters) -> Reply:
+def read_piece(pool: Pool, root: bytes, request: Retrieve, epoch: int, counters: ServerNumbers) -> Reply:
     """Bytes of the record that a retrieve names."""
     hold = pool.hold(storage_keys(root, request.key, request.slice_digest), identity=root)
     if hold is None:

@@ -129,8 +129,7 @@ class Requests:
         kind, seq = type(request), request.seq
         op = _OPS[kind]
         failpoints.hit(op, "received")
-        counted = self._parts.counters.requests
-        counted[op] = counted.get(op, 0) + 1
+        self._parts.counters.requests[op] += 1
         try:
             if process is None:
                 answer = encode(self._plain.answer(sender.plain, request, op))
@@ -291,7 +290,7 @@ class Requests:
         failpoints.hit(op, "done")
         sender.send(answer)
         failpoints.hit(op, "replied")
-        self._parts.counters.request_ended(op, time.perf_counter() - started_s)
+        self._parts.counters.request_seconds[op].add(time.perf_counter() - started_s)
 
     def _failed(self, process: AttachedProcess | None, seq: int, error: Exception) -> bytes:
         """The reply to a request that failed, and which therefore keeps nothing."""
@@ -306,8 +305,7 @@ class Requests:
         )
 
     def _error(self, seq: int, error: KvstrataError) -> bytes:
-        counters = self._parts.counters.errors
-        counters[error.code] = counters.get(error.code, 0) + 1
+        self._parts.counters.errors[error.code] += 1
         return encode(
             Error(
                 seq,

@@ -98,7 +98,7 @@ class Reserving:
         if parent and process.span and not pool.peek(parent):
             parent = b""  # a hit does not need the chunks before a window, so they may be absent
         if not request.parent:
-            self._parts.explainer.identities.stored(
+            self._parts.explainer.stored_under(
                 request.probe, identity.root, identity.layout, identity.request
             )
         # A tail lies in an extent of a chunk's size, so that whatever evicts it has room for a chunk.
@@ -145,7 +145,7 @@ class Reserving:
             elif code == CommitOutcome.BAD_RECORD:
                 self._parts.counters.bad_records += 1
         if done:
-            self._parts.history.committed(done)
+            self._parts.explainer.committed(process.group.use, done)
             if reservation.replaces:
                 self._parts.tails.replaced(reservation.replaces)
                 reservation.replaces = b""
@@ -153,7 +153,6 @@ class Reserving:
                 self._parts.tails.committed(done)
             else:
                 self._parts.store.committed(done)
-            self._parts.savings.committed(process.group.use, done, self._parts.clock.monotonic_s())
             if not reservation.open:
                 self._parts.counters.store.add(time.perf_counter() - reservation.begun_s)
         return CommitReply(request.seq, self._parts.facts.epoch, bytes(outcomes))
@@ -226,14 +225,13 @@ class Reserving:
         reservation.count(len(reservation.open))
         if reservation.open:
             process.grants[request.seq] = reservation
-        counters = self._parts.counters.reserve_outcomes
         for code in set(outcomes):
             outcome = ReserveOutcome(code)
             name = outcome.name.lower()
-            counters[name] = counters.get(name, 0) + outcomes.count(code)
+            self._parts.counters.reserve_outcomes[name] += outcomes.count(code)
             if outcome in _REFUSALS:
                 for index in (i for i, other in enumerate(outcomes) if other == code):
-                    self._parts.history.refused(nth(reservation.keys, index), name)
+                    self._parts.explainer.refused(nth(reservation.keys, index), name)
         if reservation.replaces and all(code == ReserveOutcome.PRESENT for code in outcomes):
             self._parts.tails.replaced(reservation.replaces)
         return ReserveReply(request.seq, self._parts.facts.epoch, outcomes, extents)

@@ -1,0 +1,370 @@
+"""What became of chunks and lookups: why a chunk was absent, what lookups found, and what that saved.
+
+Every part that stores, puts, loads or drops chunks reports to the Explainer, which itself calls no other part.  It has
+four memories, each with its own bound:
+
+- *Notes*: the last event of a storage key that is not in L1 (evicted, corrupt, refused, put skipped, …, or looked up
+  without success).  When a key is stored, its note is dropped.
+- *Probes*: the identities under which a prompt with these first tokens was stored, per tenant.  A probe is a digest of
+  tokens alone and is compared only within the tenant of the caller, so nobody learns which prompts another tenant has.
+- *Lookups*: the last lookups, with the chunks that each tier had and the reason of the first miss.
+- *Computing*: the prompts whose missing chunks engines compute now.  The time from the reply to a lookup to the commit
+  of the prompt's last chunk is measured; times of one engine that overlap are counted once.  Their sum by the number of
+  chunks that were computed is the time of one chunk, for each layout, since it depends on the model.  A chunk that a
+  lookup finds saves this time.
+
+1. A reason is given only if this instance knows it.  Once notes were dropped, a key without a note is `forgotten`, not
+   `unknown_key`.
+2. A prompt counts as computed only once its last chunk is committed; one that was given up, or not stored, counts
+   nothing.  Until the first prompt of a layout has been computed, hits of its engines save nothing.
+3. The saving is an estimate: waiting in the engine counts as computing, and chunks that an engine had in its own cache
+   count as saved if the lookup named them too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvstrata.clock import Clock
+from kvstrata.errors import BadRequest
+from kvstrata.observability.server_numbers import ServerNumbers
+from kvstrata.types import LayoutIdentity, MissReason, PoolEvent, RequestIdentity
+
+MAX_NOTES = 32_768
+"""Some 230 bytes each: even with this many notes, a server stays below 100 MB."""
+MAX_PROBES = 8_192
+"""Some 950 bytes each, if each probe has an identity of its own."""
+MAX_IDENTITIES_PER_PROBE = 8
+MAX_LOOKUPS = 1_024
+MAX_COMPUTING, MAX_LAYOUTS = 1_024, 64
+MAX_LISTED_IDS = 8
+"""Most request ids that an error lists where several match."""
+MAX_DETAIL_CHARS = 120
+_TAG_BYTES = 8
+"""A note names its key by its first bytes."""
+_LEFT_BY: dict[int, str] = {
+    PoolEvent.CLEARED: "clear",
+    PoolEvent.REMOVED: "an evict of the controller",
+}
+"""The words of explain for the reason why a chunk left L1, if that is not the eviction policy."""
+_ADVICE = {
+    "entries_full": "every entry of L1's index is in use; raise l1.entries",
+    "quota": "its tenant is at its quota; raise quotas_gb",
+    "too_large": "the record is larger than L1; raise l1.size_gb",
+    "pool_pinned": "all of L1 is in use, or l1.eviction_policy is noop; raise l1.size_gb",
+}
+
+
+def with_advice(word: str) -> str:
+    """A short reason, with advice if a setting is the cause."""
+    return f"{word}: {_ADVICE[word]}" if word in _ADVICE else word
+
+
+class KeyNote(NamedTuple):
+    """The last event of one absent key."""
+
+    reason: MissReason
+    detail: str
+    unix_ms: int
+
+
+class Explained(NamedTuple):
+    """One lookup, as `explain` shows it. Times are in milliseconds."""
+
+    request_id: str
+    tenant: str
+    root: bytes
+    unix_ms: int
+    duration_ms: float
+    chunks: int
+    l1_chunks: int
+    l2_chunks: int
+    served_chunks: int
+    reason: str
+    detail: str
+    missing_key: bytes
+
+
+class EngineUse:
+    """What one engine has asked for and stored; totals since it attached."""
+
+    __slots__ = ("avoided_s", "counted_until_s", "hit_chunks", "lookup_chunks", "lookups", "stored_records")
+
+    def __init__(self) -> None:
+        self.lookups = self.lookup_chunks = self.hit_chunks = self.stored_records = 0
+        self.avoided_s = 0.0
+        self.counted_until_s = 0.0
+        """Its time up to this moment has been counted as computing, or was idle."""
+
+
+class Pace:
+    """How long engines with one layout compute."""
+
+    __slots__ = ("chunks", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.chunks = 0
+
+    @property
+    def chunk_s(self) -> float:
+        """Seconds for one chunk; 0 as long as nothing was measured."""
+        return self.seconds / self.chunks if self.chunks else 0.0
+
+
+class Computing(NamedTuple):
+    """A prompt of which an engine computes the chunks that a lookup did not find."""
+
+    engine: EngineUse
+    pace: Pace
+    chunks: int
+    since_s: float
+
+
+class Explainer:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self, counters: ServerNumbers, clock: Clock, policy: str) -> None:
+        """`policy`: name of the eviction policy of L1."""
+        self._counters = counters
+        self._clock = clock
+        self._policy = policy
+        # Not plain dicts, which find their first item only by stepping over all items deleted before it.
+        self.notes: OrderedDict[bytes, KeyNote] = OrderedDict()
+        self._note_before = KeyNote(MissReason.UNKNOWN_KEY, "", 0)
+        self._has_forgotten = False
+        self._probes: OrderedDict[tuple[str, bytes], dict[bytes, tuple[LayoutIdentity, RequestIdentity]]] = (
+            OrderedDict()
+        )
+        self.lookups: deque[Explained] = deque(maxlen=MAX_LOOKUPS)
+        self.avoided_s = 0.0
+        """Seconds of computing that hits have saved."""
+        self.computed = Pace()
+        """Of all engines."""
+        self._computing: OrderedDict[bytes, Computing] = OrderedDict()
+        """By the storage key of the prompt's last chunk."""
+        self._paces: OrderedDict[LayoutIdentity, Pace] = OrderedDict()
+
+    # --- chunks, by storage key -----------------------------------------------------------------------------
+
+    def note_of(self, key: bytes) -> KeyNote | None:
+        """The last event of an absent key; None if nothing is known of it."""
+        return self.notes.get(key[:_TAG_BYTES])
+
+    def committed(self, engine: EngineUse, keys: Sequence[bytes]) -> None:
+        """Note that an engine's chunks became visible."""
+        self._stored(keys)
+        self._counters.committed_chunks += len(keys)
+        engine.stored_records += len(keys)
+        if not self._computing:
+            return
+        now_s = self._clock.monotonic_s()
+        for key in keys:
+            prompt = self._computing.pop(key, None)
+            if prompt is None:
+                continue
+            seconds = max(0.0, now_s - max(prompt.since_s, prompt.engine.counted_until_s))
+            prompt.engine.counted_until_s = now_s
+            for pace in (prompt.pace, self.computed):
+                pace.seconds += seconds
+                pace.chunks += prompt.chunks
+
+    def refused(self, key: bytes, word: str) -> None:
+        """Note that a reserve of this chunk was refused; `word` says why."""
+        self._note(key, MissReason.REFUSED, with_advice(word), self._clock.unix_ms())
+
+    def put_skipped(self, key: bytes, reason: str) -> None:
+        """Note that a tier did not get this chunk."""
+        self._counters.put_skipped.add_foreign(reason)
+        self._note(key, MissReason.PUT_SKIPPED, reason, self._clock.unix_ms())
+
+    def dropped(self, tier: str, key: bytes) -> None:
+        """Note that a tier dropped this chunk to stay below its cap."""
+        self._note(key, MissReason.EVICTED, f"the cap of {tier}", self._clock.unix_ms())
+
+    def left_l1(self, key: bytes, kind: int, now_ms: int) -> None:
+        """Note that this chunk left L1; `kind` is the kind of the pool's event."""
+        known = self.note_of(key)
+        # A chunk that was not put is missed for that reason: with the put it would be in L2.
+        if known is None or known.reason is not MissReason.PUT_SKIPPED:
+            self._note(key, MissReason.EVICTED, _LEFT_BY.get(kind, self._policy), now_ms)
+
+    def corrupt(self, key: bytes, now_ms: int) -> None:
+        """Note that the checksum of this chunk is wrong."""
+        self._note(key, MissReason.CORRUPT, "checksum differs", now_ms)
+
+    def inserted(self, key: bytes) -> None:
+        """Note that this chunk entered L1."""
+        known = self.note_of(key)  # a put may have been skipped after the commit that this event reports
+        if known is not None and known.reason is not MissReason.PUT_SKIPPED:
+            self._stored([key])
+
+    def events_lost(self) -> None:
+        """Note that the pool dropped events before they were read: from now on, a missing note proves nothing."""
+        self._has_forgotten = True
+
+    def _note(self, key: bytes, reason: MissReason, detail: str, unix_ms: int) -> None:
+        """Note an event of this key, in place of an older note."""
+        tag = key[:_TAG_BYTES]
+        note = KeyNote(reason, detail[:MAX_DETAIL_CHARS], unix_ms)
+        if note != self._note_before:
+            self._note_before = note  # chunks that were evicted together share one note
+        self.notes[tag] = self._note_before
+        self.notes.move_to_end(tag)
+        if len(self.notes) > MAX_NOTES:
+            self.notes.popitem(last=False)
+            self._has_forgotten = True
+
+    def _stored(self, keys: Sequence[bytes]) -> None:
+        if self.notes:
+            for key in keys:
+                self.notes.pop(key[:_TAG_BYTES], None)
+
+    # --- identities -----------------------------------------------------------------------------------------
+
+    def stored_under(
+        self, probe: bytes, root: bytes, layout: LayoutIdentity, request: RequestIdentity
+    ) -> None:
+        """Note that a prompt with this probe was stored under this identity."""
+        if not probe:
+            return
+        known = self._probes.setdefault((request.tenant, probe), {})
+        known.pop(root, None)
+        known[root] = (layout, request)
+        if len(known) > MAX_IDENTITIES_PER_PROBE:
+            del known[next(iter(known))]
+        if len(self._probes) > MAX_PROBES:
+            self._probes.popitem(last=False)
+
+    def _difference(self, probe: bytes, root: bytes, layout: LayoutIdentity, request: RequestIdentity) -> str:
+        """The first field in which the newest other identity with the same tokens differs, with that identity's value.
+
+        A salt is secret, so its value is left out.  Empty if no prompt with these tokens was stored under another
+        identity of this tenant.
+        """
+        known = self._probes.get((request.tenant, probe), {}) if probe else {}
+        for other_root in reversed(known):
+            if other_root != root:
+                other_layout, other_request = known[other_root]
+                for ours, theirs in ((layout, other_layout), (request, other_request)):
+                    for name in ours.__struct_fields__:
+                        if getattr(ours, name) != getattr(theirs, name):
+                            shown = "" if name == "salt" else str(getattr(theirs, name))
+                            return f"{name}: stored with {shown!r}" if shown else name
+                return ""
+        return ""
+
+    # --- lookups --------------------------------------------------------------------------------------------
+
+    def why(
+        self,
+        key: bytes,
+        *,
+        first: bool,
+        probe: bytes,
+        root: bytes,
+        layout: LayoutIdentity,
+        request: RequestIdentity,
+        in_flight: bool,
+    ) -> tuple[MissReason, str]:
+        """The reason why a chunk that a lookup named is absent, and a detail.
+
+        `key`: the storage key of the chunk's first missing slice; `first`: the chunk is the prompt's first;
+        `in_flight`: a process is writing or loading the chunk now.
+        """
+        note, has_forgotten = self.note_of(key), self._has_forgotten
+        if note is None:
+            self._note(key, MissReason.NEVER_STORED, "", self._clock.unix_ms())
+        if in_flight:
+            return MissReason.IN_FLIGHT, "being stored or loaded"
+        unknown = note is None or note.reason is MissReason.NEVER_STORED
+        if first and unknown and (difference := self._difference(probe, root, layout, request)):
+            return MissReason.IDENTITY_DIFFERS, difference
+        if note is None and has_forgotten:
+            return MissReason.FORGOTTEN, "the memory of absent keys has overflowed"
+        if note is None:
+            return MissReason.UNKNOWN_KEY, "this server has not seen this chunk's key before"
+        if note.reason is MissReason.EVICTED:
+            return MissReason.EVICTED, f"by {note.detail or self._policy} at {note.unix_ms} (unix ms)"
+        if note.reason is MissReason.NEVER_STORED:
+            return MissReason.NEVER_STORED, "asked for before, never stored since"
+        return note.reason, note.detail
+
+    def looked_up(
+        self, engine: EngineUse, layout: LayoutIdentity, tenant: int, last_key: bytes, found: Explained
+    ) -> None:
+        """Count and remember a lookup. `last_key`: a storage key of its last chunk, if that was not found."""
+        counters = self._counters
+        counters.lookup_chunks += found.chunks
+        counters.l1_hit_chunks += found.l1_chunks
+        counters.l2_hit_chunks += found.l2_chunks
+        if (of_tenant := counters.tenants.get(tenant)) is not None:
+            of_tenant.asked += found.chunks
+            of_tenant.found["l1"] += found.l1_chunks
+            of_tenant.found["l2"] += found.l2_chunks
+        if found.reason:
+            counters.first_miss_reasons[found.reason] += 1
+        self.lookups.append(found)
+        pace = self._paces.get(layout)
+        if pace is None:
+            pace = self._paces[layout] = Pace()
+            if len(self._paces) > MAX_LAYOUTS:
+                self._paces.popitem(last=False)
+        avoided_s = found.served_chunks * pace.chunk_s
+        self.avoided_s += avoided_s
+        engine.avoided_s += avoided_s
+        engine.lookups += 1
+        engine.lookup_chunks += found.chunks
+        engine.hit_chunks += found.served_chunks
+        if found.served_chunks < found.chunks and last_key:
+            missing = found.chunks - found.served_chunks
+            self._computing[last_key] = Computing(engine, pace, missing, self._clock.monotonic_s())
+            self._computing.move_to_end(last_key)
+            if len(self._computing) > MAX_COMPUTING:
+                self._computing.popitem(last=False)
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """The document of one request's lookups, oldest first.
+
+        `request_id` is the engine's id of the request, or the id that the API's client saw. (vLLM appends `-RANDOM` to
+        the latter, or `-NUMBER-RANDOM` for a completion.) Raises BadRequest if several of the engine's ids begin with
+        it.
+        """
+        names = {lookup.request_id for lookup in self.lookups}
+        if request_id not in names:
+            longer = sorted(name for name in names if name.startswith(f"{request_id}-"))
+            if len(longer) > 1:
+                more = f" and {len(longer) - MAX_LISTED_IDS} more" if len(longer) > MAX_LISTED_IDS else ""
+                raise BadRequest(
+                    f"request_id: {len(longer)} recent requests begin with {request_id!r:.80}: "
+                    f"{', '.join(longer[:MAX_LISTED_IDS])}{more}; give one of these ids",
+                    field="request_id",
+                )
+            request_id = longer[0] if longer else request_id
+        found = [_document(lookup) for lookup in self.lookups if lookup.request_id == request_id]
+        return {"request_id": request_id, "known": bool(found), "lookups": found}
+
+    def recent(self, count: int) -> list[dict[str, Any]]:
+        """Documents of the newest lookups, newest first."""
+        return [_document(lookup) for lookup in list(self.lookups)[::-1][:count]]
+
+
+def _document(lookup: Explained) -> dict[str, Any]:
+    first_miss = {
+        "chunk": lookup.served_chunks,
+        "reason": lookup.reason,
+        "detail": lookup.detail,
+        "storage_key": lookup.missing_key.hex(),
+    }
+    return {
+        "request_id": lookup.request_id,
+        "tenant": lookup.tenant,
+        "identity": lookup.root.hex(),
+        "unix_ms": lookup.unix_ms,
+        "duration_ms": round(lookup.duration_ms, 3),
+        "chunks": lookup.chunks,
+        "hits": {"l1": lookup.l1_chunks, "l2": lookup.l2_chunks, "served": lookup.served_chunks},
+        "first_miss": first_miss if lookup.reason else None,
+    }
