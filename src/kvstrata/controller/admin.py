@@ -38,9 +38,9 @@ from kvstrata.rpc.cluster_wire import CommandKind
 if TYPE_CHECKING:
     from kvstrata.controller.cluster import Cluster
     from kvstrata.controller.member import Issued
+    from kvstrata.controller.metrics import Surroundings
     from kvstrata.controller.operations import Operations
     from kvstrata.controller.prompts import Named
-    from kvstrata.controller.surroundings import Surroundings
 
 MAX_TOKENS = 1_048_576
 MAX_EVENTS = 1_000

@@ -5,16 +5,32 @@ All values of labels are in the code, except names of instances, which MAX_INSTA
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.member import SHOWN_STATES, MemberState
-from kvstrata.controller.surroundings import Surroundings
+from kvstrata.controller.sockets import Sockets
 from kvstrata.observability.logging import LogNumbers
 from kvstrata.observability.numbers import Numbers, counter, gauge
+from kvstrata.process.keeper import Restarts
 from kvstrata.process.lifecycle import ProcessNumbers
 
+if TYPE_CHECKING:
+    from kvstrata.controller.snapshot import Snapshots
+
 PREFIX = "controller"
+
+
+class Surroundings(NamedTuple):
+    """Facts and counts of one controller process."""
+
+    sockets: Sockets
+    http: Callable[[], Iterable[Numbers]]
+    """The numbers of the HTTP port."""
+    snapshots: Snapshots | None
+    restarts: Restarts
+    """Restarts of this process by its keeper."""
 
 
 class ClusterNumbers(Numbers):

@@ -29,13 +29,12 @@ from kvstrata.controller.admin import OPERATIONS, Admin
 from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.dashboard_files import DashboardFiles
-from kvstrata.controller.metrics import sections
+from kvstrata.controller.metrics import Surroundings, sections
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.snapshot import Snapshots
 from kvstrata.controller.sockets import Sockets, zmq_host, zmq_host_setting
-from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError, install
 from kvstrata.observability.logging import EventLog, current_level, set_level
 from kvstrata.observability.page import Pages

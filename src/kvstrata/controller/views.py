@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.controller.gateways import Gateway
     from kvstrata.controller.history import Happened
     from kvstrata.controller.lookups import Place
+    from kvstrata.controller.metrics import Surroundings
     from kvstrata.controller.operations import Placement
     from kvstrata.controller.orders import Pin
-    from kvstrata.controller.surroundings import Surroundings
 
 Body = dict[str, Any]
 

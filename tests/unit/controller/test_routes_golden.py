@@ -21,10 +21,9 @@ from kvstrata.config.common_model import ListenSettings
 from kvstrata.controller.admin import LOGIN, OPERATIONS, Admin
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.dashboard_files import DashboardFiles
-from kvstrata.controller.metrics import sections
+from kvstrata.controller.metrics import Surroundings, sections
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.process import PUBLIC
-from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import Unavailable
 from kvstrata.observability.explain import Explained
 from kvstrata.observability.logging import EventLog
