@@ -19,7 +19,7 @@ from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, SECTIONS, chain
 SOURCES = str(kvstrata.__path__[0])
 SESSION = b"one engine".ljust(16, b".")
 CHUNKS = 4
-LIMITS = {"store": (13, 68), "lookup": (12, 50), "release": (6, 18)}
+LIMITS = {"store": (10, 47), "lookup": (11, 45), "release": (6, 17)}
 """Files and calls of each walk."""
 
 
