@@ -1,17 +1,21 @@
 """The files and Python calls that a store, a lookup and a release take in the server must not grow.
 
-Counted in process and without a transport, from the frame of each request to its reply.  A change that makes a walk
-shorter lowers its numbers here.
+Counted in process and without a transport, from the frame of each request to its reply; a store with a disk tier, until
+the chunks are on the disk.  A change that makes a walk shorter lowers its numbers here.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import FrameType
 
 import kvstrata
 from kvstrata.native.core import RecordSpec, seal_record, storage_keys
 from kvstrata.rpc import wire
+from kvstrata.storage.base import AdapterContext
+from kvstrata.storage.config import configure_tier
+from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import KEY_BYTES, unpack_extents
 from tests.harness.instance_in_process import InstanceInProcess, Said, said
 from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, SECTIONS, chain_of, keys_of, part
@@ -21,6 +25,8 @@ SESSION = b"one engine".ljust(16, b".")
 CHUNKS = 4
 LIMITS = {"store": (10, 47), "lookup": (11, 45), "release": (6, 17)}
 """Files and calls of each walk."""
+DISK_LIMITS = {"store": (18, 200), "lookup": (35, 430)}
+"""The same with a disk tier: a store that is put to it, and a lookup that loads from it."""
 
 
 class Walk:
@@ -53,34 +59,47 @@ def answered(server: InstanceInProcess, message: Said, walk: Walk) -> wire.AnyRe
     return wire.decode_reply(frame)
 
 
-def walks() -> dict[str, Walk]:
-    """Do each walk three times, and return those of the last time."""
+def store(server: InstanceInProcess, turn: int, identity: wire.IdentifyReply, walk: Walk) -> bytes:
+    """Store CHUNKS chunks; returns their chain keys."""
+    number, digest, seq = identity.identity_id, part().digest(), 10 * (turn + 1)
+    chain = chain_of(identity.root, CHUNKS, 1000 * turn)
+    reserve = said(SESSION, wire.Reserve(seq, 1000, number, b"", chain, RECORD_BYTES))
+    reply = answered(server, reserve, walk)
+    assert isinstance(reply, wire.ReserveReply), reply
+    parent = bytes(KEY_BYTES)
+    for key, extent in zip(keys_of(chain), unpack_extents(reply.extents), strict=True):
+        spec = RecordSpec(
+            storage_keys(identity.root, key, digest), identity.root, digest, parent, CHUNK_TOKENS
+        )
+        seal_record(server.pool.extents_address + extent.offset_bytes, extent.length_bytes, spec, SECTIONS)
+        parent = spec.key
+    return chain
+
+
+def commit(turn: int) -> Said:
+    seq = 10 * (turn + 1)
+    return said(SESSION, wire.Commit(seq + 1, seq, list(range(CHUNKS))))
+
+
+def attached() -> tuple[InstanceInProcess, wire.IdentifyReply]:
+    """An instance with one engine, and the engine's identity."""
     server = InstanceInProcess()
     server.attach(SESSION, b"group".ljust(16, b"."))
     [identity] = server.feed(said(SESSION, wire.Identify(1, wire.RequestIdentity())))
     assert isinstance(identity, wire.IdentifyReply)
-    number, digest = identity.identity_id, part().digest()
+    return server, identity
+
+
+def walks() -> dict[str, Walk]:
+    """Do each walk three times, and return those of the last time."""
+    server, identity = attached()
     for turn in range(3):
-        found = {name: Walk() for name in LIMITS}
-        seq = 10 * (turn + 1)
-        chain = chain_of(identity.root, CHUNKS, 1000 * turn)
-        reserve = said(SESSION, wire.Reserve(seq, 1000, number, b"", chain, RECORD_BYTES))
-        reply = answered(server, reserve, found["store"])
-        assert isinstance(reply, wire.ReserveReply), reply
-        parent = bytes(KEY_BYTES)
-        for key, extent in zip(keys_of(chain), unpack_extents(reply.extents), strict=True):
-            spec = RecordSpec(
-                storage_keys(identity.root, key, digest), identity.root, digest, parent, CHUNK_TOKENS
-            )
-            seal_record(
-                server.pool.extents_address + extent.offset_bytes, extent.length_bytes, spec, SECTIONS
-            )
-            parent = spec.key
-        commit = said(SESSION, wire.Commit(seq + 1, seq, list(range(CHUNKS))))
-        done = answered(server, commit, found["store"])
+        found, seq = {name: Walk() for name in LIMITS}, 10 * (turn + 1)
+        chain = store(server, turn, identity, found["store"])
+        done = answered(server, commit(turn), found["store"])
         assert isinstance(done, wire.CommitReply) and not any(done.outcomes), done
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-        lookup = said(SESSION, wire.Lookup(seq + 2, 1000, number, "request", groups))
+        lookup = said(SESSION, wire.Lookup(seq + 2, 1000, identity.identity_id, "request", groups))
         hit = answered(server, lookup, found["lookup"])
         assert isinstance(hit, wire.LookupReply) and hit.n_chunks == CHUNKS, hit
         release = said(SESSION, wire.Release(seq + 3, [(SESSION, seq + 2)]))
@@ -90,11 +109,51 @@ def walks() -> dict[str, Walk]:
     return found
 
 
-def test_no_walk_takes_more_files_or_calls_than_before() -> None:
-    found = {name: (len(walk.files), walk.calls) for name, walk in walks().items()}
-    grown = {
-        name: taken
-        for name, taken in found.items()
-        if taken[0] > LIMITS[name][0] or taken[1] > LIMITS[name][1]
+def disk_walks(folder: Path) -> dict[str, Walk]:
+    """As `walks`, with a disk tier: each store is put to it, and each lookup finds its chunks there only."""
+    server, identity = attached()
+    parts, run = server.parts, server.loop.run_until_complete
+    config = configure_tier({"type": "disk", "base_path": str(folder), "capacity_gb": 1}, 0)
+    tier = Tier(config, limits_of(config, server.pool.extents_bytes), parts.clock)
+    context = AdapterContext(
+        "walks", parts.clock, server.pool.extents_address, server.pool.extents_bytes, lambda key: None
+    )
+    run(parts.tiers.open(tier, context, must=True))
+    for turn in range(3):
+        found = {name: Walk() for name in DISK_LIMITS}
+        chain = store(server, turn, identity, found["store"])
+        with found["store"]:
+            [done] = server.feed(commit(turn))
+            run(parts.store.idle())
+        assert isinstance(done, wire.CommitReply) and not any(done.outcomes), done
+        keys = storage_keys(identity.root, chain, part().digest())
+        assert run(tier.usage()).records == CHUNKS * (turn + 1)
+        for key in reversed(list(keys_of(keys))):
+            assert server.pool.remove(key)
+        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+        lookup = wire.Lookup(10 * turn + 12, 60_000, identity.identity_id, "request", groups)
+        with found["lookup"]:
+            [hit] = server.feed(said(SESSION, lookup))
+        assert isinstance(hit, wire.LookupReply) and hit.n_chunks == CHUNKS, hit
+    run(parts.prefetch.idle())
+    run(parts.tiers.close())
+    server.close()
+    return found
+
+
+def grown(found: dict[str, Walk], limits: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """The walks that take more than their limits."""
+    taken = {name: (len(walk.files), walk.calls) for name, walk in found.items()}
+    return {
+        name: (files, calls)
+        for name, (files, calls) in taken.items()
+        if files > limits[name][0] or calls > limits[name][1]
     }
-    assert not grown, f"{found}, limits {LIMITS}"
+
+
+def test_no_walk_takes_more_files_or_calls_than_before() -> None:
+    assert not grown(walks(), LIMITS)
+
+
+def test_no_walk_to_a_disk_tier_takes_more_files_or_calls_than_before(tmp_path: Path) -> None:
+    assert not grown(disk_walks(tmp_path), DISK_LIMITS)
