@@ -37,7 +37,7 @@ from benchmarks.common import (
 )
 from benchmarks.echo import ThreadedAsker, echo_server
 from benchmarks.raw_session import RawSession, status
-from kvstrata.memory.memory_limit import available_bytes
+from kvstrata.memory.segment_settings import available_bytes
 from kvstrata.session.plain import PlainConnection
 from kvstrata.types import EXTENT, LayoutIdentity, RequestIdentity
 from tests.harness.blocks import PagedBlocks

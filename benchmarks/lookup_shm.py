@@ -24,9 +24,9 @@ from benchmarks.common import compared, median_spread, percentile, sized
 from kvstrata.client import CacheClient, Identity
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.keys import ChunkHasher
-from kvstrata.memory.attach.client import Attachment, LockHolder
 from kvstrata.native.core import IndexReader, Pool
-from kvstrata.rpc.attach_wire import AttachReply
+from kvstrata.rpc.wire import AttachReply
+from kvstrata.session.attach import Attachment, LockHolder
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
 CHUNKS = 512

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import wait_until
-from kvstrata.memory.attach.client import attach, process_locks
-from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc import wire
+from kvstrata.session.attach import attach, process_locks
 from kvstrata.session.plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
@@ -24,7 +24,7 @@ class RawSession:
     ) -> None:
         self.session = secrets.token_bytes(wire.SESSION_BYTES)
         self.last_seq = 0
-        request = attach_wire.AttachRequest(
+        request = wire.AttachRequest(
             protocol=wire.PROTOCOL_VERSION,
             session=self.session,
             group=secrets.token_bytes(wire.SESSION_BYTES),

@@ -31,7 +31,6 @@ import msgspec
 from kvstrata.client import LoadItem, LoadJob, LookupCall, StoreJob
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory import linux
-from kvstrata.memory.attach.client import LockHolder
 from kvstrata.native.core import storage_keys
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.keeper import NOT_RESTARTED
@@ -39,6 +38,7 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
 from kvstrata.server.plan import Plan, plan
+from kvstrata.session.attach import LockHolder
 from kvstrata.types import KEY_BYTES, Role
 from tests.harness import played
 from tests.harness.amount import amount
@@ -75,7 +75,7 @@ class Engine(CacheEngine):
         super().__init__(server.folder, block_bytes=more.pop("block_bytes", 256), num_blocks=128, **more)
         self.link: PlayedLink = self.client._link  # type: ignore[assignment]
         self.copies: Copies = self.client._copier._engine  # type: ignore[assignment]
-        self.client._upkeep.drained = Drained()
+        self.client.drained = Drained()
         self.requests = self._requests = itertools.count(1_000_000 * len(world.engines))
         """Numbers of its lookups' requests."""
         self._free = [range(at, at + BLOCKS_PER_CHUNK) for at in range(0, 126, BLOCKS_PER_CHUNK)]
@@ -278,7 +278,7 @@ class Server:
         shell = Shell(self.loop, self._supervisor, self._closers, log, NOT_RESTARTED, started_s)
         self.instance = self.run(open_instance(self._plan, shell))
         parts = self.parts
-        self.run(self.instance.attach.start(self.instance.requests.on_frame))
+        self.run(self.instance.attach.start(self.instance.parts.requests.on_frame))
         parts.pool.heartbeat()
         self._supervisor.spawn(heartbeat(parts.pool, parts.events), "heartbeat")
         self._supervisor.spawn(self.instance.housekeeping.run(), "housekeeping")

@@ -20,7 +20,6 @@ from kvstrata.gateway.controllers.asking import Controllers
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.metrics import Glance, PartNumbers
 from kvstrata.gateway.tokens.source import Tokens
-from kvstrata.memory.attach.server import AttachServer, Traffic
 from kvstrata.observability.logging import LogNumbers
 from kvstrata.observability.numbers import Numbers
 from kvstrata.observability.page import Family, families
@@ -32,6 +31,7 @@ from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.status import InstanceNumbers, PoolNumbers, SessionNumbers
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.listener import AttachServer, Traffic
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.storage.config import StorePolicy
 from kvstrata.tiers.puts import StoreController

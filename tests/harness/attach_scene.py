@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.rpc.attach_wire import AttachReply
+from kvstrata.rpc.wire import AttachReply
 from tests.harness.attach_server import Place
 from tests.harness.attach_worker import make_request
 from tests.harness.cache_engine import eventually

@@ -25,12 +25,12 @@ import uvloop
 from kvstrata import failpoints
 from kvstrata.errors import NotPermitted, Refused
 from kvstrata.memory import linux
-from kvstrata.memory.attach.row import SessionRow
-from kvstrata.memory.attach.server import AttachLimits, AttachServer
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.rpc import wire
-from kvstrata.rpc.attach_wire import AttachRequest
+from kvstrata.rpc.wire import AttachRequest
+from kvstrata.server.listener import AttachLimits, AttachServer
+from kvstrata.server.rows import SessionRow
 from kvstrata.types import unpack_extents
 from tests.harness.child import Child, answer, tell
 from tests.harness.open_files import open_files
@@ -91,7 +91,7 @@ class Handlers:
     def stranded(self) -> list[dict[str, Any]]:
         return [
             {"row": one.seen.row, "session": encode(one.seen.session), "kept_bytes": one.kept_bytes}
-            for one in self._attach.stranded()
+            for one in self._attach.rows.stranded()
         ]
 
     def clear_stranded(self, sessions: list[str] | None) -> None:
@@ -100,7 +100,7 @@ class Handlers:
 
         async def clear() -> None:
             try:
-                cleared = await self._attach.clear_stranded(chosen)
+                cleared = await self._attach.rows.clear_stranded(chosen)
             except KeyError:
                 tell("cleared", rows=None)
             else:

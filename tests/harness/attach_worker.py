@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.memory import linux
-from kvstrata.memory.attach.client import Attachment, attach, process_locks
 from kvstrata.native.core import ExtentsMap
-from kvstrata.rpc.attach_wire import AttachRequest
-from kvstrata.rpc.wire import PROTOCOL_VERSION
+from kvstrata.rpc.wire import PROTOCOL_VERSION, AttachRequest
+from kvstrata.session.attach import Attachment, attach, process_locks
 from kvstrata.types import LayoutIdentity, Role, Slice, facts_digest
 from tests.harness.attach_server import decode, encode
 from tests.harness.child import serve

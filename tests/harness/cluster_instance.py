@@ -18,8 +18,8 @@ import zmq
 
 from kvstrata.native.core import crc32c
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.cluster_fields import KvKind
-from kvstrata.rpc.shared_key import SharedKey
+from kvstrata.rpc.cluster_wire import KvKind
+from kvstrata.rpc.zmq_curve import SharedKey
 
 KEYS: defaultdict[str, tuple[bytes, bytes]] = defaultdict(zmq.curve_keypair)
 """Public and secret key of each instance id, which every process of the instance keeps."""

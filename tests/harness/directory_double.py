@@ -7,8 +7,16 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from kvstrata.rpc.cluster_fields import ClusterReply
-from kvstrata.rpc.cluster_wire import REPLY_REQUESTS, Failure, Owner, Where, WhereReply, encode, tags_of
+from kvstrata.rpc.cluster_wire import (
+    REPLY_REQUESTS,
+    ClusterReply,
+    Failure,
+    Owner,
+    Where,
+    WhereReply,
+    encode,
+    tags_of,
+)
 from kvstrata.rpc.zmq_curve import OPEN, CurveKeys
 from kvstrata.rpc.zmq_server import Address, ZmqServer
 

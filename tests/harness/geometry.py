@@ -12,8 +12,7 @@ from pathlib import Path
 from kvstrata.client import CacheClient, LoadItem, StoreJob
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.groups import whole_group
-from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
-from kvstrata.connectors.vllm.layer_kinds import LayerKind
+from kvstrata.connectors.vllm.kv_view import Heads, KvView, LayerKind, build_view
 from kvstrata.keys import ChunkHasher
 from kvstrata.native import core
 from kvstrata.types import RequestIdentity, Role, unpack_extents

@@ -20,8 +20,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kvstrata.connectors.vllm.groups import whole_group
-from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
-from kvstrata.connectors.vllm.layer_kinds import LayerKind
+from kvstrata.connectors.vllm.kv_view import Heads, KvView, LayerKind, build_view
 from kvstrata.native import core
 from tests.harness.cuda_driver import SimulatedGpu
 

@@ -13,16 +13,15 @@ import msgspec
 
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
-from kvstrata.memory.attach.row import SessionRow
 from kvstrata.native.core import Pool, RecordSpec, seal_record, storage_keys
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc import wire
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.processes import Lease, Reservation, TenantTokens
-from kvstrata.server.requests.hooks import Hooks
 from kvstrata.server.requests.requests import Requests
+from kvstrata.server.rows import SessionRow
 from kvstrata.tiers.set import TierSet
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
@@ -112,7 +111,6 @@ class InstanceInProcess:
         parts = copy.copy(self.parts)
         vars(parts).update(l2)
         self.requests = Requests(parts)
-        self.hooks = Hooks(self.parts, self.requests)
 
     def status(self) -> dict[str, Any]:
         """Return the status document."""
@@ -130,7 +128,7 @@ class InstanceInProcess:
     ) -> None:
         """Attach a session as a handshake on the attach socket would. `pid` 0: of this process."""
         pid = pid or os.getpid()
-        request = attach_wire.AttachRequest(
+        request = wire.AttachRequest(
             protocol=wire.PROTOCOL_VERSION,
             session=session,
             group=group,
@@ -140,17 +138,17 @@ class InstanceInProcess:
             slice=None if role is Role.SCHEDULER else part(),
             facts=None if role is Role.SCHEDULER else FACTS,
         )
-        self.hooks.admit(request)
+        self.parts.hooks.admit(request)
         row = self.pool.claim_row(session, group, pid)
         seen = SessionRow(row=row, session=session, group=group, pid=pid, request=request, tenants=tenants)
         self._rows[session] = seen
-        self.hooks.on_attached(seen)
+        self.parts.hooks.on_attached(seen)
 
     def gone(self, session: bytes) -> None:
         """End a session as the death of its process would."""
         seen = self._rows.pop(session)
         self.lines.pop(session, None)
-        self.loop.run_until_complete(self.hooks.on_gone(seen))
+        self.loop.run_until_complete(self.parts.hooks.on_gone(seen))
         self.pool.row_gone(seen.row)
 
     def line(self, session: bytes) -> Line:

@@ -284,7 +284,7 @@ def played() -> Iterator[None]:
             if name.startswith("kvstrata.") and getattr(module, "time", None) is time:
                 patch.setattr(module, "time", _Time())
         patch.setattr(kvstrata.process.supervisor, "threading", _AtOnce)
-        patch.setattr(kvstrata.memory.attach.client, "socket", _Sockets())
+        patch.setattr(kvstrata.session.attach, "socket", _Sockets())
         patch.setattr(kvstrata.client.link, "process_locks", lambda: playing.attaching.locks)
         patch.setattr(kvstrata.client.client, "Link", PlayedLink)
         patch.setattr(kvstrata.client.client, "CopyEngine", Copies)

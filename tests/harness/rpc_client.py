@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
-from kvstrata.memory.attach.client import Attachment, attach, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.native.core import ExtentsMap, RecordSpec, chain_keys, record_bytes, seal_record, storage_keys
-from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc import wire
+from kvstrata.session.attach import Attachment, attach, process_locks
 from kvstrata.session.zmtp import Connection
 from kvstrata.types import (
     KEY_BYTES,
@@ -108,7 +108,7 @@ class RpcClient:
         self.detach()
         self.attachment = attach(
             self.socket_dir,
-            attach_wire.AttachRequest(
+            wire.AttachRequest(
                 protocol=wire.PROTOCOL_VERSION,
                 session=self.session,
                 group=self.group,

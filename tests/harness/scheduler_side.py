@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from kvstrata.client.handles import LookupCall, LookupResult
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
@@ -242,13 +243,15 @@ def make_side(client=None, clock=None, world_size=1, **changes):
     options = {"chunk_size": CHUNK, "save_unfull_chunk": False} | changes.pop("settings", {})
     changes.setdefault("weights", weights_without_digests())
     return SchedulerSide(
-        client or FakeClient(),
-        ClientSettings(**options),
-        groups=changes.pop("groups", [whole_group(BLOCK, CHUNK)]),
-        chunk_bytes=100,
-        world_size=world_size,
-        now=clock or Clock(),
-        **changes,
+        Engine(
+            client or FakeClient(),
+            ClientSettings(**options),
+            changes.pop("groups", [whole_group(BLOCK, CHUNK)]),
+            100,
+            world_size,
+            now=clock or Clock(),
+            **changes,
+        )
     )
 
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-import kvstrata.memory.attach.server as listener
+import kvstrata.server.listener as listener
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.rpc import wire
 from kvstrata.session.zmtp import Codec, header

@@ -19,8 +19,8 @@ FLOORS = (
     ("testing",),
     ("tiers",),
     ("storage",),
-    ("memory",),
     ("session",),
+    ("memory",),
     ("rpc",),
     ("process",),
     ("observability", "policy"),
@@ -80,16 +80,26 @@ def room(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
-GRAPH = {
-    name: {
-        (target, line) for target, line in imports(name) if target.split(".")[0] == PACKAGE and target != name
+def graph(*, when_run: bool) -> dict[str, set[tuple[str, int]]]:
+    """(Module, line) of each module of the package that a module imports."""
+    return {
+        name: {
+            (target, line)
+            for target, line in imports(name, when_run=when_run)
+            if target.split(".")[0] == PACKAGE and target != name
+        }
+        for name in MODULES
     }
-    for name in MODULES
-}
+
+
+GRAPH, RUN = graph(when_run=False), graph(when_run=True)
 
 
 def circles() -> list[list[str]]:
-    """Groups of modules that import each other, each sorted (Tarjan's strongly connected components)."""
+    """Groups of modules that import each other, each sorted (Tarjan's strongly connected components).
+
+    A name that only type checkers read makes no circle: a part may name the type of what it is a part of.
+    """
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -98,8 +108,8 @@ def circles() -> list[list[str]]:
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
         stack.append(name)
-        for target, _ in GRAPH[name]:
-            if target not in GRAPH:
+        for target, _ in RUN[name]:
+            if target not in RUN:
                 continue
             if target not in index:
                 visit(target)
@@ -112,7 +122,7 @@ def circles() -> list[list[str]]:
             if len(group) > 1:
                 found.append(sorted(group))
 
-    for name in GRAPH:
+    for name in RUN:
         if name not in index:
             visit(name)
     return sorted(found)

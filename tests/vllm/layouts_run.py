@@ -32,11 +32,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvstrata.connectors.vllm.build import layers_ask
 from kvstrata.connectors.vllm.groups import read_groups
-from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, chunk_bytes
-from kvstrata.connectors.vllm.layer_kinds import layer_kinds
+from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, chunk_bytes, layer_kinds
 from kvstrata.keys.recut import Part, plan_recut
 from kvstrata.native.core import CopyEngine, RecordSpec, buffer_address, record_header
-from kvstrata.server.recuts.record import Place, recut_records
+from kvstrata.server.recuts.recuts import Place, recut_records
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups

@@ -230,7 +230,6 @@ def worker_connector(config: VllmConfig, copies: Copies, *, windows: bool = Fals
             GroupSide(client, copies, slice_digest=SLICE, record_blocks=group.record_blocks)
             for group in connector._setup.groups
         ],
-        make_item=LoadItem,
         by_request=windows,
         weights=weights,
         adapters=adapters,

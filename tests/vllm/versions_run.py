@@ -46,15 +46,13 @@ import kvstrata.connectors.vllm as package
 from kvstrata.config.lmcache import CONNECTORS
 from kvstrata.connectors import boundary
 from kvstrata.connectors.vllm import build
-from kvstrata.connectors.vllm.adapters import LoadedAdapters
 from kvstrata.connectors.vllm.compat.contract import NEEDED, missing_names
 from kvstrata.connectors.vllm.compat.packing import arrangement_namer
 from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
-from kvstrata.connectors.vllm.engine_facts import HARMLESS, engine_facts, section_facts
-from kvstrata.connectors.vllm.identity import layout_identity
+from kvstrata.connectors.vllm.identity import HARMLESS, engine_facts, layout_identity, section_facts
 from kvstrata.connectors.vllm.metadata import StepPlan
-from kvstrata.connectors.vllm.weights import find_runner, loaded_weights
+from kvstrata.connectors.vllm.weights import LoadedAdapters, find_runner, loaded_weights
 from kvstrata.errors import ConfigError
 from tests.vllm import versions_groups, versions_tenants
 from tests.vllm.versions_engine import (

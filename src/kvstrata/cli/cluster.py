@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from kvstrata.cli.boundary import guarded
-from kvstrata.rpc.key_folder import CONTROLLER, KeyFolder
+from kvstrata.rpc.zmq_curve import CONTROLLER, KeyFolder
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ from kvstrata.connectors.settings import load_settings
 from kvstrata.connectors.vllm.compat.contract import TESTED, is_tested
 from kvstrata.errors import KvstrataError
 from kvstrata.memory import linux, paths
-from kvstrata.memory.memory_limit import cgroup_limit_bytes, huge_pages
+from kvstrata.memory.segment_settings import cgroup_limit_bytes, huge_pages
 from kvstrata.types import GB
 
 if TYPE_CHECKING:

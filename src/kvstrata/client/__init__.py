@@ -5,7 +5,6 @@ Importing it imports no torch, no engine and no server code.
 
 from kvstrata.client.client import CacheClient
 from kvstrata.client.handles import (
-    AskedTails,
     LoadItem,
     LoadJob,
     LookupCall,
@@ -16,7 +15,6 @@ from kvstrata.client.handles import (
 from kvstrata.client.identities import Identity
 
 __all__ = [
-    "AskedTails",
     "CacheClient",
     "Identity",
     "LoadItem",

@@ -4,6 +4,9 @@ No method but `close` waits for the server: a method changes shared state, hands
 returns.  Whatever is wrong with the server, a lookup becomes a miss, a store is refused and a load fails its items,
 each within its time.  When the server comes back, the client uses it again by itself.
 
+The client tells its parts in order that a server is attached, heard or lost.  It decides when an old epoch has ended,
+and sends `quiesced` to tell the server that no copy of that epoch runs any more.
+
 Threads: callers (any) · one I/O thread (`kvstrata.client.link`) · native copy threads · short-lived threads that attach
 or map the pool's pages.  In a forked child the client is dead: it refuses every call and touches nothing of the
 parent.
@@ -13,13 +16,17 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import secrets
 import shlex
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from kvstrata.client.copies import (
     BlockCopyEngine,
@@ -28,24 +35,25 @@ from kvstrata.client.copies import (
     DeviceCopyEngine,
     Pages,
     Plan,
+    device_copies,
 )
-from kvstrata.client.handles import AskedTails, LoadItem, LoadJob, LookupCall, StoreJob
+from kvstrata.client.handles import LoadItem, LoadJob, LookupCall, StoreJob
 from kvstrata.client.identities import Identity, IdentityTable
-from kvstrata.client.link import Link
+from kvstrata.client.link import Kind, Link, Pending
 from kvstrata.client.loads import Loads
-from kvstrata.client.lookups import LiveLookups, Lookups
+from kvstrata.client.lookups import Lookups, ReleaseQueue
 from kvstrata.client.pool_view import PoolView
-from kvstrata.client.releases import ReleaseQueue
 from kvstrata.client.stores import StoreQueue
-from kvstrata.client.upkeep import Upkeep
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.private_file import read_token_file
+from kvstrata.errors import KvstrataError, Unavailable
 from kvstrata.keys import ChunkHasher
 from kvstrata.memory.paths import socket_dirs
 from kvstrata.native.core import CopyEngine
 from kvstrata.patience import patience
-from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc import wire
+from kvstrata.session.attach import Attachment
 from kvstrata.types import LayoutIdentity, LeaseName, RequestIdentity, Role, Slice
 
 log = logging.getLogger(__name__)
@@ -77,7 +85,7 @@ class CacheClient:
 
         `slice` is the part that this process reads and writes, None for a scheduler.  `engine` is the copy engine, and
         `pages` prepares the pool's pages for it (the client closes both); by default blocks are in host memory.
-        With `registers_memory` a device may access the pool on behalf of this process, see `attach_wire.AttachRequest`.
+        With `registers_memory` a device may access the pool on behalf of this process, see `wire.AttachRequest`.
         Raises ValueError for invalid arguments and ConfigError for unusable settings; never because of the server.
         """
         if len(group) != wire.SESSION_BYTES:
@@ -86,13 +94,11 @@ class CacheClient:
             raise ValueError(f"engine_slices is {engine_slices}, must be 1 to {wire.MAX_SLICES}")
         if slice is None and role is not Role.SCHEDULER:
             raise ValueError(f"a {role.value} needs the slice that it reads and writes")
-        _token(
-            settings
-        )  # refuses a bad token file now; each attach reads the file again, so that it can be changed
+        _token(settings)  # refuses a bad file now; each attach reads it again, so that it can be changed
         self.session = secrets.token_bytes(wire.SESSION_BYTES)
         self.slice_digest = slice.digest() if slice is not None else b""
         """Digest of the slice that this process reads and writes; b"" for a scheduler."""
-        self._layout = layout
+        self._settings, self._layout = settings, layout
         self._link = link = Link(
             socket_dirs(settings.socket_dir, settings.port),
             self.session,
@@ -103,55 +109,44 @@ class CacheClient:
         self._copier = copier = Copier(engine or CopyEngine(threads=COPY_THREADS))
         self._device = engine if isinstance(engine, DeviceCopyEngine) else None
         self._pages: Pages = pages or PageWarmer()
-        live = LiveLookups(link)
         only = (self.slice_digest,) if slice is not None and engine_slices == 1 else ()
         self._identities = IdentityTable(link, layout, only)
-        self._releases = ReleaseQueue(link, ledger, live.released)
-        self._lookups = Lookups(link, live, self._identities, settings.lookup_timeout_ms)
-        self._loads = Loads(link, self._identities, ledger, copier, self._releases, self.slice_digest)
+        self.lookups = Lookups(link, self._identities, settings.lookup_timeout_ms)
+        self._releases = ReleaseQueue(link, ledger, self.lookups)
+        self.loads = Loads(link, self._identities, ledger, copier, self._releases, self.slice_digest)
         self._stores = StoreQueue(
             link,
             ledger,
             copier,
-            slice_digest=self.slice_digest,
-            chunk_tokens=layout.chunk_tokens,
-            declared=self._identities.declared,
+            self._identities,
+            self.slice_digest,
+            layout.chunk_tokens,
         )
         self.pool = PoolView(link, ledger, self._identities, self._pages if slice is not None else None)
         """Tells which chunks L1 holds now."""
-        self._upkeep = Upkeep(
-            attach_wire.AttachRequest(
-                protocol=wire.PROTOCOL_VERSION,
-                session=self.session,
-                group=group,
-                role=role,
-                layout=layout,
-                engine_slices=engine_slices,
-                slice=slice,
-                facts=facts,
-                registers_memory=registers_memory,
-                engine_url="" if role is Role.WORKER else settings.engine_url,
-            ),
-            lambda: _token(settings),
-            link=link,
-            ledger=ledger,
-            device=self._device,
-            pages=self._pages,
-            live=live,
-            identities=self._identities,
-            releases=self._releases,
-            lookups=self._lookups,
-            loads=self._loads,
-            stores=self._stores,
-            pool=self.pool,
+        self._request = wire.AttachRequest(
+            protocol=wire.PROTOCOL_VERSION,
+            session=self.session,
+            group=group,
+            role=role,
+            layout=layout,
+            engine_slices=engine_slices,
+            slice=slice,
+            facts=facts,
+            registers_memory=registers_memory,
+            engine_url="" if role is Role.WORKER else settings.engine_url,
         )
+        """It lacks the old epoch and the token."""
+        self._must_quiesce = False
+        self.drained = threading.Event()
+        """Set once a closing client has no message left to send and no running copy, or once the link has failed."""
         _clients.add(self)
 
     # Life.
 
     def start(self) -> None:
         """Begin to attach, in the background. Returns at once, also without a server."""
-        self._link.start(self._upkeep, {self._copier.event_fd: self._copier.collect})
+        self._link.start(self, {self._copier.event_fd: self._copier.collect})
 
     def close(self, timeout_s: float | None = None) -> None:
         """End in order: running copies end, commits are answered, the server forgets this process. Idempotent.
@@ -171,8 +166,8 @@ class CacheClient:
             return
         ends_s = time.monotonic() + timeout_s
         self._pages.stop()
-        self._link.post(self._upkeep.close_asking)
-        self._upkeep.drained.wait(0.8 * timeout_s)
+        self._link.post(self._close_asking)
+        self.drained.wait(0.8 * timeout_s)
         quiet = self._ledger.n_running == 0
         self._link.stop(bye=quiet)
         if not self._link.join(max(0.1, ends_s - time.monotonic())) or not quiet:
@@ -234,7 +229,7 @@ class CacheClient:
         request_id: str,
         probe: bytes = b"",
         deadline_ms: int | None = None,
-        tails: Sequence[AskedTails] = (),
+        tails: Sequence[wire.TailSet] = (),
     ) -> LookupCall:
         """Ask how many leading chunks are present, and lease them for the whole engine group. Never blocks.
 
@@ -244,7 +239,7 @@ class CacheClient:
         One of `tails` may follow the chunks: the first that is present of those behind the last chunk that is.
         Raises ValueError if `chain` is not a whole number of keys.
         """
-        return self._lookups.begin(identity, chain, request_id, probe, deadline_ms, tails)
+        return self.lookups.begin(identity, chain, request_id, probe, deadline_ms, tails)
 
     def missed(
         self, identity: Identity, chain: bytes | ChunkHasher, *, request_id: str, probe: bytes = b""
@@ -259,7 +254,7 @@ class CacheClient:
             chain = chain.chain
         # Where only the end of a hit is needed in some slices, the others may have chunks whose end these lack.
         end = self.pool.peek_whole(identity, chain) if identity.spans else 0
-        self._lookups.missed(identity, chain, max(0, end - 1), request_id, probe)
+        self.lookups.missed(identity, chain, max(0, end - 1), request_id, probe)
 
     def release(self, leases: Sequence[LeaseName], *, group: bool = False) -> None:
         """End this process's share of these leases. Never blocks.
@@ -278,7 +273,6 @@ class CacheClient:
         plan: Plan,
         blocks: Sequence[Sequence[int]],
         *,
-        on_done: Callable[[StoreJob], Any] | None = None,
         probe: bytes = b"",
         tail_tokens: int = 0,
         replaces: bytes = b"",
@@ -287,15 +281,12 @@ class CacheClient:
 
         `chain` are the chunks' chain keys, `parent_chain` the key before the first (b"" at the start of a prompt),
         `blocks[i]` the blocks of chunk i in order, equally many for each chunk.  The blocks' bytes must be written
-        before the call and stay unchanged until `StoreJob.gathered`.  `on_done` runs in the I/O thread (in the calling
-        thread if the store is refused at once): it must be quick and never block.  With `tail_tokens` the only chunk is
-        a tail of so many tokens (`keys.tails`), with as many blocks as these fill.  `replaces` are the keys of tails
+        before the call and stay unchanged until `StoreJob.gathered`.  With `tail_tokens` the only chunk is
+        a tail of so many tokens (`keys.chunking`), with as many blocks as these fill.  `replaces` are the keys of tails
         that leave L1 once the chunks are there.
         Raises ValueError when the arguments do not fit together.
         """
-        return self._stores.begin(
-            identity, parent_chain, chain, plan, blocks, on_done, probe, tail_tokens, replaces
-        )
+        return self._stores.begin(identity, parent_chain, chain, plan, blocks, probe, tail_tokens, replaces)
 
     def load(
         self,
@@ -317,7 +308,7 @@ class CacheClient:
         released or revoked, or its epoch has been closed here (`CopyLedger.quiesce`), all items fail.  Raises
         ValueError when plan and blocks do not fit together; nothing is written then.
         """
-        return self._loads.begin(identity, lease, items, plan, sync=sync, whole=whole)
+        return self.loads.begin(identity, lease, items, plan, sync=sync, whole=whole)
 
     def stats(self) -> dict[str, int | float | str]:
         """Counters and present state, for metrics and logs."""
@@ -326,11 +317,11 @@ class CacheClient:
             "connected": int(self.connected),
             "epoch": self.epoch,
             "breaker_trips": self._link.silence.spells,
-            "lookups": self._lookups.begun,
-            "lookup_hit_chunks": self._lookups.hit_chunks,
-            "revoked_leases": self._lookups.revoked,
-            "loaded_bytes": self._loads.loaded_bytes,
-            "corrupt_chunks": self._loads.corrupt_chunks,
+            "lookups": self.lookups.begun,
+            "lookup_hit_chunks": self.lookups.hit_chunks,
+            "revoked_leases": self.lookups.revoked,
+            "loaded_bytes": self.loads.loaded_bytes,
+            "corrupt_chunks": self.loads.corrupt_chunks,
             "copies_running": self._ledger.n_running,
             "requests_under_way": len(self._link.table),
             "store_backlog_bytes": self._stores.waiting_bytes,
@@ -339,6 +330,97 @@ class CacheClient:
             **self._device_stats(),
             **stores,
         }
+
+    # What the link asks of the client: all in the I/O thread, but for `attach_request`.
+
+    def attach_request(self, old_epoch: int) -> wire.AttachRequest:
+        """The request to attach with. Called in the attaching thread. Raises ConfigError for a bad token file."""
+        return msgspec.structs.replace(self._request, old_epoch=old_epoch, token=_token(self._settings))
+
+    def link_attached(self, attachment: Attachment, old_epoch: int) -> None:
+        """Map the pool, before any message. May raise KvstrataError or OSError, which ends this attachment.
+
+        If the epoch is not `old_epoch`, requests under way to the old server fail right afterwards.
+        """
+        self.pool.attached(attachment)
+        if attachment.epoch != old_epoch:
+            self._must_quiesce = old_epoch != 0
+            self.lookups.live.clear()  # the server of the new epoch knows none of them
+            self._releases.restarted(old_epoch, attachment.epoch)
+
+    def link_ready(self, attachment: Attachment, old_epoch: int) -> None:
+        """Requests may go out from now on. If the epoch is `old_epoch`, the server knows this process from before."""
+        if attachment.epoch == old_epoch:
+            self._link.tell(self._resume)
+        self._stores.ready(attachment.max_reserved_bytes)
+        self._identities.replay()
+        self._releases.pump()
+
+    def link_silent(self) -> None:
+        """The server is silent or lost, and nothing may wait for it. ASK requests have failed already."""
+        self._stores.give_up()
+
+    def link_revoked(self, lookups: list[int]) -> None:
+        """The server wants back the leases of these lookups of ours."""
+        self._releases.add(self.lookups.take_back(lookups, self._ledger.take_back), group=True)
+
+    def link_orphaned(self, leases: list[tuple[bytes, int]]) -> None:
+        """The process whose lookups these leases come from has ended: end this process's shares of them."""
+        idle = self._ledger.spend([LeaseName(session, seq, self._link.epoch) for session, seq in leases])
+        self._releases.add(idle, group=False)
+
+    def device_copies(self) -> wire.DeviceCopies | None:
+        """What to tell the server about copies to and from a device; None where blocks are in host memory."""
+        return None if self._device is None else device_copies(self._device, self._pages)
+
+    def link_due_s(self) -> float:
+        """When `link_pass` has something to do, even if nothing is received."""
+        return min(self._identities.due_s(), self._releases.due_s())
+
+    def link_pass(self, now_s: float) -> None:
+        """Called once per pass of the loop, after all received messages were handled."""
+        self._releases.tick(now_s)
+        if self._link.connected:
+            self._identities.tick(now_s)
+            if self._must_quiesce:
+                self._quiesce()
+        unsaid = len(self._link.table) or self._releases.due_s() < math.inf
+        answered = not self._link.usable or not unsaid
+        if self._link.closing and answered and self._ledger.n_running == 0 and self._stores.idle:
+            self.drained.set()
+
+    def link_died(self) -> None:
+        """The I/O thread ends because of a bug: finish every call that a caller waits for."""
+        self.pool.forget()
+        self._link.table.fail_all(Unavailable("the client has failed"), *Kind)
+        self._stores.give_up()
+        self.drained.set()
+
+    def _close_asking(self) -> None:
+        """Fail the requests that callers wait for, because the client closes.
+
+        The store queue closes first: otherwise each reserve that fails would make room for the next one.
+        """
+        self._stores.close()
+        self._link.table.fail_all(Unavailable("the client closes"), Kind.ASK)
+
+    def _quiesce(self) -> None:
+        """Close the older epochs if no copy of them runs, and send `quiesced`."""
+        closed = self._ledger.quiesce(self._link.epoch)
+        if closed is None:
+            return
+        self._must_quiesce = False
+        for mapping in closed:
+            self._pages.forget(mapping)
+
+        def failed(error: KvstrataError) -> None:
+            self._must_quiesce |= isinstance(error, Unavailable)  # the connection is lost
+
+        self._link.ask(Pending(Kind.TELL, lambda seq, _: wire.Quiesced(seq), lambda reply: None, failed))
+
+    def _resume(self, seq: int, remaining_ms: int) -> wire.Resume:
+        """Name what this process still has of the server, which it has lost for a while."""
+        return wire.Resume(seq, sorted({*self.lookups.live, *self._stores.reserves()}))
 
     # Inside.
 

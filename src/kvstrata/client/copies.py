@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvstrata.errors import SegmentError
 from kvstrata.native.core import ExtentsMap, IndexReader, RecordSpec
-from kvstrata.rpc.ping_wire import MAX_SHORT_TEXT, DeviceCopies
+from kvstrata.rpc.wire import MAX_SHORT_TEXT, DeviceCopies
 from kvstrata.types import LeaseName
 
 log = logging.getLogger(__name__)

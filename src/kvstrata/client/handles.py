@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.types import LeaseName, MissReason
@@ -31,19 +31,6 @@ class LookupResult(NamedTuple):
     """How many of these chunks were loaded from L2."""
     tail_tokens: int = 0
     """Tokens of the tail that follows these chunks and is leased as well; 0: none."""
-
-
-class AskedTails(NamedTuple):
-    """Tails of one chunk that may end a hit (`keys.tails`)."""
-
-    chunk: int
-    """They count if exactly so many leading chunks are present."""
-    tokens: list[int]
-    """The tokens of each, the most wanted tail first."""
-    keys: bytes
-    """Their chain keys."""
-    in_l2: bool = False
-    """Whether L2 is asked for them if L1 has none."""
 
 
 def miss(reason: MissReason) -> LookupResult:
@@ -140,22 +127,15 @@ class StoreOutcome(enum.StrEnum):
     """The chunk was in L1 already."""
     IN_FLIGHT = "in_flight"
     """Another process is writing the chunk now."""
+    # The server refused the chunk, with the outcome of `reserve` of the same name.
     CHAIN_EXCEEDS_POOL = "chain_exceeds_pool"
-    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     POOL_PINNED = "pool_pinned"
-    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     SESSION_LIMIT = "session_limit"
-    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     QUOTA = "quota"
-    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     TOO_LARGE = "too_large"
-    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     ENTRIES_FULL = "entries_full"
-    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     FROZEN = "frozen"
-    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     PARENT_ABSENT = "parent_absent"
-    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     BACKLOG = "backlog"
     """Too many bytes were waiting to be gathered; nothing was read."""
     UNAVAILABLE = "unavailable"
@@ -166,17 +146,10 @@ class StoreOutcome(enum.StrEnum):
     """The copy or the commit did not succeed; see the log."""
 
 
-OUTCOME_OF_RESERVE = {
-    ReserveOutcome.PRESENT: StoreOutcome.PRESENT,
-    ReserveOutcome.IN_FLIGHT: StoreOutcome.IN_FLIGHT,
-    ReserveOutcome.CHAIN_EXCEEDS_POOL: StoreOutcome.CHAIN_EXCEEDS_POOL,
-    ReserveOutcome.POOL_PINNED: StoreOutcome.POOL_PINNED,
-    ReserveOutcome.SESSION_LIMIT: StoreOutcome.SESSION_LIMIT,
-    ReserveOutcome.QUOTA: StoreOutcome.QUOTA,
-    ReserveOutcome.TOO_LARGE: StoreOutcome.TOO_LARGE,
-    ReserveOutcome.ENTRIES_FULL: StoreOutcome.ENTRIES_FULL,
-    ReserveOutcome.FROZEN: StoreOutcome.FROZEN,
-    ReserveOutcome.PARENT_ABSENT: StoreOutcome.PARENT_ABSENT,
+OUTCOME_OF_RESERVE: dict[ReserveOutcome, StoreOutcome] = {
+    outcome: StoreOutcome(outcome.name.lower())
+    for outcome in ReserveOutcome
+    if outcome is not ReserveOutcome.RESERVED
 }
 """The store's outcome for a chunk, by the outcome of `reserve` that gave the chunk no extent."""
 
@@ -188,23 +161,10 @@ class StoreJob:
     `done`: all outcomes are known; never before `gathered`.
     """
 
-    __slots__ = (
-        "_cancel",
-        "_chunks_to_gather",
-        "_chunks_to_settle",
-        "_on_done",
-        "bytes",
-        "cancelled",
-        "done",
-        "gathered",
-        "outcomes",
-    )
-
     def __init__(
         self,
         n_chunks: int,
         cancel: Callable[[StoreJob], None],
-        on_done: Callable[[StoreJob], Any] | None = None,
     ) -> None:
         self.outcomes: list[StoreOutcome] = [StoreOutcome.UNAVAILABLE] * n_chunks
         """One outcome per chunk, final once `done`."""
@@ -216,7 +176,6 @@ class StoreJob:
         self._chunks_to_gather = n_chunks
         self._chunks_to_settle = n_chunks
         self._cancel = cancel
-        self._on_done = on_done
 
     def wait_gathered(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` until no block is read any more. Returns whether all reads have ended."""
@@ -238,15 +197,13 @@ class StoreJob:
             self.gathered.set()
 
     def settle(self, chunks: Sequence[int], outcome: StoreOutcome) -> None:
-        """Give these chunks their final outcome; after the last chunk, call `on_done`. For the client only."""
+        """Give these chunks their final outcome. For the client only."""
         for chunk in chunks:
             self.outcomes[chunk] = outcome
         self._chunks_to_settle -= len(chunks)
         assert self._chunks_to_settle >= 0, "a chunk was settled twice"
         if self._chunks_to_settle == 0 and not self.done.is_set():
             self.done.set()
-            if self._on_done is not None:
-                self._on_done(self)
 
     def refuse(self, outcome: StoreOutcome) -> None:
         """Finish a job that never began."""

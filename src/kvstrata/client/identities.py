@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
-from kvstrata.client.link import Link
-from kvstrata.client.requests import Kind, Pending
+from kvstrata.client.link import Kind, Link, Pending
 from kvstrata.errors import (
     InternalError,
     KvstrataError,
@@ -51,18 +50,6 @@ class Declared(NamedTuple):
 
 class Identity:
     """One request identity. Keys can be computed at once; the server's id follows in the background."""
-
-    __slots__ = (
-        "_layout",
-        "_table",
-        "declared",
-        "error",
-        "forbidden",
-        "refused_epoch",
-        "refused_until_s",
-        "request",
-        "root",
-    )
 
     def __init__(self, table: IdentityTable, layout: LayoutIdentity, request: RequestIdentity) -> None:
         self._table = table

@@ -1,12 +1,37 @@
 """The conversation with one server: attach, requests, silence.  Its own I/O thread does all of it.
 
-`MACHINE` has the states of the one connection, over which the process attaches and then sends its requests.  Only while
-it is ABSENT does a second thread exist, which tries to attach.
+Over its one connection the process attaches and then sends its requests.  Only while no server is attached does a
+second thread exist, which tries to attach.
 
 Invariants
-1. Other threads only `post`; everything else of this class belongs to the I/O thread.
+1. Other threads only `post`; everything else of `Link` belongs to the I/O thread.
 2. The I/O thread never waits for anything but its poll: attaching may block, and has a thread of its own.
 3. A connection belongs to one epoch of the server.
+
+A request (`Pending`) gets its number when it is sent, once.  What a connection carries arrives once and in order, so
+nothing is repeated; what was sent over a connection that ends has no outcome.  Besides an answer, these events end a
+request:
+
+    kind   deadline   server silent   connection lost
+    -----  ---------  --------------  ---------------
+    ASK    fails      fails           fails
+    TELL   -          kept            fails
+
+ASK requests are lookups and reserves: a caller waits for them.  TELL requests are all others; those that are made while
+no server is attached go to the next one.
+
+4. For each request that was added and not removed, either `replied` or `failed` is called, once.
+5. At most `MAX_ASKS` ASK requests are under way.
+
+While the server answers, requests go out.  While it is silent (`Silence`), callers are answered at once, with misses.
+A client process that did not run for a while (stopped, no free core, its interpreter locked) finds a ping overdue
+although the server answered it long ago: the answer waits unread in this process.  So a check that runs more than
+`LATE_S` after it was due does not yet call the server silent; the next check does, `SECOND_LOOK_S` later, if the server
+was not heard by then.
+
+Pings go out every `TELL_PING_S` while they have something to tell, every `BUSY_PING_S` while requests are outstanding,
+else every `IDLE_PING_S`.  To a silent server they go out every `SILENT_PING_S`, so that a server that runs again is
+noticed within that time.
 """
 
 from __future__ import annotations
@@ -19,22 +44,29 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvstrata.client.link_owner import LinkOwner
-from kvstrata.client.requests import Kind, Pending, RequestTable
-from kvstrata.client.silence import Silence
-from kvstrata.errors import ConfigError, InternalError, KvstrataError, Unavailable
-from kvstrata.memory.attach.client import Attachment, attach_in, process_locks
+from kvstrata.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    KvstrataError,
+    Unavailable,
+    from_wire,
+)
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
 from kvstrata.rpc import wire
-from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
-from kvstrata.states import Machine
+from kvstrata.rpc.wire import DeviceCopies, LoadRate
+from kvstrata.session.attach import Attachment, attach_in, process_locks
+
+if TYPE_CHECKING:
+    from kvstrata.client.client import CacheClient
 
 log = logging.getLogger(__name__)
 
@@ -48,39 +80,215 @@ ATTACH_REFUSED_RETRY_S = 2.0
 REPEATED_S = 600.0
 """Time between two log lines that say that a server is still absent."""
 LONGEST_POLL_S = 1.0
+MAX_ASKS = 1024
+TELL_PING_S = 0.01
+BUSY_PING_S = 0.1
+IDLE_PING_S = 1.0
+SILENT_PING_S = 0.5
+PING_PATIENCE_S = 0.3
+LATE_S = 0.05
+SECOND_LOOK_S = 0.1
 
 
-class Connection(enum.Enum):
-    """How far the link has come with a server."""
+class Kind(enum.Enum):
+    """The kind of a request decides what ends it besides an answer; see the module."""
 
-    ABSENT = enum.auto()
-    """No server is attached; a second thread tries to attach."""
-    CONNECTED = enum.auto()
-    """A server is attached, and its pool is mapped; requests go out while the server is heard."""
-    ENDED = enum.auto()
-    """The client was closed, or this is a forked child."""
+    ASK = enum.auto()
+    TELL = enum.auto()
 
 
-class Step(enum.Enum):
-    """An event that changes the connection."""
+class Pending(msgspec.Struct, eq=False):
+    """One request under way."""
 
-    ATTACHED = enum.auto()
-    """The attaching thread has got a pool, and the pool has been mapped."""
-    LOST = enum.auto()
-    """The server closed the connection."""
-    STOPPED = enum.auto()
-    """The I/O thread ends."""
+    kind: Kind
+    message: Callable[[int, int], wire.AnyRequest | None]
+    """`message(seq, remaining_ms)` makes the request, or None while it cannot be sent yet (`wake_unsent`). It may raise
+    KvstrataError, which fails the request."""
+    replied: Callable[[wire.AnyReply], None]
+    failed: Callable[[KvstrataError], None]
+    deadline_s: float = math.inf
+    seq: int = 0
+    """Its number; 0 until it is sent."""
+    waits: bool = False
+    """It cannot be sent yet."""
 
 
-MACHINE = Machine(
-    "Link of a client",
-    Connection.ABSENT,
-    {
-        Connection.ABSENT: {Step.ATTACHED: Connection.CONNECTED, Step.STOPPED: Connection.ENDED},
-        Connection.CONNECTED: {Step.LOST: Connection.ABSENT, Step.STOPPED: Connection.ENDED},
-        Connection.ENDED: {Step.STOPPED: Connection.ENDED},
-    },
-)
+class RequestTable:
+    """All requests of one session."""
+
+    def __init__(self) -> None:
+        self._last_seq = 0
+        self._unsent: dict[Pending, None] = {}
+        self._sent: dict[int, Pending] = {}
+        self._asks = 0
+        self._due_s = math.inf
+        """No deadline is before this time, and nothing can be sent before it."""
+
+    def __len__(self) -> int:
+        return len(self._sent) + len(self._unsent)
+
+    @property
+    def n_asks(self) -> int:
+        """Lookups and reserves under way."""
+        return self._asks
+
+    @property
+    def awaited(self) -> bool:
+        """Whether any request waits for its answer."""
+        return bool(self._sent)
+
+    def next_seq(self) -> int:
+        """A fresh number; pings, which are not kept here, take theirs directly."""
+        self._last_seq += 1
+        return self._last_seq
+
+    def add(self, pending: Pending) -> bool:
+        """Accept a request. Returns False, and does nothing, when too many ASKs are under way."""
+        if pending.kind is Kind.ASK:
+            if self._asks >= MAX_ASKS:
+                return False
+            self._asks += 1
+        self._unsent[pending] = None
+        self._due_s = -math.inf
+        return True
+
+    def remove(self, pending: Pending) -> None:
+        """Forget a request without calling it back, sent or not. Idempotent."""
+        if pending in self._unsent:
+            del self._unsent[pending]
+        elif self._sent.get(pending.seq) is pending:
+            del self._sent[pending.seq]
+        else:
+            return
+        if pending.kind is Kind.ASK:
+            self._asks -= 1
+
+    def wake_unsent(self) -> None:
+        """Try the unsent requests again: something that they wait for has changed."""
+        for pending in self._unsent:
+            pending.waits = False
+        self._due_s = -math.inf
+
+    def due_s(self) -> float:
+        """When `expire` or `to_send` may have something to do."""
+        return self._due_s
+
+    def expire(self, now_s: float) -> None:
+        """Fail the requests whose deadline has passed."""
+        if now_s < self._due_s:
+            return
+        for pending in [p for p in self._all() if p.deadline_s <= now_s]:
+            self._fail(pending, DeadlineExceeded("no answer before the request's deadline"))
+
+    def to_send(self, now_s: float) -> Iterator[bytes]:
+        """Frames to send now, in this order; the caller sends each one that it takes, and may leave the others."""
+        if now_s < self._due_s:
+            return
+        ready = [p for p in self._unsent if not p.waits]
+        # Requests that a caller waits for go first.
+        for pending in sorted(ready, key=lambda p: p.kind is not Kind.ASK) if len(ready) > 1 else ready:
+            if pending not in self._unsent:
+                continue  # the failure of an earlier request has ended this one
+            seq = self._last_seq + 1
+            remaining_s = min(pending.deadline_s - now_s, wire.MAX_DEADLINE_MS / 1000)
+            try:
+                message = pending.message(seq, max(0, int(remaining_s * 1000)))
+            except KvstrataError as error:
+                self._fail(pending, error)
+                continue
+            if message is None:
+                pending.waits = True
+                continue
+            self._last_seq = pending.seq = seq
+            del self._unsent[pending]
+            self._sent[seq] = pending
+            yield wire.encode(message)
+        if all(p.waits for p in self._unsent):
+            self._due_s = min((p.deadline_s for p in self._all()), default=math.inf)
+
+    def reply(self, reply: wire.AnyReply) -> None:
+        """Hand a reply to its request, if it is known."""
+        pending = self._sent.get(reply.seq)
+        if pending is None:
+            return
+        if isinstance(reply, wire.Error):
+            self._fail(pending, from_wire(reply.code, reply.message, field=reply.field))
+        else:
+            self.remove(pending)
+            pending.replied(reply)
+
+    def fail_all(self, error: KvstrataError, *kinds: Kind) -> None:
+        """End all requests of these kinds. Those that are made meanwhile stay."""
+        for pending in [p for p in self._all() if p.kind in kinds]:
+            self._fail(pending, error)
+
+    def _all(self) -> list[Pending]:
+        return [*self._sent.values(), *self._unsent]
+
+    def _fail(self, pending: Pending, error: KvstrataError) -> None:
+        self.remove(pending)
+        pending.failed(error)
+
+
+class Silence:
+    """Whether the server of one link is heard. All times are seconds of one monotonic clock."""
+
+    __slots__ = ("_due_s", "_last_ping_s", "_was_late", "silent", "spells")
+
+    def __init__(self) -> None:
+        self.silent = True
+        """Whether callers get misses without the server being asked."""
+        self.spells = 0
+        """How often the server fell silent after it had answered."""
+        self._last_ping_s = -math.inf
+        self._due_s = math.inf
+        self._was_late = False
+
+    def lost(self) -> None:
+        """Note that the connection is lost; the server counts as silent until it is heard on the next one."""
+        self.spells += not self.silent
+        self.silent = True
+        self._last_ping_s = -math.inf
+        self._forget_pings()
+
+    def heard(self) -> None:
+        """Note a message of the server; it answers all pings so far."""
+        self.silent = False
+        self._forget_pings()
+
+    def pinged(self, now_s: float) -> None:
+        """Note that a ping was sent."""
+        self._last_ping_s = now_s
+        self._due_s = min(self._due_s, now_s + patience(PING_PATIENCE_S))
+
+    def check(self, now_s: float) -> bool:
+        """Whether the server falls silent now. Call it after everything that arrived by `now_s` was reported.
+
+        Returns True once for each silence.
+        """
+        if now_s < self.check_due_s():
+            return False
+        if not self._was_late and now_s > self._due_s + LATE_S:
+            self._was_late = True
+            self._due_s = now_s + patience(SECOND_LOOK_S)
+            return False
+        self.silent = True
+        self.spells += 1
+        return True
+
+    def ping_due_s(self, busy: bool, tells: bool = False) -> float:
+        """When the next ping is due; -inf: now. `busy`: requests are outstanding; `tells`: it has something to tell."""
+        if self.silent:
+            return self._last_ping_s + SILENT_PING_S
+        return self._last_ping_s + (TELL_PING_S if tells else BUSY_PING_S if busy else IDLE_PING_S)
+
+    def check_due_s(self) -> float:
+        """When `check` may next change something; inf when no answer is awaited."""
+        return math.inf if self.silent else self._due_s
+
+    def _forget_pings(self) -> None:
+        self._due_s = math.inf
+        self._was_late = False
 
 
 class Link:
@@ -104,8 +312,9 @@ class Link:
         """The client takes no more calls: it is being closed, or this is a forked child. Any thread may set it."""
         self.forked = False
         """This is a forked child, which touches nothing that belongs to the parent."""
-        self._connection = MACHINE.first
-        self._owner: LinkOwner | None = None
+        self.connected = False
+        """A server is attached, and its pool is mapped. Any thread may read it."""
+        self._owner: CacheClient
         self._places = places
         self._start_with = start_with
         self._problem_level = logging.WARNING if speaks else logging.INFO
@@ -135,11 +344,6 @@ class Link:
     # From any thread.
 
     @property
-    def connected(self) -> bool:
-        """A server is attached."""
-        return self._connection is Connection.CONNECTED
-
-    @property
     def usable(self) -> bool:
         """Whether a server is attached and answers."""
         return self.connected and not self.silence.silent
@@ -154,7 +358,7 @@ class Link:
         """Whether posted calls will run."""
         return self._thread is not None and self._thread.is_alive() and not self._dead
 
-    def start(self, owner: LinkOwner, watch: dict[int, Callable[[], None]]) -> None:
+    def start(self, owner: CacheClient, watch: dict[int, Callable[[], None]]) -> None:
         """Start the I/O thread. It calls `watch[fd]` whenever that descriptor is readable."""
         assert self._thread is None, "a link starts once"
         self._owner = owner
@@ -210,7 +414,7 @@ class Link:
         self.forked = self.closing = True
         self._wake_lock = threading.RLock()  # a thread of the parent may have held the old one at the fork
         self._inbox.clear()
-        self._move(Step.STOPPED)
+        self.connected = False
         self.close()
 
     # In the I/O thread.
@@ -226,14 +430,6 @@ class Link:
         """Accept a TELL request for whose answer nothing waits; see `Pending` for `message`."""
         self.ask(Pending(Kind.TELL, message, lambda reply: None, lambda error: None))
 
-    @property
-    def _started_owner(self) -> LinkOwner:
-        assert self._owner is not None, "the link was not started"
-        return self._owner
-
-    def _move(self, step: Step) -> None:
-        self._connection = MACHINE.after(self._connection, step)
-
     def _run(self) -> None:
         try:
             self._start_attaching()
@@ -243,13 +439,12 @@ class Link:
             # Supervisor of this thread: a bug must not leave the engine waiting.
             log.exception("the cache client stops: its I/O thread failed; the engine goes on without a cache")
             self.error = "the I/O thread failed, see the log"
-            self._started_owner.link_died()
+            self._owner.link_died()
         finally:
             self._end()
 
     def _end(self) -> None:
-        self._dead = True
-        self._move(Step.STOPPED)
+        self._dead, self.connected = True, False
         self._stop_attaching.set()
         if self._attachment is not None:
             if self._bye:
@@ -293,7 +488,7 @@ class Link:
             self._say_lost("the cache server does not answer; going on without it until it does")
             self._fell_silent("the server does not answer")
         self.table.expire(now_s)
-        self._started_owner.link_pass(now_s)
+        self._owner.link_pass(now_s)
         if self._attachment is not None:
             self._send(self._attachment, now_s)
 
@@ -305,7 +500,7 @@ class Link:
         if self._attachment is not None:
             due_s = min(
                 due_s,
-                self._started_owner.link_due_s(),
+                self._owner.link_due_s(),
                 self.silence.check_due_s(),
                 self._ping_due_s(),
             )
@@ -314,7 +509,7 @@ class Link:
         return max(0.0, due_s - now_s)
 
     def _ping_due_s(self) -> float:
-        return self.silence.ping_due_s(self.table.awaited, bool(self._started_owner.untold_misses()))
+        return self.silence.ping_due_s(self.table.awaited, bool(self._owner.lookups.untold_misses()))
 
     def _may_send(self, attachment: Attachment) -> bool:
         """Whether requests are sent, not only pings: not to a silent server, nor while the socket has no room."""
@@ -336,15 +531,15 @@ class Link:
                 if link.unsent_bytes:
                     break
         if self._ping_due_s() <= now_s:
-            copies = self._started_owner.device_copies()
+            copies = self._owner.device_copies()
             news = None if copies == self._copies_told else copies
-            rate = self._started_owner.load_rate()
+            rate = self._owner.loads.rate()
             new_rate = None if rate == self._rate_told else rate
-            misses = self._started_owner.untold_misses()
+            misses = self._owner.lookups.untold_misses()
             ping = wire.Ping(self.table.next_seq(), news, new_rate, misses)
             if link.send(wire.encode(ping)):
                 self._copies_told, self._rate_told = copies, rate
-                self._started_owner.misses_told(len(misses))
+                self._owner.lookups.misses_told(len(misses))
             self.silence.pinged(time.monotonic())
 
     def _watch(self, attachment: Attachment) -> None:
@@ -386,18 +581,18 @@ class Link:
                 log.info("the cache server answers again")
             if isinstance(reply, wire.Pong):
                 if reply.orphaned:
-                    self._started_owner.link_orphaned(reply.orphaned)
+                    self._owner.link_orphaned(reply.orphaned)
                 if reply.revoked:
-                    self._started_owner.link_revoked(reply.revoked)
+                    self._owner.link_revoked(reply.revoked)
             else:
                 self.table.reply(reply)
 
     def _fell_silent(self, why: str) -> None:
         self.table.fail_all(Unavailable(why), Kind.ASK)
-        self._started_owner.link_silent()
+        self._owner.link_silent()
 
     def _lose(self, why: str) -> None:
-        """Drop the connection, enter ABSENT and attach again."""
+        """Drop the connection and attach again."""
         if self._attachment is None:
             return
         self._say_lost("lost the cache server (%s); going on without it until it is back", why)
@@ -405,8 +600,7 @@ class Link:
         self._poll.unregister(self._attachment.fileno())
         self._events = 0
         self._attachment.close()
-        self._attachment = None
-        self._move(Step.LOST)
+        self._attachment, self.connected = None, False
         self.error = why
         self.silence.lost()
         self.table.fail_all(Unavailable(why), Kind.TELL)
@@ -427,7 +621,7 @@ class Link:
     def _try_to_attach(self) -> float:
         """Try once; returns the pause before the next try, inf if the process is attached."""
         try:
-            request = self._started_owner.attach_request(self.epoch)
+            request = self._owner.attach_request(self.epoch)
             attachment, place = attach_in(self._places, request, process_locks(), patience(ATTACH_TIMEOUT_S))
         except Unavailable as error:
             self._absent(error.message)
@@ -465,13 +659,13 @@ class Link:
         self.error = text
 
     def _attached(self, attachment: Attachment, place: Path) -> None:
-        """Map the pool and enter CONNECTED; or give the attachment back and try again."""
+        """Map the pool and connect; or give the attachment back and try again."""
         if self._stopping:
             attachment.goodbye(patience(GOODBYE_TIMEOUT_S))
             return
         old_epoch = self.epoch
         try:
-            self._started_owner.link_attached(attachment, old_epoch)
+            self._owner.link_attached(attachment, old_epoch)
         except (KvstrataError, OSError) as error:
             self.error = f"attached, but cannot use the pool: {error}"
             log.error("%s", self.error)
@@ -486,8 +680,7 @@ class Link:
         self.epoch = attachment.epoch
         if self.epoch != old_epoch:
             self.table.fail_all(Unavailable("the server restarted"), Kind.TELL)
-        self._attachment = attachment
-        self._move(Step.ATTACHED)
+        self._attachment, self.connected = attachment, True
         self.error = ""
         self._copies_told = self._rate_told = None
         attachment.close_pool_fds()
@@ -495,5 +688,5 @@ class Link:
         self.silence.heard()  # the attach was answered
         self.table.wake_unsent()
         log.info("connected to cache server %s, epoch %d", attachment.instance_id, self.epoch)
-        self._started_owner.link_ready(attachment, old_epoch)
+        self._owner.link_ready(attachment, old_epoch)
         self._handle(attachment.early)

@@ -12,17 +12,19 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import msgspec
+
 from kvstrata.client.copies import Copier, CopyLedger, Mapping, Plan, ScatterItem
 from kvstrata.client.handles import LoadItem, LoadJob
 from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Link
-from kvstrata.client.releases import ReleaseQueue
+from kvstrata.client.lookups import ReleaseQueue
 from kvstrata.keys import batch
 from kvstrata.native.core import storage_keys
 from kvstrata.observability.load_line import LoadLine
 from kvstrata.patience import patience
 from kvstrata.rpc import wire
-from kvstrata.rpc.ping_wire import LoadRate
+from kvstrata.rpc.wire import LoadRate
 from kvstrata.types import LeaseName
 
 log = logging.getLogger(__name__)
@@ -36,30 +38,21 @@ BAD_CODES = (1, 2)
 NOT_BEGUN = -2
 
 
-class Loads:
+class Loads(msgspec.Struct, eq=False):
     """All loads of one process.  `begin` from any thread; a load ends in the thread that copied it."""
 
-    def __init__(
-        self,
-        link: Link,
-        identities: IdentityTable,
-        ledger: CopyLedger,
-        copier: Copier,
-        releases: ReleaseQueue,
-        slice_digest: bytes,
-    ) -> None:
-        """`slice_digest` names the slice that this process reads; b"" for a scheduler, which reads none."""
-        self._link = link
-        self._identities = identities
-        self._ledger = ledger
-        self._copier = copier
-        self._releases = releases
-        self._slice_digest = slice_digest
-        self.loaded_bytes = 0
-        self.corrupt_chunks = 0
-        self._line = LoadLine()
-        """How long loads take. For the I/O thread only."""
-        self._rate: LoadRate | None = None
+    _link: Link
+    _identities: IdentityTable
+    _ledger: CopyLedger
+    _copier: Copier
+    _releases: ReleaseQueue
+    _slice_digest: bytes
+    """Names the slice that this process reads; b"" for a scheduler, which reads none."""
+    loaded_bytes: int = 0
+    corrupt_chunks: int = 0
+    _line: LoadLine = msgspec.field(default_factory=LoadLine)
+    """How long loads take. For the I/O thread only."""
+    _rate: LoadRate | None = None
 
     def begin(
         self,
@@ -184,29 +177,22 @@ class Loads:
         return wire.Corrupt(seq, declared.identity_id, keys)
 
 
-class _Load:
+class _Load(msgspec.Struct, eq=False):
     """A load under way."""
 
-    __slots__ = (
-        "began_s", "codes", "copied", "groups_left", "identity", "items", "job", "lease", "plan", "scatter", "took"
-    )  # fmt: skip
-
-    def __init__(
-        self, job: LoadJob, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], plan: Plan
-    ) -> None:
-        self.job = job
-        self.identity = identity
-        self.lease = lease
-        self.items = items
-        self.plan = plan
-        self.copied: list[int] = []
-        """Indices of the items that are copied, in the order of `scatter` and `codes`."""
-        self.scatter: list[ScatterItem] = []
-        self.codes: list[int] = []
-        self.groups_left = 0
-        self.began_s = time.monotonic()
-        self.took = 0, 0.0
-        """Bytes that were loaded, and the seconds for them; set when all copies have ended."""
+    job: LoadJob
+    identity: Identity
+    lease: LeaseName
+    items: Sequence[LoadItem]
+    plan: Plan
+    copied: list[int] = []
+    """Indices of the items that are copied, in the order of `scatter` and `codes`."""
+    scatter: list[ScatterItem] = []
+    codes: list[int] = []
+    groups_left: int = 0
+    began_s: float = msgspec.field(default_factory=lambda: time.monotonic())
+    took: tuple[int, float] = 0, 0.0
+    """Bytes that were loaded, and the seconds for them; set when all copies have ended."""
 
     def prepare(self, mapping: Mapping, own_keys: bytes) -> None:
         """Fill `scatter`. Items that are not inside the pool are left out."""

@@ -1,13 +1,20 @@
-"""Lookups: sent in the background, answered with leases, and undone when no caller wants them.
+"""Lookups, answered with leases, and the leases on their way back to the server.
 
-`LiveLookups` holds the lookups that this process still wants; it names them when it attaches again to the same server,
-which ends the leases of all others.  `Lookups` carries each lookup from its call to its answer or its end.  It also
+`Lookups` carries each lookup from its call to its answer or its end.  It knows the lookups that this process still
+wants: the process names them when it attaches again to the same server, which ends the leases of all others.  It also
 keeps the misses that a caller saw without a lookup, until a ping has told the server of them.
+
+`ReleaseQueue` gives leases back, many in one message.  While a caller waits for a lookup or a reserve, leases stay here
+for up to `HOLD_S`: the server answers the caller first, and one message then gives back the leases of several requests.
+A lease stays here until its release is answered or its epoch ends; then `quiesced` ends the lease.  The scheduler may
+attach earlier than this process, so a release may name an epoch that this process has not attached to yet; such a
+release waits for that epoch.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,78 +23,44 @@ from typing import Literal
 
 import msgspec
 
-from kvstrata.client.handles import AskedTails, LookupCall, LookupResult, miss
+from kvstrata.client.copies import CopyLedger
+from kvstrata.client.handles import LookupCall, LookupResult, miss
 from kvstrata.client.identities import Identity, IdentityTable
-from kvstrata.client.link import Link
-from kvstrata.client.requests import Kind, Pending
+from kvstrata.client.link import Kind, Link, Pending
 from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, UnknownIdentity
 from kvstrata.keys import ChunkHasher, batch
 from kvstrata.rpc import wire
-from kvstrata.rpc.tail_wire import TailSet
 from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, MissReason
 
 log = logging.getLogger(__name__)
 
 LOOKUP_MARGIN_MS = 10
 """The server's deadline is this much shorter than the caller's, so that its answer arrives in time."""
-
-
 MAX_UNTOLD = 256
 """Misses that wait for a ping; the oldest ones beyond are never told."""
+LEASES_PER_MESSAGE = 1024
+HOLD_S = 0.002
+WAITING_LEASES = 65_536
+"""More leases than any engine has.  Beyond this number the oldest are dropped here; they end with this process."""
 
 
-class LiveLookups:
-    """Lookups that are sent or hold a lease, by their numbers in the present epoch.  Belongs to the I/O thread."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._calls: dict[int, LookupCall] = {}
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def numbers(self) -> list[int]:
-        """The numbers of these lookups."""
-        return list(self._calls)
-
-    def sent(self, call: LookupCall) -> None:
-        """Add a lookup that is being sent, under `call.seq`."""
-        self._calls[call.seq] = call
-
-    def get(self, seq: int) -> LookupCall | None:
-        """The lookup of this number, if it is still wanted."""
-        return self._calls.get(seq)
-
-    def end(self, seq: int) -> bool:
-        """Remove a lookup that is not wanted any more. Returns whether it was wanted until now."""
-        return self._calls.pop(seq, None) is not None
-
-    def released(self, leases: Sequence[LeaseName]) -> None:
-        """Remove the lookups whose leases the server has taken back; `leases` may include other processes' leases."""
-        for lease in leases:
-            if lease.session == self._link.session and lease.epoch == self._link.epoch:
-                self._calls.pop(lease.seq, None)
-
-    def restarted(self) -> None:
-        """Forget all lookups: the server of the new epoch knows none of them."""
-        self._calls.clear()
-
-
-class Lookups:
+class Lookups(msgspec.Struct, eq=False):
     """All lookups of one process: `begin` from any thread, the rest in the I/O thread."""
 
-    def __init__(self, link: Link, live: LiveLookups, identities: IdentityTable, timeout_ms: int) -> None:
-        """`timeout_ms` is the deadline of a lookup that names none."""
-        self._link = link
-        self._live = live
-        self._identities = identities
-        self._timeout_ms = timeout_ms
-        self._asking: dict[LookupCall, Pending] = {}
-        self._untold: deque[tuple[Identity, wire.Miss]] = deque(maxlen=MAX_UNTOLD)
-        self._told_of_unknown_reason = False
-        self.begun = 0
-        self.hit_chunks = 0
-        self.revoked = 0
+    _link: Link
+    _identities: IdentityTable
+    _timeout_ms: int
+    """Deadline of a lookup that names none."""
+    live: dict[int, LookupCall] = {}
+    """Lookups that are sent or hold a lease, by their numbers in the present epoch. For the I/O thread only."""
+    begun: int = 0
+    hit_chunks: int = 0
+    revoked: int = 0
+    _asking: dict[LookupCall, Pending] = {}
+    _untold: deque[tuple[Identity, wire.Miss]] = msgspec.field(
+        default_factory=lambda: deque(maxlen=MAX_UNTOLD)
+    )
+    _told_of_unknown_reason: bool = False
 
     def begin(
         self,
@@ -96,7 +69,7 @@ class Lookups:
         request_id: str,
         probe: bytes,
         deadline_ms: int | None,
-        tails: Sequence[AskedTails] = (),
+        tails: Sequence[wire.TailSet] = (),
     ) -> LookupCall:
         """See `CacheClient.lookup`."""
         if isinstance(chain, ChunkHasher):
@@ -113,8 +86,9 @@ class Lookups:
         limit_ms = self._timeout_ms if deadline_ms is None else deadline_ms
         deadline_s = time.monotonic() + min(limit_ms, wire.MAX_DEADLINE_MS) / 1000
         keys = chain[: wire.MAX_CHUNKS * KEY_BYTES]
-        sets = [TailSet(*asked) for asked in tails]
-        self._link.post(lambda: self._ask(call, identity, keys, sets, request_id[:256], probe, deadline_s))
+        self._link.post(
+            lambda: self._ask(call, identity, keys, list(tails), request_id[:256], probe, deadline_s)
+        )
         return call
 
     def missed(self, identity: Identity, chain: bytes, absent: int, request_id: str, probe: bytes) -> None:
@@ -146,6 +120,12 @@ class Lookups:
         for _ in range(count):
             self._untold.popleft()
 
+    def released(self, leases: Sequence[LeaseName]) -> None:
+        """Forget the lookups whose leases the server has taken back; `leases` may include other processes' leases."""
+        for lease in leases:
+            if lease.session == self._link.session and lease.epoch == self._link.epoch:
+                self.live.pop(lease.seq, None)
+
     def take_back(self, seqs: Sequence[int], spend: Callable[[LeaseName], bool]) -> list[LeaseName]:
         """Give up the leases of these lookups, as the server asks, unless claimed or in use; returns those given up.
 
@@ -153,7 +133,7 @@ class Lookups:
         """
         taken_back = []
         for seq in seqs:
-            call = self._live.get(seq)
+            call = self.live.get(seq)
             if call is not None and call.take_back(spend):
                 taken_back.append(LeaseName(self._link.session, seq, self._link.epoch))
         self.revoked += len(taken_back)
@@ -164,7 +144,7 @@ class Lookups:
         call: LookupCall,
         identity: Identity,
         keys: bytes,
-        tails: list[TailSet],
+        tails: list[wire.TailSet],
         request_id: str,
         probe: bytes,
         deadline_s: float,
@@ -178,7 +158,7 @@ class Lookups:
             if declared is None:
                 return None
             call.seq, call.epoch = seq, declared.epoch
-            self._live.sent(call)
+            self.live[seq] = call
             return wire.Lookup(
                 seq,
                 max(1, remaining_ms - LOOKUP_MARGIN_MS),
@@ -192,7 +172,7 @@ class Lookups:
         def failed(error: KvstrataError) -> None:
             self._asking.pop(call, None)
             if isinstance(error, UnknownIdentity) and not again:
-                self._live.end(call.seq)
+                self.live.pop(call.seq, None)
                 identity.declared = None
                 self._ask(call, identity, keys, tails, request_id, probe, deadline_s, again=True)
                 return
@@ -209,7 +189,7 @@ class Lookups:
         self._link.ask(pending)
 
     def _answered(
-        self, call: LookupCall, keys: bytes, tails: Sequence[TailSet], reply: wire.AnyReply
+        self, call: LookupCall, keys: bytes, tails: Sequence[wire.TailSet], reply: wire.AnyReply
     ) -> None:
         del self._asking[call]
         n = reply.n_chunks if isinstance(reply, wire.LookupReply) else -1
@@ -218,7 +198,7 @@ class Lookups:
             call.finish(miss(MissReason.REFUSED))
             self._undo(call)
         elif n == 0 and not reply.tail_tokens:
-            self._live.end(call.seq)
+            self.live.pop(call.seq, None)
             call.finish(miss(self._reason(reply.reason)))
         else:
             lease = LeaseName(self._link.session, call.seq, reply.epoch)
@@ -258,11 +238,11 @@ class Lookups:
     def _undo(self, call: LookupCall) -> None:
         """Cancel a lookup at the server, unless it was never sent, found nothing, or has ended."""
         target = call.seq
-        if self._live.end(target) and call.epoch == self._link.epoch:
+        if self.live.pop(target, None) is not None and call.epoch == self._link.epoch:
             self._link.tell(lambda seq, _: wire.Cancel(seq, target))
 
 
-def _sensible(reply: wire.LookupReply, n_asked: int, tails: Sequence[TailSet]) -> bool:
+def _sensible(reply: wire.LookupReply, n_asked: int, tails: Sequence[wire.TailSet]) -> bool:
     """Whether it is a miss with a reason, or hits that were asked for, each with its extents."""
     n, tokens = reply.n_chunks, reply.tail_tokens
     if tokens:
@@ -276,3 +256,89 @@ def _sensible(reply: wire.LookupReply, n_asked: int, tails: Sequence[TailSet]) -
     if n == 0:
         return bool(reply.reason)
     return 0 < n <= n_asked and len(reply.extents) > 0 and len(reply.extents) % (n * EXTENT.size) == 0
+
+
+class ReleaseQueue(msgspec.Struct, eq=False):
+    """The leases to be given back: this process's shares, and those of the whole group.
+
+    All methods but `end` belong to the I/O thread.
+    """
+
+    _link: Link
+    _ledger: CopyLedger
+    _lookups: Lookups
+    _waiting: dict[bool, dict[LeaseName, None]] = msgspec.field(default_factory=lambda: {False: {}, True: {}})
+    _sending: dict[bool, bool] = msgspec.field(default_factory=lambda: {False: False, True: False})
+    _past_epochs: set[int] = set()
+    _held_until_s: float = math.inf
+    _added: bool = False
+
+    def end(self, leases: Sequence[LeaseName], *, group: bool) -> None:
+        """Let no load begin under these leases, and give back those that no load uses. Any thread.
+
+        A load that runs gives its lease back when it ends.
+        """
+        if leases and not self._link.forked:
+            idle = self._ledger.spend(leases)
+            self._link.post(lambda: self.add(idle, group=group))
+
+    def add(self, leases: Sequence[LeaseName], *, group: bool) -> None:
+        """Give these leases back; with `group` for every process of the engine."""
+        waiting = self._waiting[group]
+        for lease in leases:
+            if lease.epoch not in self._past_epochs:
+                waiting[lease] = None
+        while len(waiting) > WAITING_LEASES:
+            del waiting[next(iter(waiting))]
+        self._added = True
+
+    def restarted(self, old_epoch: int, epoch: int) -> None:
+        """Forget the leases of the old epoch, which have ended: a server of another epoch is attached."""
+        self._past_epochs.add(old_epoch)
+        self._past_epochs.discard(epoch)
+        for waiting in self._waiting.values():
+            for lease in [lease for lease in waiting if lease.epoch in self._past_epochs]:
+                del waiting[lease]
+
+    def due_s(self) -> float:
+        """The time (`time.monotonic`) at which `tick` has something to do, even if no message arrives; inf: never."""
+        return self._held_until_s
+
+    def tick(self, now_s: float) -> None:
+        """Send the leases that were added, unless they may still wait. Called once per pass of the link."""
+        added, self._added = self._added, False
+        if added and self._link.table.n_asks:
+            self._held_until_s = min(self._held_until_s, now_s + HOLD_S)
+        elif added or self._held_until_s <= now_s:
+            self.pump()
+
+    def pump(self) -> None:
+        """Send waiting leases; one message of each kind (own share, whole group) is under way at a time."""
+        self._held_until_s = math.inf
+        for group in (False, True):
+            if not self._sending[group]:
+                self._send(group)
+
+    def _send(self, group: bool) -> None:
+        waiting = self._waiting[group]
+        leases = [lease for lease in waiting if lease.epoch == self._link.epoch][:LEASES_PER_MESSAGE]
+        if not leases:
+            return
+        for lease in leases:
+            del waiting[lease]
+        self._sending[group] = True
+        names = [(lease.session, lease.seq) for lease in leases]
+
+        def ended(_: object) -> None:
+            self._sending[group] = False
+            self._lookups.released(leases)
+            self.pump()
+
+        def failed(error: KvstrataError) -> None:
+            self._sending[group] = False
+            if isinstance(error, Unavailable):  # the connection is lost
+                self.add(leases, group=group)
+            else:
+                ended(error)
+
+        self._link.ask(Pending(Kind.TELL, lambda seq, _: wire.Release(seq, names, group), ended, failed))

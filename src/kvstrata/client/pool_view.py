@@ -9,14 +9,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import msgspec
+
 from kvstrata.client.copies import CopyLedger, Mapping, Pages
 from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Link
 from kvstrata.keys import ChunkHasher, spans
 from kvstrata.keys.batch import count, part
-from kvstrata.memory.attach.client import Attachment
 from kvstrata.native.core import IndexReader, storage_keys
 from kvstrata.patience import patience
+from kvstrata.session.attach import Attachment
 from kvstrata.types import KEY_BYTES
 
 KEPT_CHAINS = 64
@@ -24,21 +26,18 @@ PEEK_HEARTBEAT_S = 0.9
 """`present` answers only while the server's heartbeat is younger than this."""
 
 
-class PoolView:
+class PoolView(msgspec.Struct, eq=False):
     """Reads the index of the attached pool. Any thread, but `attached` belongs to the I/O thread."""
 
-    def __init__(
-        self, link: Link, ledger: CopyLedger, identities: IdentityTable, pages: Pages | None
-    ) -> None:
-        """`pages` prepares the pool's pages for copies; None in a process that copies nothing."""
-        self._link = link
-        self._ledger = ledger
-        self._identities = identities
-        self._pages = pages
-        self._prepared_pool = b""
-        self._index: IndexReader | None = None
-        self._chains: OrderedDict[bytes, bytes] = OrderedDict()
-        self._chains_lock = threading.Lock()
+    _link: Link
+    _ledger: CopyLedger
+    _identities: IdentityTable
+    _pages: Pages | None
+    """Prepares the pool's pages for copies; None in a process that copies nothing."""
+    _prepared_pool: bytes = b""
+    _index: IndexReader | None = None
+    _chains: OrderedDict[bytes, bytes] = msgspec.field(default_factory=OrderedDict)
+    _chains_lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
 
     @property
     def has_l2(self) -> bool:

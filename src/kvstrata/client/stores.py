@@ -1,6 +1,13 @@
 """Stores: reserve → gather → commit, in batches.  Everything except `begin` and `admit` belongs to the I/O thread.
 
-Each batch goes through the states of `kvstrata.client.batches.MACHINE`.  If the server refuses the last chunk of a
+Each batch goes through these states:
+
+    RESERVING ─▶ GATHERING ─▶ COMMITTING ─▶ LEFT        a commit is answered
+        │ │          │ └────────────────────▶ LEFT      the server that gave the extents is gone
+        │ └──────────┴─▶ UNDOING ───────────▶ LEFT      a cancel or abort is answered
+        └───────────────────────────────────▶ LEFT      no extent was given, or the reserve was never sent
+
+If the server refuses the last chunk of a
 batch, the chunks of its job that are in no batch yet are refused too.  When the server falls silent, the chunks of an
 unanswered commit count as failed at once.  A process that attaches again to the same server names the reserves of its
 batches, and the server ends all others; a commit whose connection was lost may have stored its chunks or not.
@@ -14,26 +21,27 @@ Invariants
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
-from kvstrata.client.batches import Batch, BatchEvent, BatchState, StoreRequest, reserve_outcomes
+import msgspec
+
 from kvstrata.client.copies import Copier, CopyLedger, GatherItem, Mapping, Plan
 from kvstrata.client.handles import OUTCOME_OF_RESERVE, StoreJob, StoreOutcome
-from kvstrata.client.identities import Declared, Identity
-from kvstrata.client.link import Link
-from kvstrata.client.requests import Kind, Pending
+from kvstrata.client.identities import Identity, IdentityTable
+from kvstrata.client.link import Kind, Link, Pending
 from kvstrata.errors import KvstrataError, UnknownIdentity
 from kvstrata.keys import batch as keys
 from kvstrata.native.core import RecordSpec, record_bytes, storage_keys
 from kvstrata.patience import patience
 from kvstrata.rpc import wire
-from kvstrata.types import KEY_BYTES, Extent
+from kvstrata.types import EXTENT, KEY_BYTES, Extent, unpack_extents
 
 log = logging.getLogger(__name__)
 
@@ -49,44 +57,123 @@ NOT_COPIED = 1
 REFUSALS = frozenset(OUTCOME_OF_RESERVE) - {wire.ReserveOutcome.PRESENT, wire.ReserveOutcome.IN_FLIGHT}
 
 
-class StoreQueue:
+class BatchState(enum.Enum):
+    """How far a batch has come."""
+
+    RESERVING = enum.auto()
+    """Its reserve is not sent yet, or not answered yet."""
+    GATHERING = enum.auto()
+    """Extents are reserved, and the copies into them run."""
+    COMMITTING = enum.auto()
+    """All copies have ended, and the commit of the whole records is not answered yet."""
+    UNDOING = enum.auto()
+    """None of its chunks will be stored; the cancel or abort of its reserve is not answered yet."""
+    LEFT = enum.auto()
+    """The server has no reservation of it any more, and its bytes are free for other batches."""
+
+
+class StoreRequest(NamedTuple):
+    """The checked arguments of `CacheClient.store`."""
+
+    job: StoreJob
+    identity: Identity
+    parent: bytes
+    """Chain key of the chunk before the first; b"" at the start of a prompt."""
+    chain: bytes
+    plan: Plan
+    blocks: Sequence[Sequence[int]]
+    record_bytes: int
+    payload_bytes: int
+    probe: bytes
+    tail_tokens: int = 0
+    """0, or the only chunk is a tail with so many tokens."""
+    replaces: bytes = b""
+    """Chain keys of tails that these chunks replace."""
+
+    @property
+    def n_chunks(self) -> int:
+        """Chunks to store."""
+        return len(self.blocks)
+
+
+class Batch(msgspec.Struct, eq=False):
+    """Chunks [first, first + n_chunks) of one request."""
+
+    request: StoreRequest
+    first: int
+    n_chunks: int
+    state: BatchState = BatchState.RESERVING
+    asked: Pending | None = None
+    """The reserve, until it is answered."""
+    seq: int = 0
+    """Number of the reserve; 0 until it is sent."""
+    epoch: int = 0
+    """Epoch of the server that the reserve went to."""
+    reserved: list[int] = []
+    """Indices within the batch that got an extent."""
+    copy_job: int = 0
+    """Number of the native copy; 0 while none runs."""
+    unsettled: list[int] = []
+    """Chunks of the job that wait for the commit's outcome."""
+
+    @property
+    def keys(self) -> bytes:
+        """Chain keys of the batch."""
+        return keys.part(self.request.chain, self.first, self.first + self.n_chunks)
+
+    @property
+    def parent(self) -> bytes:
+        """Chain key of the chunk before the batch; b"" at the start of a prompt."""
+        return keys.before(self.request.chain, self.first, self.request.parent)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the server has reserved for the batch or, until the server answers, was asked to reserve."""
+        return (len(self.reserved) or self.n_chunks) * self.request.record_bytes
+
+    def chunks(self, indices: Sequence[int]) -> list[int]:
+        """Indices within the job, from indices within the batch."""
+        return [self.first + index for index in indices]
+
+
+def reserve_outcomes(reply: wire.AnyReply, n_chunks: int) -> tuple[bytes, list[Extent]]:
+    """(outcome, extent) of each chunk. Raises ValueError unless the reply has both for all `n_chunks` chunks."""
+    if not isinstance(reply, wire.ReserveReply):
+        raise ValueError(f"reply {type(reply).__name__}")
+    if len(reply.outcomes) != n_chunks or len(reply.extents) != n_chunks * EXTENT.size:
+        raise ValueError(
+            f"{len(reply.outcomes)} outcomes and {len(reply.extents)} bytes of extents for {n_chunks} chunks"
+        )
+    unknown = set(reply.outcomes) - set(wire.ReserveOutcome)
+    if unknown:
+        raise ValueError(f"unknown outcomes {sorted(unknown)}")
+    return reply.outcomes, unpack_extents(reply.extents)
+
+
+class StoreQueue(msgspec.Struct, eq=False):
     """All stores of one process, first come first served."""
 
-    def __init__(
-        self,
-        link: Link,
-        ledger: CopyLedger,
-        copier: Copier,
-        *,
-        slice_digest: bytes,
-        chunk_tokens: int,
-        declared: Callable[[Identity], Declared | None],
-    ) -> None:
-        """`slice_digest` names the slice that this process writes; b"" for a scheduler, which writes none.
-
-        `declared(identity)` is `IdentityTable.declared`: the present server's number for the identity, None until the
-        server has answered, which wakes unsent requests.
-        """
-        self._link = link
-        self._ledger = ledger
-        self._copier = copier
-        self._slice_digest = slice_digest
-        self._chunk_tokens = chunk_tokens
-        self._declared = declared
-        self._lock = threading.Lock()
-        self._queue: deque[StoreRequest] = deque()
-        self._next_chunk = 0
-        """First chunk of the queue's head that is in no batch yet."""
-        self._pumping = False
-        self._closing = False
-        self._max_reserved_bytes = 0
-        """Maximum bytes that this session may have reserved at a time; 0 until the server has named its limit."""
-        self._reserved_bytes = 0
-        self._batches: dict[Batch, None] = {}
-        """Batches that count as under way (`BATCHES_IN_FLIGHT`), oldest first."""
-        self.waiting_bytes = 0
-        self.counts: dict[str, int] = {}
-        """Chunks by outcome."""
+    _link: Link
+    _ledger: CopyLedger
+    _copier: Copier
+    _identities: IdentityTable
+    _slice_digest: bytes
+    """Names the slice that this process writes; b"" for a scheduler, which writes none."""
+    _chunk_tokens: int
+    _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
+    _queue: deque[StoreRequest] = msgspec.field(default_factory=deque)
+    _next_chunk: int = 0
+    """First chunk of the queue's head that is in no batch yet."""
+    _pumping: bool = False
+    _closing: bool = False
+    _max_reserved_bytes: int = 0
+    """Maximum bytes that this session may have reserved at a time; 0 until the server has named its limit."""
+    _reserved_bytes: int = 0
+    _batches: dict[Batch, None] = {}
+    """Batches that count as under way (`BATCHES_IN_FLIGHT`), oldest first."""
+    waiting_bytes: int = 0
+    counts: dict[str, int] = {}
+    """Chunks by outcome."""
 
     def begin(
         self,
@@ -95,7 +182,6 @@ class StoreQueue:
         chain: bytes,
         plan: Plan,
         blocks: Sequence[Sequence[int]],
-        on_done: Callable[[StoreJob], Any] | None,
         probe: bytes,
         tail_tokens: int = 0,
         replaces: bytes = b"",
@@ -115,7 +201,6 @@ class StoreQueue:
         job = StoreJob(
             n,
             lambda job: self._link.post(lambda: self.cancel(job)),
-            partial(_call_back, on_done) if on_done is not None else None,
         )
         if n == 0 or not self._link.accepts:
             job.refuse(StoreOutcome.UNAVAILABLE)
@@ -233,7 +318,7 @@ class StoreQueue:
             self._reserved_bytes += batch.held_bytes
 
         def message(seq: int, remaining_ms: int) -> wire.Reserve | None:
-            declared = self._declared(request.identity)
+            declared = self._identities.declared(request.identity)
             if declared is None:
                 return None
             batch.seq, batch.epoch = seq, declared.epoch
@@ -272,10 +357,9 @@ class StoreQueue:
         """End a batch of which nothing was gathered, and cancel its reserve if the reserve was sent."""
         batch.asked = None
         if batch.seq:
-            batch.move(BatchEvent.WITHDRAWN)
+            batch.state = BatchState.UNDOING
             self._undo(batch)
         else:
-            batch.move(BatchEvent.UNSENT)
             self._freed(batch)
         self._end_gather(batch, batch.n_chunks)
         self._settle(batch, batch.chunks(range(batch.n_chunks)), outcome)
@@ -300,10 +384,10 @@ class StoreQueue:
         self._end_gather(batch, n - len(batch.reserved))
         self._reserved_bytes -= (n - len(batch.reserved)) * request.record_bytes
         if not batch.reserved:
-            batch.move(BatchEvent.REFUSED)
+            batch.state = BatchState.LEFT
             self._leave(batch)
             return
-        batch.move(BatchEvent.RESERVED)
+        batch.state = BatchState.GATHERING
         mapping = None if request.job.cancelled else self._ledger.begin_gather(batch.epoch)
         if mapping is None:
             self._gathered(batch, [NOT_COPIED] * len(batch.reserved))
@@ -370,12 +454,11 @@ class StoreQueue:
             self._settle(batch, batch.chunks(torn), outcome)
         if batch.epoch != self._link.epoch:
             # The reservation ended with its server; the bytes stay ours until we send `quiesced`.
-            batch.move(BatchEvent.RESTARTED)
             self._settle(batch, batch.chunks(whole), StoreOutcome.FAILED)
             self._freed(batch)
             self._leave(batch)
             return
-        batch.move(BatchEvent.COPIED if whole else BatchEvent.TORN)
+        batch.state = BatchState.COMMITTING if whole else BatchState.UNDOING
         if torn:
             self._abort(batch, torn, last=not whole)
         if whole:
@@ -409,7 +492,6 @@ class StoreQueue:
             ended()
 
         def ended() -> None:
-            batch.move(BatchEvent.SETTLED)
             self._freed(batch)
             self._leave(batch)
 
@@ -431,7 +513,6 @@ class StoreQueue:
 
         def ended(_: object) -> None:
             if last:
-                batch.move(BatchEvent.SETTLED)
                 self._freed(batch)
                 self._leave(batch)
 
@@ -449,15 +530,16 @@ class StoreQueue:
         target = batch.seq
 
         def ended(_: object) -> None:
-            batch.move(BatchEvent.SETTLED)
             self._freed(batch)
             self.pump()  # queued requests may wait for these bytes
 
         self._link.ask(Pending(Kind.TELL, lambda seq, _: wire.Cancel(seq, target), ended, ended))
 
     def _freed(self, batch: Batch) -> None:
+        """The server has no reservation of the batch any more; its bytes are free for other batches."""
+        assert batch.state is not BatchState.LEFT, "reserved bytes were given back twice"
+        batch.state = BatchState.LEFT
         self._reserved_bytes -= batch.held_bytes
-        assert self._reserved_bytes >= 0, "reserved bytes were given back twice"
 
     def _leave(self, batch: Batch) -> None:
         """Stop counting the batch as under way, even while its reserve is being undone."""
@@ -485,11 +567,3 @@ class StoreQueue:
 
     def _count(self, outcome: StoreOutcome, n_chunks: int) -> None:
         self.counts[outcome] = self.counts.get(outcome, 0) + n_chunks
-
-
-def _call_back(on_done: Callable[[StoreJob], Any], job: StoreJob) -> None:
-    try:
-        on_done(job)
-    except Exception:
-        # Boundary to the caller's code: an error in `on_done` must not end the I/O thread.
-        log.exception("on_done of a store failed")

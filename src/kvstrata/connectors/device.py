@@ -25,11 +25,12 @@ from kvstrata.client import CacheClient, Identity
 from kvstrata.client.copies import Pages, device_copies
 from kvstrata.client.handles import LoadItem, LoadJob, StoreJob, StoreOutcome
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.mover import StoredChunks, begin_store
+from kvstrata.connectors.mover import begin_store
+from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.errors import ConfigError
 from kvstrata.native.core import CopyPlan
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError, driver_facts
-from kvstrata.rpc.ping_wire import DeviceCopies
+from kvstrata.rpc.wire import DeviceCopies
 from kvstrata.types import LeaseName
 
 logger = logging.getLogger("kvstrata.connectors")
@@ -120,7 +121,7 @@ class DeviceMover:
         self._counted: DeviceCopies | None = None
         self.sections = sections
 
-    def store(self, identity: Identity, store: StoredChunks, blocks: Sequence[Sequence[int]]) -> StoreJob:
+    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """Begins a store; it reads the blocks after the present work of the current stream."""
         plan = self._behind_now(self._plan)
         if plan is None:

@@ -9,31 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
+from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.types import LeaseName
-
-
-class StoredChunks(Protocol):
-    """The names of chunks that are to be stored."""
-
-    @property
-    def parent(self) -> bytes:
-        """Chain key of the chunk before the first; empty at the start of a prompt."""
-
-    @property
-    def chain(self) -> bytes:
-        """Chain keys of the chunks."""
-
-    @property
-    def probe(self) -> bytes:
-        """Probe of the request's first chunk."""
-
-    @property
-    def tail_tokens(self) -> int:
-        """0, or the only chunk is a tail of so many tokens."""
-
-    @property
-    def replaces(self) -> bytes:
-        """Chain keys of tails that these chunks replace."""
 
 
 class Mover(Protocol):
@@ -47,7 +24,7 @@ class Mover(Protocol):
     def broken(self) -> bool:
         """Whether copying has stopped, for the rest of the process."""
 
-    def store(self, identity: Identity, store: StoredChunks, blocks: Sequence[Sequence[int]]) -> StoreJob:
+    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """Begin to copy a store's chunks into L1. Never blocks; blocks are read until the job is `gathered`."""
 
     def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
@@ -67,7 +44,7 @@ class Mover(Protocol):
 
 
 def begin_store(
-    client: CacheClient, identity: Identity, store: StoredChunks, plan: Any, blocks: Sequence[Sequence[int]]
+    client: CacheClient, identity: Identity, store: Store, plan: Any, blocks: Sequence[Sequence[int]]
 ) -> StoreJob:
     """Give a store to the client. `blocks` has the blocks of each chunk."""
     return client.store(
@@ -92,7 +69,7 @@ class HostMover:
         self._client = client
         self._plan = plan
 
-    def store(self, identity: Identity, store: StoredChunks, blocks: Sequence[Sequence[int]]) -> StoreJob:
+    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """See `Mover.store`."""
         return begin_store(self._client, identity, store, self._plan, blocks)
 

@@ -21,18 +21,22 @@ from kvstrata.controller.sockets import Sockets
 from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import (
     EVENTS,
     HEARTBEATS,
     MAX_PEER_KEYS,
     REPLY_REQUESTS,
+    TAG_BYTES,
     Beat,
     Done,
     Failure,
+    GatewayBeat,
     Goodbye,
+    Holdings,
+    HoldingsReply,
     Register,
     Registered,
+    Replicate,
     SyncBegin,
     SyncEnd,
     SyncPart,
@@ -41,7 +45,6 @@ from kvstrata.rpc.cluster_wire import (
     WhereReply,
     encode,
 )
-from kvstrata.rpc.gateway_wire import GatewayBeat, Holdings, HoldingsReply, Replicate
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.types import KEY_BYTES
 

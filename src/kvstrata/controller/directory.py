@@ -21,8 +21,7 @@ from kvstrata.controller.lookups import INLINE_TAGS, Lookups
 from kvstrata.naming import name_thread
 from kvstrata.native.core import Registry, RegistryError, RegistryUsage
 from kvstrata.observability.numbers import Numbers, counter, gauge
-from kvstrata.rpc.cluster_fields import TAG_BYTES
-from kvstrata.rpc.cluster_wire import Change, Run
+from kvstrata.rpc.cluster_wire import TAG_BYTES, Change, Run
 
 BUSY_BYTES = 16 << 20
 FULL_BYTES = 64 << 20

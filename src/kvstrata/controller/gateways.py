@@ -19,8 +19,7 @@ from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.members import Members
 from kvstrata.errors import BadRequest
 from kvstrata.observability.numbers import Numbers, gauge, histogram
-from kvstrata.rpc.cluster_fields import KvKind
-from kvstrata.rpc.gateway_wire import (
+from kvstrata.rpc.cluster_wire import (
     MAX_HOLDERS,
     MAX_TOLD_ADAPTERS,
     MAX_TOLD_INSTANCES,
@@ -29,6 +28,7 @@ from kvstrata.rpc.gateway_wire import (
     GatewayHeard,
     Holding,
     Holdings,
+    KvKind,
     Served,
 )
 

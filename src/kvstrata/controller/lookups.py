@@ -19,8 +19,7 @@ from typing_extensions import Buffer
 from kvstrata.keys.spans import longest, of_slices
 from kvstrata.naming import name_thread
 from kvstrata.native.core import Registry
-from kvstrata.rpc.cluster_wire import tags_of
-from kvstrata.rpc.gateway_wire import MAX_HOLDERS
+from kvstrata.rpc.cluster_wire import MAX_HOLDERS, tags_of
 
 INLINE_TAGS = 512
 """Most tags that the loop itself looks up, or changes while no change waits; they take about 50 µs."""

@@ -10,16 +10,17 @@ from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
 from kvstrata.controller.orders import Orders
-from kvstrata.rpc.cluster_fields import TAG_BYTES, KvKind
 from kvstrata.rpc.cluster_wire import (
+    TAG_BYTES,
     Command,
     CommandKind,
     CommandResult,
+    KvKind,
     Load,
     Register,
     SyncPart,
+    TierRate,
 )
-from kvstrata.rpc.gateway_wire import TierRate
 from kvstrata.states import Machine
 
 MAX_SUPERSEDED = 16

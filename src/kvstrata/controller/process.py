@@ -51,9 +51,15 @@ from kvstrata.process.listen import (
     warn_if_open,
 )
 from kvstrata.process.ports import Listening, refuse_open, refuse_port_twice
-from kvstrata.rpc.key_file import KeyFile
-from kvstrata.rpc.shared_key import ADVICE, SharedKey
-from kvstrata.rpc.zmq_curve import OPEN, ControllerKeys, CurveKeys, read_controller_keys
+from kvstrata.rpc.zmq_curve import (
+    ADVICE,
+    OPEN,
+    ControllerKeys,
+    CurveKeys,
+    KeyFile,
+    SharedKey,
+    read_controller_keys,
+)
 from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:

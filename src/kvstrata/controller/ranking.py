@@ -10,8 +10,7 @@ from kvstrata.controller.lookups import Found, Lookups
 from kvstrata.controller.member import Member
 from kvstrata.controller.members import Members
 from kvstrata.observability.numbers import Numbers, counter, histogram
-from kvstrata.rpc.cluster_fields import TAG_BYTES
-from kvstrata.rpc.cluster_wire import MAX_OWNERS, Owner, Where
+from kvstrata.rpc.cluster_wire import MAX_OWNERS, TAG_BYTES, Owner, Where
 
 SLOW_START_S = 30.0
 """Age from which a member's load counts as reported; up to one half is added to a younger member's, less with age."""

@@ -25,8 +25,8 @@ from kvstrata.errors import BadSync, SyncAgain
 from kvstrata.native.core import crc32c
 from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.patience import patience
-from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import (
+    TAG_BYTES,
     Change,
     CommandKind,
     Events,

@@ -46,7 +46,7 @@ from kvstrata.process.lifecycle import Process, soon, tell_ready
 from kvstrata.process.listen import Listener, ServedToken, listen, warn_if_plain
 from kvstrata.process.ports import host_and_port
 from kvstrata.process.supervisor import SWITCH_S
-from kvstrata.rpc.shared_key import SharedKey
+from kvstrata.rpc.zmq_curve import SharedKey
 
 if TYPE_CHECKING:
     from kvstrata.gateway.picker.server import PickerServer

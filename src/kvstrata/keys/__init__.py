@@ -7,12 +7,11 @@
     c_i      = SHA-256(c_(i-1) ‖ tokens_i ‖ extra_i)
     storage  = SHA-256(c_i ‖ slice digest)
 
-Tokens are unsigned 32-bit little-endian; `extra_i` is empty, or 32 bytes for a chunk with media (`keys.multimodal`) and
+Tokens are unsigned 32-bit little-endian; `extra_i` is empty, or 32 bytes for a chunk with media (`keys.chunking`) and
 for every chunk of an identity whose keys look ahead (`keys.chunking.lookahead_extra`).  All inputs of one hash but the
 last, `extra`, have fixed lengths, so no two different inputs give the same byte string.
 """
 
-from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.keys.multimodal import MediaItem
+from kvstrata.keys.chunking import ChunkHasher, MediaItem
 
 __all__ = ["ChunkHasher", "MediaItem"]

@@ -4,6 +4,18 @@ Invariants
 1. `chain` holds one key for each full chunk of the tokens fed so far; keys are only appended.  Keys that look ahead
    cover the first `lookahead_tokens` tokens behind their chunk too, so these must be fed before the chunk has a key.
 2. The storage keys of a tuple of slices grow with the chain; each is derived once, until other slices are asked for.
+
+Media (images, audio, …) in a prompt: all have the same placeholder tokens, so their content ids enter the keys.
+
+Keys of tails: records of a prompt's unfinished last chunk, which end with a block of the engine.
+
+    key = SHA-256(DOMAIN ‖ c ‖ extra ‖ tokens)
+
+`c` is the chain key of the chunk before (the identity's root for the first chunk), `extra` the 32 bytes that media add
+(zeros without media), and `tokens` are the tail's tokens, at least one and fewer than a chunk has.  DOMAIN has 32 bytes
+and is no hash, while the input of a chunk's key begins with one: so no tail has the key of a chunk.  All inputs but the
+tokens have fixed lengths, so tails of different tokens have different keys.  In an identity whose keys look ahead,
+`tokens` and `extra` cover the first `lookahead_tokens` tokens behind the tail too.
 """
 
 from __future__ import annotations
@@ -12,12 +24,54 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvstrata.keys import batch
-from kvstrata.keys.multimodal import MediaItem, check_media, media_extra
-from kvstrata.keys.tails import tail_keys
 from kvstrata.native.core import chain_keys, storage_keys
-from kvstrata.types import KEY_BYTES
+from kvstrata.types import KEY_BYTES, canonical_json
+
+
+class MediaItem(NamedTuple):
+    """One piece of media: the run of placeholder tokens that stands for it, and its content id.
+
+    `content_id` is a hash of the content: different content must have different ids.  An empty run is ignored.
+    """
+
+    offset_tokens: int
+    length_tokens: int
+    content_id: str
+
+
+def check_media(items: Iterable[MediaItem]) -> list[MediaItem]:
+    """The items that cover at least one token, in prompt order. Raises ValueError naming an invalid item."""
+    checked = []
+    for item in items:
+        offset, length, content_id = item
+        if offset < 0 or length < 0:
+            raise ValueError(
+                f"media item {content_id!r:.80}: offset_tokens {offset} and length_tokens {length} must not be negative"
+            )
+        if not content_id:
+            raise ValueError(f"media item at token {offset}: content_id is empty; give a hash of its content")
+        if length:
+            checked.append(MediaItem(offset, length, content_id))
+    return sorted(checked)
+
+
+def media_extra(items: Iterable[MediaItem], first_token: int, chunk_tokens: int) -> bytes:
+    """The 32 bytes that media add to the hash of the chunk that begins at `first_token`; b"" if it has no media.
+
+    An item that began in an earlier chunk is hashed with a negative offset, so that the second half of a picture is
+    not mistaken for its first half.
+    """
+    end = first_token + chunk_tokens
+    inside = [
+        [item.offset_tokens - first_token, item.content_id]
+        for item in items
+        if item.offset_tokens < end and item.offset_tokens + item.length_tokens > first_token
+    ]
+    return hashlib.sha256(canonical_json(inside)).digest() if inside else b""
+
 
 PROBE_BYTES = 8
 
@@ -121,7 +175,7 @@ class ChunkHasher:
         return extras
 
     def tail_keys(self, chunk: int, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-        """The keys of the tails of a chunk (see `keys.tails`), of which `tokens` are the leading tokens.
+        """The keys of the tails of a chunk, of which `tokens` are the leading tokens.
 
         Keys that look ahead need the tokens behind a tail as well, which may lie behind the chunk.
 
@@ -164,3 +218,52 @@ def lookahead_extra(ahead: Sequence[int], media: bytes) -> bytes:
 
 def _probe(tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(struct.pack(f"<{len(tokens)}I", *tokens)).digest()[:PROBE_BYTES]
+
+
+DOMAIN = b"kvstrata: key of a tail, form 1\n"
+NO_MEDIA = bytes(KEY_BYTES)
+
+
+class Tail(NamedTuple):
+    """A tail of a prompt."""
+
+    chunk: int
+    """Number of the chunk whose first tokens it has."""
+    tokens: int
+    key: bytes
+    """Its chain key."""
+
+
+def tail_keys(
+    before: bytes,
+    tokens: Sequence[int],
+    block_tokens: int,
+    media: Iterable[MediaItem] = (),
+    first_token: int = 0,
+    *,
+    lookahead_tokens: int = 0,
+) -> list[bytes]:
+    """The keys of the tails of a chunk that end with each whole block of `tokens`, the shortest tail first.
+
+    `before` is the chain key of the chunk before, or the root.  `tokens` are the leading tokens of the chunk, which
+    begins at token `first_token` of the request; `media` are the request's.  With `lookahead_tokens`, a tail has a key
+    only if `tokens` go on for so many tokens behind it.  Raises ValueError for a token outside
+    0..2**32-1.
+    """
+    items = list(media)
+    keys: list[bytes] = []
+    running, extra_of_running = None, b""
+    done = 0
+    for end in range(block_tokens, len(tokens) - lookahead_tokens + 1, block_tokens):
+        extra = (items and media_extra(items, first_token, end + lookahead_tokens)) or NO_MEDIA
+        if running is None or extra != extra_of_running:
+            running, extra_of_running, done = hashlib.sha256(DOMAIN + before + extra), extra, 0
+        try:
+            running.update(struct.pack(f"<{end - done}I", *tokens[done:end]))
+            hashed = running.copy()
+            hashed.update(struct.pack(f"<{lookahead_tokens}I", *tokens[end : end + lookahead_tokens]))
+        except struct.error as error:
+            raise ValueError(f"tokens must be numbers from 0 to 2**32 - 1: {error}") from None
+        done = end
+        keys.append(hashed.digest())
+    return keys

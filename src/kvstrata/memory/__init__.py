@@ -1,5 +1,5 @@
-"""The shared-memory segment, who may map it, and the handshake that hands it over.
+"""The shared-memory segment and who may map it.
 
-`paths` (where sockets and files lie), `segment` (files or memfds of one pool, adopted or made), `attach` (both
-sides of the handshake), `linux` (the system calls that they share).
+`paths` (where sockets and files lie), `segment` (files or memfds of one pool, adopted or made), `linux` (the system
+calls behind them).
 """

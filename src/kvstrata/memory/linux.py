@@ -32,7 +32,6 @@ SEAL_SEAL, SEAL_SHRINK, SEAL_GROW = 1, 2, 4
 MEMFD_CLOEXEC, MEMFD_ALLOW_SEALING, MEMFD_HUGETLB, MEMFD_NOEXEC_SEAL = 1, 2, 4, 8
 MEMFD_HUGE_2MB = 21 << 26
 HUGE_PAGE_BYTES = 2 << 20
-MSG_CMSG_CLOEXEC = 0x40000000
 SO_PEERPIDFD = 77
 PIDFD_THREAD = os.O_EXCL
 MPOL_PREFERRED, MPOL_INTERLEAVE = 1, 3
@@ -242,7 +241,7 @@ def socket_pidfd(sock: socket.socket) -> int | None:
         return None
 
 
-# --- messages with descriptors ----------------------------------------------------------------------------
+# --- connections ----------------------------------------------------------------------------
 
 
 def connect(sock: socket.socket, path: str, timeout_s: float) -> None:
@@ -257,31 +256,3 @@ def connect(sock: socket.socket, path: str, timeout_s: float) -> None:
         sock.connect(path)
     except BlockingIOError as error:
         raise TimeoutError(errno.ETIMEDOUT, "the server takes no connections now") from error
-
-
-class Received(NamedTuple):
-    """One message. The descriptors belong to the receiver."""
-
-    data: bytes
-    fds: list[int]
-    cut: bool
-    """The message was longer than allowed; the rest is lost."""
-    fds_lost: bool
-    """The kernel dropped descriptors: more came than allowed, or this process has no free numbers."""
-
-
-def receive(sock: socket.socket, max_bytes: int, max_fds: int) -> Received:
-    """Receive one message of a seqpacket socket; its descriptors are CLOEXEC. No data: the other end is closed."""
-    size = array.array("i").itemsize
-    data, ancillary, flags, _ = sock.recvmsg(max_bytes, socket.CMSG_SPACE(max_fds * size), MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % size])
-    return Received(data, list(fds), bool(flags & socket.MSG_TRUNC), bool(flags & socket.MSG_CTRUNC))
-
-
-def send(sock: socket.socket, data: bytes, fds: list[int] | None = None) -> None:
-    """Send one message with copies of `fds`, which stay the caller's."""
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)

@@ -32,7 +32,7 @@ import msgspec
 
 from kvstrata.config.private_dir import make_private_dir, path_id
 from kvstrata.errors import ConfigError, SegmentError
-from kvstrata.memory import linux, numa
+from kvstrata.memory import linux
 from kvstrata.memory.paths import PID_FILE
 from kvstrata.memory.segment_files import (
     EXTENTS,
@@ -48,7 +48,7 @@ from kvstrata.memory.segment_files import (
     remove_replaced,
     write_pid,
 )
-from kvstrata.memory.segment_settings import SegmentSettings, check_huge_pages, check_size
+from kvstrata.memory.segment_settings import SegmentSettings, check_huge_pages, check_size, place_memory
 from kvstrata.native.core import Pool, PoolError, PoolFormatError
 from kvstrata.patience import patience
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts, hold_pool
@@ -117,7 +117,7 @@ class Segment:
         make_private_dir(settings.socket_dir, "socket_dir")
         instance_lock = lock_instance(settings.socket_dir)
         try:
-            numa.place(settings.numa)
+            place_memory(settings.numa)
             found = _find(settings, restarts)
         except BaseException:
             os.close(instance_lock)

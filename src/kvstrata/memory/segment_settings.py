@@ -1,17 +1,120 @@
-"""The settings of a segment, and whether the machine has the memory that they ask for."""
+"""The settings of a segment, and whether the machine and our control group have the memory that they ask for.
+
+`l1.numa` says on which NUMA nodes this process, and so L1, gets its memory.  The policy is the process's own and holds
+for memory that it is given from now on, which is nearly all L1: pages of the extents are allocated by the server,
+before an engine touches them.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from kvstrata.errors import ConfigError, MachineUnfit, SegmentError
+from kvstrata.memory import linux
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
-from kvstrata.memory.memory_limit import available_bytes, huge_pages, memory_limit
 from kvstrata.types import GB
+
+HUGE_PAGES = f"hugepages-{HUGE_PAGE_BYTES >> 10}kB"
+"""The kernel's name for the folder of huge pages."""
+_UNLIMITED = 1 << 60
+"""A cgroup without a limit reports a number near 2^63."""
+
+
+class MemoryLimit(NamedTuple):
+    """The smallest bound found, and where it comes from (for messages)."""
+
+    limit_bytes: int
+    source: str
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
+    """The least of physical memory and the memory limits of our cgroup and its ancestors (v1, v2)."""
+    limits = [MemoryLimit(meminfo_bytes(root / "proc/meminfo", "MemTotal"), "this machine's memory")]
+    limits += _cgroup_limits(root)
+    return min(limits)
+
+
+def cgroup_limit_bytes(root: Path = Path("/")) -> int:
+    """The least limit of our cgroup and its ancestors; 0: no limit."""
+    return min((limit.limit_bytes for limit in _cgroup_limits(root)), default=0)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that is available now without swapping, by the kernel's estimate; cgroups are ignored."""
+    return meminfo_bytes(root / "proc/meminfo", "MemAvailable")
+
+
+class HugePages(NamedTuple):
+    """Pages of `HUGE_PAGE_BYTES` that this machine sets aside, and how many are neither used nor reserved."""
+
+    total: int
+    free: int
+
+
+def huge_pages(root: Path = Path("/")) -> HugePages:
+    """The machine's reserve of 2 MiB pages; zero if the kernel has no such pages."""
+    pool = root / "sys/kernel/mm/hugepages" / HUGE_PAGES
+    try:
+        total, free, reserved = (
+            int((pool / name).read_text()) for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
+        )
+    except OSError:
+        return HugePages(0, 0)
+    return HugePages(total, free - reserved)
+
+
+def meminfo_bytes(path: Path, field: str) -> int:
+    """One amount out of /proc/meminfo, or out of a node's meminfo, which puts `Node 0` before the name.
+
+    Raises OSError, and ValueError if the file has no such field.
+    """
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.split()[-1:] == [field]:
+            return int(value.split()[0]) * 1024
+    raise ValueError(f"{path} has no {field}")
+
+
+def _cgroup_limits(root: Path) -> list[MemoryLimit]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            places = [("sys/fs/cgroup", "memory.max"), ("sys/fs/cgroup/unified", "memory.max")]
+        elif "memory" in controllers.split(","):
+            places = [("sys/fs/cgroup/memory", "memory.limit_in_bytes")]
+        else:
+            continue
+        for mount, name in places:
+            found += _limits_up_from(root / mount, path, name)
+    return found
+
+
+def _limits_up_from(mount: Path, path: str, name: str) -> list[MemoryLimit]:
+    """Limits of a group and its ancestors; only the mount's own if the path belongs to another namespace."""
+    group = mount if ".." in path.split("/") else mount / path.strip("/")
+    found = []
+    for directory in [group, *group.parents]:
+        if not directory.is_relative_to(mount):
+            break
+        try:
+            text = (directory / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < _UNLIMITED:
+            shown = "/" + str(directory.relative_to(mount)).strip(".")
+            found.append(MemoryLimit(int(text), f"the memory limit of cgroup {shown}"))
+    return found
+
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +141,7 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     huge_pages: bool = False
     """Make the extents of pages of 2 MiB; `extents_bytes` must then be a multiple of that."""
     numa: str = "default"
-    """`l1.numa`, see `numa.place`."""
+    """`l1.numa`, see `place_memory`."""
 
     def entries(self) -> int:
         """Entry capacity of a new segment."""
@@ -97,3 +200,39 @@ def check_huge_pages(settings: SegmentSettings, *, wait: bool) -> None:
             "--l1-size-gb or leave --l1-use-hugepages out",
             field="l1.use_hugepages",
         )
+
+
+_NODES = Path("/sys/devices/system/node")
+
+
+def nodes_of(setting: str, root: Path = _NODES) -> list[int]:
+    """The nodes that `interleave` or a node's number means here. Raises ConfigError, MachineUnfit."""
+    nodes = sorted(int(node.name[4:]) for node in root.glob("node[0-9]*"))
+    if setting == "interleave" and nodes:
+        return nodes
+    if setting != "interleave" and not setting.isdecimal():
+        raise ConfigError(
+            f"l1.numa: {setting!r:.80}; write default, interleave, or the number of a node", field="l1.numa"
+        )
+    if setting == "interleave" or int(setting) not in nodes:
+        there = ", ".join(map(str, nodes)) or "none"
+        raise MachineUnfit(
+            f"l1.numa: {setting!r}: no such node on this machine, whose nodes are: {there}; leave --l1-numa out",
+            field="l1.numa",
+        )
+    return [int(setting)]
+
+
+def place_memory(setting: str) -> None:
+    """Let the kernel place this process's memory so. Raises SegmentError if it refuses, and as `nodes_of`."""
+    if setting == "default":
+        return
+    policy = linux.MPOL_INTERLEAVE if setting == "interleave" else linux.MPOL_PREFERRED
+    try:
+        linux.set_memory_policy(policy, nodes_of(setting))
+    except OSError as error:
+        raise SegmentError(
+            f"l1.numa: {setting!r}: the kernel refuses (set_mempolicy: {error.strerror}); in a container allow it "
+            "(docker run --cap-add SYS_NICE), or leave --l1-numa out",
+            field="l1.numa",
+        ) from error

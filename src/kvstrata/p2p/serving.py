@@ -33,11 +33,11 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.p2p.lent import ABSENT, LIMIT, LentPool, LentRecords, split_extents
 from kvstrata.p2p.mac import MAC_KEY_BYTES, THREADS, parts_of, tags_of
-from kvstrata.rpc.cluster_fields import ClusterReply
 from kvstrata.rpc.cluster_wire import (
     BAD_FRAME,
     CLUSTER_PROTOCOL_VERSION,
     PEER_REQUESTS,
+    ClusterReply,
     Failure,
     PeerHello,
     PeerLease,

@@ -3,7 +3,7 @@
 The controller has three sockets, named as in its `--monitor-ports`:
 
     reply       ROUTER   Register, Goodbye, SyncBegin, SyncPart, SyncEnd, Where        one answer each
-                         GatewayBeat, Holdings (gateway_wire.py)
+                         GatewayBeat, Holdings, Replicate
     pull        PULL     Events                                                        no answer
     heartbeat   ROUTER   Heartbeat                                                     Beat with commands; Nudge
 
@@ -29,24 +29,28 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.rpc.cluster_fields import (
-    MAX_ENGINES,
-    TAG_BYTES,
-    ClusterReply,
-    ClusterRequest,
-    Count,
-    Endpoint,
-    EngineUrl,
-    InstanceId,
-    KvKind,
-    Seq,
-    Tags,
-    TierName,
-    Word,
-)
-from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holdings, HoldingsReply, Replicate, TierRate
-from kvstrata.types import EXTENT, KEY_BYTES, MAX_L2_ADAPTERS
+from kvstrata.rpc.wire import ENGINE_URL, MAX_BYTES_S, MAX_LATENCY_US, Count, Seq
+from kvstrata.types import EXTENT, KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
 
+TAG_BYTES = 8
+MAX_TAGS = 262_144
+"""Tags in one message (2 MiB)."""
+MAX_ENGINES = 64
+"""Engines of one instance that its heartbeats name."""
+
+InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Endpoint = Annotated[str, Meta(max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]*$")]
+TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
+"""`l1`, or the name of an L2 adapter."""
+Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
+Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""A text without control characters, which pages and logs show as it is."""
+MAX_ADAPTERS = 256
+"""Adapters that one heartbeat of an instance names: the newest."""
+MAX_ADAPTER_CHARS = 1_024
+"""Those with longer names are left out."""
+AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
+EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
 CLUSTER_PROTOCOL_VERSION = 5
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
@@ -60,6 +64,16 @@ MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
 """Longest description of itself that a transfer engine sends to its peers."""
 
+MAX_HELD_TAGS = 16_384
+"""Tags in one question of a gateway; of longer prompts it asks for the beginning."""
+MAX_HOLDERS = 64
+"""Instances in one answer: those that hold most."""
+MAX_REPLICATED_KEYS = 16_384
+"""Keys in one order to replicate."""
+MAX_TOLD_INSTANCES = 1_024
+MAX_TOLD_KINDS = 256
+MAX_TOLD_ADAPTERS = 4_096
+"""Instances, kinds of KV and adapters in the answer to one heartbeat of a gateway."""
 ClusterId = Annotated[int, Meta(ge=0, le=MAX_CLUSTER_ID)]
 Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
@@ -72,6 +86,33 @@ MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
 ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
 """A number by tier. The names become labels of metrics, so their alphabet and their number are bounded."""
 HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]
+
+
+class ClusterRequest(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all requests, with their common first field."""
+
+    seq: Seq
+
+
+class ClusterReply(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all answers, with their common first fields."""
+
+    seq: int
+    epoch: int
+
+
+class KvKind(msgspec.Struct, array_like=True, frozen=True):
+    """One kind of KV, of engines that are attached to this instance."""
+
+    layout: LayoutIdentity
+    slices: list[bytes]
+    """Digests of the slices of one engine, sorted; a chunk has one storage key for each slice."""
+    spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)] = []
+    """For each slice how many of a hit's last chunks are needed in it (windows, states), 0: all; empty: all in each."""
+    chunk_bytes: Count = 0
+    """Bytes of one chunk's longest records in all slices; 0: not known."""
+    adapters: Annotated[list[AdapterName], Meta(max_length=MAX_ADAPTERS)] = []
+    """`RequestIdentity.adapter` of the engines' requests, as last declared; the newest first."""
 
 
 class Failure(ClusterReply, frozen=True, tag="failure"):
@@ -427,6 +468,112 @@ class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
     drops what it read."""
     tags: bytes = b""
     """The MACs of the records at the request's extents, 16 bytes each; empty if `mac_key` was, or `stood` is false."""
+
+
+# --- gateways ----------------------------------------------------------------------------------------------
+#
+# A gateway sends a GatewayBeat now and then.  Its answer names the kinds of KV, from which the gateway derives the keys
+# of a prompt's chunks, and which engines belong to which instance.  With each prompt the gateway then asks what
+# instances hold of it (Holdings); no token leaves the gateway.
+
+
+class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
+    """A gateway is there. Sent every `beat_ms` of the answer."""
+
+    gateway: InstanceId
+    version: Word
+    port: Annotated[int, Meta(ge=0, le=65_535)]
+    """Its HTTP port, on the host that the connection comes from; 0: a Unix socket."""
+    policy: Word
+    engines: Count
+    engines_up: Count
+    in_flight: Count
+    requests_total: Count
+    """Those that have ended."""
+
+
+class TierRate(msgspec.Struct, array_like=True, frozen=True):
+    """How fast an instance loads from one tier into its L1, or its engines from L1 into their blocks, as measured."""
+
+    tier: Annotated[str, Meta(pattern="^(l1|l2|peer)$")]
+    latency_us: Annotated[int, Meta(ge=0, le=MAX_LATENCY_US)]
+    bytes_s: Annotated[int, Meta(ge=1, le=MAX_BYTES_S)]
+
+
+class Served(msgspec.Struct, array_like=True, frozen=True):
+    """An instance, as gateways need to know it."""
+
+    instance: str
+    kinds: list[int]
+    """Of its engines: positions in the answer's list."""
+    engines: list[str]
+    """URLs of its engines, as far as they tell."""
+    reads_peers: bool
+    gives_to_peers: bool
+    rates: list[TierRate]
+    media: list[str] = []
+    """Words of the media that its L2 tiers share with other instances, sorted."""
+    adapters: list[list[int]] = []
+    """For each of `kinds` the adapters of KvKind: positions in the answer's list."""
+
+
+class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
+    """What the controller knows of instances and their engines."""
+
+    beat_ms: int
+    kinds: list[KvKind]
+    """Without adapters."""
+    instances: list[Served]
+    adapters: list[AdapterName] = msgspec.field(default_factory=list)
+    """At most MAX_TOLD_ADAPTERS."""
+
+
+class Holdings(ClusterRequest, frozen=True, tag="holdings"):
+    """Asks how much of a prompt each instance holds, from its start."""
+
+    tags: Annotated[bytes, Meta(max_length=MAX_HELD_TAGS * TAG_BYTES)]
+    """Tags of the storage keys, chunk by chunk."""
+    n_slices: Annotated[int, Meta(ge=1, le=4096)]
+
+
+class Holding(msgspec.Struct, array_like=True, frozen=True):
+    """How much of a prompt one instance holds."""
+
+    instance: str
+    l1_chunks: Annotated[int, Meta(ge=0)]
+    """Leading chunks in its L1."""
+    own_chunks: Annotated[int, Meta(ge=0)]
+    """Leading chunks in its L1 or in one of its own L2 tiers, at least `l1_chunks`."""
+    unconfirmed_ms: Annotated[int, Meta(ge=0)] = 0
+    """0: the directory has followed the instance; otherwise for how long it has not, and it may hold less by now."""
+    shared_chunks: Annotated[int, Meta(ge=0)] = 0
+    """Leading chunks in its tiers whose media others share, as far as it has put or found them there."""
+
+
+class HoldingsReply(ClusterReply, frozen=True, tag="holdings"):
+    """The instances that hold the first chunk, those that hold most first."""
+
+    holdings: list[Holding]
+
+
+class Replicate(ClusterRequest, frozen=True, tag="replicate"):
+    """Asks for a copy of a prompt's chunks in another instance's L1, since they are read from `source` again and again.
+
+    The answer is Done once the instance is commanded, and not when the chunks have arrived.
+    """
+
+    gateway: InstanceId
+    """Who asks; it must have sent a GatewayBeat before."""
+    source: InstanceId
+    to: InstanceId
+    keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_REPLICATED_KEYS * KEY_BYTES)]
+    """Storage keys of the leading chunks, chunk by chunk."""
+    n_slices: Annotated[int, Meta(ge=1, le=4096)]
+    spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)]
+    """See KvKind."""
+    identity: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    """Root of their identity."""
+    tenant: Annotated[str, Meta(max_length=256)]
 
 
 ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where | GatewayBeat | Holdings | Replicate

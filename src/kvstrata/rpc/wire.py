@@ -11,15 +11,13 @@ milliseconds.  Keys travel as concatenated 32-byte strings.
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from kvstrata.errors import BadRequest
-from kvstrata.rpc.ping_wire import Count, DeviceCopies, LoadRate
-from kvstrata.rpc.tail_wire import MAX_TAIL_SETS, MAX_TAIL_TOKENS, TailKeys, TailSet
-from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity
+from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, Role, Slice
 
 PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 4 << 20
@@ -40,11 +38,25 @@ MAX_RETRIEVE_BYTES = 256 << 10
 """Bytes of a record in one reply; a longer record takes several."""
 MAX_SLICES = 4096
 """Distinct slices of one engine."""
+MAX_TAIL_SETS = 4
+"""Chunks of which one lookup may name tails."""
+MAX_TAILS = 256
+"""Tails of one chunk in a lookup, and tails that one reserve replaces."""
+MAX_TAIL_TOKENS = 1 << 16
+MAX_LEADING_CHUNKS = 1 << 16
+ENGINE_URL = r"^(|https?://[^\s/?#@]+:[0-9]{1,5})$"
+"""Form of an engine's URL."""
+MAX_HELD_LOCKS = 1024
+"""Maximum number of lock files of one process: one per segment that it was ever attached to."""
+MAX_LATENCY_US = 3_600_000_000
+MAX_BYTES_S = 1 << 50
+MAX_SHORT_TEXT = 512
 SESSION_BYTES = 16
 NO_SESSION = bytes(SESSION_BYTES)
 MAX_SEQ = (1 << 63) - 1
 
 Seq = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
+Count = Seq
 SessionName = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
 """Concatenated 32-byte keys."""
@@ -55,8 +67,73 @@ DeadlineMs = Annotated[int, Meta(ge=0, le=MAX_DEADLINE_MS)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_RESERVE_CHUNKS)]
 Indices = Annotated[list[Index], Meta(max_length=MAX_RESERVE_CHUNKS)]
 RequestId = Annotated[str, Meta(max_length=256)]
+TailKeys = Annotated[bytes, Meta(max_length=MAX_TAILS * KEY_BYTES)]
+ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
 LeaseId = tuple[SessionName, Seq]
 """(session that looked up, seq of the lookup)"""
+
+
+class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """First message of a connection; the caller's own pidfd travels with it."""
+
+    protocol: int
+    session: SessionName
+    """Random bytes that the caller chooses; the same when the process attaches again."""
+    group: SessionName
+    """Name of the engine: all its processes attach with the same 16 bytes."""
+    role: Role
+    """Role of the process in its engine."""
+    layout: LayoutIdentity
+    engine_slices: Annotated[int, Meta(ge=1, le=MAX_SLICES)]
+    """Number of distinct slices of the whole engine."""
+    slice: Slice | None = None
+    """The slice that this process reads and writes; nil for a scheduler."""
+    facts: dict[str, Any] | None = None
+    """Layout facts from which `slice.layout` is derived. The same identity with other facts, apart from `axes` and
+    `block_tokens`, is refused; the error names the first fact that differs."""
+    old_epoch: int = 0
+    """Epoch of the previous attachment, 0 for none."""
+    registers_memory: bool = False
+    """Whether the extents are registered with a device's driver, so that the device may access them for this process.
+    Such access may outlast the locks of a process that dies, but not its pidfd."""
+    token: Annotated[str, Meta(max_length=256)] = ""
+    """Proves which tenants this process may use, if the server has a tenants file."""
+    engine_url: Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)] = ""
+    """Where gateways reach the engine over HTTP, for its scheduler to tell; empty: they are not told of it."""
+    held_locks: Annotated[list[tuple[int, int]], Meta(max_length=MAX_HELD_LOCKS)] = []
+    """(device, inode) of every sessions.lock that this process has open. The process must never get a second descriptor
+    of such a file, because closing that descriptor would drop its locks."""
+
+    def __repr__(self) -> str:
+        """Every field but the token, which is a secret."""
+        shown = {**msgspec.structs.asdict(self), "token": "***" if self.token else ""}
+        return f"AttachRequest({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to it; an empty `code` means accepted.
+
+    With an accepted attach, descriptors travel with it: index (read-only), extents (read-only for a process without a
+    slice), and sessions.lock, unless the request's `held_locks` names it.
+    """
+
+    code: str = ""
+    message: str = ""
+    field: str = ""
+    """The field of the request that was refused, as in an error reply."""
+    row: int = 0
+    """Row of the process in the session table."""
+    epoch: int = 0
+    """Changes with every start of the server."""
+    pool_id: bytes = b""
+    """Changes with every new pool, whose files the client must then map anew."""
+    extents_bytes: int = 0
+    """Length of the extents file."""
+    max_reserved_bytes: int = 0
+    """Maximum number of bytes that the process may have reserved at a time; a larger store takes several reserves."""
+    instance_id: str = ""
+    lock_file: tuple[int, int] = (0, 0)
+    """(device, inode) of sessions.lock; the client locks byte `row` of it for life."""
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
@@ -95,6 +172,48 @@ class IdentifyReply(Reply, frozen=True, tag="identify"):
     """All `engine_slices` of the group are known; until then every lookup answers 0."""
     spans: list[int] = []
     """For each slice how many of a hit's last chunks are needed in it, 0: all. Empty if all are in each slice."""
+
+
+class DeviceCopies(msgspec.Struct, array_like=True, frozen=True):
+    """How a process whose blocks are on a device copies between them and L1; a list."""
+
+    engine: Annotated[str, Meta(max_length=32)]
+    """The way of copying: `dma` or `kernel`."""
+    pinned_bytes: Count
+    """Bytes of L1 that are registered with the device's driver."""
+    pin_refusal: ShortText
+    """The driver's reason for refusing to register more bytes; empty if it refused none."""
+
+
+class LoadRate(msgspec.Struct, array_like=True, frozen=True):
+    """How fast a process copies its slice of chunks from L1 into its blocks: latency, and rate beyond it; a list."""
+
+    latency_us: Annotated[int, Meta(ge=0, le=MAX_LATENCY_US)]
+    bytes_s: Annotated[int, Meta(ge=1, le=MAX_BYTES_S)]
+
+    @classmethod
+    def of(cls, latency_s: float, bytes_s: float) -> LoadRate:
+        """The rate with these numbers, cut to the limits of the fields."""
+        return cls(min(MAX_LATENCY_US, round(latency_s * 1e6)), max(1, min(MAX_BYTES_S, round(bytes_s))))
+
+    def differs(self, other: LoadRate) -> bool:
+        """Whether a number is more than a tenth of the other's away from it; latencies at least 100 µs."""
+        latency_us = abs(self.latency_us - other.latency_us)
+        rate = abs(self.bytes_s - other.bytes_s)
+        return latency_us > max(100, other.latency_us // 10) or rate > other.bytes_s // 10
+
+
+class TailSet(msgspec.Struct, array_like=True, frozen=True):
+    """Tails of one chunk of a prompt, of which one may end the hit."""
+
+    chunk: Annotated[int, Meta(ge=0, le=MAX_LEADING_CHUNKS)]
+    """They count if exactly so many leading chunks are present."""
+    tokens: Annotated[list[Annotated[int, Meta(gt=0, le=MAX_TAIL_TOKENS)]], Meta(max_length=MAX_TAILS)]
+    """The tokens of each tail, the most wanted tail first."""
+    keys: TailKeys
+    """Their concatenated chain keys."""
+    in_l2: bool = False
+    """Whether L2 is asked for them if L1 has none."""
 
 
 class Miss(msgspec.Struct, array_like=True, frozen=True):

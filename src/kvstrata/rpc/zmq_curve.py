@@ -8,18 +8,48 @@ a controller binds each instance id to the key of its instance (controller/insta
 processes of one user share a key (shared_key.py).  With --insecure a controller takes OPEN_SECRET, which everybody
 knows.  Its clients cannot tell it from another such server, but it can tell its clients apart: a client's proof holds
 for one connection only, so a server that receives it cannot use it elsewhere (docs/decisions/0017-instance-keys.md).
+
+A key file that is read again once it has changed, so that members come and go without a restart.
+
+The key of a cluster without key files, which all processes of one user on one host find by themselves.
+
+    RUN_DIR/cluster.keys      mode 0600; RUN_DIR is private_dir.shared_run_dirs()
+
+The first process that needs the file makes it, with the same form as a key file of members (zmq_curve.py).  Invariants:
+
+1. Controllers listen with its secret.  So instances believe no process that cannot read the file.
+2. The public key that belongs to the secret is no less secret: no process shows it, and CURVE never sends it in clear.
+   A client seals the first message of each handshake (HELLO) for it, and a controller ends the handshake if the seal
+   is wrong.  So a controller may let in clients of any key, and tell instances apart by keys of their own.
+3. Readers connect to peers with the secret itself, and peers let in no other client.
+4. Each process that uses the file keeps it: what cleans /tmp removes files that nobody has touched for days.
+
+The folder in which an administrator keeps the CURVE keys of a cluster; processes only read copies of its files.
+
+    controller.keys     for every controller (`security.curve_secret_file`): its secret, and each member's key and ids
+    NAME.keys           for one member (`controller.curve_file`): its secret, and the controller's and all members' keys
+
+Each member has a key of its own, and may register only as NAME or NAME-…, as the default ids of its instances begin if
+NAME is its host's name.  All files have mode 0600, and no existing key is replaced unless that is asked for.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import os
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import zmq
 
-from kvstrata.config.private_file import read_private_file
+from kvstrata.config.private_dir import check_private_dir, make_private_dir, shared_run_dirs
+from kvstrata.config.private_file import read_private_file, write_private_file
 from kvstrata.errors import ConfigError
+from kvstrata.observability.logging import EventLog
 from kvstrata.text import remember_secret
 
 Z85_CHARS = 40
@@ -152,3 +182,245 @@ def _key_lines(
     if not keys["secret"]:
         raise ConfigError(f"{field}: {path}: has no line `secret KEY`", field=field)
     return keys
+
+
+class _Keys(Protocol):
+    @property
+    def curve(self) -> CurveKeys:
+        """The keys for listening sockets."""
+
+
+K = TypeVar("K", bound=_Keys)
+
+
+class KeyFile(Generic[K]):
+    """The keys of one file. Belongs to the event loop, on which a changed file is read, of a line for each member."""
+
+    def __init__(self, path: str, read: Callable[[str], K]) -> None:
+        """`read` raises ConfigError for a wrong file; so does this."""
+        self._path = path
+        self._read = read
+        self._stamp = _stamp(path)
+        self._keys = read(path)
+        self._log = EventLog("zmq")
+
+    def now(self) -> K:
+        """The keys as the file has them now.
+
+        A file that is missing or wrong, or has another secret, changes nothing, and that is logged: sockets keep the
+        secret with which they were bound.
+        """
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return self._keys
+        self._stamp = stamp
+        try:
+            keys = self._read(self._path)
+            if keys.curve.secret != self._keys.curve.secret:
+                raise ConfigError("its secret is another one, which takes a restart")
+        except ConfigError as error:
+            self._log.repeated(
+                logging.WARNING, self._path, "key_file_ignored", path=self._path, why=error.message
+            )
+        else:
+            self._keys = keys
+            self._log.info("key_file_read", path=self._path, clients=len(keys.curve.clients or ()))
+        return self._keys
+
+    def clients(self) -> frozenset[bytes] | None:
+        """The public keys of clients that may connect, as the file has them now."""
+        return self.now().curve.clients
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+FILE = "cluster.keys"
+TOUCH_S = 5.0
+"""Interval at which the file is marked as used, and put back if it is gone."""
+ADVICE = "processes of other users or hosts need key files: kvstrata cluster init (docs/cluster.md, Security)"
+"""What logs say to a process that is refused because it does not have the key."""
+
+
+class SharedKey:
+    """The file, and the keys in it."""
+
+    def __init__(self, field: str, environment: Mapping[str, str] = os.environ) -> None:
+        """Find the file, or make it. Raises ConfigError, which names `field`, a setting that would do without."""
+        places = [folder / FILE for folder in shared_run_dirs(environment)]
+        self.path = next((path for path in places if _is_there(path)), places[0])
+        try:
+            make_private_dir(self.path.parent, field)
+            self._put(new_secret())
+        except OSError as error:
+            raise ConfigError(
+                f"{field}: no file is given, and the key that this user's processes share cannot be kept in "
+                f"{self.path}: {error.strerror}; make room there, or give key files (kvstrata cluster init)",
+                field=field,
+            ) from None
+        try:
+            self.keys = read_cluster_keys(str(self.path), field)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error.message}. It is the key that this user's processes share: you may delete it, and then restart "
+                "the controller and all instances, which make another one",
+                field=field,
+            ) from None
+        remember_secret(self.keys.server.decode())
+
+    def of_member(self, secret: bytes) -> ClusterKeys:
+        """Keys for an instance that proves its id by a secret of its own."""
+        return self.keys._replace(secret=secret)
+
+    def touch(self) -> None:
+        """Mark the file as used; put it back if it is gone. Raises OSError, ConfigError."""
+        try:
+            os.utime(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            make_private_dir(self.path.parent, FILE)
+            self._put(self.keys.secret)
+
+    async def keep(self) -> None:
+        """Keep the file until cancelled."""
+        loop, log = asyncio.get_running_loop(), EventLog("cluster")
+        while True:
+            await asyncio.sleep(TOUCH_S)
+            try:
+                await loop.run_in_executor(None, self.touch)
+            except (OSError, ConfigError) as error:
+                log.warning("cluster_key_not_kept", path=self.path, reason=error)
+
+    def _put(self, secret: bytes) -> None:
+        """Write the file, unless it exists. Raises OSError."""
+        if not os.path.lexists(self.path):
+            text = f"# shared by the processes of this user; see docs/cluster.md#security\nsecret {secret.decode()}\n"
+            with contextlib.suppress(FileExistsError):  # another process was quicker
+                write_private_file(self.path, text.encode(), overwrite=False)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is such a file in a folder of ours: another user may have made a folder of the name in /tmp."""
+    try:
+        check_private_dir(path.parent, FILE)
+    except ConfigError:
+        return False
+    return os.path.lexists(path)
+
+
+CONTROLLER = "controller"
+_FIELD = "FOLDER"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
+
+
+class KeyFolder:
+    """The key files of one cluster."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.written: list[Path] = []
+        """Files that were written since the object was made."""
+        self.missing: list[str] = []
+        """Members whose files are not in the folder any more, and so were not brought up to date."""
+
+    def make(self, names: Iterable[str], *, overwrite: bool) -> None:
+        """Make keys for a controller and these members. Raises ConfigError."""
+        names = _checked(names)
+        found = [path for path in map(self._path, (CONTROLLER, *names)) if path.exists()]
+        if found and not overwrite:
+            raise ConfigError(
+                f"{_FIELD}: {found[0]} exists already; give another folder, use `kvstrata cluster add` for more "
+                "members, or replace all keys with --overwrite",
+                field=_FIELD,
+            )
+        make_private_dir(self.folder, _FIELD)
+        self._write_all(new_secret(), {name: new_secret() for name in names}, {})
+
+    def add(self, names: Iterable[str], *, overwrite: bool) -> None:
+        """Make keys for more members; with `overwrite` also for members that have one. Raises ConfigError."""
+        names = _checked(names)
+        controller, public = self._read()
+        known = [name for name in names if name in public]
+        if known and not overwrite:
+            raise ConfigError(
+                f"NAME: {known[0]} has a key already; give another name, or replace its key with --overwrite",
+                field="NAME",
+            )
+        fresh = {name: new_secret() for name in names}
+        self._write_all(controller, fresh, {name: key for name, key in public.items() if name not in fresh})
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Shut members out: their keys leave all files, and their own files are deleted. Raises ConfigError."""
+        names = _checked(names)
+        controller, public = self._read()
+        for name in names:
+            if name not in public:
+                raise ConfigError(
+                    f"NAME: {name} is no member; members are {', '.join(sorted(public)) or 'none'}",
+                    field="NAME",
+                )
+        left = {name: key for name, key in public.items() if name not in names}
+        if not left:
+            raise ConfigError("NAME: no member would be left; delete the folder instead", field="NAME")
+        self._write_all(controller, {}, left)
+        for name in names:
+            self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.keys"
+
+    def _read(self) -> tuple[bytes, dict[str, bytes]]:
+        """The controller's secret, and the members' public keys. Raises ConfigError."""
+        path = self._path(CONTROLLER)
+        keys = read_controller_keys(str(path), _FIELD)
+        public: dict[str, bytes] = {}
+        for key, ids in keys.listed.items():
+            if not ids:
+                raise ConfigError(
+                    f"{_FIELD}: {path}: the line `client {key}` names no member; write the member's name after the key",
+                    field=_FIELD,
+                )
+            public[ids[0].removesuffix("-*")] = key.encode()
+        return keys.curve.secret, public
+
+    def _write_all(self, controller: bytes, fresh: dict[str, bytes], kept: dict[str, bytes]) -> None:
+        """Write the controller's file, and the members': `fresh` by new secrets, `kept` have these public keys."""
+        public = {**kept, **{name: public_of(secret) for name, secret in fresh.items()}}
+        lines = [f"client {key.decode()} {name} {name}-*" for name, key in sorted(public.items())]
+        self._write(CONTROLLER, "security.curve_secret_file of a controller", controller, lines)
+        others = [f"client {key.decode()}" for _, key in sorted(public.items())]
+        lines = [f"server {public_of(controller).decode()}", *others]
+        for name in sorted(public):
+            secret = fresh.get(name)
+            if secret is None and not self._path(name).exists():
+                self.missing.append(name)
+                continue
+            if secret is None:
+                secret = read_cluster_keys(str(self._path(name)), _FIELD).secret
+            self._write(name, f"controller.curve_file of {name}", secret, lines)
+
+    def _write(self, name: str, use: str, secret: bytes, lines: list[str]) -> None:
+        path = self._path(name)
+        text = "\n".join((f"# {use}", f"secret {secret.decode()}", *lines, ""))
+        try:
+            write_private_file(path, text.encode(), overwrite=True)
+        except OSError as error:
+            raise ConfigError(f"{_FIELD}: {path} cannot be written: {error.strerror}", field=_FIELD) from None
+        self.written.append(path)
+
+
+def _checked(names: Iterable[str]) -> list[str]:
+    """The names, each once. Raises ConfigError."""
+    names = list(dict.fromkeys(names))
+    for name in names:
+        if not _NAME.fullmatch(name) or name == CONTROLLER:
+            raise ConfigError(
+                f"NAME: {name!r:.80}: must be 1 to 62 letters, digits, '.', '_' or '-', the first a letter or digit, "
+                f"and not {CONTROLLER!r}",
+                field="NAME",
+            )
+    return names

@@ -25,11 +25,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.patience import patience
-from kvstrata.rpc.cluster_fields import ClusterReply, ClusterRequest
 from kvstrata.rpc.cluster_wire import (
     ANSWERS,
     BAD_FRAME,
     MAX_CLUSTER_MESSAGE_BYTES,
+    ClusterReply,
+    ClusterRequest,
     Failure,
     Nudge,
     encode,
@@ -92,10 +93,9 @@ class Links:
         endpoint: str,
         *,
         keys: ClusterKeys | None = None,
-        writable: Callable[[], None] | None = None,
     ) -> PushLink:
-        """Open a link for messages without an answer; `writable` is called whenever it begins to accept messages."""
-        link = PushLink(self._loop, self._socket(zmq.PUSH, endpoint, keys), writable)
+        """Open a link for messages without an answer."""
+        link = PushLink(self._loop, self._socket(zmq.PUSH, endpoint, keys))
         self._connect(link, endpoint)
         return link
 
@@ -327,25 +327,9 @@ class AskLink(_Link):
 class PushLink(_Link):
     """A link for messages without an answer to one process; the sender detects losses by other means."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        link: zmq.Socket[bytes],
-        writable: Callable[[], None] | None,
-    ) -> None:
-        self._writable = writable
-        self._full = True
-        super().__init__(loop, link)
-
     def try_send(self, frame: bytes) -> bool:
         """Hand one frame to libzmq; returns False, without effect, if no connection exists or its queue is full."""
-        sent = not self._socket.closed and self._try_send(frame)
-        self._full = not sent
-        return sent
+        return not self._socket.closed and self._try_send(frame)
 
     def _turn(self, events: int) -> bool:
-        if self._full and events & zmq.POLLOUT:
-            self._full = False
-            if self._writable is not None:
-                self._writable()
-        return False
+        return False  # nothing is received, and the sender asks `try_send` for room

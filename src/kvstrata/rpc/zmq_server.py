@@ -4,7 +4,7 @@ It passes frames on unread.  A PULL socket (`receive_only`) gives no addresses a
 frame; the handler gets (address, frame) and answers through `send`, now or later.  Rules:
 
 1. Nothing here blocks: reads and sends are NOBLOCK.  If a client does not read, so that its queue is full or has too
-   many bytes (zmq_outbox.py), a reply is dropped; the client asks again and gets the same outcome.
+   many bytes (`Outbox`), a reply is dropped; the client asks again and gets the same outcome.
 2. One wake handles at most `MESSAGES_PER_WAKE` messages in at most `SECONDS_PER_WAKE`, then lets the loop do other
    work; connections take turns.
 3. A message that does not have exactly one frame gets the handler's error reply.  If a message is above the size limit,
@@ -18,16 +18,22 @@ frame; the handler gets (address, frame) and answers through `send`, now or late
 Off loopback the socket needs CURVE (RFC 26), with the server's secret key and the public keys of the clients that
 may connect, or an explicit permission to do without.  libzmq refuses a client without the right keys before it can send
 anything; the refusal is counted and logged.
+
+A client may leave CLIENT_BYTES of replies unread, all clients together TOTAL_BYTES.  Beyond TOTAL_BYTES a client still
+gets one reply at a time, so that clients that do not read cannot keep replies from those that do.  libzmq bounds only
+the number of messages that wait for a client.  A reply of TRACKED_BYTES or more is therefore handed over without a
+copy, and libzmq tells when it no longer needs the bytes: they are in the kernel's buffer, or the connection has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 import socket
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 from zmq.backend import Socket as BareSocket
@@ -42,7 +48,62 @@ from kvstrata.process.ports import port_holder, refuse_open, resolve
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_inbox import Inbox, Message
-from kvstrata.rpc.zmq_outbox import TRACKED_BYTES, Outbox
+
+TRACKED_BYTES = 16 << 10
+CLIENT_BYTES = 32 << 20
+TOTAL_BYTES = 256 << 20
+
+
+class Tracker(Protocol):
+    """Tells when libzmq no longer needs the bytes of one reply: zmq.MessageTracker."""
+
+    @property
+    def done(self) -> bool:
+        """Whether libzmq no longer needs the bytes."""
+
+
+class Outbox:
+    """The unread bytes of one server's clients. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._unread: dict[Hashable, collections.deque[tuple[Tracker, int]]] = {}
+        self._client_bytes: collections.Counter[Hashable] = collections.Counter()
+        self.unread_bytes = 0
+
+    def look(self) -> int:
+        """Forget replies that have left; returns the bytes that are still unread."""
+        for client in list(self._unread):
+            self._look(client)
+        return self.unread_bytes
+
+    def has_room(self, client: Hashable, size_bytes: int) -> bool:
+        """Whether this client may get a reply of this size now."""
+        self._look(client)
+        if not self._client_bytes[client]:
+            return True
+        if self._client_bytes[client] + size_bytes > CLIENT_BYTES:
+            return False
+        if self.unread_bytes + size_bytes > TOTAL_BYTES:
+            self.look()
+        return self.unread_bytes + size_bytes <= TOTAL_BYTES
+
+    def sent(self, client: Hashable, size_bytes: int, tracker: Tracker) -> None:
+        """A reply of this size was handed to libzmq."""
+        self._unread.setdefault(client, collections.deque()).append((tracker, size_bytes))
+        self._client_bytes[client] += size_bytes
+        self.unread_bytes += size_bytes
+
+    def _look(self, client: Hashable) -> None:
+        """Forget the client's replies that have left; replies leave in the order of sending."""
+        replies = self._unread.get(client)
+        while replies and replies[0][0].done:
+            _, size_bytes = replies.popleft()
+            self._client_bytes[client] -= size_bytes
+            self.unread_bytes -= size_bytes
+        if not replies:
+            self._unread.pop(client, None)
+            del self._client_bytes[client]
+
 
 MESSAGES_PER_WAKE = 32
 SECONDS_PER_WAKE = 0.002

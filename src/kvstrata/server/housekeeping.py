@@ -14,11 +14,11 @@ import os
 
 from kvstrata.config.private_dir import make_private_dir
 from kvstrata.errors import ConfigError, KvstrataError
-from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.paths import RPC_SOCKET, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
+from kvstrata.server.listener import AttachServer
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import InstanceFacts
 from kvstrata.server.pool_events import PoolEvents

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.paths import RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.logging import EventLog, LogNumbers
@@ -49,10 +48,9 @@ from kvstrata.server.cluster.membership import (
 from kvstrata.server.cluster.own_key import member_keys
 from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.housekeeping import Housekeeping
+from kvstrata.server.listener import AttachServer
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import MAX_SESSION_SHARE, InstanceFacts, Plan, segment_settings
-from kvstrata.server.requests.hooks import Hooks
-from kvstrata.server.requests.requests import Requests
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.config import TierConfig
 from kvstrata.tiers.set import TierSet
@@ -76,7 +74,6 @@ class Instance(NamedTuple):
     """A whole instance, which does not answer anybody yet."""
 
     parts: Parts
-    requests: Requests
     adopted: bool
     """L1 was taken over from the previous server."""
     segment: Segment
@@ -137,12 +134,11 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     await _open_tiers(plan, peer, parts, segment, shell.log)
 
     # 3. Processes attach.
-    requests = Requests(parts)
     attach = AttachServer(
         directory / RPC_SOCKET,
         pool,
         segment.descriptors,
-        Hooks(parts, requests),
+        parts.hooks,
         instance_id=facts.instance_id,
         max_reserved_bytes=facts.max_reserved_bytes,
     )
@@ -179,7 +175,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         http = listener, http_port
     return Instance(
         parts=parts,
-        requests=requests,
         adopted=segment.adopted,
         segment=segment,
         attach=attach,

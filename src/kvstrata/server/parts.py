@@ -35,6 +35,7 @@ from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.processes import ProcessTable, Readiness, TenantTokens, tenant_number
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
+from kvstrata.server.requests.requests import Hooks, Requests
 from kvstrata.tiers.puts import StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import TailPuts
@@ -111,7 +112,9 @@ class Parts:
         self.events = PoolEvents(pool, explainer, self.store, news, clock)
 
         # What serves processes.
-        self.recuts = Recuts(self._recut_lane, clock, tiers, self.prefetch, pool)
+        self.recuts = Recuts(self, self._recut_lane)
+        self.requests = Requests(self)
+        self.hooks = Hooks(self)
 
         # Operations of admins, which controllers use too.
         self.prewarms = Prewarms(self.processes, pool, self.lane, self.prefetch, clock, supervisor)

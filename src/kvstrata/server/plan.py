@@ -18,10 +18,14 @@ from kvstrata.config.private_dir import user_folder
 from kvstrata.config.private_file import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS, read_private_file
 from kvstrata.errors import AllWrong, ConfigError, MachineLacks, MachineUnfit, install
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
-from kvstrata.memory.memory_limit import memory_limit
-from kvstrata.memory.numa import nodes_of
 from kvstrata.memory.paths import segment_dir, socket_dir
-from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES, SegmentSettings, check_size
+from kvstrata.memory.segment_settings import (
+    MIN_EXTENTS_BYTES,
+    SegmentSettings,
+    check_size,
+    memory_limit,
+    nodes_of,
+)
 from kvstrata.p2p import mac
 from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.process.http_local import socket_path

@@ -7,7 +7,7 @@ engine has; only then can a chunk count as a hit, since all its slices must be p
 Invariants:
 
 1. All members of a group declared the same LayoutIdentity and the same number of slices; the attach handshake
-   refuses others (memory/attach/checks.py).
+   refuses others (server/attach_checks.py).
 2. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
 
 The records of leases and reservations are here; requests/grants.py makes and ends them.  This module does not know
@@ -19,14 +19,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
+
+import msgspec
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.observability.explain import EngineUse
-from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
+from kvstrata.server.payload_kinds import declared_record_bytes
+from kvstrata.server.rows import SessionRow
+from kvstrata.types import SPAN_FACT, LayoutIdentity, RequestIdentity, Role, Slice, identity_root
+
+if TYPE_CHECKING:
+    from kvstrata.server.listener import Line
 
 MAX_IDENTITIES = 4096
 """Maximum number of identities of one session; the one that was declared or used longest ago is dropped."""
@@ -53,46 +59,25 @@ class DeclaredIdentity(NamedTuple):
     tenant: int
 
 
-class Sender(Protocol):
-    """The connection over which a request came, and to which its reply goes."""
-
-    @property
-    def session(self) -> bytes:
-        """The attached session that speaks over it; empty for a client without a row."""
-
-    @property
-    def plain(self) -> dict[int, Any]:
-        """Identities that a client without a row has declared (requests/plain.py)."""
-
-    def send(self, message: bytes) -> None:
-        """Send a message. After the connection's end, nothing happens."""
-
-
-class Use:
+class Use(msgspec.Struct, eq=False, weakref=True):
     """What all sessions of one process, or all with one token, have under way together."""
 
-    __slots__ = ("__weakref__", "n_tasks", "reserved_bytes")
-
-    def __init__(self) -> None:
-        self.n_tasks = 0
-        """Requests that take time."""
-        self.reserved_bytes = 0
-        """Bytes of open reservations, and of reserves that are not answered yet."""
+    n_tasks: int = 0
+    """Requests that take time."""
+    reserved_bytes: int = 0
+    """Bytes of open reservations, and of reserves that are not answered yet."""
 
 
-class EngineGroup:
+class EngineGroup(msgspec.Struct, eq=False):
     """One engine: its members and their slices."""
 
-    __slots__ = ("_adapters", "_order", "engine_slices", "layout", "members", "name", "use")
-
-    def __init__(self, name: bytes, layout: LayoutIdentity, engine_slices: int) -> None:
-        self.name = name
-        self.layout = layout
-        self.engine_slices = engine_slices
-        self.use = EngineUse()
-        self.members: dict[bytes, AttachedProcess] = {}
-        self._order: tuple[list[bytes], bytes, list[int], tuple[int, ...]] | None = None
-        self._adapters: dict[str, None] = {}
+    name: bytes
+    layout: LayoutIdentity
+    engine_slices: int
+    use: EngineUse = msgspec.field(default_factory=EngineUse)
+    members: dict[bytes, AttachedProcess] = {}
+    _order: tuple[list[bytes], bytes, list[int], tuple[int, ...]] | None = None
+    _adapters: dict[str, None] = {}
 
     @property
     def adapters(self) -> list[str]:
@@ -172,66 +157,42 @@ class EngineGroup:
         return self._order
 
 
-class AttachedProcess:
-    """One attached process. `digest` is empty for a scheduler; `detached` while its socket is closed."""
+class AttachedProcess(msgspec.Struct, eq=False):
+    """One attached process."""
 
-    __slots__ = (
-        "chunk_record_bytes",
-        "copies",
-        "detached",
-        "digest",
-        "engine_url",
-        "grants",
-        "group",
-        "identities",
-        "last_seq",
-        "load_rate",
-        "pid",
-        "pinged_s",
-        "role",
-        "row",
-        "running",
-        "session",
-        "slice",
-        "span",
-        "tenants",
-        "uses",
-    )
-
-    def __init__(
-        self, session: bytes, group: EngineGroup, role: Role, part: Slice | None, row: int, pid: int
-    ) -> None:
-        self.session = session
-        self.group = group
-        self.role = role
-        self.row = row
-        self.pid = pid
-        self.slice = part
-        self.digest = part.digest() if part is not None else b""
-        self.span = 0
-        """How many of a hit's last chunks are needed in its slice; 0: all."""
-        self.tenants: frozenset[str] | None = None
-        """The tenants that it may name; None: any."""
-        self.engine_url = ""
-        """Where its engine is reached over HTTP, as it tells; empty: it does not."""
-        self.detached = False
-        self.pinged_s = 0.0
-        """Time of its last ping by `time.monotonic`; 0: none since it attached."""
-        self.identities: dict[int, DeclaredIdentity] = {}
-        self.copies: dict[str, object] | None = None
-        """How the process copies, as it last reported; None if its blocks are in host memory."""
-        self.load_rate: tuple[float, float] | None = None
-        """How fast it loads its slice of chunks, as it last reported: latency in seconds, and bytes a second."""
-        self.chunk_record_bytes = 0
-        """Length of a chunk's longest record, as it declared or reserved it; 0: not known."""
-        self.uses: tuple[Use, ...] = ()
-        """What it has under way together with the other sessions of its process, and of its token if there are any."""
-        self.last_seq = -1
-        """Number of its last request."""
-        self.running: dict[int, Running] = {}
-        """Its requests that take time, by number."""
-        self.grants: dict[int, Lease | Reservation] = {}
-        """The leases of its lookups whose share it has not released, and its reservations, by number (grants.py)."""
+    session: bytes
+    group: EngineGroup
+    role: Role
+    slice: Slice | None
+    row: int
+    pid: int
+    digest: bytes = b""
+    """Of its slice; empty for a scheduler."""
+    span: int = 0
+    """How many of a hit's last chunks are needed in its slice; 0: all."""
+    tenants: frozenset[str] | None = None
+    """The tenants that it may name; None: any."""
+    engine_url: str = ""
+    """Where its engine is reached over HTTP, as it tells; empty: it does not."""
+    detached: bool = False
+    """Its connection is closed."""
+    pinged_s: float = 0.0
+    """Time of its last ping by `time.monotonic`; 0: none since it attached."""
+    identities: dict[int, DeclaredIdentity] = {}
+    copies: dict[str, object] | None = None
+    """How the process copies, as it last reported; None if its blocks are in host memory."""
+    load_rate: tuple[float, float] | None = None
+    """How fast it loads its slice of chunks, as it last reported: latency in seconds, and bytes a second."""
+    chunk_record_bytes: int = 0
+    """Length of a chunk's longest record, as it declared or reserved it; 0: not known."""
+    uses: tuple[Use, ...] = ()
+    """What it has under way together with the other sessions of its process, and of its token if there are any."""
+    last_seq: int = -1
+    """Number of its last request."""
+    running: dict[int, Running] = {}
+    """Its requests that take time, by number."""
+    grants: dict[int, Lease | Reservation] = {}
+    """The leases of its lookups whose share it has not released, and its reservations, by number (grants.py)."""
 
     def has_records_of(self, record_bytes: int) -> None:
         """Note the length of a chunk's record that the process declared, or for which it reserves extents."""
@@ -242,44 +203,35 @@ LeaseId = tuple[bytes, int]
 """(session that looked up, its lookup's seq)"""
 
 
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """One pool ticket granted to an engine."""
 
-    __slots__ = ("name", "owner", "rows", "sender", "ticket")
-
-    def __init__(
-        self, owner: AttachedProcess, seq: int, ticket: int, rows: Iterable[int], sender: Sender
-    ) -> None:
-        self.owner = owner
-        """The process that looked up, which may be gone."""
-        self.name = owner.session, seq
-        self.ticket = ticket
-        self.rows = set(rows)
-        self.sender = sender
-        """The connection over which the lookup came."""
+    owner: AttachedProcess
+    """The process that looked up, which may be gone."""
+    name: LeaseId
+    ticket: int
+    rows: set[int]
+    """The rows that hold a share."""
+    sender: Line
+    """The connection over which the lookup came."""
 
 
-class Reservation:
+class Reservation(msgspec.Struct, eq=False):
     """Chunks of one reserve, counted for their process and token from the beginning of the reserve to their end."""
 
-    __slots__ = ("begun_s", "bytes_each", "keys", "n_counted", "open", "replaces", "tail", "ticket", "uses")
-
-    def __init__(
-        self, uses: tuple[Use, ...], bytes_each: int, keys: bytes, *, tail: bool, replaces: bytes
-    ) -> None:
-        self.begun_s = time.perf_counter()
-        self.uses = uses
-        self.bytes_each = bytes_each
-        self.keys = keys
-        """Storage keys of all chunks of the reserve."""
-        self.tail = tail
-        """Whether the key is that of a tail."""
-        self.replaces = replaces
-        """Storage keys of the tails that leave L1 with the first commit."""
-        self.ticket = 0
-        self.open: set[int] = set()
-        """Numbers of the chunks that are neither committed nor given back."""
-        self.n_counted = 0
+    uses: tuple[Use, ...]
+    bytes_each: int
+    keys: bytes
+    """Storage keys of all chunks of the reserve."""
+    tail: bool
+    """Whether the key is that of a tail."""
+    replaces: bytes
+    """Storage keys of the tails that leave L1 with the first commit."""
+    begun_s: float
+    ticket: int = 0
+    open: set[int] = set()
+    """Numbers of the chunks that are neither committed nor given back."""
+    n_counted: int = 0
 
     def count(self, n_chunks: int) -> None:
         """Count the bytes of so many chunks from now on."""
@@ -289,23 +241,20 @@ class Reservation:
             use.reserved_bytes += change
 
 
-class Running:
+class Running(msgspec.Struct, eq=False):
     """One request that takes time, until it is answered and its task has ended."""
 
-    __slots__ = ("op", "process", "sender", "seq", "started_s", "stopped", "task", "uses")
-
-    def __init__(self, sender: Sender, process: AttachedProcess, seq: int, op: str, started_s: float) -> None:
-        self.sender = sender
-        self.process = process
-        self.seq = seq
-        self.op = op
-        self.started_s = started_s
-        """When it arrived, by `time.perf_counter`."""
-        self.stopped = False
-        """It has been answered early; what it is still granted ends with its task."""
-        self.task: asyncio.Task[None] | None = None
-        self.uses = process.uses
-        """Where it is counted; the process may attach again with another token meanwhile."""
+    sender: Line
+    process: AttachedProcess
+    seq: int
+    op: str
+    started_s: float
+    """When it arrived, by `time.perf_counter`."""
+    uses: tuple[Use, ...]
+    """Where it is counted; the process may attach again with another token meanwhile."""
+    stopped: bool = False
+    """It has been answered early; what it is still granted ends with its task."""
+    task: asyncio.Task[None] | None = None
 
 
 class TenantTokens:
@@ -409,55 +358,29 @@ class ProcessTable:
                 field="session",
             )
 
-    def attach(
-        self,
-        session: bytes,
-        *,
-        group: bytes,
-        role: Role,
-        layout: LayoutIdentity,
-        engine_slices: int,
-        part: Slice | None,
-        tenants: frozenset[str] | None,
-        row: int,
-        pid: int,
-        record_bytes: int = 0,
-        span: int = 0,
-        engine_url: str = "",
-    ) -> AttachedProcess:
-        """Add a process whose declaration was checked; for a session that is known, return its process.
-
-        `part`: the process's slice, None for a scheduler. `tenants`: the tenants that it may name, None for any.
-        `record_bytes`: the length of its slice's records, 0 if it did not declare one.
-        `span`: how many of a hit's last chunks are needed in its slice, 0 for all.
-        `engine_url`: where its engine is reached over HTTP, empty if it does not tell.
-        """
-        process = self._processes.get(session)
-        if process is not None:
-            process.detached = False
-            self._allow(process, tenants)
-            process.row = row
-            process.engine_url = engine_url
-            process.group.changed()
-            return process
-        of_engine = self._groups.get(group)
-        if of_engine is None:
-            of_engine = self._groups[group] = EngineGroup(group, layout, engine_slices)
-        process = AttachedProcess(session, of_engine, role, part, row, pid)
-        self._allow(process, tenants)
-        process.span = span
-        process.engine_url = engine_url
-        process.has_records_of(record_bytes)
-        self._processes[session] = process
-        of_engine.members[session] = process
-        of_engine.changed()
-        return process
-
-    def _allow(self, process: AttachedProcess, tenants: frozenset[str] | None) -> None:
-        """Set the tenants that a process may name, by which its token is known; None: there are no tokens."""
-        process.tenants = tenants
-        names = [process.pid or process.session, *([] if tenants is None else [tenants])]
+    def attach(self, seen: SessionRow) -> AttachedProcess:
+        """Add a process whose declaration was checked; for a session that is known, return its process."""
+        request = seen.request
+        assert request is not None, "a process attaches by a request"
+        process = self._processes.get(seen.session)
+        if process is None:
+            group = self._groups.get(seen.group)
+            if group is None:
+                group = self._groups[seen.group] = EngineGroup(
+                    seen.group, request.layout, request.engine_slices
+                )
+            process = AttachedProcess(seen.session, group, request.role, request.slice, seen.row, seen.pid)
+            if request.slice is not None:
+                process.digest = request.slice.digest()
+            process.span = (request.facts or {}).get(SPAN_FACT, 0)
+            process.has_records_of(declared_record_bytes(request.facts))
+            self._processes[seen.session] = group.members[seen.session] = process
+        process.detached, process.row, process.engine_url = False, seen.row, request.engine_url
+        process.tenants = seen.tenants  # by which its token is known; None: there are no tokens
+        names = [process.pid or process.session, *([] if seen.tenants is None else [seen.tenants])]
         process.uses = tuple(self._uses.setdefault(name, Use()) for name in names)
+        process.group.changed()
+        return process
 
     def detached(self, session: bytes) -> None:
         """The process has closed its socket but lives: it stays in its group."""

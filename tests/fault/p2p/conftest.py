@@ -27,9 +27,9 @@ from kvstrata.p2p.engines.base import (
 from kvstrata.p2p.lent import split_extents
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.tier import PeerTier
-from kvstrata.rpc.cluster_fields import ClusterReply
 from kvstrata.rpc.cluster_wire import (
     PEER_REQUESTS,
+    ClusterReply,
     Failure,
     Owner,
     PeerHello,

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import WIRE_ERRORS
 from kvstrata.memory import linux
-from kvstrata.memory.attach.server import is_request
 from kvstrata.rpc import wire
-from kvstrata.rpc.attach_wire import AttachReply
+from kvstrata.rpc.wire import AttachReply
+from kvstrata.server.listener import is_request
 from tests.harness.attach_scene import attach, new_worker, session_name, until
 from tests.harness.attach_server import AttachServerChild, Place
 from tests.harness.attach_worker import make_request

@@ -16,9 +16,9 @@ import msgspec
 
 with atheris.instrument_imports(include=["kvstrata"]):
     from kvstrata.errors import WIRE_ERRORS, KvstrataError
-    from kvstrata.memory.attach.checks import check_company, check_resumed, parse_request
-    from kvstrata.memory.attach.client import _decode as decode_attach_reply
-    from kvstrata.rpc import attach_wire, wire
+    from kvstrata.rpc import wire
+    from kvstrata.server.attach_checks import check_company, check_resumed, parse_request
+    from kvstrata.session.attach import _decode as decode_attach_reply
     from kvstrata.types import Role
     from tests.harness.instance_in_process import InstanceInProcess, Said, said
     from tests.harness.rpc_client import FACTS, layout, part
@@ -95,7 +95,7 @@ class AttachSocket:
             again = parse_request(msgspec.msgpack.encode(request))
             assert again == request
         try:
-            assert isinstance(decode_attach_reply(data), attach_wire.AttachReply)
+            assert isinstance(decode_attach_reply(data), wire.AttachReply)
         except KvstrataError as error:
             assert error.message
         assert not list(self.instance.parts.processes)
@@ -105,15 +105,15 @@ class AttachSocket:
         requests = [self._request(role) for role in Role]
         named = msgspec.structs.replace(self.other, token="secret", old_epoch=3, held_locks=[(1, 2)])
         replies = [
-            attach_wire.AttachReply(row=1, epoch=2, pool_id=bytes(16), extents_bytes=4096, lock_file=(1, 2)),
-            attach_wire.AttachReply(code="refused", message="later", field="x"),
+            wire.AttachReply(row=1, epoch=2, pool_id=bytes(16), extents_bytes=4096, lock_file=(1, 2)),
+            wire.AttachReply(code="refused", message="later", field="x"),
         ]
         return [msgspec.msgpack.encode(message) for message in (*requests, named, *replies)]
 
     @staticmethod
-    def _request(role: Role) -> attach_wire.AttachRequest:
+    def _request(role: Role) -> wire.AttachRequest:
         reads = role is not Role.SCHEDULER
-        return attach_wire.AttachRequest(
+        return wire.AttachRequest(
             protocol=wire.PROTOCOL_VERSION,
             session=SESSION,
             group=GROUP,

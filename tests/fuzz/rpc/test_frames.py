@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.errors import WIRE_ERRORS
-from kvstrata.memory.attach.server import is_request
 from kvstrata.rpc import wire
+from kvstrata.server.listener import is_request
 from kvstrata.server.requests.requests import OPERATIONS
 from kvstrata.types import KEY_BYTES, Role
 from tests.harness.amount import amount

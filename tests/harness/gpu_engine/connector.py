@@ -10,14 +10,15 @@ import dataclasses
 import secrets
 from typing import Any, ClassVar, NamedTuple
 
-from kvstrata.client import CacheClient, LoadItem
+from kvstrata.client import CacheClient
 from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.device import DeviceMover, open_engine
+from kvstrata.connectors.vllm.engine import SYNC_LOAD_BYTES, Engine
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
-from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
+from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role
@@ -176,19 +177,20 @@ class Cache(NoCache):
                     record_blocks=kv.view.group.record_blocks,
                 )
             ],
-            make_item=LoadItem,
         )
         self.scheduler_client = client_of(settings, kv, Role.SCHEDULER, group)
         weights = WeightsVersion(1)
         weights.known, weights.can_tell = True, False  # no model runs whose weights could be sampled
         self.scheduler = SchedulerSide(
-            self.scheduler_client,
-            settings,
-            groups=[kv.view.group],
-            chunk_bytes=kv.view.payload_bytes,
-            world_size=1,
-            weights=weights,
-            sync_load_bytes=sync_load_bytes,
+            Engine(
+                self.scheduler_client,
+                settings,
+                [kv.view.group],
+                kv.view.payload_bytes,
+                1,
+                weights,
+                sync_load_bytes=sync_load_bytes,
+            )
         )
         self.client.start()
         self.scheduler_client.start()

@@ -63,40 +63,6 @@ def test_without_a_server_everything_is_answered_at_once(server):
         use_until_it_works(engine, seed=1)
 
 
-@pytest.mark.silence
-def test_a_frozen_server_ends_waiting_calls_and_is_used_again_when_it_goes_on(server):
-    server.start()
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        engine.stored(prompt(4))
-        server.freeze()
-        lookup, store = engine.lookup(prompt(4), deadline_ms=60_000), engine.store(prompt(4, seed=1))
-        assert lookup.wait(PATIENCE_S), "the lookup ends long before its deadline"
-        assert lookup.result.reason == "breaker_open"
-        assert store.done.wait(PATIENCE_S)
-        assert not engine.client.connected
-        assert engine.lookup(prompt(4)).done, "the next lookup ends at once"
-        server.thaw()
-        eventually("connected again", lambda: engine.client.connected)
-        assert engine.hit(prompt(4)) == 4
-        eventually("the lookup nobody waited for left no lease", lambda: nothing_leased(server))
-
-
-def test_stored_chunks_are_hits_after_the_server_was_killed(server):
-    server.start()
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        epoch = engine.client.epoch
-        engine.stored(prompt(8))
-        server.kill()
-        eventually("the loss is seen", lambda: not engine.client.connected)
-        assert engine.lookup(prompt(8)).done
-        server.start()
-        engine.connect()
-        assert engine.client.epoch != epoch
-        assert engine.hit(prompt(8)) == 8
-
-
 @pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_lease_of_a_dead_server_still_loads_right_bytes(server, sync):
     server.start()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -137,19 +134,6 @@ def test_a_backlog_too_large_is_refused_and_frees_the_blocks(server, request, mo
         assert first.done.wait(PATIENCE_S)
 
 
-def test_on_done_is_called_once_and_may_raise(engine):
-    told = []
-
-    def fails(job):
-        told.append(job)
-        raise RuntimeError("a mistake of the caller")
-
-    job = engine.store(prompt(3), on_done=fails)
-    assert job.done.wait(PATIENCE_S)
-    eventually("told", lambda: told == [job])
-    assert engine.hit(prompt(3)) == 3, "the I/O thread lives on"
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -222,17 +206,6 @@ def test_calls_return_before_the_server_answers(server, engine):
     assert not any(answered), "a call waited for its answer"
     assert all(call.wait(PATIENCE_S) for call in calls)
     eventually("connected again", lambda: engine.client.connected)
-
-
-def test_closed_clients_leave_no_row(server):
-    before = server.get("/v1/status")["sessions"]
-    for number in range(3):
-        with CacheEngine(server.socket_dir, model=f"row-{number}") as engine:
-            engine.connect()
-            engine.stored(prompt(2))
-            assert engine.looked_up(prompt(2)).n_chunks == 2
-    eventually("sessions end", lambda: server.get("/v1/status")["sessions"] == before)
-    assert server_leases(server) == 0
 
 
 def test_a_closed_client_refuses_everything(engine):
@@ -310,27 +283,6 @@ def test_parent_and_child_of_a_fork_both_end_in_order(server):
     assert (done.stdout, done.returncode) == ("fine\n", 0), done.stderr
 
 
-@pytest.mark.long
-def test_random_prompts_from_several_threads_stay_right(server, engine):
-    """Stores, lookups and loads of prompts with common prefixes, interleaved."""
-    rng = random.Random(5)
-    stems = [prompt(3, seed) for seed in range(3)]
-    jobs = []
-    for number in range(40):
-        tokens = [*rng.choice(stems), *prompt(rng.randrange(5), 100 + number % 7)]
-        if rng.random() < 0.5:
-            job = engine.store(tokens)
-            assert job.wait_gathered(PATIENCE_S), "the next store uses the same blocks"
-            jobs.append(job)
-        else:
-            result = engine.looked_up(tokens)
-            if result.n_chunks:
-                assert engine.check_load(tokens, result, sync=rng.random() < 0.5) == set()
-    for job in jobs:
-        assert job.done.wait(PATIENCE_S)
-    eventually("all leases end", lambda: server_leases(server) == 0)
-
-
 def test_importing_the_client_imports_nothing_heavy():
     """The benchmarks measure how long the import takes."""
     heavy = {"asyncio", "uvloop", "torch", "numpy", "numba", "llvmlite", "fastapi"}
@@ -339,24 +291,6 @@ def test_importing_the_client_imports_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not heavy & set(loaded)
-
-
-def test_a_killed_engine_leaves_no_lease_behind(server):
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom tests.harness.cache_engine import *\n"
-        "engine = CacheEngine(Path(sys.argv[1]), model='killed').__enter__().connect()\n"
-        "engine.stored(prompt(2))\nassert engine.looked_up(prompt(2)).n_chunks == 2\n"
-        "print('ready', flush=True)\nsys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(server.socket_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    with process:
-        assert process.stdout.readline() == b"ready\n"
-        assert server_leases(server) > 0
-        process.send_signal(signal.SIGKILL)
-    eventually("the dead engine's lease ends", lambda: server_leases(server) == 0)
-    assert Path(server.socket_dir).exists()
 
 
 @pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.client.silence import PING_PATIENCE_S
+from kvstrata.client.link import PING_PATIENCE_S
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, prompt
 from tests.harness.server_process import ServerProcess
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.client import AskedTails, LoadItem
+from kvstrata.client import LoadItem
 from kvstrata.client.handles import LookupResult
 from kvstrata.keys import batch
+from kvstrata.rpc.wire import TailSet
 from kvstrata.types import unpack_extents
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually
 from tests.harness.server_process import ServerProcess
@@ -78,7 +79,7 @@ class Conversation:
         chunk = hasher.n_chunks if in_l2 else engine.client.peek(engine.identity(), hasher)
         keys = self.keys(chunk)[::-1]
         tokens = [(len(keys) - number) * BLOCK_TOKENS for number in range(len(keys))]
-        tails = [AskedTails(chunk, tokens, b"".join(keys), in_l2)] if keys else []
+        tails = [TailSet(chunk, tokens, b"".join(keys), in_l2)] if keys else []
         call = engine.client.lookup(
             engine.identity(), hasher.chain, request_id="request", deadline_ms=10_000, tails=tails
         )
@@ -238,6 +239,6 @@ def test_odd_requests_about_tails_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="by itself"):
         engine.store([*one.tokens, *one.tokens], tail_tokens=3)
     call = engine.client.lookup(
-        engine.identity(), b"", request_id="odd", tails=[AskedTails(0, [1, 2], bytes(32))]
+        engine.identity(), b"", request_id="odd", tails=[TailSet(0, [1, 2], bytes(32))]
     )
     assert call.wait(PATIENCE_S) and call.result.lease is None

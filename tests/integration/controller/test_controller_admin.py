@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.native.core import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.cluster_fields import KvKind
+from kvstrata.rpc.cluster_wire import KvKind
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, Refused, key_of, tags_of

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.shared_key import SharedKey
+from kvstrata.rpc.zmq_curve import SharedKey
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, Refused, holders, tags_of
 from tests.harness.controller_process import ControllerProcess

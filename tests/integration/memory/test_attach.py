@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from kvstrata.memory import linux
-from kvstrata.rpc.attach_wire import AttachReply
-from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
+from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION, AttachReply
 from kvstrata.types import MAX_SPAN_CHUNKS, SPAN_FACT, Role
 from tests.harness.attach_scene import (
     GOOD_REQUEST,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.memory.memory_limit import HUGE_PAGE_BYTES, huge_pages
+from kvstrata.memory.segment_settings import HUGE_PAGE_BYTES, huge_pages
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.own_process import ServerFailed
 from tests.harness.server_process import ServerProcess

@@ -19,9 +19,7 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import ConfigError
-from kvstrata.rpc.key_folder import KeyFolder
-from kvstrata.rpc.shared_key import SharedKey
-from kvstrata.rpc.zmq_curve import OPEN_PUBLIC, public_of
+from kvstrata.rpc.zmq_curve import OPEN_PUBLIC, KeyFolder, SharedKey, public_of
 from tests.harness.cluster_instance import ClusterInstance
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.http_read import read
@@ -38,7 +36,7 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a
 ATTEMPTS = """
 import sys, zmq
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.shared_key import SharedKey
+from kvstrata.rpc.zmq_curve import SharedKey
 port, peer_port, *known = sys.argv[1:]
 context, poller, links = zmq.Context(), zmq.Poller(), []
 public, secret = zmq.curve_keypair()

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from kvstrata.errors import NotPermitted, Refused, WrongVersion
-from kvstrata.memory.attach.client import attach, process_locks
 from kvstrata.memory.segment_files import EXTENTS, INDEX, SESSIONS_LOCK
-from kvstrata.rpc import attach_wire
+from kvstrata.rpc import wire
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.server.plan import MAX_SESSION_SHARE
 from kvstrata.server.processes import LIMITS
 from kvstrata.server.requests.reserve import GRANULE_BYTES, TOKEN_SHARE
+from kvstrata.session.attach import attach, process_locks
 from kvstrata.types import Role, shown_name
 from tests.harness.cache_engine import CHUNK_TOKENS, eventually
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient, chain_of, layout, until
@@ -59,7 +59,7 @@ def test_what_the_server_shows_of_a_session_is_not_its_name(server: ServerProces
 
 
 def test_another_version_is_refused_by_name(server: ServerProcess) -> None:
-    made = attach_wire.AttachRequest(
+    made = wire.AttachRequest(
         protocol=4,
         session=secrets.token_bytes(16),
         group=secrets.token_bytes(16),

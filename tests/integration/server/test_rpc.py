@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from kvstrata.errors import LayoutRefused
-from kvstrata.memory.attach.server import MAX_REFUSED
 from kvstrata.rpc import wire
+from kvstrata.server.listener import MAX_REFUSED
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import (
     CHUNK_TOKENS,
@@ -36,16 +36,6 @@ pytestmark = pytest.mark.integration
 
 
 COMMITTED, NOT_RESERVED, BAD_RECORD = (bytes([outcome]) for outcome in wire.CommitOutcome)
-
-
-def test_a_lookup_counts_only_leading_chunks(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 6)
-    client.store(identity, chain[: 3 * KEY_BYTES])
-    client.store(identity, chain[5 * KEY_BYTES :], parent=chain[4 * KEY_BYTES : 5 * KEY_BYTES])
-    reply = client.lookup(identity.identity_id, chain)
-    assert reply.n_chunks == 3
-    assert len(unpack_extents(reply.extents)) == 3
-    client.release([(client.session, reply.seq)])
 
 
 def test_a_chunk_is_invisible_before_its_commit(client: RpcClient) -> None:
@@ -132,18 +122,6 @@ def test_long_prompts_are_looked_up_off_the_loop_with_the_same_answer(client: Rp
     assert client.release([(client.session, reply.seq)]) == 1
 
 
-def test_a_ping_releases_the_lookups_it_does_not_name(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 2)
-    client.store(identity, chain)
-    wanted, unwanted = (client.lookup(identity.identity_id, chain) for _ in range(2))
-    client.ping()
-    assert_held(client, leases=2, reservations=0)
-    client.resume([wanted.seq])
-    assert_held(client, leases=1, reservations=0)
-    assert client.release([(client.session, wanted.seq)]) == 1
-    assert client.release([(client.session, unwanted.seq)]) == 0
-
-
 def test_retrieve_gives_the_record_in_pieces(client: RpcClient) -> None:
     identity, chain = new_prompt(client, 1)
     client.store(identity, chain)
@@ -214,17 +192,6 @@ def test_a_chunk_counts_only_when_every_slice_of_the_engine_has_it(engine):
     assert scheduler.cancel(reply.seq) == 0, "the lookup has no lease to undo"
 
 
-def stored_by_all(engine: tuple[RpcClient, RpcClient, RpcClient]) -> tuple[wire.IdentifyReply, bytes]:
-    """A new identity and the chain keys of a prompt that both workers have stored."""
-    scheduler, *workers = engine
-    salt = secrets.token_hex(8)
-    identity = scheduler.identify(salt=salt)
-    chain = chain_of(identity.root, 2)
-    for worker in workers:
-        worker.store(worker.identify(salt=salt), chain)
-    return identity, chain
-
-
 def test_while_workers_are_missing_every_lookup_finds_nothing(server: ServerProcess) -> None:
     group = secrets.token_bytes(16)
     scheduler = RpcClient(server.socket_dir, role=Role.SCHEDULER, group=group, engine_slices=2)
@@ -245,17 +212,6 @@ def test_a_scheduler_stores_nothing(engine: tuple[RpcClient, RpcClient, RpcClien
     with pytest.raises(RpcError) as caught:
         scheduler.reserve(identity.identity_id, bytes(KEY_BYTES))
     assert caught.value.field == "slice"
-
-
-def test_extents_reserved_by_a_process_are_free_once_it_is_gone(server: ServerProcess) -> None:
-    with RpcClient(server.socket_dir) as first:
-        salt = secrets.token_hex(8)
-        identity = first.identify(salt=salt)
-        chain = chain_of(identity.root, 3)
-        first.reserve(identity.identity_id, chain)
-    with RpcClient(server.socket_dir) as second:
-        assert set(second.store(second.identify(salt=salt), chain)) == {wire.ReserveOutcome.RESERVED}
-    assert_nothing_held(server.socket_dir)
 
 
 def test_a_malformed_message_gets_an_error_that_names_the_field(client: RpcClient) -> None:
@@ -386,22 +342,3 @@ def test_a_dealer_counts_and_reads_what_another_process_stored(server: ServerPro
             "retrieve", 4, number, chain[:KEY_BYTES], digest, 0, RECORD_BYTES
         )
         assert is_found and length >= RECORD_BYTES and len(body) == RECORD_BYTES
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        ("reserve", 9, 1000, 1, b"", bytes(32), 8192),
-        ("commit", 9, 1, [0]),
-        ("abort", 9, 1),
-        ("release", 9, []),
-        ("cancel", 9, 1),
-        ("quiesced", 9),
-        ("corrupt", 9, 1, bytes(32)),
-    ],
-    ids=lambda request_: request_[0],
-)
-def test_the_rest_is_refused_by_name(dealer: Dealer, request_: tuple[Any, ...]) -> None:
-    kind, seq, _, code, message, field, _ = dealer.ask(*request_)
-    assert (kind, seq, code, field) == ("error", 9, "not_permitted", "op")
-    assert request_[0] in message

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.keys.recut import CannotRecut, Part, Recut, RecutReason, plan_recut
 from kvstrata.native import core
 from kvstrata.native.core import CopyOutcome, RecordSpec
-from kvstrata.server.recuts.record import Place, record_length, recut_records
+from kvstrata.server.recuts.recuts import Place, record_length, recut_records
 from tests.harness.geometry import CHUNK, DIM, ORDERS, Cache, Geometry, view_of
 
 KEY = b"k" * 32

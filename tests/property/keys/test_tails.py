@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.keys import ChunkHasher, MediaItem
-from kvstrata.keys.multimodal import media_extra
-from kvstrata.keys.tails import DOMAIN, tail_keys
+from kvstrata.keys.chunking import DOMAIN, media_extra, tail_keys
 
 BLOCK = 4
 ROOT = bytes(range(32))

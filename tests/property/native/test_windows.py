@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstrata.keys import spans
 from kvstrata.keys.batch import nth, part
-from kvstrata.keys.prompt_keys import PromptKeys
+from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import IndexReader, Pool, RecordSpec, seal_record, storage_keys
 from kvstrata.types import unpack_extents
 from tests.harness.amount import amount

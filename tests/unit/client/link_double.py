@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstrata.client.requests import Pending, RequestTable
+from kvstrata.client.link import Pending, RequestTable
 from kvstrata.rpc import wire
 
 EPOCH = 7

@@ -9,7 +9,7 @@ import pytest
 
 from kvstrata.client import identities
 from kvstrata.client.identities import Declared, Identity, IdentityTable
-from kvstrata.client.requests import Kind, Pending
+from kvstrata.client.link import Kind, Pending
 from kvstrata.errors import Refused, Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import LayoutIdentity, RequestIdentity

@@ -6,7 +6,7 @@ import pytest
 
 from kvstrata.client.handles import LookupCall
 from kvstrata.client.identities import IdentityTable
-from kvstrata.client.lookups import LiveLookups, Lookups
+from kvstrata.client.lookups import Lookups
 from kvstrata.rpc import wire
 from kvstrata.types import EXTENT, KEY_BYTES, LayoutIdentity, LeaseName, MissReason, RequestIdentity
 from tests.unit.client.link_double import EPOCH, SESSION, Link
@@ -19,12 +19,11 @@ class Server:
 
     def __init__(self) -> None:
         self.link = Link(runs_posted=True)
-        self.live = LiveLookups(self.link)
         self.identities = IdentityTable(
             self.link, LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16), (bytes(32),)
         )
         self.identity = self.identities.identity(RequestIdentity())
-        self.lookups = Lookups(self.link, self.live, self.identities, 60_000)
+        self.lookups = Lookups(self.link, self.identities, 60_000)
 
     def answers(self, n_chunks: int, extents: bytes, reason: str) -> LookupCall:
         """A lookup of N_CHUNKS chunks that gets this answer."""
@@ -54,7 +53,7 @@ def test_hits_are_kept_whatever_word_the_server_has_for_the_rest(server, caplog)
     for call in found:
         lease = LeaseName(SESSION, call.seq, EPOCH)
         assert call.result[:5] == (3, lease, extents(3), 1, MissReason.FORGOTTEN)
-        assert server.live.get(call.seq) is call
+        assert server.lookups.live.get(call.seq) is call
     assert server.link.settled == [], "the leases stand"
     assert [record.levelname for record in caplog.records] == ["WARNING"], "told once"
     assert "'of a newer server'" in caplog.text
@@ -85,5 +84,5 @@ def test_an_answer_that_cannot_be_true_is_a_miss_and_its_lease_is_given_back(
 ):
     call = server.answers(n_chunks, bytes(n_bytes), reason)
     assert (call.result.n_chunks, call.result.lease, call.result.reason) == (0, None, MissReason.REFUSED)
-    assert server.live.numbers() == [] and [cancel.target for cancel in server.link.settled] == [call.seq]
+    assert server.lookups.live == {} and [cancel.target for cancel in server.link.settled] == [call.seq]
     assert "invalid reply to a lookup" in caplog.text

@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.client.copies import CopyLedger
-from kvstrata.client.releases import LEASES_PER_MESSAGE, ReleaseQueue
-from kvstrata.client.requests import RequestTable
+from kvstrata.client.lookups import LEASES_PER_MESSAGE, Lookups, ReleaseQueue
 from kvstrata.errors import Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import LeaseName
+from tests.unit.client import link_double
 
-SESSION = bytes(16)
 
+class Link(link_double.Link):
+    """It makes each message at once."""
 
-class Link:
     def __init__(self) -> None:
-        self.session = SESSION
-        self.epoch = 7
+        super().__init__()
         self.asked: list = []
-        self.table = RequestTable()
 
     def ask(self, pending):
         self.asked.append((pending, pending.message(len(self.asked) + 1, 0)))
@@ -32,7 +30,7 @@ def link() -> Link:
 
 @pytest.fixture
 def queue(link) -> ReleaseQueue:
-    return ReleaseQueue(link, CopyLedger(), lambda leases: None)
+    return ReleaseQueue(link, CopyLedger(), Lookups(link, None, 0))
 
 
 def give(queue: ReleaseQueue, leases: list[LeaseName]) -> None:

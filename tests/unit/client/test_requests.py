@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvstrata.client.requests import MAX_ASKS, Kind, Pending, RequestTable
+from kvstrata.client.link import MAX_ASKS, Kind, Pending, RequestTable
 from kvstrata.errors import Refused
 from kvstrata.rpc import wire
 

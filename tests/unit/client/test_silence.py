@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.client.silence import (
+from kvstrata.client.link import (
     LATE_S,
     PING_PATIENCE_S,
     SECOND_LOOK_S,

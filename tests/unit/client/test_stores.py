@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstrata.client.batches import StoreRequest
 from kvstrata.client.copies import Copier, CopyLedger
 from kvstrata.client.handles import StoreJob, StoreOutcome
 from kvstrata.client.identities import Declared, Identity
-from kvstrata.client.stores import StoreQueue
+from kvstrata.client.stores import StoreQueue, StoreRequest
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.native.core import CopyEngine, record_bytes
 from kvstrata.rpc import wire
@@ -31,15 +30,11 @@ class Stores:
             None, LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16), RequestIdentity()
         )
         self.identity.declared = Declared(EPOCH, 1)
-        self.queue = StoreQueue(
-            self.link,
-            CopyLedger(),
-            self.copier,
-            slice_digest=bytes(32),
-            chunk_tokens=16,
-            declared=lambda identity: identity.declared,
-        )
+        self.queue = StoreQueue(self.link, CopyLedger(), self.copier, self, bytes(32), 16)
         self.queue.ready(1 << 30)
+
+    def declared(self, identity: Identity) -> Declared | None:
+        return identity.declared
 
     def store(self, number: int = 0, chunks: int = CHUNKS) -> StoreJob:
         """Begin a store of `chunks` chunks."""

@@ -16,7 +16,7 @@ from kvstrata.config.private_file import (
 )
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
-from kvstrata.rpc import attach_wire
+from kvstrata.rpc import wire
 from kvstrata.types import Role
 from tests.harness.blocks import layout_identity
 
@@ -107,7 +107,7 @@ def test_a_token_in_the_settings_themselves_is_refused_and_not_repeated():
 
 
 def test_a_printed_attach_request_does_not_tell_the_token():
-    request = attach_wire.AttachRequest(
+    request = wire.AttachRequest(
         protocol=1,
         session=bytes(16),
         group=bytes(16),

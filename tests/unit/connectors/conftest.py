@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.client.handles import LoadItem
 from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from tests.unit.connectors.worker_double import MINE, Fake
 
@@ -16,15 +15,11 @@ def fake():
 
 @pytest.fixture
 def side(fake):
-    return WorkerSide(
-        [GroupSide(fake, fake, slice_digest=MINE, record_blocks=2)], make_item=LoadItem, now=fake
-    )
+    return WorkerSide([GroupSide(fake, fake, slice_digest=MINE, record_blocks=2)], now=fake)
 
 
 @pytest.fixture
 def device_side(fake):
     """A worker side with two sections; the layer `shared` lies in the section of `first`."""
     fake.sections = {"first": 0, "second": 1, "shared": 0}
-    return WorkerSide(
-        [GroupSide(fake, fake, slice_digest=MINE, record_blocks=2)], make_item=LoadItem, now=fake
-    )
+    return WorkerSide([GroupSide(fake, fake, slice_digest=MINE, record_blocks=2)], now=fake)

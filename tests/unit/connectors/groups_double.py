@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvstrata.connectors.vllm.engine import BlockPins
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, whole_group
-from kvstrata.connectors.vllm.store_table import BlockPins
 from tests.harness.scheduler_side import BLOCK, CHUNK, FakeClient, make_side
 
 FULL = whole_group(BLOCK, CHUNK)

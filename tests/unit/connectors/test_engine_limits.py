@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstrata.connectors.vllm.engine_limits import (
+from kvstrata.connectors.vllm.engine import (
     check_steps,
     may_load_synchronously,
     media_are_counted,

@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, whole_group
-from kvstrata.connectors.vllm.kv_view import Heads, build_view, heads_of, natural_order
-from kvstrata.connectors.vllm.layer_kinds import LayerKind
-from kvstrata.connectors.vllm.layer_runs import find_block_axis, layer_runs
+from kvstrata.connectors.vllm.kv_view import (
+    Heads,
+    LayerKind,
+    build_view,
+    find_block_axis,
+    heads_of,
+    layer_runs,
+    natural_order,
+)
 from kvstrata.errors import ConfigError
 
 HEADS = Heads((0, 2), (0, 4), 1)

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstrata.connectors.vllm.groups import read_groups, whole_group
-from kvstrata.connectors.vllm.kv_view import Heads, build_view, chunk_bytes
-from kvstrata.connectors.vllm.layer_kinds import layer_kinds
+from kvstrata.connectors.vllm.kv_view import Heads, build_view, chunk_bytes, layer_kinds
 from kvstrata.errors import ConfigError
 from tests.unit.connectors.test_kv_view import FakeTensor
 

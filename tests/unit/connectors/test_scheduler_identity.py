@@ -302,7 +302,7 @@ def test_salt_and_media_change_the_keys():
 def test_a_requesters_name_for_an_image_is_shared_by_neither_salts_nor_tenants_nor_engines():
     chains = set()
     for tenant, salt, engine in itertools.product(("", "blue"), (None, "pepper"), ("one", "other")):
-        side = make_side(settings={"tenant": tenant}, engine=engine)
+        side = make_side(settings={"tenant": tenant}, name=engine)
         request = arrive(side, 40, mm_features=[media("img-1")], cache_salt=salt)
         chains.add(step(side, [(request, 0, 40)]).stores[0].chain)
     assert len(chains) == 8

@@ -37,11 +37,11 @@ def test_a_load_that_was_never_planned_fails_without_a_copy(fake, side):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("broken", ["load", "make_item", "_take_up"])
+@pytest.mark.parametrize("broken", ["load", "identity", "_take_up"])
 def test_loads_and_stores_that_an_error_keeps_from_beginning_end_and_give_their_leases_back(
     fake, side, broken, asynchronous
 ):
-    setattr(*((fake, "load") if broken == "load" else (side, broken.replace("make", "_make"))), planted)
+    setattr(side if broken == "_take_up" else fake, broken, planted)
     loads = [load_of(f"r{i}", asynchronous, blocks=(1 + 2 * i, 2 + 2 * i), seq=i) for i in range(2)]
     guarded = Guarded(side)
     plan = StepPlan(1, loads=loads, stores=[store_of(7)], awaited={"r"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.client.handles import LoadItem
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan
 from kvstrata.connectors.vllm.worker import IDENTITIES_REMEMBERED, GroupSide, WorkerSide
 from kvstrata.types import RequestIdentity
@@ -25,7 +24,7 @@ def side(fakes):
         GroupSide(fakes[0], fakes[0], slice_digest=MINE, record_blocks=2),
         GroupSide(fakes[1], fakes[1], slice_digest=OTHER, record_blocks=1),
     ]
-    return WorkerSide(groups, make_item=LoadItem, by_request=True, now=fakes[0])
+    return WorkerSide(groups, by_request=True, now=fakes[0])
 
 
 def loads_of(request="r", seq=1):
@@ -113,7 +112,7 @@ def test_a_hit_whose_loads_never_begin_is_received_at_once_and_every_group_gives
 def test_the_only_group_of_windows_names_requests_and_no_blocks(fakes):
     """vLLM would go on after the first bad block, and has no KV before it."""
     group = GroupSide(fakes[0], fakes[0], slice_digest=MINE, record_blocks=2)
-    side = WorkerSide([group], make_item=LoadItem, by_request=True, now=fakes[0])
+    side = WorkerSide([group], by_request=True, now=fakes[0])
     fakes[0].next_failed = {1}
     received_of(side, StepPlan(1, loads=[load_of(asynchronous=True)]))
     fakes[0].loads[0][2].done.set()
@@ -149,7 +148,7 @@ def test_close_ends_the_copies_movers_and_clients_of_all_groups(fakes):
         GroupSide(client, mover, slice_digest=MINE, record_blocks=2)
         for client, mover in zip(clients, fakes, strict=True)
     ]
-    side = WorkerSide(groups, make_item=LoadItem, by_request=True, now=fakes[0])
+    side = WorkerSide(groups, by_request=True, now=fakes[0])
     step(side, StepPlan(1, loads=loads_of()))
     side.close()
     assert all(job.cancelled for job in jobs(fakes))

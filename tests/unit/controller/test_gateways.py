@@ -9,9 +9,19 @@ import pytest
 from kvstrata.controller import gateways
 from kvstrata.controller.cluster import Cluster
 from kvstrata.errors import NotPermitted
-from kvstrata.rpc.cluster_fields import KvKind
-from kvstrata.rpc.cluster_wire import ANSWERS, Change, Events, Run, encode
-from kvstrata.rpc.gateway_wire import MAX_HOLDERS, MAX_TOLD_ADAPTERS, GatewayBeat, Holding, Holdings
+from kvstrata.rpc.cluster_wire import (
+    ANSWERS,
+    MAX_HOLDERS,
+    MAX_TOLD_ADAPTERS,
+    Change,
+    Events,
+    GatewayBeat,
+    Holding,
+    Holdings,
+    KvKind,
+    Run,
+    encode,
+)
 from kvstrata.types import LayoutIdentity
 from tests.harness.cluster_instance import tags_of
 from tests.harness.known_members import KEY

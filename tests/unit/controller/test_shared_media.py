@@ -7,8 +7,7 @@ import pytest
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.views import keys_of, tier_totals
 from kvstrata.errors import BadRequest
-from kvstrata.rpc.cluster_fields import TAG_BYTES
-from kvstrata.rpc.cluster_wire import Change, Events, Run
+from kvstrata.rpc.cluster_wire import TAG_BYTES, Change, Events, Run
 from tests.harness.cluster_instance import tags_of
 from tests.harness.known_members import KEY
 from tests.unit.controller.member_messages import register

@@ -23,15 +23,15 @@ from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.model import Copy
 from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.native.core import chain_keys, storage_keys
-from kvstrata.rpc.cluster_fields import KvKind
-from kvstrata.rpc.cluster_wire import tags_of
-from kvstrata.rpc.gateway_wire import (
+from kvstrata.rpc.cluster_wire import (
     GatewayBeat,
     GatewayHeard,
     Holding,
     Holdings,
     HoldingsReply,
+    KvKind,
     Served,
+    tags_of,
 )
 from kvstrata.rpc.zmq_curve import open_keys
 from kvstrata.types import LayoutIdentity, RequestIdentity, canonical_json, identity_root

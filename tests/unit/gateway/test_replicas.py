@@ -13,8 +13,7 @@ from kvstrata.gateway.controllers.replicas import ORDER_S, Read, Replicas
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_fields import KvKind
-from kvstrata.rpc.gateway_wire import Replicate
+from kvstrata.rpc.cluster_wire import KvKind, Replicate
 from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
 from tests.harness.blocks import layout_identity
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.memory.numa import nodes_of
+from kvstrata.memory.segment_settings import nodes_of
 
 
 @pytest.fixture

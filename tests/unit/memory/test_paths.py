@@ -13,7 +13,7 @@ import pytest
 from kvstrata.config import private_dir
 from kvstrata.errors import ConfigError
 from kvstrata.memory import paths
-from kvstrata.memory.memory_limit import huge_pages, memory_limit
+from kvstrata.memory.segment_settings import huge_pages, memory_limit
 
 OURS = f"kvstrata-{os.geteuid()}"
 

@@ -13,8 +13,8 @@ import pytest
 
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux, segment, segment_files, segment_settings
-from kvstrata.memory.memory_limit import MemoryLimit
 from kvstrata.memory.segment import Segment, SegmentSettings
+from kvstrata.memory.segment_settings import MemoryLimit
 from tests.harness.open_files import open_files
 
 MIB = 1 << 20

@@ -10,8 +10,7 @@ import pytest
 
 from kvstrata.cli import main
 from kvstrata.errors import ConfigError
-from kvstrata.rpc.key_file import KeyFile
-from kvstrata.rpc.zmq_curve import new_secret, public_of, read_cluster_keys, read_controller_keys
+from kvstrata.rpc.zmq_curve import KeyFile, new_secret, public_of, read_cluster_keys, read_controller_keys
 
 
 @pytest.fixture

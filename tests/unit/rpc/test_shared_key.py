@@ -1,4 +1,4 @@
-"""rpc/shared_key.py: one key for all processes of a user, and a handshake that nobody begins without it."""
+"""rpc/zmq_curve.py: one key for all processes of a user, and a handshake that nobody begins without it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from zmq.utils import z85
 
 from kvstrata.config import private_dir
 from kvstrata.errors import ConfigError
-from kvstrata.rpc.shared_key import FILE, SharedKey
-from kvstrata.rpc.zmq_curve import CurveKeys, new_secret, public_of
+from kvstrata.rpc.zmq_curve import FILE, CurveKeys, SharedKey, new_secret, public_of
 from kvstrata.rpc.zmq_server import ZmqServer
 from tests.fuzz.rpc import zmtp
 from tests.oracles.curve_hello import hello
@@ -75,9 +74,9 @@ def test_a_folder_that_another_user_has_prepared_is_passed_over(
     open_to_others.mkdir()
     (open_to_others / FILE).write_text("secret of somebody else\n")
     open_to_others.chmod(0o777)
-    monkeypatch.setattr("kvstrata.rpc.shared_key.shared_run_dirs", lambda environment: [ours, open_to_others])
+    monkeypatch.setattr("kvstrata.rpc.zmq_curve.shared_run_dirs", lambda environment: [ours, open_to_others])
     assert SharedKey("a", {}).path == ours / FILE
-    monkeypatch.setattr("kvstrata.rpc.shared_key.shared_run_dirs", lambda environment: [open_to_others])
+    monkeypatch.setattr("kvstrata.rpc.zmq_curve.shared_run_dirs", lambda environment: [open_to_others])
     with pytest.raises(ConfigError, match="others may write"):
         SharedKey("a", {})
 

@@ -27,6 +27,7 @@ from kvstrata.rpc.cluster_wire import (
 from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys
 from kvstrata.rpc.zmq_link import MAX_OPEN, QUEUE_MESSAGES, AskLink, Links
 from kvstrata.rpc.zmq_server import Address, ZmqServer
+from tests.harness.waiting import until
 
 QUESTION = Goodbye(0, "a", 1)
 SOON_S, LONG_S = 0.05, 30.0
@@ -125,15 +126,13 @@ async def test_questions_without_an_outcome_are_bounded(link: AskLink, other: Ot
 async def test_pushed_messages_need_a_connection_and_arrive_in_order(links: Links, tmp_path: Path) -> None:
     context = zmq.asyncio.Context()
     pull = context.socket(zmq.PULL)
-    writable = asyncio.Event()
-    push = links.push(f"ipc://{tmp_path}/pull", writable=writable.set)
+    push = links.push(f"ipc://{tmp_path}/pull")
     assert not push.try_send(b"too early")
     pull.bind(f"ipc://{tmp_path}/pull")
-    await asyncio.wait_for(writable.wait(), LONG_S)
+    await until(lambda: push.connected)
     for n in range(100):
         while not push.try_send(b"%d" % n):
-            writable.clear()
-            await asyncio.wait_for(writable.wait(), LONG_S)
+            await until(lambda: push.connected)
     assert [await asyncio.wait_for(pull.recv(), LONG_S) for _ in range(100)] == [
         b"%d" % n for n in range(100)
     ]
@@ -146,9 +145,8 @@ async def test_pushing_to_a_peer_that_does_not_read_ends_in_false(links: Links) 
     pull = context.socket(zmq.PULL)
     pull.setsockopt(zmq.RCVHWM, 1)
     port = pull.bind_to_random_port("tcp://127.0.0.1")
-    writable = asyncio.Event()
-    push = links.push(f"tcp://127.0.0.1:{port}", writable=writable.set)
-    await asyncio.wait_for(writable.wait(), LONG_S)
+    push = links.push(f"tcp://127.0.0.1:{port}")
+    await until(lambda: push.connected)
     sent = 0
     while push.try_send(bytes(1 << 20)):
         sent += 1

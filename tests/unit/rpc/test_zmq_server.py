@@ -1,4 +1,4 @@
-"""rpc/zmq_server.py, zmq_inbox.py and zmq_outbox.py with real sockets: no client can disturb the others."""
+"""rpc/zmq_server.py, zmq_inbox.py and zmq_server.py with real sockets: no client can disturb the others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import zmq
 import zmq.asyncio
 
 from kvstrata.errors import ConfigError
-from kvstrata.rpc import zmq_inbox, zmq_outbox
+from kvstrata.rpc import zmq_inbox, zmq_server
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_inbox import MAX_FRAMES, MAX_REFUSED, MAX_WAITING_MESSAGES, Inbox, Message
-from kvstrata.rpc.zmq_outbox import CLIENT_BYTES, Outbox
-from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SEND_QUEUE, Address, ZmqServer
+from kvstrata.rpc.zmq_server import CLIENT_BYTES, MESSAGES_PER_WAKE, SEND_QUEUE, Address, Outbox, ZmqServer
 from tests.harness.waiting import until
 
 
@@ -240,7 +239,7 @@ class Sent:
 def test_beyond_the_bound_of_all_clients_each_gets_one_reply_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(zmq_outbox, "TOTAL_BYTES", 3 << 20)
+    monkeypatch.setattr(zmq_server, "TOTAL_BYTES", 3 << 20)
     outbox = Outbox()
     sent = {name: Sent() for name in "abcd"}
     for name, one in sent.items():

@@ -18,7 +18,7 @@ from kvstrata.native.core import crc32c, storage_keys
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire, wire
-from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import TAG_BYTES
 from kvstrata.server.cluster import link as link_module
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.membership import PeersServed, make_membership

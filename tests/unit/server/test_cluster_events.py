@@ -12,8 +12,19 @@ import pytest
 
 from kvstrata.observability.numbers import Histogram
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_fields import MAX_ADAPTER_CHARS, TAG_BYTES
-from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, Done, Events, SyncBegin, SyncEnd, SyncPart, tags_of
+from kvstrata.rpc.cluster_wire import (
+    MAX_ADAPTER_CHARS,
+    MAX_RUNS,
+    TAG_BYTES,
+    Change,
+    Done,
+    Events,
+    SyncBegin,
+    SyncEnd,
+    SyncPart,
+    tags_of,
+)
+from kvstrata.rpc.wire import PROTOCOL_VERSION, AttachRequest
 from kvstrata.server.cluster.condition import _adapters
 from kvstrata.server.cluster.events import (
     BATCH_TAGS,
@@ -30,6 +41,7 @@ from kvstrata.server.cluster.events import (
 from kvstrata.server.cluster.sync import FullSync
 from kvstrata.server.cluster.told_tiers import MAX_NAME_CHARS, tier_name
 from kvstrata.server.processes import AttachedProcess, ProcessTable
+from kvstrata.server.rows import SessionRow
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.types import KEY_BYTES, LayoutIdentity, PoolEvent, RequestIdentity, Role, Slice
 from tests.harness.l1 import L1, chain
@@ -249,16 +261,18 @@ LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)
 
 
 def engine(table: ProcessTable, number: int, tenants: frozenset[str] | None = None) -> AttachedProcess:
-    return table.attach(
-        bytes([number]) * 16,
-        group=bytes([number]) * 16,
+    name = bytes([number]) * 16
+    request = AttachRequest(
+        protocol=PROTOCOL_VERSION,
+        session=name,
+        group=name,
         role=Role.WORKER,
         layout=LAYOUT,
         engine_slices=1,
-        part=Slice(layers=(0, 8), kv_heads=(0, 1), layout="f"),
-        tenants=tenants,
-        row=number,
-        pid=number,
+        slice=Slice(layers=(0, 8), kv_heads=(0, 1), layout="f"),
+    )
+    return table.attach(
+        SessionRow(row=number, session=name, group=name, pid=number, request=request, tenants=tenants)
     )
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvstrata.keys.recut import CannotRecut, Part, RecutReason, plan_recut
-from kvstrata.server.recuts.geometries import MAX_GEOMETRIES, MAX_LAYOUTS, Geometries, Geometry, Plan, plan
+from kvstrata.server.recuts.recuts import MAX_GEOMETRIES, MAX_LAYOUTS, Geometries, Geometry, Plan, plan
 from kvstrata.types import LayoutIdentity, Slice, facts_digest
 
 TOKENS_OUTSIDE, HEADS_OUTSIDE = ("tokens", "kv_heads"), ("kv_heads", "tokens")

@@ -24,13 +24,13 @@ from kvstrata.config.model import (
     P2pSettings,
     ServerSettings,
 )
-from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.segment import Segment
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server import instance, process
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.listener import AttachServer
 from kvstrata.server.plan import plan
 from kvstrata.tiers.puts import StoreController
 from kvstrata.tiers.set import TierSet

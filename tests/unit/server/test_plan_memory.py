@@ -12,7 +12,7 @@ import pytest
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import MachineUnfit
 from kvstrata.memory import segment_settings
-from kvstrata.memory.memory_limit import MemoryLimit
+from kvstrata.memory.segment_settings import MemoryLimit
 from kvstrata.server.plan import HOST_BYTES, SERVER_BYTES, after_out_of_memory, plan
 
 MIB = 1 << 20

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
+from kvstrata.rpc.wire import PROTOCOL_VERSION, AttachRequest
 from kvstrata.server.processes import (
     ADAPTERS_REMEMBERED,
     MAX_IDENTITIES,
@@ -17,6 +18,7 @@ from kvstrata.server.processes import (
     TenantTokens,
     tenant_number,
 )
+from kvstrata.server.rows import SessionRow
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)
@@ -43,18 +45,21 @@ def attach(
     layout: LayoutIdentity = LAYOUT,
     record_bytes: int = 0,
 ) -> AttachedProcess:
-    return table.attach(
-        name(number),
+    request = AttachRequest(
+        protocol=PROTOCOL_VERSION,
+        session=name(number),
         group=group,
         role=role,
         layout=layout,
         engine_slices=slices,
-        part=None if role is Role.SCHEDULER else part or held(number),
-        tenants=tenants,
-        row=number,
-        pid=1000 + number,
-        record_bytes=record_bytes,
+        slice=None if role is Role.SCHEDULER else part or held(number),
     )
+    seen = SessionRow(
+        row=number, session=request.session, group=group, pid=1000 + number, request=request, tenants=tenants
+    )
+    process = table.attach(seen)
+    process.has_records_of(record_bytes)
+    return process
 
 
 def test_a_group_is_complete_when_each_of_its_slices_has_a_process() -> None:

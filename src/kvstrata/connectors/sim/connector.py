@@ -16,11 +16,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from kvstrata.client import CacheClient, LoadItem
+from kvstrata.client import CacheClient
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.mover import HostMover
 from kvstrata.connectors.sim.kv_memory import KEY_BYTES, KvMemory
 from kvstrata.connectors.sim.transfer import Transfer
+from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.connectors.vllm.groups import suitable_chunk, whole_group
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import WorkerReport
@@ -150,19 +151,21 @@ class SimConnector:
         self._cache = object()
         """Replaced when the engine's own cache is emptied, as in vLLM."""
         self._scheduler = SchedulerSide(
-            self._clients[0],
-            settings,
-            groups=[self._group],
-            chunk_bytes=token_bytes * chunk,
-            world_size=1,
-            weights=WeightsVersion(1),
-            prefix_cache=lambda: self._cache,
-            may_load=transfer.may_load,
-            may_store=transfer.may_store,
-            sync_load_bytes=0,
-            events=self._stored_event if engine.kv_events else None,
-            removal=_removed_event,
-            server_seen=lambda: any(place.exists() for place in places),
+            Engine(
+                self._clients[0],
+                settings,
+                [self._group],
+                token_bytes * chunk,
+                1,
+                WeightsVersion(1),
+                prefix_cache=lambda: self._cache,
+                may_load=transfer.may_load,
+                may_store=transfer.may_store,
+                sync_load_bytes=0,
+                events=self._stored_event if engine.kv_events else None,
+                removal=_removed_event,
+                server_seen=lambda: any(place.exists() for place in places),
+            )
         )
         self._views: dict[str, _Request] = {}
         """Of all requests that have not ended."""
@@ -184,7 +187,7 @@ class SimConnector:
             record_blocks=self._group.record_blocks,
         )
         weights: Any = _Weights()
-        return WorkerSide([side], make_item=LoadItem, weights=weights)
+        return WorkerSide([side], weights=weights)
 
     @property
     def connected(self) -> bool:

@@ -24,13 +24,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvstrata.client import CacheClient, LoadItem
+from kvstrata.client import CacheClient
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.mover import HostMover, Mover
 from kvstrata.connectors.settings import load_settings
-from kvstrata.connectors.vllm.adapters import LoadedAdapters
 from kvstrata.connectors.vllm.compat.packing import arrangement_namer
-from kvstrata.connectors.vllm.engine_limits import (
+from kvstrata.connectors.vllm.engine import (
+    SYNC_LOAD_BYTES,
+    BlockPins,
+    Engine,
     check_steps,
     may_load_synchronously,
     media_are_counted,
@@ -46,13 +48,12 @@ from kvstrata.connectors.vllm.kv_view import (
     build_view,
     chunk_bytes,
     heads_of,
+    layer_kinds,
     layers_of_groups,
 )
-from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache
-from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
-from kvstrata.connectors.vllm.store_table import BlockPins
-from kvstrata.connectors.vllm.weights import WeightsVersion, find_runner, loaded_weights
+from kvstrata.connectors.vllm.scheduler import SchedulerSide
+from kvstrata.connectors.vllm.weights import LoadedAdapters, WeightsVersion, find_runner, loaded_weights
 from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from kvstrata.errors import ConfigError
 from kvstrata.memory.paths import RPC_SOCKET, socket_dirs
@@ -180,7 +181,7 @@ def misplaced_notes(vllm_config: VllmConfig) -> list[str]:
 
 
 def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: BlockPins) -> SchedulerSide:
-    """Make the scheduler's side and start its client. See `SchedulerSide` for `prefix_cache`."""
+    """Make the scheduler's side and start its client. See `Engine` for `prefix_cache`."""
     config, settings = setup.vllm_config, setup.settings
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     policy = outer_transfer(config).kv_load_failure_policy
@@ -215,30 +216,32 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
     wants_events = settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
     make = _event_maker(setup)
     return SchedulerSide(
-        client,
-        settings,
-        groups=setup.groups,
-        pins=pins,
-        chunk_bytes=chunk_bytes(setup.kv_cache_config.kv_cache_groups[0], setup.groups[0].record_blocks)
-        // (2 if settings.fidelity == "fp8" else 1),
-        world_size=parallel.world_size,
-        weights=WeightsVersion(parallel.world_size, named=weights_are_named(config)),
-        prefix_cache=prefix_cache,
-        may_load=transfer.is_kv_consumer and not unusable and not no_load,
-        may_store=transfer.is_kv_producer and not unusable,
-        engine=setup.group.hex(),
-        media_are_counted=counted,
-        lookahead_tokens=setup.layout.lookahead,
-        sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(config) else 0,
-        events=make.stored if wants_events else None,
-        removal=make.removed,
-        server_seen=partial(_exists_one, [place / RPC_SOCKET for place in places]),
-        read_here=partial(_read_here, setup),
+        Engine(
+            client,
+            settings,
+            setup.groups,
+            chunk_bytes(setup.kv_cache_config.kv_cache_groups[0], setup.groups[0].record_blocks)
+            // (2 if settings.fidelity == "fp8" else 1),
+            parallel.world_size,
+            WeightsVersion(parallel.world_size, named=weights_are_named(config)),
+            prefix_cache=prefix_cache,
+            may_load=transfer.is_kv_consumer and not unusable and not no_load,
+            may_store=transfer.is_kv_producer and not unusable,
+            name=setup.group.hex(),
+            media_are_counted=counted,
+            lookahead_tokens=setup.layout.lookahead,
+            sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(config) else 0,
+            events=make.stored if wants_events else None,
+            removal=make.removed,
+            server_seen=partial(_exists_one, [place / RPC_SOCKET for place in places]),
+            pins=pins,
+            read_here=partial(_read_here, setup),
+        )
     )
 
 
 def _read_here(setup: Setup, request_id: str) -> bool:
-    """See `SchedulerSide`. False in an engine with a process of its own, which vLLM steps until all blocks are free."""
+    """See `Engine`. False in an engine with a process of its own, which vLLM steps until all blocks are free."""
     worker = _WORKERS.get(setup.group)
     if (
         worker is None
@@ -344,7 +347,6 @@ def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) 
     runner = find_runner()
     side = WorkerSide(
         sides,
-        make_item=LoadItem,
         by_request=whole_hits(setup.groups),
         weights=loaded_weights(runner, named=weights_are_named(setup.vllm_config)),
         adapters=LoadedAdapters(runner) if hasattr(runner, "lora_manager") else None,

@@ -32,11 +32,11 @@ from kvstrata.connectors.boundary import errors, guarded
 from kvstrata.connectors.vllm.build import log_like_vllm, own_cache, read_setup, scheduler_side, worker_side
 from kvstrata.connectors.vllm.compat.contract import check_vllm, missing_names
 from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
+from kvstrata.connectors.vllm.engine import BlockPins
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.own_cache import OwnCache
 from kvstrata.connectors.vllm.scheduler import SchedulerOff, SchedulerSide
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
-from kvstrata.connectors.vllm.store_table import BlockPins
 from kvstrata.connectors.vllm.worker import WorkerOff, WorkerSide
 
 logger = logging.getLogger("vllm.kvstrata")

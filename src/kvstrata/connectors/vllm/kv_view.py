@@ -1,25 +1,343 @@
 """Where the bytes of a chunk lie in an engine's paged KV cache, derived from shapes, strides and configuration.
 
-`layer_runs` tells how to walk one block of one layer; this module puts the layers of one worker together.  A record
-holds one section per layer; a section holds the blocks of the chunk in order, and each block has its axes in physical
-order (outermost first), which may differ from layer to layer.  The facts name those axes and everything else that
-decides the meaning of the bytes, so equal facts mean equal bytes, and a reader with other facts has another slice
-digest.
+See `docs/layouts.md`.  The *kind* of a layer has what vLLM tells about the bytes of its blocks beyond shape and
+strides: how bytes are arranged inside a block (CPU attention packs them for the instructions that the CPU has), and
+with which scales numbers were quantised.  Both decide the meaning of KV bytes, so both are facts of a slice.  When a
+record is recut for another geometry, only axes known to be heads or tokens can be cut.
+
+The *runs* of a layer tell how to walk the bytes of one of its blocks.  vLLM registers one tensor per layer, logically
+(blocks, heads, tokens, content) for every attention backend.  Its strides tell the physical order: six orders exist,
+kernel blocks may be smaller than blocks, and pages may be padded.  Nothing here assumes one order.  Without vLLM's
+description of a layer, any shape is accepted whose block axis can be identified by its size, such as those of older
+backends: (2, blocks, tokens, heads, head) or (blocks, 2, tokens, heads, head).
+
+The *view* puts the layers of one worker together.  A record holds one section per layer; a section holds the blocks of
+the chunk in order, and each block has its axes in physical order (outermost first), which may differ from layer to
+layer.  The facts name those axes and everything else that decides the meaning of the bytes, so equal facts mean equal
+bytes, and a reader with other facts has another slice digest.
+
+Neither vLLM nor torch is imported: vLLM's objects are read by attribute only, and a tensor is any object with `shape`,
+`stride()`, `element_size()`, `data_ptr()` and `dtype`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from kvstrata.connectors.vllm.groups import CacheGroup, layer_specs
-from kvstrata.connectors.vllm.layer_kinds import LayerKind, page_bytes
-from kvstrata.connectors.vllm.layer_runs import LayerRuns, TensorLike, axis_names, layer_runs
 from kvstrata.errors import ConfigError
 from kvstrata.native.core import CopyPlan
 from kvstrata.types import Slice, facts_digest
+
+CELL_BACKENDS = (
+    "FLASH_ATTN",
+    "FLASH_ATTN_DIFFKV",
+    "FLASHINFER",
+    "FLEX_ATTENTION",
+    "TRITON_ATTN",
+    "TRITON_ATTN_DIFFKV",
+)
+"""Attention backends that keep, for each head and token, the numbers of K and then those of V."""
+CELL_MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
+"""Quantisations with which CELL_BACKENDS keep this order; with the last two, a scale follows the numbers of K or V."""
+LATENT_BACKENDS = (
+    "CUTLASS_MLA",
+    "FLASHINFER_MLA",
+    "FLASHMLA",
+    "FLASHMLA_SPARSE",
+    "FLASH_ATTN_MLA",
+    "FLASH_ATTN_MLA_SPARSE",
+    "TRITON_MLA",
+)
+"""Backends that keep one latent per token, token after token."""
+LATENT_MODES = ("NONE", "FP8_PER_TENSOR")
+HEADS_APART_BACKENDS = ("CPU_ATTN",)
+"""Backends with their own arrangement of a block's tokens, in which each head's bytes are contiguous."""
+
+
+class LayerKind(NamedTuple):
+    """vLLM's description of one layer, whose tensor is logically (blocks, heads, tokens, content)."""
+
+    heads: int
+    block_tokens: int
+    page_bytes: int
+    """Bytes of a block without padding."""
+    axes: tuple[str, str, str]
+    """Names of the axes heads, tokens and content.  `kv_heads` and `tokens` count heads and tokens, `k+v` is two
+    halves; a name with `@` and vLLM's version, or with `#` and a digest, stands for an arrangement that only its writer
+    knows (`compat/packing.py`)."""
+    quantisation: str
+    latent: bool
+    """Whether every tensor-parallel rank holds all of the layer: one latent per token without a separate V, or a state
+    that is not cut."""
+    scales: tuple[str, ...]
+    """Scales of K and of V, of the whole layer or of each head, as hexadecimal floats; () if none apply."""
+
+
+NameArrangement = Callable[[str, Any, Any], str]
+"""(backend, spec, attention layer) → what names an arrangement that only its writer knows."""
+
+
+def layer_kinds(
+    groups: Sequence[Any], modules: Mapping[str, Any], arrangement: NameArrangement
+) -> dict[str, LayerKind]:
+    """The kind of every layer that has blocks of its own, by name.
+
+    `groups` are `KVCacheConfig.kv_cache_groups`, `modules` the attention layers by name
+    (`CompilationConfig.static_forward_context`).  Raises ConfigError for a layer whose module is missing.
+    """
+    kinds = {}
+    for group in groups:
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            if name not in modules:
+                raise ConfigError(
+                    f"KV cache of layer {name!r}: vLLM has no attention layer of that name", field="kv_cache"
+                )
+            kinds[name] = _kind(each.get(name, group.kv_cache_spec), modules[name], arrangement)
+    return kinds
+
+
+def page_bytes(spec: Any) -> int:
+    """Bytes of a layer's block without padding."""
+    if hasattr(spec, "shapes"):  # of a state
+        return int(spec.state_content_size_bytes)
+    return int(spec.unpadded_page_size_bytes)
+
+
+def _state_kind(spec: Any, module: Any, arrangement: NameArrangement) -> LayerKind:
+    """The kind of a layer whose block holds a state, bytes that only its writer knows how to cut."""
+    states = ",".join(
+        f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    backend = str(module.get_attn_backend().get_name())
+    way = backend.lower() + arrangement(backend, spec, module)
+    return LayerKind(
+        heads=1,
+        block_tokens=1,
+        page_bytes=page_bytes(spec),
+        axes=(f"{way}.heads", f"{way}.states", f"{way}/{states}"),
+        quantisation="NONE",
+        latent=bool(spec.tp_replicated),
+        scales=(),
+    )
+
+
+def _kind(spec: Any, module: Any, arrangement: NameArrangement) -> LayerKind:
+    if hasattr(spec, "shapes"):
+        return _state_kind(spec, module, arrangement)
+    backend = str(module.get_attn_backend().get_name())
+    quantisation = _mode_name(spec.kv_quant_mode)
+    packed = getattr(spec, "state_content_bytes", None)
+    own_slots = getattr(spec, "num_head_slots", None) is not None
+    axes = ("kv_heads", "tokens", "")
+    if backend in CELL_BACKENDS and quantisation in CELL_MODES and not own_slots:
+        same = spec.head_size == spec.head_size_v
+        content = "k+v" if same else f"k{spec.head_size}+v{spec.head_size_v}"
+    elif backend in LATENT_BACKENDS and quantisation in LATENT_MODES and not spec.head_size_v:
+        # Packed latents hold their scales beside their numbers.
+        content = "latent" if packed is None else f"latent/{spec.cache_dtype_str}"
+    else:
+        isa = getattr(module, "isa", None)
+        way = backend.lower() + (f"/{isa}" if isa else "") + arrangement(backend, spec, module)
+        content = f"{way}.content"
+        axes = (
+            "kv_heads" if backend in HEADS_APART_BACKENDS and not own_slots else f"{way}.heads",
+            f"{way}.tokens",
+            "",
+        )
+    return LayerKind(
+        heads=int(spec.num_heads),
+        block_tokens=int(spec.block_size),
+        page_bytes=page_bytes(spec),
+        axes=(axes[0], axes[1], content),
+        quantisation=quantisation,
+        latent=not spec.head_size_v,
+        scales=() if quantisation == "NONE" else _scales(module),
+    )
+
+
+def _scales(module: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for name in ("_k_scale", "_v_scale"):
+        scale = getattr(module, name, None)
+        if scale is not None:
+            found += [float(number).hex() for number in scale.detach().cpu().reshape(-1).tolist()]
+    return tuple(found)
+
+
+def _mode_name(mode: Any) -> str:
+    """All names of a quantisation mode: in vLLM 0.33 two modes share the number 12, and both show the first one's name.
+
+    The KV dtype, which is in the facts as well, tells modes with several names apart.
+    """
+    members = getattr(type(mode), "__members__", {})
+    return "/".join(name for name, member in members.items() if member is mode) or str(
+        getattr(mode, "name", mode)
+    )
+
+
+MAX_DIMS = 3
+"""Maximum number of nested strided loops around one run (the copy plan's limit)."""
+
+
+class TensorLike(Protocol):
+    """The part of a torch tensor that is read here."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def data_ptr(self) -> int: ...
+
+
+class LayerRuns(NamedTuple):
+    """How to walk the blocks of one layer: `base` address of block 0, bytes between blocks, loops (count, stride in
+    bytes), outermost first, around one contiguous run, and the axes of a block in physical order as (axis, size)."""
+
+    base: int
+    block_stride_bytes: int
+    dims: tuple[tuple[int, int], ...]
+    run_bytes: int
+    axes: tuple[tuple[int, int], ...]
+
+    @property
+    def shape(self) -> tuple[tuple[tuple[int, int], ...], int]:
+        """(dims, run bytes), as `CopyPlan` takes the shape of a block."""
+        return self.dims, self.run_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.run_bytes * math.prod(count for count, _ in self.dims)
+
+
+def find_block_axis(
+    name: str, tensor: TensorLike, num_blocks: int, block_tokens: int, kind: LayerKind | None = None
+) -> tuple[int, int]:
+    """(axis, pieces): the axis that counts blocks, and how many equal pieces make a block of the block table.
+
+    Some backends split a block of the block table into smaller kernel blocks; then the axis has a multiple of
+    `num_blocks`.  In a tensor of the shape that its `kind` announces, the block axis comes first.  In other tensors, it
+    is an axis of fitting size that lies outermost or just inside the pair of K and V; of several such axes, the one
+    whose size is exactly `num_blocks`.  Raises ConfigError naming the shape when no axis or more than one is left.
+    """
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    if kind is not None and len(shape) == 4 and shape[1] == kind.heads:
+        pieces, rest = divmod(shape[0], num_blocks)
+        if pieces and not rest and shape[2] * pieces == kind.block_tokens:
+            return 0, pieces
+    fitting = [
+        (axis, size // num_blocks)
+        for axis, size in enumerate(shape)
+        if size >= num_blocks and size % num_blocks == 0 and block_tokens % (size // num_blocks) == 0
+    ]
+    outside = [found for found in fitting if _elements_outside(found[0], shape, strides) <= 2]
+    exact = [found for found in fitting if found[1] == 1]
+    # The size of another axis may equal the number of blocks by chance.
+    candidates = [found for found in outside if found in exact] or outside or exact or fitting
+    if len(candidates) != 1:
+        found = "more than one axis" if candidates else "no axis"
+        raise ConfigError(
+            f"KV cache of layer {name!r}: shape {list(shape)} with strides {list(strides)} has {found} of "
+            f"num_blocks {num_blocks}; "
+            + (
+                "change the number of blocks a little, e.g. by --num-gpu-blocks-override"
+                if candidates
+                else "this attention backend is not supported"
+            ),
+            field="kv_cache",
+        )
+    return candidates[0]
+
+
+def _elements_outside(axis: int, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Product of the sizes of all axes with a larger stride."""
+    product = 1
+    for other, size in enumerate(shape):
+        if other != axis and size > 1 and strides[other] > strides[axis]:
+            product *= size
+    return product
+
+
+def layer_runs(
+    name: str, tensor: TensorLike, num_blocks: int, block_tokens: int, kind: LayerKind | None = None
+) -> LayerRuns:
+    """How to walk the bytes of one block of one layer. Raises ConfigError naming layer and shape."""
+    axis, pieces = find_block_axis(name, tensor, num_blocks, block_tokens, kind)
+    element = tensor.element_size()
+    strides = [stride * element for stride in tensor.stride()]
+    loops = [
+        (index, size, strides[index]) for index, size in enumerate(tensor.shape) if index != axis and size > 1
+    ]
+    if pieces > 1:
+        loops.append((axis, pieces, strides[axis]))
+    loops.sort(key=lambda loop: (-loop[2], loop[0]))
+    run = element
+    dims: list[tuple[int, int]] = []
+    covered = element
+    for _, size, stride in reversed(loops):
+        if stride < covered:
+            raise ConfigError(
+                f"KV cache of layer {name!r}: shape {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())} overlaps itself",
+                field="kv_cache",
+            )
+        if not dims and stride == run:
+            run *= size
+        elif dims and stride == dims[0][0] * dims[0][1]:
+            dims[0] = (dims[0][0] * size, dims[0][1])
+        else:
+            dims.insert(0, (size, stride))
+        covered = stride * (size - 1) + covered
+    if len(dims) > MAX_DIMS:
+        raise ConfigError(
+            f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} with strides "
+            f"{list(tensor.stride())} is scattered over {len(dims)} nested loops; at most {MAX_DIMS} are "
+            "supported",
+            field="kv_cache",
+        )
+    runs = LayerRuns(
+        base=tensor.data_ptr(),
+        block_stride_bytes=strides[axis] * pieces,
+        dims=tuple(dims),
+        run_bytes=run,
+        axes=tuple((index, size) for index, size, _ in loops),
+    )
+    if kind is not None and runs.block_bytes != kind.page_bytes:
+        raise ConfigError(
+            f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} has {runs.block_bytes} bytes, but vLLM "
+            f"announces {kind.page_bytes}; this layout is not supported",
+            field="kv_cache",
+        )
+    return runs
+
+
+def axis_names(runs: LayerRuns, kind: LayerKind | None) -> list[list[Any]]:
+    """The axes of a block in physical order as [name, size], for the facts; of two `tokens` axes the outer comes first.
+
+    The names are those of `LayerKind.axes`, except that the halves K and V of a content are an axis `kv` of their own.
+    Kernel blocks whose tokens are contiguous leave no trace in the bytes, so they have no axis here.
+    """
+    named: list[list[Any]] = []
+    for index, size in runs.axes:
+        name = f"axis{index}" if kind is None else (kind.axes[1], *kind.axes)[index]
+        if name == "k+v":
+            named += [["kv", 2], ["dim", size // 2]]
+        elif name == "tokens" and named and named[-1][0] == name:
+            named[-1][1] *= size
+        else:
+            named.append([name, size])
+    if kind is not None and kind.axes[1] == "tokens" and kind.block_tokens == 1:
+        # An axis of one element leaves no trace in the bytes, but the facts must tell that tokens can be cut.
+        named.insert(0, ["tokens", 1])
+    return named
+
 
 FORMAT = "paged-blocks/2"
 """Names the arrangement of blocks in a section; part of the facts."""

@@ -1,27 +1,128 @@
 """The requests of vLLM's scheduler, and how far the lookup of each has come.
 
-`MACHINE` has the states of one request's lookup.  A lookup is sent when the request arrives if the queue is short,
-otherwise when vLLM first asks.  In one step, all answers together are awaited for at most `WAIT_S`.
+The states of one request's lookup:
+
+    NEW ──sent──▶ ASKED ──leased──▶ HIT ──vLLM allocates blocks──▶ TAKEN
+     └───────────────┴── not found, too late, or revoked twice ───▶ MISS
+
+and from each of them back to NEW: the lease was revoked, vLLM's caches were reset, L1 has the prefix by now, or the
+request was preempted, is computed without the cache, or has ended.  A lookup is sent when the request arrives if the
+queue is short, otherwise when vLLM first asks.  In one step, all answers together are awaited for at most `WAIT_S`.
 
 Invariant: a lease is in exactly one place: in `Tracked.hit`, in a `Load` handed to the workers, or released.  The lease
 is claimed from the moment when vLLM is promised its chunks until the end of that step, and again from the allocation
 on; at other times the server may revoke it.
+
+The tenant of each request: the engine's own, or one that the request names in `kv_transfer_params`.
+
+A request names its tenant by `kv_transfer_params["kvstrata.tenant"]`.  It gets that tenant if the settings let this
+engine name it (`request_tenants`); the server decides again, by the engine's token.  A request that names any other
+tenant, or something that is no name, is computed without the cache and never as a request of another tenant.
+
+vLLM's own prefix cache knows no tenants.  So a request that does not belong to the engine's own tenant gets a cache
+salt that only this engine can make: one for each tenant and salt of the request, and a fresh one for each refused
+request.  Without it, the time until the first token would tell one tenant which prompts another has sent.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
+import hmac
+import logging
 import math
-import time
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvstrata.client import AskedTails, CacheClient, Identity, LookupCall, LookupResult
-from kvstrata.connectors.vllm.request_tenants import RequestTenants, TenantRefused
+import msgspec
+
+from kvstrata.client import Identity, LookupCall, LookupResult
+from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.keys import ChunkHasher, batch
+from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
-from kvstrata.states import Machine
-from kvstrata.types import MissReason
+from kvstrata.rpc.wire import TailSet
+from kvstrata.types import MissReason, canonical_json
+
+logger = logging.getLogger("vllm.kvstrata")
+
+TENANT = "kvstrata.tenant"
+"""The key in `kv_transfer_params`."""
+MAX_TENANT_CHARS = 256
+
+
+class TenantRefused(Exception):
+    """The request is computed without the cache; `reason` is one of lookup_table.SKIP_REASONS."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RequestTenants:
+    """The tenants that requests of one engine may name. Belongs to the scheduler's thread."""
+
+    def __init__(self, own: str, others: Iterable[str]) -> None:
+        self.own = own
+        """The tenant of requests that name none."""
+        self._may_name = dict.fromkeys((own, *others))
+        self._secret = secrets.token_bytes(32)
+        self._thinning = Thinning()
+
+    @property
+    def first(self) -> list[str]:
+        """The engine's own tenant, and one that requests may name: its token may open the latter alone."""
+        return list(self._may_name)[:2]
+
+    def of(self, request: Any) -> str:
+        """The request's tenant. Raises TenantRefused, and logs why, at most once in a while for each reason."""
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or TENANT not in params:
+            return self.own
+        named = params[TENANT]
+        if not isinstance(named, str) or len(named) > MAX_TENANT_CHARS:
+            kind = f"{len(named)} characters" if isinstance(named, str) else type(named).__name__
+            self._thinning.log(
+                logger,
+                logging.WARNING,
+                "tenant_invalid",
+                "request %r is computed without the cache: kv_transfer_params[%r] must be a text of at most %d "
+                "characters, found %s",
+                request.request_id,
+                TENANT,
+                MAX_TENANT_CHARS,
+                kind,
+            )
+            raise TenantRefused("tenant_invalid")
+        if named not in self._may_name:
+            self._thinning.log(
+                logger,
+                logging.WARNING,
+                "tenant_refused",
+                "request %r is computed without the cache: this engine may not name its tenant %a; list the tenant in "
+                "the engine's setting request_tenants if it may",
+                request.request_id,
+                named,
+            )
+            raise TenantRefused("tenant_refused")
+        return named
+
+    def separate(self, request: Any, tenant: str | None) -> None:
+        """Let a request share blocks of vLLM's own cache only with requests of its tenant; None: with no request.
+
+        Call it before vLLM has looked for the request's blocks.  vLLM hashes the blocks of the prompt once more.
+        """
+        if tenant == self.own:
+            return
+        shares = (
+            [tenant, request.cache_salt] if tenant is not None else ["refused", secrets.token_hex(16), None]
+        )
+        salt = hmac.digest(self._secret, canonical_json(shares), hashlib.sha256).hex()
+        request.cache_salt = f"kvstrata-{salt}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
 
 WAIT_S = 0.0015
 """Longest wait for answers to lookups in one step."""
@@ -61,155 +162,79 @@ class LookupState(enum.Enum):
     """Nothing was found in L1 and L2 in time; L1 is looked at again while vLLM keeps asking."""
 
 
-class LookupEvent(enum.Enum):
-    """An event in the life of a request's lookup."""
-
-    SENT = enum.auto()
-    """The lookup is sent."""
-    LEASED = enum.auto()
-    """It is answered, with a lease."""
-    MISSED = enum.auto()
-    """It is answered without a lease, or took too long, or its lease was revoked twice in a short time."""
-    ALLOCATED = enum.auto()
-    """vLLM allocated blocks for the request."""
-    FORGOTTEN = enum.auto()
-    """The lookup begins anew or ends: its lease was revoked, vLLM's caches were reset, L1 has the prefix by now, or the
-    request was preempted, is computed without the cache, or has ended."""
-
-
-MACHINE = Machine(
-    "Lookup of a request, in vLLM's scheduler",
-    LookupState.NEW,
-    {
-        LookupState.NEW: {
-            LookupEvent.SENT: LookupState.ASKED,
-            LookupEvent.MISSED: LookupState.MISS,
-            LookupEvent.FORGOTTEN: LookupState.NEW,
-        },
-        LookupState.ASKED: {
-            LookupEvent.LEASED: LookupState.HIT,
-            LookupEvent.MISSED: LookupState.MISS,
-            LookupEvent.FORGOTTEN: LookupState.NEW,
-        },
-        LookupState.HIT: {
-            LookupEvent.MISSED: LookupState.MISS,
-            LookupEvent.ALLOCATED: LookupState.TAKEN,
-            LookupEvent.FORGOTTEN: LookupState.NEW,
-        },
-        LookupState.TAKEN: {LookupEvent.FORGOTTEN: LookupState.NEW},
-        LookupState.MISS: {LookupEvent.FORGOTTEN: LookupState.NEW},
-    },
-)
 SKIP_LOAD = "lmcache.skip_load"
 """True in a request's `kv_transfer_params`: nothing is loaded for it, and what it computes is stored."""
 
 
-class Tracked:
+class Tracked(msgspec.Struct, eq=False):
     """One request of vLLM, from its arrival to its end."""
 
-    __slots__ = (
-        "adapter",
-        "asked_s",
-        "asynchronous",
-        "call",
-        "computed_tokens",
-        "deferred",
-        "hasher",
-        "hit",
-        "identity",
-        "junction",
-        "known_tokens",
-        "loaded_chunks",
-        "loading",
-        "miss",
-        "missed_s",
-        "next_store",
-        "no_load",
-        "request",
-        "revoked_s",
-        "salt",
-        "scheduled",
-        "skipped",
-        "stale",
-        "state",
-        "stores",
-        "tail_end",
-        "tail_keys",
-        "tails_after",
-        "tails_asked",
-        "tenant",
-        "untrusted",
-        "waits_s",
-        "windows_next",
-    )
+    request: Any
+    tenant: str = ""
+    """The request's tenant; means nothing while it is computed without the cache."""
+    salt: str = ""
+    """The salt that the request came with."""
+    waits_s: float = -1.0
+    """Time since which the request waits for the workers to tell their weights; -1 before."""
+    skipped: bool = False
+    """The request is computed without the cache from now on, for one of SKIP_REASONS."""
+    identity: Identity | None = None
+    hasher: ChunkHasher | None = None
+    adapter: int = 0
+    """The question to the workers that named the LoRA adapter in `identity`; 0 without adapter."""
+    state: LookupState = LookupState.NEW
+    call: LookupCall | None = None
+    """The lookup while its outcome is awaited (ASKED) or its lease is held here (HIT)."""
+    hit: LookupResult | None = None
+    asked_s: float = -1.0
+    """Time when vLLM first asked in this round; -1 before."""
+    miss: MissReason | None = None
+    """Why the last round found nothing, or not all chunks."""
+    missed_s: float = 0.0
+    revoked_s: float = -math.inf
+    """Time when the request's lease was last revoked while it waited."""
+    computed_tokens: int = 0
+    """Tokens that vLLM's own cache had when vLLM last asked."""
+    known_tokens: int = 0
+    """Tokens of which vLLM has KV since it last asked: from its own cache and from us."""
+    scheduled: bool = False
+    """Whether a step has computed tokens of this request since vLLM last asked."""
+    untrusted: bool = False
+    """The request builds on KV from another connector that may be of earlier weights: none of it is stored."""
+    asynchronous: bool = False
+    """Whether vLLM was promised an asynchronous load."""
+    loading: bool = False
+    """An asynchronous load is under way: vLLM itself keeps the blocks until the load is reported."""
+    loaded_chunks: dict[int, int] = {}
+    """Block id → chunk of the last load, to find the chunks of blocks that failed."""
+    no_load: bool = False
+    """The request asks for no load, or a load of it failed: the rest of it is computed."""
+    next_store: int = 0
+    """All chunks before this one are stored, being stored, or were loaded."""
+    windows_next: int = 0
+    """As `next_store`, for groups of which only windows are stored."""
+    tail_end: int = 0
+    """The tail that ends after so many tokens is stored, being stored, or was loaded."""
+    tail_keys: tuple[int, list[bytes]] = -1, []
+    """A chunk, and the keys of its tails that were made last."""
+    tails_asked: list[int] = []
+    """The chunks whose tails the last lookup named."""
+    tails_after: int = -1
+    """The lookup ended after so many chunks, which L2 had, and is asked again for their tails; -1: it is not."""
+    junction: int = 0
+    """How many leading chunks the groups of full attention had in L1.  If the hit is shorter, another prompt shares
+    these chunks, and this request stores the windows that were missing for a hit of that length."""
+    stores: set[int] = set()
+    """Stores that may still read this request's blocks."""
+    deferred: bool = False
+    """Complete chunks wait until a load is confirmed."""
+    stale: bool = False
+    """The request's blocks may hold bad KV, or KV from before a reset: nothing computed from them is stored."""
 
-    def __init__(self, request: Any) -> None:
-        self.request = request
-        self.tenant = ""
-        """The request's tenant; means nothing while it is computed without the cache."""
-        self.salt: str = request.cache_salt or ""
-        """The salt that the request came with."""
-        self.waits_s = -1.0
-        """Time since which the request waits for the workers to tell their weights; -1 before."""
-        self.skipped = False
-        """The request is computed without the cache from now on, for one of SKIP_REASONS."""
-        self.identity: Identity | None = None
-        self.hasher: ChunkHasher | None = None
-        self.adapter = 0
-        """The question to the workers that named the LoRA adapter in `identity`; 0 without adapter."""
-        self.state = MACHINE.first
-        self.call: LookupCall | None = None
-        """The lookup while its outcome is awaited (ASKED) or its lease is held here (HIT)."""
-        self.hit: LookupResult | None = None
-        self.asked_s = -1.0
-        """Time when vLLM first asked in this round; -1 before."""
-        self.miss: MissReason | None = None
-        """Why the last round found nothing, or not all chunks."""
-        self.missed_s = 0.0
-        self.revoked_s = -math.inf
-        """Time when the request's lease was last revoked while it waited."""
-        self.computed_tokens = 0
-        """Tokens that vLLM's own cache had when vLLM last asked."""
-        self.known_tokens = 0
-        """Tokens of which vLLM has KV since it last asked: from its own cache and from us."""
-        self.scheduled = False
-        """Whether a step has computed tokens of this request since vLLM last asked."""
-        self.untrusted = False
-        """The request builds on KV from another connector that may be of earlier weights: none of it is stored."""
-        self.asynchronous = False
-        """Whether vLLM was promised an asynchronous load."""
-        self.loading = False
-        """An asynchronous load is under way: vLLM itself keeps the blocks until the load is reported."""
-        self.loaded_chunks: dict[int, int] = {}
-        """Block id → chunk of the last load, to find the chunks of blocks that failed."""
-        params = request.kv_transfer_params
+    def __post_init__(self) -> None:
+        self.salt = self.request.cache_salt or ""
+        params = self.request.kv_transfer_params
         self.no_load = isinstance(params, dict) and params.get(SKIP_LOAD) is True
-        """The request asks for no load, or a load of it failed: the rest of it is computed."""
-        self.next_store = 0
-        """All chunks before this one are stored, being stored, or were loaded."""
-        self.windows_next = 0
-        """As `next_store`, for groups of which only windows are stored."""
-        self.tail_end = 0
-        """The tail that ends after so many tokens is stored, being stored, or was loaded."""
-        self.tail_keys: tuple[int, list[bytes]] = (-1, [])
-        """A chunk, and the keys of its tails that were made last."""
-        self.tails_asked: list[int] = []
-        """The chunks whose tails the last lookup named."""
-        self.tails_after = -1
-        """The lookup ended after so many chunks, which L2 had, and is asked again for their tails; -1: it is not."""
-        self.junction = 0
-        """How many leading chunks the groups of full attention had in L1.  If the hit is shorter, another prompt shares
-        these chunks, and this request stores the windows that were missing for a hit of that length."""
-        self.stores: set[int] = set()
-        """Stores that may still read this request's blocks."""
-        self.deferred = False
-        """Complete chunks wait until a load is confirmed."""
-        self.stale = False
-        """The request's blocks may hold bad KV, or KV from before a reset: nothing computed from them is stored."""
-
-    def move(self, event: LookupEvent) -> None:
-        """Enter the state that `MACHINE` gives."""
-        self.state = MACHINE.after(self.state, event)
 
 
 class LookupTable:
@@ -217,32 +242,20 @@ class LookupTable:
 
     def __init__(
         self,
-        client: CacheClient,
-        *,
-        timeout_ms: int,
-        exact_chunk_tokens: int = 0,
-        media_are_counted: bool,
-        server_seen: Callable[[], bool],
-        tails: Callable[[Tracked], list[AskedTails]] | None = None,
+        engine: Engine,
         tenants: RequestTenants,
-        now: Callable[[], float] = time.monotonic,
+        tails: Callable[[Tracked], list[TailSet]] | None = None,
     ) -> None:
-        """`tails(tracked)` are the tails that a lookup names; None in an engine that has none.  `timeout_ms` is the
-        deadline of a lookup; see `SchedulerSide` for the other arguments.
-
-        With `exact_chunk_tokens`, the size of a chunk, a hit must leave a token to compute and end with a chunk: no
-        lookup asks for more chunks.
-        """
-        self._client = client
-        self._timeout_ms = timeout_ms
+        """`tails(tracked)` are the tails that a lookup names; None in an engine that has none."""
+        self._client, self._now = engine.client, engine.now
+        self._engine = engine
+        self._timeout_ms = engine.settings.lookup_timeout_ms
         self._tails = tails or (lambda tracked: [])
         self._asks_tails = tails is not None
-        self._exact_chunk_tokens = exact_chunk_tokens
-        self._media_are_counted = media_are_counted
-        self._server_seen = server_seen
+        self._exact_chunk_tokens = engine.chunk_tokens if engine.exact else 0
+        """If not 0, a hit must leave a token to compute and end with a chunk: no lookup asks for more chunks."""
         self._tenants = tenants
-        self._now = now
-        self._begun_s = now()
+        self._begun_s = engine.now()
         self.tracked: dict[str, Tracked] = {}
         """By request id."""
         self._early = 0
@@ -272,7 +285,7 @@ class LookupTable:
                 self.skip(tracked, "resumable")
             elif not all(feature.identifier for feature in request.mm_features):
                 self.skip(tracked, "unnamed_media")
-            elif request.mm_features and self._media_are_counted:
+            elif request.mm_features and self._engine.media_are_counted:
                 self.skip(tracked, "counted_media")
         return tracked
 
@@ -367,7 +380,7 @@ class LookupTable:
             tails=tails,
         )
         tracked.tails_asked = [asked.chunk for asked in tails]
-        tracked.move(LookupEvent.SENT)
+        tracked.state = LookupState.ASKED
         self._early += 1
         self.counts["lookups"] += 1
 
@@ -404,12 +417,12 @@ class LookupTable:
             self._claimed.pop(tracked.call, None)
         tracked.hit = tracked.call = None
         tracked.tails_after = -1
-        tracked.move(LookupEvent.ALLOCATED)
+        tracked.state = LookupState.TAKEN
 
     def forget(self, tracked: Tracked) -> None:
         """Begin anew; a lease that the lookup has or will get is given back."""
         self._give_back(tracked)
-        tracked.move(LookupEvent.FORGOTTEN)
+        tracked.state = LookupState.NEW
 
     def _chain(self, tracked: Tracked) -> ChunkHasher | bytes:
         """The keys to look up; empty if no hit is possible."""
@@ -437,11 +450,11 @@ class LookupTable:
             self._client.release([result.lease], group=True)
             tracked.call = None
             tracked.tails_after = result.n_chunks
-            tracked.move(LookupEvent.FORGOTTEN)
+            tracked.state = LookupState.NEW
             self.ask(tracked)
             return
         tracked.hit = result
-        tracked.move(LookupEvent.LEASED)
+        tracked.state = LookupState.HIT
 
     def _wants_tail_of(self, tracked: Tracked, result: LookupResult) -> bool:
         """Whether to ask once more, for the tails of the first chunk that L2 lacked: the lookup could not know it."""
@@ -475,7 +488,7 @@ class LookupTable:
         self.count_miss(tracked, reason)
         tracked.tails_after = -1
         self._give_back(tracked)
-        tracked.move(LookupEvent.MISSED)
+        tracked.state = LookupState.MISS
         tracked.missed_s = self._now()
 
     def _give_back(self, tracked: Tracked) -> None:
@@ -491,4 +504,4 @@ class LookupTable:
 
     def _settling(self) -> bool:
         """Whether this engine has just started and may be attached in a moment."""
-        return self._now() - self._begun_s < patience(SETTLE_S) and self._server_seen()
+        return self._now() - self._begun_s < patience(SETTLE_S) and self._engine.server_seen()

@@ -11,14 +11,12 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
-from kvstrata.client import CacheClient, Identity
-from kvstrata.connectors.vllm.adapters import Adapters, AdapterUnreadable
-from kvstrata.connectors.vllm.lookup_table import LookupTable, Tracked
-from kvstrata.connectors.vllm.request_tenants import RequestTenants
-from kvstrata.connectors.vllm.weights import WeightsVersion
+from kvstrata.client import Identity
+from kvstrata.connectors.vllm.engine import Engine
+from kvstrata.connectors.vllm.lookup_table import LookupTable, RequestTenants, Tracked
+from kvstrata.connectors.vllm.weights import Adapters, AdapterUnreadable
 from kvstrata.keys import MediaItem
 from kvstrata.types import RequestIdentity, canonical_json
 
@@ -34,33 +32,19 @@ CONTENT_HASH = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 class RequestKeys:
     """Keys of all requests of one engine. Belongs to the scheduler's thread."""
 
-    def __init__(
-        self,
-        client: CacheClient,
-        lookups: LookupTable,
-        weights: WeightsVersion,
-        *,
-        tenants: RequestTenants,
-        engine: str,
-        chunk_tokens: int,
-        world_size: int,
-        prefix_cache: Callable[[], object],
-        now: Callable[[], float],
-    ) -> None:
-        """See `SchedulerSide` for `engine` and `prefix_cache`."""
-        self._client = client
+    def __init__(self, engine: Engine, lookups: LookupTable, tenants: RequestTenants) -> None:
+        self._client, self._weights = engine.client, engine.weights
         self._lookups = lookups
-        self._weights = weights
-        self._engine = engine
-        self._chunk_tokens = chunk_tokens
-        self.adapters = Adapters(world_size, now)
+        self._engine = engine.name
+        self._chunk_tokens = engine.chunk_tokens
+        self.adapters = Adapters(engine.world_size, engine.now)
         self._identities: OrderedDict[RequestIdentity, Identity] = OrderedDict()
         self._mark = ""
         """The mark (`WeightsVersion.mark`) of the weights for which identities were last made."""
         self._weights_changed = False
         """Whether this engine has had other weights than now."""
-        self._prefix_cache = prefix_cache
-        self._prefix_cache_seen = prefix_cache()
+        self._prefix_cache = engine.prefix_cache
+        self._prefix_cache_seen = engine.prefix_cache()
         self.engine_stale = False
         """vLLM's own cache may still have KV from before the last reset, or from a load whose outcome is unknown."""
         self._stale_before: bool | None = None

@@ -16,113 +16,37 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvstrata.client import CacheClient, LookupResult
-from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
-from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, Tracked
-from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
-from kvstrata.connectors.vllm.other_loads import OtherLoads
+from kvstrata.client import LookupResult
+from kvstrata.connectors.vllm.engine import Engine
+from kvstrata.connectors.vllm.groups import CacheGroup
+from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, RequestTenants, Tracked
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.request_keys import RequestKeys
-from kvstrata.connectors.vllm.request_tenants import RequestTenants
-from kvstrata.connectors.vllm.store_table import Announced, BlockPins, MakeEvent, MakeRemoval, StoreTable
+from kvstrata.connectors.vllm.store_table import OtherLoads, StoreTable
 from kvstrata.connectors.vllm.tails import PromptTails
-from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.keys import batch
 from kvstrata.types import EXTENT, LeaseName, MissReason, RequestIdentity
 
 logger = logging.getLogger("vllm.kvstrata")
 
-SYNC_LOAD_BYTES = 256 << 20
-"""In mode `auto`, hits up to this size are loaded before the forward pass; a host copies this much in some 30 ms."""
-
 
 class SchedulerSide:
-    """Decisions for all requests of one engine. Belongs to the scheduler's thread.
+    """Decisions for all requests of one engine. Belongs to the scheduler's thread."""
 
-    The caller starts `client`; `close` closes it.  `chunk_bytes`: bytes that one worker moves per chunk; `world_size`:
-    number of workers that report.  `may_load` and `may_store` follow vLLM's kv_role.  `engine` names this start of the
-    engine; with `media_are_counted` vLLM's identifiers of media are not hashes of their content; `lookahead_tokens` is
-    the layout's.  `prefix_cache` returns an object that vLLM replaces when it empties its own cache.  `server_seen`
-    tells whether a server seems to run.  `read_here` waits a moment until the worker, in the same process, reads no
-    block of a request for a store any more; it returns whether that is so.
-    """
-
-    def __init__(
-        self,
-        client: CacheClient,
-        settings: ClientSettings,
-        *,
-        groups: Sequence[CacheGroup],
-        chunk_bytes: int,
-        world_size: int,
-        weights: WeightsVersion,
-        prefix_cache: Callable[[], object] = lambda: None,
-        may_load: bool = True,
-        may_store: bool = True,
-        engine: str = "",
-        media_are_counted: bool = False,
-        lookahead_tokens: int = 0,
-        sync_load_bytes: int = SYNC_LOAD_BYTES,
-        events: MakeEvent | None = None,
-        removal: MakeRemoval | None = None,
-        server_seen: Callable[[], bool] = lambda: False,
-        pins: BlockPins | None = None,
-        read_here: Callable[[str], bool] = lambda request_id: False,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._client, self._settings = client, settings
-        self._groups = groups
-        self._chunk_tokens = groups[0].chunk_tokens
-        self._exact = whole_hits(groups)
-        """A hit ends with a chunk and is loaded as a whole, asynchronously."""
-        self._chunk_bytes = chunk_bytes
-        self._lookahead_tokens = lookahead_tokens
-        self._may_load, self._may_store = may_load, may_store
-        self._sync_load_bytes = sync_load_bytes
-        self._now = now
-        self._read_here = read_here
-        self._weights = weights
-        self._tails = PromptTails(client, groups, enabled=settings.save_unfull_chunk)
-        tenants = RequestTenants(settings.tenant, settings.request_tenants)
-        self._lookups = LookupTable(
-            client,
-            timeout_ms=settings.lookup_timeout_ms,
-            exact_chunk_tokens=self._chunk_tokens if self._exact else 0,
-            media_are_counted=media_are_counted,
-            server_seen=server_seen,
-            tails=self._tails.to_ask if self._tails.enabled else None,
-            tenants=tenants,
-            now=now,
-        )
-        self._keys = RequestKeys(
-            client,
-            self._lookups,
-            weights,
-            tenants=tenants,
-            engine=engine,
-            chunk_tokens=self._chunk_tokens,
-            world_size=world_size,
-            prefix_cache=prefix_cache,
-            now=now,
-        )
-        self.stores = StoreTable(
-            self._lookups.tracked,
-            self._keys,
-            Announced(client.pool.present, now),
-            groups=groups,
-            tails=self._tails,
-            world_size=world_size,
-            save_decode_cache=settings.save_decode_cache,
-            lookahead_tokens=lookahead_tokens,
-            make_event=events,
-            make_removal=removal,
-            pins=pins or BlockPins(),
-            now=now,
-        )
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._client, self._settings = engine.client, engine.settings
+        self._groups, self._now = engine.groups, engine.now
+        self._chunk_tokens, self._exact = engine.chunk_tokens, engine.exact
+        self._weights = engine.weights
+        self._tails = PromptTails(engine)
+        tenants = RequestTenants(engine.settings.tenant, engine.settings.request_tenants)
+        self._lookups = LookupTable(engine, tenants, self._tails.to_ask if self._tails.enabled else None)
+        self._keys = RequestKeys(engine, self._lookups, tenants)
+        self.stores = StoreTable(engine, self._lookups.tracked, self._keys, self._tails)
         self._other_loads = OtherLoads(self._lookups.tracked, self._keys)
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
@@ -139,7 +63,7 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Begin to hash a new request and, if the queue is short, look it up already."""
         tracked = self._lookups.track(request)
-        if tracked.skipped or tracked.no_load or not self._may_load:
+        if tracked.skipped or tracked.no_load or not self._engine.may_load:
             return
         if (
             request.skip_reading_prefix_cache
@@ -158,7 +82,9 @@ class SchedulerSide:
         tracked = self._lookups.track(request)
         self._other_loads.asked(tracked, computed_tokens)
         now = self._now()
-        if (self._may_load or self._may_store) and not (tracked.skipped or self._keys.know_weights()):
+        if (self._engine.may_load or self._engine.may_store) and not (
+            tracked.skipped or self._keys.know_weights()
+        ):
             # Without keys the request can be neither looked up nor stored.
             if tracked.waits_s < 0:
                 tracked.waits_s = now
@@ -166,7 +92,12 @@ class SchedulerSide:
                 return None, False
             self._lookups.count_miss(tracked, MissReason.DEADLINE)
             return 0, False
-        if tracked.skipped or tracked.no_load or not self._may_load or request.skip_reading_prefix_cache:
+        if (
+            tracked.skipped
+            or tracked.no_load
+            or not self._engine.may_load
+            or request.skip_reading_prefix_cache
+        ):
             return 0, False
         tracked.computed_tokens = computed_tokens
         self._lookups.begin_round(tracked, now)
@@ -235,8 +166,11 @@ class SchedulerSide:
 
     def plan_step(self, output: Any) -> StepPlan:
         """The plan for the step that vLLM's SchedulerOutput describes."""
-        plan = self._planned = self._new_plan(output)
-        self._ask_workers(plan)
+        plan = self._planned = StepPlan(step=next(self._step), failures_seen=self.stores.failures_seen)
+        plan.preempted = set(output.preempted_req_ids or ())
+        plan.computes = bool(output.num_scheduled_tokens)
+        plan.weigh = self._weights.take_question()
+        plan.weigh_adapters += self._keys.adapters.take_questions()
         plan.loads, self._loads = self._loads, []
         plan.others_load = self._other_loads.in_step(output)
         self.stores.await_reports(plan)
@@ -252,7 +186,7 @@ class SchedulerSide:
             if request_id not in reloaded:
                 tracked.loaded_chunks = {}
                 self._lookups.forget(tracked)
-        if self._may_store:
+        if self._engine.may_store:
             self.stores.plan(output, plan)
         # A worker that has no store of an awaited request reports the request as sent at once.  So a request whose
         # deferred stores are not planned yet is awaited only from a later step on.
@@ -295,12 +229,12 @@ class SchedulerSide:
             # KV of requests that ended in the failing step may be computed from the bad blocks.
             self.stores.of_finished.clear()
         for report in reports:
-            if report.broken and (self._may_load or self._may_store):
+            if report.broken and (self._engine.may_load or self._engine.may_store):
                 logger.error(
                     "the cache is off for this engine until it is started again: a worker has stopped copying, see "
                     "its log"
                 )
-                self._may_load = self._may_store = False
+                self._engine.may_load = self._engine.may_store = False
             self.stores.heard(report)
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
@@ -313,13 +247,13 @@ class SchedulerSide:
         if tracked.loading:
             # vLLM keeps the blocks by itself until the load is reported.
             return False
-        if self._may_store:
+        if self._engine.may_store:
             self.stores.finish(tracked, tables)
         if not tracked.stores:
             return False
         # An engine in process may make no further step, so nothing later would free the blocks.
         unsent = tracked.stores.intersection(store.store_id for store in self.stores.of_finished)
-        if not unsent and self._read_here(request.request_id):
+        if not unsent and self._engine.read_here(request.request_id):
             self.stores.unpin(tracked.stores)
             return False
         self._awaited.add(request.request_id)
@@ -368,25 +302,9 @@ class SchedulerSide:
 
     def turn_off(self) -> SchedulerOff:
         """After any other call: what takes this side's place until the engine is started again."""
-        plan = self._planned or StepPlan(0)
-        return SchedulerOff(
-            self._client,
-            self._lookups,
-            self.stores.pins,
-            group=self._groups[0],
-            steps=self._step,
-            loads=[*plan.loads, *self._loads],
-            awaited=plan.awaited | self._awaited,
-            unsent=[*plan.stores, *self.stores.of_finished],
-        )
+        return SchedulerOff(self)
 
     # -- inside ----------------------------------------------------------------------------------------------
-
-    def _new_plan(self, output: Any) -> StepPlan:
-        plan = StepPlan(step=next(self._step), failures_seen=self.stores.failures_seen)
-        plan.preempted = set(output.preempted_req_ids or ())
-        plan.computes = bool(output.num_scheduled_tokens)
-        return plan
 
     def _load_of(
         self,
@@ -456,24 +374,20 @@ class SchedulerSide:
         else:
             logger.info("weights: named by samples of their content, %s", self._weights.mark[:12])
 
-    def _ask_workers(self, plan: StepPlan) -> None:
-        plan.weigh = plan.weigh or self._weights.take_question()
-        plan.weigh_adapters += self._keys.adapters.take_questions()
-
     def _usable(self, tracked: Tracked, computed_tokens: int) -> int:
         """Maximum number of tokens that a lookup could bring."""
         tokens = tracked.request.num_tokens
         if self._exact:
             return int((tokens - 1) // self._chunk_tokens * self._chunk_tokens) - computed_tokens
         step = self._tails.step_tokens
-        return int(min((tokens - self._lookahead_tokens) // step * step, tokens - 1)) - computed_tokens
+        return int(min((tokens - self._engine.lookahead_tokens) // step * step, tokens - 1)) - computed_tokens
 
     def _asynchronous(self, tokens: int) -> bool:
         if self._exact:
             return True
         if self._settings.load_mode != "auto":
             return self._settings.load_mode == "async"
-        return -(-tokens // self._chunk_tokens) * self._chunk_bytes > self._sync_load_bytes
+        return -(-tokens // self._chunk_tokens) * self._engine.chunk_bytes > self._engine.sync_load_bytes
 
 
 class SchedulerOff:
@@ -485,24 +399,14 @@ class SchedulerOff:
 
     awaits_news = False
 
-    def __init__(
-        self,
-        client: CacheClient,
-        lookups: LookupTable,
-        pins: BlockPins,
-        *,
-        group: CacheGroup,
-        steps: Iterator[int],
-        loads: list[Load],
-        awaited: set[str],
-        unsent: Sequence[Store],
-    ) -> None:
-        """`loads` and `awaited` are for the next plan; `unsent` are planned stores that no worker gets."""
-        self._client, self._lookups, self._pins = client, lookups, pins
-        self._group, self._steps = group, steps
-        self._tracked = lookups.tracked
-        self._loads, self._awaited = loads, awaited
-        self._unsent = [store.store_id for store in unsent]
+    def __init__(self, side: SchedulerSide) -> None:
+        plan = side._planned or StepPlan(0)
+        self._client, self._lookups, self._pins = side._client, side._lookups, side.stores.pins
+        self._group, self._steps = side._groups[0], side._step
+        self._tracked = self._lookups.tracked
+        self._loads, self._awaited = [*plan.loads, *side._loads], plan.awaited | side._awaited
+        self._unsent = [store.store_id for store in (*plan.stores, *side.stores.of_finished)]
+        """Planned stores that no worker gets."""
         self._leased = list(self._tracked.values())
         """Requests whose leases are not given back yet."""
 

@@ -9,6 +9,16 @@ Invariants
 3. Of groups with a window, only the windows at the prompt's end and where it parts from another prompt are stored
    (and, with `save_decode_cache`, those of the answer); of groups with a state, only the states that vLLM offers.
    vLLM frees their blocks while the request goes on, so they are pinned until no store reads them.
+
+Notices what other connectors load, which share an engine with ours in vLLM's `MultiConnector`.
+
+`MultiConnector` asks every connector about a request, lets the first one load that has tokens, and tells the others
+only that they load none.  So the amount is inferred: tokens that vLLM calls computed, and that are neither from its own
+cache nor from us, are from another connector.
+
+An asynchronous load of another connector has ended, as far as vLLM will use it, when vLLM schedules its request.  Of a
+load that is part of a step, vLLM learns only with the step's result that it failed; the step has computed on bad blocks
+then.  Until that result, nothing is stored (`StoreTable.must_wait`).
 """
 
 from __future__ import annotations
@@ -20,15 +30,58 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
+import msgspec
+
+from kvstrata.connectors.vllm.engine import Engine, MakeEvent
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule
 from kvstrata.connectors.vllm.lookup_table import Tracked
 from kvstrata.connectors.vllm.metadata import StepPlan, Store, WorkerReport
-from kvstrata.connectors.vllm.other_loads import computed_before
 from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.tails import PromptTails
 from kvstrata.keys import batch
-from kvstrata.keys.tails import Tail
+from kvstrata.keys.chunking import Tail
 from kvstrata.patience import patience
+
+
+class OtherLoads:
+    """Loads of other connectors in one engine. Belongs to the scheduler's thread."""
+
+    def __init__(self, tracked: Mapping[str, Tracked], keys: RequestKeys) -> None:
+        """`tracked` are the lookup table's requests."""
+        self._tracked = tracked
+        self._keys = keys
+        self._asked: set[str] = set()
+        """Requests that vLLM has asked about since the last step was planned."""
+
+    def asked(self, tracked: Tracked, computed_tokens: int) -> None:
+        """vLLM asks about a request; its own cache has KV of so many tokens, and the request holds no blocks."""
+        # So the request builds only on KV that vLLM has just found, or that is loaded.
+        tracked.stale = computed_tokens > 0 and self._keys.is_stale(tracked.request)
+        tracked.known_tokens, tracked.scheduled, tracked.untrusted = computed_tokens, False, False
+        self._asked.add(tracked.request.request_id)
+
+    def in_step(self, output: Any) -> bool:
+        """Whether another connector loads in the step that vLLM's SchedulerOutput describes, as part of it."""
+        asked, self._asked = self._asked, set()
+        found = False
+        for request_id, computed in computed_before(output).items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.scheduled:
+                continue
+            tracked.scheduled = True
+            if computed > tracked.known_tokens:
+                tracked.untrusted = not self._keys.others_trusted
+                found |= request_id in asked
+        return found
+
+
+def computed_before(output: Any) -> dict[str, int]:
+    """Request → tokens of which vLLM has KV before the step that its SchedulerOutput describes."""
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return computed
+
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -45,45 +98,6 @@ ROUND_S = 0.1
 """Shortest time between two looks at a chunk."""
 ARRIVES_WITHIN_S = 10.0
 """If another process is still storing a chunk when events name it, the chunk reaches L1 within this time, or never."""
-
-MakeEvent = Callable[[Sequence[int], bytes, Sequence[bytes], Any, int], Any]
-"""(tokens, parent key, keys, request, the first token's place in it) → vLLM's event that chunks were stored."""
-MakeRemoval = Callable[[Sequence[bytes]], Any]
-"""Keys → vLLM's event that these chunks were removed."""
-
-
-class BlockPins:
-    """Blocks that stores read and that vLLM must not free meanwhile, by store. Belongs to the scheduler's thread."""
-
-    def __init__(self, block_pool: Callable[[], Any] = lambda: None) -> None:
-        """`block_pool()` is vLLM's BlockPool; None in an engine whose stores pin nothing."""
-        self._block_pool = block_pool
-        self._pinned: dict[int, tuple[Sequence[int], int]] = {}
-        """Store → its blocks, and how many workers may still read them."""
-
-    def pin(self, store_id: int, blocks: Sequence[int], n_workers: int) -> None:
-        """Keep these blocks allocated, whether or not a request still has them, until no worker reads them."""
-        pool = self._block_pool()
-        pool.touch([pool.blocks[block] for block in blocks])
-        self._pinned[store_id] = blocks, n_workers
-
-    def read(self, store_id: int) -> None:
-        """Note that one more worker does not read the store's blocks any more; after the last, vLLM may free them."""
-        blocks, left = self._pinned.pop(store_id, ((), 0))
-        if left > 1:
-            self._pinned[store_id] = blocks, left - 1
-        else:
-            self._unpin(blocks)
-
-    def never_sent(self, store_id: int) -> None:
-        """Unpin the blocks of a store that no worker has got."""
-        blocks, _ = self._pinned.pop(store_id, ((), 0))
-        self._unpin(blocks)
-
-    def _unpin(self, blocks: Sequence[int]) -> None:
-        if blocks:
-            pool = self._block_pool()
-            pool.free_blocks([pool.blocks[block] for block in blocks])
 
 
 class Announced:
@@ -147,40 +161,25 @@ class StoreTable:
     """The stores of one engine. Belongs to the scheduler's thread."""
 
     def __init__(
-        self,
-        tracked: Mapping[str, Tracked],
-        keys: RequestKeys,
-        announced: Announced,
-        *,
-        groups: Sequence[CacheGroup],
-        tails: PromptTails,
-        world_size: int,
-        save_decode_cache: bool,
-        lookahead_tokens: int,
-        make_event: MakeEvent | None,
-        make_removal: MakeRemoval | None,
-        pins: BlockPins,
-        now: Callable[[], float],
+        self, engine: Engine, tracked: Mapping[str, Tracked], keys: RequestKeys, tails: PromptTails
     ) -> None:
-        """`tracked` are the lookup table's requests, `lookahead_tokens` is the layout's; see `SchedulerSide` for the
-        other arguments."""
+        """`tracked` are the lookup table's requests."""
+        groups = engine.groups
         self._tracked = tracked
         self._keys = keys
-        self._announced = announced
+        self._announced = Announced(engine.client.pool.present, engine.now)
         self._whole = [group for group in groups if group.rule is Rule.PREFIX]
         self._windows = [group for group in groups if group.rule is Rule.LAST_WINDOW]
         self._states = {group.number: group for group in groups if group.rule is Rule.STATE_AT}
-        self._chunk_tokens = groups[0].chunk_tokens
+        self._chunk_tokens = engine.chunk_tokens
         self._whole_of_events = next(iter(self._whole), None)
         """The group whose stores are told as vLLM's events."""
         self._tails = tails
-        self.pins = pins
-        self._world_size = world_size
-        self._save_decode_cache = save_decode_cache
-        self._lookahead_tokens = lookahead_tokens
-        self._make_event = make_event
-        self._make_removal = make_removal
-        self._now = now
+        self.pins = engine.pins
+        self._world_size, self._now = engine.world_size, engine.now
+        self._save_decode_cache = engine.settings.save_decode_cache
+        self._lookahead_tokens = engine.lookahead_tokens
+        self._make_event, self._make_removal = engine.events, engine.removal
         self._awaited_until_s = 0.0
         self._store_ids = itertools.count(1)
         self._in_flight: OrderedDict[int, _StoreRecord] = OrderedDict()
@@ -439,7 +438,7 @@ class StoreTable:
             adapter=tracked.adapter,
         )
         tracked.stores.add(store.store_id)
-        record = _StoreRecord(store.request_id, first, self._world_size)
+        record = _StoreRecord(store.request_id, first, self._world_size, self._world_size)
         if group.rule is not Rule.PREFIX:
             self.pins.pin(store.store_id, blocks, self._world_size)
         if self._make_event is not None and group is self._whole_of_events and tail is None:
@@ -521,31 +520,20 @@ def _may_store(tracked: Tracked | None) -> TypeGuard[Tracked]:
     return tracked is not None and not (tracked.skipped or tracked.stale or tracked.untrusted)
 
 
-class _StoreRecord:
+class _StoreRecord(msgspec.Struct, eq=False):
     """A store, kept until all workers have reported its outcome."""
 
-    __slots__ = (
-        "chain",
-        "first_chunk",
-        "mask",
-        "not_gathered",
-        "not_stored",
-        "parent",
-        "request",
-        "request_id",
-        "root",
-        "tokens",
-    )
-
-    def __init__(self, request_id: str, first_chunk: int, world_size: int) -> None:
-        self.request_id = request_id
-        self.first_chunk = first_chunk
-        self.not_gathered = self.not_stored = world_size
-        self.mask = -1
-        """Chunks that are in L1 according to all reports so far, one bit each."""
-        self.tokens: list[int] = []
-        self.root = self.chain = self.parent = b""
-        self.request: Any = None
+    request_id: str
+    first_chunk: int
+    not_gathered: int
+    not_stored: int
+    mask: int = -1
+    """Chunks that are in L1 according to all reports so far, one bit each."""
+    tokens: list[int] = []
+    root: bytes = b""
+    chain: bytes = b""
+    parent: bytes = b""
+    request: Any = None
 
     def keep_for_events(self, request: Any, root: bytes, store: Store, chunk_tokens: int) -> None:
         """Keep the tokens that the events will carry, their request, and the root of the identity."""

@@ -1,4 +1,4 @@
-"""Tails: the unfinished last chunk of a prompt, up to its last whole block, as a record of its own (`keys.tails`).
+"""Tails: the unfinished last chunk of a prompt, up to its last whole block, as a record of its own (`keys.chunking`).
 
 A prompt may hit any tail whose tokens it shares, so a lookup looks for the longest one behind the last chunk that is
 there: in L1 by itself, in shared memory, before anything is asked; in L2 by naming the tails to the server.  A chunk
@@ -12,22 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstrata.client import AskedTails, CacheClient, LookupResult
-from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
+from kvstrata.client import LookupResult
+from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.connectors.vllm.lookup_table import Tracked
-from kvstrata.keys.tails import Tail
-from kvstrata.rpc.tail_wire import MAX_TAILS
+from kvstrata.keys.chunking import Tail
+from kvstrata.rpc.wire import MAX_TAILS, TailSet
 
 
 class PromptTails:
     """The tails of one engine's requests. Belongs to the scheduler's thread."""
 
-    def __init__(self, client: CacheClient, groups: Sequence[CacheGroup], *, enabled: bool) -> None:
-        """`enabled`: the setting `save_unfull_chunk`."""
-        self._client = client
-        self._block_tokens = groups[0].block_tokens
-        self._chunk_tokens = groups[0].chunk_tokens
-        self.enabled = enabled and not whole_hits(groups) and groups[0].chunk_blocks > 1
+    def __init__(self, engine: Engine) -> None:
+        group = engine.groups[0]
+        self._client = engine.client
+        self._block_tokens, self._chunk_tokens = group.block_tokens, group.chunk_tokens
+        self.enabled = engine.settings.save_unfull_chunk and not engine.exact and group.chunk_blocks > 1
 
     @property
     def step_tokens(self) -> int:
@@ -56,7 +55,7 @@ class PromptTails:
         """Whether L1 has the tail now."""
         return bool(self._present(tracked, [tail.key])[0])
 
-    def to_ask(self, tracked: Tracked) -> list[AskedTails]:
+    def to_ask(self, tracked: Tracked) -> list[TailSet]:
         """The tails that a lookup of the request names."""
         hasher, identity = tracked.hasher, tracked.identity
         assert hasher is not None and identity is not None
@@ -68,7 +67,7 @@ class PromptTails:
         in_l1 = self._client.peek(identity, hasher) if n_chunks else 0
         keys = self._keys(tracked, in_l1)
         found = [i for i, there in enumerate(self._present(tracked, keys)) if there]
-        asked = [AskedTails(in_l1, [(i + 1) * self._block_tokens], keys[i]) for i in found[-1:]]
+        asked = [TailSet(in_l1, [(i + 1) * self._block_tokens], keys[i]) for i in found[-1:]]
         if in_l1 < n_chunks and self._client.has_l2:
             asked += self._named(tracked, n_chunks)
         return asked
@@ -92,14 +91,14 @@ class PromptTails:
             tracked, self._keys(tracked, tail.chunk)[: tail.tokens // self._block_tokens - 1]
         )
 
-    def _named(self, tracked: Tracked, chunk: int) -> list[AskedTails]:
+    def _named(self, tracked: Tracked, chunk: int) -> list[TailSet]:
         """All tails of a chunk, the longest first, for L2 as well."""
         keys = self._keys(tracked, chunk)
         numbers = range(len(keys) - 1, max(-1, len(keys) - 1 - MAX_TAILS), -1)
         if not keys:
             return []
         tokens = [(i + 1) * self._block_tokens for i in numbers]
-        return [AskedTails(chunk, tokens, b"".join(keys[i] for i in numbers), in_l2=True)]
+        return [TailSet(chunk, tokens, b"".join(keys[i] for i in numbers), in_l2=True)]
 
     def _keys(self, tracked: Tracked, chunk: int) -> list[bytes]:
         """The keys of all tails of a chunk as far as its tokens are known, the shortest first."""

@@ -26,11 +26,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
 from kvstrata.connectors.mover import Mover
-from kvstrata.connectors.vllm.adapters import LoadedAdapters
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
-from kvstrata.connectors.vllm.weights import LoadedWeights
+from kvstrata.connectors.vllm.weights import LoadedAdapters, LoadedWeights
 from kvstrata.keys import batch
 from kvstrata.patience import patience
 from kvstrata.types import EXTENT, LeaseName, RequestIdentity
@@ -46,19 +47,19 @@ CLOSE_WAIT_S = 2.0
 IDENTITIES_REMEMBERED = 1024
 
 
-class GroupSide:
+class GroupSide(msgspec.Struct, eq=False):
     """What a worker has for one KV cache group: a client of its own, a mover of the group's blocks, and its slice.
 
     The caller starts `client`; the worker's side closes it.
     """
 
-    def __init__(self, client: CacheClient, mover: Mover, *, slice_digest: bytes, record_blocks: int) -> None:
-        """`slice_digest` names the slice that this worker holds; a chunk's record holds `record_blocks` blocks."""
-        self.client = client
-        self.mover = mover
-        self.slice_digest = slice_digest
-        self.record_blocks = record_blocks
-        self._identities: dict[RequestIdentity, Identity] = {}
+    client: CacheClient
+    mover: Mover
+    slice_digest: bytes
+    """Names the slice that this worker holds."""
+    record_blocks: int
+    """Blocks that a chunk's record holds."""
+    _identities: dict[RequestIdentity, Identity] = {}
 
     def identity(self, request: RequestIdentity) -> Identity:
         """The client's identity of such requests; the last IDENTITIES_REMEMBERED are kept."""
@@ -153,7 +154,6 @@ class WorkerSide(_Copies):
         self,
         groups: Sequence[GroupSide],
         *,
-        make_item: Callable[[bytes, int, int, Sequence[int]], LoadItem],
         by_request: bool = False,
         weights: LoadedWeights | None = None,
         adapters: LoadedAdapters | None = None,
@@ -163,7 +163,6 @@ class WorkerSide(_Copies):
         super().__init__(groups, by_request=by_request, now=now)
         self._mover = groups[0].mover
         """The mover of synchronous loads, which only an engine with one group has."""
-        self._make_item = make_item
         self._weights = weights
         self._adapters = adapters
         self._awaited: set[str] = set()
@@ -425,7 +424,7 @@ class WorkerSide(_Copies):
                 EXTENT.unpack_from(load.extents, index * row + mine * EXTENT.size) if mine >= 0 else (0,) * 5
             )
             items.append(
-                self._make_item(
+                LoadItem(
                     batch.nth(load.chain, index),
                     offset,
                     length,

@@ -30,10 +30,8 @@ from kvstrata.naming import name_thread
 from kvstrata.observability.numbers import Numbers, parts_by
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_fields import TAG_BYTES
-from kvstrata.rpc.gateway_wire import GatewayBeat, Holding, Holdings, Served
-from kvstrata.rpc.shared_key import SharedKey
-from kvstrata.rpc.zmq_curve import ClusterKeys, new_secret, open_keys
+from kvstrata.rpc.cluster_wire import TAG_BYTES, GatewayBeat, Holding, Holdings, Served
+from kvstrata.rpc.zmq_curve import ClusterKeys, SharedKey, new_secret, open_keys
 from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import NOT_IN_A_NAME, RequestIdentity
 

@@ -13,14 +13,14 @@ from kvstrata.gateway.fleet import ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.model import LoadPath, Tier
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.rpc.cluster_fields import KvKind
-from kvstrata.rpc.cluster_wire import tags_of
-from kvstrata.rpc.gateway_wire import (
+from kvstrata.rpc.cluster_wire import (
     MAX_HELD_TAGS,
     MAX_REPLICATED_KEYS,
     MAX_TOLD_ADAPTERS,
     GatewayHeard,
+    KvKind,
     Served,
+    tags_of,
 )
 from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root, lora_of
 

@@ -13,8 +13,15 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge, histogram
 from kvstrata.patience import patience
 from kvstrata.policy.breaker import Breaker, BreakerState
-from kvstrata.rpc.cluster_wire import Done
-from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holding, Holdings, HoldingsReply, Replicate
+from kvstrata.rpc.cluster_wire import (
+    Done,
+    GatewayBeat,
+    GatewayHeard,
+    Holding,
+    Holdings,
+    HoldingsReply,
+    Replicate,
+)
 from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_link import Links
 

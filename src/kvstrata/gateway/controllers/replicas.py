@@ -21,7 +21,7 @@ from kvstrata.gateway.controllers.link import ControllerLink
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.gateway_wire import Replicate
+from kvstrata.rpc.cluster_wire import Replicate
 from kvstrata.types import KEY_BYTES, RequestIdentity
 
 ORDER_S = 10.0

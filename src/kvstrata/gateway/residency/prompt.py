@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvstrata.native.core import chain_keys
-from kvstrata.rpc.cluster_fields import TAG_BYTES
-from kvstrata.rpc.cluster_wire import tags_of
+from kvstrata.rpc.cluster_wire import TAG_BYTES, tags_of
 
 MAX_ASKED = 512
 """Blocks of a prompt that are asked for at most.  Of longer prompts only every second, third, … is, since a block is

@@ -3,7 +3,7 @@
 1. Nothing waits for another gateway: a frame for one that is gone, frozen or slow is dropped (rpc/zmq_link.py), and so
    is one that arrives faster than it is handled (rpc/zmq_inbox.py).
 2. All gateways have the same CURVE secret, whose public key is no less secret: who does not have it can neither listen
-   in a gateway's place nor connect (rpc/shared_key.py, 2).
+   in a gateway's place nor connect (rpc/zmq_curve.py, 2).
 3. All requests under way are told every TURN_S: it shows that this gateway lives, and mends what was lost.
 4. A name that stands for this gateway too leads to a link to itself, whose frames are ignored.
 """

@@ -16,9 +16,9 @@ from kvstrata.process.operations import Reply, Tokens, Weights, operation, opera
 from kvstrata.types import GB, shown_name
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
-    from kvstrata.memory.attach.row import Stranded
-    from kvstrata.memory.attach.server import AttachServer
+    from kvstrata.server.listener import AttachServer
     from kvstrata.server.parts import Parts
+    from kvstrata.server.rows import Stranded
 
 Document = dict[str, Any]
 
@@ -160,15 +160,17 @@ def stranded(admin: Admin) -> Document:
     Their registered memory ended while no server watched. No server saw their device stop, so the device may still
     write there. Only the host's operator can rule it out.
     """
-    return {"stranded": [_row(one) for one in admin.attach.stranded()]}
+    return {"stranded": [_row(one) for one in admin.attach.rows.stranded()]}
 
 
 @operation("POST", "/v1/stranded/clear", ctl="stranded clear")
 async def clear_stranded(admin: Admin, ask: StrandedSession) -> Document:
     """Free a stranded session's extents, only when neither the system nor the driver lists its process."""
-    names = {shown_name(one.seen.session): one.seen.session for one in admin.attach.stranded()}
+    names = {shown_name(one.seen.session): one.seen.session for one in admin.attach.rows.stranded()}
     try:
-        cleared = await admin.attach.clear_stranded(None if ask.session == "all" else [names[ask.session]])
+        cleared = await admin.attach.rows.clear_stranded(
+            None if ask.session == "all" else [names[ask.session]]
+        )
     except KeyError:
         raise BadRequest(
             f'session: {ask.session!r:.80} is not stranded; name one that GET /v1/stranded lists, or "all"',

@@ -10,17 +10,13 @@ import gc
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvstrata.clock import Clock
 from kvstrata.config.load import shown_environment
 from kvstrata.errors import BadRequest
 from kvstrata.keys.batch import before, count, part, split
 from kvstrata.keys.spans import peek
-from kvstrata.native.core import Pool
-from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.command_wire import (
     Argument,
     ClearArgument,
@@ -32,10 +28,10 @@ from kvstrata.rpc.command_wire import (
     StatusArgument,
     UnpinArgument,
 )
-from kvstrata.server.admin.clear import Clearing
-from kvstrata.server.admin.status import StatusBoard
-from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.processes import ProcessTable, tenant_number
+from kvstrata.server.processes import tenant_number
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
 
 PULL_S = 30.0
 
@@ -54,28 +50,11 @@ class LoopLag:
 class Actions:
     """Carries out the commands of controllers. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        lane: PoolLane,
-        clock: Clock,
-        processes: ProcessTable,
-        prefetch: PrefetchController,
-        peer_reads: PeerReads,
-        peer_server: PeerServer,
-        clearing: Clearing,
-        board: StatusBoard,
-    ) -> None:
-        self._pool = pool
-        self._lane = lane
-        self._clock = clock
-        self._processes = processes
-        self._prefetch = prefetch
-        self._peer_reads = peer_reads
+    def __init__(self, parts: Parts, peer_server: PeerServer) -> None:
+        self._pool, self._lane, self._clock = parts.pool, parts.own_lane, parts.clock
+        self._processes, self._prefetch, self._peer_reads = parts.processes, parts.prefetch, parts.peer_reads
+        self._clearing, self._board = parts.clearing, parts.board
         self._peer_server = peer_server
-        self._clearing = clearing
-        self._board = board
         self.lag = LoopLag()
 
     async def do(self, argument: Argument) -> dict[str, Any]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from kvstrata.native.core import Pool
-from kvstrata.observability.server_numbers import ServerNumbers
-from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.rpc.cluster_fields import MAX_ADAPTER_CHARS, MAX_ADAPTERS, MAX_ENGINES, KvKind
-from kvstrata.rpc.cluster_wire import Load
-from kvstrata.rpc.gateway_wire import TierRate
-from kvstrata.rpc.ping_wire import LoadRate
+from kvstrata.rpc.cluster_wire import MAX_ADAPTER_CHARS, MAX_ADAPTERS, MAX_ENGINES, KvKind, Load, TierRate
+from kvstrata.rpc.wire import LoadRate
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.told_tiers import ToldTiers
-from kvstrata.server.processes import EngineGroup, ProcessTable
-from kvstrata.tiers.set import TierSet
+from kvstrata.server.processes import EngineGroup
 from kvstrata.types import LayoutIdentity
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
 
 MAX_MODELS = 64
 
@@ -25,23 +23,10 @@ MAX_MODELS = 64
 class Condition:
     """Reads the condition of one instance."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        processes: ProcessTable,
-        told: ToldTiers,
-        peer_server: PeerServer,
-        peer_reads: PeerReads,
-        tiers: TierSet,
-        counters: ServerNumbers,
-    ) -> None:
-        self._pool = pool
-        self._processes = processes
-        self._told = told
-        self._peer_server = peer_server
-        self._peer_reads = peer_reads
-        self._tiers = tiers
-        self._counters = counters
+    def __init__(self, parts: Parts, told: ToldTiers, peer_server: PeerServer) -> None:
+        self._pool, self._processes, self._counters = parts.pool, parts.processes, parts.counters
+        self._told, self._peer_server, self._peer_reads = told, peer_server, parts.peer_reads
+        self._tiers = parts.tiers
 
     @property
     def draining(self) -> bool:

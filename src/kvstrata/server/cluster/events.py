@@ -11,8 +11,7 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from kvstrata.observability.logging import EventLog
-from kvstrata.rpc.cluster_fields import TAG_BYTES
-from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, Events, Run, encode
+from kvstrata.rpc.cluster_wire import MAX_RUNS, TAG_BYTES, Change, Events, Run, encode
 from kvstrata.server.cluster.told_tiers import ToldTiers, tier_name
 from kvstrata.states import Machine
 from kvstrata.types import PoolEvent

@@ -10,15 +10,12 @@ import asyncio
 import logging
 import os
 import platform
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata import __version__
 from kvstrata.errors import ClusterFailure, Unavailable
-from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
-from kvstrata.observability.server_numbers import ServerNumbers
-from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     CLUSTER_PROTOCOL_VERSION,
     Beat,
@@ -38,8 +35,9 @@ from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.sync import ANSWER_S, FullSync
 from kvstrata.server.cluster.told_tiers import ToldTiers
-from kvstrata.server.plan import InstanceFacts
-from kvstrata.server.processes import Readiness
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
 
 AGAIN_S, AGAIN_MAX_S = 0.2, 5.0
 """Wait between two attempts to register, doubling; a new connection ends it."""
@@ -99,39 +97,26 @@ class ControllerLink(Numbers):
     def __init__(
         self,
         url: str,
-        *,
         keys: MemberKeys,
-        facts: InstanceFacts,
+        parts: Parts,
         advertised: Advertised,
-        pool: Pool,
         news: TierNews,
         told: ToldTiers,
         condition: Condition,
         actions: Actions,
         fence: Fence,
-        frozen_by: set[str],
-        readiness: Readiness,
-        supervisor: Supervisor,
-        counters: ServerNumbers,
     ) -> None:
         """`url`: of the controller's reply port; `news`: for this controller. All links share the other parts.
 
         Raises Unavailable if `url` is not an endpoint.
         """
-        self._url = url
-        self._keys = keys.own
-        self._refused_why = keys.refused_why
-        self._facts = facts
-        self._advertised = advertised
-        self._l1_bytes = pool.extents_bytes
-        self._news = news
-        self._told = told
-        self._condition = condition
-        self._actions = actions
-        self._fence = fence
-        self._readiness = readiness
-        self._supervisor = supervisor
-        self._counters = counters
+        facts, counters = parts.facts, parts.counters
+        self._url, self._keys, self._refused_why = url, keys.own, keys.refused_why
+        self._facts, self._advertised = facts, advertised
+        self._l1_bytes = parts.pool.extents_bytes
+        self._news, self._told = news, told
+        self._condition, self._actions, self._fence = condition, actions, fence
+        self._readiness, self._supervisor, self._counters = parts.readiness, parts.supervisor, counters
         self._loop = asyncio.get_running_loop()
         self._log = EventLog("cluster")
         self._links = Links(self._loop)
@@ -146,11 +131,11 @@ class ControllerLink(Numbers):
             self._reply,
             (facts.instance_id, facts.epoch),
             url,
-            pool=pool,
+            pool=parts.pool,
             news=news,
             told=told,
-            frozen_by=frozen_by,
-            supervisor=supervisor,
+            frozen_by=parts.frozen_by,
+            supervisor=parts.supervisor,
             seconds=counters.sync,
         )
         self._commands = CommandTable(actions, self.sync.resync, news.wake.set)

@@ -176,40 +176,13 @@ def make_membership(
 ) -> Membership:
     """Make a link to each controller. `news_of` is by its URL. Raises Unavailable if a URL is not an endpoint."""
     facts, peer_server = parts.facts, served.server
-    actions = Actions(
-        pool=parts.pool,
-        lane=parts.own_lane,
-        clock=parts.clock,
-        processes=parts.processes,
-        prefetch=parts.prefetch,
-        peer_reads=parts.peer_reads,
-        peer_server=peer_server,
-        clearing=parts.clearing,
-        board=parts.board,
-    )
+    actions = Actions(parts, peer_server)
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
     advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
-    condition = Condition(
-        parts.pool, parts.processes, told, peer_server, parts.peer_reads, parts.tiers, parts.counters
-    )
+    condition = Condition(parts, told, peer_server)
     fence = Fence()
     links = [
-        ControllerLink(
-            url,
-            keys=keys,
-            facts=facts,
-            advertised=advertised,
-            pool=parts.pool,
-            news=news,
-            told=told,
-            condition=condition,
-            actions=actions,
-            fence=fence,
-            frozen_by=parts.frozen_by,
-            readiness=parts.readiness,
-            supervisor=parts.supervisor,
-            counters=parts.counters,
-        )
+        ControllerLink(url, keys, parts, advertised, news, told, condition, actions, fence)
         for url, news in news_of.items()
     ]
     return Membership(links, told, peer_server)

@@ -1,4 +1,4 @@
-"""The keys of an instance as a member of a cluster: of its key file, of its user (rpc/shared_key.py), or open ones.
+"""The keys of an instance as a member of a cluster: of its key file, of its user (rpc/zmq_curve.py), or open ones.
 
 An instance without a key file proves its id to controllers by a key of its own, which only its user can read:
 
@@ -23,9 +23,17 @@ from kvstrata.config.private_file import read_private_file, write_private_file
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.key_file import KeyFile
-from kvstrata.rpc.shared_key import ADVICE, SharedKey
-from kvstrata.rpc.zmq_curve import ClusterKeys, CurveKeys, new_secret, open_keys, public_of, read_cluster_keys
+from kvstrata.rpc.zmq_curve import (
+    ADVICE,
+    ClusterKeys,
+    CurveKeys,
+    KeyFile,
+    SharedKey,
+    new_secret,
+    open_keys,
+    public_of,
+    read_cluster_keys,
+)
 from kvstrata.server.plan import InstanceFacts
 from kvstrata.text import remember_secret
 

@@ -22,8 +22,7 @@ from kvstrata.native.core import Pool, crc32c
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Histogram, Numbers, counter, gauge
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_fields import TAG_BYTES
-from kvstrata.rpc.cluster_wire import Done, SyncBegin, SyncEnd, SyncPart
+from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, SyncBegin, SyncEnd, SyncPart
 from kvstrata.rpc.zmq_link import AskLink
 from kvstrata.server.cluster.events import L1_TIER, SyncEvent, TierNews
 from kvstrata.server.cluster.told_tiers import NotListed, ToldTiers

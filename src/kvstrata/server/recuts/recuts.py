@@ -9,6 +9,15 @@ Rules
    cancelled; what was made by then stays in L1, and a later lookup finds it.
 3. New records count for the tenant whose engine asks, and take room in L1 as chunks loaded from L2 do.  What cannot be
    made is no error, nor is a mistake of ours while it is made: the hit is shorter.
+
+The geometries of each model's engines, and which records can be made of which.
+
+The *geometry* of an engine is the set of its slices: it follows from its tensor- and pipeline-parallel sizes, its block
+size and the order of axes in its blocks.  Engines with one LayoutIdentity have the same KV, whatever their geometries,
+so a chunk that one of them stored can be recut for another one (keys/recut.py).
+
+A geometry is known from when all processes of one of its engines have been attached at a time until the server ends:
+the records stay in L1 and L2 when the engine ends.  Another server knows it when such an engine attaches to it.
 """
 
 from __future__ import annotations
@@ -19,25 +28,179 @@ import logging
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata import failpoints
 from kvstrata.clock import Clock
 from kvstrata.errors import Refused
 from kvstrata.keys.batch import nth, part, split
-from kvstrata.keys.prompt_keys import PromptKeys
 from kvstrata.keys.recut import CannotRecut
+from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import CopyOutcome, Hold, Pool, RecordSpec, storage_keys
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
+from collections import OrderedDict
+
+from kvstrata.keys.recut import Part, Recut, plan_recut
+from kvstrata.native import core
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.processes import AttachedProcess
-from kvstrata.server.recuts.geometries import Geometries, Geometry, Plan, plan
-from kvstrata.server.recuts.record import Place, record_length, recut_records
-from kvstrata.tiers.set import TierSet
 from kvstrata.types import SERVER_ROW, LayoutIdentity, Slice
+
+
+def record_length(sections: Sequence[int]) -> int:
+    """The length of a record whose sections have these lengths."""
+    return core.record_bytes(len(sections), sum(sections))
+
+
+class Place(NamedTuple):
+    """Where a record of the target is written, and what it states. Nothing in it lies in a source."""
+
+    recut: Recut
+    address: int
+    length: int
+    spec: RecordSpec
+
+
+def recut_records(sources: Sequence[tuple[int, int, bytes]], targets: Sequence[Place]) -> CopyOutcome:
+    """Write records of one chunk, and seal them with the CRCs of the written bytes.
+
+    `sources` are (address, length, key) of the records, in the order in which `plan_recut` got their slices for each
+    target.  The records that are used are verified first.  If one of them is not sound, its outcome is returned; if one
+    has another shape, MISMATCH is returned; nothing is written then.  The caller owns all memory, which must stay
+    mapped during the call.  Raises ValueError for an extent that is too small.  Bytes move without the GIL, but the
+    call takes as long as the copy, so make it in a lane.
+    """
+    for recut, _, length, _ in targets:
+        needed = record_length(recut.target_sections)
+        if length < needed:
+            raise ValueError(f"length: {length} bytes are too few for a record of {needed}")
+    payloads = [(at, 0) for at, _, _ in sources]
+    for used in sorted({copy.source for target in targets for copy in target.recut.copies}):
+        at, source_length, key = sources[used]
+        outcome = CopyOutcome(core.verify_record(at, source_length, key))
+        if outcome is not CopyOutcome.OK:
+            return outcome
+        header = core.record_header(at, source_length)
+        sections = tuple(n for _, n, _ in header.sections)
+        if any(sections != target.recut.source_sections[used] for target in targets):
+            return CopyOutcome.MISMATCH
+        payloads[used] = (at + header.header_bytes, header.payload_bytes)
+    for recut, address, length, spec in targets:
+        payload_bytes = sum(recut.target_sections)
+        header_bytes = record_length(recut.target_sections) - payload_bytes
+        core.copy_strided(address + header_bytes, payload_bytes, payloads, recut.copies)
+        core.seal_record(address, length, spec, recut.target_sections)
+    return CopyOutcome.OK
+
+
+MAX_LAYOUTS = 64
+"""Most layout identities of which geometries are known; the one whose engine attached longest ago is forgotten."""
+MAX_GEOMETRIES = 8
+"""Most geometries of one layout identity; of more, the one that was seen first is forgotten."""
+
+MAX_PARTS = 1_024
+"""Most slices of one layout identity; of more, the one that was declared longest ago is forgotten."""
+
+
+class Geometry(NamedTuple):
+    """The slices of one engine with their facts, in the order of their digests."""
+
+    slices: bytes
+    """The digests of the slices, concatenated."""
+    parts: tuple[Part, ...]
+
+
+class Plan(NamedTuple):
+    """How to make a chunk's records of one geometry of those of another."""
+
+    source: Geometry
+    recuts: tuple[Recut, ...]
+    """For each slice of the target, with the numbers of the source's slices."""
+    chunk_tokens: int
+
+
+def plan(source: Geometry, target: Geometry) -> Plan:
+    """Plan to make all records of a chunk. Any thread; takes up to tens of milliseconds. Raises CannotRecut."""
+    recuts = tuple(plan_recut(source.parts, part) for part in target.parts)
+    return Plan(source, recuts, int(target.parts[0].facts["chunk_tokens"]))
+
+
+class Geometries:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._layouts: OrderedDict[LayoutIdentity, OrderedDict[bytes, Geometry]] = OrderedDict()
+        self._parts: dict[LayoutIdentity, dict[bytes, Part]] = {}
+        """The slices that processes have declared, by digest; of each layout identity that is known."""
+        self._plans: dict[tuple[LayoutIdentity, bytes], dict[bytes, Plan | CannotRecut]] = {}
+        """(Layout identity, target's slices) → source's slices → plan, or why there is none."""
+
+    def declared(self, layout: LayoutIdentity, part: Slice, facts: Mapping[str, Any]) -> None:
+        """Remember a slice of a process."""
+        if layout not in self._layouts:
+            self._layouts[layout] = OrderedDict()
+            self._parts[layout] = {}
+        self._layouts.move_to_end(layout)
+        parts = self._parts[layout]
+        parts.pop(part.digest(), None)
+        parts[part.digest()] = Part(part, facts)
+        if len(parts) > MAX_PARTS:
+            del parts[next(iter(parts))]
+        if len(self._layouts) > MAX_LAYOUTS:
+            self._forget(next(iter(self._layouts)))
+
+    def complete(self, layout: LayoutIdentity, slices: Sequence[bytes]) -> list[tuple[Geometry, Geometry]]:
+        """Note the sorted digests of all slices of an engine; (source, target) of each plan that is to be made now."""
+        known, parts, packed = self._layouts.get(layout), self._parts.get(layout, {}), b"".join(slices)
+        if known is None or packed in known or not all(digest in parts for digest in slices):
+            return []
+        geometry = Geometry(packed, tuple(parts[digest] for digest in slices))
+        others = list(known.values())
+        known[packed] = geometry
+        if len(known) > MAX_GEOMETRIES:
+            others = others[1:]
+            self._forget_geometry(layout, next(iter(known)))
+        return [pair for other in others for pair in ((other, geometry), (geometry, other))]
+
+    def planned(
+        self, layout: LayoutIdentity, source: Geometry, target: Geometry, made: Plan | CannotRecut
+    ) -> None:
+        """Take up a plan, or the reason why there is none."""
+        known = self._layouts.get(layout) or OrderedDict[bytes, Geometry]()
+        if source.slices in known and target.slices in known:
+            self._plans.setdefault((layout, target.slices), {})[source.slices] = made
+
+    def plans(self, layout: LayoutIdentity, slices: bytes) -> list[Plan]:
+        """The plans for an engine with these slices (sorted digests, concatenated)."""
+        if not self._plans:
+            return []
+        of = self._plans.get((layout, slices), {})
+        return [made for made in of.values() if isinstance(made, Plan)]
+
+    def count(self) -> int:
+        """Number of geometries that are known."""
+        return sum(len(known) for known in self._layouts.values())
+
+    def count_plans(self, kind: type[Plan | CannotRecut]) -> int:
+        """Number of pairs of geometries with a plan, or without one."""
+        return sum(isinstance(one, kind) for of in self._plans.values() for one in of.values())
+
+    def _forget(self, layout: LayoutIdentity) -> None:
+        for slices in list(self._layouts[layout]):
+            self._forget_geometry(layout, slices)
+        del self._layouts[layout], self._parts[layout]
+
+    def _forget_geometry(self, layout: LayoutIdentity, slices: bytes) -> None:
+        del self._layouts[layout][slices]
+        self._plans.pop((layout, slices), None)
+        for (other, _), of in self._plans.items():
+            if other == layout:
+                of.pop(slices, None)
 
 
 class Wanted(NamedTuple):
@@ -76,21 +239,11 @@ class Recuts(Numbers, prefix=""):
         name="recuts_ended",
     )
 
-    def __init__(
-        self,
-        lane: PoolLane,
-        clock: Clock,
-        tiers: TierSet,
-        prefetch: PrefetchController,
-        pool: Pool,
-    ) -> None:
-        """`lane` is for this work alone. `pool`: its readers learn that more than L1's index may hit."""
+    def __init__(self, parts: Parts, lane: PoolLane) -> None:
+        """`lane` is for this work alone."""
         self._geometries = Geometries()
-        self._lane = lane
-        self._clock = clock
-        self._tiers = tiers
-        self._prefetch = prefetch
-        self._pool = pool
+        self._lane, self._clock, self._pool = lane, parts.clock, parts.pool
+        self._tiers, self._prefetch = parts.tiers, parts.prefetch
         self._log = EventLog("recut")
 
     # -- geometries ----------------------------------------------------------------------------------------

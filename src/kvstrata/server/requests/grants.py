@@ -24,13 +24,17 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import Pool
 from kvstrata.observability.server_numbers import ServerNumbers
 from kvstrata.rpc.wire import Pong, encode
-from kvstrata.server.processes import AttachedProcess, Lease, LeaseId, Reservation, Sender
+from kvstrata.server.processes import AttachedProcess, Lease, LeaseId, Reservation
+
+if TYPE_CHECKING:
+    from kvstrata.server.listener import Line
 
 MAX_TOLD = 1_024
 """Orphaned and revoked leases named in one reply; the others follow when these have ended."""
@@ -80,11 +84,9 @@ class Grants:
                 field="seq",
             )
 
-    def leased(
-        self, process: AttachedProcess, seq: int, ticket: int, rows: Iterable[int], sender: Sender
-    ) -> None:
+    def leased(self, process: AttachedProcess, seq: int, ticket: int, rows: set[int], sender: Line) -> None:
         """Keep the lease of a lookup, as it is answered. `rows` hold a share."""
-        lease = process.grants[seq] = Lease(process, seq, ticket, rows, sender)
+        lease = process.grants[seq] = Lease(process, (process.session, seq), ticket, rows, sender)
         self._leases[lease.name] = self._waiting[lease.name] = lease
 
     def reservation(self, process: AttachedProcess, seq: int) -> Reservation | None:
@@ -189,7 +191,7 @@ class Grants:
         """
         oldest = list(itertools.islice(self._waiting.values(), MAX_REVOKES))
         n_chosen = self._pool.leases_to_end([lease.ticket for lease in oldest], need_bytes) if oldest else 0
-        senders: dict[bytes, Sender] = {}
+        senders: dict[bytes, Line] = {}
         for lease in oldest[:n_chosen]:
             session, seq = lease.name
             del self._waiting[lease.name]

@@ -16,26 +16,119 @@ Rules:
 4. A ticket always has an owner that will end it: this coroutine, `Grants`, or a callback on a lane's future.
 5. When leases cover as much of L1 as they may, the oldest leases that no process has begun to use are revoked.  This
    lookup is answered without waiting for that; a later one may use the room.
+
+The tails that a lookup names: which of them follows the chunks that are present, and its lease.
+
+A lease covers the leading chunks and one tail as if the tail were one more chunk.  The tails that count are those of
+the chunk behind the last one present, the most wanted first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from kvstrata.errors import Refused
+from kvstrata.errors import BadRequest, Refused
 from kvstrata.keys.batch import nth, part, split
-from kvstrata.keys.prompt_keys import PromptKeys
+from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.explain import Explained, with_advice
-from kvstrata.rpc.wire import Lookup, LookupReply, Miss, Reply, check_keys
-from kvstrata.server.parts import Parts
-from kvstrata.server.processes import AttachedProcess, DeclaredIdentity, Sender
+from kvstrata.rpc.wire import Lookup, LookupReply, Miss, Reply, TailSet, check_keys
+from kvstrata.server.processes import AttachedProcess, DeclaredIdentity
 from kvstrata.server.recuts.recuts import Wanted
-from kvstrata.server.requests.tails import Leased, NamedTail, NamedTails, lease, split_extents
-from kvstrata.types import KEY_BYTES, MissReason
+from kvstrata.types import EXTENT, KEY_BYTES, MissReason
+
+if TYPE_CHECKING:
+    from kvstrata.server.listener import Line
+    from kvstrata.server.parts import Parts
+
+Leased = tuple[int, int, bytes, int, int]
+"""Ticket, chunks, extents, unverified and short bytes, as `Pool.lease` returns them."""
+
+
+class NamedTail(NamedTuple):
+    """One tail of a lookup."""
+
+    tokens: int
+    keys: bytes
+    """Its storage keys, one for each slice."""
+
+
+class NamedTails:
+    """The tails that one lookup names."""
+
+    def __init__(self, sets: Sequence[TailSet], root: bytes, slices: bytes) -> None:
+        """`root` of the identity, `slices`: the engine's slice digests, concatenated.
+
+        Raises BadRequest unless each tail has a key and a number of tokens.
+        """
+        for number, each in enumerate(sets):
+            n_keys = check_keys(each.keys, f"tails[{number}].keys")
+            if n_keys != len(each.tokens):
+                raise BadRequest(
+                    f"tails[{number}]: {n_keys} keys for {len(each.tokens)} numbers of tokens", field="tails"
+                )
+        self._sets = sets
+        self._root = root
+        self._slices = slices
+
+    def after(self, n_chunks: int) -> Iterator[NamedTail]:
+        """The tails that may follow so many chunks, the most wanted first."""
+        for each in self._sets:
+            if each.chunk == n_chunks:
+                for number, tokens in enumerate(each.tokens):
+                    yield NamedTail(tokens, storage_keys(self._root, nth(each.keys, number), self._slices))
+
+    def in_l2(self, n_chunks: int) -> list[NamedTail]:
+        """Those of them that L2 is asked for."""
+        return list(self.after(n_chunks)) if any(s.in_l2 for s in self._sets if s.chunk == n_chunks) else []
+
+
+def lease(
+    pool: Pool,
+    keys: bytes,
+    n_chunks: int,
+    n_slices: int,
+    tails: NamedTails,
+    take: Callable[[bytes], Leased],
+) -> tuple[Leased, int]:
+    """Lease the leading chunks of `keys`, and the tail that follows them, if L1 has one; returns its tokens, or 0.
+
+    `take(keys)` leases leading keys.  The extents of a tail stand behind those of the chunks, which are counted without
+    the tail.
+    """
+    # Most hits have all chunks that they ask for, so the tail behind the last one is tried at once.
+    wanted = next(tails.after(n_chunks), None)
+    leased = take(keys + wanted.keys if wanted else keys)
+    if wanted and leased[1] == n_chunks + 1:
+        return _without_tail(leased), wanted.tokens
+    found = leased[1]
+    for tail in tails.after(found):
+        if tail == wanted or pool.peek(tail.keys, n_slices) != 1:
+            continue
+        again = take(keys[: found * len(tail.keys)] + tail.keys)
+        if again[1] == found + 1:
+            if leased[0]:
+                pool.release(leased[0], -1)
+            return _without_tail(again), tail.tokens
+        if again[0]:
+            pool.release(again[0], -1)
+        break  # chunks have left L1 meanwhile, or leases may cover no more
+    return leased, 0
+
+
+def _without_tail(leased: Leased) -> Leased:
+    ticket, n_keys, extents, unverified, short_bytes = leased
+    return ticket, n_keys - 1, extents, unverified, short_bytes
+
+
+def split_extents(extents: bytes, n_slices: int) -> tuple[bytes, bytes]:
+    """The extents of the chunks, and those of the tail."""
+    at = len(extents) - n_slices * EXTENT.size
+    return extents[:at], extents[at:]
+
 
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
@@ -65,7 +158,7 @@ NOTHING = Granted(*NO_LEASE, [])
 class Asked(NamedTuple):
     """One lookup: the request, its sender, and its deadline by our clock."""
 
-    sender: Sender
+    sender: Line
     process: AttachedProcess
     identity: DeclaredIdentity
     request: Lookup
@@ -126,19 +219,24 @@ class Lookups:
     """Answers lookups. Belongs to the event loop."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+        self._pool, self._lane, self._clock = parts.pool, parts.lane, parts.clock
+        self._processes, self._grants = parts.processes, parts.grants
+        self._tiers, self._prefetch, self._store = parts.tiers, parts.prefetch, parts.store
+        self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
+        self._explainer, self._counters = parts.explainer, parts.counters
+        self._epoch = parts.facts.epoch
         self._unnoted: list[Answered] = []
 
     def lookup(
-        self, sender: Sender, process: AttachedProcess, request: Lookup
+        self, sender: Line, process: AttachedProcess, request: Lookup
     ) -> Reply | Coroutine[Any, Any, Reply]:
         """Begin a lookup. Returns its reply, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
-        self._parts.grants.check_new(process, request.seq)
-        identity = self._parts.processes.identity(process, request.identity_id)
+        self._grants.check_new(process, request.seq)
+        identity = self._processes.identity(process, request.identity_id)
         keys = request.groups[0].keys
         n_chunks = 0 if request.tails and not keys else check_keys(keys, "groups[0].keys", request.probe)
         group = process.group
-        now_s = self._parts.clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
         slices, spans = (group.packed_slices, group.spans) if group.complete else (b"", ())
         tails = NamedTails(request.tails, identity.root, slices) if request.tails else None
         asked = Asked(
@@ -154,7 +252,7 @@ class Lookups:
         if granted is None:
             return self._on_lane(asked)
         whole = granted.n_chunks == n_chunks and (granted.tail_tokens or not _tails_in_l2(asked, n_chunks))
-        if whole or not (granted.unverified or self._parts.tiers.hit_beyond_l1):
+        if whole or not (granted.unverified or self._tiers.hit_beyond_l1):
             return self._answer(asked, granted, granted.n_chunks)
         return self._more(asked, granted)
 
@@ -162,14 +260,8 @@ class Lookups:
         """Lease on the loop; None, and nothing is leased, if that takes more than `KEYS_ON_LOOP` keys."""
         keys = asked.keys
         if keys.all or asked.tails:
-            return (
-                None
-                if asked.n_chunks * keys.n_slices > KEYS_ON_LOOP
-                else _lease(self._parts.pool, asked, rows)
-            )
-        leased = self._parts.pool.lease_chain(
-            keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP
-        )
+            return None if asked.n_chunks * keys.n_slices > KEYS_ON_LOOP else _lease(self._pool, asked, rows)
+        leased = self._pool.lease_chain(keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
         if leased is None:
             return None
         keys.know(leased[5])
@@ -177,7 +269,7 @@ class Lookups:
 
     async def _lease_on_lane(self, asked: Asked, rows: list[int]) -> Granted:
         """Lease what would block the loop for too long. Raises Refused. When cancelled, nothing stays leased."""
-        future = self._parts.lane.run(_lease, self._parts.pool, asked, rows)
+        future = self._lane.run(_lease, self._pool, asked, rows)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -187,7 +279,7 @@ class Lookups:
     def _give_up(self, granted: Granted) -> None:
         """End a lease that no reply names."""
         if granted.ticket:
-            self._parts.pool.release(granted.ticket, -1)
+            self._pool.release(granted.ticket, -1)
 
     async def _on_lane(self, asked: Asked) -> Reply:
         """Answer a lookup whose lease would block the loop for too long."""
@@ -196,7 +288,7 @@ class Lookups:
             granted = await self._lease_on_lane(asked, rows)
         except Refused:
             few = part(keys.chain, 0, KEYS_ON_LOOP // keys.n_slices)
-            leased = self._parts.pool.lease_chain(keys.root, few, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
+            leased = self._pool.lease_chain(keys.root, few, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
             granted = NOTHING if leased is None else Granted(*leased[:5], rows)
             detail = "too many long lookups wait; this one got what can be leased at once"
             return self._outcome(asked, granted, granted.n_chunks, MissReason.REFUSED, detail)
@@ -209,21 +301,19 @@ class Lookups:
         detail = ""
         try:
             if not keys.all and (asked.n_chunks - held.n_chunks) * keys.n_slices > KEYS_ON_LOOP:
-                await asyncio.shield(self._parts.lane.run(keys.derive))
+                await asyncio.shield(self._lane.run(keys.derive))
             if held.unverified and not self._late(asked):
                 beyond = keys.part(held.n_chunks, asked.n_chunks)
                 with contextlib.suppress(Refused):
-                    await self._until_deadline(asked, self._parts.lane.run(self._parts.pool.verify, beyond))
+                    await self._until_deadline(asked, self._lane.run(self._pool.verify, beyond))
                 held = await self._lease_again(asked, held)
             if await self._recut(asked, held):
                 held = await self._lease_again(asked, held)
             l1_chunks = held.n_chunks
-            beyond_l1 = (
-                self._parts.tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
-            )
+            beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
             if beyond_l1:
-                asked_s = self._parts.clock.monotonic_s()
-                fetched = await self._parts.prefetch.fetch(
+                asked_s = self._clock.monotonic_s()
+                fetched = await self._prefetch.fetch(
                     keys.part(held.n_chunks, asked.n_chunks),
                     keys.n_slices,
                     identity=asked.identity.root,
@@ -233,7 +323,7 @@ class Lookups:
                     limits=asked.process.group.record_limits,
                     spans=keys.spans,
                 )
-                self._parts.counters.prefetch.add(self._parts.clock.monotonic_s() - asked_s)
+                self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
                 if fetched.n_chunks or await self._recut(asked, held, of_l2=True):
                     held = await self._lease_again(asked, held)
@@ -264,20 +354,20 @@ class Lookups:
     async def _recut(self, asked: Asked, held: Granted, *, of_l2: bool = False) -> int:
         """Make chunks behind these of records of other geometries in L1, or in L2; how many."""
         keys, group = asked.keys, asked.process.group
-        plans = self._parts.recuts.plans(group.layout, keys.slices)
+        plans = self._recuts.plans(group.layout, keys.slices)
         if not plans or held.n_chunks >= asked.n_chunks or self._late(asked):
             return 0
         wanted = Wanted(keys, held.n_chunks, asked.identity.tenant, asked.deadline_s)
-        return await self._parts.recuts.make(plans, wanted, of_l2=of_l2)
+        return await self._recuts.make(plans, wanted, of_l2=of_l2)
 
     async def _fetch_tail(self, asked: Asked, n_chunks: int) -> bool:
         """Bring the most wanted tail behind these chunks that L2 has into L1; whether there is one now."""
-        if not self._parts.tiers.take_loads or self._late(asked):
+        if not self._tiers.take_loads or self._late(asked):
             return False
         tails, keys = _tails_in_l2(asked, n_chunks), asked.keys
         if not tails:
             return False
-        found = await self._parts.prefetch.fetch_one_of(
+        found = await self._prefetch.fetch_one_of(
             [tail.keys for tail in tails],
             keys.n_slices,
             identity=asked.identity.root,
@@ -287,18 +377,18 @@ class Lookups:
             limits=asked.process.group.record_limits,
         )
         if found >= 0:
-            self._parts.tails.loaded(split(tails[found].keys))
+            self._tail_puts.loaded(split(tails[found].keys))
         return found >= 0
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
         """Wait for work on a lane, at most until the deadline; the work goes on after that."""
-        left_s = asked.deadline_s - self._parts.clock.monotonic_s()
+        left_s = asked.deadline_s - self._clock.monotonic_s()
         done, _ = await asyncio.wait([future], timeout=max(left_s, 0.0))
         for finished in done:
             finished.result()
 
     def _late(self, asked: Asked) -> bool:
-        return self._parts.clock.monotonic_s() >= asked.deadline_s
+        return self._clock.monotonic_s() >= asked.deadline_s
 
     def _answer(
         self,
@@ -324,8 +414,8 @@ class Lookups:
             if not asked.n_chunks and not granted.tail_tokens:
                 return MissReason.NEVER_STORED, "no tail of the prompt is present", b""
             return "", "", b""
-        asked_back = self._parts.grants.revoke(granted.short_bytes) if granted.short_bytes else 0
-        self._parts.events.drain()  # a chunk may have left L1 after they were last read
+        asked_back = self._grants.revoke(granted.short_bytes) if granted.short_bytes else 0
+        self._events.drain()  # a chunk may have left L1 after they were last read
         keys = asked.keys
         numbers = self._lacking(asked, granted.n_chunks)
         number = next((i for i in numbers if self._has_event(keys.nth(i))), numbers[0] if numbers else None)
@@ -338,7 +428,7 @@ class Lookups:
 
     def _has_event(self, key: bytes) -> bool:
         """Whether anything is known of an absent key."""
-        return self._parts.pool.is_reserved(key) or self._parts.explainer.note_of(key) is not None
+        return self._pool.is_reserved(key) or self._explainer.note_of(key) is not None
 
     def _why(
         self, asked: Asked, granted: Granted, asked_back: int, number: int | None
@@ -358,14 +448,14 @@ class Lookups:
         self, key: bytes, identity: DeclaredIdentity, probe: bytes, *, first: bool
     ) -> tuple[MissReason, str]:
         """The reason why a key is absent, and a detail. `first`: it is a key of the prompt's first chunk."""
-        return self._parts.explainer.why(
+        return self._explainer.why(
             key,
             first=first,
             probe=probe,
             root=identity.root,
             layout=identity.layout,
             request=identity.request,
-            in_flight=self._parts.pool.is_reserved(key),
+            in_flight=self._pool.is_reserved(key),
         )
 
     def _lacking(self, asked: Asked, n_chunks: int) -> list[int]:
@@ -374,7 +464,7 @@ class Lookups:
         With slices that have a span, a hit may end although its next chunk is there, because no longer hit has its
         windows: then these are the absent keys of the windows of the longest hit that the other slices would allow.
         """
-        keys, pool = asked.keys, self._parts.pool
+        keys, pool = asked.keys, self._pool
         n_slices, spans = keys.n_slices, keys.spans
         if not spans:
             found = pool.peek(keys.part(n_chunks, n_chunks + 1), n_slices)
@@ -408,27 +498,26 @@ class Lookups:
             if granted.rows is not group.rows:
                 # Processes that died while a lane worked on this will never end their shares.
                 for row in rows.difference(group.rows):
-                    self._parts.pool.release(granted.ticket, row)
+                    self._pool.release(granted.ticket, row)
                 rows.intersection_update(group.rows)
             if rows:
-                self._parts.grants.leased(asked.process, request.seq, granted.ticket, rows, asked.sender)
+                self._grants.leased(asked.process, request.seq, granted.ticket, rows, asked.sender)
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
-        if l1_chunks and self._parts.store.wants_touches:
-            self._parts.store.touched(split(keys.part(0, l1_chunks)))
+        if l1_chunks and self._store.wants_touches:
+            self._store.touched(split(keys.part(0, l1_chunks)))
         if n < asked.n_chunks and keys.n_slices:
             missing_key = missing_key or keys.nth(n * keys.n_slices)
         self._unnoted.append(
             Answered(
-                asked, n, granted.tail_tokens, l1_chunks, reason, detail, missing_key, self._parts.clock.monotonic_s()
+                asked, n, granted.tail_tokens, l1_chunks, reason, detail, missing_key, self._clock.monotonic_s()
             )
         )  # fmt: skip
         extents, of_tail = granted.extents, b""
         if granted.tail_tokens:
             extents, of_tail = split_extents(extents, keys.n_slices)
         return LookupReply(
-            request.seq, self._parts.facts.epoch, n, extents, l1_chunks, n - l1_chunks, str(reason),
-            granted.tail_tokens, of_tail,
+            request.seq, self._epoch, n, extents, l1_chunks, n - l1_chunks, str(reason), granted.tail_tokens, of_tail
         )  # fmt: skip
 
     def note_answered(self) -> None:
@@ -441,7 +530,7 @@ class Lookups:
 
         A miss of an identity that this process has not declared is left out.
         """
-        self._parts.events.drain()  # a chunk may have left L1 after they were last read
+        self._events.drain()  # a chunk may have left L1 after they were last read
         group = process.group
         slices = group.packed_slices
         for miss in misses:
@@ -449,58 +538,29 @@ class Lookups:
             if identity is None or not slices:
                 continue
             keys = split(storage_keys(identity.root, miss.absent, slices))
-            absent = [key for key in keys if not self._parts.pool.peek(key)]
+            absent = [key for key in keys if not self._pool.peek(key)]
             reason, detail = MissReason.NOT_IN_L1, "it was absent when the engine looked, and is there now"
             key = next((key for key in absent if self._has_event(key)), absent[0] if absent else keys[0])
             if absent:
                 reason, detail = self._why_absent(key, identity, miss.probe, first=bool(miss.probe))
-            self._parts.counters.peeked_misses += 1
+            self._counters.peeked_misses += 1
             last_key = storage_keys(identity.root, miss.last, slices[:KEY_BYTES])
-            self._parts.explainer.looked_up(
-                group.use,
-                group.layout,
-                identity.tenant,
-                last_key,
-                Explained(
-                    miss.request_id,
-                    identity.request.tenant,
-                    identity.root,
-                    self._parts.clock.unix_ms(),
-                    0.0,
-                    miss.chunks,
-                    0,
-                    0,
-                    0,
-                    str(reason),
-                    detail,
-                    key,
-                ),
-            )
+            found = Explained(
+                miss.request_id, identity.request.tenant, identity.root, self._clock.unix_ms(), 0.0,
+                miss.chunks, 0, 0, 0, str(reason), detail, key,
+            )  # fmt: skip
+            self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
 
     def _note(self, answered: Answered) -> None:
         asked, n, tail_tokens, l1_chunks, reason, detail, missing_key, now_s = answered
         request, keys, identity = asked.request, asked.keys, asked.identity
-        self._parts.counters.lookup.add(now_s - asked.started_s)
+        self._counters.lookup.add(now_s - asked.started_s)
         misses = n < asked.n_chunks and keys.n_slices > 0
         last_key = keys.nth((asked.n_chunks - 1) * keys.n_slices) if misses else b""
+        found = Explained(
+            request.request_id, identity.request.tenant, identity.root, self._clock.unix_ms(),
+            (now_s - asked.started_s) * 1000, asked.n_chunks, l1_chunks, n - l1_chunks, n, str(reason),
+            detail or (f"a tail of {tail_tokens} tokens follows" if tail_tokens else ""), missing_key,
+        )  # fmt: skip
         group = asked.process.group
-        self._parts.explainer.looked_up(
-            group.use,
-            group.layout,
-            identity.tenant,
-            last_key,
-            Explained(
-                request.request_id,
-                identity.request.tenant,
-                identity.root,
-                self._parts.clock.unix_ms(),
-                (now_s - asked.started_s) * 1000,
-                asked.n_chunks,
-                l1_chunks,
-                n - l1_chunks,
-                n,
-                str(reason),
-                detail or (f"a tail of {tail_tokens} tokens follows" if tail_tokens else ""),
-                missing_key,
-            ),
-        )
+        self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)

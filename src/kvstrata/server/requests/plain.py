@@ -7,7 +7,7 @@ alone.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.native.core import Pool, storage_keys
@@ -25,8 +25,10 @@ from kvstrata.rpc.wire import (
     RetrieveReply,
     check_keys,
 )
-from kvstrata.server.processes import TenantTokens
 from kvstrata.types import identity_root
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
 
 MAX_IDENTITIES = 64
 """Identities of one connection."""
@@ -44,11 +46,9 @@ class PlainIdentity(NamedTuple):
 class PlainClients:
     """Answers clients without a row, at once. Belongs to the event loop."""
 
-    def __init__(self, pool: Pool, tokens: TenantTokens, counters: ServerNumbers, epoch: int) -> None:
-        self._pool = pool
-        self._tokens = tokens
-        self._counters = counters
-        self._epoch = epoch
+    def __init__(self, parts: Parts) -> None:
+        self._pool, self._tokens = parts.pool, parts.tokens
+        self._counters, self._epoch = parts.counters, parts.facts.epoch
 
     def answer(self, identities: dict[int, PlainIdentity], request: AnyRequest, op: str) -> Reply:
         """The reply to a request; `identities` are those of its connection. Raises KvstrataError."""

@@ -8,11 +8,16 @@ Rules:
 
 1. Every message gets one reply: its outcome or an error.  A request that takes time is answered when it ends, when its
    process stops it, or at its deadline.
-2. The connection says who asks (memory/attach/server.py).  A connection without a row is answered by plain.py.
+2. The connection says who asks (server/listener.py).  A connection without a row is answered by plain.py.
 3. A process numbers its requests upwards, so that the number of a lookup or reserve is the name of what it was granted.
    A request that fails or was stopped leaves nothing behind under its number.
 4. A ping or an error touches only memory of this process.
 5. Only here does an unexpected exception become a reply (`internal`); the log has the trace.
+
+`Hooks` is what the rest of the instance does when a process attaches, detaches or ends (server/listener.py):
+
+6. A process's requests are valid from `on_attached` until `on_gone` begins.
+7. When `on_gone` returns, the process has no running request, no reservation, and no share of a lease.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import re
 import time
 import typing
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -64,12 +69,25 @@ from kvstrata.rpc.wire import (
     decode_request,
     encode,
 )
-from kvstrata.server.parts import Parts
-from kvstrata.server.processes import AttachedProcess, Lease, Running, Sender
+from kvstrata.server.processes import AttachedProcess, Lease, Running
 from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.plain import PlainClients, read_piece
 from kvstrata.server.requests.reserve import Reserving
 from kvstrata.types import shown_name
+
+if TYPE_CHECKING:
+    from kvstrata.server.listener import Line
+    from kvstrata.server.parts import Parts
+from typing import TYPE_CHECKING
+
+from kvstrata.errors import LayoutRefused, Unavailable
+from kvstrata.memory.linux import SocketCredentials
+from kvstrata.rpc.wire import AttachRequest
+from kvstrata.server.rows import SessionRow
+from kvstrata.types import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
 
 HEAD_BYTES = 64 << 10
 """Of an invalid message up to this length, operation and number are looked for."""
@@ -90,22 +108,23 @@ class _Head(_Op, array_like=True):
 
 
 _OP, _HEAD = msgspec.msgpack.Decoder(_Op), msgspec.msgpack.Decoder(_Head)
-Verb = Callable[[Sender, AttachedProcess, Any], Reply | Coroutine[Any, Any, Reply]]
+Verb = Callable[["Line", AttachedProcess, Any], Reply | Coroutine[Any, Any, Reply]]
 
 
 class Requests:
     """Answers frames. Belongs to the event loop."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._lookups = lookups = Lookups(parts)
+        self._epoch, self._pool, self._counters = parts.facts.epoch, parts.pool, parts.counters
+        self._loop, self._supervisor = parts.loop, parts.supervisor
+        self._processes, self._grants = parts.processes, parts.grants
+        self._lookups, self._plain = Lookups(parts), PlainClients(parts)
         reserving = Reserving(parts)
-        self._plain = PlainClients(parts.pool, parts.tokens, parts.counters, parts.facts.epoch)
         self._log = EventLog("rpc")
         self._verbs: dict[type[Request], Verb] = {
             Ping: self._ping,
             Identify: self._identify,
-            Lookup: lookups.lookup,
+            Lookup: self._lookups.lookup,
             Release: self._release,
             Reserve: reserving.reserve,
             Commit: reserving.commit,
@@ -117,10 +136,10 @@ class Requests:
             Corrupt: reserving.corrupt,
         }
 
-    def on_frame(self, sender: Sender, frame: bytes) -> bool:
+    def on_frame(self, sender: Line, frame: bytes) -> bool:
         """Answer one message, now or when its task has ended. Returns False if it is no request."""
         started_s = time.perf_counter()
-        process = self._parts.processes.get(sender.session)
+        process = self._processes.get(sender.session)
         try:
             request = decode_request(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -129,7 +148,7 @@ class Requests:
         kind, seq = type(request), request.seq
         op = _OPS[kind]
         failpoints.hit(op, "received")
-        self._parts.counters.requests[op] += 1
+        self._counters.requests[op] += 1
         try:
             if process is None:
                 answer = encode(self._plain.answer(sender.plain, request, op))
@@ -142,7 +161,9 @@ class Requests:
                 reply = self._verbs[kind](sender, process, request)
                 if not isinstance(reply, Reply):
                     deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS)
-                    self._begin(Running(sender, process, seq, op, started_s), reply, deadline_ms / 1000)
+                    self._begin(
+                        Running(sender, process, seq, op, started_s, process.uses), reply, deadline_ms / 1000
+                    )
                     return True
                 answer = encode(reply)
         except Exception as error:
@@ -164,24 +185,24 @@ class Requests:
 
     # --- verbs; those of lookups are in lookup.py, and those of writers in reserve.py ----------------------
 
-    def _ping(self, sender: Sender, process: AttachedProcess, request: Ping) -> Reply:
+    def _ping(self, sender: Line, process: AttachedProcess, request: Ping) -> Reply:
         """The process is alive; it hears which leases it should give back."""
         process.pinged_s = time.monotonic()
         if request.copies is not None:
             process.copies = msgspec.structs.asdict(request.copies)
         if request.loads is not None:
             process.load_rate = request.loads.latency_us / 1e6, float(request.loads.bytes_s)
-        grants = self._parts.grants
+        grants = self._grants
         orphaned = grants.orphans(process.group.name, process.row)
-        return Pong(request.seq, self._parts.facts.epoch, orphaned, grants.revoked(process.session))
+        return Pong(request.seq, self._epoch, orphaned, grants.revoked(process.session))
 
-    def _identify(self, sender: Sender, process: AttachedProcess, request: Identify) -> Reply:
+    def _identify(self, sender: Line, process: AttachedProcess, request: Identify) -> Reply:
         """Give the process a number for an identity, which its later requests use."""
-        identity = self._parts.processes.identify(process, request.request)
+        identity = self._processes.identify(process, request.request)
         group = process.group
         return IdentifyReply(
             request.seq,
-            self._parts.facts.epoch,
+            self._epoch,
             identity.number,
             identity.root,
             group.slices,
@@ -189,16 +210,16 @@ class Requests:
             list(group.spans),
         )
 
-    def _quiesced(self, sender: Sender, process: AttachedProcess, request: Quiesced) -> Reply:
+    def _quiesced(self, sender: Line, process: AttachedProcess, request: Quiesced) -> Reply:
         """End the earlier epochs of a process: it does not touch their bytes any more."""
-        self._parts.pool.row_quiesced(process.row)
-        return Ok(request.seq, self._parts.facts.epoch, 1)
+        self._pool.row_quiesced(process.row)
+        return Ok(request.seq, self._epoch, 1)
 
-    def _release(self, sender: Sender, process: AttachedProcess, request: Release) -> Reply:
+    def _release(self, sender: Line, process: AttachedProcess, request: Release) -> Reply:
         """End this process's shares of leases, or with `group` those of its whole group."""
         found: list[Lease] = []
         for name in request.leases:
-            lease = self._parts.grants.find(name)
+            lease = self._grants.find(name)
             if lease is None:
                 continue
             if lease.owner.group.name != process.group.name:
@@ -209,34 +230,32 @@ class Requests:
                     field="leases",
                 )
             found.append(lease)
-        count = sum(self._parts.grants.release(lease, process, group=request.group) for lease in found)
-        return Ok(request.seq, self._parts.facts.epoch, count)
+        count = sum(self._grants.release(lease, process, group=request.group) for lease in found)
+        return Ok(request.seq, self._epoch, count)
 
-    def _cancel(self, sender: Sender, process: AttachedProcess, request: Cancel) -> Reply:
+    def _cancel(self, sender: Line, process: AttachedProcess, request: Cancel) -> Reply:
         """Stop a lookup or reserve of this session, or end what it was granted."""
         if request.target >= request.seq:
             raise BadRequest(
                 f"target: {request.target} is not the number of an earlier request", field="target"
             )
-        return Ok(request.seq, self._parts.facts.epoch, int(self._end(process, request.target)))
+        return Ok(request.seq, self._epoch, int(self._end(process, request.target)))
 
-    def _resume(self, sender: Sender, process: AttachedProcess, request: Resume) -> Reply:
+    def _resume(self, sender: Line, process: AttachedProcess, request: Resume) -> Reply:
         """End the running requests of this session, and its grants, that it does not name."""
         unnamed = {*process.running, *process.grants}.difference(request.live)
-        return Ok(
-            request.seq, self._parts.facts.epoch, sum(self._end(process, seq) for seq in sorted(unnamed))
-        )
+        return Ok(request.seq, self._epoch, sum(self._end(process, seq) for seq in sorted(unnamed)))
 
-    def _retrieve(self, sender: Sender, process: AttachedProcess, request: Retrieve) -> Reply:
+    def _retrieve(self, sender: Line, process: AttachedProcess, request: Retrieve) -> Reply:
         """Reply with bytes of a record, for a process that does not map L1."""
-        root = self._parts.processes.identity(process, request.identity_id).root
-        return read_piece(self._parts.pool, root, request, self._parts.facts.epoch, self._parts.counters)
+        root = self._processes.identity(process, request.identity_id).root
+        return read_piece(self._pool, root, request, self._epoch, self._counters)
 
     def _end(self, process: AttachedProcess, seq: int) -> bool:
         """Stop a request, or end what it was granted. Returns whether it ran or was granted anything."""
         running = process.running.get(seq)
         if running is None:
-            return self._parts.grants.end(process, seq)
+            return self._grants.end(process, seq)
         return self._stop(running, Cancelled("the session cancelled this request itself"))
 
     # --- requests that take time ---------------------------------------------------------------------------
@@ -246,13 +265,13 @@ class Requests:
         process.running[running.seq] = running
         for use in running.uses:
             use.n_tasks += 1
-        running.task = self._parts.supervisor.job(self._run(running, work, deadline_s), running.op)
+        running.task = self._supervisor.job(self._run(running, work, deadline_s), running.op)
 
     async def _run(self, running: Running, work: Coroutine[Any, Any, Reply], deadline_s: float) -> None:
         overdue = DeadlineExceeded(
             "no outcome before the deadline; nothing was promised", field="deadline_ms"
         )
-        timer = self._parts.loop.call_later(deadline_s + patience(GRACE_S), self._stop, running, overdue)
+        timer = self._loop.call_later(deadline_s + patience(GRACE_S), self._stop, running, overdue)
         process, seq = running.process, running.seq
         answer = b""
         try:
@@ -266,7 +285,7 @@ class Requests:
         for use in running.uses:
             use.n_tasks -= 1
         if running.stopped:
-            self._parts.grants.end(process, seq)
+            self._grants.end(process, seq)
             return
         answer = answer or self._error(seq, InternalError("the request was stopped; try again"))
         self._send(running.sender, running.op, answer, running.started_s)
@@ -281,21 +300,21 @@ class Requests:
             self._send(running.sender, running.op, answer, running.started_s)
         if running.task is not None:
             # Not cancelled at once: a task that is cancelled before its first step never enters its own `try`.
-            self._parts.loop.call_soon(running.task.cancel)
+            self._loop.call_soon(running.task.cancel)
         return True
 
     # --- replies -------------------------------------------------------------------------------------------
 
-    def _send(self, sender: Sender, op: str, answer: bytes, started_s: float) -> None:
+    def _send(self, sender: Line, op: str, answer: bytes, started_s: float) -> None:
         failpoints.hit(op, "done")
         sender.send(answer)
         failpoints.hit(op, "replied")
-        self._parts.counters.request_seconds[op].add(time.perf_counter() - started_s)
+        self._counters.request_seconds[op].add(time.perf_counter() - started_s)
 
     def _failed(self, process: AttachedProcess | None, seq: int, error: Exception) -> bytes:
         """The reply to a request that failed, and which therefore keeps nothing."""
         if process is not None:
-            self._parts.grants.end(process, seq)
+            self._grants.end(process, seq)
         if isinstance(error, KvstrataError):
             return self._error(seq, error)
         logging.getLogger("kvstrata.rpc").error("request_failed", exc_info=error)
@@ -305,16 +324,9 @@ class Requests:
         )
 
     def _error(self, seq: int, error: KvstrataError) -> bytes:
-        self._parts.counters.errors[error.code] += 1
+        self._counters.errors[error.code] += 1
         return encode(
-            Error(
-                seq,
-                self._parts.facts.epoch,
-                error.code,
-                error.message[:2000],
-                error.field[:200],
-                error.retryable,
-            )
+            Error(seq, self._epoch, error.code, error.message[:2000], error.field[:200], error.retryable)
         )
 
     def _undecodable(self, frame: bytes, error: Exception) -> bytes:
@@ -381,3 +393,74 @@ def _decoded(decoder: msgspec.msgpack.Decoder[H], frame: bytes) -> H | None:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+class Hooks:
+    """The hooks of the attach server (server/listener.py). Belongs to the event loop."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._table, self._payload_kinds, self._recuts = parts.processes, parts.payload_kinds, parts.recuts
+        self._requests, self._grants = parts.requests, parts.grants
+        self._tokens, self._readiness = parts.tokens, parts.readiness
+        self._log = EventLog("instance")
+
+    def admit(self, request: AttachRequest) -> None:
+        """Raises the error for a process that may not attach."""
+        if self._readiness.stopping:
+            raise Unavailable("this server is stopping; attach to its successor")
+        if request.layout.format_version != FORMAT_VERSION:
+            raise LayoutRefused(
+                f"layout.format_version: the client uses {request.layout.format_version}, this server "
+                f"{FORMAT_VERSION}; upgrade the older side",
+                field="layout.format_version",
+            )
+        if request.layout.chunk_tokens < 1:
+            raise BadRequest(
+                f"layout.chunk_tokens: must be at least 1, found {request.layout.chunk_tokens}",
+                field="layout.chunk_tokens",
+            )
+        if request.layout.lookahead < 0:
+            raise BadRequest(
+                f"layout.lookahead_tokens: must be at least 0, found {request.layout.lookahead_tokens}",
+                field="layout.lookahead_tokens",
+            )
+
+    def tenants_of(self, credentials: SocketCredentials, request: AttachRequest) -> frozenset[str] | None:
+        """Tenants that a process with this token may use, None for any. Raises NotPermitted, or Refused if the process
+        or the token has too many sessions."""
+        tenants = self._tokens.allowed(request.token)
+        self._table.check_room(request.session, credentials.pid, tenants)
+        return tenants
+
+    def on_attached(self, session: SessionRow) -> None:
+        """Requests of this session are valid from now on."""
+        request = session.request
+        assert request is not None
+        process = self._table.attach(session)
+        self._payload_kinds.attached(request.slice, request.facts)
+        self._recuts.attached(process, request.slice, request.facts)
+        self._log.debug(
+            "attached", session=shown_name(session.session), group=shown_name(session.group), role=request.role,
+            pid=session.pid, row=session.row, model=request.layout.model, resumed=session.resumed,
+        )  # fmt: skip
+
+    def on_detached(self, session: SessionRow) -> None:
+        """The connection has closed though the process lives; everything that the process owns stays."""
+        self._table.detached(session.session)
+        self._log.debug("detached", session=shown_name(session.session), pid=session.pid)
+
+    async def on_gone(self, session: SessionRow) -> None:
+        """Stop the requests of a process that has ended, and end what it was granted."""
+        process = self._table.gone(session.session) if session.request is not None else None
+        if process is not None:
+            running = self._requests.stop(process)
+            leases, reservations = self._grants.process_gone(process)
+            if leases or reservations:  # a process that has given back everything is not worth a line
+                self._log.repeated(
+                    logging.INFO, "held", "process_gone", pid=session.pid, session=shown_name(session.session),
+                    group=shown_name(session.group), leases=leases, reservations=reservations,
+                    note="its reservations are freed, and its leases as far as no process of its engine uses them",
+                )  # fmt: skip
+            tasks = [one.task for one in running if one.task is not None]
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._log.debug("gone", session=shown_name(session.session), pid=session.pid, row=session.row)

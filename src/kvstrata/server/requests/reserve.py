@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import BadRequest
 from kvstrata.keys.batch import count, nth
@@ -31,10 +31,13 @@ from kvstrata.rpc.wire import (
     ReserveReply,
     check_keys,
 )
-from kvstrata.server.parts import Parts
 from kvstrata.server.plan import MAX_SESSION_SHARE
-from kvstrata.server.processes import AttachedProcess, Reservation, Sender
+from kvstrata.server.processes import AttachedProcess, Reservation
 from kvstrata.types import EXTENT, KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvstrata.server.listener import Line
+    from kvstrata.server.parts import Parts
 
 KEYS_ON_LOOP = 256
 """A reserve of up to this many keys runs on the loop (about 0.1 ms if each evicts); a larger one goes to a lane."""
@@ -58,13 +61,16 @@ class Reserving:
     """Answers the requests of writers. Each public method is a verb of `Requests`. Belongs to the event loop."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+        self._pool, self._lane, self._clock = parts.pool, parts.lane, parts.clock
+        self._processes, self._grants, self._frozen_by = parts.processes, parts.grants, parts.frozen_by
+        self._store, self._tails, self._explainer = parts.store, parts.tails, parts.explainer
+        self._counters, self._epoch = parts.counters, parts.facts.epoch
 
     def reserve(
-        self, sender: Sender, process: AttachedProcess, request: Reserve
+        self, sender: Line, process: AttachedProcess, request: Reserve
     ) -> Reply | Coroutine[Any, Any, Reply]:
         """Reserve extents for new chunks. Raises BadRequest or UnknownIdentity."""
-        identity = self._parts.processes.identity(process, request.identity_id)
+        identity = self._processes.identity(process, request.identity_id)
         if not process.digest:
             raise BadRequest(
                 "slice: this process declared none when it attached, so it stores nothing", field="slice"
@@ -75,7 +81,7 @@ class Reserving:
                 f"parent: must be one {KEY_BYTES}-byte chain key or empty, found {len(request.parent)} bytes",
                 field="parent",
             )
-        pool = self._parts.pool
+        pool = self._pool
         if not _MIN_RECORD_BYTES < request.record_bytes <= pool.extents_bytes:
             raise BadRequest(
                 f"record_bytes: must be more than {_MIN_RECORD_BYTES} and at most the pool's "
@@ -98,14 +104,12 @@ class Reserving:
         if parent and process.span and not pool.peek(parent):
             parent = b""  # a hit does not need the chunks before a window, so they may be absent
         if not request.parent:
-            self._parts.explainer.stored_under(
-                request.probe, identity.root, identity.layout, identity.request
-            )
+            self._explainer.stored_under(request.probe, identity.root, identity.layout, identity.request)
         # A tail lies in an extent of a chunk's size, so that whatever evicts it has room for a chunk.
         longest = max(request.record_bytes, process.chunk_record_bytes) if tail else request.record_bytes
         bytes_each = -(-longest // GRANULE_BYTES) * GRANULE_BYTES
-        reservation = Reservation(process.uses, bytes_each, keys, tail=tail, replaces=replaces)
-        if self._parts.frozen_by:
+        reservation = Reservation(process.uses, bytes_each, keys, tail, replaces, time.perf_counter())
+        if self._frozen_by:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
             return self._reserved(process, request, reservation, (0, outcomes, _NO_EXTENT * n_chunks))
         n_new = self._room(process, bytes_each, n_chunks)
@@ -120,71 +124,69 @@ class Reserving:
     def _room(self, process: AttachedProcess, bytes_each: int, n_chunks: int) -> int:
         """How many of these chunks the bounds of the process and of its token allow."""
         for use, share in zip(process.uses, (MAX_SESSION_SHARE, TOKEN_SHARE), strict=False):
-            left_bytes = self._parts.pool.extents_bytes // share - use.reserved_bytes
+            left_bytes = self._pool.extents_bytes // share - use.reserved_bytes
             n_chunks = min(n_chunks, max(0, left_bytes // bytes_each, not use.reserved_bytes))
         return n_chunks
 
-    def commit(self, sender: Sender, process: AttachedProcess, request: Commit) -> Reply:
+    def commit(self, sender: Line, process: AttachedProcess, request: Commit) -> Reply:
         """Make written chunks visible, item by item."""
-        reservation = self._parts.grants.reservation(process, request.reservation)
+        reservation = self._grants.reservation(process, request.reservation)
         outcomes = bytearray([CommitOutcome.NOT_RESERVED]) * len(request.indices)
         if reservation is None:
-            return CommitReply(request.seq, self._parts.facts.epoch, bytes(outcomes))
+            return CommitReply(request.seq, self._epoch, bytes(outcomes))
         wanted: dict[int, int] = {}
         for position, index in enumerate(request.indices):
             if index in reservation.open and index not in wanted:
                 wanted[index] = position
-        codes = self._parts.pool.commit(reservation.ticket, list(wanted)) if wanted else b""
+        codes = self._pool.commit(reservation.ticket, list(wanted)) if wanted else b""
         reservation.open.difference_update(wanted)  # whatever the outcomes, these chunks have ended
-        self._parts.grants.settle(process, request.reservation, reservation)
+        self._grants.settle(process, request.reservation, reservation)
         done: list[bytes] = []
         for (index, position), code in zip(wanted.items(), codes, strict=True):
             outcomes[position] = code
             if code == CommitOutcome.COMMITTED:
                 done.append(nth(reservation.keys, index))
             elif code == CommitOutcome.BAD_RECORD:
-                self._parts.counters.bad_records += 1
+                self._counters.bad_records += 1
         if done:
-            self._parts.explainer.committed(process.group.use, done)
+            self._explainer.committed(process.group.use, done)
             if reservation.replaces:
-                self._parts.tails.replaced(reservation.replaces)
+                self._tails.replaced(reservation.replaces)
                 reservation.replaces = b""
             if reservation.tail:
-                self._parts.tails.committed(done)
+                self._tails.committed(done)
             else:
-                self._parts.store.committed(done)
+                self._store.committed(done)
             if not reservation.open:
-                self._parts.counters.store.add(time.perf_counter() - reservation.begun_s)
-        return CommitReply(request.seq, self._parts.facts.epoch, bytes(outcomes))
+                self._counters.store.add(time.perf_counter() - reservation.begun_s)
+        return CommitReply(request.seq, self._epoch, bytes(outcomes))
 
-    def abort(self, sender: Sender, process: AttachedProcess, request: Abort) -> Reply:
+    def abort(self, sender: Line, process: AttachedProcess, request: Abort) -> Reply:
         """Give back extents that were reserved and not committed."""
-        reservation = self._parts.grants.reservation(process, request.reservation)
+        reservation = self._grants.reservation(process, request.reservation)
         if reservation is None:
-            return Ok(request.seq, self._parts.facts.epoch, 0)
+            return Ok(request.seq, self._epoch, 0)
         given_back = reservation.open
         if request.indices is not None:
             given_back = given_back.intersection(request.indices)
         if given_back:
-            self._parts.pool.abort(reservation.ticket, sorted(given_back))
+            self._pool.abort(reservation.ticket, sorted(given_back))
             reservation.open = reservation.open - given_back
-            self._parts.grants.settle(process, request.reservation, reservation)
-        return Ok(request.seq, self._parts.facts.epoch, len(given_back))
+            self._grants.settle(process, request.reservation, reservation)
+        return Ok(request.seq, self._epoch, len(given_back))
 
-    async def corrupt(self, sender: Sender, process: AttachedProcess, request: Corrupt) -> Reply:
+    async def corrupt(self, sender: Line, process: AttachedProcess, request: Corrupt) -> Reply:
         """Check chunks that a reader reports as corrupt; those whose checksum is wrong leave L1."""
-        identity = self._parts.processes.identity(process, request.identity_id)
+        identity = self._processes.identity(process, request.identity_id)
         n_chunks = check_keys(request.keys, "keys")
         if not process.digest:
             raise BadRequest("slice: this process declared none when it attached", field="slice")
         keys = storage_keys(identity.root, request.keys, process.digest)
 
         def check() -> int:
-            return sum(
-                self._parts.pool.mark_bad(nth(keys, index), identity.root) for index in range(n_chunks)
-            )
+            return sum(self._pool.mark_bad(nth(keys, index), identity.root) for index in range(n_chunks))
 
-        return Ok(request.seq, self._parts.facts.epoch, await asyncio.shield(self._parts.lane.run(check)))
+        return Ok(request.seq, self._epoch, await asyncio.shield(self._lane.run(check)))
 
     async def _reserve_on_lane(
         self,
@@ -195,7 +197,7 @@ class Reserving:
         arguments: tuple[Any, ...],
     ) -> Reply:
         """Reserve what would block the loop for too long. Raises Refused. When cancelled, nothing stays reserved."""
-        pool, future = self._parts.pool, None
+        pool, future = self._pool, None
 
         def undo(done: asyncio.Future[Answer]) -> None:
             if (
@@ -206,7 +208,7 @@ class Reserving:
 
         reservation.count(n_new)
         try:
-            future = self._parts.lane.run(_reserve, pool, n_new, reservation.keys, arguments)
+            future = self._lane.run(_reserve, pool, n_new, reservation.keys, arguments)
             answer = await asyncio.shield(future)
         except BaseException:
             if future is None:
@@ -228,13 +230,13 @@ class Reserving:
         for code in set(outcomes):
             outcome = ReserveOutcome(code)
             name = outcome.name.lower()
-            self._parts.counters.reserve_outcomes[name] += outcomes.count(code)
+            self._counters.reserve_outcomes[name] += outcomes.count(code)
             if outcome in _REFUSALS:
                 for index in (i for i, other in enumerate(outcomes) if other == code):
-                    self._parts.explainer.refused(nth(reservation.keys, index), name)
+                    self._explainer.refused(nth(reservation.keys, index), name)
         if reservation.replaces and all(code == ReserveOutcome.PRESENT for code in outcomes):
-            self._parts.tails.replaced(reservation.replaces)
-        return ReserveReply(request.seq, self._parts.facts.epoch, outcomes, extents)
+            self._tails.replaced(reservation.replaces)
+        return ReserveReply(request.seq, self._epoch, outcomes, extents)
 
 
 def _reserve(pool: Pool, n_new: int, keys: bytes, arguments: tuple[Any, ...]) -> Answer:

@@ -1,4 +1,4 @@
-"""Decides from vLLM's configuration what an engine may load and store, and which loads are safe.
+"""An engine as the scheduler's side sees it; and what it may load and store, and which loads are safe.
 
 The order of vLLM's steps, which decides the latter, follows from its configuration.  vLLM's objects are read by
 attribute only; nothing here imports vLLM or torch.
@@ -6,9 +6,103 @@ attribute only; nothing here imports vLLM or torch.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
+from kvstrata.client import CacheClient
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
+from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.errors import ConfigError
+
+SYNC_LOAD_BYTES = 256 << 20
+"""In mode `auto`, hits up to this size are loaded before the forward pass; a host copies this much in some 30 ms."""
+MakeEvent = Callable[[Sequence[int], bytes, Sequence[bytes], Any, int], Any]
+"""(tokens, parent key, keys, request, the first token's place in it) → vLLM's event that chunks were stored."""
+MakeRemoval = Callable[[Sequence[bytes]], Any]
+"""Keys → vLLM's event that these chunks were removed."""
+
+
+class BlockPins:
+    """Blocks that stores read and that vLLM must not free meanwhile, by store. Belongs to the scheduler's thread."""
+
+    def __init__(self, block_pool: Callable[[], Any] = lambda: None) -> None:
+        """`block_pool()` is vLLM's BlockPool; None in an engine whose stores pin nothing."""
+        self._block_pool = block_pool
+        self._pinned: dict[int, tuple[Sequence[int], int]] = {}
+        """Store → its blocks, and how many workers may still read them."""
+
+    def pin(self, store_id: int, blocks: Sequence[int], n_workers: int) -> None:
+        """Keep these blocks allocated, whether or not a request still has them, until no worker reads them."""
+        pool = self._block_pool()
+        pool.touch([pool.blocks[block] for block in blocks])
+        self._pinned[store_id] = blocks, n_workers
+
+    def read(self, store_id: int) -> None:
+        """Note that one more worker does not read the store's blocks any more; after the last, vLLM may free them."""
+        blocks, left = self._pinned.pop(store_id, ((), 0))
+        if left > 1:
+            self._pinned[store_id] = blocks, left - 1
+        else:
+            self._unpin(blocks)
+
+    def never_sent(self, store_id: int) -> None:
+        """Unpin the blocks of a store that no worker has got."""
+        blocks, _ = self._pinned.pop(store_id, ((), 0))
+        self._unpin(blocks)
+
+    def _unpin(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            pool = self._block_pool()
+            pool.free_blocks([pool.blocks[block] for block in blocks])
+
+
+class Engine(msgspec.Struct, eq=False):
+    """What the scheduler's side is told of its engine. Belongs to the scheduler's thread."""
+
+    client: CacheClient
+    """The caller starts it; `SchedulerSide.close` closes it."""
+    settings: ClientSettings
+    groups: Sequence[CacheGroup]
+    chunk_bytes: int
+    """Bytes that one worker moves per chunk."""
+    world_size: int
+    """Number of workers that report."""
+    weights: WeightsVersion
+    prefix_cache: Callable[[], object] = lambda: None
+    """Returns an object that vLLM replaces when it empties its own cache."""
+    may_load: bool = True
+    may_store: bool = True
+    """By vLLM's kv_role; false for both once a worker has stopped copying."""
+    name: str = ""
+    """Names this start of the engine."""
+    media_are_counted: bool = False
+    """vLLM's identifiers of media are not hashes of their content."""
+    lookahead_tokens: int = 0
+    """The layout's."""
+    sync_load_bytes: int = SYNC_LOAD_BYTES
+    events: MakeEvent | None = None
+    removal: MakeRemoval | None = None
+    server_seen: Callable[[], bool] = lambda: False
+    """Whether a server seems to run."""
+    pins: BlockPins = msgspec.field(default_factory=BlockPins)
+    read_here: Callable[[str], bool] = lambda request_id: False
+    """Waits a moment until the worker, in the same process, reads no block of a request for a store any more; returns
+    whether that is so."""
+    now: Callable[[], float] = time.monotonic
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens in a chunk of every group."""
+        return self.groups[0].chunk_tokens
+
+    @property
+    def exact(self) -> bool:
+        """A hit ends with a chunk and is loaded as a whole, asynchronously."""
+        return whole_hits(self.groups)
 
 
 def no_reuse_reason(vllm_config: Any) -> str:

@@ -17,8 +17,7 @@ import msgspec
 
 from kvstrata.errors import BadRequest, LayoutRefused, NotPermitted, Refused, WrongVersion
 from kvstrata.memory import linux
-from kvstrata.rpc.attach_wire import AttachRequest
-from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
+from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION, AttachRequest
 from kvstrata.session.zmtp import WithFds
 from kvstrata.types import MAX_SPAN_CHUNKS, SPAN_FACT, Role, canonical_json, facts_digest
 

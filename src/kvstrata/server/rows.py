@@ -1,6 +1,6 @@
 """Sessions and their rows: which process owns a row, which has ended, and which row is stranded.
 
-A row goes through the states of `kvstrata.memory.attach.row.MACHINE`.
+A row of the pool's session table goes through the states of `MACHINE`.
 
 Invariants
 1. A row belongs to a process, not to a connection or a clock.  A closed connection only *detaches* the session.  The
@@ -29,23 +29,159 @@ import msgspec
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused
 from kvstrata.memory import linux
-from kvstrata.memory.attach.checks import check_company, check_resumed
-from kvstrata.memory.attach.row import (
-    AttachHooks,
-    Owner,
-    Row,
-    RowEvent,
-    RowState,
-    SessionRow,
-    Speaker,
-    Stranded,
-)
 from kvstrata.native.core import Pool, PoolError
-from kvstrata.rpc.attach_wire import AttachRequest
+from kvstrata.rpc.wire import AttachRequest
+from kvstrata.server.attach_checks import check_company, check_resumed
 from kvstrata.types import shown_name
 
 if TYPE_CHECKING:  # exists for type checkers only
     from kvstrata.native.core import Row as PoolRow
+    from kvstrata.server.listener import Line
+    from kvstrata.server.requests.requests import Hooks
+import enum
+from typing import NamedTuple
+
+from kvstrata.states import Machine
+
+
+class RowState(enum.Enum):
+    """Who owns a row."""
+
+    FREE = enum.auto()
+    """No session has it."""
+    OLD = enum.auto()
+    """An earlier server gave it out, and its process has not attached to this one."""
+    CLAIMED = enum.auto()
+    """A process has been given it but has not locked its byte yet; the rest of the server does not know it."""
+    RECLAIMED = enum.auto()
+    """The process of an OLD row attaches again but has not said yet that its byte is locked."""
+    ATTACHED = enum.auto()
+    """Its process lives, and has a connection or is replacing it."""
+    DETACHED = enum.auto()
+    """Its process lives and has no connection; everything it owns stays."""
+    RETIRING = enum.auto()
+    """Its process has ended or said goodbye. Its operations are being ended; then the row is freed."""
+    STRANDED = enum.auto()
+    """Its process ended while no server watched; a device may still write into extents that the row quarantines."""
+
+
+class RowEvent(enum.Enum):
+    """An event in the life of a row."""
+
+    FOUND = enum.auto()
+    """The server starts, and the adopted pool has a session in this row."""
+    CLAIMED = enum.auto()
+    """A process asks to attach with the row's session."""
+    LOCKED = enum.auto()
+    """The process says that it has locked the row's byte, and it has."""
+    LOST = enum.auto()
+    """The connection of the process is closed."""
+    DIED = enum.auto()
+    """The pidfd of the process is readable."""
+    BYE = enum.auto()
+    """The process says goodbye, and its byte is free."""
+    UNLOCKED = enum.auto()
+    """The server finds that no process locks the row's byte."""
+    ENDED = enum.auto()
+    """The pool has freed the row."""
+    KEPT_BYTES = enum.auto()
+    """Its process ended while no server watched, and its bytes stay quarantined: a device may still write them."""
+    CLEARED = enum.auto()
+    """An operator says that no device writes for this session any more."""
+
+
+MACHINE = Machine(
+    "Row of an attached process",
+    RowState.FREE,
+    {
+        RowState.FREE: {RowEvent.FOUND: RowState.OLD, RowEvent.CLAIMED: RowState.CLAIMED},
+        RowState.OLD: {RowEvent.CLAIMED: RowState.RECLAIMED, RowEvent.UNLOCKED: RowState.RETIRING},
+        RowState.CLAIMED: {
+            RowEvent.LOCKED: RowState.ATTACHED,
+            RowEvent.LOST: RowState.FREE,
+            RowEvent.DIED: RowState.FREE,
+        },
+        RowState.RECLAIMED: {
+            RowEvent.LOCKED: RowState.ATTACHED,
+            RowEvent.LOST: RowState.OLD,
+            RowEvent.DIED: RowState.OLD,
+        },
+        RowState.ATTACHED: {
+            RowEvent.LOCKED: RowState.ATTACHED,
+            RowEvent.LOST: RowState.DETACHED,
+            RowEvent.DIED: RowState.RETIRING,
+            RowEvent.BYE: RowState.RETIRING,
+        },
+        RowState.DETACHED: {
+            RowEvent.LOCKED: RowState.ATTACHED,
+            RowEvent.LOST: RowState.DETACHED,
+            RowEvent.DIED: RowState.RETIRING,
+        },
+        RowState.RETIRING: {RowEvent.ENDED: RowState.FREE, RowEvent.KEPT_BYTES: RowState.STRANDED},
+        RowState.STRANDED: {RowEvent.CLEARED: RowState.RETIRING},
+    },
+)
+
+
+class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One attached process, as the rest of the server knows it."""
+
+    row: int
+    session: bytes
+    group: bytes
+    pid: int
+    """In the server's PID namespace; 0: not visible there."""
+    request: AttachRequest | None
+    """None for a process that attached to an earlier server and not to this one."""
+    tenants: frozenset[str] | None = None
+    """Tenants that it may use; None: all."""
+    resumed: bool = False
+    """It was attached before: to this server, or to an earlier one whose pool was adopted."""
+    registers_memory: bool = False
+    """Whether a device may access the extents on its behalf."""
+
+    def __repr__(self) -> str:
+        """The row, without what the process declared."""
+        return f"SessionRow(row={self.row}, pid={self.pid}, resumed={self.resumed})"
+
+
+class Stranded(NamedTuple):
+    """A row that keeps extents in quarantine although its process has ended."""
+
+    seen: SessionRow
+    kept_bytes: int
+
+
+class Owner(msgspec.Struct, eq=False):
+    """The living process of a row: its request, its pidfd, and the connection that speaks for it."""
+
+    row: Row
+    request: AttachRequest
+    pidfd: int
+    speaker: Line | None
+
+    def is_process(self, credentials: linux.SocketCredentials, pidfd: int) -> bool:
+        """Whether the credentials and the pidfd are those of the owner."""
+        if self.row.seen.pid != credentials.pid:
+            return False
+        return linux.same_process(self.pidfd, pidfd) is not False
+
+
+class Row(msgspec.Struct, eq=False):
+    """One row that is not free."""
+
+    seen: SessionRow
+    old: SessionRow | None
+    """The row as the adopted pool had it; None for a row that this server gave out."""
+    state: RowState = RowState.FREE
+    kept_bytes: int = 0
+    """Bytes that the row quarantines while it is STRANDED."""
+
+    def move(self, event: RowEvent) -> RowState:
+        """Enter the state that `MACHINE` gives. Returns the state before."""
+        before, self.state = self.state, MACHINE.after(self.state, event)
+        return before
+
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +193,7 @@ class Rows:
         self,
         pool: Pool,
         sessions_lock: int,
-        hooks: AttachHooks,
+        hooks: Hooks,
         old_row_interval_s: float,
         lane: concurrent.futures.Executor,
     ) -> None:
@@ -110,7 +246,7 @@ class Rows:
     # --- claiming a row ----------------------------------------------------------------------------------
 
     def claim(
-        self, request: AttachRequest, tenants: frozenset[str] | None, pidfd: int, speaker: Speaker
+        self, request: AttachRequest, tenants: frozenset[str] | None, pidfd: int, speaker: Line
     ) -> Owner:
         """Give the process behind `speaker` the row of its session: a new row, or the one that it has already.
 
@@ -185,7 +321,7 @@ class Rows:
                 )
 
     def _claim_row(
-        self, request: AttachRequest, tenants: frozenset[str] | None, pidfd: int, speaker: Speaker
+        self, request: AttachRequest, tenants: frozenset[str] | None, pidfd: int, speaker: Line
     ) -> Owner:
         """Claim a row for a session that has no owner: a new row, or the OLD row of the same process."""
         credentials = speaker.credentials
@@ -253,7 +389,7 @@ class Rows:
 
     # --- ending a row ------------------------------------------------------------------------------------
 
-    def lost(self, owner: Owner, speaker: Speaker) -> None:
+    def lost(self, owner: Owner, speaker: Line) -> None:
         """Detach or end the owner's row, if the connection that has closed, `speaker`, still spoke for it."""
         if owner.speaker is not speaker:
             return
@@ -310,9 +446,7 @@ class Rows:
         self._loop.remove_reader(owner.pidfd)
         os.close(owner.pidfd)
 
-    def _retire(
-        self, row: Row, speaker: Speaker | None = None, *, unseen: bool = False
-    ) -> asyncio.Task[None]:
+    def _retire(self, row: Row, speaker: Line | None = None, *, unseen: bool = False) -> asyncio.Task[None]:
         """Begin to end a row in RETIRING; when it has ended, `speaker` gets an "ok".
 
         `unseen`: the process ended while no server watched, which only its free byte shows.
@@ -322,7 +456,7 @@ class Rows:
         task.add_done_callback(self._end_done)
         return task
 
-    async def _end_row(self, row: Row, speaker: Speaker | None, unseen: bool) -> None:
+    async def _end_row(self, row: Row, speaker: Line | None, unseen: bool) -> None:
         seen = row.seen
         await self._hooks.on_gone(seen)
         kept_bytes = 0
@@ -401,7 +535,7 @@ class Rows:
             return
 
 
-def _speaker_of(owner: Owner) -> Speaker:
+def _speaker_of(owner: Owner) -> Line:
     """Return the connection over which the owner has just sent a message."""
     assert owner.speaker is not None, "a message came over a connection that was closed"
     return owner.speaker

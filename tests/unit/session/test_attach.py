@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvstrata.errors import ConfigError, NotPermitted, Unavailable
-from kvstrata.memory.attach.client import LockHolder, attach, attach_in
 from kvstrata.memory.paths import RPC_SOCKET
+from kvstrata.session.attach import LockHolder, attach, attach_in
 from tests.harness.attach_worker import make_request
 
 

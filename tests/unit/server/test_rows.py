@@ -12,10 +12,9 @@ import pytest
 
 from kvstrata.errors import NotPermitted
 from kvstrata.memory import linux
-from kvstrata.memory.attach import rows as attach_rows
-from kvstrata.memory.attach.row import Owner, RowState, SessionRow
-from kvstrata.memory.attach.rows import Rows
-from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc import wire
+from kvstrata.server import rows as attach_rows
+from kvstrata.server.rows import Owner, Rows, RowState, SessionRow
 from kvstrata.types import Role
 from tests.harness.rpc_client import layout
 
@@ -79,7 +78,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
 def claim(
     rows: Rows, name: bytes, speaker: Speaker, tenants: frozenset[str] | None = None, token: str = ""
 ) -> Owner:
-    request = attach_wire.AttachRequest(
+    request = wire.AttachRequest(
         protocol=wire.PROTOCOL_VERSION,
         session=name * 16,
         group=b"g" * 16,

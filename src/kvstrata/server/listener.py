@@ -8,9 +8,13 @@ a connection decides what it is:
 
     any other client  ── requests ──▶  ◀── replies ──      (without a row: see requests/plain.py)
 
-`MACHINE` has the states of one connection.  A message that does not belong to its state gets an error reply, and the
-connection is closed.  `rows` decides what a closed connection means for the session.  The kernel says who speaks
-(SO_PEERCRED), so no message proves anything.
+The states of a connection, each of which may end with CLOSED:
+
+    CONNECTED ─┬─ the row is granted ─▶ CLAIMED ── "locked" ─▶ ATTACHED ── "bye" ─▶ LEAVING
+               └─ the first message is a request ─▶ PLAIN
+
+A message that does not belong to its state gets an error reply, and the connection is closed.  `rows` decides what a
+closed connection means for the session.  The kernel says who speaks (SO_PEERCRED), so no message proves anything.
 
 Invariants:
 
@@ -39,9 +43,9 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -49,19 +53,19 @@ from kvstrata import failpoints
 from kvstrata.config.private_dir import path_id
 from kvstrata.errors import BadRequest, DeadlineExceeded, InternalError, KvstrataError, NotPermitted, Refused
 from kvstrata.memory import linux
-from kvstrata.memory.attach.checks import MAX_ATTACH_BYTES, GaveUp, parse_request, take_pidfd
-from kvstrata.memory.attach.row import AttachHooks, Owner, RowState, Stranded
-from kvstrata.memory.attach.rows import Rows
 from kvstrata.memory.segment import Descriptors
 from kvstrata.naming import name_thread
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import Thinning
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
-from kvstrata.rpc.attach_wire import AttachReply
-from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
+from kvstrata.rpc.wire import MAX_MESSAGE_BYTES, AttachReply
+from kvstrata.server.attach_checks import MAX_ATTACH_BYTES, GaveUp, parse_request, take_pidfd
+from kvstrata.server.rows import Owner, Rows, RowState
 from kvstrata.session.zmtp import Connection, NotZmtp, WithFds
-from kvstrata.states import Machine
+
+if TYPE_CHECKING:
+    from kvstrata.server.requests.requests import Hooks
 
 _log = logging.getLogger(__name__)
 
@@ -110,85 +114,28 @@ class ConnectionState(enum.Enum):
     """Either side has closed the connection."""
 
 
-class ConnectionEvent(enum.Enum):
-    """An event on a connection."""
-
-    GRANTED = enum.auto()
-    """A valid request came, and its sender may have the row."""
-    LOCKED = enum.auto()
-    """"locked" came, and the byte is locked."""
-    BYE = enum.auto()
-    """"bye" came, and the byte is free."""
-    ASKED = enum.auto()
-    """The first message is a request."""
-    CLOSED = enum.auto()
-    """The process closed it, died, took too long, sent an invalid message, or attached again elsewhere."""
-
-
-MACHINE = Machine(
-    "Attach connection",
-    ConnectionState.CONNECTED,
-    {
-        ConnectionState.CONNECTED: {
-            ConnectionEvent.GRANTED: ConnectionState.CLAIMED,
-            ConnectionEvent.ASKED: ConnectionState.PLAIN,
-            ConnectionEvent.CLOSED: ConnectionState.CLOSED,
-        },
-        ConnectionState.CLAIMED: {
-            ConnectionEvent.LOCKED: ConnectionState.ATTACHED,
-            ConnectionEvent.CLOSED: ConnectionState.CLOSED,
-        },
-        ConnectionState.ATTACHED: {
-            ConnectionEvent.BYE: ConnectionState.LEAVING,
-            ConnectionEvent.CLOSED: ConnectionState.CLOSED,
-        },
-        ConnectionState.PLAIN: {ConnectionEvent.CLOSED: ConnectionState.CLOSED},
-        ConnectionState.LEAVING: {ConnectionEvent.CLOSED: ConnectionState.CLOSED},
-    },
-)
-
-
-class _Connection:
+class Line(msgspec.Struct, eq=False):
     """One connection. Hashed by identity. To the rest of the server it is the address of a reply."""
 
-    __slots__ = (
-        "credentials",
-        "fds",
-        "link",
-        "messages",
-        "owner",
-        "partial_bytes",
-        "plain",
-        "refused_count",
-        "server",
-        "session",
-        "state",
-        "unsent_bytes",
-    )
-
-    def __init__(self, link: Connection, server: AttachServer) -> None:
-        self.link = link
-        self.server = server
-        self.credentials = linux.credentials_of(link.socket)
-        self.state = MACHINE.first
-        self.owner: Owner | None = None
-        """The process's row, from GRANTED on."""
-        self.session = b""
-        """The session that speaks over it, while it is ATTACHED; else empty."""
-        self.fds: list[int] = []
-        """Descriptors that came with a message that has arrived in part."""
-        self.plain: dict[int, Any] = {}
-        """Identities of a client without a row, by number (requests/plain.py)."""
-        self.messages: deque[bytes] = deque()
-        """Messages that wait to be handled; while there are any, nothing is read."""
-        self.refused_count = 0
-        """How many of its latest messages were no requests."""
-        self.partial_bytes = self.unsent_bytes = 0
-        """As last counted in the server's totals."""
-
-    def move(self, event: ConnectionEvent) -> None:
-        """Enter the state that `MACHINE` gives."""
-        self.state = MACHINE.after(self.state, event)
+    link: Connection
+    server: AttachServer
+    credentials: linux.SocketCredentials
+    state: ConnectionState = ConnectionState.CONNECTED
+    owner: Owner | None = None
+    """The process's row, from GRANTED on."""
+    session: bytes = b""
+    """The session that speaks over it, while it is ATTACHED; else empty."""
+    fds: list[int] = []
+    """Descriptors that came with a message that has arrived in part."""
+    plain: dict[int, Any] = {}
+    """Identities of a client without a row, by number (requests/plain.py)."""
+    messages: deque[bytes] = msgspec.field(default_factory=deque)
+    """Messages that wait to be handled; while there are any, nothing is read."""
+    refused_count: int = 0
+    """How many of its latest messages were no requests."""
+    partial_bytes: int = 0
+    unsent_bytes: int = 0
+    """As last counted in the server's totals."""
 
     def send(self, message: bytes) -> None:
         """Send a message; a connection that leaves too much unread is closed. After the end, nothing happens."""
@@ -196,7 +143,7 @@ class _Connection:
             self.server.send(self, message)
 
     def let_go(self, *, ok: bool) -> None:
-        """See `row.Speaker`."""
+        """Close: the row does not need this connection any more. `ok`: first confirm the process's goodbye."""
         if self.state is ConnectionState.CLOSED:
             return
         if ok:
@@ -205,7 +152,7 @@ class _Connection:
         self.server.drop(self)
 
 
-OnFrame = Callable[[_Connection, bytes], bool]
+OnFrame = Callable[[Line, bytes], bool]
 """Answers a request, now or later, by `send` of its connection. False: it was none, or from nobody who may ask it."""
 
 
@@ -219,7 +166,7 @@ class Traffic(Numbers):
         "Connections closed: one too many, with too many unread bytes, invalid ZMTP, or no requests."
     )
 
-    def __init__(self, connections: set[_Connection]) -> None:
+    def __init__(self, connections: set[Line]) -> None:
         self._connections = connections
 
 
@@ -232,25 +179,25 @@ class AttachServer(Numbers):
 
     pending = gauge("Handshakes in progress.", lambda self: len(self._pending))
     attached = gauge(
-        "Sessions with an open attach connection.", lambda self: self._rows.count(RowState.ATTACHED)
+        "Sessions with an open attach connection.", lambda self: self.rows.count(RowState.ATTACHED)
     )
     detached = gauge(
         "Sessions without an open attach connection whose process is alive.",
-        lambda self: self._rows.count(RowState.DETACHED),
+        lambda self: self.rows.count(RowState.DETACHED),
     )
     old_rows = gauge(
         "Rows of the previous server whose process has neither ended nor re-attached.",
-        lambda self: self._rows.count(RowState.OLD, RowState.RECLAIMED),
+        lambda self: self.rows.count(RowState.OLD, RowState.RECLAIMED),
     )
     stranded_sessions = gauge(
         "Sessions that ended while no server was watching and whose device may still write into L1.",
-        lambda self: self._rows.count(RowState.STRANDED),
+        lambda self: self.rows.count(RowState.STRANDED),
         name="stranded",
         key="stranded",
     )
     stranded_bytes = gauge(
         "Bytes of L1 kept in quarantine for stranded sessions until an admin clears them.",
-        lambda self: sum(one.kept_bytes for one in self.stranded()),
+        lambda self: sum(one.kept_bytes for one in self.rows.stranded()),
     )
     refused = counter("Attaches refused, by code; `gave_up`: the process ended or hung up first.", "code")
 
@@ -259,7 +206,7 @@ class AttachServer(Numbers):
         path: Path,
         pool: Pool,
         descriptors: Descriptors,
-        hooks: AttachHooks,
+        hooks: Hooks,
         *,
         instance_id: str = "",
         max_reserved_bytes: int = 0,
@@ -274,17 +221,17 @@ class AttachServer(Numbers):
         self._pool = pool
         self._fds = descriptors
         self._lock_file = linux.file_id(descriptors.sessions_lock)
-        self._rows = Rows(pool, descriptors.sessions_lock, hooks, self._limits.old_row_interval_s, self._lane)
+        self.rows = Rows(pool, descriptors.sessions_lock, hooks, self._limits.old_row_interval_s, self._lane)
         self._listener: socket.socket | None = None
         self._path_id: tuple[int, int] | None = None
         """Identity of the file at `path` as long as it is our socket's."""
-        self._connections: set[_Connection] = set()
-        self._pending: dict[_Connection, asyncio.TimerHandle] = {}
+        self._connections: set[Line] = set()
+        self._pending: dict[Line, asyncio.TimerHandle] = {}
         """Unfinished handshakes in order of arrival, each with its timeout."""
-        self._plain: dict[_Connection, None] = {}
+        self._plain: dict[Line, None] = {}
         """Connections without a row; the one whose message is newest is last."""
         self._on_frame: OnFrame
-        self._waiting: deque[_Connection] = deque()
+        self._waiting: deque[Line] = deque()
         """Connections whose messages wait for their turn."""
         self._turn_is_due = False
         self._handled_count = 0
@@ -299,7 +246,7 @@ class AttachServer(Numbers):
         """End the rows of processes that died before this server started, then listen; `on_frame` gets the requests."""
         self._loop = asyncio.get_running_loop()
         self._on_frame = on_frame
-        await self._rows.start()
+        await self.rows.start()
         self.listen(self._path)
 
     def listens(self) -> bool:
@@ -326,25 +273,17 @@ class AttachServer(Numbers):
 
     async def stop(self) -> None:
         """Close all connections, which the processes notice. Their rows stay in the pool for the next server."""
-        await self._rows.stop_sweeping()
+        await self.rows.stop_sweeping()
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
             self._path.unlink(missing_ok=True)
             self._listener.close()
             self._listener = None
-        self._rows.forget_owners()
+        self.rows.forget_owners()
         for connection in list(self._connections):
             self.drop(connection)
-        await self._rows.ended()
+        await self.rows.ended()
         self._lane.shutdown()
-
-    def stranded(self) -> list[Stranded]:
-        """See `Rows.stranded`."""
-        return self._rows.stranded()
-
-    async def clear_stranded(self, sessions: Sequence[bytes] | None = None) -> list[Stranded]:
-        """See `Rows.clear_stranded`."""
-        return await self._rows.clear_stranded(sessions)
 
     # --- connections -------------------------------------------------------------------------------------
 
@@ -366,7 +305,7 @@ class AttachServer(Numbers):
                 link = Connection(
                     sock, b"ROUTER", max_frame_bytes=MAX_UNATTACHED_BYTES, max_unsent_bytes=MAX_UNSENT_BYTES
                 )
-                connection = _Connection(link, self)
+                connection = Line(link, self, linux.credentials_of(sock))
             except OSError:
                 sock.close()
                 continue
@@ -397,18 +336,18 @@ class AttachServer(Numbers):
         if self._listener is not None:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _time_out(self, connection: _Connection) -> None:
+    def _time_out(self, connection: Line) -> None:
         self._refuse(
             connection,
             DeadlineExceeded(f"the attach was not completed within {self._limits.handshake_s:g} s"),
         )
 
-    def _handshake_over(self, connection: _Connection) -> None:
+    def _handshake_over(self, connection: Line) -> None:
         timer = self._pending.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
-    def _readable(self, connection: _Connection) -> None:
+    def _readable(self, connection: Line) -> None:
         fds: list[int] = []
         try:
             if connection.state is ConnectionState.ATTACHED:
@@ -449,7 +388,7 @@ class AttachServer(Numbers):
         finally:
             linux.close_all(fds)
 
-    def _work(self, connection: _Connection) -> None:
+    def _work(self, connection: Line) -> None:
         """Handle the messages of a connection, or as many as this turn of the loop may; the others wait."""
         if connection not in self._connections:
             return
@@ -457,7 +396,7 @@ class AttachServer(Numbers):
         if is_later or not self._take_turn(connection):
             self._wait(connection)
 
-    def _take_turn(self, connection: _Connection) -> bool:
+    def _take_turn(self, connection: Line) -> bool:
         """Handle messages of a connection. Returns whether none is left."""
         messages = connection.messages
         started_s = time.monotonic()
@@ -470,7 +409,7 @@ class AttachServer(Numbers):
             self._handle(connection, messages.popleft())
         return True
 
-    def _wait(self, connection: _Connection) -> None:
+    def _wait(self, connection: Line) -> None:
         """Let a connection's messages wait for the next turn; until then it is not read."""
         self._loop.remove_reader(connection.link.fileno())
         self._waiting.append(connection)
@@ -498,7 +437,7 @@ class AttachServer(Numbers):
         if self._waiting:
             self._look_soon()
 
-    def _handle(self, connection: _Connection, message: bytes) -> None:
+    def _handle(self, connection: Line, message: bytes) -> None:
         """Answer one message of a connection that is ATTACHED or PLAIN, or has just left these states."""
         match connection.state:
             case ConnectionState.ATTACHED if message == BYE:
@@ -519,13 +458,13 @@ class AttachServer(Numbers):
             case ConnectionState.LEAVING:
                 self._refuse(connection, BadRequest("message: the process has said goodbye", field="message"))
 
-    def _shake_hands(self, connection: _Connection, received: WithFds) -> None:
+    def _shake_hands(self, connection: Line, received: WithFds) -> None:
         """Handle the messages of a connection that is neither ATTACHED nor PLAIN."""
         for number, message in enumerate(received.messages):
             match connection.state:
                 case ConnectionState.CONNECTED if is_request(message):
                     self._handshake_over(connection)
-                    connection.move(ConnectionEvent.ASKED)
+                    connection.state = ConnectionState.PLAIN
                     self._plain[connection] = None
                     if len(self._plain) > self._limits.plain:
                         self._cut(next(iter(self._plain)), "too many clients without a row are connected")
@@ -548,7 +487,7 @@ class AttachServer(Numbers):
 
     # --- sending -----------------------------------------------------------------------------------------
 
-    def send(self, connection: _Connection, message: bytes) -> None:
+    def send(self, connection: Line, message: bytes) -> None:
         """Send a message over an open connection, which is closed if it leaves too much unread or has ended."""
         try:
             if not connection.link.send(message):
@@ -560,7 +499,7 @@ class AttachServer(Numbers):
         if connection.link.unsent_bytes:
             self._count_unsent(connection)
 
-    def _writable(self, connection: _Connection) -> None:
+    def _writable(self, connection: Line) -> None:
         try:
             connection.link.flush()
         except OSError:
@@ -568,7 +507,7 @@ class AttachServer(Numbers):
             return
         self._count_unsent(connection)
 
-    def _count_unsent(self, connection: _Connection) -> None:
+    def _count_unsent(self, connection: Line) -> None:
         before, connection.unsent_bytes = connection.unsent_bytes, connection.link.unsent_bytes
         self.traffic.unread_reply_bytes += connection.unsent_bytes - before
         if not before:
@@ -578,14 +517,14 @@ class AttachServer(Numbers):
         if self.traffic.unread_reply_bytes > MAX_ALL_UNSENT_BYTES:
             self._cut(connection, "all clients leave too many bytes of replies unread")
 
-    def _count_partial(self, connection: _Connection) -> None:
+    def _count_partial(self, connection: Line) -> None:
         before, connection.partial_bytes = connection.partial_bytes, connection.link.partial_bytes
         self._partial_bytes += connection.partial_bytes - before
         if self._partial_bytes > MAX_PARTIAL_BYTES:
             most = max(self._connections, key=lambda one: one.partial_bytes)
             self._cut(most, "frames that have arrived in part take too many bytes")
 
-    def _cut(self, connection: _Connection, why: str) -> None:
+    def _cut(self, connection: Line, why: str) -> None:
         """Close a connection because of what its other end does."""
         if connection.state is ConnectionState.CLOSED:
             return
@@ -594,7 +533,7 @@ class AttachServer(Numbers):
         self._thinning.log(_log, logging.WARNING, why, line, connection.credentials.pid, why)
         self.drop(connection)
 
-    def _refuse(self, connection: _Connection, error: KvstrataError) -> None:
+    def _refuse(self, connection: Line, error: KvstrataError) -> None:
         """Send the process the reason, if it still reads, and close the connection."""
         self._count_refused(connection, error.code, error.message)
         reply = AttachReply(code=error.code, message=error.message[:4096], field=error.field[:256])
@@ -603,18 +542,18 @@ class AttachServer(Numbers):
                 connection.link.send(msgspec.msgpack.encode(reply))
         self.drop(connection)
 
-    def _count_refused(self, connection: _Connection, word: str, why: str) -> None:
+    def _count_refused(self, connection: Line, word: str, why: str) -> None:
         self.refused[word] += 1
         # A process that keeps trying must not fill the log.
         line = "attach: refused process %d: %s (%s)"
         self._thinning.log(_log, logging.WARNING, word, line, connection.credentials.pid, why[:500], word)
 
-    def drop(self, connection: _Connection) -> None:
+    def drop(self, connection: Line) -> None:
         """Close a connection, and tell `rows` if it spoke for a row. Idempotent."""
         if connection not in self._connections:
             return
         self._connections.discard(connection)
-        connection.move(ConnectionEvent.CLOSED)
+        connection.state = ConnectionState.CLOSED
         connection.session = b""
         connection.messages.clear()
         self._plain.pop(connection, None)
@@ -628,18 +567,18 @@ class AttachServer(Numbers):
         linux.close_all(connection.fds)
         owner, connection.owner = connection.owner, None
         if owner is not None:
-            self._rows.lost(owner, connection)
+            self.rows.lost(owner, connection)
 
     # --- the handshake -----------------------------------------------------------------------------------
 
-    def _request(self, connection: _Connection, message: bytes, received: WithFds) -> None:
+    def _request(self, connection: Line, message: bytes, received: WithFds) -> None:
         request = parse_request(message)
         failpoints.hit("attach.received")
         pidfd = take_pidfd(received, connection.link.socket, connection.credentials)
         try:
             self._hooks.admit(request)
             tenants = self._hooks.tenants_of(connection.credentials, request)
-            owner = connection.owner = self._rows.claim(request, tenants, pidfd, connection)
+            owner = connection.owner = self.rows.claim(request, tenants, pidfd, connection)
         except BaseException:
             linux.close_all([pidfd])
             raise
@@ -656,7 +595,7 @@ class AttachServer(Numbers):
         fds = [self._fds.index_readonly, extents]
         if self._lock_file not in request.held_locks:
             fds.append(self._fds.sessions_lock)
-        connection.move(ConnectionEvent.GRANTED)
+        connection.state = ConnectionState.CLAIMED
         try:
             connection.link.send(msgspec.msgpack.encode(reply), fds)
         except OSError as error:
@@ -665,12 +604,12 @@ class AttachServer(Numbers):
             raise Refused(f"the reply could not be sent: {error.strerror}") from error
         failpoints.hit("attach.accepted")
 
-    def _locked(self, connection: _Connection) -> None:
+    def _locked(self, connection: Line) -> None:
         assert connection.owner is not None
         if linux.has_hung_up(connection.link.socket):  # and has unlocked the byte, or is about to
             raise GaveUp("it has ended its wait for an answer")
-        self._rows.locked(connection.owner)
-        connection.move(ConnectionEvent.LOCKED)
+        self.rows.locked(connection.owner)
+        connection.state = ConnectionState.ATTACHED
         connection.session = connection.owner.row.seen.session
         connection.link.allow_frames(MAX_MESSAGE_BYTES)
         self._handshake_over(connection)
@@ -681,10 +620,10 @@ class AttachServer(Numbers):
             return
         failpoints.hit("attach.locked")
 
-    def _bye(self, connection: _Connection) -> None:
+    def _bye(self, connection: Line) -> None:
         assert connection.owner is not None
-        self._rows.bye(connection.owner)
-        connection.move(ConnectionEvent.BYE)
+        self.rows.bye(connection.owner)
+        connection.state = ConnectionState.LEAVING
         connection.owner, connection.session = None, b""
 
 

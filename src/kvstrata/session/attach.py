@@ -26,7 +26,7 @@ from kvstrata.config.private_dir import check_private_dir
 from kvstrata.errors import ConfigError, InternalError, NotPermitted, Unavailable, from_wire
 from kvstrata.memory import linux
 from kvstrata.memory.paths import RPC_SOCKET, check_socket_path
-from kvstrata.rpc.attach_wire import AttachReply, AttachRequest
+from kvstrata.rpc.wire import AttachReply, AttachRequest
 from kvstrata.session.zmtp import Connection
 
 _MAX_FDS = 3

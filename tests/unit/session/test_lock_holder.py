@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.memory import linux
-from kvstrata.memory.attach.client import LockHolder
+from kvstrata.session.attach import LockHolder
 
 ROW = 7
 

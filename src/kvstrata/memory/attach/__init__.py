@@ -1,1 +1,0 @@
-"""The handshake that hands the segment over: `server` (the instance's side), `checks`, `client` (the engine's side)."""
