@@ -293,15 +293,12 @@ int main(int argc, char** argv) {
   std::printf(
       "{\"fill_ns\": %s, \"touch_ns\": %s, \"one_ns\": %s, "
       "\"batch_ns\": %s, \"prefix_ns\": %s, \"report_ns\": %s, \"sweep_ns\": %s, "
-      "\"depart_ns\": %s, \"raw_ns\": %s, \"placements\": %" PRIu64
-      ", \"shared_tags\": %" PRIu64 ", \"rebuilds\": %" PRIu64 ", \"refused\": %" PRIu64
-      ", \"full_bytes\": %" PRIu64 ", \"registry_bytes\": %" PRIu64 ", \"resident_bytes\": %" PRIu64
-      "}\n",
-      listed(filled).c_str(), listed(touched).c_str(), listed(one).c_str(),
-      listed(batch).c_str(),
+      "\"depart_ns\": %s, \"raw_ns\": %s, \"placements\": %" PRIu64 ", \"shared_tags\": %" PRIu64
+      ", \"rebuilds\": %" PRIu64 ", \"refused\": %" PRIu64 ", \"full_bytes\": %" PRIu64
+      ", \"registry_bytes\": %" PRIu64 ", \"resident_bytes\": %" PRIu64 "}\n",
+      listed(filled).c_str(), listed(touched).c_str(), listed(one).c_str(), listed(batch).c_str(),
       listed(prefix).c_str(), listed(reported).c_str(), listed(swept).c_str(),
-      listed(departed).c_str(), listed(raw).c_str(),
-      full.placements, full.shared_tags, last.rebuilds, last.refused, full.bytes, last.bytes,
-      peak_bytes);
+      listed(departed).c_str(), listed(raw).c_str(), full.placements, full.shared_tags,
+      last.rebuilds, last.refused, full.bytes, last.bytes, peak_bytes);
   return 0;
 }
