@@ -243,7 +243,7 @@ async def test_bombs_and_slow_clients_cost_only_themselves(start, session):
     text = HEAD + b'content-length: 30\r\n\r\n{"model": "m", "stream": true}'
     with socket.create_connection(("127.0.0.1", gateway.port)) as deaf:
         deaf.sendall(text)
-        await gateway.until_sample(session, 'http_closed_connections_total{why="stalled"}', 1)
+        await gateway.until_sample(session, 'http_closed_connections_total{reason="stalled"}', 1)
     assert resident_mb(gateway.pid) < 400
     await at_rest(gateway, session)
 
