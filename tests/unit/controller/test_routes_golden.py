@@ -84,7 +84,8 @@ def admin(ready: bool) -> Any:
         tiers=SimpleNamespace(rows=rows, pause=tiers.get, resume=tiers.get, names=lambda: list(tiers)),
         pool=SimpleNamespace(set_quota=lambda tenant, quota_bytes: None),
     )
-    attach = SimpleNamespace(stranded=lambda: [stranded], clear_stranded=clear_stranded)
+    kept = SimpleNamespace(stranded=lambda: [stranded], clear_stranded=clear_stranded)
+    attach = SimpleNamespace(rows=kept)
     return server.Admin(parts, attach, Pages(list).page, EventLog("server"))  # type: ignore[arg-type]
 
 
