@@ -429,7 +429,7 @@ def test_hits_of_a_round_count_though_a_cache_server_shows_a_page_for_a_while(ca
             return await super().completions(request)
 
     cache = FastAPI()
-    cache.get("/metrics")(lambda: Response(pages.page()))
+    cache.get("/metrics")(lambda: Response(b"kvstrata_instance 1\n" + pages.page()))
     with served(Caching().app) as url, served(cache) as server:
         arguments = ["--documents", "2", "--document-tokens", "80", "--output-tokens", "1"]
         report = report_of(capsys, "long-doc-qa", "--url", url, "--cache-server", server, *arguments)
