@@ -199,7 +199,7 @@ def check_loads_are_synchronous_only_where_vllm_ends_a_step_before_it_plans_the_
     ):
         for load_mode, expected in found.items():
             side = started(vllm_config(folder, extra={"kvstrata.load_mode": load_mode}, **options))
-            assert (side if isinstance(side, str) else side._sync_load_bytes) == expected, (
+            assert (side if isinstance(side, str) else side._engine.sync_load_bytes) == expected, (
                 options,
                 load_mode,
             )
@@ -207,7 +207,7 @@ def check_loads_are_synchronous_only_where_vllm_ends_a_step_before_it_plans_the_
     returning: Any = getattr(config, "aux_output_config", config.model_config)
     returning.enable_return_routed_experts = True
     side = started(config)
-    assert (side._may_load, side._may_store) == (False, True)
+    assert (side._engine.may_load, side._engine.may_store) == (False, True)
 
 
 def check_drafts_over_several_stages_are_refused_on_the_v1_model_runner(folder: Path) -> None:

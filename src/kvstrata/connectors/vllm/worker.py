@@ -26,8 +26,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
 from kvstrata.connectors.mover import Mover
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
@@ -47,7 +45,8 @@ CLOSE_WAIT_S = 2.0
 IDENTITIES_REMEMBERED = 1024
 
 
-class GroupSide(msgspec.Struct, eq=False):
+@dataclasses.dataclass(eq=False)
+class GroupSide:
     """What a worker has for one KV cache group: a client of its own, a mover of the group's blocks, and its slice.
 
     The caller starts `client`; the worker's side closes it.
@@ -59,7 +58,7 @@ class GroupSide(msgspec.Struct, eq=False):
     """Names the slice that this worker holds."""
     record_blocks: int
     """Blocks that a chunk's record holds."""
-    _identities: dict[RequestIdentity, Identity] = {}
+    _identities: dict[RequestIdentity, Identity] = dataclasses.field(default_factory=dict)
 
     def identity(self, request: RequestIdentity) -> Identity:
         """The client's identity of such requests; the last IDENTITIES_REMEMBERED are kept."""
