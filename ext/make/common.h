@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The standard headers that most sources include, precompiled once for each set of flags
-// (steps.py).
+// (build.py).
 
 #include <algorithm>
 #include <array>

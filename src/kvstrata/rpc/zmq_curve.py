@@ -5,7 +5,7 @@ can read is refused.
 
 Controllers and instances always speak CURVE, also without key files, because it proves which key a message comes from:
 a controller binds each instance id to the key of its instance (controller/instance_keys.py).  Without key files, the
-processes of one user share a key (shared_key.py).  With --insecure a controller takes OPEN_SECRET, which everybody
+processes of one user share a key (`SharedKey`).  With --insecure a controller takes OPEN_SECRET, which everybody
 knows.  Its clients cannot tell it from another such server, but it can tell its clients apart: a client's proof holds
 for one connection only, so a server that receives it cannot use it elsewhere (docs/decisions/0017-instance-keys.md).
 
@@ -248,7 +248,7 @@ ADVICE = "processes of other users or hosts need key files: kvstrata cluster ini
 
 
 class SharedKey:
-    """The file, and the keys in it."""
+    """The key that the processes of one user share: its file, and the keys in it."""
 
     def __init__(self, field: str, environment: Mapping[str, str] = os.environ) -> None:
         """Find the file, or make it. Raises ConfigError, which names `field`, a setting that would do without."""

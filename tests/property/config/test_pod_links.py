@@ -1,4 +1,4 @@
-"""config/pod_links.py against Kubernetes' rule (pkg/kubelet/envvars) for any services, and against our settings."""
+"""Variables of pod links (config/load.py) against Kubernetes' rule (pkg/kubelet/envvars), and against our settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets in files (config/private_file.py, tokens.py): who may read the files, what is a token, what errors show."""
+"""Secrets in files (config/private_file.py): who may read the files, what is a token, what errors show."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The keys of a prompt's blocks: chains over tokens and over what else decides a block's KV.
 
-They are the gateway's own; the engines' hashes are mapped to them (blocks.py) and never computed.  A key is 32 bytes,
+They are the gateway's own; the engines' hashes are mapped to them (cache.py) and never computed.  A key is 32 bytes,
 of which the registry holds the first 8.
 """
 
