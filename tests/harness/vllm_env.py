@@ -2,7 +2,8 @@
 
 It holds vLLM and its dependencies, but not kvstrata: `environment()` puts the clone's `src`, which holds the
 compiled modules, and the folder with the package's metadata (its entry points) on PYTHONPATH. The modules are
-built for one minor version of Python, so the environment has the minor version of the Python that runs this module.
+built for one minor version of Python, so the environment has the minor version of the Python that runs this module. The
+repository is on PYTHONPATH too: engines of some tests load connectors of `tests`.
 
 Command line (`python tests/harness/vllm_env.py ...`):
   --print    print the path of its Python; exit with status 3 and the reason when the environment is absent
@@ -92,7 +93,7 @@ def environment(state_folder: Path, in_front: Path | None = None) -> dict[str, s
     }
     variables.update(
         PYTHONPATH=":".join(
-            map(str, [*([in_front] if in_front else []), ROOT / "src", ROOT / "build" / "metadata"])
+            map(str, [*([in_front] if in_front else []), ROOT / "src", ROOT / "build" / "metadata", ROOT])
         ),
         PYTHONNOUSERSITE="1",
         VLLM_CPU_KVCACHE_SPACE="1",
