@@ -31,9 +31,9 @@ TARGET = 0.9
 L1_MB = sized(1536, 256)
 TIMES_L1 = 3
 EMPTY_SHARE = 0.75
-"""Share of L1 that is stored into the empty pool; it stays below the watermark."""
-NEWEST_SHARE = 0.6
-"""Share of L1 that eviction down to the default watermark leaves; at least this share must hold the newest prompts."""
+"""Share of L1 that is stored into the empty pool."""
+NEWEST_SHARE = 0.9
+"""Share of L1 that must hold the newest prompts: a chunk is evicted only when another needs its room."""
 PINNED_SHARE = 0.25
 """Share of L1 that waiting puts may pin, older chunks included; with L2 this share need not hold the newest prompts."""
 REPEATS = sized(9, 1)

@@ -124,10 +124,9 @@ def run() -> list[dict[str, Any]]:
         )
     blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
     environment = {**os.environ, "KVSTRATA_L1_ENTRIES": "1100000"}
-    flags = ("--eviction-trigger-watermark", "1.0")
     with (
         scratch("lookup") as folder,
-        ServerProcess(folder, l1_mb=L1_MB, flags=flags, environment=environment) as server,
+        ServerProcess(folder, l1_mb=L1_MB, environment=environment) as server,
     ):
         server.start()
         client = engine_client(server.socket_dir, server.port, blocks)

@@ -97,7 +97,7 @@ LABELS = {
     "adapter": "type and index in `l2_adapters`, like `fs-0`",
     "operation": "`exists`, `put`, `load`, `delete`",
     "state": "states of an entry in L1: `reserved`, `ready`, `unverified`, `quarantined`",
-    "cause": "causes of an eviction: `policy`, `window`, `quota`, `watermark`",
+    "cause": "causes of an eviction: `policy`, `window`, `quota`",
     "event": "numbers that the adapter counts (`numbers` in the status), of bytes without `_bytes`",
 }
 

@@ -326,8 +326,6 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t extents_bytes
         uint64_t entry_capacity
         string policy
-        double watermark
-        double watermark_ratio
         uint32_t max_session_share
 
     cdef cppclass Id16 "std::array<std::uint8_t, 16>":
@@ -448,8 +446,6 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         ClearedInUse cleared_in_use(int64_t) noexcept
         uint64_t ready_tags(uint64_t, uint64_t, vector[uint64_t]*) noexcept
         void set_quota(uint32_t, int64_t) noexcept
-        uint64_t evict_to_watermark() noexcept
-        vector[CKey] victims_preview(uint64_t) noexcept
         vector[CEvent] take_events(uint64_t*) noexcept
         PoolStats stats() noexcept
         void heartbeat() noexcept

@@ -136,7 +136,7 @@ cdef Hold _wrap_hold(CHold& hold):
     return result
 
 
-cdef PoolOptions _options(extents_bytes, entry_capacity, policy, watermark, max_session_share) except *:
+cdef PoolOptions _options(extents_bytes, entry_capacity, policy, max_session_share) except *:
     cdef PoolOptions options
     if not 0 <= extents_bytes < 1 << 63:
         raise ValueError(f"extents_bytes: must be positive, got {extents_bytes}")
@@ -147,8 +147,6 @@ cdef PoolOptions _options(extents_bytes, entry_capacity, policy, watermark, max_
     options.extents_bytes = extents_bytes
     options.entry_capacity = entry_capacity
     options.policy = policy.encode()
-    options.watermark = watermark[0] if watermark is not None else 0.0
-    options.watermark_ratio = watermark[1] if watermark is not None else 0.0
     options.max_session_share = max_session_share
     return options
 
@@ -161,10 +159,10 @@ cdef class Pool:
             raise TypeError("a Pool comes from Pool.create() or Pool.adopt()")
 
     @staticmethod
-    def create(int index_fd, int extents_fd, *, extents_bytes, entry_capacity, policy="LRU", watermark=None,
+    def create(int index_fd, int extents_fd, *, extents_bytes, entry_capacity, policy="LRU",
                max_session_share=8):
         cdef Pool self = Pool.__new__(Pool, MADE_HERE)
-        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, watermark, max_session_share)
+        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, max_session_share)
         cdef Status status
         with nogil:
             status = CPool.create(index_fd, extents_fd, options, &self.pool)
@@ -172,10 +170,10 @@ cdef class Pool:
         return self
 
     @staticmethod
-    def adopt(int index_fd, int extents_fd, *, policy="LRU", watermark=None, max_session_share=8, extents_bytes=0,
+    def adopt(int index_fd, int extents_fd, *, policy="LRU", max_session_share=8, extents_bytes=0,
               entry_capacity=0):
         cdef Pool self = Pool.__new__(Pool, MADE_HERE)
-        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, watermark, max_session_share)
+        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, max_session_share)
         cdef Status status
         cdef FormatMismatch mismatch
         with nogil:
@@ -480,19 +478,6 @@ cdef class Pool:
     def set_quota(self, uint32_t tenant, int64_t quota_bytes):
         with nogil:
             self.pool.get().set_quota(tenant, quota_bytes)
-
-    def evict_to_watermark(self):
-        cdef uint64_t count
-        with nogil:
-            count = self.pool.get().evict_to_watermark()
-        return count
-
-    def victims_preview(self, uint64_t need_bytes):
-        cdef vector[CKey] keys
-        cdef size_t i
-        with nogil:
-            keys = self.pool.get().victims_preview(need_bytes)
-        return [_key_bytes(keys[i]) for i in range(keys.size())]
 
     def events(self):
         cdef uint64_t lost = 0

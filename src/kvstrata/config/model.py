@@ -25,9 +25,6 @@ class L1Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         "Size of the pool in shared memory, in GB; empty: 4, or less if less fits.")] = None
     eviction_policy: Annotated[Literal["LRU", "ARC", "S3FIFO", "noop"], says(
         "Which chunks are evicted first; `noop` never evicts and refuses stores instead.")] = "LRU"
-    eviction_trigger_watermark: Annotated[float, says(
-        "Used share of the pool above which eviction starts ahead of need.", gt=0, le=1)] = 0.8
-    eviction_ratio: Annotated[float, says("Share of the pool that one such eviction frees.", ge=0, lt=1)] = 0.2
     entries: Annotated[Annotated[int, Meta(ge=1024, le=1 << 26)] | None, says(
         "Chunks that the index has room for; empty: derived from the size.")] = None
     segment_dir: Annotated[str, says(

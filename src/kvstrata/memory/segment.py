@@ -257,7 +257,6 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
             parts.index_fd,
             parts.extents_fd,
             policy=settings.policy,
-            watermark=settings.watermark,
             max_session_share=settings.max_session_share,
             extents_bytes=settings.extents_bytes,
             entry_capacity=settings.entry_capacity or 0,
@@ -291,7 +290,6 @@ def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
             extents_bytes=settings.extents_bytes,
             entry_capacity=settings.entries(),
             policy=settings.policy,
-            watermark=settings.watermark,
             max_session_share=settings.max_session_share,
         )
     except ValueError as error:

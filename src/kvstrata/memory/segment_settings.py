@@ -136,7 +136,6 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     entry_capacity: int | None = None
     """Entries of the index; None: one per 64 KiB of L1, at least 16 Ki, at most 4 Mi."""
     policy: str = "LRU"
-    watermark: tuple[float, float] | None = None
     max_session_share: int = 8
     huge_pages: bool = False
     """Make the extents of pages of 2 MiB; `extents_bytes` must then be a multiple of that."""

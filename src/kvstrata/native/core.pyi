@@ -460,15 +460,13 @@ class Pool:
         extents_bytes: int,
         entry_capacity: int,
         policy: str = "LRU",
-        watermark: tuple[float, float] | None = None,
         max_session_share: int = 8,
     ) -> Pool:
         """Makes a pool in two empty files and sizes them.
 
         `extents_bytes`: a multiple of 4096.  `entry_capacity`: most extents (144 bytes of index each).
-        `policy`: LRU, ARC, S3FIFO or noop (never evicts).  `watermark`: (share of the pool at which
-        `evict_to_watermark` acts, share of the used bytes that it evicts then).  The reserved and quarantined extents
-        of one row may take at most 1/`max_session_share` of the pool, but one extent is always allowed.
+        `policy`: LRU, ARC, S3FIFO or noop (never evicts).  The reserved and quarantined extents of one row may take at
+        most 1/`max_session_share` of the pool, but one extent is always allowed.
         Raises ValueError naming a bad option, OSError when a file cannot be sized or mapped.
         """
     @staticmethod
@@ -477,7 +475,6 @@ class Pool:
         extents_fd: int,
         *,
         policy: str = "LRU",
-        watermark: tuple[float, float] | None = None,
         max_session_share: int = 8,
         extents_bytes: int = 0,
         entry_capacity: int = 0,
@@ -625,10 +622,6 @@ class Pool:
 
         At its quota, the tenant's own oldest chunks are evicted to make room.
         """
-    def evict_to_watermark(self) -> int:
-        """Bytes evicted; 0 below the watermark."""
-    def victims_preview(self, need_bytes: int) -> list[bytes]:
-        """READY keys that would be evicted next, in about that order, at most 4096 of each size. Changes nothing."""
     def events(self) -> list[tuple[int, bytes, int]]:
         """(kind, key, bytes) since the last call; `kind` is a kvstrata.types.PoolEvent."""
     @property

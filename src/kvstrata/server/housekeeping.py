@@ -111,12 +111,8 @@ class Housekeeping:
             self._offering = self._parts.supervisor.job(self._put_adopted(), "puts of adopted chunks")
         if self._parts.tails is not None:
             self._parts.tails.tick()
-        await asyncio.shield(lane.run(self._evict))
-        await self._see_to_memory()
-
-    def _evict(self) -> None:
-        self._parts.pool.evict_to_watermark()
         self._evictions.look(self._parts.clock.monotonic_s())
+        await self._see_to_memory()
 
     async def _see_to_memory(self) -> None:
         """Ask again for memory that L1 did not get, and log when memory starts or ceases to be missing."""

@@ -109,7 +109,7 @@ class Parts:
             pool, tiers, limits, clock, self.store.dropped, self.store.found, self.peer_reads.scatter
         )
         self.tails = TailPuts(pool, self.store, tiers, clock, settings.l2.tails_after_s)
-        self.events = PoolEvents(pool, explainer, self.store, news, clock)
+        self.events = PoolEvents(pool, explainer, news, clock)
 
         # What serves processes.
         self.recuts = Recuts(self, self._recut_lane)

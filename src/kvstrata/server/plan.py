@@ -272,14 +272,12 @@ def segment_settings(
 ) -> SegmentSettings:
     """The layout of L1. `directory` is for sockets, `shm` for shared memory."""
     l1 = settings.l1
-    watermark = (l1.eviction_trigger_watermark, l1.eviction_ratio) if l1.eviction_ratio else None
     return SegmentSettings(
         socket_dir=directory,
         directory=shm,
         extents_bytes=extents_bytes,
         entry_capacity=l1.entries,
         policy=l1.eviction_policy,
-        watermark=watermark,
         max_session_share=MAX_SESSION_SHARE,
         huge_pages=l1.use_hugepages,
         numa=l1.numa,

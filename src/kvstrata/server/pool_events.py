@@ -1,7 +1,7 @@
-"""Passes the events of the pool on: to explain, the store controller, and the cluster's controllers.
+"""Passes the events of the pool on: to explain, and to the cluster's controllers.
 
 Pool.events() ─▶ drain ─┬─▶ news (at once, in order)
-                        └─▶ EVENTS_PER_TURN in each turn of the loop ─▶ history, verified, store.evicted
+                        └─▶ EVENTS_PER_TURN in each turn of the loop ─▶ history, verified
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from kvstrata.native.core import Pool
 from kvstrata.observability.explain import Explainer
 from kvstrata.observability.logging import EventLog
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.tiers.puts import StoreController
 from kvstrata.types import PoolEvent
 
 EVENTS_PER_TURN = 512
@@ -30,13 +29,11 @@ class PoolEvents:
         self,
         pool: Pool,
         explainer: Explainer,
-        store: StoreController,
         news: Sequence[TierNews],
         clock: Clock,
     ) -> None:
         self._pool = pool
         self._explainer = explainer
-        self._store = store
         self._news = news
         self._clock = clock
         self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
@@ -72,13 +69,10 @@ class PoolEvents:
     def _tell(self) -> None:
         """Pass on the oldest events, and the others in later turns of the loop."""
         explainer, now_ms = self._explainer, self._clock.unix_ms()
-        evicted: list[bytes] = []
         for _ in range(min(len(self._waiting), EVENTS_PER_TURN)):
             kind, key = self._waiting.popleft()
             if kind in _LEAVES_L1:
                 explainer.left_l1(key, kind, now_ms)
-                if kind == PoolEvent.EVICTED:
-                    evicted.append(key)
             elif kind == PoolEvent.CORRUPT:
                 explainer.corrupt(key, now_ms)
                 self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
@@ -86,7 +80,5 @@ class PoolEvents:
                 self.verified.append(key)
             elif kind == PoolEvent.INSERTED:
                 explainer.inserted(key)
-        if evicted:
-            self._store.evicted(evicted)
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._tell)

@@ -60,7 +60,6 @@ class StorePolicy(enum.StrEnum):
     """When a chunk is put to an adapter; tiers/puts.py acts on it."""
 
     THROUGH = "through"
-    ON_EVICT = "on_evict"
     SECOND_TOUCH = "second_touch"
 
 
@@ -70,7 +69,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     # fmt: off
     type: Annotated[str, says("Type of the adapter.", min_length=1)]
     policy: Annotated[StorePolicy, says(
-        "Which chunks of L1 are put into this adapter. `through`: all; `on_evict`: those that L1 is about to evict; "
+        "Which chunks of L1 are put into this adapter. `through`: all; "
         "`second_touch`: those that are used a second time.")] = StorePolicy.THROUGH
     deadline_ms: Annotated[Annotated[int, Meta(ge=1, le=600_000)] | None, says(
         "Milliseconds that one operation may take, and as many more for every 64 MB of its payload; not set: 5000."

@@ -36,7 +36,7 @@ from kvstrata.observability.numbers import Numbers, counter, gauge, parts_by
 from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus
 from kvstrata.storage.config import StorePolicy
 from kvstrata.tiers.set import TierSet
-from kvstrata.tiers.tier import Tier, TierState
+from kvstrata.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -79,20 +79,6 @@ class RetryRule(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.first_s * 2.0 ** (attempts - 1), self.longest_s)
 
 
-class EvictAhead(msgspec.Struct, frozen=True, kw_only=True):
-    """When `on_evict` begins to put chunks ahead of their eviction, and how many, as shares of L1's bytes."""
-
-    low_watermark: float = 0.6
-    """Occupancy above which puts begin; lower than the watermark at which the pool evicts."""
-    step: float = 1 / 16
-    """Largest answer of `need_bytes`."""
-
-    def need_bytes(self, used_bytes: int, l1_bytes: int) -> int:
-        """How many bytes of chunks, next in the order of eviction, should be put now; 0 below the watermark."""
-        over_bytes = used_bytes - int(self.low_watermark * l1_bytes)
-        return min(over_bytes, int(self.step * l1_bytes)) if over_bytes > 0 else 0
-
-
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on one instance's puts."""
 
@@ -105,7 +91,6 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_keys: int = 65_536
     """Maximum number of committed keys that wait for a turn of the loop."""
     retry: RetryRule = RetryRule()
-    evict_ahead: EvictAhead = EvictAhead()
 
 
 class RecentKeys:
@@ -142,8 +127,7 @@ class PutPlanner:
     """Decides by a tier's policy which keys the tier gets. No I/O, no clock.
 
     `through` puts every chunk when it is committed; `second_touch` puts a chunk when it was stored or used for the
-    second time; `on_evict` puts a chunk when it is about to leave L1.  It begins at a low watermark of L1's occupancy,
-    so that chunks are stored before their room is needed.
+    second time.
 
     It remembers at most `limit_keys` keys that were seen once and as many that the adapter has, but not the content of
     L1.
@@ -172,12 +156,6 @@ class PutPlanner:
             else:
                 self._seen.add(key)
         return again
-
-    def leaving(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of these chunks that should be put before they leave L1."""
-        if self.policy is not StorePolicy.ON_EVICT:
-            return []
-        return [key for key in keys if key not in self._clean]
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """Note that the adapter has these chunks."""
@@ -297,12 +275,6 @@ class TierPuts(Numbers):
         """Count and report that the tier does not get this chunk."""
         self.outcomes[f"skipped:{reason}"] += 1
         self._skipped(key, str(reason))
-
-    def left_l1(self, keys: Sequence[bytes]) -> None:
-        """Note that chunks were evicted; those that the policy would have put before their eviction are skipped."""
-        for key in self.planner.leaving(keys):
-            if key not in self._pending:
-                self.skip(key, Skip.EVICTED)
 
     def take_up_unpinned(self) -> None:
         """Queue chunks that the backlog had no room for, now that the backlog is empty."""
@@ -563,11 +535,6 @@ class StoreController(Numbers):
         if self.wants_touches:
             self._take(keys, touched=True)
 
-    def evicted(self, keys: Sequence[bytes]) -> None:
-        """Note chunks that were evicted from L1. Chunks that an `on_evict` policy would have put count as skipped."""
-        for puts in self._puts.values():
-            puts.left_l1(keys)
-
     def dropped(self, name: str, keys: Sequence[bytes] | None) -> None:
         """Note that the tier does not have these chunks any more (its cap, a delete, a corrupt copy). None: any."""
         puts = self._puts.get(name)
@@ -658,29 +625,11 @@ class StoreController(Numbers):
                     puts.skip(key, Skip.STOPPING)
             else:
                 puts.offer([*puts.planner.committed(committed), *puts.planner.touched(touched)])
-        if not self._stopping:
-            self._clean_ahead()
         if waiting:
             self._turn_scheduled = True
             asyncio.get_running_loop().call_soon(self._turn)
         else:
             self._note_progress()
-
-    def _clean_ahead(self) -> None:
-        """Offer the pool's next victims to the tiers whose policy is `on_evict`."""
-        eager = [
-            puts
-            for puts in self._puts.values()
-            if puts.planner.policy is StorePolicy.ON_EVICT and puts.tier.state is TierState.ACTIVE
-        ]
-        if not eager:
-            return
-        pool = self._pool
-        need_bytes = self.limits.evict_ahead.need_bytes(pool.stats()["used_bytes"], pool.extents_bytes)
-        if need_bytes:
-            victims = pool.victims_preview(need_bytes)
-            for puts in eager:
-                puts.offer(puts.planner.leaving(victims))
 
     def _is_quiet(self) -> bool:
         return not self._waiting and not self._takes_up and not any(puts.busy for puts in self._puts.values())

@@ -16,7 +16,7 @@ from kvstrata.errors import BadRequest, ConfigError, StorageError
 from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.storage.config import StorePolicy
 from kvstrata.tiers import tier as tier_module
-from kvstrata.tiers.puts import KEYS_PER_TURN, EvictAhead
+from kvstrata.tiers.puts import KEYS_PER_TURN
 from kvstrata.types import KEY_BYTES
 from tests.fault.server.conftest import OpenTier, Puts, Start
 from tests.harness.amount import amount
@@ -172,26 +172,6 @@ async def test_more_keys_than_one_turn_takes_are_all_put_or_accounted_for(l1: L1
     assert one.records == set(keys)
 
 
-async def test_on_evict_puts_chunks_before_they_leave(l1: L1, tier: OpenTier) -> None:
-    one = await tier(StorePolicy.ON_EVICT)
-    puts = Puts(l1, one, evict_ahead=EvictAhead(low_watermark=0.5, step=0.25))
-    l1_keys: list[bytes] = []
-    few = l1.store(chain("few", 8))
-    await puts.put(few)
-    assert one.records == set(), "below the watermark nothing is put"
-    l1_keys += few
-    for n in range(30):
-        keys = l1.store(chain(f"p{n}", 4))
-        assert len(keys) == 4
-        l1_keys += keys
-        await puts.put(keys)
-        puts.controller.evicted([key for kind, key, _ in l1.pool.events() if kind == 1])
-    assert puts.skipped == []
-    for key in l1_keys:
-        assert key in one.records or l1.has(key)
-    assert max(one.faults.stored.values()) == 1, "a chunk is put once"
-
-
 async def test_second_touch_puts_chunks_that_were_used_again(l1: L1, tier: OpenTier) -> None:
     one = await tier(StorePolicy.SECOND_TOUCH)
     puts = Puts(l1, one)
@@ -207,13 +187,12 @@ async def test_second_touch_puts_chunks_that_were_used_again(l1: L1, tier: OpenT
 
 
 async def test_a_read_only_medium_gets_and_loses_nothing(l1: L1, tier: OpenTier) -> None:
-    one, read_only = await tier(), await tier(StorePolicy.ON_EVICT)
+    one, read_only = await tier(), await tier()
     medium = read_only.medium
     medium.capabilities = msgspec.structs.replace(medium.capabilities, takes_puts=False)
     puts = Puts(l1, one, read_only)
     keys = chain("a", 8)
     puts.controller.committed(l1.store(keys))
-    puts.controller.evicted(keys[:2])
     await puts.controller.idle()
     assert one.records == set(keys)
     assert read_only.faults.asked["put"] == 0

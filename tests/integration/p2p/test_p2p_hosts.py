@@ -39,7 +39,6 @@ SETTINGS = {
     "UCX_TLS": "tcp",
     "KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "2000",
     "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "3000",
-    "KVSTRATA_L1_EVICTION_TRIGGER_WATERMARK": "1",  # nothing leaves before its place is needed
 }
 FLAPS, FLAP_S, SLOW_ENOUGH_BYTES_PER_S = 8, 0.5, 4 * MIB
 """Prompts that are read meanwhile, how long the link is up or down, and how fast it is: one of them takes longer."""

@@ -43,7 +43,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.index_fd = os.memfd_create("index", os.MFD_CLOEXEC)
         self.extents_fd = os.memfd_create("extents", os.MFD_CLOEXEC)
-        self.options = {"policy": self.policy, "watermark": (0.5, 0.3), "max_session_share": 3}
+        self.options = {"policy": self.policy, "max_session_share": 3}
         self.sizes = {"extents_bytes": 48 * PAGE, "entry_capacity": 18}
         self.pool = Pool.create(self.index_fd, self.extents_fd, **self.sizes, **self.options)
         self.reader = IndexReader(self.index_fd)
@@ -343,18 +343,6 @@ class PoolMachine(RuleBasedStateMachine):
     def set_quota(self, tenant: int, quota: int) -> None:
         self.pool.set_quota(tenant, quota)
         self.model.quotas[tenant] = quota
-
-    @rule()
-    def evict_to_watermark(self) -> None:
-        self.take_events()
-        preview = self.pool.victims_preview(1 << 30)
-        assert all(
-            self.model.state_of(key) == "ready" and not self.model.index[key].in_use for key in preview
-        )
-        evicted_bytes = self.pool.evict_to_watermark()
-        evicted = self.take_events().get(PoolEvent.EVICTED, [])
-        assert evicted_bytes == sum(self.model.index[key].bytes for key in evicted)
-        self.model.evicted(evicted, set())
 
     # restarts
 

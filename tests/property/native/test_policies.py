@@ -312,28 +312,12 @@ def test_evicted_chunks_had_no_descendants_and_were_not_held(
     pool.close()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_chunks_that_the_preview_names_are_evicted_first(policy: str) -> None:
-    pool = make_pool(40, policy)
-    for prompt in range(10):
-        store(pool, [key(prompt, chunk) for chunk in range(4)], 1)
-    preview = pool.victims_preview(8 * PAGE)
-    assert len(preview) == 8
-    pool.events()
-    for prompt in range(10, 12):
-        store(pool, [key(prompt, chunk) for chunk in range(4)], 1)
-    evicted = {name for kind, name, _ in pool.events() if kind == EVICTED}
-    assert evicted == set(preview)
-    pool.close()
-
-
 def test_noop_keeps_everything_and_says_pinned() -> None:
     pool = make_pool(8, "noop", entries=20)
     for prompt in range(8):
         store(pool, [key(prompt)], 1)
     ticket, outcomes, _ = pool.reserve(key(9), b"", PAGE, 0, IDENTITY)
     assert (ticket, list(outcomes)) == (0, [4])
-    assert pool.victims_preview(PAGE) == []
     assert pool.clear() == (8, 0)
     store(pool, [key(9)], 1)
     pool.close()

@@ -8,27 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.native.core import Hold
-from kvstrata.storage.config import StorePolicy
 from kvstrata.testing.strategies import key_of
-from kvstrata.tiers.puts import EvictAhead, PutPlanner, RecentKeys, RetryRule, StoreController
+from kvstrata.tiers.puts import RecentKeys, RetryRule, StoreController
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import KEYS_PER_ROUND, TailPuts
 from tests.harness.l1 import CLOCK, L1, chain
 
 A, B = (key_of(n) for n in range(2))
 EXTENT = 57_344
-
-
-def test_on_evict_puts_a_chunk_once_until_the_adapter_loses_it() -> None:
-    planner = PutPlanner(StorePolicy.ON_EVICT)
-    planner.stored([A])
-    assert planner.leaving([A, B]) == [B]
-    planner.gone([A])
-    assert planner.leaving([A]) == [A]
-    planner.stored([A])
-    planner.forget()
-    assert planner.leaving([A]) == [A]
-    assert not planner.committed([A]) and not planner.touched([A])
 
 
 @given(st.lists(st.integers(0, 30), max_size=80), st.integers(1, 10))
@@ -91,13 +78,3 @@ async def test_replaced_tails_in_use_do_not_keep_others_behind_them_from_being_d
 def test_throttled_puts_are_retried_a_bounded_number_of_times_after_growing_pauses() -> None:
     rule = RetryRule(retries=4, first_s=0.5, longest_s=2.0)
     assert [rule.delay_s(attempts) for attempts in range(1, 7)] == [0.5, 1.0, 2.0, 2.0, None, None]
-
-
-@given(st.integers(0, 2000))
-def test_cleaning_ahead_begins_at_the_watermark_and_goes_in_steps(used: int) -> None:
-    rule = EvictAhead(low_watermark=0.6, step=0.1)
-    need = rule.need_bytes(used, 1000)
-    if used <= 600:
-        assert need == 0
-    else:
-        assert 0 < need <= min(used - 600, 100)

@@ -10,7 +10,7 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
   const Key key = index.key(entry);
   const std::uint64_t bytes = entries.extent_bytes(entry);
   const bool evicted = cause == Cause::kPolicy || cause == Cause::kWindow ||
-                       cause == Cause::kQuota || cause == Cause::kWatermark;
+                       cause == Cause::kQuota;
   const bool aborted = cause == Cause::kAborted;
   entries.policy.remove(entry, key.word[0], evicted);
   index.unlink(entry, key);
@@ -21,7 +21,6 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
     case Cause::kPolicy:
     case Cause::kWindow:
     case Cause::kQuota:
-    case Cause::kWatermark:
       counts.evicted_by[static_cast<std::size_t>(cause)] += 1;
       break;
     case Cause::kCleared:

@@ -23,7 +23,6 @@ enum class Cause : std::uint8_t {
   kPolicy,
   kWindow,
   kQuota,
-  kWatermark,
   kCleared,
   kRemoved,
   kCorrupt,

@@ -76,11 +76,6 @@ class LruPolicy final : public EvictionPolicy {
     return list.cold;
   }
 
-  void preview(std::uint32_t cls, std::size_t count,
-               std::vector<std::uint32_t>* out) const override {
-    preview_list(lists_[cls], count, out);
-  }
-
   void forget_class(std::uint32_t cls) noexcept override { lists_[cls] = EntryList{}; }
 
   std::int64_t count(std::uint32_t cls) const noexcept override {
@@ -113,7 +108,6 @@ class NoopPolicy final : public EvictionPolicy {
   }
   void unblocked(std::uint32_t, bool) noexcept override {}
   std::uint32_t victim(std::uint32_t) noexcept override { return kNoEntry; }
-  void preview(std::uint32_t, std::size_t, std::vector<std::uint32_t>*) const override {}
   void forget_class(std::uint32_t) noexcept override {}
   std::int64_t count(std::uint32_t cls) const noexcept override { return counts_[cls]; }
 
@@ -148,10 +142,6 @@ class TailsFirst final : public EvictionPolicy {
   std::uint32_t victim(std::uint32_t cls) noexcept override {
     const std::uint32_t tail = tails_->victim(cls);
     return tail != kNoEntry ? tail : rest_->victim(cls);
-  }
-  void preview(std::uint32_t cls, std::size_t count,
-               std::vector<std::uint32_t>* out) const override {
-    rest_->preview(cls, count, out);
   }
   void forget_class(std::uint32_t cls) noexcept override {
     tails_->forget_class(cls);
@@ -278,12 +268,6 @@ class ArcPolicy final : public EvictionPolicy {
       entries_[entry].parked = 1;
       state.parked_in(entries_[entry].list) += 1;
     }
-  }
-
-  void preview(std::uint32_t cls, std::size_t count,
-               std::vector<std::uint32_t>* out) const override {
-    preview_list(classes_[cls].recent, count, out);
-    preview_list(classes_[cls].frequent, count, out);
   }
 
   void forget_class(std::uint32_t cls) noexcept override {
@@ -421,12 +405,6 @@ class S3FifoPolicy final : public EvictionPolicy {
     }
   }
 
-  void preview(std::uint32_t cls, std::size_t count,
-               std::vector<std::uint32_t>* out) const override {
-    preview_list(classes_[cls].small, count, out);
-    preview_list(classes_[cls].main, count, out);
-  }
-
   void forget_class(std::uint32_t cls) noexcept override {
     ClassState& state = classes_[cls];
     state.small = state.main = EntryList{};
@@ -501,17 +479,6 @@ std::int64_t EvictionPolicy::check_list(const EntryList& list, std::uint8_t mark
     previous = entry;
   }
   return previous == list.cold && seen == list.size ? seen : -1;
-}
-
-void EvictionPolicy::preview_list(const EntryList& list, std::size_t count,
-                                  std::vector<std::uint32_t>* out) const {
-  // The number of steps is bounded, because blocked entries at the cold end are not parked here.
-  std::size_t steps = 4 * count + 64;
-  for (std::uint32_t entry = list.cold; entry != kNoEntry && out->size() < count && steps > 0;
-       --steps) {
-    if (!entries_[entry].is_blocked()) out->push_back(entry);
-    entry = entries_[entry].list_previous;
-  }
 }
 
 bool GhostList::erase(std::uint64_t fingerprint) {

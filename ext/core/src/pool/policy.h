@@ -96,10 +96,6 @@ class EvictionPolicy {
   virtual void unblocked(std::uint32_t entry, bool used) noexcept = 0;
   // The next entry of the class to evict, or kNoEntry. It stays until remove().
   virtual std::uint32_t victim(std::uint32_t cls) noexcept = 0;
-  // Up to `count` entries of the class, in about the order in which they would be evicted, children
-  // before parents that were used at the same time; blocked entries are left out. Changes nothing.
-  virtual void preview(std::uint32_t cls, std::size_t count,
-                       std::vector<std::uint32_t>* out) const = 0;
   // The class id stands for another size from now on. REQUIRES: the class has no entry.
   virtual void forget_class(std::uint32_t cls) noexcept = 0;
   // Sanity of the lists of one class: number of entries listed or parked, -1 when a list is broken.
@@ -111,8 +107,6 @@ class EvictionPolicy {
   void unlink(EntryList& list, std::uint32_t entry) noexcept;
   // Number of entries, -1 when links or marks do not agree.
   std::int64_t check_list(const EntryList& list, std::uint8_t mark) const noexcept;
-  void preview_list(const EntryList& list, std::size_t count,
-                    std::vector<std::uint32_t>* out) const;
 
   EntryLocal* entries_;
 };

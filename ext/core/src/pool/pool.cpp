@@ -129,12 +129,6 @@ Status Pool::check_options(const PoolOptions& options) noexcept {
   if (make_policy(options.policy, nullptr) == nullptr) {
     return Status(StatusCode::kBadArgument, "policy: must be one of LRU, ARC, S3FIFO, noop");
   }
-  if (!(options.watermark >= 0.0 && options.watermark <= 1.0)) {
-    return Status(StatusCode::kBadArgument, "watermark: must be between 0 and 1");
-  }
-  if (!(options.watermark_ratio >= 0.0 && options.watermark_ratio <= 1.0)) {
-    return Status(StatusCode::kBadArgument, "watermark: the evicted share must be between 0 and 1");
-  }
   if (options.max_session_share == 0) {
     return Status(StatusCode::kBadArgument, "max_session_share: must be at least 1");
   }
@@ -500,28 +494,6 @@ ClearedInUse Pool::cleared_in_use(std::int64_t tenant) noexcept {
 void Pool::set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
   if (!is_closed()) tenants_.set_quota(tenant, bytes);
-}
-
-std::uint64_t Pool::evict_to_watermark() noexcept {
-  constexpr int kStep = 64;  // evictions, before other threads get the mutex
-  std::uint64_t evicted_bytes = 0;
-  std::uint64_t goal_bytes = 0;
-  for (bool first = true;; first = false) {
-    const std::lock_guard lock(mutex_);
-    if (is_closed() || options_.watermark == 0.0 || !policy_->evicts()) return evicted_bytes;
-    if (first) {
-      const auto total = static_cast<double>(extents_bytes());
-      const auto used = static_cast<double>(entries_.used_bytes);
-      if (used <= options_.watermark * total) return 0;
-      goal_bytes = static_cast<std::uint64_t>(used * options_.watermark_ratio);
-    }
-    if (!room_.evict_oldest(kStep, goal_bytes, &evicted_bytes)) return evicted_bytes;
-  }
-}
-
-std::vector<Key> Pool::victims_preview(std::uint64_t need_bytes) noexcept {
-  const std::lock_guard lock(mutex_);
-  return is_closed() ? std::vector<Key>() : room_.preview(need_bytes);
 }
 
 std::vector<Event> Pool::take_events(std::uint64_t* lost) noexcept {

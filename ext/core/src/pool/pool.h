@@ -141,8 +141,6 @@ struct PoolOptions {
   std::uint64_t extents_bytes = 0;   // create: required; adopt: the expected value, or 0 for any
   std::uint64_t entry_capacity = 0;  // likewise
   std::string policy = "LRU";
-  double watermark = 0.0;        // share of the pool at which evict_to_watermark acts; 0: never
-  double watermark_ratio = 0.0;  // share of the used bytes that it then evicts
   std::uint32_t max_session_share = 8;
 };
 
@@ -249,8 +247,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // tenant < 0: of every tenant.
   ClearedInUse cleared_in_use(std::int64_t tenant = -1) noexcept;
   void set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
-  std::uint64_t evict_to_watermark() noexcept;
-  std::vector<Key> victims_preview(std::uint64_t need_bytes) noexcept;
   // The events since the last call. `lost`: how many were overwritten since the pool was opened.
   std::vector<Event> take_events(std::uint64_t* lost) noexcept;
   // Appends the first words of the keys that are READY among the next `max_entries` entries from

@@ -40,12 +40,6 @@ struct Room {
   [[nodiscard]] bool fit_quota(std::uint32_t tenant, std::uint64_t bytes, bool may_evict);
   // Evicts one entry of any class, to free an entry number. False when none can be evicted.
   [[nodiscard]] bool evict_one_entry();
-  // Evicts the oldest victims, at most `most`, until `evicted_bytes` has reached the goal. False
-  // when the goal is reached, or when nothing more can be evicted.
-  [[nodiscard]] bool evict_oldest(int most, std::uint64_t goal_bytes, std::uint64_t* evicted_bytes);
-  // READY keys of `need_bytes` that would be evicted next, in about that order, at most 4096 of
-  // each class. Changes nothing.
-  std::vector<Key> preview(std::uint64_t need_bytes);
 
   // A free extent that has memory. False when there is none.
   bool take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);

@@ -55,7 +55,7 @@ struct LeaseCounts {
 
 struct DepartureCounts {
   std::uint64_t evicted_entries, evicted_bytes;
-  std::uint64_t evicted_by[4];  // by Cause; see kEvictionCauses
+  std::uint64_t evicted_by[3];  // by Cause; see kEvictionCauses
   std::uint64_t cleared_entries, corrupt_entries, quarantined_entries;
 };
 
@@ -99,7 +99,7 @@ struct PoolStats : EntryCounts,
 // The words of labels; a value whose word is null is not shown.
 inline constexpr const char* kEntryStates[] = {nullptr, "reserved", "ready", "unverified",
                                                "quarantined"};
-inline constexpr const char* kEvictionCauses[] = {"policy", "window", "quota", "watermark"};
+inline constexpr const char* kEvictionCauses[] = {"policy", "window", "quota"};
 inline constexpr const char* kRefusals[kReserveOutcomes] = {
     nullptr,        nullptr,         nullptr,        "chain_exceeds_pool",
     "pool_pinned",  "session_limit", "quota",        "too_large",
@@ -182,7 +182,7 @@ inline constexpr PoolNumber kPoolNumbers[] = {
     {"evicted_bytes", "", "counter", "Bytes of the chunks evicted.",
      offsetof(PoolStats, evicted_bytes)},
     {"evictions", "", "counter",
-     "Evictions by cause: policy, window (a whole slab), quota or watermark.",
+     "Evictions by cause: policy, window (a whole slab) or quota.",
      offsetof(PoolStats, evicted_by), "cause", kEvictionCauses},
     {"cleared_entries", "", "counter", "Chunks dropped by a clear.",
      offsetof(PoolStats, cleared_entries)},

@@ -24,8 +24,6 @@ SERVER_FLAGS: dict[str, Name] = {
         http_port="http.port",
         l1_size_gb="l1.size_gb",
         eviction_policy="l1.eviction_policy",
-        eviction_trigger_watermark="l1.eviction_trigger_watermark",
-        eviction_ratio="l1.eviction_ratio",
         l2_adapter="l2_adapters",
         l1_use_hugepages="l1.use_hugepages",
         no_l1_use_hugepages="l1.use_hugepages",
@@ -69,6 +67,10 @@ SERVER_FLAGS: dict[str, Name] = {
         no_effect(
             "the HTTP port always asks for a token: that in http.token_file, or one that the server makes"
         ),
+    ),
+    **each(
+        "--eviction-trigger-watermark --eviction-ratio",
+        no_effect("a chunk is evicted when another needs its room, so L1 stays full"),
     ),
     "--l1-mlock": no_effect("L1 is faulted in, but not locked: memory.swap.max keeps it in memory"),
     **each(
