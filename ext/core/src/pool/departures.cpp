@@ -9,8 +9,7 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
   IndexView& index = entries.index;
   const Key key = index.key(entry);
   const std::uint64_t bytes = entries.extent_bytes(entry);
-  const bool evicted = cause == Cause::kPolicy || cause == Cause::kWindow ||
-                       cause == Cause::kQuota;
+  const bool evicted = cause == Cause::kPolicy || cause == Cause::kWindow || cause == Cause::kQuota;
   const bool aborted = cause == Cause::kAborted;
   entries.policy.remove(entry, key.word[0], evicted);
   index.unlink(entry, key);
