@@ -334,6 +334,9 @@ def test_a_server_that_runs_out_of_memory_says_so_and_comes_back_smaller(tmp_pat
         server._host = SimpleNamespace(under=under)
         server.start()
         server._host = None
+        eventually(
+            "L1 is faulted in", lambda: server.get("/v1/status")["pool"]["prefaulted_bytes"] >= 320 << 20
+        )
         hoard = "import sys; x = b'x' * (300 << 20); sys.stdin.read()"
         # The kernel kills the largest process of the group, which is the server with its L1.
         with subprocess.Popen([*under, sys.executable, "-c", hoard], stdin=subprocess.PIPE) as other:

@@ -105,9 +105,9 @@ def test_getting_started(tmp_path: Path) -> None:
     assert_shown(output(page, bench, "kvstrata bench"), printed["kvstrata bench"])
     assert_shown(output(page, look, l2_list), printed[l2_list])
     assert "disk-0" in printed["kvstrata ctl status"]
-    shown = [" ".join(shape(line).split()[1:3]) for line in output(page, "$ python3", "kvstrata doctor")[:10]]
-    told = [" ".join(shape(line).split()[1:3]) for line in printed["kvstrata doctor"].splitlines()]
-    assert {*shown[:5], *shown[6:]} <= {*told}, told  # without the line about a GPU's driver
+    names = [line.split()[1] for line in output(page, "$ python3", "kvstrata doctor")[:10]]
+    told = [line.split()[1] for line in printed["kvstrata doctor"].splitlines()[: len(names) + 1] if line]
+    assert {*names} <= {*told}, told  # what it says of each depends on the machine
 
 
 def test_the_server_of_the_readme_accepts_its_flags(tmp_path: Path) -> None:
