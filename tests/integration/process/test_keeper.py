@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,9 +330,8 @@ def test_commands_that_only_print_are_not_started_again() -> None:
 @pytest.mark.long
 def test_a_server_that_runs_out_of_memory_says_so_and_comes_back_smaller(tmp_path: Path) -> None:
     with memory_group(512 << 20) as under, ServerProcess(tmp_path, l1_mb=320, supervised=True) as server:
-        server._host = SimpleNamespace(under=under)
+        server.within = under
         server.start()
-        server._host = None
         eventually(
             "L1 is faulted in", lambda: server.get("/v1/status")["pool"]["prefaulted_bytes"] >= 320 << 20
         )
