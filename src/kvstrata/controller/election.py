@@ -4,7 +4,7 @@
     PREFIX/leader         the controller that leads, as long as its lease lives
     PREFIX/cluster-id     a number that grows whenever etcd has lost its data
     PREFIX/orders/NAME    an order of an admin (orders.py)
-    PREFIX/orders-version written with each order, so that one read shows whether any order has changed
+    PREFIX/orders-version a new random word with each order, so that one read shows whether any order has changed
 
 Each *step* is one transaction, which reads all of these, and writes the leader's key if it is absent; every third step
 then refreshes the lease.  The *token* of a leadership is the revision of etcd that created the leader's key, so tokens
@@ -33,6 +33,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -84,8 +85,9 @@ class Election:
         self._settings = settings
         self._me = me
         self._clock = clock
-        self._orders_version = 0
-        """Revision of etcd that last wrote the loaded orders."""
+        self._orders_version = b""
+        """PREFIX/orders-version of the loaded orders: a backup that is restored may have the same revision as what it
+        replaces, and other orders."""
         self._orders_revision = 0
         """Revision of etcd up to which our orders are complete."""
         self._written_version = 0
@@ -210,12 +212,12 @@ class Election:
             return
         if answer.revision < known_revision:
             self.outbid(self.cluster_id)
-            self._orders_version = self._orders_revision = self._revision = 0
+            self._orders_version, self._orders_revision, self._revision = b"", 0, 0
         self._revision = max(self._revision, answer.revision)
         cluster_id = await self._settled_cluster_id(connection, found, told_id)
         if cluster_id != self.cluster_id:
             # etcd has lost its data, and may have reached the revisions from before again.
-            self._orders_version = self._orders_revision = 0
+            self._orders_version, self._orders_revision = b"", 0
         await self._take_orders(connection, orders, version, found)
         if refresh:
             asked_s = self._clock.monotonic_s()
@@ -270,7 +272,7 @@ class Election:
                 ours = orders.entries()
                 await self._write_orders(connection, leader.create_revision, ours, first=True)
                 self._log.info("orders_written", count=len(ours))
-        elif version.mod_revision != self._orders_version:
+        elif version.value != self._orders_version:
             prefix = self._key("orders/")
             answer = await connection.transact([], [etcd.read_all(prefix)])
             self._revision = max(self._revision, answer.revision)
@@ -282,7 +284,7 @@ class Election:
                         for key, row in answer.rows.items()
                     }
                 )
-            self._orders_version = version.mod_revision
+            self._orders_version = version.value
 
     async def _write_orders(
         self, connection: Etcd, token: int, changes: Mapping[str, bytes | None], *, first: bool = False
@@ -302,7 +304,7 @@ class Election:
                 writes = [etcd.delete(key) if value is None else etcd.put(key, value) for key, value in keys]
                 last = at + MAX_WRITES >= len(rows)
                 if last:
-                    writes.append(etcd.put(version_key, b"1"))
+                    writes.append(etcd.put(version_key, secrets.token_hex(8).encode()))
                 for _ in range(WRITE_TRIES):
                     version = etcd.modified(version_key, self._written_version)
                     answer = await connection.transact(

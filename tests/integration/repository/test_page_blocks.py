@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +202,14 @@ def test_the_commands_for_four_hosts_make_a_cluster(tmp_path: Path) -> None:
     made = [sys.executable, "-m", "kvstrata", *told["kvstrata cluster init"]]
     subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, timeout=60)
     (tmp_path / "gateway.yaml").write_text(here(settings))
-    with network.Network(tmp_path, 3) as hosts, contextlib.ExitStack() as stack:
+    with (
+        network.Network(tmp_path, 3) as hosts,
+        tempfile.TemporaryDirectory(prefix="kv-") as short,  # paths of sockets
+        contextlib.ExitStack() as stack,
+    ):
 
         def start(host: network.Host, command: str, name: str, *more: str) -> None:
-            folder = tmp_path / name
+            folder = Path(short) / name
             folder.mkdir()
             (folder / "shm").mkdir(mode=0o700)
             module = ["-m", f"kvstrata.cli.{command.removeprefix('lmcache-')}", "--no-supervise"]
@@ -241,5 +246,5 @@ def test_the_commands_for_four_hosts_make_a_cluster(tmp_path: Path) -> None:
 
         eventually("all servers are members", lambda: len(members()) == 3)
         eventually("the gateway asks the controller", lambda: document("/v1/cluster").get("gateways"))
-        logs = "".join((tmp_path / name / "log").read_text() for name in ("controller", "gateway"))
+        logs = "".join((Path(short) / name / "log").read_text() for name in ("controller", "gateway"))
         assert logs.count("port_without_tls") == 2

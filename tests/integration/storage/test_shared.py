@@ -351,7 +351,8 @@ def test_a_foreign_value_is_removed_and_replaced_by_the_next_put(master, holder,
 
 @pytest.mark.long
 def test_a_full_store_is_asked_again_later_and_harms_nothing(mooncake_environment, tmp_path, serve):
-    with mooncake.cluster(tmp_path, segment_mb=16) as (master, _):
+    # It evicts when a put finds no room, and not ahead of slow puts.
+    with mooncake.cluster(tmp_path, "--eviction_high_watermark_ratio=1", segment_mb=16) as (master, _):
         server = serve(master.setup())
         with RpcClient(server.socket_dir) as client:
             load = Load(client)
