@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 
 MEDIUM = "GPU"
-MEDIUM_HOST = "CPU"
 KIND = "full_attention"
 
 
