@@ -148,7 +148,7 @@ class PagedGpu(PagedKv):
         super().__init__(
             gpu.allocate(self.length),
             shape,
-            layout="L2BNHD",
+            layout="LHBNC",
             block_tokens=block_tokens,
             num_blocks=num_blocks,
             chunk_tokens=CHUNK_TOKENS,

@@ -53,7 +53,7 @@ class Copies(RuleBasedStateMachine):
         self.kv = PagedKv(
             self.base,
             SHAPE,
-            layout="L2BNHD",
+            layout="LHBNC",
             block_tokens=BLOCK_TOKENS,
             num_blocks=BLOCKS,
             chunk_tokens=CHUNK_BLOCKS * BLOCK_TOKENS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +19,9 @@ from kvstrata.native import core
 from kvstrata.types import RequestIdentity, Role, unpack_extents
 from tests.harness.blocks import layout_identity
 from tests.harness.cache_engine import PATIENCE_S, eventually
+from tests.harness.gpu_kv import ELEMENT_BYTES, Tensor, layer_tensors, strides_of
 
 CHUNK, DIM = 96, 4
-ORDERS = {
-    # vLLM's layouts as the order of (layer, block, head, token, content) in memory.
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-    "BHLNC": (1, 2, 0, 3, 4),
-}
 
 
 @dataclass(frozen=True)
@@ -44,24 +37,6 @@ class Geometry:
     content: str = "k+v"
 
 
-class Tensor:
-    """The part of a torch tensor that is read: one layer of (blocks, heads, tokens, content), 16-bit numbers."""
-
-    dtype = "torch.bfloat16"
-
-    def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.address, self.shape, self.strides = address, tuple(shape), tuple(strides)
-
-    def stride(self) -> tuple[int, ...]:
-        return self.strides
-
-    def element_size(self) -> int:
-        return 2
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class Cache:
     """The blocks of one worker, full of noise, and the tensors that it registers for its layers."""
 
@@ -70,20 +45,12 @@ class Cache:
         first, end = geometry.layers
         pieces = geometry.block_tokens // geometry.kernel_tokens
         heads = geometry.heads[1] - geometry.heads[0]
-        self.shape = (end - first, blocks * pieces, heads, geometry.kernel_tokens, 2 * DIM)
-        self.strides, step = [0] * 5, 1
-        for axis in reversed(ORDERS[geometry.layout]):
-            self.strides[axis] = step
-            step *= self.shape[axis]
-        self.memory = bytearray(random.Random(seed).randbytes(step * 2))
-        self.tensors = {
-            f"model.layers.{first + i}.attn": Tensor(
-                core.buffer_address(self.memory, writable=True) + i * self.strides[0] * 2,
-                self.shape[1:],
-                self.strides[1:],
-            )
-            for i in range(end - first)
-        }
+        shape = (end - first, blocks * pieces, heads, geometry.kernel_tokens, 2 * DIM)
+        sizes = dict(zip("LBHNC", shape, strict=True))
+        self.strides = strides_of(geometry.layout, sizes)
+        self.memory = bytearray(random.Random(seed).randbytes(math.prod(shape) * ELEMENT_BYTES))
+        base = core.buffer_address(self.memory, writable=True)
+        self.tensors = layer_tensors(base, geometry.layout, sizes, first)
 
     def place(self, layer: int, block: int, head: int, token: int) -> slice:
         """Return where the K and V of a token of a block lie; layers and heads are those of the model."""
@@ -96,7 +63,7 @@ class Cache:
             head - geometry.heads[0],
             token % geometry.kernel_tokens,
         )
-        at = 2 * sum(i * stride for i, stride in zip(numbers, self.strides, strict=False))
+        at = 2 * sum(i * self.strides[axis] for i, axis in zip(numbers, "LBHN", strict=True))
         return slice(at, at + 2 * 2 * DIM)
 
 

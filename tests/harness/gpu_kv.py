@@ -15,12 +15,12 @@ import math
 import random
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from kvstrata.connectors.vllm.groups import whole_group
-from kvstrata.connectors.vllm.kv_view import Heads, KvView, LayerKind, build_view
+from kvstrata.connectors.vllm.kv_view import TOKENS, Heads, KvView, LayerKind, build_view
 from kvstrata.native import core
 from tests.harness.cuda_driver import SimulatedGpu
 
@@ -87,31 +87,29 @@ class Tensor(NamedTuple):
         return self.address
 
 
-def layer_tensors(
-    base: int, shape: Shape, layout: str, block_tokens: int, num_blocks: int
-) -> dict[str, Tensor]:
-    """Return the tensors of all layers by name, which fill the memory from `base` on without gaps."""
-    sizes = {
-        "L": shape.layers,
-        "2": 2,
-        "B": num_blocks,
-        "N": block_tokens,
-        "H": shape.kv_heads,
-        "C": 2 * shape.head_dim,
-        "D": shape.head_dim,
-    }
-    strides, stride = {}, 1
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+"""vLLM's layouts: the order of layers, blocks, heads, tokens and content in memory."""
+
+
+def strides_of(layout: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return for each axis of a layout how many numbers lie between its elements."""
+    strides, step = {}, 1
     for axis in reversed(layout):
-        strides[axis] = stride
-        stride *= sizes[axis]
-    axes = "2BNHD" if "2" in layout else "BHNC"
+        strides[axis] = step
+        step *= sizes[axis]
+    return strides
+
+
+def layer_tensors(base: int, layout: str, sizes: Mapping[str, int], first: int = 0) -> dict[str, Tensor]:
+    """Return the tensors of all layers from number `first` on, which fill the memory from `base` on without gaps."""
+    strides = strides_of(layout, sizes)
     return {
-        f"layers.{layer}": Tensor(
+        f"layers.{first + layer}": Tensor(
             base + layer * strides["L"] * ELEMENT_BYTES,
-            tuple(sizes[axis] for axis in axes),
-            tuple(strides[axis] for axis in axes),
+            tuple(sizes[axis] for axis in "BHNC"),
+            tuple(strides[axis] for axis in "BHNC"),
         )
-        for layer in range(shape.layers)
+        for layer in range(sizes["L"])
     }
 
 
@@ -167,7 +165,8 @@ class PagedKv:
         rounded: bool = False,
     ) -> None:
         """`rounded` stands for the setting `fidelity: fp8`."""
-        tensors = layer_tensors(base, shape, layout, block_tokens, num_blocks)
+        sizes = (shape.layers, num_blocks, shape.kv_heads, block_tokens, 2 * shape.head_dim)
+        tensors = layer_tensors(base, layout, dict(zip("LBHNC", sizes, strict=True)))
         self.base = base
         self.shape = shape
         self.block_tokens = block_tokens
@@ -191,14 +190,13 @@ class PagedKv:
             dtype="bfloat16",
             fidelity="fp8" if rounded else "lossless",
             head_size=shape.head_dim,
-            kinds=None if "2" in layout else dict.fromkeys(tensors, kind),
+            kinds=dict.fromkeys(tensors, kind),
         )
         self.layers = list(self.view.layers.values())
         first = self.layers[0]
         self.sections = {name: number for number, name in enumerate(self.view.layers)}
         self.host_plan = self.view.plan()
-        token_axis = layout.replace("L", "").index("N") if "2" in layout else 2
-        at = [axis for axis, _ in first.axes].index(token_axis)
+        at = [axis for axis, _ in first.axes].index(TOKENS)
         self._outer = math.prod(size for _, size in first.axes[:at])
         self._token_bytes = math.prod(size for _, size in first.axes[at + 1 :]) * ELEMENT_BYTES
         self._runs = [

@@ -81,7 +81,7 @@ def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine_also_by_one_i
 @DRIVERS
 def test_preempted_aborted_and_ended_requests_leave_no_wrong_byte(engine: Start, driver: str) -> None:
     seed = 1
-    child = engine(driver, engine="kernel", layout="L2BNHD", save_decode_cache=True, DELAY_US=300, SEED=seed)
+    child = engine(driver, engine="kernel", layout="LHBNC", save_decode_cache=True, DELAY_US=300, SEED=seed)
     counts = child.ask("churn", seed=seed, steps=400)
     assert counts["loaded blocks"] > 50 and counts["stored"] > 20 and not counts["bad blocks"]
     assert min(counts[what] for what in ("preempted", "aborted", "received")) > 0

@@ -17,7 +17,8 @@ from kvstrata.keys.recut import CannotRecut, Part, Recut, RecutReason, plan_recu
 from kvstrata.native import core
 from kvstrata.native.core import CopyOutcome, RecordSpec
 from kvstrata.server.recuts.recuts import Place, record_length, recut_records
-from tests.harness.geometry import CHUNK, DIM, ORDERS, Cache, Geometry, view_of
+from tests.harness.geometry import CHUNK, DIM, Cache, Geometry, view_of
+from tests.harness.gpu_kv import LAYOUTS
 
 KEY = b"k" * 32
 
@@ -93,7 +94,7 @@ def cuts(draw: st.DrawFn, end: int) -> list[tuple[int, int]]:
 def looks(draw: st.DrawFn) -> dict[str, object]:
     """Draw the layout of a worker's blocks."""
     block_tokens = draw(st.sampled_from(BLOCK_TOKENS))
-    layout = draw(st.sampled_from(sorted(ORDERS)))
+    layout = draw(st.sampled_from(LAYOUTS))
     kernel = block_tokens
     if layout in ("LBHNC", "LBNHC"):
         kernel = draw(st.sampled_from([size for size in BLOCK_TOKENS if block_tokens % size == 0]))

@@ -14,7 +14,6 @@ from kvstrata.connectors.vllm.kv_view import (
     Heads,
     LayerKind,
     build_view,
-    find_block_axis,
     heads_of,
     layer_runs,
     natural_order,
@@ -60,11 +59,24 @@ def offsets_of_block(runs, block):
     return found
 
 
-def expected_addresses(tensor, axis, pieces, block):
+def kind_of(tensor, num_blocks=40, block_tokens=None, **changes):
+    """vLLM's description of the layer with this tensor."""
+    return LayerKind(
+        heads=tensor.shape[1],
+        block_tokens=block_tokens or tensor.shape[2] * (tensor.shape[0] // num_blocks),
+        page_bytes=math.prod(tensor.shape) // num_blocks * tensor.element_size(),
+        axes=("kv_heads", "tokens", "k+v"),
+        quantisation="NONE",
+        latent=False,
+        scales=(),
+    )._replace(**changes)
+
+
+def expected_addresses(tensor, pieces, block):
     """The byte addresses of one block by the definition of strides."""
     addresses = set()
     ranges = [range(size) for size in tensor.shape]
-    ranges[axis] = range(block * pieces, (block + 1) * pieces)
+    ranges[0] = range(block * pieces, (block + 1) * pieces)
     for index in itertools.product(*ranges):
         element = sum(i * stride for i, stride in zip(index, tensor.stride(), strict=True))
         start = tensor.data_ptr() + element * tensor.element_size()
@@ -72,23 +84,8 @@ def expected_addresses(tensor, axis, pieces, block):
     return addresses
 
 
-def test_known_layouts_are_walked_with_the_fewest_runs():
-    for shape, order, axis, dims, run_elements in (
-        ((40, 4, 128, 64), None, 0, 0, 4 * 128 * 64),  # CPU
-        ((2, 40, 16, 4, 32), None, 1, 1, 16 * 4 * 32),  # FlashAttention, tokens before heads
-        ((2, 40, 16, 4, 32), (0, 1, 3, 2, 4), 1, 1, 4 * 16 * 32),  # the same, heads before tokens
-        ((40, 2, 16, 4, 32), None, 0, 0, 2 * 16 * 4 * 32),  # FlashInfer
-        ((40, 16, 576), None, 0, 0, 16 * 576),  # MLA
-        ((40, 4, 16, 64), (1, 0, 2, 3), 0, 1, 16 * 64),  # heads outside blocks
-    ):
-        tensor = FakeTensor(shape, order)
-        assert find_block_axis("x", tensor, 40, 16) == (axis, 1)
-        runs = layer_runs("x", tensor, 40, 16)
-        assert (len(runs.dims), runs.run_bytes) == (dims, run_elements * 2)
-
-
 @given(
-    st.sampled_from([(5, 2, 3, 4), (2, 5, 3, 2, 4), (5, 2, 3, 2, 4), (5, 3, 7), (10, 2, 3, 4), (5, 1, 4, 3)]),
+    st.sampled_from([(5, 2, 3, 4), (5, 5, 5, 2), (10, 2, 3, 4), (5, 1, 4, 3), (15, 3, 1, 2)]),
     st.randoms(use_true_random=False),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([0, 3]),
@@ -98,51 +95,37 @@ def test_a_block_is_exactly_its_elements_in_any_physical_order(shape, random, el
     random.shuffle(order)
     tensor = FakeTensor(shape, order, element=element, pad=pad)
     try:
-        runs = layer_runs("x", tensor, 5, 4)
+        runs = layer_runs("x", tensor, 5, kind_of(tensor, 5))
     except ConfigError as error:
-        assert "nested loops" in str(error) or "more than one axis" in str(error)
+        assert "nested loops" in str(error)
         return
-    axis, pieces = find_block_axis("x", tensor, 5, 4)
     for block in range(5):
         visited = offsets_of_block(runs, block)
         assert len(visited) == len(set(visited)) == math.prod(shape) // 5 * element
-        assert set(visited) == expected_addresses(tensor, axis, pieces, block)
+        assert set(visited) == expected_addresses(tensor, shape[0] // 5, block)
 
 
 def test_blocks_split_into_kernel_blocks_are_put_together():
     tensor = FakeTensor((80, 4, 64, 64))
-    assert find_block_axis("x", tensor, 40, 128) == (0, 2)
-    runs = layer_runs("x", tensor, 40, 128)
+    runs = layer_runs("x", tensor, 40, kind_of(tensor))
     assert runs.dims == () and runs.run_bytes == 2 * 4 * 64 * 64 * 2
     assert runs.block_stride_bytes == runs.run_bytes
 
 
-def test_an_axis_of_the_same_size_by_chance_is_told_apart_by_its_stride():
-    assert find_block_axis("x", FakeTensor((128, 4, 128, 64)), 128, 128) == (0, 1)
-    assert find_block_axis("x", FakeTensor((4, 4, 128, 64)), 4, 128) == (0, 1)
-    # Kernel blocks have half the size of blocks, and the number of blocks equals the elements of a head.
-    assert find_block_axis("x", FakeTensor((128, 4, 8, 64)), 64, 16) == (0, 2)
-
-
-def test_a_shape_that_does_not_tell_its_blocks_is_refused_by_name():
-    for shape, says in (
-        ((2, 2, 16, 4, 32), "more than one axis"),
-        ((7, 4, 128, 64), "no axis"),
-        ((4, 128, 64), "no axis"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            find_block_axis(
-                "model.layers.0.self_attn.attn", FakeTensor(shape), 2 if shape[0] == 2 else 40, 16
-            )
-        message = str(caught.value)
-        assert says in message and str(list(shape)) in message and "model.layers.0.self_attn.attn" in message
+def test_a_shape_that_vllm_has_not_announced_is_refused_by_name():
+    announced = kind_of(FakeTensor((40, 4, 128, 64)))
+    name = "model.layers.0.self_attn.attn"
+    for shape in ((2, 40, 128, 4, 32), (40, 128, 4, 64), (41, 4, 128, 64), (80, 4, 128, 64), (7, 4, 128, 64)):
+        with pytest.raises(ConfigError, match="not the one that vLLM announces: 40 blocks") as caught:
+            layer_runs(name, FakeTensor(shape), 40, announced)
+        assert str(list(shape)) in str(caught.value) and name in str(caught.value)
 
 
 def test_an_expanded_tensor_is_refused():
-    tensor = FakeTensor((5, 4, 8))
+    tensor = FakeTensor((5, 4, 8, 2))
     tensor._strides[1] = 0
     with pytest.raises(ConfigError, match="overlaps itself"):
-        layer_runs("x", tensor, 5, 8)
+        layer_runs("x", tensor, 5, kind_of(tensor, 5))
 
 
 def layers(count, **kwargs):
@@ -156,19 +139,19 @@ def layers(count, **kwargs):
 
 def view(tensors, **changes):
     options = {"num_blocks": 40, "group": whole_group(128, 256), "heads": HEADS, "dtype": "bfloat16"}
+    options["kinds"] = {name: kind_of(tensor) for name, tensor in tensors.items()}
     return build_view(tensors, **(options | changes))
 
 
 def test_facts_of_rounded_kv_describe_the_rounded_records():
-    for shape, blocks, block_tokens, fp8 in (
-        ((40, 4, 128, 128), 40, 128, [1, 2, 4, 128, 2, 64]),  # CPU: K and V of a head lie together
-        ((2, 40, 16, 8, 64), 40, 16, [1, 16, 2, 16, 8, 64]),  # FlashAttention
-        ((40, 2, 16, 8, 64), 40, 16, [1, 16, 2, 16, 8, 64]),  # FlashInfer
-        ((40, 64, 576), 40, 64, [1, 4, 1, 64, 1, 576]),  # MLA
-        ((40, 16, 16, 64), 40, 16, [1, 16, 16, 16, 1, 64]),  # as many heads as tokens
+    for shape, order, fp8 in (
+        ((40, 4, 128, 128), None, [1, 2, 4, 128, 2, 64]),  # K and V of a head lie together
+        ((40, 8, 16, 64), (0, 2, 1, 3), [1, 16, 1, 16, 8, 64]),  # tokens outside heads
+        ((40, 1, 64, 576), None, [1, 4, 1, 64, 1, 576]),  # MLA
+        ((40, 16, 16, 64), None, [1, 16, 16, 16, 1, 64]),  # as many heads as tokens
     ):
-        tensors = layers(2, shape=shape)
-        options = {"num_blocks": blocks, "group": whole_group(block_tokens, 256)}
+        tensors = layers(2, shape=shape, order=order)
+        options = {"group": whole_group(shape[2], 256)}
         plain = view(tensors, **options)
         made = view(tensors, fidelity="fp8", head_size=64, **options)
         assert math.prod(fp8[1:]) * 2 == plain.facts["section_bytes"]
@@ -194,22 +177,11 @@ def test_fp8_is_refused_for_kv_that_is_not_of_16_bits():
 
 
 def test_fp8_is_refused_for_layers_not_known_to_hold_16_bit_numbers():
-    for name, kind in (("packed", ("kv_heads", "tokens", "turbo.content")), ("quantised", None)):
-        quantisation = "NONE" if kind else "FP8_PER_TENSOR"
-        tensors = {"layers.0": FakeTensor((20, 2, 16, 128))}
-        kinds = {
-            "layers.0": LayerKind(
-                heads=2,
-                block_tokens=16,
-                page_bytes=2 * 16 * 128 * 2,
-                axes=kind or ("kv_heads", "tokens", "k+v"),
-                quantisation=quantisation,
-                scales=(),
-                latent=False,
-            )
-        }
+    for change in ({"axes": ("kv_heads", "tokens", "turbo.content")}, {"quantisation": "FP8_PER_TENSOR"}):
+        tensors = {"layers.0": FakeTensor((40, 2, 16, 128))}
+        kinds = {"layers.0": kind_of(tensors["layers.0"], **change)}
         with pytest.raises(ConfigError, match=r"fidelity: .* KV cache of layer 'layers.0' .* use 'lossless'"):
-            view(tensors, kinds=kinds, num_blocks=20, fidelity="fp8", head_size=64), name
+            view(tensors, kinds=kinds, group=whole_group(16, 256), fidelity="fp8", head_size=64)
 
 
 def test_sections_follow_layer_numbers_not_names():
@@ -237,7 +209,7 @@ def test_layers_that_differ_have_facts_and_a_shape_of_their_own():
     made = view(unlike_layers())
     wide, narrow = (heads * 128 * 64 * 2 for heads in (4, 2))
     assert made.facts["makes"] == [
-        {"axes": [["axis1", heads], ["axis2", 128], ["axis3", 64]], "section_bytes": 2 * block}
+        {"axes": [["kv_heads", heads], ["tokens", 128], ["kv", 2], ["dim", 32]], "section_bytes": 2 * block}
         for heads, block in ((4, wide), (2, narrow))
     ]
     assert made.facts["section_makes"] == [0, 1, 0, 1]
@@ -263,19 +235,19 @@ def test_layers_that_are_alike_keep_the_facts_by_which_their_records_are_found()
         "format": "paged-blocks/2",
         "dtype": "bfloat16",
         "stored_dtype": "bfloat16",
-        "quantisation": "",
+        "quantisation": "NONE",
         "element_bytes": 2,
         "chunk_tokens": 256,
         "block_tokens": 128,
-        "axes": [["axis1", 4], ["axis2", 128], ["axis3", 64]],
+        "axes": [["kv_heads", 4], ["tokens", 128], ["kv", 2], ["dim", 32]],
         "layers": [0, 1],
         "scales": [],
         "sections": 2,
         "section_bytes": 131072,
         "payload_bytes": 262144,
     }
-    assert made.slice.layout == "62546b1c2ed46ad54616478242e9936f3cb23428920022fc8a1459a554a6f517"
-    digest = "bd5b462ba7bbe6100df91e1326dd55b3cb292a0e128a5233a779ab72be3610f8"
+    assert made.slice.layout == "525e8ab5187ebbb9c1a5b20dec237526f68a5d6cf0ad94ab2e54f8d185f864d0"
+    digest = "54f23b8838248e09df67d1c8db1d334bfd87f880f75febb91cc4a638234bf1e5"
     assert made.slice.digest().hex() == digest, (
         "records of one group of full attention would not be found again"
     )
@@ -314,15 +286,8 @@ def test_each_group_and_each_window_has_a_slice_of_its_own():
 
 def test_a_state_is_one_block_of_bytes_in_a_record():
     shape = (40, 1, 1, 3 * 64 + 5)
-    kind = LayerKind(
-        heads=1,
-        block_tokens=1,
-        page_bytes=shape[3] * 2,
-        axes=("gdn@V.heads", "gdn@V.states", "gdn@V/bfloat16[3,64],bfloat16[5]"),
-        quantisation="NONE",
-        latent=False,
-        scales=(),
-    )
+    axes = ("gdn@V.heads", "gdn@V.states", "gdn@V/bfloat16[3,64],bfloat16[5]")
+    kind = kind_of(FakeTensor(shape), axes=axes)
     tensors = layers(2, shape=shape)
     made = view(tensors, group=CacheGroup(1, Rule.STATE_AT, 528, 1, 1, 1), kinds=dict.fromkeys(tensors, kind))
     assert made.payload_bytes == made.plan().payload_bytes(1) == 2 * shape[3] * 2

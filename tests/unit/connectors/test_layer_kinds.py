@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstrata.connectors.vllm.groups import read_groups, whole_group
-from kvstrata.connectors.vllm.kv_view import Heads, build_view, chunk_bytes, layer_kinds
+from kvstrata.connectors.vllm.kv_view import Heads, build_view, chunk_bytes, layer_kinds, layers_of_groups
 from kvstrata.errors import ConfigError
 from tests.unit.connectors.test_kv_view import FakeTensor
 
@@ -120,7 +120,7 @@ def test_another_arrangement_has_another_name():
 def view(kinds, tensors=None, **changes):
     options = {"num_blocks": 40, "group": whole_group(16, 64), "heads": Heads((7, 8), (0, 4), 1)}
     tensors = tensors or {NAME: FakeTensor((40, 4, 16, 128))}
-    return build_view(tensors, dtype="bfloat16", kinds=kinds, **(options | changes))
+    return build_view(layers_of_groups(tensors, kinds), dtype="bfloat16", kinds=kinds, **(options | changes))
 
 
 def test_an_arrangement_that_only_its_writer_knows_is_shared_where_it_has_the_same_name():

@@ -7,9 +7,8 @@ record is recut for another geometry, only axes known to be heads or tokens can 
 
 The *runs* of a layer tell how to walk the bytes of one of its blocks.  vLLM registers one tensor per layer, logically
 (blocks, heads, tokens, content) for every attention backend.  Its strides tell the physical order: six orders exist,
-kernel blocks may be smaller than blocks, and pages may be padded.  Nothing here assumes one order.  Without vLLM's
-description of a layer, any shape is accepted whose block axis can be identified by its size, such as those of older
-backends: (2, blocks, tokens, heads, head) or (blocks, 2, tokens, heads, head).
+kernel blocks may be smaller than blocks, and pages may be padded.  Nothing here assumes one order.  A tensor of another
+shape than vLLM announces for its layer is refused.
 
 The *view* puts the layers of one worker together.  A record holds one section per layer; a section holds the blocks of
 the chunk in order, and each block has its axes in physical order (outermost first), which may differ from layer to
@@ -181,6 +180,8 @@ def _mode_name(mode: Any) -> str:
     )
 
 
+AXES = BLOCKS, HEADS, TOKENS, CONTENT = range(4)
+"""Of a layer's tensor; in `LayerRuns.axes`, BLOCKS stands for the kernel blocks of a block."""
 MAX_DIMS = 3
 """Maximum number of nested strided loops around one run (the copy plan's limit)."""
 
@@ -217,66 +218,23 @@ class LayerRuns(NamedTuple):
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
 
-def find_block_axis(
-    name: str, tensor: TensorLike, num_blocks: int, block_tokens: int, kind: LayerKind | None = None
-) -> tuple[int, int]:
-    """(axis, pieces): the axis that counts blocks, and how many equal pieces make a block of the block table.
+def layer_runs(name: str, tensor: TensorLike, num_blocks: int, kind: LayerKind) -> LayerRuns:
+    """How to walk the bytes of one block of one layer. Raises ConfigError naming layer and shape.
 
-    Some backends split a block of the block table into smaller kernel blocks; then the axis has a multiple of
-    `num_blocks`.  In a tensor of the shape that its `kind` announces, the block axis comes first.  In other tensors, it
-    is an axis of fitting size that lies outermost or just inside the pair of K and V; of several such axes, the one
-    whose size is exactly `num_blocks`.  Raises ConfigError naming the shape when no axis or more than one is left.
+    Some backends split a block of the block table into smaller kernel blocks; then the axis of blocks has a multiple of
+    `num_blocks`, and that of tokens a part of a block's.
     """
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    if kind is not None and len(shape) == 4 and shape[1] == kind.heads:
-        pieces, rest = divmod(shape[0], num_blocks)
-        if pieces and not rest and shape[2] * pieces == kind.block_tokens:
-            return 0, pieces
-    fitting = [
-        (axis, size // num_blocks)
-        for axis, size in enumerate(shape)
-        if size >= num_blocks and size % num_blocks == 0 and block_tokens % (size // num_blocks) == 0
-    ]
-    outside = [found for found in fitting if _elements_outside(found[0], shape, strides) <= 2]
-    exact = [found for found in fitting if found[1] == 1]
-    # The size of another axis may equal the number of blocks by chance.
-    candidates = [found for found in outside if found in exact] or outside or exact or fitting
-    if len(candidates) != 1:
-        found = "more than one axis" if candidates else "no axis"
+    shape = tuple(tensor.shape)
+    pieces, rest = divmod(shape[0], num_blocks) if len(shape) == len(AXES) else (0, 0)
+    if not pieces or rest or (shape[1], shape[2] * pieces) != (kind.heads, kind.block_tokens):
         raise ConfigError(
-            f"KV cache of layer {name!r}: shape {list(shape)} with strides {list(strides)} has {found} of "
-            f"num_blocks {num_blocks}; "
-            + (
-                "change the number of blocks a little, e.g. by --num-gpu-blocks-override"
-                if candidates
-                else "this attention backend is not supported"
-            ),
+            f"KV cache of layer {name!r}: shape {list(shape)} is not the one that vLLM announces: {num_blocks} blocks "
+            f"with {kind.heads} heads and {kind.block_tokens} tokens; this attention backend is not supported",
             field="kv_cache",
         )
-    return candidates[0]
-
-
-def _elements_outside(axis: int, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Product of the sizes of all axes with a larger stride."""
-    product = 1
-    for other, size in enumerate(shape):
-        if other != axis and size > 1 and strides[other] > strides[axis]:
-            product *= size
-    return product
-
-
-def layer_runs(
-    name: str, tensor: TensorLike, num_blocks: int, block_tokens: int, kind: LayerKind | None = None
-) -> LayerRuns:
-    """How to walk the bytes of one block of one layer. Raises ConfigError naming layer and shape."""
-    axis, pieces = find_block_axis(name, tensor, num_blocks, block_tokens, kind)
     element = tensor.element_size()
     strides = [stride * element for stride in tensor.stride()]
-    loops = [
-        (index, size, strides[index]) for index, size in enumerate(tensor.shape) if index != axis and size > 1
-    ]
-    if pieces > 1:
-        loops.append((axis, pieces, strides[axis]))
+    loops = [(index, size, strides[index]) for index, size in enumerate((pieces, *shape[1:])) if size > 1]
     loops.sort(key=lambda loop: (-loop[2], loop[0]))
     run = element
     dims: list[tuple[int, int]] = []
@@ -304,12 +262,12 @@ def layer_runs(
         )
     runs = LayerRuns(
         base=tensor.data_ptr(),
-        block_stride_bytes=strides[axis] * pieces,
+        block_stride_bytes=strides[0] * pieces,
         dims=tuple(dims),
         run_bytes=run,
         axes=tuple((index, size) for index, size, _ in loops),
     )
-    if kind is not None and runs.block_bytes != kind.page_bytes:
+    if runs.block_bytes != kind.page_bytes:
         raise ConfigError(
             f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} has {runs.block_bytes} bytes, but vLLM "
             f"announces {kind.page_bytes}; this layout is not supported",
@@ -318,7 +276,7 @@ def layer_runs(
     return runs
 
 
-def axis_names(runs: LayerRuns, kind: LayerKind | None) -> list[list[Any]]:
+def axis_names(runs: LayerRuns, kind: LayerKind) -> list[list[Any]]:
     """The axes of a block in physical order as [name, size], for the facts; of two `tokens` axes the outer comes first.
 
     The names are those of `LayerKind.axes`, except that the halves K and V of a content are an axis `kv` of their own.
@@ -326,14 +284,14 @@ def axis_names(runs: LayerRuns, kind: LayerKind | None) -> list[list[Any]]:
     """
     named: list[list[Any]] = []
     for index, size in runs.axes:
-        name = f"axis{index}" if kind is None else (kind.axes[1], *kind.axes)[index]
+        name = (kind.axes[1], *kind.axes)[index]
         if name == "k+v":
             named += [["kv", 2], ["dim", size // 2]]
         elif name == "tokens" and named and named[-1][0] == name:
             named[-1][1] *= size
         else:
             named.append([name, size])
-    if kind is not None and kind.axes[1] == "tokens" and kind.block_tokens == 1:
+    if kind.axes[1] == "tokens" and kind.block_tokens == 1:
         # An axis of one element leaves no trace in the bytes, but the facts must tell that tokens can be cut.
         named.insert(0, ["tokens", 1])
     return named
@@ -434,14 +392,12 @@ def natural_order(name: str) -> tuple[Any, ...]:
 FP8_DTYPES = {"bfloat16": 1, "float16": 2}
 
 
-def fp8_shape(
-    axes: Sequence[tuple[int, int]], *, chunk_blocks: int, block_tokens: int, head_size: int, dtype: str
-) -> list[int]:
+def fp8_shape(axes: Sequence[tuple[int, int]], *, chunk_blocks: int, head_size: int, dtype: str) -> list[int]:
     """The shape of a section for rounding: dtype, blocks, groups, tokens, heads, dim (see fp8.h).
 
     Axes before the token axis are groups, axes after it are heads, and the last axis is one head.  If the last axis has
-    twice a head's size, it holds K and V, which get separate scales.  If no axis is known to be the token axis, the
-    last one before the head is used: the scales are then coarser or finer, and every error bound still holds.  Raises
+    twice a head's size, it holds K and V, which get separate scales.  Where a block has one token, the last axis before
+    the head takes the place of the token axis: the scales are then coarser, and every error bound still holds.  Raises
     ConfigError for numbers that do not have 16 bits.
     """
     if dtype not in FP8_DTYPES:
@@ -452,9 +408,7 @@ def fp8_shape(
     sizes = [size for _, size in axes] or [1]
     outer, dim = sizes[:-1], sizes[-1]
     halves = 2 if head_size and dim == 2 * head_size else 1
-    found = [i for i, size in enumerate(outer) if size == block_tokens]
-    # The axis of K and V or of the heads may have the size of the token axis: then the innermost one is taken.
-    at = found[-1] if found else len(outer) - 1
+    at = next((i for i, (axis, _) in enumerate(axes[:-1]) if axis == TOKENS), len(outer) - 1)
     groups, heads = math.prod(outer[: max(at, 0)]), math.prod(outer[at + 1 :]) * halves
     return [FP8_DTYPES[dtype], chunk_blocks, groups, outer[at] if outer else 1, heads, dim // halves]
 
@@ -468,26 +422,22 @@ def build_view(
     dtype: str,
     fidelity: str = "lossless",
     head_size: int = 0,
-    kinds: Mapping[str, LayerKind] | None = None,
+    kinds: Mapping[str, LayerKind],
 ) -> KvView:
     """The view of all registered layers of `group`, one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
     With the fidelity `fp8`, sections hold the output of `fp8_encode`, and the facts say so.
 
-    Layers that share one tensor are taken once.  Facts that differ between layers are listed for each layer.  Without
-    `kinds` the facts do not say what the axes mean, and such records cannot be recut.  Raises ConfigError for layers
-    that are not supported.
+    Layers that share one tensor are taken once.  Facts that differ between layers are listed for each layer.  Raises
+    ConfigError for layers that are not supported.
     """
-    if kinds is not None:
-        tensors = layers_of_groups(tensors, kinds)
-    kinds = kinds or {}
     if not tensors:
         raise ConfigError("KV cache: vLLM registered no layer", field="kv_cache")
     record_blocks = group.record_blocks
     runs: dict[str, LayerRuns] = {}
     seen: set[LayerRuns] = set()
     for name in sorted(tensors, key=natural_order):
-        layer = layer_runs(name, tensors[name], num_blocks, group.block_tokens, kinds.get(name))
+        layer = layer_runs(name, tensors[name], num_blocks, kinds[name])
         if layer in seen:
             continue
         seen.add(layer)
@@ -497,9 +447,9 @@ def build_view(
     makes: list[dict[str, int | str | list[Any]]] = [
         {
             "stored_dtype": str(tensors[name].dtype).removeprefix("torch."),
-            "quantisation": kinds[name].quantisation if name in kinds else "",
+            "quantisation": kinds[name].quantisation,
             "element_bytes": tensors[name].element_size(),
-            "axes": axis_names(layer, kinds.get(name)),
+            "axes": axis_names(layer, kinds[name]),
             "section_bytes": layer.block_bytes * record_blocks,
         }
         for name, layer in runs.items()
@@ -517,7 +467,7 @@ def build_view(
         # The layer of each section.
         "layers": [heads.layers[0] + i if number is None else number for i, number in enumerate(numbers)],
         "scales": [list(kinds[name].scales) for name in runs]
-        if any(name in kinds and kinds[name].scales for name in runs)
+        if any(kinds[name].scales for name in runs)
         else [],
         "sections": len(runs),
         "payload_bytes": payload_bytes,
@@ -538,12 +488,11 @@ def build_view(
         shape = fp8_shape(
             next(iter(runs.values())).axes,
             chunk_blocks=record_blocks,
-            block_tokens=group.block_tokens,
             head_size=head_size,
             dtype=dtype,
         )
         for name in runs:
-            _check_numbers(name, tensors[name], kinds.get(name))
+            _check_numbers(name, tensors[name], kinds[name])
         kind, _, groups, tokens, per_token, dim = shape
         rounding = (kind, groups, tokens, per_token, dim)
         section_bytes = 4 * groups * per_token + math.prod(shape[1:])
@@ -568,9 +517,9 @@ def build_view(
     )
 
 
-def _check_numbers(name: str, tensor: TensorLike, kind: LayerKind | None) -> None:
+def _check_numbers(name: str, tensor: TensorLike, kind: LayerKind) -> None:
     """Raises ConfigError unless the blocks of a layer are known to be plain arrays of 16-bit numbers."""
-    known = kind is None or (kind.quantisation == "NONE" and "." not in kind.axes[2])
+    known = kind.quantisation == "NONE" and "." not in kind.axes[2]
     if tensor.element_size() != 2 or not known:
         raise ConfigError(
             f"fidelity: 'fp8' rounds 16-bit numbers, and KV cache of layer {name!r} ({_described(tensor, kind)}) is "
@@ -590,15 +539,15 @@ def _check_replicas(
     The number of heads is known for the model, not for each layer; if layers differ, only latents are certain to be the
     same on every rank.
     """
-    if heads.replicas == 1 or all(name in kinds and kinds[name].latent for name in runs):
+    if heads.replicas == 1 or all(kinds[name].latent for name in runs):
         return
     first_name, *names = runs
-    first = _shape_and_kind(runs[first_name], tensors[first_name], kinds.get(first_name))
+    first = _shape_and_kind(runs[first_name], tensors[first_name], kinds[first_name])
     for name in names:
-        if _shape_and_kind(runs[name], tensors[name], kinds.get(name)) != first:
+        if _shape_and_kind(runs[name], tensors[name], kinds[name]) != first:
             raise ConfigError(
-                f"KV cache: the blocks of layer {name!r} ({_described(tensors[name], kinds.get(name))}) differ from "
-                f"those of layer {first_name!r} ({_described(tensors[first_name], kinds.get(first_name))}), while "
+                f"KV cache: the blocks of layer {name!r} ({_described(tensors[name], kinds[name])}) differ from "
+                f"those of layer {first_name!r} ({_described(tensors[first_name], kinds[first_name])}), while "
                 f"{heads.replicas} tensor-parallel ranks count as holding the same KV heads; lower "
                 "--tensor-parallel-size to the number of KV heads, or run this model without this connector",
                 field="kv_cache",
@@ -625,8 +574,8 @@ def _place(tensor: TensorLike) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
 
 
-def _shape_and_kind(layer: LayerRuns, tensor: TensorLike, kind: LayerKind | None) -> tuple[Any, ...]:
-    return layer.dims, layer.run_bytes, layer.axes, str(tensor.dtype), kind and kind._replace(scales=())
+def _shape_and_kind(layer: LayerRuns, tensor: TensorLike, kind: LayerKind) -> tuple[Any, ...]:
+    return layer.dims, layer.run_bytes, layer.axes, str(tensor.dtype), kind._replace(scales=())
 
 
 def _described(tensor: TensorLike, kind: LayerKind | None) -> str:
