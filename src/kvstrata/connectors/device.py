@@ -19,16 +19,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from kvstrata.client import CacheClient, Identity
 from kvstrata.client.copies import Pages, device_copies
 from kvstrata.client.handles import LoadItem, LoadJob, StoreJob, StoreOutcome
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.mover import begin_store
+from kvstrata.connectors.mover import Mover
+from kvstrata.connectors.vllm.kv_view import KvView
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.errors import ConfigError
-from kvstrata.native.core import CopyPlan
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError, driver_facts
 from kvstrata.rpc.wire import DeviceCopies
 from kvstrata.types import LeaseName
@@ -45,23 +44,8 @@ MAX_SMS = 4
 """More thread blocks of our kernels take more time from the model than they save (docs/performance-gpu.md)."""
 
 
-class BlocksView(Protocol):
-    """An engine's blocks, as a copy engine is opened for them (vLLM's: `vllm.kv_view.KvView`)."""
-
-    @property
-    def record_blocks(self) -> int:
-        """Blocks in a record."""
-
-    @property
-    def rounding(self) -> tuple[int, int, int, int, int] | None:
-        """See `KvView.rounding`."""
-
-    def plan(self) -> CopyPlan:
-        """The plan of copies between the blocks and records."""
-
-
 def open_engine(
-    settings: ClientSettings, view: BlocksView, device: object, ordinal: int
+    settings: ClientSettings, view: KvView, device: object, ordinal: int
 ) -> tuple[CudaCopyEngine, CudaCopyPlan]:
     """Open the copy engine for these blocks; returns it with the plan of its copies.
 
@@ -89,8 +73,8 @@ def open_engine(
     return engine, plan
 
 
-class DeviceMover:
-    """The `Mover` for blocks on a GPU."""
+class DeviceMover(Mover):
+    """Moves blocks on a GPU."""
 
     def __init__(
         self,
@@ -111,9 +95,8 @@ class DeviceMover:
             raise ValueError(
                 f"sections: {sorted(set(sections.values()))} are not all {plan.section_count} sections"
             )
-        self._client = client
+        super().__init__(client, plan)
         self._engine = engine
-        self._plan = plan
         self._layerwise_plan = plan.layerwise()
         self._pages = pages
         self._current_stream = current_stream
@@ -128,7 +111,7 @@ class DeviceMover:
             job = StoreJob(len(blocks), lambda job: None)
             job.refuse(StoreOutcome.UNAVAILABLE)
             return job
-        return begin_store(self._client, identity, store, plan, blocks)
+        return self._store(identity, store, plan, blocks)
 
     def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
         """Begins a load, which writes after the present work of the current stream. `sync`: layer after layer."""
@@ -174,9 +157,6 @@ class DeviceMover:
             "pinned_bytes": max(0, now.pinned_bytes - (before.pinned_bytes if before else 0)),
             "pin_refusals": int(bool(refused)),
         }
-
-    def close(self) -> None:
-        """Nothing to do: the client closes the copy engine."""
 
     def _behind_now(self, plan: CudaCopyPlan) -> CudaCopyPlan | None:
         """The plan for copies after the present work of the current stream; None if nothing can be copied."""

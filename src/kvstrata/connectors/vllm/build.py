@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.client import CacheClient
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.mover import HostMover, Mover
+from kvstrata.connectors.mover import Mover
 from kvstrata.connectors.settings import load_settings
 from kvstrata.connectors.vllm.compat.packing import arrangement_namer
 from kvstrata.connectors.vllm.engine import (
@@ -372,7 +372,7 @@ def _group_side(
     )
     if device.type == "cpu":
         client = make_client()
-        mover: Mover = HostMover(client, view.plan())
+        mover = Mover(client, view.plan())
     elif device.type == "cuda":
         tensors = {name: kv_caches[name] for name in view.layers}
         client, mover = _on_device(settings, make_client, view, tensors, device)
