@@ -32,8 +32,7 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.measure import serving
-from tests.harness.gpu_engine.connector import Cache, Request
-from tests.harness.gpu_engine.engine import GpuEngine, Step
+from tests.harness.gpu_engine import Cache, GpuEngine, Request, Step
 from tests.harness.gpu_kv import SHAPES, Device, Shape
 from tests.harness.server_process import ServerProcess
 

@@ -22,8 +22,7 @@ from kvstrata.native.cuda import CudaCopyPlan
 from kvstrata.types import RequestIdentity, Role, shown_name, unpack_extents
 from tests.harness.cache_engine import PATIENCE_S, eventually
 from tests.harness.child import serve
-from tests.harness.gpu_engine.connector import Cache, client_of
-from tests.harness.gpu_engine.engine import GpuEngine
+from tests.harness.gpu_engine import Cache, GpuEngine, client_of
 from tests.harness.gpu_kv import TINY, PagedKv, block_keys
 
 CHUNK_TOKENS = 16
@@ -252,13 +251,13 @@ class _Child:
         engine.chance = random.Random(seed + 1)
         engine.layerwise, engine.preempt_share, engine.wait_share = None, 0.05, 0.5
         for _ in range(steps):
-            if len(engine.scheduler.requests) < 24:
+            if len(engine.requests) < 24:
                 for _ in range(chance.randrange(3)):
                     tokens = prompt(
                         chance.randrange(PROMPTS), chance.randint(0, MOST_CHUNKS), chance.randint(1, 20)
                     )
                     engine.submit(tokens, chance.choice((1, 2, chance.randint(1, 24))))
-            living = [one for one in engine.scheduler.requests.values() if not one.ended]
+            living = [one for one in engine.requests.values() if not one.ended]
             if living and chance.random() < 0.08:
                 engine.abort(chance.choice(living))
             if not engine.step():
