@@ -32,7 +32,7 @@ from kvstrata.testing.engine_sim.bodies import (
     encode_chat,
     plan,
 )
-from kvstrata.testing.engine_sim.dialects import Chat, Completions, Dialect, Messages, Responses
+from kvstrata.testing.engine_sim.dialects import Chat, Completions
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 from kvstrata.testing.engine_sim.live import LiveEngine
 from kvstrata.testing.engine_sim.metrics import CONTENT_TYPE, Metrics
@@ -42,12 +42,7 @@ RANK = b"x-data-parallel-rank"
 BODY_BYTES = 64 << 20
 """Largest body that is read."""
 DISABLED = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
-DIALECTS: dict[str, type[Dialect]] = {
-    "/v1/completions": Completions,
-    "/v1/chat/completions": Chat,
-    "/v1/responses": Responses,
-    "/v1/messages": Messages,
-}
+DIALECTS: dict[str, type[Completions]] = {"/v1/completions": Completions, "/v1/chat/completions": Chat}
 T = TypeVar("T")
 
 
@@ -148,7 +143,7 @@ def make_app(face: Face) -> Starlette:
 class _Answers:
     """The handler of one dialect; an ASGI application of its own, since it listens for the client's end."""
 
-    def __init__(self, face: Face, dialect: type[Dialect]) -> None:
+    def __init__(self, face: Face, dialect: type[Completions]) -> None:
         self._face = face
         self._dialect = dialect
 
@@ -162,8 +157,7 @@ class _Answers:
         names = [
             f"{self._dialect.prefix}{request_id}-{i}-{secrets.token_hex(4)}" for i in range(len(ask.prompts))
         ]
-        # As in vLLM, a response is made by any rank.
-        live = self._face.rank_of(scope["headers"] if self._dialect is not Responses else ())
+        live = self._face.rank_of(scope["headers"])
         choices = plan(ask, live.engine.model, names)
         requests = [choice.request for choice in choices]
         live.check(requests)
@@ -177,7 +171,7 @@ class _Answers:
         finally:
             live.abort(requests)
 
-    async def _whole(self, answer: Dialect, changed: asyncio.Event, send: Send) -> None:
+    async def _whole(self, answer: Completions, changed: asyncio.Event, send: Send) -> None:
         while any(choice.request.end is None for choice in answer.choices):
             await changed.wait()
             changed.clear()
@@ -186,7 +180,7 @@ class _Answers:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, answer: Dialect, changed: asyncio.Event, send: Send) -> None:
+    async def _stream(self, answer: Completions, changed: asyncio.Event, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         opening = answer.opening()
@@ -260,7 +254,7 @@ def parse(raw: bytes, kind: type[B]) -> B:
         raise BadRequest(f"body: is not JSON: {error}", field="body") from None
 
 
-def _render_of(face: Face, dialect: type[Dialect]) -> Callable[[Request], Awaitable[Response]]:
+def _render_of(face: Face, dialect: type[Completions]) -> Callable[[Request], Awaitable[Response]]:
     async def render(request: Request) -> Response:
         if not face.renders:
             return _error(DISABLED, "PermissionDeniedError", HTTPStatus.FORBIDDEN)
@@ -304,14 +298,11 @@ def _error(message: str, kind: str, status: HTTPStatus, field: str | None = None
     return JSONResponse(body, status)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, KvstrataError)
     missing = isinstance(error, NotFound)
     status = HTTPStatus.NOT_FOUND if missing else HTTPStatus.BAD_REQUEST
     kind = "NotFoundError" if missing else "BadRequestError"
-    if request.url.path.startswith("/v1/messages"):
-        word = "not_found_error" if missing else "invalid_request_error"
-        return JSONResponse({"type": "error", "error": {"type": word, "message": error.message}}, status)
     return _error(error.message, kind, status, error.field or None)
 
 

@@ -30,7 +30,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Sampling(msgspec.Struct, kw_only=True):
-    """Fields that the dialects share."""
+    """Fields that both APIs share."""
 
     model: str | None = None
     stream: bool | None = False
@@ -78,25 +78,6 @@ class ChatBody(Sampling, kw_only=True):
     max_completion_tokens: int | None = None
     tools: list[Any] | None = None
     add_generation_prompt: bool = True
-
-
-class ResponsesBody(Sampling, kw_only=True):
-    """`/v1/responses`."""
-
-    input: str | list[Message]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    tools: list[Any] | None = None
-
-
-class MessagesBody(Sampling, kw_only=True):
-    """`/v1/messages`."""
-
-    messages: list[Message]
-    max_tokens: int
-    system: str | list[Part] | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[Any] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -255,16 +236,9 @@ def _parts(body: Sampling) -> tuple[list[Sequence[int]], int | None, list[str]]:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if isinstance(body, CompletionBody):
         return _prompts(body.prompt), body.max_tokens, stop
-    if isinstance(body, ChatBody):
-        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        return [encode_chat(body.messages, body.tools, open_ended=body.add_generation_prompt)], most, stop
-    if isinstance(body, ResponsesBody):
-        told = [Message("system", body.instructions)] if body.instructions else []
-        given = [Message("user", body.input)] if isinstance(body.input, str) else body.input
-        return [encode_chat([*told, *given], body.tools)], body.max_output_tokens, stop
-    assert isinstance(body, MessagesBody)
-    told = [Message("system", body.system)] if body.system else []
-    return [encode_chat([*told, *body.messages], body.tools)], body.max_tokens, body.stop_sequences or []
+    assert isinstance(body, ChatBody)
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return [encode_chat(body.messages, body.tools, open_ended=body.add_generation_prompt)], most, stop
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[Sequence[int]]:
