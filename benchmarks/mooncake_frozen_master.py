@@ -159,12 +159,6 @@ def measure(
             most_value=CALL_TARGET_MS,
             p99_ms={name: 1e3 * found["p99_s"] for name, found in scheduler.items()},
             p999_ms={name: 1e3 * found["p999_s"] for name, found in scheduler.items()},
-            p999_without_off_core_ms={
-                name: 1e3 * found["p999_without_off_core_s"] for name, found in scheduler.items()
-            },
-            off_core_of_longest_ms=1e3 * longest["off_core_of_longest_s"],
-            cpu_of_longest_ms=1e3 * longest["cpu_of_longest_s"],
-            longest_cpu_ms=1e3 * max(found["longest_cpu_s"] for found in scheduler.values()),
             asked_to_wait_ms=1e3 * max(found["wait_s"] for found in scheduler.values()),
             methods=scheduler,
         ),

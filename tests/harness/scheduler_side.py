@@ -49,8 +49,9 @@ class FakeCall(LookupCall):
             return
         lease = LeaseName(b"s" * 16, next(self.client.seqs), 1)
         self.client.leases.append(lease)
-        extents = b"".join(EXTENT.pack(i, 1, i, 1, 0) for i in range(n * len(SLICES)))
-        self.finish(LookupResult(n, lease, extents, len(SLICES), ""))
+        slices = len(self.client.slices)
+        extents = b"".join(EXTENT.pack(i, 1, i, 1, 0) for i in range(n * slices))
+        self.finish(LookupResult(n, lease, extents, slices, ""))
 
 
 def chunks_of(chain):
@@ -69,7 +70,7 @@ class FakeClient:
 
     def __init__(self, hits=0, answers=True, *, connected=True, has_l2=False, slices=SLICES):
         self.connected, self.has_l2, self.chunk_tokens = connected, has_l2, CHUNK
-        self.slices = slices
+        self.slices, self.layout = slices, LAYOUT
         self.pool = self
         self.hits, self.answers = hits, answers
         self.calls, self.leases, self.handed_on, self.seqs = [], [], [], itertools.count(1)
@@ -90,7 +91,7 @@ class FakeClient:
     def identity(self, request):
         self.may_fail("identity")
         self.identities.append(request)
-        root = identity_root(LAYOUT, request)
+        root = identity_root(self.layout, request)
         return SimpleNamespace(
             request=request,
             root=root,

@@ -16,21 +16,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     # This file runs as a script: modules of its folder must not hide modules of vLLM's environment.
     sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
-
-
-def off_core_clock() -> Callable[[], int]:
-    """A clock of the calling thread: for how many ns so far it was ready to run and waited for a core."""
-    descriptor = os.open(
-        "/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC
-    )  # open as long as the process
-    return lambda: int(os.pread(descriptor, 100, 0).split()[1])
 
 
 class Calls:
@@ -59,8 +51,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.waits_s: dict[str, list[float]] = {}
-        self.took_s: dict[str, list[tuple[float, float, float]]] = {}
-        """For each call: seconds by the clock, CPU seconds of its thread, and seconds of waiting for a core."""
+        self.took_s: dict[str, list[float]] = {}
         self.cpu_s = 0.0
         self._thread = threading.local()
 
@@ -98,26 +89,17 @@ class Calls:
         waits_s, took_s = self.waits_s.setdefault(name, []), self.took_s.setdefault(name, [])
 
         def watched(*arguments: Any, **named: Any) -> Any:
-            off_core_ns = self._off_core()
             cpu, begun_s = time.thread_time(), time.perf_counter()
             self._thread.waits = []
             try:
                 return method(*arguments, **named)
             finally:
-                cpu_s = time.thread_time() - cpu
-                wall_s = time.perf_counter() - begun_s
-                took_s.append((wall_s, cpu_s, (self._off_core() - off_core_ns) / 1e9))
+                took_s.append(time.perf_counter() - begun_s)
                 waits_s.append(sum(self._thread.waits))
                 self._thread.waits = None
-                self.cpu_s += cpu_s
+                self.cpu_s += time.thread_time() - cpu
 
         return watched
-
-    def _off_core(self) -> int:
-        clock = getattr(self._thread, "off_core", None)
-        if clock is None:
-            clock = self._thread.off_core = off_core_clock()
-        return int(clock())
 
     def take(self) -> dict[str, Any]:
         """Return the CPU seconds of all calls and, for each method, calls, longest ready time and times; then reset."""
@@ -125,16 +107,10 @@ class Calls:
         for name, waits_s in self.waits_s.items():
             if waits_s:
                 took_s = sorted(self.took_s[name])
-                longest_s, cpu_s, off_core_s = took_s[-1]
-                on_core_s = sorted(wall_s - off_s for wall_s, _, off_s in took_s)
                 times = {
-                    "p99_s": took_s[int(0.99 * len(took_s))][0],
-                    "p999_s": took_s[int(0.999 * len(took_s))][0],
-                    "p999_without_off_core_s": on_core_s[int(0.999 * len(took_s))],
-                    "longest_s": longest_s,
-                    "cpu_of_longest_s": cpu_s,
-                    "off_core_of_longest_s": off_core_s,
-                    "longest_cpu_s": max(cpu_s for _, cpu_s, _ in took_s),
+                    "p99_s": took_s[int(0.99 * len(took_s))],
+                    "p999_s": took_s[int(0.999 * len(took_s))],
+                    "longest_s": took_s[-1],
                 }
                 taken[name] = {"calls": len(waits_s), "wait_s": max(waits_s), **times}
         for noted in (*self.waits_s.values(), *self.took_s.values()):

@@ -102,9 +102,6 @@ class _Engine:
             assert time.monotonic() < ends_s, cache._client.error
             time.sleep(0.01)
 
-    def connected(self) -> bool:
-        return bool(self.storage._caches["kv"]._client.connected)
-
     def stop(self) -> None:
         """Detach the storage, as SGLang does when it ends."""
         if self.controller is not None:
@@ -127,12 +124,6 @@ class _Engine:
             "missing" if not whole else self._verdict(name, first_page + i)
             for i, (name, whole) in enumerate(zip(names, done, strict=True))
         ]
-
-    def timed(self, what: str, **arguments: Any) -> tuple[Any, float]:
-        """An operation's answer and the seconds that it took."""
-        begun_s = time.monotonic()
-        answer = getattr(self, what)(**arguments)
-        return answer, time.monotonic() - begun_s
 
     def backup(self, tokens: list[int]) -> int:
         """Let SGLang's thread store the pages of a prompt under SGLang's own hashes; returns the tokens it stored."""

@@ -6,13 +6,11 @@ There is no model and no GPU: the pools of the device lie in host memory too, an
 from __future__ import annotations
 
 import shlex
-import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.harness import vllm_env
-from tests.harness.cache_engine import eventually
 from tests.harness.child import ROOT, Child
 from tests.harness.server_process import ServerProcess
 from tests.sglang import engine_child
@@ -95,16 +93,6 @@ def test_the_threads_of_sglangs_controller_store_and_load_a_prompt(engine):
     assert engine.ask("metrics")["backup_pgs"] == []
 
 
-def test_ranks_with_heads_of_their_own_share_nothing_and_ranks_with_latents_share_all(engine):
-    for kind, shared in (("mha", 0), ("mla", 3)):
-        version = {"weight_version": f"ranks of {kind}"}
-        started(engine, kind, tp=(0, 2), arguments=version)
-        assert engine.ask("set", names=NAMES[:3]) == [True] * 3
-        started(engine, kind, tp=(1, 2), arguments=version)
-        assert engine.ask("exists", names=NAMES[:3]) == shared
-        assert engine.ask("get", names=NAMES[:3]).count("right") == shared
-
-
 def test_several_pools_give_the_prefixes_that_all_of_them_have(engine):
     started(engine, arguments={"weight_version": "pools"})
     got = engine.ask("pools", names=NAMES[:5], states=[1, 3])
@@ -131,39 +119,3 @@ def test_methods_have_the_parameters_of_the_base_class_and_clearing_is_refused(e
     started(engine)
     assert engine.ask("signatures") == []
     assert "kvstrata ctl clear" in engine.ask("clear")
-
-
-def test_a_server_that_is_frozen_or_killed_means_misses_within_the_time_and_is_used_again(engine, server):
-    started(engine, arguments={"weight_version": "faults"})
-    assert engine.ask("set", names=NAMES[:2]) == [True] * 2
-    for stop, go_on in ((server.freeze, server.thaw), (server.kill, server.start)):
-        stop()
-        for op, answer in (
-            ("exists", (0, 2)),
-            ("get", (["missing"] * 2, ["right"] * 2)),
-            ("set", ([False] * 2, [True] * 2)),
-        ):
-            names = NAMES[2:4] if op == "set" else NAMES[:2]
-            got, took_s = engine.ask("timed", what=op, names=names)
-            assert got in answer
-            assert took_s < 2 * TIMEOUT_S + 1.0, "the settings bound the wait"
-        eventually("the server counts as silent", lambda: not engine.ask("connected"))
-        assert engine.ask("get", names=NAMES[:2]) == ["missing"] * 2
-        assert engine.ask("set", names=NAMES[2:4]) == [False] * 2
-        go_on()
-        engine.ask("wait_connected")
-        eventually(
-            "the server's pages are found again",
-            lambda: (
-                engine.ask("set", names=NAMES[:2]) == [True] * 2
-                and engine.ask("get", names=NAMES[:2]) == ["right"] * 2
-            ),
-        )
-
-
-def test_an_engine_killed_in_a_store_leaves_nothing_behind(engine, server):
-    """The last test of the module: it ends the child."""
-    started(engine, arguments={"weight_version": "killed"})
-    engine.ask("set", names=NAMES[:2])
-    engine.signal(signal.SIGKILL)
-    eventually("no process is attached", lambda: not server.get("/v1/status")["peers"])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.harness.amount import ALL, amount
-from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_model import ensure_model
 from tests.tools import vllm_python as pythons
@@ -69,51 +67,6 @@ def test_requests_that_compete_for_blocks_give_the_same_tokens_and_all_blocks_ba
             assert rig.vllm.generate(prompt, max_tokens=60)["cached_tokens"] > 0
             rig.settle()
     assert rig.vllm.ask("free_blocks") == free
-
-
-def windows_of(rig: Rig, prompt: list[int]) -> tuple[Extents, list[tuple[int, Any]], list[int]]:
-    """Store a new prompt: the extents file, (offset, header) of its records of windows, and the tokens."""
-    extents = Extents(rig.server.segment_dir)
-    before = {header.key for header in extents.records().values()}
-    tokens: list[int] = rig.vllm.generate(prompt)["tokens"]
-    rig.settle()
-    added = [(at, header) for at, header in extents.records().items() if header.key not in before]
-    shortest = min(header.payload_bytes for _, header in added)
-    windows = [(at, header) for at, header in added if header.payload_bytes == shortest]
-    assert len(windows) < len(added), (
-        "all records have one length, so windows cannot be told from full attention"
-    )
-    return extents, windows, tokens
-
-
-@pytest.mark.long
-def test_vllm_computes_with_the_stored_window(rig: Rig) -> None:
-    """Another window with valid checksums changes the output, which proves that it really is loaded."""
-    rig.settle()
-    prompt = make_prompt(8_100, 1_000)
-    extents, windows, tokens = windows_of(rig, prompt)
-    for at, header in windows:
-        extents.replace_payload(at, header, seed=1)
-    extents.close()
-    found = rig.vllm.generate(prompt)
-    assert found["cached_tokens"] == 768 and found["tokens"] != tokens
-    rig.settle()
-
-
-@pytest.mark.long
-def test_a_request_whose_window_cannot_be_loaded_is_computed_and_stored_again(rig: Rig) -> None:
-    rig.settle()
-    prompt = make_prompt(8_200, 1_000)
-    extents, windows, tokens = windows_of(rig, prompt)
-    for at, header in windows:
-        extents.flip_a_byte(at, header)
-    extents.close()
-    bad = rig.vllm.generate(prompt)
-    assert (bad["cached_tokens"], bad["tokens"]) == (0, tokens)
-    rig.settle()
-    healed = rig.vllm.generate(prompt)
-    assert (healed["cached_tokens"], healed["tokens"]) == (768, tokens)
-    rig.settle()
 
 
 @pytest.mark.long

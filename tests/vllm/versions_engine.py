@@ -41,77 +41,38 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvstrata.client.handles import LoadItem, LoadJob, LookupCall, LookupResult, StoreJob, StoreOutcome
+from kvstrata.client.handles import LoadItem, LoadJob, StoreJob, StoreOutcome
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1, StepMetadata
 from kvstrata.connectors.vllm.metadata import Load, StepPlan, Store
 from kvstrata.connectors.vllm.weights import find_runner, loaded_weights
 from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
-from kvstrata.keys import ChunkHasher
-from kvstrata.types import EXTENT, LeaseName, RequestIdentity, identity_root
+from kvstrata.types import EXTENT, LeaseName, RequestIdentity
+from tests.harness.scheduler_side import FakeClient
 
 BLOCK, CHUNK, BLOCKS, LAYERS = 128, 256, 64, 4
 SLICE = b"\2" * 32
 LAYER_NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
 
 
-class Client:
-    """The client of both sides: `hits` chunks of every prompt are in L1; `leases` are those not released yet."""
+class Client(FakeClient):
+    """The client of both sides: `hits` chunks of every prompt are in L1."""
 
     hits = 0
-    connected, has_l2, slices = True, False, (SLICE,)
-    numbers = itertools.count(1)
 
     def __init__(self, settings: Any, *, layout: Any = None, **others: Any) -> None:
-        self.settings, self.layout, self.pool = settings, layout, self
-        self.leases: set[LeaseName] = set()
+        super().__init__(Client.hits, slices=(SLICE,))
+        self.settings, self.layout, self.chunk_tokens = settings, layout, CHUNK
+        del self.hits  # that of the class counts
 
     def start(self) -> None:
         pass
 
-    def close(self, timeout_s: float) -> None:
-        pass
-
-    def identity(self, request: RequestIdentity) -> Any:
-        root = identity_root(self.layout, request)
-        return SimpleNamespace(
-            request=request,
-            root=root,
-            slices=self.slices,
-            forbidden=False,
-            hasher=lambda media=(): ChunkHasher(root, CHUNK, media),
-        )
-
-    def peek(self, identity: Any, chain: ChunkHasher | bytes) -> int:
-        return min(Client.hits, chain.n_chunks if isinstance(chain, ChunkHasher) else len(chain) // 32)
-
     def peek_whole(self, identity: Any, chain: bytes) -> int:
-        return self.peek(identity, chain)
+        return int(self.peek(identity, chain))
 
-    def missed(self, identity: Any, chain: ChunkHasher | bytes, *, request_id: str, probe: bytes) -> None:
-        pass
-
-    def present(self, chunks: Sequence[tuple[bytes, bytes]]) -> list[bool] | None:
-        return None
-
-    def lookup(
-        self,
-        identity: Any,
-        chain: ChunkHasher | bytes,
-        *,
-        request_id: str,
-        probe: bytes,
-        deadline_ms: int,
-        tails: Sequence[Any] = (),
-    ) -> LookupCall:
-        found = self.peek(identity, chain)
-        lease = LeaseName(b"s" * 16, next(self.numbers), 1)
-        call = LookupCall(lambda call: self.release([lease]))
-        self.leases.add(lease)
-        call.finish(LookupResult(found, lease, EXTENT.pack(0, 1, 0, 1, 0) * found, 1, ""))
-        return call
-
-    def release(self, leases: Sequence[Any], *, group: bool = False) -> None:
-        self.leases.difference_update(leases)
+    def release(self, leases: Sequence[LeaseName], *, group: bool = False) -> None:
+        """Its workers have the leases too, and give them back at any time."""
+        self.leases = [lease for lease in self.leases if lease not in leases]
 
 
 class Copies:
