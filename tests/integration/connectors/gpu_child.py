@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import random
-import secrets
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstrata.client import LoadItem
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors import device
 from kvstrata.connectors.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
-from kvstrata.keys import ChunkHasher
-from kvstrata.native.core import buffer_address
 from kvstrata.native.cuda import CudaCopyPlan
-from kvstrata.types import RequestIdentity, Role, shown_name, unpack_extents
-from tests.harness.cache_engine import PATIENCE_S, eventually
+from kvstrata.types import RequestIdentity, shown_name
+from tests.harness.cache_engine import eventually
 from tests.harness.child import serve
-from tests.harness.gpu_engine import Cache, GpuEngine, client_of
-from tests.harness.gpu_kv import TINY, PagedKv, block_keys
+from tests.harness.gpu_engine import Cache, GpuEngine
+from tests.harness.gpu_kv import TINY
 
 CHUNK_TOKENS = 16
 BLOCK_TOKENS = 8
@@ -52,80 +47,9 @@ def settings_of(socket_dir: str, **more: Any) -> ClientSettings:
     return ClientSettings(socket_dir=socket_dir, chunk_size=CHUNK_TOKENS, **more)
 
 
-class HostEngine:
-    """The same KV with its blocks in host memory, on the client's own copy threads."""
-
-    def __init__(self, socket_dir: str, layout: str, num_blocks: int = 64) -> None:
-        self.memory = mmap.mmap(-1, PagedKv.memory_bytes(TINY, BLOCK_TOKENS, num_blocks))
-        self.kv = PagedKv(
-            buffer_address(self.memory),
-            TINY,
-            layout=layout,
-            block_tokens=BLOCK_TOKENS,
-            num_blocks=num_blocks,
-            chunk_tokens=CHUNK_TOKENS,
-        )
-        settings = settings_of(socket_dir)
-        self.client = client_of(settings, self.kv, Role.CLIENT, secrets.token_bytes(16))
-        self.client.start()
-        self.identity = self.client.identity(RequestIdentity())
-        eventually("the host's identity is ready", lambda: self.identity.ready)
-
-    def _hasher(self, tokens: list[int]) -> ChunkHasher:
-        hasher = self.identity.hasher()
-        hasher.feed(tokens)
-        return hasher
-
-    def _pieces(self, layer: int, block: int) -> list[slice]:
-        start = self.kv.address(layer, block) - self.kv.base
-        return [slice(start + offset, start + offset + n) for offset, _, n in self.kv.places(0, BLOCK_TOKENS)]
-
-    def store(self, seed: int, n_chunks: int) -> int:
-        """Chunks of a prompt that were stored."""
-        tokens = prompt(seed, n_chunks)
-        hasher = self._hasher(tokens)
-        for block, key in enumerate(block_keys(tokens, BLOCK_TOKENS)[: n_chunks * CHUNK_BLOCKS]):
-            for layer in range(LAYERS):
-                data = self.kv.expected(key, layer, 0, BLOCK_TOKENS)
-                for where in self._pieces(layer, block):
-                    length = where.stop - where.start
-                    self.memory[where], data = data[:length], data[length:]
-        job = self.client.store(self.identity, b"", hasher.chain, self.kv.host_plan, self._blocks(n_chunks))
-        assert job.done.wait(PATIENCE_S), "the store never ended"
-        return [str(outcome) for outcome in job.outcomes].count("stored")
-
-    def load(self, seed: int, n_chunks: int) -> int:
-        """Chunks of a prompt that are there; asserts that they are right."""
-        tokens = prompt(seed, n_chunks)
-        hasher = self._hasher(tokens)
-        call = self.client.lookup(self.identity, hasher, request_id="host")
-        assert call.wait(PATIENCE_S), "the lookup never ended"
-        result = call.result
-        if result.lease is None:
-            return 0
-        items = [
-            LoadItem(hasher.key(chunk), extent.offset_bytes, extent.length_bytes, ids)
-            for chunk, (extent, ids) in enumerate(
-                zip(unpack_extents(result.extents), self._blocks(result.n_chunks), strict=True)
-            )
-        ]
-        job = self.client.load(self.identity, result.lease, items, self.kv.host_plan, sync=True)
-        assert not job.failed
-        for block, key in enumerate(block_keys(tokens, BLOCK_TOKENS)[: result.n_chunks * CHUNK_BLOCKS]):
-            for layer in range(LAYERS):
-                found = b"".join(self.memory[where] for where in self._pieces(layer, block))
-                wanted = self.kv.expected(key, layer, 0, BLOCK_TOKENS)
-                assert found == wanted, f"prompt {seed}: layer {layer}, block {block} is wrong"
-        return result.n_chunks
-
-    def _blocks(self, n_chunks: int) -> list[list[int]]:
-        return [[chunk * CHUNK_BLOCKS + at for at in range(CHUNK_BLOCKS)] for chunk in range(n_chunks)]
-
-
 class _Child:
     def __init__(self) -> None:
         self._engine: GpuEngine
-        self._host: HostEngine | None = None
 
     def start(
         self,
@@ -140,7 +64,6 @@ class _Child:
         settings: dict[str, Any] | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        self._socket_dir, self._layout = socket_dir, layout
         device.DMA_RUN_BYTES = {"dma": 0, "kernel": 1 << 62}.get(engine, device.DMA_RUN_BYTES)
         chosen_settings = settings_of(
             socket_dir,
@@ -197,6 +120,10 @@ class _Child:
         while not self._engine.step():
             pass
         return bool(eventually("a copy begins", lambda: self.stats()["copies_running"]))
+
+    def check(self) -> int:
+        """All that is there of the prompts of random traffic is right; chunks found."""
+        return sum(self.load(seed, MOST_CHUNKS)["chunks"] for seed in range(PROMPTS))
 
     def break_device(self, seed: int, n_chunks: int, fault: str) -> dict[str, Any]:
         """The device breaks while a prompt is loaded for a forward pass; what the worker says of it and of a store."""
@@ -296,24 +223,7 @@ class _Child:
     def wait_registrations(self, count: int) -> None:
         eventually("so much is registered", lambda: self.registrations() == count)
 
-    def host_store(self, seed: int, n_chunks: int) -> int:
-        return self._on_host().store(seed, n_chunks)
-
-    def host_load(self, seed: int, n_chunks: int) -> int:
-        return self._on_host().load(seed, n_chunks)
-
-    def host_check(self) -> int:
-        """All that is there of the prompts of random traffic is right; chunks found."""
-        return sum(self._on_host().load(seed, MOST_CHUNKS) for seed in range(PROMPTS))
-
-    def _on_host(self) -> HostEngine:
-        if self._host is None:
-            self._host = HostEngine(self._socket_dir, self._layout)
-        return self._host
-
     def close(self) -> None:
-        if self._host is not None:
-            self._host.client.close()
         self._engine.cache.close()
 
 

@@ -88,13 +88,8 @@ async def test_a_verified_tokenizer_tells_what_the_engine_will_tokenise(sim, sta
     await ask(gateway, session, "/v1/completions", prompt="one two")
     assert await prompts(gateway, session) == {"tokenizer": 4}
     await ask(gateway, session, "/v1/completions", prompt=[1, 2, 3])
-    await ask(gateway, session, "/v1/responses", input="one two", max_output_tokens=16)
     await ask(gateway, session, messages=messages, tools=[tool])  # spelled otherwise than by vLLM
-    assert await prompts(gateway, session) == {"tokenizer": 4, "render": 2}
-    for _ in range(3):  # what is cached, the engine tells beside the rest
-        answer = await ask(gateway, session, "/v1/messages", messages=user("one two " * 50))
-    assert answer["usage"]["cache_read_input_tokens"] > answer["usage"]["input_tokens"] > 0
-    assert await prompts(gateway, session) == {"tokenizer": 4, "render": 5}
+    assert await prompts(gateway, session) == {"tokenizer": 4, "render": 1}
     metrics = await page(gateway, session, "/metrics")
     assert "kvstrata_gateway_mistaken_tokens_total{" not in metrics
 

@@ -22,18 +22,6 @@ def send_all(table: RequestTable, now_s: float) -> list[int]:
     return [wire.decode_request(frame).seq for frame in table.to_send(now_s)]
 
 
-def test_a_request_is_sent_once_and_one_that_cannot_be_sent_yet_when_it_is_woken():
-    table, request = RequestTable(), Recorded()
-    table.add(request.pending)
-    waiting = [None, wire.Cancel(2, 77)]
-    table.add(Pending(Kind.TELL, lambda seq, ms: waiting.pop(0), request.ends.append, request.ends.append))
-    assert send_all(table, 0.0) == [1]
-    assert send_all(table, 1.0) == [] and table.due_s() == math.inf
-    table.wake_unsent()
-    assert table.due_s() == -math.inf and send_all(table, 2.0) == [2]
-    assert request.ends == [] and len(table) == 2
-
-
 def test_what_the_caller_does_not_take_is_sent_later_in_its_order():
     table, requests = RequestTable(), [Recorded(Kind.TELL), Recorded(Kind.TELL), Recorded()]
     for request in requests:

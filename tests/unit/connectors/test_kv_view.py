@@ -105,13 +105,6 @@ def test_a_block_is_exactly_its_elements_in_any_physical_order(shape, random, el
         assert set(visited) == expected_addresses(tensor, shape[0] // 5, block)
 
 
-def test_blocks_split_into_kernel_blocks_are_put_together():
-    tensor = FakeTensor((80, 4, 64, 64))
-    runs = layer_runs("x", tensor, 40, kind_of(tensor))
-    assert runs.dims == () and runs.run_bytes == 2 * 4 * 64 * 64 * 2
-    assert runs.block_stride_bytes == runs.run_bytes
-
-
 def test_a_shape_that_vllm_has_not_announced_is_refused_by_name():
     announced = kind_of(FakeTensor((40, 4, 128, 64)))
     name = "model.layers.0.self_attn.attn"

@@ -89,34 +89,6 @@ QUANTISED = {
 }
 
 
-def test_backends_that_keep_k_then_v_for_each_head_and_token_mean_the_same():
-    for backend in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"):
-        assert kind_of(spec(), module(backend)) == kind_of(spec(), module())
-        assert kind_of(spec(), module(backend)).axes == ("kv_heads", "tokens", "k+v")
-
-
-def test_another_arrangement_has_another_name():
-    for changes, backend, axes in (
-        ({}, "CPU_ATTN", ("kv_heads", "cpu_attn/amx@0.32.0.tokens", "cpu_attn/amx@0.32.0.content")),
-        (
-            {},
-            "SOMETHING",
-            ("something/amx@0.32.0.heads", "something/amx@0.32.0.tokens", "something/amx@0.32.0.content"),
-        ),
-        ({"num_head_slots": 2}, "FLASH_ATTN", ("flash_attn/amx@0.32.0.heads",)),
-        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "FLASHINFER", ("flashinfer/amx@0.32.0.heads",)),
-        ({"head_size_v": 32}, "FLASH_ATTN_DIFFKV", ("kv_heads", "tokens", "k64+v32")),
-        ({"head_size_v": 0}, "FLASHMLA", ("kv_heads", "tokens", "latent")),
-        (
-            {"head_size_v": 0, "state_content_bytes": 656, "cache_dtype_str": "fp8_ds_mla"},
-            "FLASHMLA_SPARSE",
-            ("kv_heads", "tokens", "latent/fp8_ds_mla"),
-        ),
-    ):
-        found = kind_of(spec(**changes), module(backend, isa="amx", _k_scale=FakeScale(1.0)))
-        assert found.axes[: len(axes)] == axes
-
-
 def view(kinds, tensors=None, **changes):
     options = {"num_blocks": 40, "group": whole_group(16, 64), "heads": Heads((7, 8), (0, 4), 1)}
     tensors = tensors or {NAME: FakeTensor((40, 4, 16, 128))}
@@ -155,16 +127,6 @@ def test_blocks_are_in_front_where_the_shape_is_as_announced_though_other_axes_f
     made = view({NAME: kind}, tensors, num_blocks=4)
     [layer] = made.layers.values()
     assert layer.block_stride_bytes == 16 * 128 * 2 and layer.dims == ((4, 4 * 16 * 128 * 2),)
-
-
-def test_kernel_blocks_dense_in_tokens_are_not_seen_in_the_bytes():
-    kinds = layer_kinds([group(spec())], {NAME: module()}, written_by("0.32.0"))
-    whole = view(kinds, {NAME: FakeTensor((40, 4, 16, 128), order=(0, 2, 1, 3))})
-    halves = view(kinds, {NAME: FakeTensor((80, 4, 8, 128), order=(0, 2, 1, 3))})
-    assert halves.slice == whole.slice
-    assert halves.facts["axes"] == [["tokens", 16], ["kv_heads", 4], ["kv", 2], ["dim", 64]]
-    heads_first = view(kinds, {NAME: FakeTensor((80, 4, 8, 128))})
-    assert heads_first.facts["axes"][:3] == [["tokens", 2], ["kv_heads", 4], ["tokens", 8]]
 
 
 def test_a_block_of_another_size_than_announced_is_refused():
@@ -220,23 +182,6 @@ def latents_with_an_indexer():
     return layer_kinds([group(each, tuple(specs))], modules, written_by("0.32.0")), tensors
 
 
-def test_latents_and_the_indexer_beside_them_are_two_sections_of_one_layer():
-    kinds, tensors = latents_with_an_indexer()
-    made = view(kinds, tensors, group=whole_group(64, 64), heads=Heads((0, 8), (0, 1), 1, replicas=8))
-    assert list(made.layers) == [NAME, INDEXER]
-    assert made.facts["layers"] == [7, 7]
-    assert made.facts["makes"] == [
-        {"axes": [["tokens", 64], ["latent/fp8_ds_mla", 656]], "section_bytes": 64 * 656},
-        {
-            "axes": [
-                ["deepseek_v32_indexer@0.32.0.tokens", 64],
-                ["deepseek_v32_indexer@0.32.0.content", 132],
-            ],
-            "section_bytes": 64 * 132,
-        },
-    ]
-
-
 def test_a_layer_with_heads_beside_latents_is_refused_where_ranks_share_records():
     kinds, tensors = latents_with_an_indexer()
     draft = "model.layers.8.self_attn.attn"
@@ -245,20 +190,3 @@ def test_a_layer_with_heads_beside_latents_is_refused_where_ranks_share_records(
     assert len(view(kinds, tensors, group=whole_group(64, 64), heads=Heads((0, 9), (0, 1), 1)).layers) == 3
     with pytest.raises(ConfigError, match="8 tensor-parallel ranks count as holding the same KV heads"):
         view(kinds, tensors, group=whole_group(64, 64), heads=Heads((0, 9), (0, 1), 1, replicas=8))
-
-
-def test_scales_of_quantised_layers_beside_one_that_was_left_out_are_facts():
-    other = "model.layers.8.self_attn.attn"
-    modules = {NAME: module(), other: module(_k_scale=FakeScale(0.5), _v_scale=FakeScale(2.0))}
-    each = type(
-        "UniformTypeKVCacheSpecs",
-        (),
-        {"block_size": 16, "kv_cache_specs": {NAME: spec(), other: spec(**QUANTISED)}},
-    )()
-    tensors = {
-        NAME: FakeTensor((40, 4, 16, 128)),
-        other: FakeTensor((40, 4, 16, 128), element=1, base=1 << 30),
-    }
-    made = view(layer_kinds([group(each, (NAME, other))], modules, written_by("0.32.0")), tensors)
-    assert made.facts["scales"] == [[], [(0.5).hex(), (2.0).hex()]]
-    assert [make["quantisation"] for make in made.facts["makes"]] == ["NONE", "FP8_PER_TENSOR"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 import pytest
@@ -72,25 +71,6 @@ def test_hostile_names_write_one_line_a_minute_and_are_all_counted(caplog):
     assert side.take_counts() == {"skipped_tenant_refused": 50}
 
 
-def test_equal_prompts_of_two_tenants_share_no_block_of_vllms_own_cache():
-    side = make_side(settings=MAY_NAME)
-    blocks = {}
-    for tenant, salt in itertools.product(("blue", "green", "a b", None, "red"), (None, "pepper")):
-        request = make_request(40, cache_salt=salt) if tenant is None else named(tenant, cache_salt=salt)
-        side.on_new_request(request)
-        assert len(request.block_hashes) == 10
-        blocks[tenant, salt] = request.block_hashes[0]
-    assert blocks.pop((None, None)) == blocks["blue", None], "the engine's own tenant, named or not"
-    assert blocks.pop((None, "pepper")) == blocks["blue", "pepper"]
-    assert len(set(blocks.values())) == len(blocks)
-    # Requests of one tenant share what they share without tenants; two refused ones share nothing.
-    again = [named(tenant, cache_salt=salt) for tenant, salt in blocks]
-    for request in again:
-        side.on_new_request(request)
-    same = [request.block_hashes[0] == blocks[key] for key, request in zip(blocks, again, strict=True)]
-    assert dict(zip(blocks, same, strict=True)) == {key: key[0] != "red" for key in blocks}
-
-
 def test_no_client_can_make_the_salt_of_another_tenant():
     side, other = make_side(settings=MAY_NAME), make_side(settings=MAY_NAME)
     first = named("green")
@@ -100,12 +80,6 @@ def test_no_client_can_make_the_salt_of_another_tenant():
     assert first.cache_salt != elsewhere.cache_salt, "another engine's salts tell nothing"
     guess = arrive(side, 40, cache_salt=elsewhere.cache_salt)
     assert guess.block_hashes[0] != first.block_hashes[0]
-
-
-def test_the_salt_for_vllms_own_cache_is_not_in_the_identity():
-    side = make_side(settings=MAY_NAME)
-    (store,) = stored(side, named("green", cache_salt="pepper"))
-    assert store.identity == RequestIdentity(tenant="green", salt="pepper")
 
 
 def test_a_tenant_that_the_server_refuses_is_counted_and_stored_under_no_other():

@@ -25,17 +25,6 @@ from tests.harness.scheduler_side import (
 )
 
 
-def test_after_a_reset_the_same_prompt_has_other_keys():
-    side = make_side()
-    before, after = make_request(40), make_request(40)
-    side.on_new_request(before)
-    (old,) = step(side, [(before, 0, 40)]).stores
-    side.reset(engine_empty=True)
-    side.on_new_request(after)
-    (new,) = step(side, [(after, 0, 40)]).stores
-    assert old.chain != new.chain
-
-
 def run_past_reset(side, how):
     """(A request of 84 tokens that holds blocks from before a reset, the number of its computed tokens)."""
     request = arrive(side, 84)
@@ -160,15 +149,6 @@ def test_requests_wait_until_every_worker_has_reported_its_weights():
     assert ask(side, request) == (24, False)
 
 
-@pytest.mark.parametrize("empty", [True, False])
-def test_equal_weights_have_the_same_identity_after_a_reset(empty):
-    workers = Workers(side_that_asks_for_weights())
-    before = workers.stored()
-    assert before == RequestIdentity()
-    workers.side.reset(engine_empty=empty)
-    assert workers.stored() == before
-
-
 def test_engines_with_equal_new_weights_share_an_identity_other_than_the_old_one():
     engines = [Workers(side_that_asks_for_weights()) for _ in range(2)]
     engines[1].initial = "of another start"
@@ -182,23 +162,6 @@ def test_engines_with_equal_new_weights_share_an_identity_other_than_the_old_one
         workers.side.reset(engine_empty=True)
         workers.now = workers.initial
         assert workers.stored() == RequestIdentity()
-
-
-def test_weights_that_were_changed_before_the_first_request_are_not_those_of_the_start():
-    workers = Workers(side_that_asks_for_weights())
-    workers.now = "trained"
-    assert workers.stored() != RequestIdentity()
-
-
-def test_workers_are_asked_for_their_weights_when_vllm_has_replaced_its_prefix_cache():
-    cache = [object()]
-    workers = Workers(side_that_asks_for_weights(prefix_cache=lambda: cache[0]))
-    before = workers.stored()
-    cache[0], workers.now = object(), "reloaded"
-    after = workers.stored()
-    assert after != before
-    cache[0] = object()
-    assert workers.stored() == after
 
 
 def test_workers_are_not_asked_while_the_engine_pauses_for_new_weights():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK
 from kvstrata.types import EXTENT
 from tests.harness.scheduler_side import ask, planned_loads, scene, step
 
@@ -32,18 +32,6 @@ def test_a_preempted_request_is_looked_up_again():
     assert client.leases == []
 
 
-def test_a_request_preempted_and_loaded_again_in_one_step_is_stored_again_when_that_load_fails():
-    """vLLM does so when its cache is reset while requests run."""
-    _, side, request = scene(40, hits=4)
-    for preempted in ([], [request.request_id]):
-        tokens, _ = ask(side, request)
-        side.allocated(request, [list(range(1, 20))], tokens)
-        (load,) = step(side, preempted=preempted).loads
-    side.heard([WorkerReport(2, failures=1)], [], load.blocks)
-    (store,) = step(side, [(request, 0, 40)]).stores
-    assert store.blocks == list(range(1, 11))
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_load_stays_synchronous_or_asynchronous_as_promised_when_vllm_takes_fewer_tokens(asynchronous):
     """Otherwise vLLM would wait for ever for the end of a load that was promised as asynchronous."""
@@ -51,13 +39,3 @@ def test_a_load_stays_synchronous_or_asynchronous_as_promised_when_vllm_takes_fe
     assert ask(side, request) == (32, asynchronous)
     (load,) = planned_loads(side, request, 20, [list(range(1, 20))])
     assert load.asynchronous == asynchronous and load.blocks == [1, 2, 3, 4, 5, SKIP_BLOCK]
-
-
-def test_a_request_whose_load_failed_is_computed_and_stored_again():
-    _client, side, request = scene(40, hits=4)
-    tokens, _ = ask(side, request)
-    (load,) = planned_loads(side, request, tokens, [list(range(1, 20))])
-    side.heard([WorkerReport(1, failures=1)], [], {load.blocks[3]})
-    (store,) = step(side, [(request, 12, 28)]).stores
-    assert store.blocks == list(range(3, 11)), "stored again from the chunk with the bad block on"
-    assert ask(side, request) == (0, False)

@@ -22,13 +22,6 @@ def test_a_load_without_extents_for_this_slice_names_empty_extents(fake, side):
     assert {(item.offset_bytes, item.length_bytes) for item in items} == {(0, 0)}
 
 
-def test_a_failed_chunk_names_the_blocks_that_vllm_must_compute(fake, side):
-    fake.next_failed = {0}
-    report, _, _, bad = step(side, StepPlan(1, loads=[load_of()]))
-    assert bad == {4} and report.failures == 1
-    assert step(side, StepPlan(2))[3] == set()
-
-
 def test_a_failed_asynchronous_load_is_reported_as_received_with_its_bad_blocks(fake, side):
     fake.next_failed, fake.next_takes_s = {1}, 5.0
     _, _, received, _ = step(side, StepPlan(1, loads=[load_of(asynchronous=True)]))
@@ -79,17 +72,6 @@ def test_loads_that_would_begin_too_late_fail_and_give_their_lease_back(fake, si
     _, _, _, bad = step(side, StepPlan(1, loads=[load_of("a", seq=1), load_of("b", blocks=(7, 8), seq=2)]))
     assert len(fake.loads) == 1 and [lease.seq for lease in fake.released] == [2]
     assert bad == {7, 8}
-
-
-def test_nothing_computed_on_a_failed_load_is_stored(fake, side):
-    fake.next_failed = {0}
-    report, _, _, _ = step(side, StepPlan(1, loads=[load_of()], stores=[store_of(1), store_of(2, "other")]))
-    assert report.dropped == [1, 2] and fake.stores == []
-    # This step was planned before the scheduler knew of the failure.
-    report, _, _, _ = step(side, StepPlan(2, stores=[store_of(3)], failures_seen=0))
-    assert report.dropped == [3] and fake.stores == []
-    report, _, _, _ = step(side, StepPlan(3, stores=[store_of(4)], failures_seen=1))
-    assert report is None and len(fake.stores) == 1
 
 
 def test_stores_are_reported_once_they_are_done(fake, side):
@@ -252,14 +234,6 @@ def step_with_draft_model(side, plan):
     report = side.report()
     side.start_stores()
     return report, bad
-
-
-def test_a_failed_load_is_reported_in_its_own_step_even_when_the_report_precedes_the_stores(
-    fake, device_side
-):
-    fake.next_failed = {0}
-    report, bad = step_with_draft_model(device_side, StepPlan(1, loads=[load_of()]))
-    assert (report.step, report.failures, bad) == (1, 1, {4})
 
 
 def test_a_store_dropped_after_the_report_is_in_the_next_report(fake, device_side):
