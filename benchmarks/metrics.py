@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import compared, median_spread, scratch, sized
+from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.page import FRESH_S
-from kvstrata.observability.server_numbers import ServerNumbers
 from tests.harness.server_process import ServerProcess
 
 READERS = 5

@@ -278,7 +278,7 @@ class Server:
         shell = Shell(self.loop, self._supervisor, self._closers, log, NOT_RESTARTED, started_s)
         self.instance = self.run(open_instance(self._plan, shell))
         parts = self.parts
-        self.run(self.instance.attach.start(self.instance.parts.requests.on_frame))
+        self.run(self.instance.attach.start(self.instance.parts.requests))
         parts.pool.heartbeat()
         self._supervisor.spawn(heartbeat(parts.pool, parts.events), "heartbeat")
         self._supervisor.spawn(self.instance.housekeeping.run(), "housekeeping")

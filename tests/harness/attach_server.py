@@ -23,14 +23,11 @@ from typing import Any, NamedTuple
 import uvloop
 
 from kvstrata import failpoints
-from kvstrata.errors import NotPermitted, Refused
-from kvstrata.memory import linux
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.rpc import wire
-from kvstrata.rpc.wire import AttachRequest
 from kvstrata.server.listener import AttachLimits, AttachServer
-from kvstrata.server.rows import SessionRow
+from kvstrata.server.processes import Process, Processes, Readiness, TenantTokens
 from kvstrata.types import unpack_extents
 from tests.harness.child import Child, answer, tell
 from tests.harness.open_files import open_files
@@ -59,9 +56,10 @@ class AttachServerChild(Child):
 class Handlers:
     """The operations that a test can ask for. Bytes travel as base64."""
 
-    def __init__(self, segment: Segment, attach: AttachServer) -> None:
+    def __init__(self, segment: Segment, attach: AttachServer, table: Table) -> None:
         self._pool = segment.pool
         self._attach = attach
+        self._table = table
 
     def rows(self) -> list[dict[str, Any]]:
         return [{"row": row["row"], "old": row["old"]} for row in self._pool.rows()]
@@ -90,8 +88,8 @@ class Handlers:
 
     def stranded(self) -> list[dict[str, Any]]:
         return [
-            {"row": one.seen.row, "session": encode(one.seen.session), "kept_bytes": one.kept_bytes}
-            for one in self._attach.rows.stranded()
+            {"row": one.row, "session": encode(one.session), "kept_bytes": one.kept_bytes}
+            for one in self._table.stranded()
         ]
 
     def clear_stranded(self, sessions: list[str] | None) -> None:
@@ -100,47 +98,40 @@ class Handlers:
 
         async def clear() -> None:
             try:
-                cleared = await self._attach.rows.clear_stranded(chosen)
+                cleared = await self._table.clear_stranded(chosen)
             except KeyError:
                 tell("cleared", rows=None)
             else:
-                tell("cleared", rows=[one.seen.row for one in cleared])
+                tell("cleared", rows=[one.row for one in cleared])
 
         self._clearing = asyncio.ensure_future(clear())
 
 
-class Hooks:
-    """Sends the test an event for each session that comes or goes.
+class Table(Processes):
+    """Sends the test an event for each session that is detached; one process may have all rows."""
 
-    The options `refused_model` and `tenants` (names by token) decide which requests are refused.
-    """
+    def lost(self, process: Process, line: Any) -> None:
+        super().lost(process, line)
+        if process.detached:
+            tell("detached", row=process.row)
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._refused_model = options.get("refused_model", "")
-        self._tenants = options.get("tenants", {})
+    def _check_room(self, *_: object) -> None:
+        pass
 
-    def admit(self, request: AttachRequest) -> None:
-        if request.layout.model == self._refused_model:
-            raise Refused("not this model", field="layout.model")
 
-    def tenants_of(
-        self, credentials: linux.SocketCredentials, request: AttachRequest
-    ) -> frozenset[str] | None:
-        if not self._tenants:
-            return None
-        if request.token not in self._tenants:
-            raise NotPermitted("token: unknown", field="token")
-        return frozenset(self._tenants[request.token])
+class NoRequests:
+    """There is no server behind the socket. Sends the test an event for each session that comes or goes."""
 
-    def on_attached(self, session: SessionRow) -> None:
-        tenants = None if session.tenants is None else sorted(session.tenants)
-        tell("attached", row=session.row, pid=session.pid, resumed=session.resumed, tenants=tenants)
+    def on_frame(self, connection: Any, message: bytes) -> bool:
+        connection.send(wire.encode(wire.Error(0, 1, "not_permitted", "no requests here", "op", False)))
+        return False
 
-    def on_detached(self, session: SessionRow) -> None:
-        tell("detached", row=session.row)
+    def on_attached(self, process: Process) -> None:
+        tenants = None if process.tenants is None else sorted(process.tenants)
+        tell("attached", row=process.row, pid=process.pid, resumed=process.resumed, tenants=tenants)
 
-    async def on_gone(self, session: SessionRow) -> None:
-        tell("gone", row=session.row, known=session.request is not None)
+    async def on_gone(self, process: Process) -> None:
+        tell("gone", row=process.row, known=process.request is not None)
 
 
 def encode(data: bytes) -> str:
@@ -149,12 +140,6 @@ def encode(data: bytes) -> str:
 
 def decode(text: str) -> bytes:
     return base64.b64decode(text)
-
-
-def refuse(connection: Any, message: bytes) -> bool:
-    """There is no server behind the socket."""
-    connection.send(wire.encode(wire.Error(0, 1, "not_permitted", "no requests here", "op", False)))
-    return False
 
 
 async def main(options: dict[str, Any]) -> None:
@@ -168,17 +153,19 @@ async def main(options: dict[str, Any]) -> None:
             extents_bytes=options.get("extents_bytes", 16 << 20),
         )
     )
+    tokens = TenantTokens({name: frozenset(of) for name, of in options.get("tenants", {}).items()})
+    processes = Table(segment.pool, segment.pool.epoch, tokens, Readiness())
     attach = AttachServer(
         Path(options["socket_dir"]) / RPC_SOCKET,
         segment.pool,
         segment.descriptors,
-        Hooks(options),
+        processes,
         instance_id="test",
         limits=AttachLimits(**options.get("limits", {"old_row_interval_s": 0.05})),
     )
-    await attach.start(refuse)
+    await attach.start(NoRequests())  # type: ignore[arg-type]
     ended = asyncio.Event()
-    handlers = Handlers(segment, attach)
+    handlers = Handlers(segment, attach, processes)
     table = {name: getattr(handlers, name) for name in dir(handlers) if not name.startswith("_")}
     buffer = bytearray()
 

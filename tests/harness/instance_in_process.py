@@ -19,9 +19,9 @@ from kvstrata.rpc import wire
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import MAX_SESSION_SHARE, InstanceFacts
-from kvstrata.server.processes import Lease, Reservation, TenantTokens
+from kvstrata.server.processes import Process, RowState, TenantTokens
+from kvstrata.server.requests.grants import Lease, Reservation
 from kvstrata.server.requests.requests import Requests
-from kvstrata.server.rows import SessionRow
 from kvstrata.tiers.set import TierSet
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
@@ -41,10 +41,10 @@ def said(session: bytes, request: wire.AnyRequest) -> Said:
 
 
 class Line:
-    """A connection, which a session speaks over (empty: a client without a row)."""
+    """A connection, which a process speaks over (None: a client without a row)."""
 
-    def __init__(self, instance: InstanceInProcess, session: bytes) -> None:
-        self.session = session
+    def __init__(self, instance: InstanceInProcess, process: Process | None) -> None:
+        self.process = process
         self.plain: dict[int, Any] = {}
         self._instance = instance
 
@@ -100,7 +100,6 @@ class InstanceInProcess:
         self.lines: dict[bytes, Line] = {}
         """The connection of each session."""
         self.answer_with()
-        self._rows: dict[bytes, SessionRow] = {}
 
     @property
     def epoch(self) -> int:
@@ -138,23 +137,25 @@ class InstanceInProcess:
             slice=None if role is Role.SCHEDULER else part(),
             facts=None if role is Role.SCHEDULER else FACTS,
         )
-        self.parts.hooks.admit(request)
-        row = self.pool.claim_row(session, group, pid)
-        seen = SessionRow(row=row, session=session, group=group, pid=pid, request=request, tenants=tenants)
-        self._rows[session] = seen
-        self.parts.hooks.on_attached(seen)
+        process = Process(self.pool.claim_row(session, group, pid), session, group, pid, request, tenants)
+        process.state = RowState.CLAIMED
+        self.parts.processes.announce(process)
+        self.requests.on_attached(process)
+        process.line = self.line(session)  # type: ignore[assignment]
 
     def gone(self, session: bytes) -> None:
         """End a session as the death of its process would."""
-        seen = self._rows.pop(session)
+        process = self.parts.processes.get(session)
+        assert process is not None
         self.lines.pop(session, None)
-        self.loop.run_until_complete(self.parts.hooks.on_gone(seen))
-        self.pool.row_gone(seen.row)
+        self.parts.processes.leave(process)
+        self.loop.run_until_complete(self.requests.on_gone(process))
+        self.pool.row_gone(process.row)
 
     def line(self, session: bytes) -> Line:
         """The connection of a session; one without a row for a session that is not attached."""
-        name = session if session in self._rows else b""
-        return self.lines.setdefault(name, Line(self, name))
+        process = self.parts.processes.get(session)
+        return self.lines.setdefault(session if process else b"", Line(self, process))
 
     def feed(self, *messages: Said) -> list[wire.AnyReply]:
         """Receive messages without a pause between them; return the replies in their order."""
@@ -212,8 +213,8 @@ class InstanceInProcess:
 
     def close(self) -> None:
         """End all sessions, then assert that nothing is held."""
-        for session in list(self._rows):
-            self.gone(session)
+        for process in self.parts.processes:
+            self.gone(process.session)
         self.check()
         stats = self.pool.stats()
         held = {

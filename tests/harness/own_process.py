@@ -1,6 +1,6 @@
 """Our own commands as child processes; a test waits for lines of their logs without looking at them again and again.
 
-(`kvstrata/observability/wakes.py`)
+(`kvstrata/observability/logging.py`)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvstrata.observability.wakes import VARIABLE
+from kvstrata.observability.logging import TEST_EVENTS
 from tests.harness import own_commands
 from tests.harness.daemon import Spawned
 from tests.harness.waiting import HANG_S
@@ -112,7 +112,7 @@ class OwnProcess(Spawned):
             self._wakes.setblocking(False)
             self._wakes.bind(str(_folder() / str(next(_numbers))))
             weakref.finalize(self, self._wakes.close)
-        return {VARIABLE: self._wakes.getsockname()}
+        return {TEST_EVENTS: self._wakes.getsockname()}
 
     def expect(self, event: str, *parts: str, count: int = 1) -> str:
         """Wait until `count` lines of the log, over all starts, have the word `event` and all `parts`; return the last.

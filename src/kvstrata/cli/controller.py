@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvstrata.cli.boundary import guarded
 from kvstrata.process.keeper import Restarts, keep
@@ -29,17 +30,10 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
         lacking += taken(tcp_ports(settings))
         return settings, []
 
-    def make(
-        settings: ControllerSettings,
-        read: Callable[[], ControllerSettings],
-        ready_fd: int,
-        restarts: Restarts,
-    ) -> Controller:
-        return Controller("controller", plan(settings, os.environ), read, ready_fd, restarts)
-
     flags = parse_controller_flags(arguments)
     read = flags.reader(ControllerSettings, os.environ)
-    return start("lmcache-controller", flags, read, restarts, check, make)
+    made = functools.partial(plan, environment=os.environ)
+    return start("lmcache-controller", flags, read, restarts, Controller, made, check)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvstrata.cli.boundary import guarded
 from kvstrata.process.keeper import Restarts, keep
@@ -30,14 +30,9 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
         lacking += taken(tcp_ports(settings))
         return settings, []
 
-    def make(
-        settings: GatewaySettings, read: Callable[[], GatewaySettings], ready_fd: int, restarts: Restarts
-    ) -> Gateway:
-        return Gateway("gateway", plan(settings), read, ready_fd, restarts)
-
     flags = parse_gateway_flags(arguments)
     read = flags.reader(GatewaySettings, os.environ)
-    return start("lmcache-gateway", flags, read, restarts, check, make)
+    return start("lmcache-gateway", flags, read, restarts, Gateway, plan, check)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvstrata.cli.boundary import guarded
 from kvstrata.process.keeper import Restarts, keep
@@ -46,13 +47,9 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             "processes attached at a time",
         ]
 
-    def make(
-        settings: ServerSettings, read: Callable[[], ServerSettings], ready_fd: int, restarts: Restarts
-    ) -> Server:
-        return Server("server", planned(settings, restarts), read, ready_fd, restarts)
-
     flags, read = server_settings(arguments, os.environ)
-    return start("lmcache-server", flags, read, restarts, check, make, notes)
+    made = functools.partial(planned, restarts=restarts)
+    return start("lmcache-server", flags, read, restarts, Server, made, check, notes)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,16 @@ def start(
     flags: Flags,
     read: Callable[[], S],
     restarts: Restarts,
+    kind: type[Process],
+    plan: Callable[[S], Any],
     check: Callable[[S, list[str]], tuple[S, list[str]]],
-    make: Callable[[S, Callable[[], S], int, Restarts], Process],
     notes: Callable[[S], Iterable[str]] = lambda settings: (),
 ) -> int:
     """Read the settings, then run the process, or with `--check` check and print them; returns the exit status.
 
-    `check` raises ConfigError for settings that cannot work, and adds what this machine lacks to a list; it returns the
-    settings as they would be used, and more lines to print.  `make` makes the process from the settings, their reader,
-    `--ready-fd` and `restarts`.  `notes`: about these settings.
+    `plan` makes the process's plan of the settings.  `check` raises ConfigError for settings that cannot work, and adds
+    what this machine lacks to a list; it returns the settings as they would be used, and more lines to print.  `notes`:
+    about these settings.
     """
     try:
         settings: Any = read()
@@ -43,7 +44,8 @@ def start(
         if not flags.check:
             set_up_logging(settings.log_level, settings.log_format)
             set_up()
-            process = make(settings, read, flags.ready_fd, restarts)
+            name = command.removeprefix("lmcache-")
+            process = kind(name, plan(settings), read, flags.ready_fd, restarts)
             for note in noted:
                 process.log.warning("setting_noted", note=note)
             for field in flags.exposed:

@@ -19,7 +19,6 @@ from kvstrata.errors import ConfigError
 
 RPC_SOCKET = "rpc.sock"
 PID_FILE = "server.pid"
-SOCKET_NAMES = (RPC_SOCKET,)
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel allows 107 bytes; the others are spare for longer names."""
@@ -28,23 +27,17 @@ SHM_ROOT = Path("/dev/shm")
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def default_socket_dir(port: int, environ: Mapping[str, str] = os.environ) -> Path:
-    """`$XDG_RUNTIME_DIR/kvstrata-<uid>/<port>`, or the same under /tmp (`config.private_dir.run_dir`).
-
-    Raises ConfigError for a relative value of the variable.
-    """
-    return run_dir(environ) / str(port)
-
-
 def socket_dir(
     setting: str | os.PathLike[str] | None, port: int, environ: Mapping[str, str] = os.environ
 ) -> Path:
     """The instance's socket directory as an absolute path: `setting` (`~` expanded) or the default for `port`.
 
-    Nothing is created.  Raises ConfigError if a socket in it would have too long a path, or if `~` cannot be expanded.
+    The default is `$XDG_RUNTIME_DIR/kvstrata-<uid>/<port>`, or the same under /tmp (`config.private_dir.run_dir`).
+    Nothing is created.  Raises ConfigError if the socket in it would have too long a path, if `~` cannot be expanded,
+    or for a relative value of the variable.
     """
     if setting is None or not os.fspath(setting):
-        directory = default_socket_dir(port, environ)
+        directory = run_dir(environ) / str(port)
     else:
         expanded = os.path.expanduser(os.fspath(setting))
         if expanded.startswith("~"):
@@ -54,7 +47,7 @@ def socket_dir(
                 field="socket_dir",
             )
         directory = Path(os.path.abspath(expanded))
-    check_socket_path(directory / max(SOCKET_NAMES, key=len))
+    check_socket_path(directory / RPC_SOCKET)
     return directory
 
 

@@ -19,17 +19,30 @@ four memories, each with its own bound:
    nothing.  Until the first prompt of a layout has been computed, hits of its engines save nothing.
 3. The saving is an estimate: waiting in the engine counts as computing, and chunks that an engine had in its own cache
    count as saved if the lookup named them too.
+
+`ServerNumbers` are the numbers of requests and cluster that several parts of a server count.  `Trend` tells what
+lookups found in the last minute, the last hour and since the start: differences of samples of the numbers.  A sample is
+taken every SAMPLE_S and kept for a minute, and every twelfth one for an hour, so that the memory is small.  A window
+reaches back to the first sample that is old enough, or to the start; `seconds` is its exact length.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.clock import Clock
 from kvstrata.errors import BadRequest
-from kvstrata.observability.server_numbers import ServerNumbers
+from kvstrata.observability.numbers import (
+    LONG_BUCKETS,
+    SHORT_BUCKETS,
+    Numbers,
+    counter,
+    histogram,
+    parts_by,
+)
 from kvstrata.types import LayoutIdentity, MissReason, PoolEvent, RequestIdentity
 
 MAX_NOTES = 32_768
@@ -60,6 +73,74 @@ _ADVICE = {
 def with_advice(word: str) -> str:
     """A short reason, with advice if a setting is the cause."""
     return f"{word}: {_ADVICE[word]}" if word in _ADVICE else word
+
+
+class TenantNumbers(Numbers):
+    """What lookups of one tenant asked for, and where it was found."""
+
+    asked = counter(
+        "Chunks that lookups of a tenant asked for. Only tenants that the settings or the tenants file named at the "
+        "start are counted.",
+        name="tenant_lookup_chunks",
+    )
+    found = counter(
+        "Chunks served to such a tenant, from L1 or after a load from L2.", "tier", name="tenant_hit_chunks"
+    )
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+
+
+class ServerNumbers(Numbers, prefix=""):
+    """The numbers of a server's requests and cluster. Belongs to the event loop."""
+
+    requests = counter("Requests by operation.", "op")
+    request_seconds = histogram(
+        "Time from a request's arrival to its reply, by operation; pings included.",
+        "op",
+        bounds=SHORT_BUCKETS,
+    )
+    errors = counter("Error replies by code.", "code")
+    first_miss_reasons = counter("Lookups by the reason of their first miss.", "reason", name="first_misses")
+    reserve_outcomes = counter("Chunks that reserves asked for, by outcome.", "outcome")
+    put_skipped = counter("Chunks not put to L2, by reason.", "reason")
+    peeked_misses = counter(
+        "Lookups that engines answered themselves as misses, from the shared index. All numbers of lookups, chunks and "
+        "misses contain them; `kvstrata_lookup_seconds` does not."
+    )
+    lookup_chunks = counter("Chunks that lookups asked for.")
+    l1_hit_chunks = counter("Chunks served from L1.")
+    l2_hit_chunks = counter("Chunks served after a load from L2.")
+    revoked_leases = counter("Leases revoked before a copy began, because other requests needed the space.")
+    committed_chunks = counter("Chunks that became visible.")
+    bad_records = counter("Commits refused because the record did not match its reservation.")
+    of_tenants = parts_by(
+        "tenant",
+        TenantNumbers,
+        lambda server: {one.tenant: one for one in server.tenants.values()},
+        key="",
+    )
+    retrieved_bytes = counter("Bytes sent by retrieve.")
+    lookup = histogram("Time from a lookup's arrival to its reply.", name="lookup_seconds")
+    store = histogram(
+        "Time from a reservation to the commit that ended it: the engine's copy of its chunks.",
+        name="store_seconds",
+    )
+    prefetch = histogram(
+        "Time that a lookup or prewarm took to load chunks from L2.", name="l2_prefetch_seconds"
+    )
+    heartbeat = histogram(
+        "Time from a heartbeat to the controller's answer.", name="cluster_heartbeat_seconds"
+    )
+    sync = histogram(
+        "Duration of a full sync with the controller, also of one that failed.",
+        name="cluster_sync_seconds",
+        bounds=LONG_BUCKETS,
+    )
+
+    def __init__(self) -> None:
+        self.tenants: dict[int, TenantNumbers] = {}
+        """By the tenant's number; only those that the settings or the tenants file named at the start."""
 
 
 class KeyNote(NamedTuple):
@@ -367,4 +448,81 @@ def _document(lookup: Explained) -> dict[str, Any]:
         "chunks": lookup.chunks,
         "hits": {"l1": lookup.l1_chunks, "l2": lookup.l2_chunks, "served": lookup.served_chunks},
         "first_miss": first_miss if lookup.reason else None,
+    }
+
+
+SAMPLE_S = 5.0
+MINUTE_S, HOUR_S = 60.0, 3_600.0
+EVERY = 12
+"""One of so many samples is kept for an hour."""
+
+
+class Sample(NamedTuple):
+    """Totals at one time."""
+
+    totals: dict[str, float]
+    """`seconds` is the time."""
+    first_misses: Counter[str]
+
+
+class Trend:
+    """The samples of one instance. Belongs to the event loop."""
+
+    def __init__(self, counters: ServerNumbers, explainer: Explainer, clock: Clock) -> None:
+        self._counters = counters
+        self._explainer = explainer
+        self._clock = clock
+        self._start = self._now()
+        self._minute: deque[Sample] = deque([self._start], maxlen=int(MINUTE_S / SAMPLE_S) + 1)
+        self._hour: deque[Sample] = deque([self._start], maxlen=int(HOUR_S / SAMPLE_S / EVERY) + 1)
+        self._taken = 0
+
+    async def run(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            self.sample()
+
+    def sample(self) -> None:
+        """Take one sample."""
+        self._taken += 1
+        self._minute.append(self._now())
+        if self._taken % EVERY == 0:
+            self._hour.append(self._minute[-1])
+
+    def section(self) -> dict[str, Any]:
+        """The section `trend` of the status document."""
+        now, computed = self._now(), self._explainer.computed
+        return {
+            "minute": _window(self._minute, now, MINUTE_S),
+            "hour": _window(self._hour, now, HOUR_S),
+            "start": _window([self._start], now, 0.0),
+            "computed_chunks": computed.chunks,
+            "computed_s": round(computed.seconds, 3),
+        }
+
+    def _now(self) -> Sample:
+        counters = self._counters
+        totals = {
+            "seconds": self._clock.monotonic_s(),
+            "lookups": sum(counters.lookup.counts) + counters.peeked_misses,
+            "lookup_chunks": counters.lookup_chunks,
+            "l1_hit_chunks": counters.l1_hit_chunks,
+            "l2_hit_chunks": counters.l2_hit_chunks,
+            "lookup_s": counters.lookup.sum_s,
+            "avoided_s": self._explainer.avoided_s,
+        }
+        return Sample(totals, Counter(counters.first_miss_reasons))
+
+
+def _window(samples: Iterable[Sample], now: Sample, length_s: float) -> dict[str, Any]:
+    """What happened between now and the last sample that is old enough, or the oldest."""
+    begin_s = now.totals["seconds"] - length_s
+    before, *later = samples
+    for sample in later:
+        if sample.totals["seconds"] <= begin_s:
+            before = sample
+    return {
+        **{name: round(total - before.totals[name], 3) for name, total in now.totals.items()},
+        "first_misses": dict(sorted((now.first_misses - before.first_misses).items())),
     }

@@ -1,6 +1,11 @@
 """One line per event on stderr: time, level, component, event and its fields as name=value, or one JSON object.
 
-A reader that stops reading stderr delays nobody (log_writer.py).
+Lines are written by a thread of their own, so that nobody who logs waits for the reader of the log:
+
+1. Lines keep their order.
+2. A line is dropped and counted if MAX_LINES wait already, or if it cannot be written because the reader has closed its
+   end or the disk is full.  The next line that is written is preceded by the number of dropped ones.
+3. `flush_within` waits for the reader for a bounded time only.
 
 Repeated events are thinned: in each `WINDOW_S` the first event of a kind is written and later ones are counted; the
 next line of that kind says how many were left out.  Callers log names, sizes and reasons, never secrets; if another
@@ -9,26 +14,136 @@ library's error quotes a credential, that is left out too (text.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
+import queue
+import select
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from logging.handlers import QueueHandler
 from typing import Any
 
-from kvstrata.observability.log_writer import FLUSH_S, LogWriter
+from kvstrata.failpoints import is_testing
+from kvstrata.naming import name_thread
 from kvstrata.observability.numbers import Numbers, counter
-from kvstrata.observability.wakes import waker
 from kvstrata.text import one_line
 
 WINDOW_S = 10.0
 MAX_KINDS = 1024
 MAX_VALUE_CHARS = 300
 MAX_MESSAGE_CHARS = 4_000
+FLUSH_S = 1.0
+"""Longest wait for the reader of the log, at the end of a process."""
+MAX_LINES = 4_096
+"""Maximum number of lines that wait for the reader of the log."""
+TEST_EVENTS = "KVSTRATA_TEST_EVENTS"
+"""A test's datagram socket, which gets an empty message after each line that was written."""
 
 STDERR = 2
+
+
+class LogWriter(QueueHandler):
+    """Writes lines to a descriptor, see the module. The descriptor `fd` must stay open for as long as the process runs.
+
+    Its thread is a daemon, since it may wait for the reader for ever.
+    """
+
+    def __init__(self, fd: int, written: Callable[[], None] | None = None) -> None:
+        """The thread calls `written` after each line. If it is given, for tests, `emit` waits for the thread."""
+        # A SimpleQueue: a finalizer that runs while a line is queued may log, too.
+        self._lines: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        super().__init__(self._lines)
+        self._fd = fd
+        self._written = written
+        self._thread: threading.Thread | None = None
+        self.dropped_lines = 0
+
+    def prepare(self, record: logging.LogRecord) -> bytes:
+        """The line of a record."""
+        try:
+            text = self.format(record)
+        except Exception as error:  # the plugin boundary: an adapter that logs with wrong arguments goes on
+            text = one_line(f"{record.name}: log line cannot be formatted: {error!r}: {record.msg!r}")
+        return f"{text}\n".encode(errors="backslashreplace")
+
+    def enqueue(self, line: bytes) -> None:  # type: ignore[override]
+        """Queue a line, or drop it. Returns at once."""
+        if self._lines.qsize() >= MAX_LINES:
+            self.dropped_lines += 1
+            return
+        self._lines.put(line)
+        if self._thread is None:  # the caller holds the handler's lock
+            self._thread = threading.Thread(target=self._write_all, name="kv-log", daemon=True)
+            self._thread.start()
+        if self._written is not None:
+            self.flush_within(FLUSH_S)
+
+    def flush_within(self, wait_s: float) -> bool:
+        """Wait for up to `wait_s` until every line is written or dropped. Returns whether that is so."""
+        if self._thread is None:
+            return True
+        ended = threading.Event()
+        self._lines.put(ended)
+        return ended.wait(wait_s)
+
+    def _write_all(self) -> None:
+        """Body of the thread."""
+        name_thread()
+        said = 0
+        while True:
+            item = self._lines.get()
+            dropped = self.dropped_lines
+            line = item if isinstance(item, bytes) else b""
+            try:
+                if dropped != said:
+                    self._write(self._notice(dropped - said))
+                    said = dropped
+                self._write(line)
+            except OSError:
+                self.dropped_lines += bool(line)
+            if isinstance(item, threading.Event):
+                item.set()
+            elif self._written is not None:
+                self._written()
+
+    def _notice(self, dropped: int) -> bytes:
+        fields = {"name": "kvstrata.log", "levelno": logging.WARNING, "levelname": "WARNING"}
+        record = logging.makeLogRecord({**fields, "msg": f"{dropped} log lines were dropped"})
+        return f"{self.format(record)}\n".encode()
+
+    def _write(self, data: bytes) -> None:
+        """Write all of it, however long the reader takes. Raises OSError."""
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # another process made the descriptor non-blocking for all who share it
+                poller = select.poll()
+                poller.register(self._fd, select.POLLOUT)
+                poller.poll()
+
+
+def _waker(environment: Mapping[str, str]) -> Callable[[], None] | None:
+    """Wakes the test that waits for a line; None: no test does.
+
+    A message that finds the socket's queue full is dropped: the messages in it already tell the test to look.
+    """
+    path = environment.get(TEST_EVENTS)
+    if not path or not is_testing(environment):
+        return None
+    wakes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    wakes.setblocking(False)
+
+    def wake() -> None:
+        with contextlib.suppress(OSError):
+            wakes.sendto(b"", path)
+
+    return wake
+
 
 _ROOT = "kvstrata"
 _EVENT = "kvstrata_event"
@@ -43,7 +158,7 @@ def set_up(level: str, form: str = "text") -> None:
     `form` is `text` or `json`.
     """
     global _writer
-    _writer = handler = LogWriter(STDERR, written=waker(os.environ))
+    _writer = handler = LogWriter(STDERR, written=_waker(os.environ))
     kind = _JsonFormatter if form == "json" else _Formatter
     formatter = kind("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime

@@ -7,7 +7,7 @@
 3. A stop takes `drain_s` and CLOSING_S at most.  After WAIT_SAID_S a line says what it waits for, and the last line
    says what was given up.  If something cannot be closed in time, the process ends without closing the rest, which is
    left as after SIGKILL.
-4. systemd is told of readiness, reloads and the stop (process/sd_notify.py), and its watchdog hears the event loop.
+4. systemd is told of readiness, reloads and the stop (`Systemd`), and its watchdog hears the event loop.
 5. SIGHUP reads settings and token files again (SIGHUP of a terminal that is gone stops the process).  One that comes
    before the process serves waits until it does.
 6. A background task that crashes ends the process with the reason and exit status 70.  Disk and shared memory are left
@@ -23,10 +23,11 @@ import json
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import uvloop
@@ -37,7 +38,6 @@ from kvstrata.observability.logging import EventLog, flush_log
 from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.patience import patience
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
-from kvstrata.process.sd_notify import Systemd
 from kvstrata.process.supervisor import Supervisor
 
 EXIT_CRASHED = 70
@@ -49,6 +49,7 @@ GUARD_S = 1.0
 WAIT_SAID_S = 1.0
 FEWEST_FILES = 128
 """Descriptors that a process needs before the first client comes."""
+SOCKET, WATCHDOG, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 M_TRIM_THRESHOLD, TRIM_BYTES = -1, 1 << 20
 
 
@@ -83,6 +84,64 @@ def run(process: Process) -> int:
             return runner.run(process.run())
     finally:
         flush_log()
+
+
+class Systemd:
+    """What this process tells systemd, if systemd started it: sd_notify(3), over the socket of NOTIFY_SOCKET.
+
+    The variables are taken out of `environment`, so that no child speaks for us.  A message that cannot be sent is
+    dropped: systemd's trouble is no reason to stop serving.
+    """
+
+    def __init__(self, environment: MutableMapping[str, str]) -> None:
+        path = environment.pop(SOCKET, "")
+        watchdog, pid = environment.pop(WATCHDOG, ""), environment.pop(WATCHDOG_PID, "")
+        # "@" stands for the zero byte that begins an abstract address.
+        self._address = path.replace("@", "\0", 1) if path.startswith("@") else path
+        self._socket: socket.socket | None = None
+        if path.startswith(("/", "@")):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setblocking(False)
+        self.watchdog_s: float | None = None
+        """systemd ends this process if it hears nothing for this long; None: it does not watch."""
+        if (
+            self._socket is not None
+            and pid in ("", str(os.getpid()))
+            and watchdog.isascii()
+            and watchdog.isdigit()
+        ):
+            self.watchdog_s = int(watchdog) / 1e6 or None
+
+    def ready(self, status: str) -> None:
+        """The start, or a reload, is complete. `status`: one line for `systemctl status`."""
+        self._tell("READY=1", f"STATUS={status}")
+
+    def reloading(self) -> None:
+        """Settings are read again; `ready` follows."""
+        self._tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", "STATUS=reloading")
+
+    def stopping(self, status: str, budget_s: float) -> None:
+        """The process ends within `budget_s`, which may be longer than TimeoutStopSec of its unit."""
+        self._tell("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(budget_s * 1e6)}", f"STATUS={status}")
+
+    def status(self, status: str) -> None:
+        """One line for `systemctl status`."""
+        self._tell(f"STATUS={status}")
+
+    def alive(self) -> None:
+        """The event loop runs."""
+        self._tell("WATCHDOG=1")
+
+    def close(self) -> None:
+        """Send nothing from now on. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _tell(self, *lines: str) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.sendto("\n".join(lines).encode(), self._address)
 
 
 class ProcessNumbers(Numbers):

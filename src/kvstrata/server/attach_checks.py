@@ -19,7 +19,15 @@ from kvstrata.errors import BadRequest, LayoutRefused, NotPermitted, Refused, Wr
 from kvstrata.memory import linux
 from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION, AttachRequest
 from kvstrata.session.zmtp import WithFds
-from kvstrata.types import MAX_SPAN_CHUNKS, SPAN_FACT, Role, canonical_json, facts_digest
+from kvstrata.types import (
+    FORMAT_VERSION,
+    MAX_SPAN_CHUNKS,
+    SPAN_FACT,
+    LayoutIdentity,
+    Role,
+    canonical_json,
+    facts_digest,
+)
 
 GEOMETRY = frozenset({"axes", "block_tokens"})
 """Facts in which engines of one model may differ: their records can be recut (server/recuts), or are kept apart."""
@@ -59,8 +67,28 @@ def parse_request(data: bytes) -> AttachRequest:
     if NO_SESSION in (request.session, request.group):
         field = "session" if request.session == NO_SESSION else "group"
         raise BadRequest(f"{field}: 16 zero bytes cannot be a name; choose 16 random bytes", field=field)
+    _check_layout(request.layout)
     _check_slice(request)
     return request
+
+
+def _check_layout(layout: LayoutIdentity) -> None:
+    if layout.format_version != FORMAT_VERSION:
+        raise LayoutRefused(
+            f"layout.format_version: the client uses {layout.format_version}, this server "
+            f"{FORMAT_VERSION}; upgrade the older side",
+            field="layout.format_version",
+        )
+    if layout.chunk_tokens < 1:
+        raise BadRequest(
+            f"layout.chunk_tokens: must be at least 1, found {layout.chunk_tokens}",
+            field="layout.chunk_tokens",
+        )
+    if layout.lookahead < 0:
+        raise BadRequest(
+            f"layout.lookahead_tokens: must be at least 0, found {layout.lookahead_tokens}",
+            field="layout.lookahead_tokens",
+        )
 
 
 def _check_slice(request: AttachRequest) -> None:

@@ -138,7 +138,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         directory / RPC_SOCKET,
         pool,
         segment.descriptors,
-        parts.hooks,
+        parts.processes,
         instance_id=facts.instance_id,
         max_reserved_bytes=facts.max_reserved_bytes,
     )
@@ -162,7 +162,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     http, http_token = None, None
     if listener is not None:
         page = (await shell.loop.run_in_executor(None, Pages, board.numbers)).page
-        admin = Admin(parts, attach, page, EventLog("server"))
+        admin = Admin(parts, page, EventLog("server"))
         insecure = settings.security.insecure
         warn_if_open(settings.http, plan.http_token, listener.port, shell.log, insecure=insecure)
         access = Access(settings.http, plan.http_token)
@@ -225,7 +225,7 @@ async def _open_tier(config: TierConfig, parts: Parts, segment: Segment, *, must
         dropped,
         segment.descriptors.extents,
         segment.descriptors.sessions_lock,
-        parts.payload_kinds.element_bytes_of,
+        parts.processes.element_bytes_of,
     )
     await parts.tiers.open(Tier(config, limits, parts.clock), context, must=must)
 

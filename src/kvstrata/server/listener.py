@@ -13,8 +13,9 @@ The states of a connection, each of which may end with CLOSED:
     CONNECTED ─┬─ the row is granted ─▶ CLAIMED ── "locked" ─▶ ATTACHED ── "bye" ─▶ LEAVING
                └─ the first message is a request ─▶ PLAIN
 
-A message that does not belong to its state gets an error reply, and the connection is closed.  `rows` decides what a
-closed connection means for the session.  The kernel says who speaks (SO_PEERCRED), so no message proves anything.
+A message that does not belong to its state gets an error reply, and the connection is closed.  processes.py decides
+what a closed connection means for the session.  The kernel says who speaks (SO_PEERCRED), so no message proves
+anything.
 
 Invariants:
 
@@ -34,7 +35,6 @@ Not here: the pool, the segment and the socket directory's lock (see `segment`) 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import enum
 import errno
@@ -43,7 +43,6 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,18 +53,17 @@ from kvstrata.config.private_dir import path_id
 from kvstrata.errors import BadRequest, DeadlineExceeded, InternalError, KvstrataError, NotPermitted, Refused
 from kvstrata.memory import linux
 from kvstrata.memory.segment import Descriptors
-from kvstrata.naming import name_thread
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import Thinning
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES, AttachReply
 from kvstrata.server.attach_checks import MAX_ATTACH_BYTES, GaveUp, parse_request, take_pidfd
-from kvstrata.server.rows import Owner, Rows, RowState
+from kvstrata.server.processes import OLD_ROW_INTERVAL_S, Process, Processes, RowState
 from kvstrata.session.zmtp import Connection, NotZmtp, WithFds
 
 if TYPE_CHECKING:
-    from kvstrata.server.requests.requests import Hooks
+    from kvstrata.server.requests.requests import Requests
 
 _log = logging.getLogger(__name__)
 
@@ -93,8 +91,7 @@ class AttachLimits(NamedTuple):
     pending: int = 64
     plain: int = 64
     handshake_s: float = HANDSHAKE_S
-    old_row_interval_s: float = 1.0
-    """Time between two looks at the locks of rows from before a restart."""
+    old_row_interval_s: float = OLD_ROW_INTERVAL_S
 
 
 class ConnectionState(enum.Enum):
@@ -121,10 +118,8 @@ class Line(msgspec.Struct, eq=False):
     server: AttachServer
     credentials: linux.SocketCredentials
     state: ConnectionState = ConnectionState.CONNECTED
-    owner: Owner | None = None
-    """The process's row, from GRANTED on."""
-    session: bytes = b""
-    """The session that speaks over it, while it is ATTACHED; else empty."""
+    process: Process | None = None
+    """The process that speaks over it, while it is CLAIMED or ATTACHED."""
     fds: list[int] = []
     """Descriptors that came with a message that has arrived in part."""
     plain: dict[int, Any] = {}
@@ -152,10 +147,6 @@ class Line(msgspec.Struct, eq=False):
         self.server.drop(self)
 
 
-OnFrame = Callable[[Line, bytes], bool]
-"""Answers a request, now or later, by `send` of its connection. False: it was none, or from nobody who may ask it."""
-
-
 class Traffic(Numbers):
     """The connections and messages of all processes."""
 
@@ -179,25 +170,25 @@ class AttachServer(Numbers):
 
     pending = gauge("Handshakes in progress.", lambda self: len(self._pending))
     attached = gauge(
-        "Sessions with an open attach connection.", lambda self: self.rows.count(RowState.ATTACHED)
+        "Sessions with an open attach connection.", lambda self: self._processes.count(RowState.ATTACHED)
     )
     detached = gauge(
         "Sessions without an open attach connection whose process is alive.",
-        lambda self: self.rows.count(RowState.DETACHED),
+        lambda self: self._processes.count(RowState.DETACHED),
     )
     old_rows = gauge(
         "Rows of the previous server whose process has neither ended nor re-attached.",
-        lambda self: self.rows.count(RowState.OLD, RowState.RECLAIMED),
+        lambda self: self._processes.count(RowState.OLD, RowState.RECLAIMED),
     )
     stranded_sessions = gauge(
         "Sessions that ended while no server was watching and whose device may still write into L1.",
-        lambda self: self.rows.count(RowState.STRANDED),
+        lambda self: self._processes.count(RowState.STRANDED),
         name="stranded",
         key="stranded",
     )
     stranded_bytes = gauge(
         "Bytes of L1 kept in quarantine for stranded sessions until an admin clears them.",
-        lambda self: sum(one.kept_bytes for one in self.rows.stranded()),
+        lambda self: sum(one.kept_bytes for one in self._processes.stranded()),
     )
     refused = counter("Attaches refused, by code; `gave_up`: the process ended or hung up first.", "code")
 
@@ -206,7 +197,7 @@ class AttachServer(Numbers):
         path: Path,
         pool: Pool,
         descriptors: Descriptors,
-        hooks: Hooks,
+        processes: Processes,
         *,
         instance_id: str = "",
         max_reserved_bytes: int = 0,
@@ -214,14 +205,12 @@ class AttachServer(Numbers):
     ) -> None:
         self._path = path
         self._max_reserved_bytes = max_reserved_bytes
-        self._hooks = hooks
+        self._processes = processes
         self._instance_id = instance_id
         self._limits = limits or AttachLimits(handshake_s=patience(HANDSHAKE_S))
-        self._lane = concurrent.futures.ThreadPoolExecutor(1, "kv-rows", name_thread)
         self._pool = pool
         self._fds = descriptors
         self._lock_file = linux.file_id(descriptors.sessions_lock)
-        self.rows = Rows(pool, descriptors.sessions_lock, hooks, self._limits.old_row_interval_s, self._lane)
         self._listener: socket.socket | None = None
         self._path_id: tuple[int, int] | None = None
         """Identity of the file at `path` as long as it is our socket's."""
@@ -230,7 +219,7 @@ class AttachServer(Numbers):
         """Unfinished handshakes in order of arrival, each with its timeout."""
         self._plain: dict[Line, None] = {}
         """Connections without a row; the one whose message is newest is last."""
-        self._on_frame: OnFrame
+        self._requests: Requests
         self._waiting: deque[Line] = deque()
         """Connections whose messages wait for their turn."""
         self._turn_is_due = False
@@ -242,11 +231,12 @@ class AttachServer(Numbers):
 
     # --- life --------------------------------------------------------------------------------------------
 
-    async def start(self, on_frame: OnFrame) -> None:
-        """End the rows of processes that died before this server started, then listen; `on_frame` gets the requests."""
+    async def start(self, requests: Requests) -> None:
+        """End the rows of processes that died before this server started, then listen; `requests` answers."""
         self._loop = asyncio.get_running_loop()
-        self._on_frame = on_frame
-        await self.rows.start()
+        self._requests = requests
+        interval_s = self._limits.old_row_interval_s
+        await self._processes.start(requests, self._fds.sessions_lock, interval_s)
         self.listen(self._path)
 
     def listens(self) -> bool:
@@ -273,17 +263,15 @@ class AttachServer(Numbers):
 
     async def stop(self) -> None:
         """Close all connections, which the processes notice. Their rows stay in the pool for the next server."""
-        await self.rows.stop_sweeping()
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
             self._path.unlink(missing_ok=True)
             self._listener.close()
             self._listener = None
-        self.rows.forget_owners()
+        await self._processes.stop()
         for connection in list(self._connections):
             self.drop(connection)
-        await self.rows.ended()
-        self._lane.shutdown()
+        await self._processes.ended()
 
     # --- connections -------------------------------------------------------------------------------------
 
@@ -449,7 +437,7 @@ class AttachServer(Numbers):
                 if connection.state is ConnectionState.PLAIN and len(self._plain) > 1:
                     self._plain.pop(connection, None)
                     self._plain[connection] = None
-                if self._on_frame(connection, message):
+                if self._requests.on_frame(connection, message):
                     connection.refused_count = 0
                 else:
                     connection.refused_count += 1
@@ -549,12 +537,11 @@ class AttachServer(Numbers):
         self._thinning.log(_log, logging.WARNING, word, line, connection.credentials.pid, why[:500], word)
 
     def drop(self, connection: Line) -> None:
-        """Close a connection, and tell `rows` if it spoke for a row. Idempotent."""
+        """Close a connection, and tell the table if it spoke for a process. Idempotent."""
         if connection not in self._connections:
             return
         self._connections.discard(connection)
         connection.state = ConnectionState.CLOSED
-        connection.session = b""
         connection.messages.clear()
         self._plain.pop(connection, None)
         self._handshake_over(connection)
@@ -565,9 +552,9 @@ class AttachServer(Numbers):
             self._loop.remove_writer(connection.link.fileno())
         connection.link.close()
         linux.close_all(connection.fds)
-        owner, connection.owner = connection.owner, None
-        if owner is not None:
-            self.rows.lost(owner, connection)
+        process, connection.process = connection.process, None
+        if process is not None:
+            self._processes.lost(process, connection)
 
     # --- the handshake -----------------------------------------------------------------------------------
 
@@ -576,14 +563,12 @@ class AttachServer(Numbers):
         failpoints.hit("attach.received")
         pidfd = take_pidfd(received, connection.link.socket, connection.credentials)
         try:
-            self._hooks.admit(request)
-            tenants = self._hooks.tenants_of(connection.credentials, request)
-            owner = connection.owner = self.rows.claim(request, tenants, pidfd, connection)
+            process = connection.process = self._processes.claim(request, pidfd, connection)
         except BaseException:
             linux.close_all([pidfd])
             raise
         reply = AttachReply(
-            row=owner.row.seen.row,
+            row=process.row,
             epoch=self._pool.epoch,
             pool_id=self._pool.pool_id,
             extents_bytes=self._pool.extents_bytes,
@@ -605,12 +590,11 @@ class AttachServer(Numbers):
         failpoints.hit("attach.accepted")
 
     def _locked(self, connection: Line) -> None:
-        assert connection.owner is not None
+        assert connection.process is not None
         if linux.has_hung_up(connection.link.socket):  # and has unlocked the byte, or is about to
             raise GaveUp("it has ended its wait for an answer")
-        self.rows.locked(connection.owner)
+        self._processes.locked(connection.process)
         connection.state = ConnectionState.ATTACHED
-        connection.session = connection.owner.row.seen.session
         connection.link.allow_frames(MAX_MESSAGE_BYTES)
         self._handshake_over(connection)
         try:
@@ -621,10 +605,9 @@ class AttachServer(Numbers):
         failpoints.hit("attach.locked")
 
     def _bye(self, connection: Line) -> None:
-        assert connection.owner is not None
-        self.rows.bye(connection.owner)
-        connection.state = ConnectionState.LEAVING
-        connection.owner, connection.session = None, b""
+        assert connection.process is not None
+        self._processes.bye(connection.process)
+        connection.state, connection.process = ConnectionState.LEAVING, None
 
 
 def is_request(message: bytes) -> bool:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.core import Pool
-from kvstrata.observability.explain import Explainer
-from kvstrata.observability.server_numbers import ServerNumbers, TenantNumbers
+from kvstrata.observability.explain import Explainer, ServerNumbers, TenantNumbers, Trend
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.patience import patience
 from kvstrata.process.supervisor import PoolLane, Supervisor
@@ -25,17 +24,15 @@ from kvstrata.server.admin.status import (
     engines_section,
     processes_section,
 )
-from kvstrata.server.admin.trend import Trend
 from kvstrata.server.cluster.events import TierNews
+from kvstrata.server.housekeeping import PoolEvents
 from kvstrata.server.l2.gate import TIER_PATIENCE_S, PrefetchLimits
 from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.payload_kinds import PayloadKinds
 from kvstrata.server.plan import InstanceFacts
-from kvstrata.server.pool_events import PoolEvents
-from kvstrata.server.processes import ProcessTable, Readiness, TenantTokens, tenant_number
+from kvstrata.server.processes import Processes, Readiness, TenantTokens, tenant_number
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
-from kvstrata.server.requests.requests import Hooks, Requests
+from kvstrata.server.requests.requests import Requests
 from kvstrata.tiers.puts import StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import TailPuts
@@ -89,7 +86,7 @@ class Parts:
         self.trend = Trend(counters, explainer, clock)
 
         # The attached processes, and what their requests left behind.
-        self.processes, self.payload_kinds = ProcessTable(facts.epoch), PayloadKinds()
+        self.processes = Processes(pool, facts.epoch, tokens, self.readiness)
         self.grants = Grants(pool, counters, facts.epoch)
 
         # The controllers that put to the tiers and load from them.
@@ -114,7 +111,6 @@ class Parts:
         # What serves processes.
         self.recuts = Recuts(self, self._recut_lane)
         self.requests = Requests(self)
-        self.hooks = Hooks(self)
 
         # Operations of admins, which controllers use too.
         self.prewarms = Prewarms(self.processes, pool, self.lane, self.prefetch, clock, supervisor)

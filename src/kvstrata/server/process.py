@@ -69,7 +69,7 @@ class Server(Process):
         pool = instance.parts.pool
         if instance.peer_server is not None:
             instance.peer_server.start()
-        await instance.attach.start(instance.parts.requests.on_frame)
+        await instance.attach.start(instance.parts.requests)
         pool.heartbeat()
         self.supervisor.spawn(heartbeat(pool, instance.parts.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")

@@ -1,38 +1,58 @@
-"""Attached processes, their engine groups, identities and tenants, and what they have running and were granted.
+"""The one table of processes: rows, engines, identities and tenants, and what each process has running and was granted.
 
-A *group* is one engine: a scheduler and its workers, or one process that is both.  Each worker declares the
-slice of every chunk's KV that it has.  A group is *complete* when as many distinct slices are known as the
-engine has; only then can a chunk count as a hit, since all its slices must be present.
+A row of the pool's session table goes through the states of `MACHINE`; a `Process` is the owner of a row that is not
+free.  A *group* is one engine: a scheduler and its workers, or one process that is both.  Each worker declares the
+slice of every chunk's KV that it has.  A group is *complete* when as many distinct slices are known as the engine has;
+only then can a chunk count as a hit, since all its slices must be present.
 
-Invariants:
-
-1. All members of a group declared the same LayoutIdentity and the same number of slices; the attach handshake
+Invariants
+1. A row belongs to a process, not to a connection or a clock.  A closed connection only *detaches* the session.  The
+   row ends (`Pool.row_gone`) when the process is dead: its pidfd is readable or, for rows from before a server
+   restart, no process locks the row's byte of sessions.lock.  Apart from that, only its owner's "bye" ends it.
+2. A free byte does not prove that a device has stopped: the kernel drops the locks of a dying process before the driver
+   tears down the contexts of that process.  So when the byte of a row from before the restart is free and its session
+   had registered memory, the row is *stranded*: its bytes stay quarantined until `clear_stranded`.
+3. A row that was claimed but never locked was never announced to the rest of the server, so it has no reservations;
+   it ends with its connection.
+4. `row_gone` is called only after `on_gone` has returned, when no operation of that session runs any more.
+5. All members of a group declared the same LayoutIdentity and the same number of slices; the attach handshake
    refuses others (server/attach_checks.py).
-2. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
+6. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
 
-The records of leases and reservations are here; requests/grants.py makes and ends them.  This module does not know
-sockets or the pool.
+Not here: sockets (listener.py), requests, leases and reservations (requests/).
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import hashlib
 import hmac
-from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+import logging
+import os
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
+from kvstrata.errors import BadRequest, NotPermitted, Refused, Unavailable, UnknownIdentity
+from kvstrata.memory import linux
+from kvstrata.naming import name_thread
+from kvstrata.native.core import Pool, PoolError, record_bytes
 from kvstrata.observability.explain import EngineUse
-from kvstrata.server.payload_kinds import declared_record_bytes
-from kvstrata.server.rows import SessionRow
-from kvstrata.types import SPAN_FACT, LayoutIdentity, RequestIdentity, Role, Slice, identity_root
+from kvstrata.observability.logging import EventLog
+from kvstrata.rpc.wire import MAX_SLICES, AttachRequest
+from kvstrata.server.attach_checks import check_company, check_resumed
+from kvstrata.states import Machine
+from kvstrata.types import SPAN_FACT, LayoutIdentity, RequestIdentity, identity_root, shown_name
 
 if TYPE_CHECKING:
+    from kvstrata.native.core import Row as PoolRow
     from kvstrata.server.listener import Line
+    from kvstrata.server.requests.grants import Lease, Reservation
+    from kvstrata.server.requests.requests import Requests
 
 MAX_IDENTITIES = 4096
 """Maximum number of identities of one session; the one that was declared or used longest ago is dropped."""
@@ -40,6 +60,102 @@ MAX_NAME_CHARS = 4096
 """Longest adapter, tenant or salt."""
 ADAPTERS_REMEMBERED = 64
 """Of each engine: those that were declared last."""
+SESSIONS_OF_PROCESS, SESSIONS_OF_TOKEN = 64, 512
+"""Maximum number of sessions of one process, and of all processes that may name the same tenants."""
+OLD_ROW_INTERVAL_S = 1.0
+"""Time between two looks at the locks of rows from before a restart."""
+MAX_ELEMENT_BYTES = 16
+MAX_SECTIONS = 1 << 16
+MAX_PAYLOAD_BYTES = 1 << 40
+
+_log = logging.getLogger(__name__)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class RowState(enum.Enum):
+    """Who owns a row."""
+
+    FREE = enum.auto()
+    """No session has it."""
+    OLD = enum.auto()
+    """An earlier server gave it out, and its process has not attached to this one."""
+    CLAIMED = enum.auto()
+    """A process has been given it but has not locked its byte yet; the rest of the server does not know it."""
+    RECLAIMED = enum.auto()
+    """The process of an OLD row attaches again but has not said yet that its byte is locked."""
+    ATTACHED = enum.auto()
+    """Its process lives, and has a connection or is replacing it."""
+    DETACHED = enum.auto()
+    """Its process lives and has no connection; everything it owns stays."""
+    RETIRING = enum.auto()
+    """Its process has ended or said goodbye. Its operations are being ended; then the row is freed."""
+    STRANDED = enum.auto()
+    """Its process ended while no server watched; a device may still write into extents that the row quarantines."""
+
+
+class RowEvent(enum.Enum):
+    """An event in the life of a row."""
+
+    FOUND = enum.auto()
+    """The server starts, and the adopted pool has a session in this row."""
+    CLAIMED = enum.auto()
+    """A process asks to attach with the row's session."""
+    LOCKED = enum.auto()
+    """The process says that it has locked the row's byte, and it has."""
+    LOST = enum.auto()
+    """The connection of the process is closed."""
+    DIED = enum.auto()
+    """The pidfd of the process is readable."""
+    BYE = enum.auto()
+    """The process says goodbye, and its byte is free."""
+    UNLOCKED = enum.auto()
+    """The server finds that no process locks the row's byte."""
+    ENDED = enum.auto()
+    """The pool has freed the row."""
+    KEPT_BYTES = enum.auto()
+    """Its process ended while no server watched, and its bytes stay quarantined: a device may still write them."""
+    CLEARED = enum.auto()
+    """An operator says that no device writes for this session any more."""
+
+
+MACHINE = Machine(
+    "Row of an attached process",
+    RowState.FREE,
+    {
+        RowState.FREE: {RowEvent.FOUND: RowState.OLD, RowEvent.CLAIMED: RowState.CLAIMED},
+        RowState.OLD: {RowEvent.CLAIMED: RowState.RECLAIMED, RowEvent.UNLOCKED: RowState.RETIRING},
+        RowState.CLAIMED: {
+            RowEvent.LOCKED: RowState.ATTACHED,
+            RowEvent.LOST: RowState.FREE,
+            RowEvent.DIED: RowState.FREE,
+        },
+        RowState.RECLAIMED: {
+            RowEvent.LOCKED: RowState.ATTACHED,
+            RowEvent.LOST: RowState.OLD,
+            RowEvent.DIED: RowState.OLD,
+        },
+        RowState.ATTACHED: {
+            RowEvent.LOCKED: RowState.ATTACHED,
+            RowEvent.LOST: RowState.DETACHED,
+            RowEvent.DIED: RowState.RETIRING,
+            RowEvent.BYE: RowState.RETIRING,
+        },
+        RowState.DETACHED: {
+            RowEvent.LOCKED: RowState.ATTACHED,
+            RowEvent.LOST: RowState.DETACHED,
+            RowEvent.DIED: RowState.RETIRING,
+        },
+        RowState.RETIRING: {RowEvent.ENDED: RowState.FREE, RowEvent.KEPT_BYTES: RowState.STRANDED},
+        RowState.STRANDED: {RowEvent.CLEARED: RowState.RETIRING},
+    },
+)
+KNOWN = (RowState.ATTACHED, RowState.DETACHED)
+"""States of the processes that the rest of the server knows."""
+
+
+# --- engines and identities -------------------------------------------------------------------------------------------
 
 
 def tenant_number(tenant: str) -> int:
@@ -75,9 +191,28 @@ class EngineGroup(msgspec.Struct, eq=False):
     layout: LayoutIdentity
     engine_slices: int
     use: EngineUse = msgspec.field(default_factory=EngineUse)
-    members: dict[bytes, AttachedProcess] = {}
-    _order: tuple[list[bytes], bytes, list[int], tuple[int, ...]] | None = None
+    members: dict[bytes, Process] = {}
+    slices: list[bytes] = []
+    """Digests of the slices of present members, sorted: the order of extents in a lookup's reply."""
+    packed_slices: bytes = b""
+    """The digests of `slices`, concatenated."""
+    rows: list[int] = []
+    """Pool rows of all members; a lease is granted to each of them.  Another list after each change."""
+    spans: tuple[int, ...] = ()
+    """For each of `slices` how many of a hit's last chunks are needed in it, 0: all; () if all are in each."""
+    complete: bool = False
+    """Whether every slice of the engine has a present member."""
     _adapters: dict[str, None] = {}
+
+    def changed(self) -> None:
+        """Members came or went."""
+        of = {member.digest: member.span for member in self.members.values() if member.digest}
+        self.slices = sorted(of)
+        self.packed_slices = b"".join(self.slices)
+        self.rows = sorted(member.row for member in self.members.values())
+        spans = tuple(of[digest] for digest in self.slices)
+        self.spans = spans if any(spans) else ()
+        self.complete = len(self.slices) == self.engine_slices
 
     @property
     def adapters(self) -> list[str]:
@@ -90,26 +225,6 @@ class EngineGroup(msgspec.Struct, eq=False):
         self._adapters[adapter] = None
         if len(self._adapters) > ADAPTERS_REMEMBERED:
             del self._adapters[next(iter(self._adapters))]
-
-    @property
-    def slices(self) -> list[bytes]:
-        """Digests of the slices of present members, sorted: the order of extents in a lookup's reply."""
-        return self._ordered()[0]
-
-    @property
-    def packed_slices(self) -> bytes:
-        """The digests of `slices`, concatenated."""
-        return self._ordered()[1]
-
-    @property
-    def rows(self) -> list[int]:
-        """Pool rows of all members; a lease is granted to each of them."""
-        return self._ordered()[2]
-
-    @property
-    def spans(self) -> tuple[int, ...]:
-        """For each of `slices` how many of a hit's last chunks are needed in it, 0: all; () if all are in each."""
-        return self._ordered()[3]
 
     @property
     def record_limits(self) -> list[int]:
@@ -138,44 +253,42 @@ class EngineGroup(msgspec.Struct, eq=False):
         latencies_s, bytes_s = zip(*rates.values(), strict=True)
         return max(latencies_s), len(rates) * min(bytes_s)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every slice of the engine has a present member."""
-        return len(self._ordered()[0]) == self.engine_slices
 
-    def changed(self) -> None:
-        """Note that members came or went."""
-        self._order = None
-
-    def _ordered(self) -> tuple[list[bytes], bytes, list[int], tuple[int, ...]]:
-        if self._order is None:
-            of = {member.digest: member.span for member in self.members.values() if member.digest}
-            slices = sorted(of)
-            rows = sorted(member.row for member in self.members.values())
-            spans = tuple(of[digest] for digest in slices)
-            self._order = slices, b"".join(slices), rows, spans if any(spans) else ()
-        return self._order
+NO_ENGINE = EngineGroup(b"", LayoutIdentity(model="", kv_dtype="", chunk_tokens=1), 0)
+"""The group of processes that are not attached."""
 
 
-class AttachedProcess(msgspec.Struct, eq=False):
-    """One attached process."""
+class Process(msgspec.Struct, eq=False):
+    """The owner of one row."""
 
-    session: bytes
-    group: EngineGroup
-    role: Role
-    slice: Slice | None
     row: int
+    session: bytes
+    group_name: bytes
     pid: int
+    """In the server's PID namespace; 0: not visible there."""
+    request: AttachRequest | None = None
+    """None for a process that attached to an earlier server and not to this one."""
+    tenants: frozenset[str] | None = None
+    """The tenants that it may name; None: any."""
+    state: RowState = RowState.FREE
+    resumed: bool = False
+    """It was attached before: to this server, or to an earlier one whose pool was adopted."""
+    registers_memory: bool = False
+    """Whether a device might access the extents on its behalf when it attached to an earlier server."""
+    kept_bytes: int = 0
+    """Bytes that the row quarantines while it is STRANDED."""
+    pidfd: int = -1
+    line: Line | None = None
+    """The connection that speaks for it."""
+
+    # Of a process that is attached.
+    group: EngineGroup = msgspec.field(default_factory=lambda: NO_ENGINE)
     digest: bytes = b""
     """Of its slice; empty for a scheduler."""
     span: int = 0
     """How many of a hit's last chunks are needed in its slice; 0: all."""
-    tenants: frozenset[str] | None = None
-    """The tenants that it may name; None: any."""
-    engine_url: str = ""
-    """Where its engine is reached over HTTP, as it tells; empty: it does not."""
-    detached: bool = False
-    """Its connection is closed."""
+    chunk_record_bytes: int = 0
+    """Length of a chunk's longest record, as it declared or reserved it; 0: not known."""
     pinged_s: float = 0.0
     """Time of its last ping by `time.monotonic`; 0: none since it attached."""
     identities: dict[int, DeclaredIdentity] = {}
@@ -183,8 +296,6 @@ class AttachedProcess(msgspec.Struct, eq=False):
     """How the process copies, as it last reported; None if its blocks are in host memory."""
     load_rate: tuple[float, float] | None = None
     """How fast it loads its slice of chunks, as it last reported: latency in seconds, and bytes a second."""
-    chunk_record_bytes: int = 0
-    """Length of a chunk's longest record, as it declared or reserved it; 0: not known."""
     uses: tuple[Use, ...] = ()
     """What it has under way together with the other sessions of its process, and of its token if there are any."""
     last_seq: int = -1
@@ -194,58 +305,40 @@ class AttachedProcess(msgspec.Struct, eq=False):
     grants: dict[int, Lease | Reservation] = {}
     """The leases of its lookups whose share it has not released, and its reservations, by number (grants.py)."""
 
+    def __repr__(self) -> str:
+        """The row, without what the process declared."""
+        return f"Process(row={self.row}, pid={self.pid}, {self.state.name})"
+
+    def move(self, event: RowEvent) -> RowState:
+        """Enter the state that `MACHINE` gives. Returns the state before."""
+        before, self.state = self.state, MACHINE.after(self.state, event)
+        return before
+
+    @property
+    def declared(self) -> AttachRequest:
+        """The request of a process that attached to this server."""
+        assert self.request is not None, "it attached to an earlier server only"
+        return self.request
+
+    @property
+    def detached(self) -> bool:
+        """Its connection is closed."""
+        return self.state is RowState.DETACHED
+
     def has_records_of(self, record_bytes: int) -> None:
         """Note the length of a chunk's record that the process declared, or for which it reserves extents."""
         self.chunk_record_bytes = max(self.chunk_record_bytes, record_bytes)
 
-
-LeaseId = tuple[bytes, int]
-"""(session that looked up, its lookup's seq)"""
-
-
-class Lease(msgspec.Struct, eq=False):
-    """One pool ticket granted to an engine."""
-
-    owner: AttachedProcess
-    """The process that looked up, which may be gone."""
-    name: LeaseId
-    ticket: int
-    rows: set[int]
-    """The rows that hold a share."""
-    sender: Line
-    """The connection over which the lookup came."""
-
-
-class Reservation(msgspec.Struct, eq=False):
-    """Chunks of one reserve, counted for their process and token from the beginning of the reserve to their end."""
-
-    uses: tuple[Use, ...]
-    bytes_each: int
-    keys: bytes
-    """Storage keys of all chunks of the reserve."""
-    tail: bool
-    """Whether the key is that of a tail."""
-    replaces: bytes
-    """Storage keys of the tails that leave L1 with the first commit."""
-    begun_s: float
-    ticket: int = 0
-    open: set[int] = set()
-    """Numbers of the chunks that are neither committed nor given back."""
-    n_counted: int = 0
-
-    def count(self, n_chunks: int) -> None:
-        """Count the bytes of so many chunks from now on."""
-        change = (n_chunks - self.n_counted) * self.bytes_each
-        self.n_counted = n_chunks
-        for use in self.uses:
-            use.reserved_bytes += change
+    def is_at(self, line: Line, pidfd: int) -> bool:
+        """Whether this process is at the other end of a connection, and the pidfd is its own."""
+        return self.pid == line.credentials.pid and linux.same_process(self.pidfd, pidfd) is not False
 
 
 class Running(msgspec.Struct, eq=False):
     """One request that takes time, until it is answered and its task has ended."""
 
     sender: Line
-    process: AttachedProcess
+    process: Process
     seq: int
     op: str
     started_s: float
@@ -291,112 +384,435 @@ class TenantTokens:
         )
 
 
-class SessionLimits(NamedTuple):
-    """Maximum number of sessions of one process, and of all processes that may name the same tenants."""
+class Readiness:
+    """Whether the instance is ready: first `starting`, then ready, then `stopping`."""
 
-    per_process: int = 64
-    per_token: int = 512
+    def __init__(self) -> None:
+        self._why_not = "starting"
+
+    def set(self, why_not: str = "") -> None:
+        """Set the reason why the instance is not ready; empty: it is."""
+        self._why_not = why_not
+
+    def __call__(self) -> tuple[bool, str]:
+        """Whether requests are served, and if not, why."""
+        return not self._why_not, self._why_not
+
+    @property
+    def ready(self) -> bool:
+        return not self._why_not
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the instance is about to end: it takes no new processes."""
+        return self._why_not == "stopping"
 
 
-LIMITS = SessionLimits()
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
-class ProcessTable:
-    """All groups, members and identities of one instance. Single-threaded."""
+class Processes:
+    """All processes, engines and identities of one instance.
 
-    def __init__(self, epoch: int) -> None:
+    Used on the event loop only, except `element_bytes_of`; slow calls of the pool run on a thread.
+    """
+
+    def __init__(self, pool: Pool, epoch: int, tokens: TenantTokens, readiness: Readiness) -> None:
+        self._pool, self._tokens, self._readiness = pool, tokens, readiness
+        self._rows: dict[int, Process] = {}
+        """The owner of each row that is not free, apart from the server's own."""
+        self._living: dict[bytes, Process] = {}
+        """Processes that live and have claimed a row of this server, by session."""
         self._groups: dict[bytes, EngineGroup] = {}
-        self._processes: dict[bytes, AttachedProcess] = {}
         self._by_root: dict[bytes, DeclaredIdentity] = {}
         self._users: dict[bytes, int] = {}
         self._uses: WeakValueDictionary[Hashable, Use] = WeakValueDictionary()
         """By pid, or session where no pid can be seen; and by token."""
         self._next_number = ((epoch & 0xFFFFFF) << 32) | 1
+        self._element_bytes: dict[bytes, int] = {}
+        """Bytes of a number in the payloads of a slice, by its digest."""
+        self._ending: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self._events = EventLog("instance")
+
+    # --- life --------------------------------------------------------------------------------------------
+
+    async def start(
+        self, requests: Requests, sessions_lock: int, old_row_interval_s: float = OLD_ROW_INTERVAL_S
+    ) -> None:
+        """Take over the rows from before a restart, and end those whose processes have died since.
+
+        `requests` hears of processes that attach and end. `sessions_lock`: descriptor of sessions.lock.
+        """
+        self._loop, self._requests, self._sessions_lock = asyncio.get_running_loop(), requests, sessions_lock
+        self._lane = ThreadPoolExecutor(1, "kv-rows", name_thread)
+        for known in self._pool.rows():
+            if known["old"]:
+                found = Process(known["row"], known["session"], known["group"], known["pid"])
+                found.registers_memory = known["registers_memory"]
+                found.move(RowEvent.FOUND)
+                self._rows[found.row] = found
+        if await self._sweep_old_rows():
+            self._sweeper = asyncio.create_task(self._sweep(old_row_interval_s), name="attach-sweep-old-rows")
+
+    async def stop(self) -> None:
+        """Stop looking for old rows whose processes have ended, and watching the others."""
+        self._stopping.set()
+        if self._sweeper is not None:
+            await self._sweeper
+        for process in self._living.values():
+            process.line = None
+            self._unwatch(process)
+        self._living.clear()
+
+    async def ended(self) -> None:
+        """Wait until the rows that are being ended have ended. No row can be ended after this."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        self._lane.shutdown()
+
+    # --- what is in it -----------------------------------------------------------------------------------
 
     @property
     def groups(self) -> list[EngineGroup]:
         """All groups with a process."""
         return list(self._groups.values())
 
-    def __iter__(self) -> Iterator[AttachedProcess]:
+    def __iter__(self) -> Iterator[Process]:
         """All attached processes, detached ones included."""
-        return iter(list(self._processes.values()))
+        return iter([process for process in self._living.values() if process.state in KNOWN])
 
-    def __len__(self) -> int:
-        return len(self._processes)
-
-    def get(self, session: bytes) -> AttachedProcess | None:
+    def get(self, session: bytes) -> Process | None:
         """The attached process of a session."""
-        return self._processes.get(session)
+        process = self._living.get(session)
+        return process if process is not None and process.state in KNOWN else None
 
-    def check_room(
-        self,
-        session: bytes,
-        pid: int,
-        tenants: frozenset[str] | None,
-        limits: SessionLimits = LIMITS,
-    ) -> None:
+    def count(self, *states: RowState) -> int:
+        """The number of rows in these states."""
+        return sum(process.state in states for process in self._rows.values())
+
+    def element_bytes_of(self, slice_digest: bytes) -> int:
+        """Bytes of a number in this slice's payloads, for codecs; 2 where nothing is known. Any thread."""
+        return self._element_bytes.get(slice_digest, 2)
+
+    # --- attaching ---------------------------------------------------------------------------------------
+
+    def claim(self, request: AttachRequest, pidfd: int, line: Line) -> Process:
+        """Give the process at the other end of `line` the row of its session: a new row, or the one that it has.
+
+        Takes ownership of `pidfd` if it returns; if it raises, the caller still owns it.  Raises a KvstrataError if
+        the process may not have the row.  An earlier connection of the process is closed.
+        """
+        if self._readiness.stopping:
+            raise Unavailable("this server is stopping; attach to its successor")
+        tenants = self._tokens.allowed(request.token)
+        self._check_room(request.session, line.credentials.pid, tenants)
+        others = [one for one in self._living.values() if one.session != request.session]
+        self._check_tenants(request, tenants, others)
+        # Sessions with other tenants share no chunk with this one.
+        check_company(request, (one.declared for one in others if one.tenants == tenants))
+        process = self._living.get(request.session)
+        if process is None or not process.is_at(line, pidfd):
+            if process is not None:
+                raise NotPermitted("session: it belongs to another living process", field="session")
+            return self._claim_row(request, tenants, pidfd, line)
+        if process.state not in KNOWN:
+            assert process.line is not None
+            process.line.let_go(ok=False)  # the process gave up its first try; its hang-up is unread
+            return self._claim_row(request, tenants, pidfd, line)
+        check_resumed(request, process.declared)
+        # Its token may be another, or open other tenants since the file was read again.
+        process.tenants = tenants
+        earlier, process.line = process.line, line
+        if earlier is not None:
+            earlier.let_go(ok=False)
+        linux.close_all([pidfd])  # the process has one already
+        return process
+
+    def locked(self, process: Process) -> None:
+        """Announce a process that says it has locked its byte.
+
+        Raises BadRequest if no process has locked the byte, NotPermitted if another process has.
+        """
+        assert process.line is not None, "a message came over a connection that was closed"
+        locker, pid = linux.byte_locker(self._sessions_lock, process.row), process.line.credentials.pid
+        if locker is None:
+            raise BadRequest(
+                f"locked: byte {process.row} of sessions.lock is not locked; take it with F_SETLK",
+                field="row",
+            )
+        if locker != pid:
+            raise NotPermitted(
+                f"locked: byte {process.row} of sessions.lock is locked by process {locker}, not by {pid}",
+                field="row",
+            )
+        process.resumed |= process.state in KNOWN
+        self.announce(process)
+        self._requests.on_attached(process)
+        request = process.declared
+        self._events.debug(
+            "attached", session=shown_name(process.session), group=shown_name(request.group), role=request.role,
+            pid=process.pid, row=process.row, model=request.layout.model, resumed=process.resumed,
+        )  # fmt: skip
+
+    def announce(self, process: Process) -> None:
+        """Make a process, whose declaration was checked, a member of its engine; its requests are valid from now on."""
+        request, before = process.declared, process.move(RowEvent.LOCKED)
+        if before not in KNOWN:
+            self._living[process.session] = process
+            group = self._groups.get(request.group)
+            if group is None:
+                group = EngineGroup(request.group, request.layout, request.engine_slices)
+                self._groups[request.group] = group
+            process.group = group
+            group.members[process.session] = process
+            facts = request.facts or {}
+            process.span = facts.get(SPAN_FACT, 0)
+            process.has_records_of(declared_record_bytes(facts))
+            if request.slice is not None:
+                process.digest = request.slice.digest()
+                self._note_element_bytes(process.digest, facts.get("element_bytes"))
+        names = [process.pid or process.session, *([] if process.tenants is None else [process.tenants])]
+        process.uses = tuple(self._uses.setdefault(name, Use()) for name in names)
+        process.group.changed()
+
+    def _check_room(self, session: bytes, pid: int, tenants: frozenset[str] | None) -> None:
         """Raises Refused if a process, or a token, has as many sessions as it may have, and so no room for this one.
 
         A session that is attached already needs no room. Sessions of processes in other PID namespaces (`pid` 0) are
         not counted, since these processes look alike. `tenants` None: there are no tokens, so none is counted.
         """
-        if session in self._processes:
+        attached = list(self)
+        if any(one.session == session for one in attached):
             return
-        of_process = sum(one.pid == pid for one in self._processes.values()) if pid else 0
-        if of_process >= limits.per_process:
+        of_process = sum(one.pid == pid for one in attached) if pid else 0
+        if of_process >= SESSIONS_OF_PROCESS:
             raise Refused(
                 f"session: process {pid} has {of_process} sessions attached, and one process may have "
-                f"{limits.per_process}; close some",
+                f"{SESSIONS_OF_PROCESS}; close some",
                 field="session",
             )
-        of_token = 0 if tenants is None else sum(one.tenants == tenants for one in self._processes.values())
-        if of_token >= limits.per_token:
+        of_token = 0 if tenants is None else sum(one.tenants == tenants for one in attached)
+        if of_token >= SESSIONS_OF_TOKEN:
             raise Refused(
                 f"session: {of_token} sessions are attached with this token, and one token may have "
-                f"{limits.per_token}; end other engines of the tenant, or give some another token",
+                f"{SESSIONS_OF_TOKEN}; end other engines of the tenant, or give some another token",
                 field="session",
             )
 
-    def attach(self, seen: SessionRow) -> AttachedProcess:
-        """Add a process whose declaration was checked; for a session that is known, return its process."""
-        request = seen.request
-        assert request is not None, "a process attaches by a request"
-        process = self._processes.get(seen.session)
-        if process is None:
-            group = self._groups.get(seen.group)
-            if group is None:
-                group = self._groups[seen.group] = EngineGroup(
-                    seen.group, request.layout, request.engine_slices
+    def _check_tenants(
+        self, request: AttachRequest, tenants: frozenset[str] | None, others: Iterable[Process]
+    ) -> None:
+        """Raises NotPermitted unless the other processes of the group may use the same tenants, or did until the file
+        of tokens was read again."""
+        for other in others:
+            same_group = other.declared.group == request.group
+            if same_group and other.tenants != tenants and other.declared.token != request.token:
+                raise NotPermitted(
+                    "group: its processes may use other tenants; give all processes of an engine the same token",
+                    field="group",
                 )
-            process = AttachedProcess(seen.session, group, request.role, request.slice, seen.row, seen.pid)
-            if request.slice is not None:
-                process.digest = request.slice.digest()
-            process.span = (request.facts or {}).get(SPAN_FACT, 0)
-            process.has_records_of(declared_record_bytes(request.facts))
-            self._processes[seen.session] = group.members[seen.session] = process
-        process.detached, process.row, process.engine_url = False, seen.row, request.engine_url
-        process.tenants = seen.tenants  # by which its token is known; None: there are no tokens
-        names = [process.pid or process.session, *([] if seen.tenants is None else [seen.tenants])]
-        process.uses = tuple(self._uses.setdefault(name, Use()) for name in names)
+
+    def _claim_row(
+        self, request: AttachRequest, tenants: frozenset[str] | None, pidfd: int, line: Line
+    ) -> Process:
+        """Claim a row for a session without a living process: a new row, or the OLD row of the same process."""
+        pid = line.credentials.pid
+        known = next((row for row in self._pool.rows() if row["session"] == request.session), None)
+        if known is not None:
+            self._check_old_row(known, pid, request)
+        try:
+            number = self._pool.claim_row(request.session, request.group, pid, request.registers_memory)
+        except PoolError as error:
+            raise Refused(
+                f"session: no row is left for it ({error}); end other engines", field="session"
+            ) from error
+        process = self._rows.get(number)
+        if process is None or process.state is not RowState.OLD:
+            # The pool may just have freed a row that is still RETIRING here.
+            process = self._rows[number] = Process(number, request.session, request.group, pid)
+        process.move(RowEvent.CLAIMED)
+        process.pid, process.request, process.tenants = pid, request, tenants
+        process.pidfd, process.line, process.resumed = pidfd, line, known is not None
+        self._living[request.session] = process
+        self._loop.add_reader(pidfd, self._died, process)
+        return process
+
+    def _check_old_row(self, known: PoolRow, pid: int, request: AttachRequest) -> None:
+        """Raise Refused or NotPermitted unless the row is OLD and its own process asks for it."""
+        process = self._rows.get(known["row"])
+        state = process.state if process is not None else RowState.FREE
+        if state is RowState.STRANDED:
+            raise Refused("session: its earlier process has ended; choose another session", field="session")
+        if state is RowState.RETIRING:
+            raise Refused("session: its earlier process is being cleaned up; try again", field="session")
+        locker = linux.byte_locker(self._sessions_lock, known["row"])
+        if locker is None:
+            raise Refused(
+                "session: its earlier process has ended and is being cleaned up; try again", field="session"
+            )
+        if locker != pid or known["group"] != request.group:
+            raise NotPermitted("session: it belongs to another living process", field="session")
+
+    def _note_element_bytes(self, digest: bytes, element_bytes: object) -> None:
+        self._element_bytes.pop(digest, None)
+        if type(element_bytes) is int and 0 < element_bytes <= MAX_ELEMENT_BYTES:
+            self._element_bytes[digest] = element_bytes
+        if len(self._element_bytes) > MAX_SLICES:
+            del self._element_bytes[next(iter(self._element_bytes))]
+
+    # --- ending ------------------------------------------------------------------------------------------
+
+    def lost(self, process: Process, line: Line) -> None:
+        """Detach a process, or end its row, if the connection that has closed, `line`, still spoke for it."""
+        if process.line is not line:
+            return
+        process.line = None
+        if process.move(RowEvent.LOST) in (RowState.CLAIMED, RowState.RECLAIMED):
+            self._let_row_go(process)  # at once, because the session owns nothing yet
+        else:
+            self._events.debug("detached", session=shown_name(process.session), pid=process.pid)
+
+    def bye(self, process: Process) -> None:
+        """End the row of a process that says goodbye; once the row is free, its connection gets "ok" and is closed.
+
+        Raises BadRequest while the row's byte is locked.
+        """
+        if linux.byte_locker(self._sessions_lock, process.row) is not None:
+            raise BadRequest(
+                f"bye: byte {process.row} of sessions.lock is still locked; unlock it first", field="row"
+            )
+        process.move(RowEvent.BYE)
+        line, process.line = process.line, None
+        self._retire(process, line)
+
+    def _died(self, process: Process) -> None:
+        """End the row of a process whose pidfd is readable."""
+        line, process.line = process.line, None
+        if line is not None:
+            line.let_go(ok=False)
+        process.move(RowEvent.DIED)
+        if process.state is RowState.RETIRING:
+            self._retire(process)
+        else:
+            self._let_row_go(process)
+
+    def _let_row_go(self, process: Process) -> None:
+        """Undo a claim that was not completed: an old row becomes OLD again and keeps its bytes, a new row is freed."""
+        self.leave(process)
+        if process.state is RowState.OLD:
+            process.request, process.tenants = None, None  # its lock still tells whether its process lives
+        else:
+            del self._rows[process.row]
+            self._pool.row_gone(process.row)
+
+    def leave(self, process: Process) -> None:
+        """Take a process that has ended, or has not completed its claim, out of its engine, and watch it no more."""
+        if process.pidfd >= 0:
+            self._unwatch(process)
+        self._living.pop(process.session, None)
+        if process.group is NO_ENGINE:
+            return
+        process.group.members.pop(process.session, None)
         process.group.changed()
-        return process
+        if not process.group.members:
+            self._groups.pop(process.group.name, None)
+        for identity in process.identities.values():
+            self._drop(identity)
+        process.identities = {}
 
-    def detached(self, session: bytes) -> None:
-        """The process has closed its socket but lives: it stays in its group."""
-        process = self._processes.get(session)
-        if process is not None:
-            process.detached = True
+    def _unwatch(self, process: Process) -> None:
+        self._loop.remove_reader(process.pidfd)
+        os.close(process.pidfd)
+        process.pidfd = -1
 
-    def gone(self, session: bytes) -> AttachedProcess | None:
-        """The process is dead: remove it from its group, and return it."""
-        process = self._processes.pop(session, None)
-        if process is not None:
-            self._leave(process)
-            self._drop_identities(process)
-        return process
+    def _retire(
+        self, process: Process, line: Line | None = None, *, unseen: bool = False
+    ) -> asyncio.Task[None]:
+        """Begin to end a row in RETIRING; when it has ended, `line` gets an "ok".
 
-    def identify(self, process: AttachedProcess, request: RequestIdentity) -> DeclaredIdentity:
+        `unseen`: the process ended while no server watched, which only its free byte shows.
+        """
+        self.leave(process)
+        task = asyncio.create_task(self._end_row(process, line, unseen), name=f"attach-end-row-{process.row}")
+        self._ending.add(task)
+        task.add_done_callback(self._end_done)
+        return task
+
+    async def _end_row(self, process: Process, line: Line | None, unseen: bool) -> None:
+        await self._requests.on_gone(process)
+        self._events.debug("gone", session=shown_name(process.session), pid=process.pid, row=process.row)
+        kept_bytes = 0
+        if unseen and process.registers_memory:
+            kept_bytes = await self._loop.run_in_executor(self._lane, self._pool.row_stranded, process.row)
+        else:
+            await self._loop.run_in_executor(self._lane, self._pool.row_gone, process.row)
+        if kept_bytes:
+            process.move(RowEvent.KEPT_BYTES)
+            process.kept_bytes = kept_bytes
+            _log.warning(
+                "attach: process %d of session %s ended while no server watched, and its device may still write "
+                "into %d bytes of L1; when you know that it does not, free them: kvstrata ctl stranded clear %s",
+                process.pid,
+                shown_name(process.session),
+                kept_bytes,
+                shown_name(process.session),
+            )
+        else:
+            process.move(RowEvent.ENDED)
+            if self._rows.get(process.row) is process:  # if not, it was claimed after the pool had freed it
+                del self._rows[process.row]
+        if line is not None:
+            line.let_go(ok=True)
+
+    def _end_done(self, task: asyncio.Task[None]) -> None:
+        """Log why a row could not be ended; it stays occupied."""
+        self._ending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("attach: %s failed; the row stays occupied", task.get_name(), exc_info=error)
+
+    # --- stranded rows, and rows from before a restart ---------------------------------------------------
+
+    def stranded(self) -> list[Process]:
+        """The owners of stranded rows; a device may still write into the extents that these quarantine."""
+        return [process for process in self._rows.values() if process.state is RowState.STRANDED]
+
+    async def clear_stranded(self, sessions: Sequence[bytes] | None = None) -> list[Process]:
+        """Free the extents of stranded sessions (None: all). An operator has said that no device writes for them now.
+
+        Returns the cleared ones. Raises KeyError, and clears none, if one of them is not stranded. If the call is
+        cancelled, they are cleared all the same.
+        """
+        by_name = {process.session: process for process in self.stranded()}
+        names = by_name if sessions is None else dict.fromkeys(sessions)
+        cleared = [by_name[name] for name in names]
+        for process in cleared:
+            process.move(RowEvent.CLEARED)
+        await asyncio.shield(asyncio.gather(*(self._retire(process) for process in cleared)))
+        return cleared
+
+    async def _sweep_old_rows(self) -> int:
+        """End the OLD rows whose byte no process locks. Return how many OLD or RECLAIMED rows are left."""
+        ending: list[asyncio.Task[None]] = []
+        for process in list(self._rows.values()):
+            is_old = process.state is RowState.OLD
+            if is_old and linux.byte_locker(self._sessions_lock, process.row) is None:
+                process.move(RowEvent.UNLOCKED)
+                ending.append(self._retire(process, unseen=True))
+        await asyncio.gather(*ending, return_exceptions=True)
+        return self.count(RowState.OLD, RowState.RECLAIMED)
+
+    async def _sweep(self, interval_s: float) -> None:
+        while await self._sweep_old_rows():
+            try:
+                await asyncio.wait_for(self._stopping.wait(), interval_s)
+            except TimeoutError:
+                continue  # the kernel reports no event when a record lock ends
+            return
+
+    # --- identities --------------------------------------------------------------------------------------
+
+    def identify(self, process: Process, request: RequestIdentity) -> DeclaredIdentity:
         """The identity of a request under the process's layout. Raises NotPermitted if it may not use the tenant."""
         for name in ("adapter", "tenant", "salt"):
             if len(getattr(request, name)) > MAX_NAME_CHARS:
@@ -425,7 +841,7 @@ class ProcessTable:
             self._drop(process.identities.pop(next(iter(process.identities))))
         return identity
 
-    def identity(self, process: AttachedProcess, number: int) -> DeclaredIdentity:
+    def identity(self, process: Process, number: int) -> DeclaredIdentity:
         """The identity that this process declared under that number. Raises UnknownIdentity."""
         identity = process.identities.get(number)
         if identity is None:
@@ -448,17 +864,6 @@ class ProcessTable:
         ]
         return max(limits, default=0) if all(limits) else 0
 
-    def _leave(self, process: AttachedProcess) -> None:
-        process.group.members.pop(process.session, None)
-        process.group.changed()
-        if not process.group.members:
-            self._groups.pop(process.group.name, None)
-
-    def _drop_identities(self, process: AttachedProcess) -> None:
-        for identity in process.identities.values():
-            self._drop(identity)
-        process.identities = {}
-
     def _drop(self, identity: DeclaredIdentity) -> None:
         users = self._users[identity.root] - 1
         if users:
@@ -468,25 +873,12 @@ class ProcessTable:
             del self._by_root[identity.root]
 
 
-class Readiness:
-    """Whether the instance is ready: first `starting`, then ready, then `stopping`."""
-
-    def __init__(self) -> None:
-        self._why_not = "starting"
-
-    def set(self, why_not: str = "") -> None:
-        """Set the reason why the instance is not ready; empty: it is."""
-        self._why_not = why_not
-
-    def __call__(self) -> tuple[bool, str]:
-        """Whether requests are served, and if not, why."""
-        return not self._why_not, self._why_not
-
-    @property
-    def ready(self) -> bool:
-        return not self._why_not
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the instance is about to end: it takes no new processes."""
-        return self._why_not == "stopping"
+def declared_record_bytes(facts: Mapping[str, Any]) -> int:
+    """The length of the records that the facts of a slice describe (docs/layouts.md); 0 if they do not tell."""
+    payload, sections = facts.get("payload_bytes"), facts.get("sections")
+    count = len(sections) if isinstance(sections, list) else sections
+    if type(payload) is not int or type(count) is not int:
+        return 0
+    if not 0 < count <= min(payload, MAX_SECTIONS) or payload > MAX_PAYLOAD_BYTES:
+        return 0
+    return record_bytes(count, payload)

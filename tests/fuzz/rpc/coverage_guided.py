@@ -86,7 +86,6 @@ class AttachSocket:
         try:
             request = parse_request(data)
             assert repr(request)
-            self.instance.parts.hooks.admit(request)
             check_company(request, [self.other])
             check_resumed(request, self.other)
         except KvstrataError as error:

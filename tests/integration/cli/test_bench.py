@@ -23,8 +23,8 @@ from kvstrata.cli.bench.engine import RunningServer
 from kvstrata.cli.bench.serve import main
 from kvstrata.errors import InternalError, Refused, Unavailable
 from kvstrata.measure.engine import Plan, Shape, SimulatedEngine
+from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.page import Pages
-from kvstrata.observability.server_numbers import ServerNumbers
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess

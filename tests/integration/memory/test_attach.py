@@ -114,13 +114,12 @@ BAD_REQUESTS: list[tuple[bytes, list[str], str, str]] = [
     ),
     (encoded_request(layers=(2, 2)), ["self"], "bad_request", "slice.layers"),
     (encoded_request(engine_slices=0), ["self"], "bad_request", "request"),
-    (encoded_request(model="refused"), ["self"], "refused", "layout.model"),
 ]
 """Message, descriptors beside it, and the code and field of the refusal."""
 
 
 def test_a_bad_request_is_answered_with_what_is_wrong_and_changes_nothing(place, log, worker):
-    with AttachServerChild(place, log=log, refused_model="refused") as server:
+    with AttachServerChild(place, log=log) as server:
         before = server.ask("open_files")
         for message, fds, code, field in BAD_REQUESTS:
             with case(message[:60], fds):

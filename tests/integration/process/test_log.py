@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvstrata.observability.log_writer import MAX_LINES
+from kvstrata.observability.logging import MAX_LINES
 from tests.harness import own_commands
 from tests.harness.bad_adapter import entry_of
 from tests.harness.cache_engine import eventually

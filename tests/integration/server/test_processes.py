@@ -20,7 +20,7 @@ from kvstrata.memory.segment_files import EXTENTS, INDEX, SESSIONS_LOCK
 from kvstrata.rpc import wire
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.server.plan import MAX_SESSION_SHARE
-from kvstrata.server.processes import LIMITS
+from kvstrata.server.processes import SESSIONS_OF_PROCESS
 from kvstrata.server.requests.reserve import GRANULE_BYTES, TOKEN_SHARE
 from kvstrata.session.attach import attach, process_locks
 from kvstrata.types import Role, shown_name
@@ -107,7 +107,7 @@ def test_another_process_cannot_attach_as_a_session_that_it_knows(server, victim
 @pytest.mark.long
 def test_one_process_cannot_take_all_rows(start):
     server = start()
-    taken = [RpcClient(server.socket_dir) for _ in range(LIMITS.per_process)]
+    taken = [RpcClient(server.socket_dir) for _ in range(SESSIONS_OF_PROCESS)]
     for client in taken:
         client.attach()
     with pytest.raises(Refused, match="has 64 sessions attached, and one process may have 64; close some"):

@@ -67,7 +67,8 @@ def admin(ready: bool) -> Any:
     async def clear_stranded(sessions: list[bytes] | None) -> list[Any]:
         return [stranded]
 
-    stranded = SimpleNamespace(seen=SimpleNamespace(session=b"ab", group=b"", pid=1, row=0), kept_bytes=2)
+    stranded = SimpleNamespace(session=b"ab", group_name=b"", pid=1, row=0, kept_bytes=2)
+    processes = SimpleNamespace(stranded=lambda: [stranded], clear_stranded=clear_stranded)
     instance, tiers = InstanceInProcess(), {"fs-0": {"name": "fs-0"}}
     document = instance.status()
     instance.close()
@@ -81,12 +82,11 @@ def admin(ready: bool) -> Any:
         explainer=instance.parts.explainer,
         prewarms=SimpleNamespace(prewarm=prewarm, job={7: {"job": 7}}.get),
         clearing=SimpleNamespace(clear=clear),
+        processes=processes,
         tiers=SimpleNamespace(rows=rows, pause=tiers.get, resume=tiers.get, names=lambda: list(tiers)),
         pool=SimpleNamespace(set_quota=lambda tenant, quota_bytes: None),
     )
-    kept = SimpleNamespace(stranded=lambda: [stranded], clear_stranded=clear_stranded)
-    attach = SimpleNamespace(rows=kept)
-    return server.Admin(parts, attach, Pages(list).page, EventLog("server"))  # type: ignore[arg-type]
+    return server.Admin(parts, Pages(list).page, EventLog("server"))  # type: ignore[arg-type]
 
 
 async def controller(cluster: Cluster, supervisor: Supervisor) -> Port:

@@ -7,14 +7,16 @@ import pytest
 from kvstrata.errors import BadRequest
 from kvstrata.observability import explain
 from kvstrata.observability.explain import (
+    EVERY,
     MAX_IDENTITIES_PER_PROBE,
     MAX_LISTED_IDS,
+    SAMPLE_S,
     EngineUse,
     Explained,
     Explainer,
+    ServerNumbers,
+    Trend,
 )
-from kvstrata.observability.server_numbers import ServerNumbers
-from kvstrata.server.admin.trend import EVERY, SAMPLE_S, Trend
 from kvstrata.types import LayoutIdentity, MissReason, PoolEvent, RequestIdentity, identity_root
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.observability.log_writer import LogWriter
-from kvstrata.observability.logging import WINDOW_S, EventLog, _JsonFormatter
+from kvstrata.observability.explain import ServerNumbers
+from kvstrata.observability.logging import WINDOW_S, EventLog, LogWriter, _JsonFormatter
 from kvstrata.observability.numbers import (
     MAX_WORDS,
     SECONDS_BUCKETS,
@@ -28,7 +28,6 @@ from kvstrata.observability.numbers import (
     parts_by,
 )
 from kvstrata.observability.page import FRESH_S, Pages
-from kvstrata.observability.server_numbers import ServerNumbers
 
 
 @pytest.fixture
@@ -188,7 +187,7 @@ def test_a_descriptor_that_others_made_non_blocking_loses_nothing_and_a_line_wit
     None
 ):
     reader, fd = os.pipe()  # the writer's thread never ends, so `fd` stays its own
-    writer, logger = LogWriter(fd, 4096), logging.Logger("scene")
+    writer, logger = LogWriter(fd), logging.Logger("scene")
     logger.addHandler(writer)
     os.set_blocking(fd, False)
     for number in range(2000):

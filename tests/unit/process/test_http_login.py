@@ -32,13 +32,6 @@ def headers(session: Session, name: str = "kvstrata-9000") -> dict[bytes, bytes]
     return {b"cookie": cookie.encode(), PAGE_KEY: session.page_key.encode()}
 
 
-def test_a_code_is_taken_once(logins):
-    first, second = logins.new_code(), logins.new_code()
-    assert first != second and min(len(first), len(second)) >= 32
-    assert logins.take(second) and not logins.take(second)
-    assert logins.take(first) and not logins.take(first)
-
-
 @pytest.mark.parametrize("code", ["", "x", "ü" * 32, "\ud800"])
 def test_an_unknown_code_is_refused_and_uses_no_other_one_up(logins, code):
     right = logins.new_code()

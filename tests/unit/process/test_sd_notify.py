@@ -1,4 +1,4 @@
-"""process/sd_notify.py: what is sent where, and that trouble with the socket is nobody's trouble."""
+"""process/lifecycle.py: what is sent where, and that trouble with the socket is nobody's trouble."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.process.sd_notify import Systemd
+from kvstrata.process.lifecycle import Systemd
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 from kvstrata.keys.batch import split
 from kvstrata.native.core import storage_keys
 from kvstrata.rpc import wire
-from kvstrata.rpc.command_wire import ClearScope
 from kvstrata.types import KEY_BYTES
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of, part
@@ -33,13 +32,13 @@ def test_cleared_chunks_that_a_put_holds_are_invisible_at_once_and_free_once_the
 
     async def clear_and_wait() -> None:
         clearing, events = server.parts.clearing, server.parts.events
-        at_once = await clearing.clear(ClearScope.L1, None)
+        at_once = await clearing.clear("l1", None)
         assert at_once.document() == {
             "cleared": {"l1": 4}, "pending": {"held": 1, "leased": 0}, "kept": {"pinned": 0},
         }  # fmt: skip
         assert server.pool.peek(keys, 1) == 0
         assert server.pool.stats()["used_bytes"] > 0
-        waiting = asyncio.create_task(clearing.clear(ClearScope.L1, None, wait=True))
+        waiting = asyncio.create_task(clearing.clear("l1", None, wait=True))
         await asyncio.sleep(0)
         events.drain()
         put.drop()
@@ -57,7 +56,7 @@ def test_pinned_chunks_survive_a_clear_and_are_counted(
 ) -> None:
     keys = keys_of(server, identity)
     ticket, *_ = server.pool.lease(keys[: 2 * KEY_BYTES], 1, [0])
-    done = server.loop.run_until_complete(server.parts.clearing.clear(ClearScope.L1, None))
+    done = server.loop.run_until_complete(server.parts.clearing.clear("l1", None))
     assert (done.n_chunks, done.held, done.leased, done.kept) == (2, 0, 0, 2)
     assert server.pool.peek(keys, 1) == 2
     server.pool.release(ticket)

@@ -13,10 +13,8 @@ from kvstrata.errors import BadRequest
 from kvstrata.native.core import storage_keys
 from kvstrata.rpc import wire
 from kvstrata.rpc.cluster_wire import Command, CommandKind, CommandResult, encode
-from kvstrata.rpc.command_wire import ClearScope, argument_of
 from kvstrata.server.admin.clear import Cleared
-from kvstrata.server.cluster.actions import Actions
-from kvstrata.server.cluster.commands import CommandTable
+from kvstrata.server.cluster.commands import Actions, CommandTable, argument_of
 from kvstrata.server.l2.fetch import FetchOutcome
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of, part
@@ -60,7 +58,7 @@ class Clears:
     def __init__(self, cleared: object) -> None:
         self._cleared = cleared
 
-    async def clear(self, tier: ClearScope, tenant: str | None) -> object:
+    async def clear(self, tier: str, tenant: str | None) -> object:
         return self._cleared
 
 
@@ -99,20 +97,32 @@ OWNER = {
 @pytest.mark.parametrize(
     ("kind", "argument", "says"),
     [
-        (CommandKind.RESYNC, {"freeze_ms": 5_001}, "freeze_ms: must be a number from 0 to 5000, found 5001"),
-        (CommandKind.CLEAR, {"tier": "l3"}, "tier: must be l1, l2 or all, found 'l3'"),
+        (
+            CommandKind.RESYNC,
+            {"freeze_ms": 5_001},
+            "freeze_ms: must be a whole number from 0 to 5000, found 5001",
+        ),
+        (
+            CommandKind.CLEAR,
+            {"tier": "l3"},
+            "tier: must be one of l1, l2, all, found 'l3'",
+        ),
         (CommandKind.CLEAR, {"tier": "l1", "tenant": 1}, "tenant: must be a string, or null"),
-        (CommandKind.EVICT, {}, "keys: must be 1 to 4096 keys of 32 bytes, found None"),
-        (CommandKind.PIN, {"keys": KEY}, "claim: must be a string of 1 to 200 characters, found None"),
+        (CommandKind.EVICT, {}, "keys: must be 1 to 4096 keys of 32 bytes, but is not given"),
+        (
+            CommandKind.PIN,
+            {"keys": KEY},
+            "claim: must be non-empty text of at most 200 characters, but is not given",
+        ),
         (
             CommandKind.PULL,
             {"keys": KEY, "identity": ROOT, "n_slices": 2},
-            "keys: their number must be a multiple of n_slices (2), found 1",
+            "keys: must be whole keys of 32 bytes, and a multiple of n_slices (2) of them, found 32 bytes",
         ),
         (
             CommandKind.PULL,
             {"keys": KEY, "identity": ROOT, "owner": {**OWNER, "more": 1}},
-            "owner: must be an Owner",
+            "owner.more: unknown key",
         ),
         (CommandKind.DRAIN, {"on": "yes"}, "on: must be true or false, found 'yes'"),
     ],

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvstrata.observability.numbers import Histogram
+from kvstrata.observability.explain import ServerNumbers
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     MAX_ADAPTER_CHARS,
@@ -33,15 +33,12 @@ from kvstrata.server.cluster.events import (
     MAX_QUEUED_RUNS,
     MAX_QUEUED_TAGS,
     EventQueue,
-    SyncEvent,
-    SyncState,
     TierNews,
     TierTags,
 )
 from kvstrata.server.cluster.sync import FullSync
 from kvstrata.server.cluster.told_tiers import MAX_NAME_CHARS, tier_name
-from kvstrata.server.processes import AttachedProcess, ProcessTable
-from kvstrata.server.rows import SessionRow
+from kvstrata.server.processes import Process, Processes, Readiness, RowState, TenantTokens
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.types import KEY_BYTES, LayoutIdentity, PoolEvent, RequestIdentity, Role, Slice
 from tests.harness.l1 import L1, chain
@@ -177,7 +174,7 @@ def test_a_batch_that_the_socket_did_not_take_is_sent_again_under_its_number(new
 
 def test_lost_events_call_for_a_full_sync_only_while_events_are_told(news: TierNews) -> None:
     news.pool_events_lost()
-    assert news.sync is SyncState.IDLE and not news.wake.is_set()
+    assert not news.sync_wanted and not news.wake.is_set()
     news.begin_telling()
     news.pool_events_lost()
     assert news.sync_wanted and news.wake.is_set()
@@ -185,14 +182,10 @@ def test_lost_events_call_for_a_full_sync_only_while_events_are_told(news: TierN
 
 def test_a_full_sync_requested_during_another_follows_it(news: TierNews) -> None:
     news.want_sync("registered")
-    news.step(SyncEvent.BEGUN)
+    news.begin_telling()
     assert not news.sync_wanted
     news.want_sync("events_lost")
-    news.step(SyncEvent.ENDED)
-    assert news.sync is SyncState.WANTED
-    news.step(SyncEvent.BEGUN)
-    news.step(SyncEvent.ENDED)
-    assert news.sync is SyncState.IDLE
+    assert news.sync_wanted
 
 
 LONG = "a_plugin_with_a_really_long_name_for_its_type"
@@ -242,17 +235,18 @@ async def test_a_tier_that_comes_or_goes_during_a_sync_does_not_end_the_server(t
             news.tier_got("near-1", [b"\1" * KEY_BYTES])
         return Done(request.seq, 1)
 
-    sync = FullSync(
-        cast(Any, SimpleNamespace(ask=ask)), ("ours", 7), "tcp://x", pool=cast(Any, NoChunks()),
-        news=news, told=news._told, frozen_by=set(), supervisor=supervisor, seconds=Histogram(),
+    parts = SimpleNamespace(
+        facts=SimpleNamespace(instance_id="ours", epoch=7), pool=NoChunks(), frozen_by=set(),
+        supervisor=supervisor, counters=ServerNumbers(),
     )  # fmt: skip
+    sync = FullSync(cast(Any, SimpleNamespace(ask=ask)), "tcp://x", cast(Any, parts), news, news._told)
     news.want_sync("registered")
     sync.begin_if_wanted()
     await supervisor.idle()
     assert not supervisor.failure.done()
-    begun, *parts, end = asked
+    begun, *sent, end = asked
     assert isinstance(begun, SyncBegin) and isinstance(end, SyncEnd)
-    assert all(isinstance(part, SyncPart) and part.tier == "disk-0" for part in parts)
+    assert all(isinstance(part, SyncPart) and part.tier == "disk-0" for part in sent)
     assert set(end.tags) == {"l1", "disk-0"}
     assert not news.telling, "the registration then wants another sync"
 
@@ -260,7 +254,7 @@ async def test_a_tier_that_comes_or_goes_during_a_sync_does_not_end_the_server(t
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)
 
 
-def engine(table: ProcessTable, number: int, tenants: frozenset[str] | None = None) -> AttachedProcess:
+def engine(table: Processes, number: int, tenants: frozenset[str] | None = None) -> Process:
     name = bytes([number]) * 16
     request = AttachRequest(
         protocol=PROTOCOL_VERSION,
@@ -271,13 +265,13 @@ def engine(table: ProcessTable, number: int, tenants: frozenset[str] | None = No
         engine_slices=1,
         slice=Slice(layers=(0, 8), kv_heads=(0, 1), layout="f"),
     )
-    return table.attach(
-        SessionRow(row=number, session=name, group=name, pid=number, request=request, tenants=tenants)
-    )
+    process = Process(number, name, name, number, request, tenants, RowState.CLAIMED)
+    table.announce(process)
+    return process
 
 
 def test_the_newest_adapters_of_all_engines_are_told_once() -> None:
-    table = ProcessTable(1)
+    table = Processes(None, 1, TenantTokens(), Readiness())  # type: ignore[arg-type]
     one, other, limited = engine(table, 1), engine(table, 2), engine(table, 3, frozenset({"t"}))
     for process, adapter in (
         (one, "a"),

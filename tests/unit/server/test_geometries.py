@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvstrata.keys.recut import CannotRecut, Part, RecutReason, plan_recut
+from kvstrata.keys.recut import CannotRecut, Part, plan_recut
 from kvstrata.server.recuts.recuts import MAX_GEOMETRIES, MAX_LAYOUTS, Geometries, Geometry, Plan, plan
 from kvstrata.types import LayoutIdentity, Slice, facts_digest
 
@@ -59,31 +59,6 @@ ONE, TWO = geometry(1, 16, TOKENS_OUTSIDE), geometry(2, 16, TOKENS_OUTSIDE)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-def test_two_geometries_of_a_model_are_planned_both_ways_once() -> None:
-    known = Geometries()
-    assert known.plans(layout(), ONE.slices) == []
-    assert attached(known, ONE) == []
-    pairs = attached(known, TWO)
-    assert [(source.slices, target.slices) for source, target in pairs] == [
-        (ONE.slices, TWO.slices),
-        (TWO.slices, ONE.slices),
-    ]
-    made(known, pairs)
-    assert [one.source.slices for one in known.plans(layout(), ONE.slices)] == [TWO.slices]
-    assert known.plans(layout("other"), ONE.slices) == []
-    assert attached(known, TWO) == attached(known, ONE) == []
-    assert attached(known, TWO, "other") == []
-
-
-def test_a_reason_is_no_plan() -> None:
-    known = Geometries()
-    attached(known, ONE)
-    (source, target), _ = attached(known, TWO)
-    known.planned(layout(), source, target, CannotRecut(RecutReason.SCALES, "scales", "other ones"))
-    assert known.plans(layout(), TWO.slices) == []
-    assert counts(known) == (2, 0, 1)
-
-
 def test_more_geometries_or_models_than_are_kept_push_out_the_first() -> None:
     known = Geometries()
     for number, size in enumerate(SIZES[: MAX_GEOMETRIES + 1]):
@@ -105,14 +80,6 @@ def test_a_plan_that_comes_after_its_geometry_was_forgotten_is_dropped() -> None
         attached(known, ONE, f"model {number}")
     made(known, pairs)
     assert known.count_plans(Plan) == 0
-
-
-def test_an_engine_of_which_a_worker_was_never_seen_has_no_geometry() -> None:
-    known = Geometries()
-    attached(known, ONE)
-    known.declared(layout(), TWO.parts[0].slice, TWO.parts[0].facts)
-    digests = sorted(part.slice.digest() for part in TWO.parts)
-    assert known.complete(layout(), digests) == []
 
 
 @pytest.mark.parametrize(

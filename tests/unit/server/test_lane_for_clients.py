@@ -10,7 +10,6 @@ import pytest
 
 from kvstrata.errors import Refused
 from kvstrata.rpc import wire
-from kvstrata.rpc.command_wire import ClearScope
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.l2.fetch import FetchOutcome
 from tests.harness.instance_in_process import InstanceInProcess, Said, said
@@ -49,7 +48,7 @@ def test_in_a_burst_of_long_lookups_each_gets_the_beginning_of_its_hit_and_the_s
     async def meanwhile() -> None:
         fill()
         await housekeeping.round()
-        assert (await server.parts.clearing.clear(ClearScope.L1, None)).tiers == {"l1": 4}
+        assert (await server.parts.clearing.clear("l1", None)).tiers == {"l1": 4}
 
     server.loop.run_until_complete(meanwhile())
     server.store(SESSION, 4, identity, chain_of(identity.root, 3))

@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
-from kvstrata.rpc.wire import PROTOCOL_VERSION, AttachRequest
+from kvstrata.errors import Refused, UnknownIdentity
+from kvstrata.rpc.wire import MAX_SLICES, PROTOCOL_VERSION, AttachRequest
+from kvstrata.server import processes
 from kvstrata.server.processes import (
     ADAPTERS_REMEMBERED,
     MAX_IDENTITIES,
-    MAX_NAME_CHARS,
-    AttachedProcess,
-    ProcessTable,
-    SessionLimits,
+    Process,
+    Processes,
+    Readiness,
+    RowEvent,
+    RowState,
     TenantTokens,
     tenant_number,
 )
-from kvstrata.server.rows import SessionRow
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)
@@ -33,8 +34,12 @@ def held(number: int) -> Slice:
     return Slice(layers=(0, 8), kv_heads=(number, number + 1), layout="f")
 
 
+def a_table(epoch: int = 1) -> Processes:
+    return Processes(None, epoch, TenantTokens(), Readiness())  # type: ignore[arg-type]
+
+
 def attach(
-    table: ProcessTable,
+    table: Processes,
     number: int,
     *,
     role: Role = Role.WORKER,
@@ -44,7 +49,7 @@ def attach(
     tenants: frozenset[str] | None = None,
     layout: LayoutIdentity = LAYOUT,
     record_bytes: int = 0,
-) -> AttachedProcess:
+) -> Process:
     request = AttachRequest(
         protocol=PROTOCOL_VERSION,
         session=name(number),
@@ -54,32 +59,16 @@ def attach(
         engine_slices=slices,
         slice=None if role is Role.SCHEDULER else part or held(number),
     )
-    seen = SessionRow(
-        row=number, session=request.session, group=group, pid=1000 + number, request=request, tenants=tenants
-    )
-    process = table.attach(seen)
+    process = table.get(name(number)) or Process(number, name(number), group, 1000 + number, request)
+    process.tenants = tenants
+    process.state = RowState.CLAIMED if process.state is RowState.FREE else process.state
+    table.announce(process)
     process.has_records_of(record_bytes)
     return process
 
 
-def test_a_group_is_complete_when_each_of_its_slices_has_a_process() -> None:
-    table = ProcessTable(1)
-    scheduler = attach(table, 1, role=Role.SCHEDULER)
-    assert not scheduler.group.complete
-    attach(table, 2)
-    attach(table, 3, part=held(2))
-    assert not scheduler.group.complete, "two members with the same slice"
-    last = attach(table, 4)
-    assert scheduler.group.complete
-    assert scheduler.group.slices == sorted([held(2).digest(), held(4).digest()])
-    assert scheduler.group.packed_slices == b"".join(scheduler.group.slices)
-    assert scheduler.group.rows == [1, 2, 3, 4]
-    table.gone(last.session)
-    assert not scheduler.group.complete
-
-
 def test_an_engine_loads_as_fast_as_the_slowest_of_its_processes_lets_it() -> None:
-    table = ProcessTable(1)
+    table = a_table()
     group = attach(table, 1, role=Role.SCHEDULER).group
     one, other = attach(table, 2), attach(table, 3)
     assert group.load_rate is None
@@ -87,12 +76,12 @@ def test_an_engine_loads_as_fast_as_the_slowest_of_its_processes_lets_it() -> No
     assert group.load_rate is None, "half of the engine is not known"
     other.load_rate = 0.003, 4e9
     assert group.load_rate == (0.003, 2e9)
-    table.gone(other.session)
+    table.leave(other)
     assert group.load_rate is None
 
 
 def test_the_limit_of_a_slices_records_is_the_longest_that_a_process_declared_or_reserved() -> None:
-    table = ProcessTable(1)
+    table = a_table()
     scheduler = attach(table, 1, role=Role.SCHEDULER)
     attach(table, 2, record_bytes=4096)
     group = scheduler.group
@@ -107,10 +96,10 @@ def test_the_limit_of_a_slices_records_is_the_longest_that_a_process_declared_or
 
 
 def test_a_process_that_attaches_again_keeps_its_identities() -> None:
-    table = ProcessTable(1)
+    table = a_table()
     member = attach(table, 1)
     identity = table.identify(member, RequestIdentity())
-    table.detached(member.session)
+    member.move(RowEvent.LOST)
     again = attach(table, 1, tenants=frozenset({"a"}))
     assert again is member and not again.detached
     assert again.tenants == frozenset({"a"})
@@ -118,7 +107,7 @@ def test_a_process_that_attaches_again_keeps_its_identities() -> None:
 
 
 def test_an_identity_has_one_number_in_the_whole_instance() -> None:
-    table = ProcessTable(7)
+    table = a_table(7)
     first, second = attach(table, 1), attach(table, 2)
     request = RequestIdentity(adapter="lora", tenant="t")
     a, b = table.identify(first, request), table.identify(second, request)
@@ -129,18 +118,18 @@ def test_an_identity_has_one_number_in_the_whole_instance() -> None:
 
 
 def test_identity_numbers_of_another_session_or_epoch_are_unknown() -> None:
-    table = ProcessTable(7)
+    table = a_table(7)
     first, second = attach(table, 1), attach(table, 2)
     identity = table.identify(first, RequestIdentity(salt="s"))
     with pytest.raises(UnknownIdentity):
         table.identity(second, identity.number)
-    later = ProcessTable(8)
+    later = a_table(8)
     with pytest.raises(UnknownIdentity):
         later.identity(attach(later, 1), identity.number)
 
 
 def test_the_identity_not_declared_for_longest_is_dropped() -> None:
-    table = ProcessTable(1)
+    table = a_table()
     member = attach(table, 1)
     first = table.identify(member, RequestIdentity(salt="first"))
     second = table.identify(member, RequestIdentity(salt="second"))
@@ -155,18 +144,18 @@ def test_the_identity_not_declared_for_longest_is_dropped() -> None:
 
 
 def test_identities_nobody_uses_are_forgotten() -> None:
-    table = ProcessTable(1)
+    table = a_table()
     first, second = attach(table, 1), attach(table, 2)
     number = table.identify(first, RequestIdentity()).number
     table.identify(second, RequestIdentity())
-    table.gone(first.session)
+    table.leave(first)
     assert table.identify(second, RequestIdentity()).number == number
-    table.gone(second.session)
+    table.leave(second)
     assert table.identify(attach(table, 3), RequestIdentity()).number != number
 
 
 def test_an_engine_has_the_adapters_that_were_declared_last() -> None:
-    table = ProcessTable(1)
+    table = a_table()
     first, second = attach(table, 1), attach(table, 2)
     for member, adapter in ((first, ""), (second, "a"), (first, "b"), (second, ""), (first, "b")):
         table.identify(member, RequestIdentity(adapter=adapter))
@@ -176,35 +165,6 @@ def test_an_engine_has_the_adapters_that_were_declared_last() -> None:
     assert first.group.adapters[-1] == "b" and len(first.group.adapters) == ADAPTERS_REMEMBERED
 
 
-@pytest.mark.parametrize("field", ["adapter", "salt"])
-def test_overlong_names_are_refused_by_field(field: str) -> None:
-    table = ProcessTable(1)
-    member = attach(table, 1)
-    with pytest.raises(BadRequest) as caught:
-        table.identify(member, RequestIdentity(**{field: "x" * (MAX_NAME_CHARS + 1)}))
-    assert caught.value.field == f"request.{field}"
-
-
-def test_a_process_may_name_only_its_tenants() -> None:
-    table = ProcessTable(1)
-    member = attach(table, 1, tenants=frozenset({"a", "b"}))
-    table.identify(member, RequestIdentity(tenant="b"))
-    with pytest.raises(NotPermitted):
-        table.identify(member, RequestIdentity(tenant="c"))
-    with pytest.raises(NotPermitted):
-        table.identify(member, RequestIdentity())
-
-
-def test_tokens_open_their_tenants_and_nothing_else() -> None:
-    assert TenantTokens().allowed("") is None
-    assert TenantTokens().allowed("whatever") is None
-    tokens = TenantTokens({"first": frozenset({"a"}), "second": frozenset({"b", "c"})})
-    assert tokens.allowed("second") == frozenset({"b", "c"})
-    assert tokens.allowed("") == frozenset({""})
-    with pytest.raises(NotPermitted):
-        tokens.allowed("third")
-
-
 @given(st.text(min_size=1), st.text(min_size=1))
 def test_tenant_numbers_are_stable_and_only_the_unnamed_one_is_zero(one: str, other: str) -> None:
     assert tenant_number("") == 0
@@ -212,20 +172,33 @@ def test_tenant_numbers_are_stable_and_only_the_unnamed_one_is_zero(one: str, ot
     assert (tenant_number(one) == tenant_number(other)) == (one == other)
 
 
-def test_a_process_and_a_token_get_only_so_many_sessions() -> None:
-    table = ProcessTable(epoch=1)
-    limits = SessionLimits(per_process=2, per_token=3)
+def test_a_process_and_a_token_get_only_so_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = a_table()
+    monkeypatch.setattr(processes, "SESSIONS_OF_PROCESS", 2)
+    monkeypatch.setattr(processes, "SESSIONS_OF_TOKEN", 3)
     green, blue = frozenset({"green"}), frozenset({"blue"})
+    attached = []
     for number, pid, tenants in ((1, 7, green), (2, 7, green), (3, 8, green)):
-        table.check_room(name(number), pid, tenants, limits)
-        attached = attach(table, number, tenants=tenants)
-        attached.pid = pid
+        table._check_room(name(number), pid, tenants)
+        attached.append(attach(table, number, tenants=tenants))
+        attached[-1].pid = pid
     with pytest.raises(Refused, match=r"process 7 has 2 sessions .* close some"):
-        table.check_room(name(4), 7, blue, limits)
+        table._check_room(name(4), 7, blue)
     with pytest.raises(Refused, match=r"3 sessions .* with this token.* another token"):
-        table.check_room(name(4), 9, green, limits)
-    table.check_room(name(1), 7, green, limits)  # attaches again
-    table.check_room(name(4), 9, blue, limits)
-    table.check_room(name(4), 9, None, limits)
-    table.gone(name(1))
-    table.check_room(name(4), 7, green, limits)
+        table._check_room(name(4), 9, green)
+    table._check_room(name(1), 7, green)  # attaches again
+    table._check_room(name(4), 9, blue)
+    table._check_room(name(4), 9, None)
+    table.leave(attached[0])
+    table._check_room(name(4), 7, green)
+
+
+def test_element_sizes_are_remembered_up_to_a_bound_and_an_invalid_one_counts_as_two_bytes() -> None:
+    table = a_table()
+    for number in range(MAX_SLICES + 1):
+        table._note_element_bytes(number.to_bytes(32), 1)
+    assert table.element_bytes_of((0).to_bytes(32)) == 2
+    assert table.element_bytes_of(MAX_SLICES.to_bytes(32)) == 1
+    for fact in (None, "4", True, 0, -1, 17, 1 << 70):
+        table._note_element_bytes(MAX_SLICES.to_bytes(32), fact)
+        assert table.element_bytes_of(MAX_SLICES.to_bytes(32)) == 2

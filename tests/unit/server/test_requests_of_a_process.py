@@ -75,7 +75,8 @@ def test_a_prewarm_goes_on_when_its_engine_leaves_before_it_has_begun(server: In
             derive(work, root, chain, slices),
         )[1]
         number = prewarms.start(group, bytes(32), 0, chain_of(bytes(32), 1), 0, 1_000)
-        server.parts.processes.gone(SESSION)
+        [process] = server.parts.processes
+        server.parts.processes.leave(process)
         assert not group.complete
         await server.supervisor.idle()
         done = prewarms.job(number)

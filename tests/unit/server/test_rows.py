@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from kvstrata.errors import NotPermitted
 from kvstrata.memory import linux
 from kvstrata.rpc import wire
-from kvstrata.server import rows as attach_rows
-from kvstrata.server.rows import Owner, Rows, RowState, SessionRow
+from kvstrata.server import processes
+from kvstrata.server.processes import Process, Processes, Readiness, RowState, TenantTokens
 from kvstrata.types import Role
 from tests.harness.rpc_client import layout
 
@@ -38,19 +36,15 @@ class Pool:
         self.freed.set()
 
 
-class Hooks:
+class Requests:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def on_attached(self, session: SessionRow) -> None:
-        self.tenants = session.tenants
-        self.said.append(f"attached {session.session[:1].decode()}")
+    def on_attached(self, process: Process) -> None:
+        self.said.append(f"attached {process.session[:1].decode()}")
 
-    def on_detached(self, session: SessionRow) -> None:
-        self.said.append(f"detached {session.session[:1].decode()}")
-
-    async def on_gone(self, session: SessionRow) -> None:
-        self.said.append(f"gone {session.session[:1].decode()}")
+    async def on_gone(self, process: Process) -> None:
+        self.said.append(f"gone {process.session[:1].decode()}")
 
 
 class Speaker:
@@ -71,13 +65,17 @@ class Locks:
 @pytest.fixture
 def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
     locks = Locks()
-    monkeypatch.setattr(attach_rows.linux, "byte_locker", lambda fd, byte: locks.locker)
+    monkeypatch.setattr(processes.linux, "byte_locker", lambda fd, byte: locks.locker)
     return locks
 
 
-def claim(
-    rows: Rows, name: bytes, speaker: Speaker, tenants: frozenset[str] | None = None, token: str = ""
-) -> Owner:
+async def a_table(requests: Requests, pool: Pool, tokens: TenantTokens | None = None) -> Processes:
+    table = Processes(pool, 1, tokens or TenantTokens(), Readiness())  # type: ignore[arg-type]
+    await table.start(requests, -1)  # type: ignore[arg-type]
+    return table
+
+
+def claim(table: Processes, name: bytes, speaker: Speaker, token: str = "") -> Process:
     request = wire.AttachRequest(
         protocol=wire.PROTOCOL_VERSION,
         session=name * 16,
@@ -87,71 +85,60 @@ def claim(
         engine_slices=1,
         token=token,
     )
-    return rows.claim(request, tenants, os.eventfd(0, os.EFD_CLOEXEC), speaker)
+    return table.claim(request, os.eventfd(0, os.EFD_CLOEXEC), speaker)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def lane() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    with concurrent.futures.ThreadPoolExecutor(1) as lane:
-        yield lane
-
-
-async def test_a_row_that_the_pool_has_freed_is_claimed_again_before_its_end_is_noticed(
-    locks: Locks, lane: concurrent.futures.ThreadPoolExecutor
-) -> None:
-    pool, hooks, old, new = Pool(), Hooks(), Speaker(), Speaker()
-    rows = Rows(pool, -1, hooks, 1.0, lane)
-    await rows.start()
-    first = claim(rows, b"a", old)
+async def test_a_row_that_the_pool_has_freed_is_claimed_again_before_its_end_is_noticed(locks: Locks) -> None:
+    pool, requests, old, new = Pool(), Requests(), Speaker(), Speaker()
+    table = await a_table(requests, pool)
+    first = claim(table, b"a", old)
     locks.locker = PID
-    rows.locked(first)
+    table.locked(first)
     locks.locker = None
-    rows.bye(first)
-    await asyncio.sleep(0)  # the end begins, on the lane
-    assert pool.freed.wait(10.0), "the lane frees the row while the loop stands still"
-    second = claim(rows, b"b", new)
-    await asyncio.gather(*rows._tasks)
+    table.bye(first)
+    await asyncio.sleep(0)  # the end begins, on a thread
+    assert pool.freed.wait(10.0), "the thread frees the row while the loop stands still"
+    second = claim(table, b"b", new)
+    await asyncio.gather(*table._ending)
     locks.locker = PID
-    rows.locked(second)
-    assert hooks.said == ["attached a", "gone a", "attached b"]
+    table.locked(second)
+    assert requests.said == ["attached a", "gone a", "attached b"]
     assert old.let_go_with == [True] and new.let_go_with == []
-    assert rows.count(RowState.ATTACHED) == 1
-    rows.forget_owners()
-    await rows.ended()
+    assert table.count(RowState.ATTACHED) == 1
+    await table.stop()
+    await table.ended()
 
 
-async def test_a_connection_that_no_longer_speaks_for_its_row_detaches_nothing(
-    locks: Locks, lane: concurrent.futures.ThreadPoolExecutor
-) -> None:
-    hooks, earlier, later = Hooks(), Speaker(), Speaker()
-    rows = Rows(Pool(), -1, hooks, 1.0, lane)
-    await rows.start()
-    owner = claim(rows, b"a", earlier)
+async def test_a_connection_that_no_longer_speaks_for_its_row_detaches_nothing(locks: Locks) -> None:
+    earlier, later = Speaker(), Speaker()
+    table = await a_table(Requests(), Pool())
+    process = claim(table, b"a", earlier)
     locks.locker = PID
-    rows.locked(owner)
-    assert claim(rows, b"a", later) is owner and earlier.let_go_with == [False]
-    rows.lost(owner, earlier)
-    assert hooks.said == ["attached a"]
-    rows.lost(owner, later)
-    assert hooks.said == ["attached a", "detached a"]
-    rows.forget_owners()
-    await rows.ended()
+    table.locked(process)
+    assert claim(table, b"a", later) is process and earlier.let_go_with == [False]
+    table.lost(process, earlier)  # type: ignore[arg-type]
+    assert not process.detached
+    table.lost(process, later)  # type: ignore[arg-type]
+    assert process.detached
+    await table.stop()
+    await table.ended()
 
 
 async def test_processes_of_an_engine_attach_again_one_by_one_after_their_token_opens_other_tenants(
-    locks: Locks, lane: concurrent.futures.ThreadPoolExecutor
+    locks: Locks,
 ) -> None:
-    pool, hooks = Pool(), Hooks()
-    rows = Rows(pool, -1, hooks, 1.0, lane)
-    await rows.start()
+    pool, tokens = Pool(), TenantTokens({"token": frozenset({"blue", "azure"})})
+    table = await a_table(Requests(), pool, tokens)
     locks.locker = PID
     for name in (b"a", b"b"):
-        rows.locked(claim(rows, name, Speaker(), frozenset({"blue", "azure"}), "token"))
+        table.locked(claim(table, name, Speaker(), "token"))
         pool.row += 1
+    tokens.replace(TenantTokens({"token": frozenset({"blue"}), "another": frozenset({"green"})}))
     for name in (b"a", b"b"):
-        rows.locked(claim(rows, name, Speaker(), frozenset({"blue"}), "token"))
-        assert hooks.tenants == {"blue"}
+        process = claim(table, name, Speaker(), "token")
+        table.locked(process)
+        assert process.tenants == {"blue"}
     with pytest.raises(NotPermitted, match="group: its processes may use other tenants"):
-        claim(rows, b"c", Speaker(), frozenset({"green"}), "another")
-    rows.forget_owners()
-    await rows.ended()
+        claim(table, b"c", Speaker(), "another")
+    await table.stop()
+    await table.ended()

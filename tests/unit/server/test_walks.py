@@ -23,7 +23,7 @@ from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, SECTIONS, chain
 SOURCES = str(kvstrata.__path__[0])
 SESSION = b"one engine".ljust(16, b".")
 CHUNKS = 4
-LIMITS = {"store": (10, 46), "lookup": (11, 44), "release": (6, 17)}
+LIMITS = {"store": (10, 44), "lookup": (11, 31), "release": (5, 16)}
 """Files and calls of each walk."""
 DISK_LIMITS = {"store": (18, 200), "lookup": (35, 430)}
 """The same with a disk tier: a store that is put to it, and a lookup that loads from it."""

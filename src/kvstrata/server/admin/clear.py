@@ -12,8 +12,7 @@ from kvstrata.errors import BadRequest
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import PoolLane
-from kvstrata.rpc.command_wire import ClearScope
-from kvstrata.server.pool_events import PoolEvents
+from kvstrata.server.housekeeping import PoolEvents
 from kvstrata.server.processes import tenant_number
 from kvstrata.tiers.puts import StoreController
 
@@ -66,10 +65,12 @@ class Clearing:
     async def clear(self, scope: str, tenant: str | None, *, wait: bool = False) -> Cleared:
         """Drop the chunks of one tenant or of all (None). When this returns, no lookup finds them any more.
 
+        `scope`: "l1", "l2" or "all".
+
         Bytes of L1 that are in use become free when the use ends.  `wait`: return only then, but at most CLEAR_WAIT_S
         later.  Raises StorageError when a tier could not be cleared, BadRequest for L2 of one tenant.
         """
-        if tenant is not None and scope != ClearScope.L1:
+        if tenant is not None and scope != "l1":
             raise BadRequest(
                 "tenant: L2 can only be cleared as a whole; clear L1 of the tenant and change its salt: its records in "
                 "L2 are then never found, and their tier's cap evicts them",
@@ -78,9 +79,9 @@ class Clearing:
         tiers: dict[str, int] = {}
         kept = 0
         number = -1 if tenant is None else tenant_number(tenant)
-        if scope in (ClearScope.L1, ClearScope.ALL):
+        if scope in ("l1", "all"):
             tiers["l1"], kept = await self._on_lane(self._pool.clear, number)
-        if scope in (ClearScope.L2, ClearScope.ALL):
+        if scope in ("l2", "all"):
             tiers["l2"] = await self._store.clear()
             if "l1" in tiers:
                 # A load that began before its record was deleted may have ended since L1 was cleared.

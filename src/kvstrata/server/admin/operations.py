@@ -16,9 +16,8 @@ from kvstrata.process.operations import Reply, Tokens, Weights, operation, opera
 from kvstrata.types import GB, shown_name
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
-    from kvstrata.server.listener import AttachServer
     from kvstrata.server.parts import Parts
-    from kvstrata.server.rows import Stranded
+    from kvstrata.server.processes import Process
 
 Document = dict[str, Any]
 
@@ -27,7 +26,6 @@ class Admin(NamedTuple):
     """What the operations use of one instance."""
 
     parts: Parts
-    attach: AttachServer
     page: Callable[[], bytes]
     """Makes /metrics."""
     log: EventLog
@@ -160,31 +158,29 @@ def stranded(admin: Admin) -> Document:
     Their registered memory ended while no server watched. No server saw their device stop, so the device may still
     write there. Only the host's operator can rule it out.
     """
-    return {"stranded": [_row(one) for one in admin.attach.rows.stranded()]}
+    return {"stranded": [_row(one) for one in admin.parts.processes.stranded()]}
 
 
 @operation("POST", "/v1/stranded/clear", ctl="stranded clear")
 async def clear_stranded(admin: Admin, ask: StrandedSession) -> Document:
     """Free a stranded session's extents, only when neither the system nor the driver lists its process."""
-    names = {shown_name(one.seen.session): one.seen.session for one in admin.attach.rows.stranded()}
+    processes = admin.parts.processes
+    names = {shown_name(one.session): one.session for one in processes.stranded()}
     try:
-        cleared = await admin.attach.rows.clear_stranded(
-            None if ask.session == "all" else [names[ask.session]]
-        )
+        cleared = await processes.clear_stranded(None if ask.session == "all" else [names[ask.session]])
     except KeyError:
         raise BadRequest(
             f'session: {ask.session!r:.80} is not stranded; name one that GET /v1/stranded lists, or "all"',
             field="session",
         ) from None
     for one in cleared:
-        admin.log.info("stranded_cleared", session=shown_name(one.seen.session), kept_bytes=one.kept_bytes)
+        admin.log.info("stranded_cleared", session=shown_name(one.session), kept_bytes=one.kept_bytes)
     return {"cleared": [_row(one) for one in cleared]}
 
 
-def _row(one: Stranded) -> Document:
-    seen = one.seen
-    names = {"session": shown_name(seen.session), "group": shown_name(seen.group)}
-    return {**names, "pid": seen.pid, "row": seen.row, "kept_bytes": one.kept_bytes}
+def _row(one: Process) -> Document:
+    names = {"session": shown_name(one.session), "group": shown_name(one.group_name)}
+    return {**names, "pid": one.pid, "row": one.row, "kept_bytes": one.kept_bytes}
 
 
 @operation("PUT", "/v1/tenants/{tenant:path}/quota", ctl="quota")

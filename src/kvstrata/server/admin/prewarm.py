@@ -20,7 +20,7 @@ from kvstrata.keys.spans import peek
 from kvstrata.native.core import Pool, storage_keys
 from kvstrata.process.supervisor import PoolLane, Supervisor
 from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.processes import EngineGroup, ProcessTable, tenant_number
+from kvstrata.server.processes import EngineGroup, Processes, tenant_number
 from kvstrata.types import KEY_BYTES, RequestIdentity, adapter_of, identity_root
 
 MAX_JOBS = 256
@@ -65,7 +65,7 @@ class Prewarms:
 
     def __init__(
         self,
-        processes: ProcessTable,
+        processes: Processes,
         pool: Pool,
         lane: PoolLane,
         prefetch: PrefetchController,

@@ -18,8 +18,8 @@ from kvstrata.observability.explain import Explainer
 from kvstrata.observability.numbers import Number, Numbers, gauge
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.plan import InstanceFacts
-from kvstrata.server.processes import EngineGroup, ProcessTable, Readiness, Reservation, tenant_number
-from kvstrata.server.requests.grants import Grants
+from kvstrata.server.processes import EngineGroup, Processes, Readiness, tenant_number
+from kvstrata.server.requests.grants import Grants, Reservation
 from kvstrata.types import shown_name
 
 Section = Callable[[], Any]
@@ -139,7 +139,7 @@ class SessionNumbers(Numbers):
     )
 
     def __init__(
-        self, processes: ProcessTable, grants: Grants, supervisor: Supervisor, explainer: Explainer
+        self, processes: Processes, grants: Grants, supervisor: Supervisor, explainer: Explainer
     ) -> None:
         self._processes = processes
         self._grants = grants
@@ -147,13 +147,13 @@ class SessionNumbers(Numbers):
         self._explainer = explainer
 
 
-def processes_section(processes: ProcessTable) -> list[dict[str, Any]]:
+def processes_section(processes: Processes) -> list[dict[str, Any]]:
     """A row for each attached process."""
     return [
         {
             "session": shown_name(process.session),
             "group": shown_name(process.group.name),
-            "role": str(process.role),
+            "role": str(process.declared.role),
             "pid": process.pid,
             "row": process.row,
             "detached": process.detached,
@@ -167,14 +167,14 @@ def processes_section(processes: ProcessTable) -> list[dict[str, Any]]:
     ]
 
 
-def engines_section(processes: ProcessTable, grants: Grants) -> list[dict[str, Any]]:
+def engines_section(processes: Processes, grants: Grants) -> list[dict[str, Any]]:
     """A row for each engine; its totals are since it attached, a record is one slice of a chunk."""
     held = Counter(lease.owner.group.name for lease in grants.leases())
     now_s = time.monotonic()
     return [
         {
             "engine": shown_name(group.name),
-            "url": next((one.engine_url for one in group.members.values() if one.engine_url), ""),
+            "url": next(filter(None, (one.declared.engine_url for one in group.members.values())), ""),
             "pids": sorted({one.pid for one in group.members.values()}),
             "model": group.layout.model,
             "leases": held[group.name],
@@ -203,7 +203,7 @@ class TenantRows:
     def __init__(
         self,
         settings: ServerSettings,
-        processes: ProcessTable,
+        processes: Processes,
         pool: Pool,
     ) -> None:
         self._named: dict[int, str] = {}

@@ -61,7 +61,7 @@ class Condition:
             peer_leased_bytes=self._peer_server.leases.leased_bytes,
             peer_sent_bytes_total=self._peer_server.leases.read_bytes,
             peer_read_bytes_total=peer_bytes,
-            sessions=len(self._processes),
+            sessions=len(list(self._processes)),
             tier_states=self._told.states(),
         )
 
@@ -112,7 +112,7 @@ class Condition:
 
         A process that may use only some tenants tells none: requests of others would be sent to where it says.
         """
-        told = {process.engine_url for process in self._processes if process.tenants is None}
+        told = {one.declared.engine_url for one in self._processes if one.tenants is None}
         return sorted(told - {""})[:MAX_ENGINES]
 
 

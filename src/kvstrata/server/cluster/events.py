@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import enum
 from collections.abc import Iterable, Sequence
 
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.cluster_wire import MAX_RUNS, TAG_BYTES, Change, Events, Run, encode
 from kvstrata.server.cluster.told_tiers import ToldTiers, tier_name
-from kvstrata.states import Machine
 from kvstrata.types import PoolEvent
 
 L1_TIER = "l1"
@@ -113,61 +111,12 @@ class TierTags:
         return b"".join(self._tags.get(tier, ()))
 
 
-class SyncState(enum.Enum):
-    """How much the controller knows."""
-
-    IDLE = enum.auto()
-    """Everything; new events are sent as they come."""
-    WANTED = enum.auto()
-    """Too little: a full sync begins with the next heartbeat."""
-    RUNNING = enum.auto()
-    """A full sync is under way."""
-    AGAIN = enum.auto()
-    """A full sync is under way, and another one became necessary after it began."""
-    FAILED = enum.auto()
-    """A full sync has failed; the next one is wanted after a pause."""
-
-
-class SyncEvent(enum.Enum):
-    """An event in the life of full syncs."""
-
-    WANTED = enum.auto()
-    """A registration, lost or overflowed events, a command, or the end of the pause requires a full sync."""
-    BEGUN = enum.auto()
-    """A full sync begins and queues events."""
-    ENDED = enum.auto()
-    """The controller has all parts and has acknowledged the end."""
-    FAILED = enum.auto()
-    """The controller has refused or not answered a step."""
-
-
-MACHINE = Machine(
-    "Full sync of a controller, as its instance runs it",
-    SyncState.IDLE,
-    {
-        SyncState.IDLE: {SyncEvent.WANTED: SyncState.WANTED},
-        SyncState.WANTED: {SyncEvent.WANTED: SyncState.WANTED, SyncEvent.BEGUN: SyncState.RUNNING},
-        SyncState.RUNNING: {
-            SyncEvent.WANTED: SyncState.AGAIN,
-            SyncEvent.ENDED: SyncState.IDLE,
-            SyncEvent.FAILED: SyncState.FAILED,
-        },
-        SyncState.AGAIN: {
-            SyncEvent.WANTED: SyncState.AGAIN,
-            SyncEvent.ENDED: SyncState.WANTED,
-            SyncEvent.FAILED: SyncState.WANTED,
-        },
-        SyncState.FAILED: {SyncEvent.WANTED: SyncState.WANTED},
-    },
-)
-
-
 class TierNews:
     """The news for one controller (a server.l2.news.Listener), and whether it needs a full sync.
 
     Invariants:
 
-    1. Before `begin_telling` and after `stop_telling` nothing is queued: the next full sync will cover it.
+    1. While `telling` is false nothing is queued: the next full sync will cover it.
     2. Batches are numbered 1, 2, … without a gap.  A frame that the socket did not take is sent next.
     """
 
@@ -184,7 +133,8 @@ class TierNews:
         """Number of the last batch that was sent."""
         self.n_events = 0
         """Tags in all batches so far."""
-        self.sync = MACHINE.first
+        self.sync_wanted = False
+        """Whether a full sync must begin, now or after the one under way."""
         self._told = told
         self._queue = EventQueue()
         self._frame: bytes | None = None
@@ -235,21 +185,12 @@ class TierNews:
 
     # --- full sync -----------------------------------------------------------------------------------------
 
-    @property
-    def sync_wanted(self) -> bool:
-        """Whether a full sync must begin, now or after the one under way."""
-        return self.sync in (SyncState.WANTED, SyncState.AGAIN)
-
     def want_sync(self, why: str) -> None:
         """Note that the controller needs a full sync."""
         if not self.sync_wanted:
             self._log.info("sync_wanted", reason=why)
-        self.step(SyncEvent.WANTED)
+        self.sync_wanted = True
         self.wake.set()
-
-    def step(self, event: SyncEvent) -> None:
-        """Enter the state that `MACHINE` gives."""
-        self.sync = MACHINE.after(self.sync, event)
 
     def set_tiers(self, tiers: list[str]) -> None:
         """Note the tiers that the instance is about to register; if they have changed, a full sync is needed."""
@@ -261,11 +202,7 @@ class TierNews:
         """Drop what is queued and queue events from now on: a full sync begins."""
         self._queue.clear()
         self._frame = None
-        self.telling = True
-
-    def stop_telling(self) -> None:
-        """Queue no more events: the full sync has failed."""
-        self.telling = False
+        self.telling, self.sync_wanted = True, False
 
     # --- to the controller ---------------------------------------------------------------------------------
 

@@ -28,8 +28,7 @@ from kvstrata.rpc.cluster_wire import (
     Registered,
 )
 from kvstrata.rpc.zmq_link import AskLink, Links, PushLink
-from kvstrata.server.cluster.actions import Actions
-from kvstrata.server.cluster.commands import CommandTable
+from kvstrata.server.cluster.commands import Actions, CommandTable
 from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.own_key import MemberKeys
@@ -56,19 +55,6 @@ class Advertised(NamedTuple):
     """Where peers ask for leases; empty: peers get none."""
     http_url: str
     zone: str
-
-
-class Fence:
-    """Which controller leads: the latest leadership that any has shown. All links of an instance share one fence."""
-
-    def __init__(self) -> None:
-        self.seen = (0, 0)
-        """(cluster id, token); the greatest is the latest."""
-
-    def admits(self, cluster_id: int, token: int) -> bool:
-        """Whether a command with this cluster id and token comes from the latest known leader; notes a later one."""
-        self.seen = max(self.seen, (cluster_id, token))
-        return (cluster_id, token) == self.seen
 
 
 class ControllerLink(Numbers):
@@ -104,7 +90,6 @@ class ControllerLink(Numbers):
         told: ToldTiers,
         condition: Condition,
         actions: Actions,
-        fence: Fence,
     ) -> None:
         """`url`: of the controller's reply port; `news`: for this controller. All links share the other parts.
 
@@ -115,7 +100,7 @@ class ControllerLink(Numbers):
         self._facts, self._advertised = facts, advertised
         self._l1_bytes = parts.pool.extents_bytes
         self._news, self._told = news, told
-        self._condition, self._actions, self._fence = condition, actions, fence
+        self._condition, self._actions = condition, actions
         self._readiness, self._supervisor, self._counters = parts.readiness, parts.supervisor, counters
         self._loop = asyncio.get_running_loop()
         self._log = EventLog("cluster")
@@ -127,17 +112,7 @@ class ControllerLink(Numbers):
         self._push: PushLink | None = None
         """The links to the two ports that the last registration named."""
         self._ports = (0, 0)
-        self.sync = FullSync(
-            self._reply,
-            (facts.instance_id, facts.epoch),
-            url,
-            pool=parts.pool,
-            news=news,
-            told=told,
-            frozen_by=parts.frozen_by,
-            supervisor=parts.supervisor,
-            seconds=counters.sync,
-        )
+        self.sync = FullSync(self._reply, url, parts, news, told)
         self._commands = CommandTable(actions, self.sync.resync, news.wake.set)
         self._tasks: list[asyncio.Task[None]] = []
         self._member = False
@@ -259,7 +234,7 @@ class ControllerLink(Numbers):
         results = self._commands.results()
         request = Heartbeat(
             0, self._facts.instance_id, self._facts.epoch, self._news.seq, self._word(),
-            self._condition.load(self._news), self._condition.models(), results, self._fence.seen,
+            self._condition.load(self._news), self._condition.models(), results, self._actions.leader,
             self._condition.draining, self._condition.engines(), self._condition.rates(),
         )  # fmt: skip
         asked_s = self._loop.time()
@@ -293,12 +268,12 @@ class ControllerLink(Numbers):
 
     def _take_commands(self, beat: Beat) -> None:
         """Carry out commands of the leader; from another controller, only RESYNC."""
-        leads = self._fence.admits(beat.cluster_id, beat.token)
+        leads = self._actions.obeys(beat.cluster_id, beat.token)
         for command in beat.commands:
             if leads or command.kind is CommandKind.RESYNC:
                 self._commands.take(command)
                 continue
-            cluster_id, token = self._fence.seen
+            cluster_id, token = self._actions.leader
             whose = "an earlier leader" if beat.token else "no leader"
             self._commands.refuse(
                 command,
@@ -349,7 +324,7 @@ class ControllerLink(Numbers):
         while True:
             due_s = self._loop.time() + SEND_S
             await asyncio.sleep(SEND_S)
-            self._actions.lag.note(self._loop.time() - due_s)
+            self._actions.note_lag(self._loop.time() - due_s)
             self._flush()
 
     def _flush(self) -> None:

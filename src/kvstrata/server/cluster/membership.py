@@ -8,7 +8,7 @@ Rules:
 3. Each of several controllers gets all news by a link of its own.  One of them leads: a command with a smaller
    (cluster id, token) than any of them has shown is refused.
 
-One link: link.py; its full syncs: sync.py; its events: events.py; commands: commands.py and actions.py.
+One link: link.py; its full syncs: sync.py; its events: events.py; commands: commands.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.lifecycle import soon
 from kvstrata.rpc.cluster_wire import MAX_LEASE_MS
 from kvstrata.rpc.zmq_server import ZmqServer
-from kvstrata.server.cluster.actions import Actions
+from kvstrata.server.cluster.commands import Actions
 from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.cluster.link import Advertised, ControllerLink, Fence
+from kvstrata.server.cluster.link import Advertised, ControllerLink
 from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.sync import FullSync
 from kvstrata.server.cluster.told_tiers import ToldTiers
@@ -180,9 +180,8 @@ def make_membership(
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
     advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
     condition = Condition(parts, told, peer_server)
-    fence = Fence()
     links = [
-        ControllerLink(url, keys, parts, advertised, news, told, condition, actions, fence)
+        ControllerLink(url, keys, parts, advertised, news, told, condition, actions)
         for url, news in news_of.items()
     ]
     return Membership(links, told, peer_server)

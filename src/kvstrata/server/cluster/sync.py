@@ -8,24 +8,25 @@
    full sync ends, for at most FREEZE_S, and only while the controller answers heartbeats.
 3. A full sync that fails is tried again.  A tier that could not be listed is asked again until it can be; then another
    full sync follows.
-
-The states are `SyncState` (events.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
 
 from kvstrata.errors import BadSync, ClusterFailure, Unavailable
-from kvstrata.native.core import Pool, crc32c
+from kvstrata.native.core import crc32c
 from kvstrata.observability.logging import EventLog
-from kvstrata.observability.numbers import Histogram, Numbers, counter, gauge
-from kvstrata.process.supervisor import Supervisor
+from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, SyncBegin, SyncEnd, SyncPart
 from kvstrata.rpc.zmq_link import AskLink
-from kvstrata.server.cluster.events import L1_TIER, SyncEvent, TierNews
+from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.told_tiers import NotListed, ToldTiers
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
 
 ANSWER_S = 5.0
 """Timeout of a registration, and of each step of a full sync."""
@@ -55,32 +56,12 @@ class FullSync(Numbers):
     )
     overflows = counter("How often more changes piled up than could be kept for the controller.")
 
-    def __init__(
-        self,
-        reply: AskLink,
-        me: tuple[str, int],
-        url: str,
-        *,
-        pool: Pool,
-        news: TierNews,
-        told: ToldTiers,
-        frozen_by: set[str],
-        supervisor: Supervisor,
-        seconds: Histogram,
-    ) -> None:
-        """`me`: instance id and incarnation; `url`: of the controller, the name under which it freezes stores.
-
-        `seconds` gets the duration of each full sync.
-        """
-        self._reply = reply
-        self._me = me
-        self._url = url
-        self._pool = pool
-        self._news = news
-        self._told = told
-        self._frozen_by = frozen_by
-        self._supervisor = supervisor
-        self._seconds = seconds
+    def __init__(self, reply: AskLink, url: str, parts: Parts, news: TierNews, told: ToldTiers) -> None:
+        """`url`: of the controller, the name under which it freezes stores."""
+        self._reply, self._url, self._news, self._told = reply, url, news, told
+        self._me = parts.facts.instance_id, parts.facts.epoch
+        self._pool, self._frozen_by, self._supervisor = parts.pool, parts.frozen_by, parts.supervisor
+        self._seconds = parts.counters.sync
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._number = 0
@@ -144,7 +125,6 @@ class FullSync(Numbers):
             await asyncio.gather(self._listing_again, return_exceptions=True)
             self._listing_again = None
         news = self._news
-        news.step(SyncEvent.BEGUN)
         news.begin_telling()
         if self._freeze_next_s:
             self._freeze(self._freeze_next_s)
@@ -155,8 +135,7 @@ class FullSync(Numbers):
             await self._tell_everything(self._number)
         except (Unavailable, ClusterFailure) as error:
             self.syncs_failed += 1
-            news.stop_telling()
-            news.step(SyncEvent.FAILED)
+            news.telling = False
             self._log.warning("sync_failed", reason=str(error))
             await asyncio.sleep(AGAIN_S)
             news.want_sync("failed")
@@ -164,7 +143,6 @@ class FullSync(Numbers):
         finally:
             self._seconds.add(self._loop.time() - begun_s)
             self.thaw()
-        news.step(SyncEvent.ENDED)
         if news.overflowed:
             self.overflows += 1
             self._freeze_next_s = FREEZE_S

@@ -48,7 +48,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.server.processes import AttachedProcess
+from kvstrata.server.processes import Process
 from kvstrata.types import SERVER_ROW, LayoutIdentity, Slice
 
 
@@ -248,11 +248,11 @@ class Recuts(Numbers, prefix=""):
 
     # -- geometries ----------------------------------------------------------------------------------------
 
-    def attached(self, process: AttachedProcess, part: Slice | None, facts: Mapping[str, Any] | None) -> None:
+    def attached(self, process: Process) -> None:
         """Note the slice that a process has declared; with an engine's last one, plan what can be made of what."""
+        part, facts, group = process.declared.slice, process.declared.facts, process.group
         if part is None or facts is None:
             return
-        group = process.group
         self._geometries.declared(group.layout, part, facts)
         if not group.complete:
             return

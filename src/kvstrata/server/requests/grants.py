@@ -4,7 +4,7 @@
                                 ├─▶ ended: cancelled by its process, or not named in a `resume`
                                 └─▶ process_gone
 
-The pool knows tickets; processes know (session, seq).  `AttachedProcess.grants` has what the process itself still
+The pool knows tickets; processes know (session, seq).  `Process.grants` has what the process itself still
 holds.  A `Lease` belongs to a whole engine.  Each process's share ends by its own release or its death.  The lease's
 name ends with the last share, even if the process that looked up is long gone.
 
@@ -25,21 +25,59 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import Pool
-from kvstrata.observability.server_numbers import ServerNumbers
+from kvstrata.observability.explain import ServerNumbers
 from kvstrata.rpc.wire import Pong, encode
-from kvstrata.server.processes import AttachedProcess, Lease, LeaseId, Reservation
-
-if TYPE_CHECKING:
-    from kvstrata.server.listener import Line
+from kvstrata.server.processes import Process, Use
 
 MAX_TOLD = 1_024
 """Orphaned and revoked leases named in one reply; the others follow when these have ended."""
 MAX_REVOKES = 1_024
 """Maximum number of leases that one lookup may revoke."""
+
+
+LeaseId = tuple[bytes, int]
+"""(session that looked up, its lookup's seq)"""
+
+
+class Lease(msgspec.Struct, eq=False):
+    """One pool ticket granted to an engine."""
+
+    owner: Process
+    """The process that looked up, which may be gone."""
+    name: LeaseId
+    ticket: int
+    rows: set[int]
+    """The rows that hold a share."""
+
+
+class Reservation(msgspec.Struct, eq=False):
+    """Chunks of one reserve, counted for their process and token from the beginning of the reserve to their end."""
+
+    uses: tuple[Use, ...]
+    bytes_each: int
+    keys: bytes
+    """Storage keys of all chunks of the reserve."""
+    tail: bool
+    """Whether the key is that of a tail."""
+    replaces: bytes
+    """Storage keys of the tails that leave L1 with the first commit."""
+    begun_s: float
+    ticket: int = 0
+    open: set[int] = set()
+    """Numbers of the chunks that are neither committed nor given back."""
+    n_counted: int = 0
+
+    def count(self, n_chunks: int) -> None:
+        """Count the bytes of so many chunks from now on."""
+        change = (n_chunks - self.n_counted) * self.bytes_each
+        self.n_counted = n_chunks
+        for use in self.uses:
+            use.reserved_bytes += change
 
 
 class Grants:
@@ -74,7 +112,7 @@ class Grants:
 
     # --- granted -----------------------------------------------------------------------------------------
 
-    def check_new(self, process: AttachedProcess, seq: int) -> None:
+    def check_new(self, process: Process, seq: int) -> None:
         """Raises BadRequest if a lease has the name of this lookup already: that of an earlier process of the session,
         whose group still holds it."""
         if (process.session, seq) in self._leases:
@@ -84,19 +122,19 @@ class Grants:
                 field="seq",
             )
 
-    def leased(self, process: AttachedProcess, seq: int, ticket: int, rows: set[int], sender: Line) -> None:
+    def leased(self, process: Process, seq: int, ticket: int, rows: set[int]) -> None:
         """Keep the lease of a lookup, as it is answered. `rows` hold a share."""
-        lease = process.grants[seq] = Lease(process, (process.session, seq), ticket, rows, sender)
+        lease = process.grants[seq] = Lease(process, (process.session, seq), ticket, rows)
         self._leases[lease.name] = self._waiting[lease.name] = lease
 
-    def reservation(self, process: AttachedProcess, seq: int) -> Reservation | None:
+    def reservation(self, process: Process, seq: int) -> Reservation | None:
         """The reservation of a reserve of this process, while it has an open chunk."""
         found = process.grants.get(seq)
         return found if isinstance(found, Reservation) else None
 
     # --- ended -------------------------------------------------------------------------------------------
 
-    def end(self, process: AttachedProcess, seq: int) -> bool:
+    def end(self, process: Process, seq: int) -> bool:
         """End what a lookup or reserve of this process was granted and it still holds. False if there is nothing."""
         found = process.grants.get(seq)
         if isinstance(found, Lease):
@@ -107,7 +145,7 @@ class Grants:
             self.settle(process, seq, found)
         return found is not None
 
-    def settle(self, process: AttachedProcess, seq: int, reservation: Reservation) -> None:
+    def settle(self, process: Process, seq: int, reservation: Reservation) -> None:
         """Some chunks of a reservation have ended; with the last one it ends."""
         reservation.count(len(reservation.open))
         if not reservation.open:
@@ -117,7 +155,7 @@ class Grants:
         """The lease with this name, while any share of it is held."""
         return self._leases.get(name)
 
-    def release(self, lease: Lease, process: AttachedProcess, *, group: bool) -> bool:
+    def release(self, lease: Lease, process: Process, *, group: bool) -> bool:
         """End this process's share, or with `group` every share. False if there was none."""
         if not lease.rows or not (group or process.row in lease.rows):
             return False
@@ -129,7 +167,7 @@ class Grants:
         self._end_share(lease, process.row)
         return True
 
-    def process_gone(self, process: AttachedProcess) -> tuple[int, int]:
+    def process_gone(self, process: Process) -> tuple[int, int]:
         """End the shares of a process that has ended, and what it had reserved; how many leases and reservations.
 
         Its reservations end in the pool, with its row.  Leases of which other processes of its group hold a share go
@@ -191,14 +229,15 @@ class Grants:
         """
         oldest = list(itertools.islice(self._waiting.values(), MAX_REVOKES))
         n_chosen = self._pool.leases_to_end([lease.ticket for lease in oldest], need_bytes) if oldest else 0
-        senders: dict[bytes, Line] = {}
+        owners: dict[bytes, Process] = {}
         for lease in oldest[:n_chosen]:
             session, seq = lease.name
             del self._waiting[lease.name]
             self._revoked.setdefault(session, {})[seq] = None
-            senders[session] = lease.sender
-        for session, sender in senders.items():
-            sender.send(encode(Pong(0, self._epoch, [], self.revoked(session))))
+            owners[session] = lease.owner
+        for session, owner in owners.items():
+            if owner.line is not None:
+                owner.line.send(encode(Pong(0, self._epoch, [], self.revoked(session))))
         self._counters.revoked_leases += n_chosen
         return n_chosen
 

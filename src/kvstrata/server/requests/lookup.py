@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvstrata.errors import BadRequest, Refused
@@ -36,16 +36,12 @@ from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.explain import Explained, with_advice
 from kvstrata.rpc.wire import Lookup, LookupReply, Miss, Reply, TailSet, check_keys
-from kvstrata.server.processes import AttachedProcess, DeclaredIdentity
+from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 
 if TYPE_CHECKING:
-    from kvstrata.server.listener import Line
     from kvstrata.server.parts import Parts
-
-Leased = tuple[int, int, bytes, int, int]
-"""Ticket, chunks, extents, unverified and short bytes, as `Pool.lease` returns them."""
 
 
 class NamedTail(NamedTuple):
@@ -86,50 +82,6 @@ class NamedTails:
         return list(self.after(n_chunks)) if any(s.in_l2 for s in self._sets if s.chunk == n_chunks) else []
 
 
-def lease(
-    pool: Pool,
-    keys: bytes,
-    n_chunks: int,
-    n_slices: int,
-    tails: NamedTails,
-    take: Callable[[bytes], Leased],
-) -> tuple[Leased, int]:
-    """Lease the leading chunks of `keys`, and the tail that follows them, if L1 has one; returns its tokens, or 0.
-
-    `take(keys)` leases leading keys.  The extents of a tail stand behind those of the chunks, which are counted without
-    the tail.
-    """
-    # Most hits have all chunks that they ask for, so the tail behind the last one is tried at once.
-    wanted = next(tails.after(n_chunks), None)
-    leased = take(keys + wanted.keys if wanted else keys)
-    if wanted and leased[1] == n_chunks + 1:
-        return _without_tail(leased), wanted.tokens
-    found = leased[1]
-    for tail in tails.after(found):
-        if tail == wanted or pool.peek(tail.keys, n_slices) != 1:
-            continue
-        again = take(keys[: found * len(tail.keys)] + tail.keys)
-        if again[1] == found + 1:
-            if leased[0]:
-                pool.release(leased[0], -1)
-            return _without_tail(again), tail.tokens
-        if again[0]:
-            pool.release(again[0], -1)
-        break  # chunks have left L1 meanwhile, or leases may cover no more
-    return leased, 0
-
-
-def _without_tail(leased: Leased) -> Leased:
-    ticket, n_keys, extents, unverified, short_bytes = leased
-    return ticket, n_keys - 1, extents, unverified, short_bytes
-
-
-def split_extents(extents: bytes, n_slices: int) -> tuple[bytes, bytes]:
-    """The extents of the chunks, and those of the tail."""
-    at = len(extents) - n_slices * EXTENT.size
-    return extents[:at], extents[at:]
-
-
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
 KEYS_ON_LOOP = 1_024
@@ -151,15 +103,13 @@ class Granted(NamedTuple):
     """Tokens of the tail behind these chunks, whose extents are the last ones; 0: none is leased."""
 
 
-NO_LEASE: Leased = (0, 0, b"", 0, 0)
-NOTHING = Granted(*NO_LEASE, [])
+NOTHING = Granted(0, 0, b"", 0, 0, [])
 
 
 class Asked(NamedTuple):
-    """One lookup: the request, its sender, and its deadline by our clock."""
+    """One lookup: the request, its process, and its deadline by our clock."""
 
-    sender: Line
-    process: AttachedProcess
+    process: Process
     identity: DeclaredIdentity
     request: Lookup
     n_chunks: int
@@ -186,15 +136,32 @@ class Answered(NamedTuple):
 
 def _lease(pool: Pool, asked: Asked, rows: list[int]) -> Granted:
     """Derive all keys, and lease the leading chunks and the tail that follows them. Any thread."""
-    keys = asked.keys
-    if asked.tails is None:
-        return Granted(*pool.lease(keys.derive(), keys.n_slices, rows, keys.root, keys.spans), rows)
+    keys, tails, n_chunks = asked.keys, asked.tails, asked.n_chunks
+    of_chunks = keys.derive()
+    if tails is None:
+        return Granted(*pool.lease(of_chunks, keys.n_slices, rows, keys.root, keys.spans), rows)
 
-    def take(all_keys: bytes) -> Leased:
-        return pool.lease(all_keys, keys.n_slices, rows, keys.root) if all_keys else NO_LEASE
+    def take(all_keys: bytes) -> Granted:
+        return Granted(*pool.lease(all_keys, keys.n_slices, rows, keys.root), rows) if all_keys else NOTHING
 
-    leased, tail_tokens = lease(pool, keys.derive(), asked.n_chunks, keys.n_slices, asked.tails, take)
-    return Granted(*leased, rows, tail_tokens)
+    # Most hits have all chunks that they ask for, so the tail behind the last one is tried at once.
+    wanted = next(tails.after(n_chunks), None)
+    granted = take(of_chunks + wanted.keys if wanted else of_chunks)
+    if wanted and granted.n_chunks == n_chunks + 1:
+        return granted._replace(n_chunks=n_chunks, tail_tokens=wanted.tokens)
+    found = granted.n_chunks
+    for tail in tails.after(found):
+        if tail == wanted or pool.peek(tail.keys, keys.n_slices) != 1:
+            continue
+        again = take(of_chunks[: found * len(tail.keys)] + tail.keys)
+        with_tail = again.n_chunks == found + 1
+        given_up = granted if with_tail else again
+        if given_up.ticket:
+            pool.release(given_up.ticket, -1)
+        if with_tail:
+            return again._replace(n_chunks=found, tail_tokens=tail.tokens)
+        break  # chunks have left L1 meanwhile, or leases may cover no more
+    return granted
 
 
 def _tails_in_l2(asked: Asked, n_chunks: int) -> list[NamedTail]:
@@ -208,8 +175,8 @@ def _named(asked: Asked, number: int) -> str:
         return ""
     chunk, index = divmod(number, keys.n_slices)
     digest = nth(keys.slices, index)
-    members = asked.process.group.members.values()
-    group = next((one.slice.group for one in members if one.slice and one.digest == digest), None)
+    slices = [one.declared.slice for one in asked.process.group.members.values() if one.digest == digest]
+    group = next((one.group for one in slices if one), None)
     whose = "" if group is None else f" (group {group})"
     what = "the window of slice" if keys.spans[index] else "slice"
     return f"{what} {digest.hex()[:8]}…{whose} at chunk {chunk} is absent: "
@@ -227,9 +194,7 @@ class Lookups:
         self._epoch = parts.facts.epoch
         self._unnoted: list[Answered] = []
 
-    def lookup(
-        self, sender: Line, process: AttachedProcess, request: Lookup
-    ) -> Reply | Coroutine[Any, Any, Reply]:
+    def lookup(self, process: Process, request: Lookup) -> Reply | Coroutine[Any, Any, Reply]:
         """Begin a lookup. Returns its reply, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
         self._grants.check_new(process, request.seq)
         identity = self._processes.identity(process, request.identity_id)
@@ -240,7 +205,7 @@ class Lookups:
         slices, spans = (group.packed_slices, group.spans) if group.complete else (b"", ())
         tails = NamedTails(request.tails, identity.root, slices) if request.tails else None
         asked = Asked(
-            sender, process, identity, request, n_chunks,
+            process, identity, request, n_chunks,
             PromptKeys(identity.root, keys, slices, spans),
             None if spans else tails, now_s,
             now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
@@ -501,7 +466,7 @@ class Lookups:
                     self._pool.release(granted.ticket, row)
                 rows.intersection_update(group.rows)
             if rows:
-                self._grants.leased(asked.process, request.seq, granted.ticket, rows, asked.sender)
+                self._grants.leased(asked.process, request.seq, granted.ticket, rows)
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
         if l1_chunks and self._store.wants_touches:
@@ -515,7 +480,8 @@ class Lookups:
         )  # fmt: skip
         extents, of_tail = granted.extents, b""
         if granted.tail_tokens:
-            extents, of_tail = split_extents(extents, keys.n_slices)
+            at = len(extents) - keys.n_slices * EXTENT.size
+            extents, of_tail = extents[:at], extents[at:]
         return LookupReply(
             request.seq, self._epoch, n, extents, l1_chunks, n - l1_chunks, str(reason), granted.tail_tokens, of_tail
         )  # fmt: skip
@@ -525,7 +491,7 @@ class Lookups:
         while self._unnoted:
             self._note(self._unnoted.pop())
 
-    def note_missed(self, process: AttachedProcess, misses: Sequence[Miss]) -> None:
+    def note_missed(self, process: Process, misses: Sequence[Miss]) -> None:
         """Count and explain misses that an engine saw in the shared index, as those of lookups.
 
         A miss of an identity that this process has not declared is left out.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.native.core import Pool, storage_keys
-from kvstrata.observability.server_numbers import ServerNumbers
+from kvstrata.observability.explain import ServerNumbers
 from kvstrata.rpc.wire import (
     AnyRequest,
     Identify,

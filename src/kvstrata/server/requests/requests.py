@@ -13,11 +13,7 @@ Rules:
    A request that fails or was stopped leaves nothing behind under its number.
 4. A ping or an error touches only memory of this process.
 5. Only here does an unexpected exception become a reply (`internal`); the log has the trace.
-
-`Hooks` is what the rest of the instance does when a process attaches, detaches or ends (server/listener.py):
-
-6. A process's requests are valid from `on_attached` until `on_gone` begins.
-7. When `on_gone` returns, the process has no running request, no reservation, and no share of a lease.
+6. When `on_gone` returns, the process has no running request, no reservation, and no share of a lease.
 """
 
 from __future__ import annotations
@@ -69,7 +65,8 @@ from kvstrata.rpc.wire import (
     decode_request,
     encode,
 )
-from kvstrata.server.processes import AttachedProcess, Lease, Running
+from kvstrata.server.processes import Process, Running
+from kvstrata.server.requests.grants import Lease
 from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.plain import PlainClients, read_piece
 from kvstrata.server.requests.reserve import Reserving
@@ -77,16 +74,6 @@ from kvstrata.types import shown_name
 
 if TYPE_CHECKING:
     from kvstrata.server.listener import Line
-    from kvstrata.server.parts import Parts
-from typing import TYPE_CHECKING
-
-from kvstrata.errors import LayoutRefused, Unavailable
-from kvstrata.memory.linux import SocketCredentials
-from kvstrata.rpc.wire import AttachRequest
-from kvstrata.server.rows import SessionRow
-from kvstrata.types import FORMAT_VERSION
-
-if TYPE_CHECKING:
     from kvstrata.server.parts import Parts
 
 HEAD_BYTES = 64 << 10
@@ -108,7 +95,7 @@ class _Head(_Op, array_like=True):
 
 
 _OP, _HEAD = msgspec.msgpack.Decoder(_Op), msgspec.msgpack.Decoder(_Head)
-Verb = Callable[["Line", AttachedProcess, Any], Reply | Coroutine[Any, Any, Reply]]
+Verb = Callable[[Process, Any], Reply | Coroutine[Any, Any, Reply]]
 
 
 class Requests:
@@ -120,6 +107,7 @@ class Requests:
         self._processes, self._grants = parts.processes, parts.grants
         self._lookups, self._plain = Lookups(parts), PlainClients(parts)
         reserving = Reserving(parts)
+        self.on_attached = parts.recuts.attached
         self._log = EventLog("rpc")
         self._verbs: dict[type[Request], Verb] = {
             Ping: self._ping,
@@ -139,7 +127,7 @@ class Requests:
     def on_frame(self, sender: Line, frame: bytes) -> bool:
         """Answer one message, now or when its task has ended. Returns False if it is no request."""
         started_s = time.perf_counter()
-        process = self._processes.get(sender.session)
+        process = sender.process
         try:
             request = decode_request(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -158,7 +146,7 @@ class Requests:
                 process.last_seq = seq
                 if kind in _TAKES_TIME:
                     _check_room(process, grants=kind is not Corrupt)
-                reply = self._verbs[kind](sender, process, request)
+                reply = self._verbs[kind](process, request)
                 if not isinstance(reply, Reply):
                     deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS)
                     self._begin(
@@ -176,16 +164,23 @@ class Requests:
                 self._lookups.note_missed(process, request.misses)
         return True
 
-    def stop(self, process: AttachedProcess) -> list[Running]:
-        """Stop all running requests of a process that has ended. Returns them; wait for their tasks."""
+    async def on_gone(self, process: Process) -> None:
+        """Stop the requests of a process that has ended, and end what it was granted."""
         running = list(process.running.values())
         for one in running:
             self._stop(one, None)
-        return running
+        leases, reservations = self._grants.process_gone(process)
+        if leases or reservations:  # a process that has given back everything is not worth a line
+            EventLog("instance").repeated(
+                logging.INFO, "held", "process_gone", pid=process.pid, session=shown_name(process.session),
+                group=shown_name(process.group_name), leases=leases, reservations=reservations,
+                note="its reservations are freed, and its leases as far as no process of its engine uses them",
+            )  # fmt: skip
+        await asyncio.gather(*(one.task for one in running if one.task is not None), return_exceptions=True)
 
     # --- verbs; those of lookups are in lookup.py, and those of writers in reserve.py ----------------------
 
-    def _ping(self, sender: Line, process: AttachedProcess, request: Ping) -> Reply:
+    def _ping(self, process: Process, request: Ping) -> Reply:
         """The process is alive; it hears which leases it should give back."""
         process.pinged_s = time.monotonic()
         if request.copies is not None:
@@ -196,7 +191,7 @@ class Requests:
         orphaned = grants.orphans(process.group.name, process.row)
         return Pong(request.seq, self._epoch, orphaned, grants.revoked(process.session))
 
-    def _identify(self, sender: Line, process: AttachedProcess, request: Identify) -> Reply:
+    def _identify(self, process: Process, request: Identify) -> Reply:
         """Give the process a number for an identity, which its later requests use."""
         identity = self._processes.identify(process, request.request)
         group = process.group
@@ -210,12 +205,12 @@ class Requests:
             list(group.spans),
         )
 
-    def _quiesced(self, sender: Line, process: AttachedProcess, request: Quiesced) -> Reply:
+    def _quiesced(self, process: Process, request: Quiesced) -> Reply:
         """End the earlier epochs of a process: it does not touch their bytes any more."""
         self._pool.row_quiesced(process.row)
         return Ok(request.seq, self._epoch, 1)
 
-    def _release(self, sender: Line, process: AttachedProcess, request: Release) -> Reply:
+    def _release(self, process: Process, request: Release) -> Reply:
         """End this process's shares of leases, or with `group` those of its whole group."""
         found: list[Lease] = []
         for name in request.leases:
@@ -233,7 +228,7 @@ class Requests:
         count = sum(self._grants.release(lease, process, group=request.group) for lease in found)
         return Ok(request.seq, self._epoch, count)
 
-    def _cancel(self, sender: Line, process: AttachedProcess, request: Cancel) -> Reply:
+    def _cancel(self, process: Process, request: Cancel) -> Reply:
         """Stop a lookup or reserve of this session, or end what it was granted."""
         if request.target >= request.seq:
             raise BadRequest(
@@ -241,17 +236,17 @@ class Requests:
             )
         return Ok(request.seq, self._epoch, int(self._end(process, request.target)))
 
-    def _resume(self, sender: Line, process: AttachedProcess, request: Resume) -> Reply:
+    def _resume(self, process: Process, request: Resume) -> Reply:
         """End the running requests of this session, and its grants, that it does not name."""
         unnamed = {*process.running, *process.grants}.difference(request.live)
         return Ok(request.seq, self._epoch, sum(self._end(process, seq) for seq in sorted(unnamed)))
 
-    def _retrieve(self, sender: Line, process: AttachedProcess, request: Retrieve) -> Reply:
+    def _retrieve(self, process: Process, request: Retrieve) -> Reply:
         """Reply with bytes of a record, for a process that does not map L1."""
         root = self._processes.identity(process, request.identity_id).root
         return read_piece(self._pool, root, request, self._epoch, self._counters)
 
-    def _end(self, process: AttachedProcess, seq: int) -> bool:
+    def _end(self, process: Process, seq: int) -> bool:
         """Stop a request, or end what it was granted. Returns whether it ran or was granted anything."""
         running = process.running.get(seq)
         if running is None:
@@ -311,7 +306,7 @@ class Requests:
         failpoints.hit(op, "replied")
         self._counters.request_seconds[op].add(time.perf_counter() - started_s)
 
-    def _failed(self, process: AttachedProcess | None, seq: int, error: Exception) -> bytes:
+    def _failed(self, process: Process | None, seq: int, error: Exception) -> bytes:
         """The reply to a request that failed, and which therefore keeps nothing."""
         if process is not None:
             self._grants.end(process, seq)
@@ -367,14 +362,14 @@ _FIELDS: dict[str, tuple[str, ...]] = {op: kind.__struct_fields__ for kind, op i
 """Operation → names of its fields after the operation's name."""
 
 
-def _not_next(process: AttachedProcess) -> BadRequest:
+def _not_next(process: Process) -> BadRequest:
     return BadRequest(
         f"seq: it does not follow {process.last_seq}; number the requests of a session upwards by one counter",
         field="seq",
     )
 
 
-def _check_room(process: AttachedProcess, *, grants: bool) -> None:
+def _check_room(process: Process, *, grants: bool) -> None:
     """Raises Refused if the process has too much running, or if its session holds too many `grants` for one more."""
     n_tasks = process.uses[0].n_tasks
     if n_tasks >= MAX_TASKS_OF_PROCESS:
@@ -393,74 +388,3 @@ def _decoded(decoder: msgspec.msgpack.Decoder[H], frame: bytes) -> H | None:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-class Hooks:
-    """The hooks of the attach server (server/listener.py). Belongs to the event loop."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._table, self._payload_kinds, self._recuts = parts.processes, parts.payload_kinds, parts.recuts
-        self._requests, self._grants = parts.requests, parts.grants
-        self._tokens, self._readiness = parts.tokens, parts.readiness
-        self._log = EventLog("instance")
-
-    def admit(self, request: AttachRequest) -> None:
-        """Raises the error for a process that may not attach."""
-        if self._readiness.stopping:
-            raise Unavailable("this server is stopping; attach to its successor")
-        if request.layout.format_version != FORMAT_VERSION:
-            raise LayoutRefused(
-                f"layout.format_version: the client uses {request.layout.format_version}, this server "
-                f"{FORMAT_VERSION}; upgrade the older side",
-                field="layout.format_version",
-            )
-        if request.layout.chunk_tokens < 1:
-            raise BadRequest(
-                f"layout.chunk_tokens: must be at least 1, found {request.layout.chunk_tokens}",
-                field="layout.chunk_tokens",
-            )
-        if request.layout.lookahead < 0:
-            raise BadRequest(
-                f"layout.lookahead_tokens: must be at least 0, found {request.layout.lookahead_tokens}",
-                field="layout.lookahead_tokens",
-            )
-
-    def tenants_of(self, credentials: SocketCredentials, request: AttachRequest) -> frozenset[str] | None:
-        """Tenants that a process with this token may use, None for any. Raises NotPermitted, or Refused if the process
-        or the token has too many sessions."""
-        tenants = self._tokens.allowed(request.token)
-        self._table.check_room(request.session, credentials.pid, tenants)
-        return tenants
-
-    def on_attached(self, session: SessionRow) -> None:
-        """Requests of this session are valid from now on."""
-        request = session.request
-        assert request is not None
-        process = self._table.attach(session)
-        self._payload_kinds.attached(request.slice, request.facts)
-        self._recuts.attached(process, request.slice, request.facts)
-        self._log.debug(
-            "attached", session=shown_name(session.session), group=shown_name(session.group), role=request.role,
-            pid=session.pid, row=session.row, model=request.layout.model, resumed=session.resumed,
-        )  # fmt: skip
-
-    def on_detached(self, session: SessionRow) -> None:
-        """The connection has closed though the process lives; everything that the process owns stays."""
-        self._table.detached(session.session)
-        self._log.debug("detached", session=shown_name(session.session), pid=session.pid)
-
-    async def on_gone(self, session: SessionRow) -> None:
-        """Stop the requests of a process that has ended, and end what it was granted."""
-        process = self._table.gone(session.session) if session.request is not None else None
-        if process is not None:
-            running = self._requests.stop(process)
-            leases, reservations = self._grants.process_gone(process)
-            if leases or reservations:  # a process that has given back everything is not worth a line
-                self._log.repeated(
-                    logging.INFO, "held", "process_gone", pid=session.pid, session=shown_name(session.session),
-                    group=shown_name(session.group), leases=leases, reservations=reservations,
-                    note="its reservations are freed, and its leases as far as no process of its engine uses them",
-                )  # fmt: skip
-            tasks = [one.task for one in running if one.task is not None]
-            await asyncio.gather(*tasks, return_exceptions=True)
-        self._log.debug("gone", session=shown_name(session.session), pid=session.pid, row=session.row)

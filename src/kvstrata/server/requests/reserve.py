@@ -32,11 +32,11 @@ from kvstrata.rpc.wire import (
     check_keys,
 )
 from kvstrata.server.plan import MAX_SESSION_SHARE
-from kvstrata.server.processes import AttachedProcess, Reservation
+from kvstrata.server.processes import Process
+from kvstrata.server.requests.grants import Reservation
 from kvstrata.types import EXTENT, KEY_BYTES
 
 if TYPE_CHECKING:
-    from kvstrata.server.listener import Line
     from kvstrata.server.parts import Parts
 
 KEYS_ON_LOOP = 256
@@ -66,9 +66,7 @@ class Reserving:
         self._store, self._tails, self._explainer = parts.store, parts.tails, parts.explainer
         self._counters, self._epoch = parts.counters, parts.facts.epoch
 
-    def reserve(
-        self, sender: Line, process: AttachedProcess, request: Reserve
-    ) -> Reply | Coroutine[Any, Any, Reply]:
+    def reserve(self, process: Process, request: Reserve) -> Reply | Coroutine[Any, Any, Reply]:
         """Reserve extents for new chunks. Raises BadRequest or UnknownIdentity."""
         identity = self._processes.identity(process, request.identity_id)
         if not process.digest:
@@ -121,14 +119,14 @@ class Reserving:
         answer = _reserve(pool, n_new, keys, arguments)
         return self._reserved(process, request, reservation, answer)
 
-    def _room(self, process: AttachedProcess, bytes_each: int, n_chunks: int) -> int:
+    def _room(self, process: Process, bytes_each: int, n_chunks: int) -> int:
         """How many of these chunks the bounds of the process and of its token allow."""
         for use, share in zip(process.uses, (MAX_SESSION_SHARE, TOKEN_SHARE), strict=False):
             left_bytes = self._pool.extents_bytes // share - use.reserved_bytes
             n_chunks = min(n_chunks, max(0, left_bytes // bytes_each, not use.reserved_bytes))
         return n_chunks
 
-    def commit(self, sender: Line, process: AttachedProcess, request: Commit) -> Reply:
+    def commit(self, process: Process, request: Commit) -> Reply:
         """Make written chunks visible, item by item."""
         reservation = self._grants.reservation(process, request.reservation)
         outcomes = bytearray([CommitOutcome.NOT_RESERVED]) * len(request.indices)
@@ -161,7 +159,7 @@ class Reserving:
                 self._counters.store.add(time.perf_counter() - reservation.begun_s)
         return CommitReply(request.seq, self._epoch, bytes(outcomes))
 
-    def abort(self, sender: Line, process: AttachedProcess, request: Abort) -> Reply:
+    def abort(self, process: Process, request: Abort) -> Reply:
         """Give back extents that were reserved and not committed."""
         reservation = self._grants.reservation(process, request.reservation)
         if reservation is None:
@@ -175,7 +173,7 @@ class Reserving:
             self._grants.settle(process, request.reservation, reservation)
         return Ok(request.seq, self._epoch, len(given_back))
 
-    async def corrupt(self, sender: Line, process: AttachedProcess, request: Corrupt) -> Reply:
+    async def corrupt(self, process: Process, request: Corrupt) -> Reply:
         """Check chunks that a reader reports as corrupt; those whose checksum is wrong leave L1."""
         identity = self._processes.identity(process, request.identity_id)
         n_chunks = check_keys(request.keys, "keys")
@@ -190,7 +188,7 @@ class Reserving:
 
     async def _reserve_on_lane(
         self,
-        process: AttachedProcess,
+        process: Process,
         request: Reserve,
         reservation: Reservation,
         n_new: int,
@@ -219,7 +217,7 @@ class Reserving:
         return self._reserved(process, request, reservation, answer)
 
     def _reserved(
-        self, process: AttachedProcess, request: Reserve, reservation: Reservation, answer: Answer
+        self, process: Process, request: Reserve, reservation: Reservation, answer: Answer
     ) -> Reply:
         """Keep what was reserved, count the outcomes, and make the reply."""
         reservation.ticket, outcomes, extents = answer

@@ -39,8 +39,7 @@ from kvstrata.memory import linux
 from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.naming import name_process
 from kvstrata.native.core import ExtentsMap, Hold, LentHold, types_of
-from kvstrata.observability.log_writer import FLUSH_S, LogWriter
-from kvstrata.observability.logging import STDERR
+from kvstrata.observability.logging import FLUSH_S, STDERR, LogWriter
 from kvstrata.process.keeper import die_with_parent
 from kvstrata.storage import config as tier_config
 from kvstrata.storage.base import (
