@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import http.client
 import json
-import os
-import socket
 import sys
 import urllib.error
 import urllib.parse
@@ -15,13 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstrata.config.model import HttpSettings
+from kvstrata.config.common_model import ListenSettings
 from kvstrata.config.private_file import bearer_token, read_bearer_token
 from kvstrata.errors import BadRequest, ConfigError, Unavailable
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.process.http_local import SCHEME, find_sockets, find_token, is_ours, socket_path
-from kvstrata.process.ports import port_uids
+from kvstrata.process.http_local import find_token
 
 TIMEOUT_S = 30
 ALIVE_S = 3
@@ -49,7 +45,7 @@ def _check_answers(url: str, base: str) -> None:
             return
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(getattr(error, "reason", error), TimeoutError):
-            here = url.startswith(SCHEME) or is_loopback(urllib.parse.urlsplit(url).hostname or "")
+            here = is_loopback(urllib.parse.urlsplit(url).hostname or "")
             raise Unavailable(
                 f"--url: {url} has not answered for {ALIVE_S} s: its process is stopped or hangs"
                 f"{_pools() if here else ', or its host is not reachable'}"
@@ -83,7 +79,7 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
     body = asked.body
     method = asked.method or ("GET" if body is None else "POST")
     _check_url(url)
-    base = "http://localhost" if url.startswith(SCHEME) else url.rstrip("/")
+    base = url.rstrip("/")
     _check_answers(url, base)
     request = urllib.request.Request(base + asked.path, method=method)
     if body is not None:
@@ -103,40 +99,19 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
 
 
 def _check_url(url: str) -> None:
-    """Raise ConfigError unless this is the URL of a port or socket."""
+    """Raise ConfigError unless this is the URL of a port."""
     try:
         parts = urllib.parse.urlsplit(url)
-        known = url.startswith(SCHEME) or (
-            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        )
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         known = False
     if not known or not url.isprintable() or " " in url:
-        raise ConfigError(
-            f"--url: {url!a:.200} must be http://HOST:PORT, https://HOST:PORT or {SCHEME}PATH", field="--url"
-        )
+        raise ConfigError(f"--url: {url!a:.200} must be http://HOST:PORT or https://HOST:PORT", field="--url")
 
 
-def default_url() -> str:
-    """URL of the admin port of a server on this host with default settings."""
-    http = HttpSettings()
+def usual_url(http: ListenSettings) -> str:
+    """URL of a process on this host with default settings."""
     return f"http://{http.host}:{http.port}"
-
-
-def find_url(usual: str, kind: str) -> str:
-    """The URL of our user's server or controller (`kind`) on this host: `usual`, or else its unix socket.
-
-    Raises BadRequest if there are several sockets.
-    """
-    port = urllib.parse.urlsplit(usual).port or 0
-    found = [] if os.geteuid() in port_uids(port) else find_sockets(kind)
-    if len(found) > 1:
-        raise BadRequest(
-            f"--url: no {kind} of this user listens at {usual}, and several listen on sockets; choose one of "
-            f"{', '.join(f'{SCHEME}{path}' for path in found)}",
-            field="--url",
-        )
-    return f"{SCHEME}{found[0]}" if found else usual
 
 
 def read_token(flag: str, path: str) -> str:
@@ -167,40 +142,7 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"HTTP {error.code} {error.reason}"
 
 
-# --- unix sockets -----------------------------------------------------------------------------------------------------
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection to the unix socket of our user; root may ask anybody's, and everybody root's."""
-
-    def __init__(self, host: str, *, path: Path, **more: Any) -> None:
-        super().__init__(host, **more)
-        self._path = path
-
-    def connect(self) -> None:
-        """Connect. Raises OSError, also for the socket of another user."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-        if os.geteuid() != 0 and not is_ours(self.sock):
-            raise PermissionError("a process of another user listens there")
-
-
-class _Handler(urllib.request.HTTPHandler):
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        connect: Any = functools.partial(_Connection, path=self._path)
-        return self.do_open(connect, req)
-
-
 def opener(url: str) -> urllib.request.OpenerDirector:
-    """Opens requests to `url`: to its unix socket for `unix:PATH`, else as urllib does, but to this machine without a
-    proxy. Raises ConfigError."""
-    path = socket_path(url, "--url")
-    if path is None:
-        here = is_loopback(urllib.parse.urlsplit(url).hostname or "")
-        return urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * here)
-    return urllib.request.build_opener(_Handler(path), urllib.request.ProxyHandler({}))
+    """Opens requests to `url` as urllib does, but to this machine without a proxy."""
+    here = is_loopback(urllib.parse.urlsplit(url).hostname or "")
+    return urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * here)

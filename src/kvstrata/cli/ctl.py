@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 
 from kvstrata.cli import pages
-from kvstrata.cli.asking import Ask, ask, default_url, find_url, read_text, read_token
+from kvstrata.cli.asking import Ask, ask, read_text, read_token, usual_url
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
-from kvstrata.config.common_model import ListenSettings
 from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.config.demands import problems, unwrapped
 from kvstrata.config.gateway_model import GatewayHttpSettings
+from kvstrata.config.model import HttpSettings
 from kvstrata.errors import ConfigError
 from kvstrata.process.operations import Operation
 
@@ -224,18 +224,14 @@ def _add_arguments(command: argparse.ArgumentParser, operation: Operation) -> No
 def _add_common(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add the options that may stand before the command and after it. `default`: SUPPRESS keeps what stood before."""
     add = parser.add_argument
-    add("--url", default=default or "",
-        help=f"admin port ({default_url()}), for `cluster` the controller's ({controller_url()}); "
-        "unix:PATH: a unix socket; without --url, a socket of this user is found if its server has none of these "
-        "ports")  # fmt: skip
+    add(
+        "--url",
+        default=default or "",
+        help=f"admin port ({usual_url(HttpSettings())}), for `cluster` the controller's ({controller_url()})",
+    )
     add("--token-file", metavar="FILE", default=default or "",
         help="file with the bearer token; -: standard input (that of a server of this user)")  # fmt: skip
     add("--json", action="store_true", default=default or False, help="print JSON, all that the server said")
-
-
-def usual_url(http: ListenSettings) -> str:
-    """URL of a process on this host with default settings."""
-    return f"http://{http.host}:{http.port}"
 
 
 def controller_url() -> str:
@@ -340,10 +336,6 @@ def main(arguments: Sequence[str] | None) -> int:
 def _asker(options: argparse.Namespace) -> Callable[[Ask], Any]:
     """Asks the server, for `cluster` the controller, that the options name. Raises ConfigError."""
     token = read_token("--token-file", options.token_file)
-    if options.command == "cluster":
-        url = options.url or find_url(controller_url(), "controller")
-    elif options.command == "gateway":
-        url = options.url or find_url(usual_url(GatewayHttpSettings()), "gateway")
-    else:
-        url = options.url or find_url(default_url(), "server")
+    kinds = {"cluster": ControllerHttpSettings, "gateway": GatewayHttpSettings}
+    url = options.url or usual_url(kinds.get(options.command, HttpSettings)())
     return lambda asked: ask(url, asked, token=token)

@@ -12,7 +12,7 @@ LIMIT = {"limit": True}
 """`extra` of a limit after which a live party counts as silent, dead or too slow; tests raise its default
 (patience.py)."""
 NAME = "must be at most 64 letters, digits and . _ -"
-HTTP_HOST = "Address to listen on, or `unix:PATH`: a unix socket, which serves the same user and root without a token."
+HTTP_HOST = "Address to listen on."
 
 
 def says(description: str, *, demand: str = "", limit: bool = False, extra: Any = None, **bounds: Any) -> Meta:

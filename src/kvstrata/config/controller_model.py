@@ -81,7 +81,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         pattern=r"^[A-Za-z0-9._-]{0,64}$", demand=NAME)] = ""
     http: ControllerHttpSettings = ControllerHttpSettings()
     monitor_host: Annotated[str, says(
-        "Address of the ZMQ ports; empty: that of `http.host`, or localhost beside a unix socket.")] = ""
+        "Address of the ZMQ ports; empty: that of `http.host`.")] = ""
     monitor_ports: MonitorPorts = MonitorPorts()
     heartbeat_s: Annotated[float, says(
         "Time between two heartbeats of an instance, in seconds.", ge=0.05, le=3_600)] = 10.0

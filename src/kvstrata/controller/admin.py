@@ -62,7 +62,7 @@ class Admin:
     access: Access
     logins: Logins
     url: str
-    """URL of the port; empty for a unix socket, which browsers cannot open."""
+    """URL of the port."""
     page: Callable[[], bytes]
     """Makes /metrics."""
     files: DashboardFiles
@@ -494,12 +494,6 @@ def dashboard_link(parts: Admin, headers: Headers) -> Reply:
 
     It needs the token; no session is enough.
     """
-    if not parts.url:
-        raise BadRequest(
-            "http.host: a browser needs a tcp port, and this controller has a unix socket; start it with --host "
-            "localhost to use the dashboard",
-            field="http.host",
-        )
     if not parts.access.is_open and not parts.access.bears_token(headers):
         raise NotPermitted("a link needs the token of this port, not a browser's session; ask with the token")
     answer = {"url": parts.link(), "once_within_s": None if parts.access.is_open else CODE_S}

@@ -38,8 +38,7 @@ class Leadership:
             assert self.election is not None
             who, leader = "no controller leads now", self.election.leader
             if leader is not None:
-                where = leader.member.http_url or "a unix socket of its machine"
-                who = f"{leader.member.name} leads, at {where}"
+                who = f"{leader.member.name} leads, at {leader.member.http_url}"
             raise NotLeading(f"this controller does not lead; {who}", retry_after_s=self._retry_after_s)
 
     def changed(self) -> None:

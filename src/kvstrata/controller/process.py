@@ -39,7 +39,6 @@ from kvstrata.errors import ConfigError, install
 from kvstrata.observability.logging import EventLog, current_level, set_level
 from kvstrata.observability.page import Pages
 from kvstrata.process.http_gate import Access
-from kvstrata.process.http_local import socket_path
 from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.lifecycle import Process, soon, tell_ready
@@ -110,9 +109,7 @@ def tcp_ports(settings: ControllerSettings) -> list[Listening]:
     found = [
         Listening(f"monitor_ports.{name}", host, getattr(ports, name)) for name in ports.__struct_fields__
     ]
-    if socket_path(settings.http.host) is None:
-        found.append(Listening("http.port", settings.http.host, settings.http.port))
-    return found
+    return [*found, Listening("http.port", settings.http.host, settings.http.port)]
 
 
 def snapshot_dir(settings: ControllerSettings, port: int, environment: Mapping[str, str]) -> Path | None:
@@ -145,10 +142,8 @@ def check_etcd(settings: ControllerSettings) -> None:
 
 
 def own_url(settings: ControllerSettings, listener: Listener) -> str:
-    """The URL at which users and other controllers reach the HTTP API; empty if only this machine can, by a socket."""
-    if settings.etcd.advertise_url or listener.path is not None:
-        return settings.etcd.advertise_url.rstrip("/")
-    return listener.url(settings.http)
+    """The URL at which users and other controllers reach the HTTP API."""
+    return settings.etcd.advertise_url.rstrip("/") or listener.url(settings.http)
 
 
 def make_election(settings: ControllerSettings, name: str, clock: Clock, url: str) -> Election | None:
@@ -195,12 +190,9 @@ class Controller(Process):
         )
         # The cluster is closed after the sockets, so that no frame reaches a closed cluster.
         self.closers.insert(-1, soon(cluster.close))
-        named_port, set_port = listener.port, settings.http.port
-        if listener.path is not None:
-            named_port, set_port = sockets.ports["reply"], settings.monitor_ports.reply
-        folder = snapshot_dir(settings, named_port, os.environ)
+        folder = snapshot_dir(settings, listener.port, os.environ)
         # A free port differs at each start, so the next start would not find a snapshot that is named after it.
-        if folder is not None and (set_port or settings.directory.snapshot_dir):
+        if folder is not None and (settings.http.port or settings.directory.snapshot_dir):
             self._snapshots = Snapshots(loop, cluster, folder, settings.directory.snapshot_s)
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
@@ -217,20 +209,19 @@ class Controller(Process):
         access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name], logins=logins)
         operations = Operations(cluster, self.supervisor)
         pages = await loop.run_in_executor(None, Pages, functools.partial(sections, cluster, around))
-        own = url if listener.path is None else ""
         admin = Admin(
             cluster,
             operations,
             around,
             access,
             logins,
-            own,
+            url,
             pages.page,
             DashboardFiles(),
             EventLog("controller"),
         )
         self._http_port = port = await make_port("kvstrata controller", OPERATIONS, admin, access)
-        self._http_token = ServedToken(port.set_token, settings.http, listener, token, "controller", self.log)
+        self._http_token = ServedToken(port.set_token, settings.http, listener.port, token, self.log)
         self.closers.append(soon(self._http_token.close))
         self.supervisor.spawn(self._http_token.keep(), "token")
         Answers(cluster, operations, sockets, self.supervisor, self._plan.peer_hosts).start()
@@ -252,15 +243,13 @@ class Controller(Process):
             "epoch": epoch,
             "host": settings.http.host,
             "http_port": listener.port,
-            "http_socket": str(listener.path or ""),
             "http_token_file": self._http_token.path,
             "ports": sockets.ports,
             "snapshot_dir": str(folder) if self._snapshots is not None else "",
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
         self.log.info("ready", version=__version__, **ready)
-        if listener.path is None:
-            self.log.info("dashboard", open=admin.link(), once_within_s=CODE_S)
+        self.log.info("dashboard", open=admin.link(), once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
 
     def _bind(self, sockets: Sockets, keys: KeyFile[ControllerKeys] | None) -> None:

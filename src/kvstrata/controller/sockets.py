@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.observability.numbers import Numbers, counter, parts_by
-from kvstrata.process.http_local import socket_path
 from kvstrata.rpc.cluster_wire import MAX_CLUSTER_MESSAGE_BYTES, Nudge, encode
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_server import Address, ZmqServer
@@ -22,8 +21,7 @@ OnFrame = Callable[[Address, bytes], None]
 
 def zmq_host(settings: ControllerSettings) -> str:
     """The address of the ZMQ ports."""
-    host = settings.monitor_host or settings.http.host
-    return host if socket_path(host) is None else "localhost"
+    return settings.monitor_host or settings.http.host
 
 
 def zmq_host_setting(settings: ControllerSettings) -> str:

@@ -16,7 +16,7 @@ from kvstrata.gateway.kubernetes import Account
 from kvstrata.gateway.residency.sources import MAX_PORT
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.process.http_local import TOKEN_FIELD, fresh_token, socket_path
+from kvstrata.process.http_local import TOKEN_FIELD, fresh_token
 from kvstrata.process.ports import Listening, host_and_port, refuse_port_twice
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
     settings: GatewaySettings
     token: str
-    """Of operators; empty for a unix socket."""
+    """Of operators."""
     engines: list[tuple[EngineSettings, str]]
     """With the key of each; empty: it has none."""
     tenants: list[tuple[GatewayTenantSettings, str]]
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 def tcp_ports(settings: GatewaySettings) -> list[Listening]:
     """The tcp ports that the settings ask for."""
     http = settings.http
-    found = [] if socket_path(http.host) else [Listening("http.port", http.host, http.port)]
+    found = [Listening("http.port", http.host, http.port)]
     for name, place in (("picker", settings.picker.listen), ("sharing", settings.sharing.listen)):
         if place:
             found.append(Listening(f"{name}.listen", *host_and_port(place)))
@@ -68,8 +68,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
     _check_picker(settings)
     sharing_keys = _check_sharing(settings)
     controller_keys = _check_controllers(settings)
-    on_socket = socket_path(http.host) is not None
-    closed = on_socket or is_loopback(http.host) or bool(picker.listen and picker.only)
+    closed = is_loopback(http.host) or bool(picker.listen and picker.only)
     if not (closed or settings.tenants or settings.insecure):
         raise _wrong(
             "http.host",
@@ -94,9 +93,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
         )
     if settings.queue.max_requests and settings.policy != TTFT:
         raise _wrong("queue.max_requests", f"needs `policy: {TTFT}`, which measures how long engines take")
-    token = ""
-    if not on_socket:
-        token = read_bearer_token(http.token_file, TOKEN_FIELD) if http.token_file else fresh_token()
+    token = read_bearer_token(http.token_file, TOKEN_FIELD) if http.token_file else fresh_token()
     return Plan(
         settings,
         token,

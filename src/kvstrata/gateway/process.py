@@ -78,11 +78,11 @@ class Gateway(Process):
         self.closers.append(splices.close)
         fleet = Fleet(now_s)
         meters = Meters({one.name: one for one in settings.slo}, now_s)
-        loopback = listener.path is not None or is_loopback(settings.http.host)
+        loopback = is_loopback(settings.http.host)
         access = Access(settings.http, self._plan.token)
         door = Door(access, now_s, loopback=loopback)
         door.set_tenants(self._plan.tenants)
-        token = ServedToken(access.set_token, settings.http, listener, self._plan.token, "gateway", self.log)
+        token = ServedToken(access.set_token, settings.http, listener.port, self._plan.token, self.log)
         self.closers.append(soon(token.close))
         self.supervisor.spawn(token.keep(), "token")
         residency = Residency(now_s)
@@ -139,7 +139,6 @@ class Gateway(Process):
             "host": settings.http.host,
             "http_port": listener.port,
             "picker_port": self._picker.port if self._picker is not None else 0,
-            "http_socket": str(listener.path or ""),
             "http_token_file": token.path,
             "engines": len(fleet.engines),
             "engines_up": len(fleet.serving("")),
@@ -197,7 +196,7 @@ class Gateway(Process):
 
     async def _serve(self, listener: Listener) -> None:
         try:
-            await listener.serve(self._server)
+            await self._server.serve(sockets=[listener.socket])
         finally:
             listener.close()
 

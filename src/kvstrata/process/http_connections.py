@@ -4,12 +4,11 @@
    A further connection closes the one that has been idle longest: without a whole request under way.
 2. A request must arrive within REQUEST_S of its connection's start, or of its own first byte.  A client that reads
    nothing of its answer for STALLED_S is cut.  `timeout_keep_alive` of uvicorn bounds the time between requests.
-3. A connection over a unix socket of a process of another user, root excepted, is cut (process/http_local.py).
-4. Since whole requests under way are fewer than the connections allowed, there is always an idle connection to close,
+3. Since whole requests under way are fewer than the connections allowed, there is always an idle connection to close,
    and a probe always gets through.
-5. A head, trailers or extensions of chunks that take too much end the connection.  Trailers are passed over: as
+4. A head, trailers or extensions of chunks that take too much end the connection.  Trailers are passed over: as
    headers they would reach the application without having been looked at.
-6. On an admin port a request that has not ended when its answer has ends its connection, and so does a body of more
+5. On an admin port a request that has not ended when its answer has ends its connection, and so does a body of more
    than MAX_PARTS parts that are shorter than PART_BYTES on average: each part costs as much as a long one.
 """
 
@@ -20,7 +19,6 @@ import contextlib
 import functools
 import logging
 import resource
-import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +28,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
-from kvstrata.process.http_local import is_ours
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -61,8 +58,7 @@ class Bounds(Numbers):
     connections = gauge("Open connections of the HTTP port.", lambda self: len(self._connections))
     closed = counter(
         "Connections closed by the HTTP port: idle (to make room for new ones, the longest idle first), late (a "
-        "request took too long to arrive), stalled (the client did not read the response), stranger (a process of "
-        "another user, on a unix socket).",
+        "request took too long to arrive), or stalled (the client did not read the response).",
         "reason",
         name="closed_connections",
     )
@@ -84,7 +80,7 @@ class Bounds(Numbers):
         self.under_way = UnderWay()
         self.arriving_bytes = 0
         """Bytes of bodies that arrive, beside the first of each: the gate counts them (http_gate.py)."""
-        self.closed.update(idle=0, late=0, stalled=0, stranger=0)
+        self.closed.update(idle=0, late=0, stalled=0)
         self._log = EventLog("http")
 
     @property
@@ -150,10 +146,6 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        connection = transport.get_extra_info("socket")
-        if connection.family == socket.AF_UNIX and not is_ours(connection):
-            self.bounds.close(self, "stranger")
-            return
         self._arriving()
         self.bounds.opened(self)
 

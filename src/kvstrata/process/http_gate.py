@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.errors import BadRequest, NotPermitted, Unavailable
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.http_local import SCHEME
 from kvstrata.process.http_login import Logins
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class Access:
         """
         self._logins = logins
         self.set_token(token)
-        self._loopback = is_loopback(settings.host) or settings.host.startswith(SCHEME)
+        self._loopback = is_loopback(settings.host)
         open_metrics = self._loopback if settings.open_metrics is None else settings.open_metrics
         self._public = {*PROBES, *public, *((METRICS,) if open_metrics else ())}
         self._public_below = tuple(one for one in public if len(one) > 1 and one.endswith("/"))

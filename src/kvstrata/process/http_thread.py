@@ -127,7 +127,7 @@ class Port:
             runner.run(self._serve(listener, stop))
 
     async def _serve(self, listener: Listener, stop: asyncio.Event) -> None:
-        serving = asyncio.create_task(listener.serve(self._server))
+        serving = asyncio.create_task(self._server.serve(sockets=[listener.socket]))
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():

@@ -168,7 +168,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         access = Access(settings.http, plan.http_token)
         http_port = await make_port("kvstrata", OPERATIONS, admin, access)
         http_token = ServedToken(
-            http_port.set_token, settings.http, listener, plan.http_token, "server", shell.log
+            http_port.set_token, settings.http, listener.port, plan.http_token, shell.log
         )
         closers.append(soon(http_token.close))
         board.put("http", *http_port.numbers)

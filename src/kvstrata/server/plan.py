@@ -28,7 +28,6 @@ from kvstrata.memory.segment_settings import (
 )
 from kvstrata.p2p import mac
 from kvstrata.p2p.engines.ports import reaches_other_hosts
-from kvstrata.process.http_local import socket_path
 from kvstrata.process.listen import read_token
 from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys
@@ -58,7 +57,7 @@ class InstanceFacts(NamedTuple):
     port: int
     """The number after which sockets and pool are named; no tcp port."""
     http_port: int
-    """0: no HTTP, or HTTP on a unix socket."""
+    """0: no HTTP."""
     socket_dir: Path
     chunk_tokens: int
     max_reserved_bytes: int
@@ -155,7 +154,7 @@ def used(planned: Plan, environment: Mapping[str, str]) -> ServerSettings:
 def tcp_ports(settings: ServerSettings) -> list[Listening]:
     """The tcp ports that the settings ask for."""
     found = []
-    if settings.http.enabled and socket_path(settings.http.host) is None:
+    if settings.http.enabled:
         found.append(Listening("http.port", settings.http.host, settings.http.port))
     if settings.controller.url and settings.p2p.engine != "off":
         host, _, port = settings.p2p.listen.rpartition(":")

@@ -167,7 +167,6 @@ class Server(Process):
             "epoch": facts.epoch,
             "port": facts.port,
             "http_port": facts.http_port,
-            "http_socket": str(instance.http[0].path or "") if instance.http is not None else "",
             "http_token_file": instance.http_token.path if instance.http_token is not None else "",
             "socket_dir": str(facts.socket_dir),
             "l1_bytes": instance.parts.pool.extents_bytes,

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.cli import asking, ctl
+from kvstrata.cli import ctl
 from kvstrata.cli.table import table
-from kvstrata.errors import BadRequest, Unavailable
-from kvstrata.process.http_local import socket_file
-from tests.harness.daemon import free_port
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -63,27 +57,3 @@ def test_no_text_of_an_engine_is_obeyed_by_the_terminal():
     ):
         text = table(value)
         assert all(line.isprintable() for line in text.splitlines()) and "\\x1b]0;owned" in text
-
-
-def test_a_unix_socket_is_asked_where_the_usual_port_is_nobody_s(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    port = free_port()
-    usual = f"http://127.0.0.1:{port}"
-    one = socket_file("server", Path("/run/one.sock"))
-    assert asking.find_url(usual, "server") == "unix:/run/one.sock"
-    with socket.create_server(("127.0.0.1", port)):
-        assert asking.find_url(usual, "server") == usual
-    two = socket_file("server", Path("/run/two.sock"))
-    with pytest.raises(
-        BadRequest, match=r"^--url: no server of this user .*unix:/run/one.sock, unix:/run/two.sock"
-    ):
-        asking.find_url(usual, "server")
-    one.close()
-    two.close()
-
-
-def test_a_socket_that_is_not_there_and_a_path_that_is_none_are_errors_of_the_url(tmp_path, capsys):
-    with pytest.raises(Unavailable, match=r"^--url: unix:.*is a server running there"):
-        asking.ask(f"unix:{tmp_path / 'no.sock'}", asking.Ask("/v1/status"))
-    assert ctl.main(["--url", "unix:no.sock", "status"]) == 2
-    assert "--url: 'unix:no.sock' must be" in capsys.readouterr().err

@@ -103,7 +103,6 @@ def printed() -> str:
         out, err = io.StringIO(), io.StringIO()
         with (
             mock.patch.object(ctl, "ask", answered),
-            mock.patch.object(ctl, "find_url", lambda usual, kind: usual),
             mock.patch("kvstrata.cli.asking.Path.read_text", lambda path, **_: FILES[str(path)]),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata import __version__
-from kvstrata.cli.asking import Ask, ask, default_url, find_url, read_token
+from kvstrata.cli.asking import Ask, ask, read_token, usual_url
 from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.client.client import COPY_THREADS
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.model import HttpSettings
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
 from kvstrata.measure.engine import (
     ANSWER_S,
@@ -123,7 +124,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Chunks of a tenant that the user named stay, because the tenant may have others.
     """
     shape = _shape(options)
-    url = options.url or find_url(default_url(), "server")
+    url = options.url or usual_url(HttpSettings())
     token = read_token("--admin-token-file", options.admin_token_file)
     server = RunningServer(url, token, socket_dirs(options.socket_dir, options.port))
     salt = secrets.token_hex(16)
