@@ -1,8 +1,8 @@
 """An etcd in memory on the running loop's time; `EtcdInMemory.connect` makes what `kvstrata.controller.etcd.Etcd` is.
 
 It keeps its promises to the letter and no more: a lease ends exactly after its time to live, an answer may be late or
-lost, and a request may be carried out long after its sender has given up.  tests/integration/controller/test_etcd.py
-compares its answers with those of a real etcd.
+lost, and a request may be carried out long after its sender has given up, but not by another process than the one that
+it was sent to.  tests/integration/controller/test_etcd.py compares its answers with those of a real etcd.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class EtcdInMemory:
         self.data = Data()
         self.is_away = False
         """No process listens."""
+        self.kills = 0
+        """A request that travels when the process is killed ends with its connection."""
         self.requests_lost: set[str] = set()
         """Endpoints whose requests do not arrive."""
         self.answers_lost: set[str] = set()
@@ -74,6 +76,7 @@ class EtcdInMemory:
     def kill(self) -> None:
         """End the process, and with it what it had not carried out."""
         self.is_away, self.frozen = True, None
+        self.kills += 1
 
     def start(self, data: Data | None = None) -> None:
         """Start it again, with its data or with these; leases begin anew."""
@@ -191,11 +194,11 @@ class Connection:
     async def _ask(self, operation: Callable[[], Any]) -> Any:
         if self._closed:
             raise EtcdFailed("the connection was closed")
-        loop, server = asyncio.get_running_loop(), self._server
+        loop, server, kills = asyncio.get_running_loop(), self._server, self._server.kills
         answer: asyncio.Future[Any] = loop.create_future()
 
         def arrives() -> None:
-            if server.is_away:
+            if server.is_away or server.kills != kills:
                 _settle(answer, None, EtcdFailed("failed to connect"))
             elif self._client in server.requests_lost:
                 pass
