@@ -6,8 +6,10 @@ kvstrata sim --port 8000 --model llama --kv-events-endpoint tcp://127.0.0.1:5557
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,8 @@ import msgspec
 from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.errors import ConfigError
+from kvstrata.testing.engine_sim.connected import ConnectedEngine
+from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
 FLAGS = {
@@ -34,6 +38,7 @@ FLAGS = {
 
 
 MAX_RANKS = 64
+TOKEN_BYTES = 1024
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,6 +72,11 @@ def parser() -> argparse.ArgumentParser:
     add("--data-parallel-size", type=whole(1, MAX_RANKS), default=1, metavar="N",
         help="data-parallel ranks behind the port, each with a cache and a queue of its own; rank R publishes R ports "
         "above, and X-data-parallel-rank: R chooses it (%(default)s)")  # fmt: skip
+    add("--kv-transfer-config", default="", metavar="JSON",
+        help="as for vLLM with LMCacheConnectorV1: load KV from a server on this machine, and store it there "
+        "(none)")  # fmt: skip
+    add("--kv-token-bytes", type=int, metavar="N",
+        help=f"bytes of one token's KV that are copied to and from that server ({TOKEN_BYTES})")  # fmt: skip
     add("--no-prefix-caching", action="store_true", help="let no request find blocks that others computed")
     add("--kv-events-endpoint", default="", metavar="ENDPOINT",
         help="publish KV events there over ZMQ, like tcp://127.0.0.1:5557 (none)")  # fmt: skip
@@ -95,6 +105,7 @@ def main(arguments: Sequence[str] | None) -> int:
             "--adapter: each must have a name of its own, other than --model's", field="adapter"
         )
     model = _model(options)
+    make_engine = _engine_maker(options)
     from kvstrata.testing.engine_sim.process import SimSettings, run
 
     settings = SimSettings(
@@ -108,6 +119,7 @@ def main(arguments: Sequence[str] | None) -> int:
         topic=options.kv_events_topic,
         renders=options.enable_scale_out,
         ranks=options.data_parallel_size,
+        make_engine=make_engine,
     )
     return run(settings, say)
 
@@ -116,6 +128,42 @@ def say(line: str) -> None:
     """Write a line to standard error at once: a log line of another thread must not come between it and its end."""
     sys.stderr.write(f"kvstrata sim: {line}\n")
     sys.stderr.flush()
+
+
+def _engine_maker(options: argparse.Namespace) -> Callable[[EngineModel], SimEngine]:
+    given = options.kv_token_bytes is not None
+    if not options.kv_transfer_config:
+        if given:
+            raise ConfigError(
+                "--kv-token-bytes: has no effect without --kv-transfer-config; give that too",
+                field="kv-token-bytes",
+            )
+        return SimEngine
+    if options.speed != 1.0:
+        raise ConfigError(
+            f"--speed: must be 1 with --kv-transfer-config, found {options.speed:g}: the server's lookups and copies "
+            "take real time; leave it out",
+            field="speed",
+        )
+    token_bytes = options.kv_token_bytes if given else TOKEN_BYTES
+    if token_bytes < 1:
+        raise ConfigError(
+            f"--kv-token-bytes: must be at least 1, found {token_bytes}", field="kv-token-bytes"
+        )
+    from kvstrata.connectors.sim.connector import SimConnector
+    from kvstrata.connectors.sim.transfer import read_transfer
+
+    logging.basicConfig(format="kvstrata sim: %(message)s")
+    transfer, notes = read_transfer(options.kv_transfer_config, os.environ)
+    for note in notes:
+        logging.getLogger("kvstrata").warning("%s", note)
+
+    def make(model: EngineModel) -> SimEngine:
+        return ConnectedEngine(
+            model, SimConnector(transfer, model, model=options.model, token_bytes=token_bytes)
+        )
+
+    return make
 
 
 def _model(options: argparse.Namespace) -> EngineModel:

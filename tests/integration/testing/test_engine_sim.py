@@ -1,4 +1,4 @@
-"""The simulated engine's process: its answers, metrics and KV events."""
+"""The simulated engine, alone and with a cache server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ import pytest
 import zmq
 
 from kvstrata.testing.engine_sim.kv_events import BlockStored, KVEventBatch
+from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -208,3 +211,101 @@ def replayed(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int)
                 return numbers
             assert isinstance(msgspec.msgpack.decode(payload, type=KVEventBatch), KVEventBatch)
             numbers.append(int.from_bytes(number, "big"))
+
+
+CHUNK = 16
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK).started() as server:
+        yield server
+
+
+def config(server: ServerProcess, **settings: Any) -> str:
+    extra = {"socket_dir": str(server.socket_dir), "port": server.port, "chunk_size": CHUNK, **settings}
+    return json.dumps(
+        {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    )
+
+
+class Engine:
+    """A simulated engine, attached to the server."""
+
+    def __init__(self, server: ServerProcess, *flags: str, **settings: Any) -> None:
+        self.sim = Sim("--model", "m", "--kv-transfer-config", config(server, **settings), *flags)
+        self.client = httpx.Client(base_url=self.sim.url, timeout=HANG_MS / 1000, trust_env=False)
+
+    def ask(self, prompt: list[int], **body: Any) -> int:
+        reply = self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3, **body})
+        assert reply.status_code == 200, reply.text
+        usage = reply.json()["usage"]
+        assert usage["completion_tokens"] == 3
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def metric(self, name: str) -> float:
+        return metric(self.client, name)
+
+    def close(self) -> None:
+        self.client.close()
+        try:
+            assert self.sim.stop() == 0
+        finally:
+            self.sim.process.kill()
+            self.sim.process.wait()
+
+
+@pytest.fixture
+def start(server: ServerProcess) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def started(*flags: str, **settings: Any) -> Engine:
+        engines.append(Engine(server, *flags, **settings))
+        return engines[-1]
+
+    yield started
+    for engine in engines:
+        engine.close()
+
+
+def prompt(seed: int, tokens: int = 400) -> list[int]:
+    return [seed * 10_000 + number for number in range(tokens)]
+
+
+def until_hit(engine: Engine, other: Engine, first: int, tokens: int = 400) -> int:
+    """Let one engine compute prompts until the other hits one; returns the cached tokens of the hit.
+
+    Engines attach, and stores end, in the background: prompts before that are misses.
+    """
+    ends_s = time.monotonic() + PATIENCE_S
+    for seed in range(first, first + 1000):
+        engine.ask(prompt(seed, tokens))
+        if cached := other.ask(prompt(seed, tokens)):
+            return cached
+        assert time.monotonic() < ends_s, "no prompt was hit"
+    raise AssertionError
+
+
+def test_what_one_engine_computes_another_loads(start: Callable[..., Engine]) -> None:
+    first, second = start(), start()
+    assert until_hit(first, second, 1) >= 400 - CHUNK
+    loaded = second.metric("external_prefix_cache_hits_total")
+    assert loaded >= 400 - CHUNK
+    assert second.metric("prefix_cache_hits_total") == 0
+    assert second.metric("external_prefix_cache_queries_total") >= loaded
+
+
+def test_engines_go_on_when_the_server_is_killed(server: ServerProcess, start: Callable[..., Engine]) -> None:
+    first, second = start(), start()
+    until_hit(first, second, 1)
+    server.kill()
+    assert first.ask(prompt(5000)) == 0
+    assert second.ask(prompt(5000)) == 0
+    ends_s = time.monotonic() + PATIENCE_S
+    while first.ask(prompt(5000)) != 400 - 4:  # its own blocks, but the last: that token is computed
+        assert time.monotonic() < ends_s
+    while not first.client.post("/reset_prefix_cache").json()["success"]:
+        assert time.monotonic() < ends_s, "blocks are held for copies to a server that is gone"
+    server.start()
+    until_hit(first, second, 6000)

@@ -204,6 +204,7 @@ def plan(ask: Ask, model: EngineModel, names: Sequence[str]) -> list[Choice]:
             root=root,
             adapter=ask.adapter,
             salt=ask.body.cache_salt,
+            transfer=ask.body.kv_transfer_params,
         )
         choices.append(Choice(request, shown, stopped_by))
     return choices

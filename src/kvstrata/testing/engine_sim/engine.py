@@ -52,6 +52,9 @@ class Totals:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.lookup_tokens = 0
+        self.external_tokens = 0
+        """Loaded by a connector, and so many of those about which it was asked."""
+        self.external_lookup_tokens = 0
         self.answer_tokens = 0
         self.preemptions = 0
         self.ended: dict[End, int] = dict.fromkeys(End, 0)
@@ -99,7 +102,7 @@ class SimEngine:
         """The end of the step in flight, else the time after which one begins; None for an idle engine."""
         if self._step is not None:
             return self._step.end_ps
-        return self._free_ps if self._running or self._waiting else None
+        return self._free_ps if self._has_work() else None
 
     def check(self, request: SimRequest) -> None:
         """Raise BadRequest unless the request fits into the engine."""
@@ -176,7 +179,7 @@ class SimEngine:
                 if self._step.end_ps > until_ps:
                     return
                 self._complete(self._step)
-            if self._free_ps >= until_ps or not (self._running or self._waiting):
+            if self._free_ps >= until_ps or not self._has_work():
                 return
             self._begin()
 
@@ -199,10 +202,16 @@ class SimEngine:
         assert len(self._running) <= self.model.max_num_seqs
         assert len(self._requests) == len(self._running) + len(self._waiting)
 
+    def close(self) -> None:
+        """Let go of what the engine has outside of this process. Idempotent."""
+
+    def _has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
     def _begin(self) -> None:
         work: list[tuple[SimRequest, int]] = []
         left, preempted = self._serve_running(work)
-        if not preempted:
+        if not preempted and self._waiting:
             self._admit(work, left)
         assert work, "the first request always gets tokens and blocks"
         self.totals.steps += 1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 MEDIUM = "GPU"
+MEDIUM_HOST = "CPU"
 KIND = "full_attention"
 
 

@@ -82,6 +82,8 @@ class Metrics:
         counters: dict[str, Callable[[Totals], int]] = {
             "prefix_cache_queries": lambda one: one.lookup_tokens,
             "prefix_cache_hits": lambda one: one.cached_tokens,
+            "external_prefix_cache_queries": lambda one: one.external_lookup_tokens,
+            "external_prefix_cache_hits": lambda one: one.external_tokens,
             "num_preemptions": lambda one: one.preemptions,
             "prompt_tokens": lambda one: one.prompt_tokens,
             "generation_tokens": lambda one: one.answer_tokens,

@@ -43,6 +43,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     renders: bool
     ranks: int = 1
     """Data-parallel ranks, each with a cache and a queue of its own."""
+    make_engine: Callable[[EngineModel], SimEngine] = SimEngine
+    """Makes a rank's engine, which is closed at the end."""
 
 
 class _Server(uvicorn.Server):
@@ -63,12 +65,14 @@ async def serve(settings: SimSettings, say: Callable[[str], None]) -> None:
     """As `run`, on the running loop."""
     with _listen(settings.host, settings.port) as listener:
         publishers: list[Publisher] = []
+        engines: list[SimEngine] = []
         ranks: list[LiveEngine] = []
         try:
             if settings.events_endpoint:
                 for rank in range(settings.ranks):
                     publishers.append(_publisher(settings, rank))
-            engines = [SimEngine(settings.model) for _ in range(settings.ranks)]
+            for _ in range(settings.ranks):
+                engines.append(settings.make_engine(settings.model))
             metrics = Metrics(engines, settings.served[0], settings.speed)
             for rank, engine in enumerate(engines):
                 tell = publishers[rank].publish if publishers else _tell_nobody
@@ -83,6 +87,8 @@ async def serve(settings: SimSettings, say: Callable[[str], None]) -> None:
         finally:
             for live in ranks:
                 live.close()
+            for engine in engines:
+                engine.close()
             for publisher in publishers:
                 await publisher.close()
 

@@ -13,6 +13,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 from kvstrata.testing.engine_sim.blocks import KEY_BYTES
 from kvstrata.testing.engine_sim.blocks import Sequence as BlockSequence
@@ -63,6 +64,7 @@ class SimRequest:
         root: bytes = b"",
         adapter: str | None = None,
         salt: str | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> None:
         assert prompt, "a request has at least one token"
         assert answer, "an answer has at least one token"
@@ -77,6 +79,8 @@ class SimRequest:
         """Its blocks in the engine, and their keys."""
         self.adapter = adapter
         self.salt = salt
+        self.transfer = transfer
+        """`kv_transfer_params`, for a connector."""
         self.computed = 0
         """Tokens whose KV is there, or is computed by the step in flight once that has ended."""
         self.produced = 0
