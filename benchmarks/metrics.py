@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.common import compared, median_spread, scratch, sized
 from kvstrata.observability.explain import ServerNumbers
-from kvstrata.observability.page import FRESH_S
+from kvstrata.observability.numbers import FRESH_S
 from tests.harness.server_process import ServerProcess
 
 READERS = 5

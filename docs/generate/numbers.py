@@ -22,8 +22,7 @@ from kvstrata.gateway.metrics import Glance, PartNumbers
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.logging import LogNumbers
-from kvstrata.observability.numbers import Numbers
-from kvstrata.observability.page import Family, families
+from kvstrata.observability.numbers import Family, Numbers, families
 from kvstrata.p2p.serving import PeerLeases, PeerServer
 from kvstrata.process.http_connections import Bounds, UnderWay
 from kvstrata.process.lifecycle import ProcessNumbers

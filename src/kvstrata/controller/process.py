@@ -37,7 +37,7 @@ from kvstrata.controller.snapshot import Snapshots
 from kvstrata.controller.sockets import Sockets, zmq_host, zmq_host_setting
 from kvstrata.errors import ConfigError, install
 from kvstrata.observability.logging import EventLog, current_level, set_level
-from kvstrata.observability.page import Pages
+from kvstrata.observability.numbers import Pages
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.http_thread import Port, make_port

@@ -29,7 +29,7 @@ from kvstrata.process.operations import Operation, Reply, asked
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from kvstrata.observability.page import Pages
+    from kvstrata.observability.numbers import Pages
 
 PROBES = frozenset(("/healthz", "/health", "/ping", "/readyz"))
 UNREAD = frozenset((413, 503))

@@ -40,7 +40,7 @@ from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
 from kvstrata.gateway.splicing import Splices
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.logging import current_level, set_level
-from kvstrata.observability.page import Pages
+from kvstrata.observability.numbers import Pages
 from kvstrata.process.http_gate import Access, is_loopback
 from kvstrata.process.lifecycle import Process, soon, tell_ready
 from kvstrata.process.listen import Listener, ServedToken, listen, warn_if_plain

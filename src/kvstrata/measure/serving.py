@@ -23,7 +23,7 @@ import msgspec
 
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.measure.figures import percentile
-from kvstrata.observability.page import FRESH_S
+from kvstrata.observability.numbers import FRESH_S
 
 if TYPE_CHECKING:
     import httpx

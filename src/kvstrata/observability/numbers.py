@@ -7,7 +7,7 @@
         waiting = gauge("Tails that wait to be offered to L2.", lambda tails: len(tails._waiting))
 
 A field of a part is the number itself: `self.stored += 1`, `self.ended[word] += 1`, `self.took.add(seconds)`.  The
-declarations make the part's section of the status document (`document`), its families on /metrics (page.py) and its
+declarations make the part's section of the status document (`document`), its families on /metrics (`Pages`) and its
 rows of docs/metrics.md.
 
 1. Counting changes an int, a dict or a list.  Names, meanings and labels are used only when numbers are shown.
@@ -20,10 +20,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, cast, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast, overload
+
+from kvstrata.failpoints import is_testing
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 SECONDS_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
@@ -249,3 +256,97 @@ def shown(value: Any) -> Any:
 def words_of(word: object) -> tuple[str, ...]:
     """The values of labels by which a sample is found."""
     return word if isinstance(word, tuple) else (cast(str, word),)
+
+
+# --- the page /metrics -----------------------------------------------------------------------------------------------
+
+FRESH_S = 0.25
+"""Age up to which the page /metrics is given to further readers, however many it has; under test it is always new."""
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Sections = Iterable[tuple[str, Numbers]]
+"""Parts with numbers, each with its prefix."""
+
+
+class Family(NamedTuple):
+    """One metric family."""
+
+    name: str
+    """Without the `_total` of a counter's samples."""
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+class Pages:
+    """Makes /metrics, of MEDIA_TYPE."""
+
+    def __init__(self, sections: Callable[[], Sections], now_s: Callable[[], float] = time.monotonic) -> None:
+        # Imported here, since the apps are made on a thread; a page is made on the event loop.
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        self._generate = generate_latest
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._sections = sections
+        self._now_s = now_s
+        self._fresh_s = 0.0 if is_testing(os.environ) else FRESH_S
+        self._made_s, self._page = float("-inf"), b""
+
+    def collect(self) -> Iterable[Metric]:
+        """All families now, for prometheus_client."""
+        made: dict[str, Any] = {}
+        for prefix, part in self._sections():
+            for family in families(type(part), prefix):
+                if family.name not in made:
+                    made[family.name] = metric_of(family)
+            _add(made, _start(prefix), part, [])
+        return made.values()
+
+    def page(self) -> bytes:
+        """The page."""
+        now_s = self._now_s()
+        if now_s - self._made_s >= self._fresh_s:
+            self._page, self._made_s = self._generate(self._registry), now_s
+        return self._page
+
+
+def families(of: type[Numbers], prefix: str, labels: tuple[str, ...] = ()) -> Iterator[Family]:
+    """The families of parts of this type, which all have these labels."""
+    for number in of.declared:
+        whole = (*labels, *number.labels)
+        if number.parts is not None:
+            yield from families(number.parts, prefix, whole)
+        else:
+            yield Family(_start(prefix) + number.name, number.kind, whole, number.meaning)
+
+
+def _start(prefix: str) -> str:
+    return f"kvstrata_{prefix}_" if prefix else "kvstrata_"
+
+
+def metric_of(family: Family) -> Metric:
+    """A family without samples."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    kinds: dict[str, Callable[..., Metric]] = {
+        "counter": CounterMetricFamily,
+        "gauge": GaugeMetricFamily,
+        "histogram": HistogramMetricFamily,
+    }
+    return kinds[family.kind](family.name, family.meaning, labels=family.labels)
+
+
+def _add(made: dict[str, Any], start: str, part: Numbers, labels: list[str]) -> None:
+    """Add a part's samples to their families."""
+    for number, value in part.values():
+        if value is None:
+            continue
+        for words, each in sorted(value.items()) if number.labels else [((), value)]:
+            whole = [*labels, *words_of(words)]
+            if number.parts is not None:
+                _add(made, start, each, whole)
+            elif number.kind == "histogram":
+                made[start + number.name].add_metric(whole, buckets=each.buckets(), sum_value=each.sum_s)
+            else:
+                made[start + number.name].add_metric(whole, float(each))

@@ -31,7 +31,7 @@ from kvstrata.config.demands import demand, field_types, problems, unwrapped
 from kvstrata.config.load import odd_value
 from kvstrata.errors import BadRequest
 from kvstrata.observability.logging import current_level, set_level
-from kvstrata.observability.page import MEDIA_TYPE
+from kvstrata.observability.numbers import MEDIA_TYPE
 from kvstrata.types import RequestIdentity
 
 MAX_TOKENS = 4_194_304

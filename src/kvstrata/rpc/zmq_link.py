@@ -57,7 +57,7 @@ KEEPALIVE = {
 }
 """TCP's keepalive: a connection whose other end does not respond for 6 s is opened anew.  For a frozen process the
 kernel still responds; a frozen process is noticed by the time limits of questions.  ZMTP heartbeats are off, because
-libzmq may abort over a PING (see zmq_inbox.py)."""
+libzmq may abort over a PING (see zmq_server.py)."""
 
 
 class Links:

@@ -41,7 +41,6 @@ VERIFY_BYTES = 64 << 20
 """Adopted bytes that one round verifies."""
 MISSING_S = 1.0
 """Pause between two attempts to get the memory that L1's file system refused."""
-SUMMARY_S = 60.0
 FILES_S = 5.0
 TOUCH_ROUNDS = 720
 """Looks at the files, after which they are marked as used: once an hour."""
@@ -58,17 +57,8 @@ ADOPTED_KEYS = 2
 class PoolEvents:
     """Reads the events of the pool and passes them on. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        explainer: Explainer,
-        news: Sequence[TierNews],
-        clock: Clock,
-    ) -> None:
-        self._pool = pool
-        self._explainer = explainer
-        self._news = news
-        self._clock = clock
+    def __init__(self, pool: Pool, explainer: Explainer, news: Sequence[TierNews], clock: Clock) -> None:
+        self._pool, self._explainer, self._news, self._clock = pool, explainer, news, clock
         self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
         self._lost = 0
         self._drained = asyncio.Event()
@@ -125,37 +115,6 @@ async def heartbeat(pool: Pool, events: PoolEvents) -> None:
         await asyncio.sleep(TICK_S)
 
 
-class EvictionSummary:
-    """Logs how much was evicted, and why, unless nothing was. `look` may be called on any one thread."""
-
-    def __init__(self, pool: Pool, now_s: float) -> None:
-        self._pool = pool
-        self._log = EventLog("server")
-        self._logged_s = now_s
-        self._logged: collections.Counter[str] = collections.Counter()
-
-    def look(self, now_s: float) -> None:
-        """Log the evictions since the last line, if that is SUMMARY_S ago."""
-        seconds = now_s - self._logged_s
-        if seconds < SUMMARY_S:
-            return
-        stats = self._pool.stats()
-        counted = collections.Counter(
-            {"chunks": stats["evicted_entries"], "bytes": stats["evicted_bytes"], **stats["evictions"]}
-        )
-        newly = counted - self._logged
-        self._logged_s, self._logged = now_s, counted
-        if newly["chunks"]:
-            causes = {cause: newly[cause] for cause in newly if cause not in ("chunks", "bytes")}
-            self._log.info(
-                "evicted",
-                chunks=newly["chunks"],
-                bytes=newly["bytes"],
-                in_s=round(seconds),
-                causes=" ".join(f"{cause}:{count}" for cause, count in causes.items()),
-            )
-
-
 class Housekeeping:
     """The instance's own work on L1. Belongs to the event loop."""
 
@@ -166,7 +125,6 @@ class Housekeeping:
         self._log = EventLog("server")
         self._missing_bytes = 0
         self._looked_s = float("-inf")
-        self._evictions = EvictionSummary(parts.pool, parts.clock.monotonic_s())
 
     async def run(self) -> None:
         """Run rounds until cancelled."""
@@ -185,7 +143,6 @@ class Housekeeping:
             self._offering = self._parts.supervisor.job(self._put_adopted(), "puts of adopted chunks")
         if self._parts.tails is not None:
             self._parts.tails.tick()
-        self._evictions.look(self._parts.clock.monotonic_s())
         await self._see_to_memory()
 
     async def _see_to_memory(self) -> None:

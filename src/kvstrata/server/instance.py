@@ -27,7 +27,7 @@ from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.paths import RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.logging import EventLog, LogNumbers
-from kvstrata.observability.page import Pages
+from kvstrata.observability.numbers import Pages
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_thread import Port, make_port

@@ -113,9 +113,9 @@ class Parts:
         self.requests = Requests(self)
 
         # Operations of admins, which controllers use too.
-        self.prewarms = Prewarms(self.processes, pool, self.lane, self.prefetch, clock, supervisor)
-        self.clearing = Clearing(pool, self.own_lane, self.store, self.events)
-        self.tenants = TenantRows(settings, self.processes, pool)
+        self.prewarms = Prewarms(self)
+        self.clearing = Clearing(self)
+        self.tenants = TenantRows(self)
         self.board = self._board()
 
     def close(self) -> None:
@@ -125,11 +125,11 @@ class Parts:
 
     def _board(self) -> StatusBoard:
         board = StatusBoard()
-        board.put("instance", InstanceNumbers(self.facts, self.readiness, self.clock))
+        board.put("instance", InstanceNumbers(self))
         board.put("pool", PoolNumbers(self.pool))
         board.put("counters", self.counters)
         board.put_facts("trend", self.trend.section)
-        board.put("sessions", SessionNumbers(self.processes, self.grants, self.supervisor, self.explainer))
+        board.put("sessions", SessionNumbers(self))
         board.put_facts("peers", functools.partial(processes_section, self.processes))
         board.put_facts("engines", functools.partial(engines_section, self.processes, self.grants))
         board.put("l2_store", self.store)

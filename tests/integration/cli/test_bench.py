@@ -24,7 +24,7 @@ from kvstrata.cli.bench.serve import main
 from kvstrata.errors import InternalError, Refused, Unavailable
 from kvstrata.measure.engine import Plan, Shape, SimulatedEngine
 from kvstrata.observability.explain import ServerNumbers
-from kvstrata.observability.page import Pages
+from kvstrata.observability.numbers import Pages
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess

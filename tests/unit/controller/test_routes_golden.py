@@ -27,8 +27,7 @@ from kvstrata.controller.process import PUBLIC
 from kvstrata.errors import Unavailable
 from kvstrata.observability.explain import Explained
 from kvstrata.observability.logging import EventLog
-from kvstrata.observability.numbers import Numbers
-from kvstrata.observability.page import Pages
+from kvstrata.observability.numbers import Numbers, Pages
 from kvstrata.process.http_gate import PROBES, Access
 from kvstrata.process.http_login import Logins
 from kvstrata.process.http_thread import Port, make_port

@@ -17,17 +17,18 @@ from hypothesis import strategies as st
 from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.logging import WINDOW_S, EventLog, LogWriter, _JsonFormatter
 from kvstrata.observability.numbers import (
+    FRESH_S,
     MAX_WORDS,
     SECONDS_BUCKETS,
     Histogram,
     Numbers,
+    Pages,
     Words,
     counter,
     gauge,
     histogram,
     parts_by,
 )
-from kvstrata.observability.page import FRESH_S, Pages
 
 
 @pytest.fixture

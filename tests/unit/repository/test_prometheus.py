@@ -11,7 +11,7 @@ import yaml
 from docs.generate.monitoring import RULES
 from docs.generate.numbers import CONTROLLER, SERVER, families_of
 from kvstrata.errors import WIRE_ERRORS, WrongKey
-from kvstrata.observability.page import Family
+from kvstrata.observability.numbers import Family
 from kvstrata.server.requests.requests import OPERATIONS
 from kvstrata.storage.base import LoadStatus
 from kvstrata.tiers.puts import Skip

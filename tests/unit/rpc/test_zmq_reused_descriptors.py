@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.rpc.zmq_inbox import MAX_REFUSED
-from kvstrata.rpc.zmq_server import Address, ZmqServer
+from kvstrata.rpc.zmq_server import MAX_REFUSED, Address, ZmqServer
 from tests.fuzz.rpc.zmtp import ZmtpPeer, frame
 from tests.harness.alone import alone
 from tests.harness.waiting import until

@@ -14,10 +14,21 @@ import zmq
 import zmq.asyncio
 
 from kvstrata.errors import ConfigError
-from kvstrata.rpc import zmq_inbox, zmq_server
+from kvstrata.rpc import zmq_server
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
-from kvstrata.rpc.zmq_inbox import MAX_FRAMES, MAX_REFUSED, MAX_WAITING_MESSAGES, Inbox, Message
-from kvstrata.rpc.zmq_server import CLIENT_BYTES, MESSAGES_PER_WAKE, SEND_QUEUE, Address, Outbox, ZmqServer
+from kvstrata.rpc.zmq_server import (
+    CLIENT_BYTES,
+    MAX_FRAMES,
+    MAX_REFUSED,
+    MAX_WAITING_MESSAGES,
+    MESSAGES_PER_WAKE,
+    SEND_QUEUE,
+    Address,
+    Inbox,
+    Message,
+    Outbox,
+    ZmqServer,
+)
 from tests.harness.waiting import until
 
 
@@ -370,7 +381,7 @@ def test_when_all_connections_together_have_too_much_waiting_the_largest_is_cut(
 def test_beyond_the_limit_of_connections_the_one_silent_for_longest_is_cut(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_inbox, "max_connections", lambda: 4)
+    monkeypatch.setattr(zmq_server, "max_connections", lambda: 4)
     wire.inbox = Inbox(SIZE)
     wire.inbox.listen(wire.port)
     spoke, silent, later = wire.connect(), wire.connect(), wire.connect()
@@ -399,7 +410,7 @@ def test_a_descriptor_that_another_connection_has_taken_over_is_not_cut(wire: Wi
 def test_the_messages_of_a_cut_connection_are_freed_over_several_wakes(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_inbox, "FREED_BYTES", 2_500)
+    monkeypatch.setattr(zmq_server, "FREED_BYTES", 2_500)
     flooding, other = wire.connect(), wire.connect()
     body = bytes(SIZE)
     unused = sys.getrefcount(body)

@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.errors import BadRequest
-from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.supervisor import PoolLane
-from kvstrata.server.housekeeping import PoolEvents
 from kvstrata.server.processes import tenant_number
-from kvstrata.tiers.puts import StoreController
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
 
 CLEAR_WAIT_S = 30.0
 """Longest time that a clear waits for bytes in use to become free."""
@@ -48,17 +47,9 @@ class Cleared(NamedTuple):
 class Clearing:
     """Clears L1 and L2. Belongs to the event loop; makes one call into the pool at a time."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        lane: PoolLane,
-        store: StoreController,
-        events: PoolEvents,
-    ) -> None:
-        self._pool = pool
-        self._lane = lane
-        self._store = store
-        self._events = events
+    def __init__(self, parts: Parts) -> None:
+        self._pool, self._lane = parts.pool, parts.own_lane
+        self._store, self._events = parts.store, parts.events
         self._on_lane_now = asyncio.Lock()
         self._log = EventLog("instance")
 

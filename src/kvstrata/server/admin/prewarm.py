@@ -8,48 +8,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvstrata.clock import Clock
 from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
 from kvstrata.keys.batch import before, count, part
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.keys.spans import peek
-from kvstrata.native.core import Pool, storage_keys
-from kvstrata.process.supervisor import PoolLane, Supervisor
-from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.processes import EngineGroup, Processes, tenant_number
+from kvstrata.native.core import storage_keys
+from kvstrata.server.processes import EngineGroup, tenant_number
 from kvstrata.types import KEY_BYTES, RequestIdentity, adapter_of, identity_root
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
 
 MAX_JOBS = 256
 MAX_RUNNING_JOBS = 8
 
 
-class Job:
-    """One prewarm and its outcome so far."""
+class Job(msgspec.Struct):
+    """One prewarm and its outcome so far, as an admin gets it."""
 
-    __slots__ = ("chunks", "l1_chunks", "l2_chunks", "number", "reason", "running")
-
-    def __init__(self, number: int, chunks: int) -> None:
-        self.number = number
-        self.running = True
-        self.chunks = chunks
-        self.l1_chunks = 0
-        self.l2_chunks = 0
-        self.reason = ""
-
-    def document(self) -> dict[str, Any]:
-        """The JSON that an admin gets."""
-        return {
-            "job": self.number,
-            "state": "running" if self.running else "done",
-            "chunks": self.chunks,
-            "l1_chunks": self.l1_chunks,
-            "l2_chunks": self.l2_chunks,
-            "reason": self.reason,
-        }
+    job: int
+    state: str = "running"
+    """Or "done"."""
+    chunks: int = 0
+    l1_chunks: int = 0
+    l2_chunks: int = 0
+    reason: str = ""
 
 
 class GroupSlices(NamedTuple):
@@ -63,21 +50,9 @@ class GroupSlices(NamedTuple):
 class Prewarms:
     """The prewarms of an instance. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        processes: Processes,
-        pool: Pool,
-        lane: PoolLane,
-        prefetch: PrefetchController,
-        clock: Clock,
-        supervisor: Supervisor,
-    ) -> None:
-        self._processes = processes
-        self._pool = pool
-        self._lane = lane
-        self._prefetch = prefetch
-        self._clock = clock
-        self._supervisor = supervisor
+    def __init__(self, parts: Parts) -> None:
+        self._processes, self._pool, self._lane = parts.processes, parts.pool, parts.lane
+        self._prefetch, self._clock, self._supervisor = parts.prefetch, parts.clock, parts.supervisor
         self._jobs: dict[int, Job] = {}
         self._next = 1
 
@@ -110,29 +85,29 @@ class Prewarms:
         """Start loading the chunks of these chain keys; returns the job's number. Raises Refused."""
         if not group.complete:
             raise Refused("engine_slices: not all slices of this engine are attached; try later")
-        running = [job for job in self._jobs.values() if job.running]
+        running = [job for job in self._jobs.values() if job.state == "running"]
         if len(running) >= MAX_RUNNING_JOBS:
             raise Refused(f"{len(running)} prewarm jobs are running; try again when some have ended")
-        job = Job(self._next, len(chain) // KEY_BYTES)
+        job = Job(self._next, chunks=len(chain) // KEY_BYTES)
         self._next += 1
-        self._jobs[job.number] = job
+        self._jobs[job.job] = job
         if len(self._jobs) > MAX_JOBS:
-            ended = (number for number, other in self._jobs.items() if not other.running)
+            ended = (number for number, other in self._jobs.items() if other.state == "done")
             del self._jobs[next(ended)]
         # The group's processes may end at any time, so what the prewarm needs of it is read here.
         slices = GroupSlices(group.packed_slices, group.record_limits, group.spans)
         work = self._run(job, slices, root, tenant, chain, budget_bytes, ttl_ms)
-        self._supervisor.job(work, f"prewarm-{job.number}")
-        return job.number
+        self._supervisor.job(work, f"prewarm-{job.job}")
+        return job.job
 
     def job(self, number: int) -> dict[str, Any] | None:
         """The outcome of a prewarm so far; None if it is not listed."""
         job = self._jobs.get(number)
-        return None if job is None else job.document()
+        return None if job is None else msgspec.structs.asdict(job)
 
     def documents(self) -> list[dict[str, Any]]:
         """All listed prewarms, oldest first."""
-        return [job.document() for job in self._jobs.values()]
+        return [msgspec.structs.asdict(job) for job in self._jobs.values()]
 
     async def _run(
         self, job: Job, group: GroupSlices, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
@@ -161,8 +136,7 @@ class Prewarms:
         except KvstrataError as error:
             reason = error.code
         finally:
-            job.reason = reason
-            job.running = False
+            job.reason, job.state = reason, "done"
 
     def _group_of(self, model: str) -> EngineGroup:
         groups = self._processes.groups

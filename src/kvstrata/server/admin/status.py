@@ -8,19 +8,18 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstrata import __version__
-from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.core import POOL_NUMBERS, Pool
-from kvstrata.observability.explain import Explainer
 from kvstrata.observability.numbers import Number, Numbers, gauge
-from kvstrata.process.supervisor import Supervisor
-from kvstrata.server.plan import InstanceFacts
-from kvstrata.server.processes import EngineGroup, Processes, Readiness, tenant_number
+from kvstrata.server.processes import EngineGroup, Processes, tenant_number
 from kvstrata.server.requests.grants import Grants, Reservation
 from kvstrata.types import shown_name
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
 
 Section = Callable[[], Any]
 
@@ -61,10 +60,8 @@ class InstanceNumbers(Numbers, prefix=""):
 
     instance = gauge("This instance; always 1.", lambda self: {self._facts.instance_id: 1}, "instance_id")
 
-    def __init__(self, facts: InstanceFacts, readiness: Readiness, clock: Clock) -> None:
-        self._facts = facts
-        self._readiness = readiness
-        self._clock = clock
+    def __init__(self, parts: Parts) -> None:
+        self._facts, self._readiness, self._clock = parts.facts, parts.readiness, parts.clock
 
     def document(self) -> dict[str, Any]:
         """What the instance tells of itself."""
@@ -138,13 +135,9 @@ class SessionNumbers(Numbers):
         lambda self: len(self._explainer.notes),
     )
 
-    def __init__(
-        self, processes: Processes, grants: Grants, supervisor: Supervisor, explainer: Explainer
-    ) -> None:
-        self._processes = processes
-        self._grants = grants
-        self._supervisor = supervisor
-        self._explainer = explainer
+    def __init__(self, parts: Parts) -> None:
+        self._processes, self._grants = parts.processes, parts.grants
+        self._supervisor, self._explainer = parts.supervisor, parts.explainer
 
 
 def processes_section(processes: Processes) -> list[dict[str, Any]]:
@@ -200,16 +193,10 @@ def _longest_ago_s(group: EngineGroup, now_s: float) -> float | None:
 class TenantRows:
     """Bytes by tenant. A tenant is shown by its name if a quota or an attached process tells it, else by its number."""
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        processes: Processes,
-        pool: Pool,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._named: dict[int, str] = {}
-        self.name(settings)
-        self._processes = processes
-        self._pool = pool
+        self.name(parts.settings)
+        self._processes, self._pool = parts.processes, parts.pool
 
     def name(self, settings: ServerSettings) -> None:
         """Show the tenants that have a quota in these settings by their names."""
