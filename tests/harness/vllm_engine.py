@@ -8,8 +8,6 @@ method of `Engine` and its arguments.  `submit`, `step` and `abort` are for even
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import json
 import math
 import os
@@ -119,26 +117,6 @@ class Calls:
         return {"methods": taken, "cpu_s": cpu_s}
 
 
-def register_elsewhere() -> None:
-    """Give vLLM the load format `elsewhere`, which reads weights from the folder `place` of its extra config."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    class Elsewhere(DefaultModelLoader):  # type: ignore[misc]
-        def __init__(self, load_config: Any) -> None:
-            self.place = load_config.model_loader_extra_config["place"]
-            super().__init__(
-                dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
-            )
-
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            there = copy.copy(model_config)
-            there.model = self.place
-            super().load_weights(model, there)
-
-    register_model_loader("elsewhere")(Elsewhere)
-
-
 def ours(connector: Any) -> Any:
     """Return our connector, which may be one of several in vLLM's `MultiConnector`."""
     each = getattr(connector, "sub_connectors", [connector])
@@ -160,8 +138,6 @@ class Engine:
 
             self.calls.wrap(LMCacheConnectorV1)
             self.lifetime.enter_context(self.calls.watching())
-        if options.get("load_format") == "elsewhere":
-            register_elsewhere()
         self.llm = LLM(**options)
         self.core = self.llm.llm_engine
         self.count = 0

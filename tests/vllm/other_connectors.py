@@ -1,7 +1,6 @@
-"""Connectors that stand beside ours in vLLM's `MultiConnector`; vLLM's engine process imports this module.
+"""Lets vLLM's `OffloadingConnector` copy on the CPU, where vLLM's spec only copies from GPUs.
 
-Both are vLLM's own, with what a test needs: `HostSpec` lets `OffloadingConnector` copy on the CPU, where vLLM's spec
-only copies from GPUs; `FailingConnector` is the `ExampleConnector` whose loads may fail.
+vLLM's engine process imports this module.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -70,29 +68,3 @@ def _pairs(blocks: Any, chunks: Any) -> list[tuple[int, int, int]]:
     groups = [group for group, size in enumerate(blocks.group_sizes) for _ in range(size)]
     each = zip(groups, blocks.block_ids, chunks.block_ids, strict=True)
     return [(group, int(block), int(chunk)) for group, block, chunk in each]
-
-
-class FailingConnector(ExampleConnector):
-    """While the file `fail_file` of the extra config exists, loads write wrong KV and report their blocks as failed."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._fail = Path(self._kv_transfer_config.get_from_extra_config("fail_file", ""))
-        self._bad: set[int] = set()
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load, or fail."""
-        super().start_load_kv(forward_context, **kwargs)
-        if not self._fail.exists() or forward_context.attn_metadata is None:
-            return
-        for request in self._get_connector_metadata().requests:
-            if not request.is_store:
-                self._bad |= set((request.slot_mapping // self._block_size).tolist())
-        for layer in forward_context.no_compile_layers.values():
-            if getattr(layer, "kv_cache", None) is not None and self._bad:
-                layer.kv_cache[sorted(self._bad)] = 7
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks whose loads have failed since the last call."""
-        bad, self._bad = self._bad, set()
-        return bad

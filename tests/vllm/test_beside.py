@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ THEIR_SETTINGS = {
 
 
 class BesideRig(Rig):
-    """A server and an engine with two connectors; `switch` is a file that makes the other one's loads fail or hang."""
+    """A server and an engine with two connectors; while the file `switch` exists, the other one's loads hang."""
 
     def __init__(self, server: ServerProcess, vllm: VllmProcess, switch: Path, *, first: bool) -> None:
         super().__init__(server, vllm)
@@ -95,24 +94,6 @@ def offloading(first, server, vllm_model_folder, tmp_path_factory) -> Iterator[B
     other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     with engine(server, vllm_model_folder("gemma3"), folder / "vllm", other, first=first) as vllm:
         yield BesideRig(server, vllm, folder / "hold", first=first)
-
-
-@pytest.fixture(scope="module")
-def example(server, small_model, tmp_path_factory) -> Iterator[BesideRig]:
-    """Beside `ExampleConnector`, whose loads are part of a step."""
-    folder = tmp_path_factory.mktemp("example")
-    other = {
-        "kv_connector": "FailingConnector",
-        "kv_connector_module_path": "tests.vllm.other_connectors",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "shared_storage_path": str(folder / "kept"),
-            "fail_file": str(folder / "fail"),
-        },
-    }
-    whole = {"max_num_batched_tokens": 4096}  # it keeps the first piece of a prompt only
-    with engine(server, small_model, folder / "vllm", other, first=False, **whole) as vllm:
-        yield BesideRig(server, vllm, folder / "fail", first=False)
 
 
 def test_settings_are_read_from_our_entry_and_the_policy_from_the_outer_configuration(offloading):
@@ -184,53 +165,6 @@ def test_abort_while_the_other_one_loads_stores_nothing_and_leaks_no_block(offlo
     rig.settle()
     assert chunks_in_l1(rig.server) == before
     assert rig.again(prompt)["tokens"] == cold["tokens"]
-
-
-@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
-def test_the_other_one_serves_while_our_server_is_gone(offloading, killed):
-    rig = offloading
-    prompt = rig.fresh_prompt(1_000)
-    cold = rig.vllm.generate(prompt, transfer=NOT_OURS)
-    rig.settle()
-    free = rig.vllm.ask("free_blocks")
-    if killed:
-        rig.server.kill()
-    else:
-        rig.server.freeze()
-    try:
-        warm = rig.vllm.generate(prompt)
-    finally:
-        if killed:
-            rig.server.start()
-        else:
-            rig.server.thaw()
-    assert (warm["tokens"], warm["cached_tokens"] >= 768) == (cold["tokens"], True)
-    rig.settle()
-    assert rig.vllm.ask("free_blocks") == free
-    until(rig.connected, "connecting again")
-    fresh = rig.fresh_prompt(600)
-    kept = rig.stored(fresh)
-    assert rig.again(fresh, transfer=ONLY_OURS)["tokens"] == kept["tokens"]
-
-
-def test_kv_of_a_load_that_fails_within_its_step_is_never_stored(example):
-    rig = example
-    prompt = rig.fresh_prompt(1_000)
-    cold = rig.vllm.generate(prompt, transfer=NOT_OURS)
-    rig.news()
-    until(rig.forget, "letting all blocks go")
-    free, before = rig.vllm.ask("free_blocks"), chunks_in_l1(rig.server)
-    rig.switch.touch()
-    failed = rig.again(prompt)
-    rig.switch.unlink()
-    assert failed["tokens"] == cold["tokens"]
-    rig.settle()
-    assert chunks_in_l1(rig.server) == before + 4
-    shutil.rmtree(rig.switch.parent / "kept")
-    ours = rig.again(prompt)
-    assert (ours["tokens"], ours["cached_tokens"]) == (cold["tokens"], 896)
-    until(rig.forget, "letting all blocks go")
-    assert rig.vllm.ask("free_blocks") == free
 
 
 def test_prefill_and_decode_over_nixl_in_both_orders_with_windows(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import urllib.request
 from pathlib import Path
 
@@ -158,38 +157,3 @@ def test_tensor_parallel_workers_store_and_load_their_own_heads(server, small_mo
 def test_a_wrong_setting_stops_the_start_with_advice(small_model, tmp_path):
     with pytest.raises(VllmFailed, match=r"fidelity: 'fp8' rounds KV on a GPU, .* set it to 'lossless'"):
         VllmProcess(small_model, tmp_path, extra={"kvstrata.fidelity": "fp8"}, options=OPTIONS)
-
-
-@pytest.mark.long
-def test_weights_that_lie_elsewhere_are_told_apart_by_what_was_loaded(server, small_model, tmp_path):
-    """The model's folder has no weights, and its place is the same for all of them, like an address of a bucket."""
-    model, place = tmp_path / "model", tmp_path / "place"
-    shutil.copytree(small_model, place)
-    model.mkdir()
-    for path in small_model.glob("*.json"):
-        shutil.copy(path, model)
-    prompt = make_prompt(506, 1_000)
-
-    def engine(name):
-        options = {"load_format": "elsewhere", "model_loader_extra_config": {"place": str(place)}}
-        return rig_of(server, model, tmp_path / name, **options)
-
-    with engine("first") as rig:
-        first = rig.stored(prompt)
-    with engine("restarted") as rig:
-        warm = rig.vllm.generate(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (896, first["tokens"])
-    turn_a_weight(place / "model.safetensors", "model.layers.0.self_attn.k_proj.weight")
-    with engine("other weights") as rig:
-        other = rig.vllm.generate(prompt)
-    assert other["cached_tokens"] == 0 and other["tokens"] != first["tokens"]
-
-
-def turn_a_weight(path, name):
-    """Exchange the halves of one tensor of a file of weights."""
-    data = bytearray(path.read_bytes())
-    header_bytes = 8 + int.from_bytes(data[:8], "little")
-    first, end = (header_bytes + at for at in json.loads(data[8:header_bytes])[name]["data_offsets"])
-    middle = (first + end) // 2
-    data[first:middle], data[middle:end] = data[middle:end], data[first:middle]
-    path.write_bytes(data)
