@@ -32,8 +32,8 @@ from benchmarks.common import (
 )
 from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity, LoadItem
+from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.types import RequestIdentity, unpack_extents
-from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
 LAYERS = 32

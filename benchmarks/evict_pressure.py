@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, scratch, sized, wait_until
 from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import LoadItem
+from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.types import RequestIdentity, unpack_extents
-from tests.harness.blocks import PagedBlocks
 from tests.harness.http_read import read
 from tests.harness.server_process import ServerProcess
 

@@ -37,10 +37,10 @@ from benchmarks.common import (
 )
 from benchmarks.echo import ThreadedAsker, echo_server
 from benchmarks.raw_session import RawSession, status
+from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.memory.segment_settings import available_bytes
 from kvstrata.session.plain import PlainConnection
 from kvstrata.types import EXTENT, LayoutIdentity, RequestIdentity
-from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
 TARGET_US = 300

@@ -37,10 +37,10 @@ from benchmarks.common import (
 )
 from benchmarks.echo import echo_server
 from benchmarks.raw_session import RawSession
+from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.rpc import wire
 from kvstrata.session.plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice
-from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
 TARGET = 1.5

@@ -23,8 +23,8 @@ from benchmarks.common import (
 )
 from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity
+from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.types import RequestIdentity
-from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
 CHUNKS = 512

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.common import chain_of, compared, engine_client, median_spread, scratch, sized, wait_until
 from benchmarks.raw_session import is_faulted, status
+from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.types import RequestIdentity
-from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
 READY_TARGET_S = 1.0

@@ -17,9 +17,11 @@ import msgspec
 from kvstrata.client import CacheClient, Identity, LoadItem, LookupCall, LookupResult, StoreJob, StoreOutcome
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.keys import ChunkHasher
+from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.types import (
     KEY_BYTES,
     SPAN_FACT,
+    LayoutIdentity,
     LeaseName,
     MissReason,
     RequestIdentity,
@@ -28,7 +30,6 @@ from kvstrata.types import (
     shown_name,
     unpack_extents,
 )
-from tests.harness.blocks import PagedBlocks, layout_identity
 from tests.harness.child import serve
 
 PATIENCE_S = 120.0
@@ -55,6 +56,10 @@ def eventually(what: str, holds: Callable[[], Any]) -> Any:
 def prompt(n_chunks: int, seed: int = 0) -> list[int]:
     """Return the tokens of a prompt; prompts of different seeds share no chunk."""
     return [seed * 1_000_003 + i for i in range(n_chunks * CHUNK_TOKENS)]
+
+
+def layout_identity(chunk_tokens: int = CHUNK_TOKENS, model: str = "test-model") -> LayoutIdentity:
+    return LayoutIdentity(model=model, kv_dtype="bf16", chunk_tokens=chunk_tokens)
 
 
 class CacheEngine:
@@ -95,6 +100,9 @@ class CacheEngine:
             facts=None if role is Role.SCHEDULER else facts,
         )
         self._requests = itertools.count()
+        self._begun_s = 0.0
+        self.copied = 0.0, 0
+        """Seconds that the last store or load of `stored` or `check_load` took, and its bytes."""
 
     def __enter__(self) -> CacheEngine:
         self.client.start()
@@ -148,6 +156,7 @@ class CacheEngine:
         chunks = range(first, hasher.n_chunks)
         if compute:
             self.compute(hasher, chunks)
+        self._begun_s = time.perf_counter()
         return self.client.store(
             self.identity(salt),
             hasher.key(first - 1) if first else b"",
@@ -166,6 +175,7 @@ class CacheEngine:
         while True:
             job = self.store(tokens, first, salt)
             assert job.done.wait(PATIENCE_S), "the store never ended"
+            self.copied = time.perf_counter() - self._begun_s, job.bytes
             # The server may have taken a chunk whose store failed: the chunk is then present, or in flight for a while.
             ours |= {
                 i for i, now in enumerate(job.outcomes) if now in (StoreOutcome.STORED, StoreOutcome.FAILED)
@@ -228,8 +238,10 @@ class CacheEngine:
         items = self.items(tokens, result, salt, first_block=half)
         for item in items:
             self.blocks.fill(item.block_ids, "not loaded")
+        self._begun_s = time.perf_counter()
         job = self.client.load(self.identity(salt), result.lease, items, self.blocks.plan, sync=sync)
         assert job.wait(PATIENCE_S), "the load never ended"
+        self.copied = time.perf_counter() - self._begun_s, job.bytes
         for index, item in enumerate(items):
             if index not in job.failed:
                 assert self.blocks.read(item.block_ids) == self.expected(item.key), f"chunk {index} is wrong"
@@ -280,6 +292,9 @@ class _Child:
 
     def hit(self, n_chunks: int, seed: int = 0) -> int:
         return self.engine.hit(prompt(n_chunks, seed))
+
+    def copied(self) -> dict[str, float]:
+        return dict(zip(("seconds", "bytes"), self.engine.copied, strict=True))
 
     def stats(self) -> dict[str, Any]:
         return self.engine.client.stats()

@@ -17,8 +17,7 @@ from kvstrata.connectors.vllm.kv_view import Heads, KvView, LayerKind, build_vie
 from kvstrata.keys import ChunkHasher
 from kvstrata.native import core
 from kvstrata.types import RequestIdentity, Role, unpack_extents
-from tests.harness.blocks import layout_identity
-from tests.harness.cache_engine import PATIENCE_S, eventually
+from tests.harness.cache_engine import PATIENCE_S, eventually, layout_identity
 from tests.harness.gpu_kv import ELEMENT_BYTES, Tensor, layer_tensors, strides_of
 
 CHUNK, DIM = 96, 4

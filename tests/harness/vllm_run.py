@@ -153,7 +153,7 @@ class VllmProcess:
         return self._answer(timeout_s)
 
     def generate(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
-        """Answer one prompt; return {"tokens", "cached_tokens", "ttft_s", "wall_s", "finish", ...}."""
+        """Answer one prompt; return {"tokens", "cached_tokens", "ttft_s", "wall_s", ...}."""
         found: dict[str, Any] = self.ask("generate", prompts=[prompt], **arguments)[0]
         return found
 

@@ -63,23 +63,6 @@ def test_simultaneous_requests_hit_and_give_the_same_tokens(rig):
     assert [r["cached_tokens"] for r in warm] == [640, 1_280, 255, 2_047, 896]
 
 
-def test_salts_share_nothing(rig):
-    prompt = rig.fresh_prompt(600)
-    cold = rig.stored(prompt, salt="blue")
-    assert rig.again(prompt, salt="red")["cached_tokens"] == 0
-    assert rig.again(prompt)["cached_tokens"] == 0
-    warm = rig.again(prompt, salt="blue")
-    assert (warm["cached_tokens"], warm["tokens"]) == (512, cold["tokens"])
-
-
-def test_request_may_limit_what_is_stored(rig):
-    prompt = rig.fresh_prompt(1_200)
-    before = chunks_in_l1(rig.server)
-    rig.vllm.generate(prompt, transfer={"lmcache.max_offload_tokens": 600})
-    until(lambda: chunks_in_l1(rig.server) == before + 2, "storing two chunks")
-    assert rig.again(prompt)["cached_tokens"] == 512
-
-
 def test_requests_for_prompt_logprobs_load_nothing(rig):
     prompt = rig.fresh_prompt(600)
     cold = rig.stored(prompt)
@@ -150,23 +133,3 @@ def test_kv_of_requests_that_run_during_a_reset_is_not_stored(rig):
     # With the weights of the start it finds what it stored with them.
     rig.vllm.ask("change_weights", factor=0.25)
     assert rig.again(prompt)["cached_tokens"] == 1_024
-
-
-def test_after_a_reset_with_the_same_weights_earlier_chunks_are_hit(rig):
-    prompt = rig.fresh_prompt(1_000)
-    cold = rig.stored(prompt)
-
-    until(lambda: rig.forget(connector=True), "emptying both caches")
-    warm = rig.vllm.generate(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
-
-
-def test_new_weights_hit_no_earlier_chunk_even_if_vllm_emptied_only_its_own_cache(rig):
-    prompt = rig.fresh_prompt(1_000)
-    first = rig.stored(prompt)
-    rig.vllm.ask("change_weights", factor=4.0)
-    cold = rig.again(prompt)
-    assert cold["cached_tokens"] == 0 and cold["tokens"] != first["tokens"]
-    rig.vllm.ask("change_weights", factor=0.25)
-    warm = rig.again(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (896, first["tokens"])

@@ -19,7 +19,6 @@ import pytest
 
 from kvstrata.cli.boundary import Exit
 from tests.harness import own_commands
-from tests.harness.cache_engine import eventually
 from tests.harness.child import Child
 from tests.harness.daemon import free_port
 from tests.harness.server_process import ServerProcess
@@ -36,14 +35,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("pages")
     with (
         ServerProcess(folder, l1_mb=256, l2="fs").started() as server,
-        Child(
-            "tests.harness.load_client", str(server.socket_dir), str(CHUNKS), "1", log=folder / "engine.log"
-        ) as engine,
+        Child("tests.harness.cache_engine", log=folder / "engine.log") as engine,
     ):
-        eventually("the engine is attached", lambda: engine.ask("connected"))
-        assert engine.ask("retrieve", seed=1, chunks=CHUNKS)["chunks"] == 0
-        engine.ask("store", seed=1, chunks=CHUNKS)
-        assert engine.ask("retrieve", seed=1, chunks=CHUNKS)["chunks"] == CHUNKS
+        engine.ask("start", socket_dir=str(server.socket_dir), model="llama-8b-shape")
+        engine.ask("connect")
+        assert engine.ask("hit", n_chunks=CHUNKS) == 0
+        engine.ask("store", n_chunks=CHUNKS)
+        assert engine.ask("hit", n_chunks=CHUNKS) == CHUNKS
         yield server
 
 

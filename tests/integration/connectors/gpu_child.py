@@ -11,9 +11,7 @@ from typing import Any
 
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors import device
-from kvstrata.connectors.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
-from kvstrata.native.cuda import CudaCopyPlan
 from kvstrata.types import RequestIdentity, shown_name
 from tests.harness.cache_engine import eventually
 from tests.harness.child import serve
@@ -36,13 +34,6 @@ def prompt(seed: int, n_chunks: int, more: int = 1) -> list[int]:
     return [seed * 1_000_003 + at for at in range(n_chunks * CHUNK_TOKENS + more)]
 
 
-class Unordered(DeviceMover):
-    """A planted bug: copies do not begin behind what the engine's stream has to do."""
-
-    def _behind_now(self, plan: CudaCopyPlan) -> CudaCopyPlan | None:
-        return plan
-
-
 def settings_of(socket_dir: str, **more: Any) -> ClientSettings:
     return ClientSettings(socket_dir=socket_dir, chunk_size=CHUNK_TOKENS, **more)
 
@@ -60,7 +51,6 @@ class _Child:
         pin: bool = True,
         load_mode: str = "auto",
         save_decode_cache: bool = False,
-        ordered: bool = True,
         settings: dict[str, Any] | None = None,
         **more: Any,
     ) -> dict[str, Any]:
@@ -78,7 +68,6 @@ class _Child:
             block_tokens=BLOCK_TOKENS,
             pin=pin,
             sync_load_bytes=SYNC_CHUNKS * chunk_bytes,
-            **({} if ordered else {"mover": Unordered}),
             **more,
         )
         chosen = self._cache.engine

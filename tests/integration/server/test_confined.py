@@ -79,13 +79,14 @@ def serve_two_clients(host: Any, folder: Path) -> str:
     with ServerProcess(folder / "server", l1_mb=256, l2="embedded", host=host, supervised=True) as server:
         server.start()
         with (
-            Child("tests.harness.load_client", str(server.socket_dir), "1", "1", log=folder / "1.log") as one,
-            Child("tests.harness.load_client", str(server.socket_dir), "1", "2", log=folder / "2.log") as two,
+            Child("tests.harness.cache_engine", log=folder / "1.log") as one,
+            Child("tests.harness.cache_engine", log=folder / "2.log") as two,
         ):
-            for client in (one, two):
-                eventually("it attached", lambda client=client: client.ask("connected"))
-            assert one.ask("store", seed=1, chunks=1)["outcomes"] == ["stored"]
-            assert two.ask("retrieve", seed=1, chunks=1)["equal"]
+            for client, group in ((one, "1" * 16), (two, "2" * 16)):
+                client.ask("start", socket_dir=str(server.socket_dir), group=group)
+                client.ask("connect")
+            assert one.ask("store", n_chunks=1) == ["stored"]
+            assert two.ask("hit", n_chunks=1) == 1
         os.kill(server.ready["pid"], signal.SIGTERM)
         eventually("it ended", lambda: server.halted())
         return server.log.read_text()

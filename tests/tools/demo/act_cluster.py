@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import cache_engine
-from tests.harness.child import Child
 from tests.harness.cluster import Cluster
+from tests.tools.demo.act_clients import open_clients, retrieve, store
 from tests.tools.demo.prompts import HIT_TOKENS, NEW_TOKENS, begin_vllm, prompts
 from tests.tools.demo.servers import CHUNK_TOKENS, L1_MB, fitting_l1_mb, stored_chunks, wait_for
 from tests.tools.demo.table import Table, say
@@ -99,23 +99,12 @@ def _cluster_vllm(folder: Path, table: Table, cluster: Cluster, size: str) -> No
 def _cluster_clients(folder: Path, table: Table, cluster: Cluster) -> None:
     chunks = 2
     with contextlib.ExitStack() as stack:
-        clients = [
-            stack.enter_context(
-                Child(
-                    "tests.harness.load_client", str(server.socket_dir), str(chunks), str(number),
-                    log=folder / f"client-{number}.log",
-                )
-            )
-            for number, server in enumerate(cluster.servers, 1)
-        ]  # fmt: skip
-        for client in clients:
-            wait_for(lambda client=client: client.ask("connected"), "a client did not attach")
-        stored = clients[0].ask("store", seed=3, chunks=chunks)
+        clients = open_clients(stack, folder, cluster.servers, chunks)
+        stored = store(clients[0], chunks, 3)
         table.add(CASES_4[0], 4, ok=set(stored["outcomes"]) == {"stored"}, cached_tokens=0)
         cluster.until_known(0)
         for case in (1, 2):
-            found = clients[1].ask("retrieve", seed=3, chunks=chunks)
-            whole = found.get("chunks") == chunks and found["equal"]
+            whole = retrieve(clients[1], chunks, 3)["chunks"] == chunks
             read = cluster.peer_records(1) == chunks
             table.add(
                 CASES_4[case],

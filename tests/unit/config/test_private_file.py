@@ -18,7 +18,7 @@ from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
 from kvstrata.rpc import wire
 from kvstrata.types import Role
-from tests.harness.blocks import layout_identity
+from tests.harness.cache_engine import layout_identity
 
 TOKEN = "secret-of-blue-0123456"
 

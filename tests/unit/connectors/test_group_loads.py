@@ -70,11 +70,6 @@ def test_an_offer_ends_with_a_chunk_and_leaves_a_token_to_compute(n_tokens, hits
         assert all(call.n_asked <= (n_tokens - 1) // CHUNK for call in client.calls)
 
 
-def test_one_group_of_full_attention_is_offered_all_but_the_last_token():
-    _, _, _, offer = hit_of((FULL,), n_tokens=32)
-    assert offer == (31, False)
-
-
 def test_each_group_loads_what_a_hit_needs_of_it_under_one_lease():
     side, client, request, (tokens, _) = hit_of((FULL, WINDOW))
     side.allocated(request, tables_of((FULL, WINDOW), gone=20), tokens)

@@ -95,9 +95,15 @@ def test_after_an_error_nothing_is_loaded_or_stored_and_what_vllm_waits_for_ends
     assert client.closed
 
 
-def test_preempted_requests_are_passed_on_even_when_the_plan_fails():
-    side = GuardedSide(make_side())
+def test_preempted_requests_and_loads_are_passed_on_even_when_the_plan_fails():
+    client = FakeClient()
+    side = GuardedSide(make_side(client))
     request = arrive(side, 40)
     [_] = step(side, [(request, 0, 40)]).stores
+    client.hits = 3
+    loading = arrive(side, 43)
+    side.allocated(loading, [list(range(1, 12))], ask(side, loading)[0])
     side.first.stores.plan = None
-    assert step(side, preempted=[request.request_id]).preempted == {request.request_id}
+    plan = step(side, preempted=[request.request_id])
+    assert plan.preempted == {request.request_id}
+    assert [load.request_id for load in plan.loads] == [loading.request_id]

@@ -21,26 +21,6 @@ from tests.harness.scheduler_side import (
 pytestmark = pytest.mark.usefixtures("patience_of_production")
 
 
-def test_generated_chunks_are_stored_only_when_asked_for():
-    for save, expected in ((False, 2), (True, 4)):
-        _, side, request = scene(20, settings={"save_decode_cache": save})
-        step(side, [(request, 0, 20)])
-        chunks = 2
-        for computed in range(20, 32):
-            request.all_token_ids.append(computed)
-            chunks += sum(len(s.chain) // 32 for s in step(side, [(request, computed, 1)]).stores)
-        assert chunks == expected
-
-
-def test_tokens_computed_before_they_are_sampled_are_not_stored():
-    """vLLM computes speculated tokens, and tokens that it has not sampled yet, before it knows them."""
-    _, side, request = scene(15, settings={"save_decode_cache": True})
-    assert len(step(side, [(request, 0, 15)]).stores[0].chain) == 32
-    assert step(side, [(request, 15, 4)]).stores == []
-    request.all_token_ids.extend([7, 8])
-    assert len(step(side, [(request, 17, 1)]).stores) == 1
-
-
 def test_a_request_may_limit_how_many_of_its_tokens_are_stored():
     for limit, chunks in ((0, 0), (7, 0), (17, 2), (1000, 5), (-4, 0)):
         side = make_side()

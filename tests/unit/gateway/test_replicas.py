@@ -15,7 +15,7 @@ from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import KvKind, Replicate
 from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
-from tests.harness.blocks import layout_identity
+from tests.harness.cache_engine import layout_identity
 
 CHUNK = 16
 LAYOUT = layout_identity(CHUNK)

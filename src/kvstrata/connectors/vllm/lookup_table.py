@@ -10,8 +10,8 @@ request was preempted, is computed without the cache, or has ended.  A lookup is
 queue is short, otherwise when vLLM first asks.  In one step, all answers together are awaited for at most `WAIT_S`.
 
 Invariant: a lease is in exactly one place: in `Tracked.hit`, in a `Load` handed to the workers, or released.  The lease
-is claimed from the moment when vLLM is promised its chunks until the end of that step, and again from the allocation
-on; at other times the server may revoke it.
+is claimed from the moment when vLLM is promised its chunks until the end of that step, before which it is released if
+vLLM allocates blocks; at other times the server may revoke it.
 
 The tenant of each request: the engine's own, or one that the request names in `kv_transfer_params`.
 
@@ -410,11 +410,8 @@ class LookupTable:
             return True
         return None if self._revoked(tracked, now) else False
 
-    def taken(self, tracked: Tracked, *, loads: bool) -> None:
-        """Note that vLLM has allocated blocks for a hit; with `loads` the lease now belongs to the workers."""
-        if loads and tracked.call is not None:
-            # The lease stays claimed: the workers hold shares of their own.
-            self._claimed.pop(tracked.call, None)
+    def taken(self, tracked: Tracked) -> None:
+        """Note that vLLM has allocated blocks for a hit. The lease, which is claimed, leaves this side in this step."""
         tracked.hit = tracked.call = None
         tracked.tails_after = -1
         tracked.state = LookupState.TAKEN

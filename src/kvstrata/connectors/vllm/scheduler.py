@@ -160,7 +160,7 @@ class SchedulerSide:
             self._counts["loads_async" if tracked.asynchronous else "loads_sync"] += 1
             self._counts["lookup_hit_tokens"] += external_tokens
             tracked.known_tokens += external_tokens
-        self._lookups.taken(tracked, loads=external_tokens > 0)
+        self._lookups.taken(tracked)
         if external_tokens > 0:
             self._client.release([hit.lease], group=not whole)
 
