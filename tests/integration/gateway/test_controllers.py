@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvstrata.gateway.routing.load_rates import ASSUMED_LATENCY_S
+from kvstrata.types import canonical_json
 from tests.harness.cache_engine import eventually, prompt
 from tests.harness.cluster import key_files
 from tests.harness.ext_proc import endpoints
@@ -214,38 +215,6 @@ async def test_how_fast_engines_load_is_told_before_the_gateway_has_seen_a_load(
     await asyncio.to_thread(eventually, "a new server is told as well", lambda: rates() == [rate])
 
 
-async def test_a_killed_controller_delays_no_request(scene: Scene) -> None:
-    tokens = await scene.store(0, 33)
-    controller = scene.cluster.controller
-
-    async def at_once(got: Got, line: Line) -> None:
-        await line.answer({"choices": []})
-
-    for engine in scene.engines:
-        engine.behaviour = at_once
-    controller.kill()
-
-    async def gone() -> bool:
-        return not (await scene.page())["connected"]
-
-    await eventually_async("the connection has ended", gone)
-    asked = (await scene.page())["asked"]
-    for _ in range(5):
-        await scene.send(tokens)
-    assert (await scene.page())["asked"] == asked
-    await asyncio.to_thread(controller.start)
-    await scene.until_told()
-    answered = (await scene.page())["answered"]
-
-    async def answered_again() -> bool:
-        await scene.send(tokens)
-        return bool((await scene.page())["answered"] > answered)
-
-    await eventually_async("the controller answers", answered_again)
-    for engine in scene.engines:
-        engine.behaviour = answers
-
-
 async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_ahead(tmp_path: Path) -> None:
     async with opened(tmp_path, n_servers=4) as made:
         cluster, engines = made.cluster, made.engines
@@ -282,3 +251,53 @@ async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_a
 
 async def _sum_is(counts: list[int], wanted: int) -> bool:
     return sum(counts) == wanted
+
+
+def lora(name: str, content: str) -> str:
+    """An adapter, as the connector for vLLM puts it into a request's identity."""
+    return canonical_json([name, content]).decode()
+
+
+async def holders(scene: Scene, tokens: list[int], word: str, **more: Any) -> set[tuple[str, str, int]]:
+    """By what engine and tier how many tokens of a prompt are known; a peer's is every engine's."""
+    return {one[:3] for one in await scene.known(tokens, word, **more) if one[1] != "peer"}
+
+
+async def test_prompts_of_a_lora_adapter_are_looked_up_by_the_content_that_each_instance_has(scene):
+    names, numbers = [one.name for one in scene.engines], itertools.count()
+    for engine in scene.engines:
+        engine.models.append("sql")
+        engine.parents["sql"] = "m"
+    # The same name stands for other files at each engine; what was stored under older files counts no more.
+    stored = {}
+    for number, content in ((0, "older"), (0, "newer"), (1, "other")):
+        scene.caches[number].adapter = lora("sql", content)
+        stored[content] = await scene.store(number, 50 + len(stored))
+    for cache in scene.caches:
+        cache.adapter = ""
+
+    async def found(content: str, model: str) -> set[tuple[str, str, int]]:
+        return await holders(scene, stored[content], f"{next(numbers)}", model=model)
+
+    async def adapters_told() -> bool:
+        return await found("newer", "sql") == {(names[0], "l1", TOKENS)}
+
+    async def serves() -> bool:
+        engines = (await scene.gateway.status(scene.session))["engines"]
+        return all("sql" in engine["models"] for engine in engines)
+
+    await eventually_async("both engines are known to serve the adapter", serves)
+    await eventually_async("the gateway knows the adapters", adapters_told)
+    assert await found("other", "sql") == {(names[1], "l1", TOKENS)}
+    assert not await found("older", "sql") and not await found("newer", "m")
+
+
+async def test_a_prompt_is_looked_up_under_the_tenant_that_it_names(scene: Scene) -> None:
+    scene.caches[1].tenant = "blue"
+    tokens = await scene.store(1, 53)
+    named = {"kv_transfer_params": {"kvstrata.tenant": "blue"}}
+    assert await holders(scene, tokens, "blue", **named) == {(scene.engines[1].name, "l1", TOKENS)}
+    others = {"kv_transfer_params": {"kvstrata.tenant": "red"}}
+    assert not await holders(scene, tokens, "red", **others) and not await holders(scene, tokens, "none")
+    assert not await holders(scene, tokens, "salted", cache_salt="s", **named)
+    scene.caches[1].tenant = ""

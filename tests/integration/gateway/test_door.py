@@ -217,12 +217,9 @@ async def test_no_request_is_smuggled_past_the_gateway(start: Start, session: ai
     await at_rest(gateway, session)
 
 
-async def test_bombs_and_slow_clients_cost_only_themselves(start, session):
+async def test_slow_clients_cost_only_themselves(start, session):
     engine = ScriptedEngine()
     gateway = await start(engine, http={"stalled_s": 1})
-    many = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1_000) for i in range(20_000))
-    answer = await asyncio.to_thread(raw, gateway, HEAD + many + b"content-length: 0\r\n\r\n")
-    assert b" 200 " not in answer
     assert await asyncio.to_thread(raw, gateway, HEAD + b"content-length: 100\r\n\r\n{") == b"", "cut as late"
     half = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(100)]
     try:

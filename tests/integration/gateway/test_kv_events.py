@@ -191,34 +191,6 @@ async def test_a_burst_of_one_new_prefix_is_computed_once_per_engine(sims, sessi
         await operators(gateway, session, "/gateway/decisions/none")
 
 
-async def test_a_request_whose_class_cannot_be_met_is_refused_at_once(sims, session, start):
-    classes = [{"name": "fast", "ttft_ms": 400, "shed": True}, {"name": "patient", "ttft_ms": 400}]
-    gateway = await start(urls=[sims[0].url], policy="ttft", slo=classes)
-    draw = random.Random(amount.seed())
-
-    async def ask(slo: str) -> tuple[int, str]:
-        prompt = [draw.randrange(256) for _ in range(30_000)]
-        body = {"model": "m", "prompt": prompt, "max_tokens": 1}
-        headers = {"X-SLO-Class": slo}
-        async with session.post(gateway.url + COMPLETIONS, json=body, headers=headers) as response:
-            if response.status == 429:
-                assert int(response.headers["Retry-After"]) >= 1
-                assert (await response.json())["error"]["code"] == "slo_unreachable"
-            else:
-                await response.read()
-            return response.status, response.headers.get("Retry-After", "")
-
-    for _ in range(2):
-        assert (await ask("fast"))[0] == 200, "nothing is refused by an idle engine"
-    statuses = [status for status, _ in await asyncio.gather(*(ask("fast") for _ in range(12)))]
-    assert statuses.count(200) + statuses.count(429) == 12 and statuses.count(429) >= 4, statuses
-    patient = await asyncio.gather(*(ask("patient") for _ in range(12)))
-    assert {status for status, _ in patient} == {200}
-    await at_rest(gateway, session)
-    assert (await ask("fast"))[0] == 200
-    await gateway.until_sample(session, 'slo_requests_total{slo="fast",tenant=""}', 15)
-
-
 RANKS = 3
 RANK = "X-data-parallel-rank"
 
@@ -315,21 +287,8 @@ async def test_queues_are_counted_by_rank_and_a_client_cannot_choose_one(sim, se
 async def test_an_engine_that_comes_back_with_other_ranks_is_divided_anew(sim, session, start):
     gateway = await start(urls=[sim.url], policy="ttft")
     await until_ranks(gateway, session, sim, RANKS)
-
-    async def long() -> int:
-        body = {"model": "m", "prompt": [1] * 3_000, "max_tokens": 10_000, "ignore_eos": True}
-        async with session.post(gateway.url + COMPLETIONS, json=body) as response:
-            await response.read()
-            return response.status
-
-    cut = [asyncio.create_task(long()) for _ in range(6)]
-    await gateway.until(session, "they are under way", lambda status: status["gateway"]["in_flight"] == 6)
-    await sim.kill()
-    assert all(
-        isinstance(one, (int, Exception)) and one != 200
-        for one in await asyncio.gather(*cut, return_exceptions=True)
-    )
     for ranks in (1, 2):
+        await sim.kill()
         await gateway.until(session, "it is down", lambda status: status["engines"][0]["state"] == "down")
         await at_rest(gateway, session)
         sim.ranks = ranks
@@ -337,7 +296,6 @@ async def test_an_engine_that_comes_back_with_other_ranks_is_divided_anew(sim, s
         await until_ranks(gateway, session, sim, ranks)
         for _ in range(3):
             assert await cached(session, gateway.url, [2] * 400) >= 0
-        await sim.kill()
 
 
 async def test_ranks_whose_number_contradicts_the_settings_are_not_heard_but_serve(sim, session, start):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import random
 import subprocess
 import sys
@@ -25,26 +24,22 @@ from tests.integration.gateway.test_proxy import CHAT
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def sim() -> Iterator[str]:
-    """URL of a simulated engine that renders."""
+@contextlib.contextmanager
+def simulated(*flags: str) -> Iterator[str]:
+    """The URL of a simulated engine with these flags."""
     port = free_port()
-    command = [
-        "-m",
-        "kvstrata",
-        "sim",
-        "--port",
-        str(port),
-        "--model",
-        "m",
-        "--speed",
-        "100",
-        "--enable-scale-out",
-    ]
+    command = ["-m", "kvstrata", "sim", "--port", str(port), "--model", "m", *flags]
     process = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL, start_new_session=True)
     yield f"http://127.0.0.1:{port}"
     process.kill()
     process.wait()
+
+
+@pytest.fixture(scope="module")
+def sim() -> Iterator[str]:
+    """URL of a simulated engine that renders."""
+    with simulated("--speed", "100", "--enable-scale-out") as url:
+        yield url
 
 
 async def ask(gateway: GatewayProcess, session: aiohttp.ClientSession, path: str = CHAT, **body: Any) -> Any:
@@ -156,7 +151,7 @@ async def test_engines_that_take_ids_get_them(sim, start, session, tmp_path):
         gateway = await start(
             *([engine] if engine else []), urls=[] if engine else [sim], policy="ttft", tokens=tokens
         )
-        await eventually_async("the comparison", functools.partial(_logged, gateway, f"takes_ids={takes}"))
+        await _until_logged(gateway, f"takes_ids={takes}")
         if engine is not None:
             engine.got.clear()
         messages = user("Was kostet 5 € in ¥?")
@@ -185,9 +180,7 @@ async def test_ids_that_an_engine_rendered_go_back_to_it(sim, start, session):
     scripted = ScriptedEngine("m", behaviour=passes)
     tokens = {"render": True, "deadline_ms": 10_000, "pass_ids": True}
     gateway = await start(scripted, policy="ttft", tokens=tokens)
-    await eventually_async(
-        "the trial", functools.partial(_logged, gateway, f"takes_ids={CHAT},/v1/completions")
-    )
+    await _until_logged(gateway, f"takes_ids={CHAT},/v1/completions")
     scripted.got.clear()
     answer = await ask(gateway, session, messages=user("Was kostet 5 € in ¥?"))
     assert await prompts(gateway, session) == {"render": 1}
@@ -195,8 +188,8 @@ async def test_ids_that_an_engine_rendered_go_back_to_it(sim, start, session):
     assert len(got["kv_transfer_params"]["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
 
 
-def _logged(gateway: GatewayProcess, words: str) -> bool:
-    return words in gateway.log.read_text()
+async def _until_logged(gateway: GatewayProcess, words: str) -> None:
+    await eventually_async(f"the log has {words}", lambda: words in gateway.log.read_text())
 
 
 ENGINES, CONVERSATIONS, TURNS = 3, 8, 4
@@ -206,17 +199,7 @@ ENGINES, CONVERSATIONS, TURNS = 3, 8, 4
 def engines() -> Iterator[list[str]]:
     """URLs of simulated engines, ten times as fast as the engine that they simulate."""
     with contextlib.ExitStack() as stack:
-        urls = []
-        for _ in range(ENGINES):
-            port = free_port()
-            command = ["-m", "kvstrata", "sim", "--port", str(port), "--model", "m", "--speed", "10"]
-            process = subprocess.Popen(
-                [sys.executable, *command], stderr=subprocess.DEVNULL, start_new_session=True
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            urls.append(f"http://127.0.0.1:{port}")
-        yield urls
+        yield [stack.enter_context(simulated("--speed", "10")) for _ in range(ENGINES)]
 
 
 async def talk(gateway: GatewayProcess, session: aiohttp.ClientSession, draw: random.Random) -> list[float]:

@@ -214,6 +214,15 @@ def test_a_class_that_sheds_is_refused_when_its_deadline_cannot_be_met() -> None
     scene.assert_idle()
 
 
+def test_a_class_that_sheds_is_refused_at_once_behind_more_than_its_deadline_allows() -> None:
+    scene = Scene(max_requests=0)
+    assert scene.ask(slo="quick", tokens=30_000).state is State.ADMITTED, (
+        "nothing is refused by an idle engine"
+    )
+    assert refusal_of(scene.ask(slo="quick")) == "slo_unreachable"
+    assert scene.ask(slo="strict").state is State.ADMITTED
+
+
 def test_what_misses_its_deadline_without_shedding_lets_others_pass() -> None:
     scene = Scene()
     under_way = scene.fill()

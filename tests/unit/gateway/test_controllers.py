@@ -22,7 +22,6 @@ from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.model import Copy
 from kvstrata.gateway.routing.policies import POLICIES
-from kvstrata.native.core import chain_keys, storage_keys
 from kvstrata.rpc.cluster_wire import (
     GatewayBeat,
     GatewayHeard,
@@ -31,10 +30,9 @@ from kvstrata.rpc.cluster_wire import (
     HoldingsReply,
     KvKind,
     Served,
-    tags_of,
 )
 from kvstrata.rpc.zmq_curve import open_keys
-from kvstrata.types import LayoutIdentity, RequestIdentity, canonical_json, identity_root
+from kvstrata.types import LayoutIdentity, canonical_json
 from tests.harness.amount import amount
 from tests.harness.virtual import clock, on_virtual_time
 
@@ -68,16 +66,6 @@ def test_nothing_is_asked_for_a_kind_whose_keys_cannot_be_derived() -> None:
     ):
         directory = told(served("a", kinds=(0, 5, -1)), kinds=[wrong])
         assert directory.kind(directory.instances["a"], ["m"]) is None
-
-
-def test_tags_are_those_of_the_engines_own_keys() -> None:
-    tokens = list(range(100))
-    root = identity_root(LAYOUT, RequestIdentity(tenant="t", salt="s"))
-    wanted = tags_of(storage_keys(root, chain_keys(root, tokens, 16), SLICE))
-    (kind,) = told().kinds
-    assert kind is not None
-    assert kind.tags(Prompt(tokens), RequestIdentity(tenant="t", salt="s")) == wanted
-    assert kind.tags(Prompt(tokens), RequestIdentity(tenant="t")) != wanted
 
 
 OLD, NEW = (canonical_json(["sql", content]).decode() for content in ("old", "new"))
@@ -216,6 +204,10 @@ async def test_a_frozen_or_refusing_controller_delays_few_requests_and_is_asked_
     goes.set()
     await asyncio.sleep(60)
     assert link.usable and await link.holdings(asked, 0.002) == [[]] and link.asks
+    link._changed(False)
+    assert not (link.usable or link.asks), "a controller without a connection is not asked"
+    link._changed(True)
+    assert link.usable and link.asks
     refuses.set()
     assert [await link.holdings(asked, 0.002) for _ in range(12)] == [None] * 12
     assert (link.questions["failed"], link.asks) == (FAILURES, False)

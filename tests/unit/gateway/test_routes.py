@@ -54,14 +54,6 @@ def test_any_bytes_get_an_answer(body: bytes) -> None:
         assert isinstance(read, Asked) or (read.status == 400 and read.message)
 
 
-@given(BODIES)
-@settings(max_examples=amount(40, 100))
-def test_a_response_that_an_engine_stores_is_not_repeated(body: dict[str, Any]) -> None:
-    read = asked(RESPONSES, ROUTES[RESPONSES], json.dumps({**body, "model": "m"}).encode())
-    assert isinstance(read, Asked)
-    assert read.repeatable == (body.get("store") is False and not body.get("background"))
-
-
 def test_the_id_of_a_response_is_found_at_its_beginning_only() -> None:
     assert (
         response_in(b'event: response.created\ndata: {"type":"x","response":{"id":"resp_7","a":1}}')
