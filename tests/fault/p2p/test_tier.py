@@ -59,21 +59,6 @@ async def test_concurrent_lookups_of_one_prompt_ask_once_and_all_find_it(net) ->
     assert await one.load(*KEYS) == [LOADED] * 8
 
 
-async def test_many_concurrent_reads_are_all_right(net, l1: L1) -> None:
-    one = await net()
-    prompts = [chain(f"p{i}", 4) for i in range(6)]  # as many records as may be leased
-    for prompt in prompts:
-        l1.store(prompt)
-    one.directory.tell(one.owner.entry, [key for prompt in prompts for key in prompt])
-
-    async def read(prompt: list[bytes]) -> None:
-        assert await one.adapter.exists(prompt) == [THERE] * 4
-        assert await one.load(*prompt) == [LOADED] * 4
-
-    await asyncio.gather(*map(read, prompts))
-    await until(lambda: one.owner.leases == {})
-
-
 async def test_more_than_an_owner_leases_at_a_time_is_read_in_parts(net) -> None:
     one = await net()
     one.owner.max_leased = 3
@@ -136,19 +121,6 @@ async def test_a_collision_of_tags_is_a_miss(net) -> None:
     assert await one.adapter.exists(other) == [NOT_THERE] * 8
 
 
-async def test_a_second_owner_is_asked_when_the_first_one_has_nothing(net, l1: L1) -> None:
-    one = await net()
-    empty = L1()
-    liar = TestOwner("empty", empty.pool)
-    one.others.append(liar)
-    one.directory.holds = {}
-    one.directory.tell(liar.entry, KEYS)
-    one.directory.tell(one.owner.entry, KEYS)
-    assert await one.adapter.exists(KEYS) == [THERE] * 8
-    assert liar.asked["PeerLease"] == 1
-    assert await one.load(*KEYS) == [LOADED] * 8
-
-
 @pytest.mark.parametrize("cheats", [True, False])
 async def test_a_process_at_the_owners_endpoint_without_the_owners_key_is_not_believed(net, l1, cheats):
     one = await net(lookup_timeout_ms=500 if cheats else 60_000)
@@ -175,16 +147,6 @@ async def test_a_named_owner_is_asked_first_and_the_directory_not(second, net) -
     one.adapter.prefer(KEYS, b"")
     assert await one.adapter.exists(KEYS) == [THERE] * 8
     assert (other.asked["PeerLease"], one.owner.asked["PeerLease"]) == (1, 1)
-
-
-async def test_a_named_owner_that_leases_little_at_a_time_is_read_in_parts(second, net) -> None:
-    one = await net()
-    _, other, source = second
-    other.max_leased = 3
-    one.adapter.prefer(KEYS, source)
-    assert await one.adapter.exists(KEYS) == [THERE] * 8
-    assert await one.load(*KEYS) == [LOADED] * 8
-    assert (other.asked["PeerLease"] > 2, one.owner.asked["PeerLease"]) == (True, 0)
 
 
 @pytest.mark.parametrize("how", ["refuses", "has nothing", "is full", "is silent"])

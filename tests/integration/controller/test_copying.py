@@ -114,19 +114,6 @@ def test_the_named_owner_is_read_when_there_are_several(scene: Scene, source: in
     assert engines[2].hit(tokens) == CHUNKS
 
 
-def test_another_owner_is_read_and_counted_when_the_named_one_has_nothing(scene: Scene) -> None:
-    cluster, engines = scene
-    tokens = prompt(CHUNKS, seed=20)
-    store(cluster, engines[0], tokens, 0)
-    before = sent_bytes(cluster, 0)
-    [pull] = copy(cluster, "replicate", tokens, to="instance-2", source="instance-1")
-    assert pull["result"]["loaded"] == CHUNKS
-    assert reader_numbers(cluster, 2)["named_refused"] > 0
-    says = "instance-1 leases none of the chunks it was named for"
-    eventually("the log says so", lambda: says in cluster.servers[2].log_tail())
-    assert sent_bytes(cluster, 0) > before
-
-
 def test_a_move_from_an_instance_that_does_not_answer_drops_nothing(scene: Scene) -> None:
     cluster, (one, other, _) = scene
     tokens = prompt(CHUNKS, seed=30)

@@ -94,35 +94,6 @@ def test_chunks_that_one_instance_stored_are_read_and_kept_by_the_other(cluster:
         settled(cluster, 1)
 
 
-@pytest.mark.long
-def test_with_macs_chunks_are_read_by_the_instances_that_have_the_setting_alone(
-    tmp_path: Path, engine: dict[str, str]
-) -> None:
-    with (
-        Cluster(
-            tmp_path,
-            l1_mb=64,
-            n_servers=3,
-            chunk_tokens=CHUNK_TOKENS,
-            settings=engine,
-            flags_of=(("--p2p-mac",), ("--p2p-mac",), ()),
-        ) as cluster,
-        engines(cluster) as (one, other, without),
-    ):
-        tokens = stored_and_known(cluster, one)
-        read(other, tokens)
-        assert cluster.peer_records(1) >= CHUNKS
-        cluster.until_known(1)
-        eventually(
-            "the instance without the setting says so",
-            lambda: (
-                without.hit(tokens) == 0 and "set the same p2p.mac on both" in cluster.servers[2].log_tail()
-            ),
-        )
-        assert cluster.peer_records(2) == 0
-        settled(cluster, 0)
-
-
 def listening_on(pid: int) -> set[tuple[str, int]]:
     """Return the tcp addresses, in the kernel's hexadecimal, and ports on which a process or its children listen."""
     inodes = set()

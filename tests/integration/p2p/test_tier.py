@@ -18,7 +18,7 @@ from kvstrata.p2p.tier import PeerTier
 from kvstrata.rpc.cluster_wire import Owner, tags_of
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_server import ZmqServer
-from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence
+from kvstrata.storage.base import LoadOutcome, LoadStatus
 from kvstrata.testing.strategies import (
     WAIT_S,
     lent_context,
@@ -28,12 +28,11 @@ from kvstrata.testing.strategies import (
     watched,
 )
 from tests.harness.directory_double import Directory
-from tests.harness.l1 import L1, RECORD, SIZE, chain
+from tests.harness.l1 import L1, SIZE, chain
 
 pytestmark = pytest.mark.integration
 
 LOADED = LoadOutcome(LoadStatus.LOADED)
-THERE, NOT_THERE = Found(Presence.PRESENT, RECORD), Found(Presence.ABSENT)
 KEYS = chain("a", 8)
 
 
@@ -108,15 +107,6 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     await made.open()
     yield made
     await made.close()
-
-
-async def test_records_come_whole_out_of_the_owners_memory_and_leases_end(pair: Pair) -> None:
-    pair.holds(KEYS)
-    assert await pair.reader.exists(KEYS) == [THERE] * 8
-    assert await pair.load(KEYS[:5]) == [LOADED] * 5
-    assert await pair.load(KEYS[5:]) == [LOADED] * 3
-    assert len(pair.owner.leases) == 0
-    assert pair.owner.leases.read_bytes == 8 * RECORD
 
 
 async def test_under_eviction_only_right_bytes_are_read_and_at_most_a_quarter_of_l1_is_leased(

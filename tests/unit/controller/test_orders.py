@@ -126,11 +126,3 @@ async def test_a_drain_and_an_undrain_reach_an_instance_that_was_cut_off_or_rest
     assert not member.readable
     [(_, on)] = told(False, NEXT, 45.0)
     assert on, "another process of the instance is told again"
-
-
-async def test_a_controller_that_does_not_lead_tells_no_member_to_drain():
-    orders = Orders(SystemClock())
-    known = KnownMembers(orders=orders)
-    known.register(register(), 0.0)
-    await orders.drain("a", True)
-    assert known.heartbeat(heartbeat(), 1.0, leads=False) == []

@@ -15,7 +15,7 @@ from kvstrata.errors import BadRequest, ClusterFailure
 from kvstrata.native.core import verify_record
 from kvstrata.p2p import mac as mac_module
 from kvstrata.p2p import serving
-from kvstrata.p2p.mac import MAC_KEY_BYTES, parts_of, tags_of
+from kvstrata.p2p.mac import MAC_KEY_BYTES, tags_of
 from kvstrata.p2p.serving import PeerLeases
 from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
 from kvstrata.types import EXTENT
@@ -148,12 +148,3 @@ async def test_tags_take_no_more_memory_than_a_queue_and_the_reader_is_told(
         await owner.link.ask(PeerRelease(0, leased.lease, 0, 0, KEY, leased.extents), PeerReleased, LONG_S)
     assert refused.value.retryable
     assert (await owner.link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)).stood
-
-
-@given(st.integers(1, 5_000), st.integers(1, 9))
-def test_each_record_is_in_one_part_and_no_thread_gets_two(count: int, threads: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mac_module, "THREADS", threads)
-        parts = parts_of(count)
-    assert [number for part in parts for number in part] == list(range(count))
-    assert 0 < len(parts) <= threads
