@@ -180,15 +180,6 @@ TEST(an_item_that_has_begun_is_copied_whole_in_spite_of_a_cancel) {
   }
 }
 
-TEST(cancel_of_an_unknown_or_ended_job_is_refused) {
-  World world(1, 1, 1, 4096);
-  const auto engine = start(1, 8);
-  CHECK(!engine->cancel(5));
-  CHECK_OK(engine->submit(5, CopyKind::kGather, world.plan, world.items(0, 1)));
-  CHECK(engine->wait(5, kLong));
-  CHECK(!engine->cancel(5));
-}
-
 TEST(close_ends_every_job_and_keeps_its_completion) {
   World world(64, 2, 1, 65'536);
   const auto engine = start(2, 64);
@@ -208,30 +199,6 @@ TEST(close_ends_every_job_and_keeps_its_completion) {
   for (const CopyCompletion& c : done) {
     CHECK(all(c.results, CopyOutcome::kOk) || all(c.results, CopyOutcome::kCancelled));
   }
-}
-
-TEST(waiting_for_nothing_returns_at_once_and_a_timeout_says_so) {
-  World world(400, 2, 1, 65'536);
-  const auto engine = start(1, 8);
-  CHECK(engine->wait(123, kLong));
-  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 400)));
-  const bool early = engine->wait(1, std::chrono::nanoseconds(0));
-  CHECK(engine->wait(1, std::chrono::nanoseconds::max()));
-  CHECK(!early || engine->wait(1, std::chrono::nanoseconds(0)));
-  CHECK(engine->wait(1, std::chrono::nanoseconds(-5)));  // done is done, however short the wait
-}
-
-TEST(impossible_engines_are_refused) {
-  std::shared_ptr<CopyEngine> engine;
-  CHECK(CopyEngine::create(-1, 8, &engine).code() == StatusCode::kBadArgument);
-  CHECK(CopyEngine::create(65, 8, &engine).code() == StatusCode::kBadArgument);
-  CHECK(CopyEngine::create(1, 0, &engine).code() == StatusCode::kBadArgument);
-  CHECK(CopyEngine::create(1, 65'537, &engine).code() == StatusCode::kBadArgument);
-  CHECK(engine == nullptr);
-  engine = start(0, 1);
-  World world(1, 1, 1, 64);
-  CHECK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 1)).code() ==
-        StatusCode::kBadArgument);  // nobody would ever do it
 }
 
 TEST(submitters_runners_and_readers_may_race) {

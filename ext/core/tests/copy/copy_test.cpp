@@ -188,33 +188,6 @@ TEST(sections_of_unlike_blocks_follow_each_other_in_the_record) {
   }
 }
 
-TEST(a_skipped_block_is_verified_but_written_nowhere) {
-  unsigned seed = 200;
-  for (const Shape& shape : shapes()) {
-    Engine engine(2, 9, shape.dims, shape.run, shape.stride, ++seed);
-    const std::vector<std::uint32_t> ids = {7, 2, 4};
-    const Bytes record = gathered(engine, ids);
-    const Bytes before = engine.memory;
-    engine.each_run(
-        {2}, [&](std::size_t at, std::size_t run) { std::memset(&engine.memory[at], 0, run); });
-    for (const std::vector<std::uint32_t>& some :
-         {std::vector<std::uint32_t>{kSkipBlock, 2, kSkipBlock},
-          {kSkipBlock, 2, 4},
-          {7, 2, kSkipBlock}}) {
-      CHECK(scattered(engine, some, record).outcome == CopyOutcome::kOk);
-      CHECK(engine.memory == before);
-    }
-    Bytes bad = record;
-    bad.back() ^= 1;  // in the last block of the last section
-    const std::vector<std::uint32_t> skipped = {kSkipBlock, kSkipBlock, kSkipBlock};
-    CHECK(scattered(engine, skipped, record).outcome == CopyOutcome::kOk);
-    const CopyResult result = scattered(engine, skipped, bad);
-    CHECK(result.outcome == CopyOutcome::kCorrupt);
-    CHECK_EQ(result.section, 1);
-    CHECK(engine.memory == before);
-  }
-}
-
 TEST(a_section_beyond_32_bits_is_refused) {
   PlanPtr plan;
   const std::uint64_t huge = std::uint64_t{1} << 30;

@@ -103,38 +103,6 @@ TEST(parts_come_back_in_order_from_memory_of_any_alignment) {
   CHECK_EQ(length, 8192 + kLength);
 }
 
-TEST(reading_beyond_the_end_is_an_error_of_its_own) {
-  const Folder folder;
-  const std::unique_ptr<File> file = create(folder / "file");
-  Block block{};
-  const WritePart out[] = {{block.bytes, 4096}};
-  CHECK_OK(file->write(out, 0));
-  const ReadPart in[] = {{block.bytes, 4096}};
-  CHECK(file->read(in, 4096).code() == StatusCode::kOutOfRange);
-}
-
-TEST(direct_files_refuse_pieces_of_blocks) {
-  const Folder folder;
-  const std::unique_ptr<File> file = create(folder / "file");
-  if (!file->direct()) return;  // a file system without them
-  Block block{};
-  const WritePart piece[] = {{block.bytes, 100}};
-  CHECK(file->write(piece, 0).code() == StatusCode::kBadArgument);
-  const WritePart whole[] = {{block.bytes, 4096}};
-  CHECK(file->write(whole, 512).code() == StatusCode::kBadArgument);
-}
-
-TEST(open_never_makes_what_should_be_there_nor_takes_what_should_not) {
-  const Folder folder;
-  std::unique_ptr<File> file;
-  const Status absent = posix_files().open(folder / "file", FileMode::kRead, false, &file);
-  CHECK_EQ(absent.detail(0), ENOENT);
-  create(folder / "file");
-  const Status there = posix_files().open(folder / "file", FileMode::kCreate, false, &file);
-  CHECK_EQ(there.detail(0), EEXIST);
-  CHECK_OK(posix_files().open(folder / "file", FileMode::kReadWrite, false, &file));
-}
-
 // A pipe without a writer would hold the thread that opens it for reading.
 TEST(nothing_but_a_regular_file_is_opened_or_waited_for) {
   const Folder folder;
@@ -208,30 +176,6 @@ TEST(what_cannot_be_synced_by_this_user_is_no_obstacle_where_it_was_there) {
     CHECK_EQ(make_folders(files, "/a/b").ok(), error != EIO);
     CHECK_EQ(make_folders(files, "/c").detail(0), error);  // it was missing: this user made it
   }
-}
-
-TEST(folders_list_what_they_hold) {
-  const Folder folder;
-  CHECK_OK(posix_files().make_folder(folder / "inner"));
-  CHECK_EQ(posix_files().make_folder(folder / "inner").detail(0), EEXIST);
-  create(folder / "file");
-  CHECK_OK(posix_files().rename(folder / "file", folder / "renamed"));
-  CHECK_OK(posix_files().sync_folder(folder.path));
-  std::vector<FolderEntry> entries;
-  CHECK_OK(posix_files().list(folder.path, &entries));
-  std::sort(entries.begin(), entries.end(),
-            [](const FolderEntry& a, const FolderEntry& b) { return a.name < b.name; });
-  CHECK_EQ(entries.size(), 2u);
-  CHECK(entries[0].name == "inner" && entries[0].is_folder && !entries[0].is_file);
-  CHECK(entries[1].name == "renamed" && entries[1].is_file);
-  CHECK_OK(posix_files().unlink(folder / "renamed"));
-  FileStat found;
-  CHECK_EQ(posix_files().stat(folder / "renamed", &found).detail(0), ENOENT);
-  CHECK_OK(posix_files().stat(folder / "inner", &found));
-  CHECK(found.is_folder);
-  FileSpace space;
-  CHECK_OK(posix_files().space(folder.path, &space));
-  CHECK(space.free_bytes <= space.total_bytes && space.total_bytes > 0);
 }
 
 }  // namespace

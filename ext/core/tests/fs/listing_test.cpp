@@ -109,13 +109,6 @@ TEST(an_fs_index_names_what_stays_while_others_come_and_go) {
   }
 }
 
-TEST(what_nothing_was_added_to_names_nothing) {
-  std::vector<Digest> keys;
-  CHECK_EQ(DiskIndex().list(0, 8, &keys), 0U);
-  CHECK_EQ(FsIndex().list(0, 8, &keys), 0U);
-  CHECK(keys.empty());
-}
-
 TEST(a_cursor_that_never_was_names_nothing_that_is_not_there) {
   DiskIndex index;
   index.set(Digest{1}, DiskPlace{.sequence = 1});

@@ -1,6 +1,5 @@
 #include "pool/slab.h"
 
-#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -91,37 +90,6 @@ TEST(the_window_with_the_oldest_last_use_is_offered_and_blocked_ones_are_not) {
   CHECK_EQ(window.newest, 102);
   // A class is offered nothing of its own.
   CHECK(!space.map->oldest_window(small, 0, 0, &window));
-}
-
-TEST(runs_come_back_from_their_table) {
-  Space space(1000 * kPage);
-  const std::uint32_t small = space.cls(3 * kPage);
-  const std::uint32_t large = space.cls(70 * kPage);
-  std::map<std::uint32_t, std::pair<SlabPlace, std::uint64_t>> live;
-  for (std::uint32_t i = 0; i < 100; ++i) {
-    SlabPlace place;
-    const bool big = i % 20 == 7;
-    if (!space.map->allocate(big ? large : small, i, nullptr, &place)) continue;
-    live[i] = {place, (big ? 70 : 3) * kPage};
-  }
-  for (std::uint32_t i = 0; i < 100; i += 3) {
-    if (!live.contains(i)) continue;
-    space.map->free(live[i].first.run, live[i].first.slot);
-    live.erase(i);
-  }
-  SlabMap again(1000 * kPage, &space.slab_bytes, space.table);
-  CHECK(again.restore());
-  for (const auto& [entry, extent] : live) {
-    SlabPlace place;
-    std::uint32_t holder = 0;
-    CHECK(again.occupy(extent.first.offset, extent.second, false, entry, &place, &holder));
-    CHECK(!again.occupy(extent.first.offset, extent.second, true, 777, &place, &holder));
-    CHECK_EQ(holder, entry);
-    CHECK(!again.occupy(extent.first.offset + kPage, extent.second, false, 778, &place, &holder));
-    CHECK(!again.occupy(extent.first.offset, extent.second + kPage, true, 778, &place, &holder));
-  }
-  again.finish_restore();
-  CHECK_OK(again.validate());
 }
 
 TEST(a_table_of_any_bytes_is_survived) {

@@ -24,18 +24,6 @@ struct RegistryProbe {
     const auto found_slot = [&](Slot slot, std::uint32_t) { found(slot); };
     return registry.try_read(tag, found_slot);
   }
-
-  // Whether the first cell of a tag, in its home line, says that it may have others.
-  static bool says_more(const Registry& registry, Tag tag) {
-    const std::uint32_t partition = Registry::partition_of(tag);
-    const Registry::Cell* const line =
-        registry.line_at(partition, Registry::home_of(tag, registry.lines_of(partition)));
-    for (std::uint32_t at = 0; at < Registry::kLineCells; ++at) {
-      if ((line[at] ^ Registry::cell_of(tag)) >> kStoredShift == 0) return (line[at] & kMore) != 0;
-    }
-    CHECK(false);
-    return false;
-  }
 };
 
 }  // namespace kvstrata
@@ -217,17 +205,13 @@ TEST(holders_of_one_tag_in_several_lines_are_all_found_whichever_goes) {
     CHECK_EQ(admit(*registry, slots[0], {tag}), 1u);
     for (Tag number = 1; number < 8; ++number)
       CHECK_EQ(admit(*registry, filler, {number << (64 - kTagBits)}), 1u);
-    CHECK(!RegistryProbe::says_more(*registry, tag));
     CHECK_EQ(admit(*registry, slots[1], {tag}), 1u);
     CHECK_EQ(admit(*registry, slots[2], {tag}), 1u);
     CHECK(holders_of(*registry, tag) == slots);
-    CHECK(RegistryProbe::says_more(*registry, tag));
     go(slots[1]);
     CHECK(holders_of(*registry, tag) == (std::vector<Slot>{slots[0], slots[2]}));
-    CHECK(RegistryProbe::says_more(*registry, tag));
     go(slots[0]);
     CHECK(holders_of(*registry, tag) == std::vector<Slot>{slots[2]});
-    CHECK(!RegistryProbe::says_more(*registry, tag));
   }
 }
 

@@ -96,15 +96,6 @@ std::string chunk(const std::string& body) {
   return size + body + "\r\n";
 }
 
-TEST(a_body_that_is_there_already_ends_at_once) {
-  Running run;
-  run.start(chunk("data: 1\n\n") + "0\r\n\r\n");
-  CHECK(!run.under_way);
-  CHECK(run.splice->end == SpliceEnd::kDone);
-  CHECK(run.splice->exact);
-  CHECK_EQ(run.client.heard("0\r\n\r\n"), kHead + chunk("data: 1\n\n") + "0\r\n\r\n");
-}
-
 TEST(parts_are_passed_on_as_they_come_and_measured) {
   Running run;
   run.start(chunk("data: 1\n\n"));
@@ -147,50 +138,6 @@ TEST(an_engine_that_closes_or_sends_garbage_leaves_whole_chunks) {
   }
 }
 
-TEST(a_client_that_does_not_read_holds_the_engine_up_and_loses_nothing) {
-  Running run;
-  run.start("");
-  const std::string part = chunk(std::string(50'000, 'p'));
-  std::size_t sent = 0;
-  int refused = 0;
-  while (refused < 20) {  // the engine's socket stays full: nobody reads it
-    const ssize_t took = ::send(run.engine.theirs, part.data() + sent % part.size(),
-                                part.size() - sent % part.size(), MSG_NOSIGNAL);
-    if (took > 0) {
-      sent += static_cast<std::size_t>(took);
-      refused = 0;
-    } else {
-      ++refused;
-      ::poll(nullptr, 0, 5);
-    }
-  }
-  CHECK(sent > part.size());
-  CHECK(sent < 10'000'000);
-  const std::size_t whole = sent / part.size() + (sent % part.size() != 0 ? 1 : 0);
-  std::string rest = sent % part.size() != 0 ? part.substr(sent % part.size()) : "";
-  rest += "0\r\n\r\n";
-  std::string got;
-  std::vector<char> buffer(1 << 20);
-  while (!got.ends_with("0\r\n\r\n")) {
-    if (!rest.empty()) {
-      const ssize_t took = ::send(run.engine.theirs, rest.data(), rest.size(), MSG_NOSIGNAL);
-      rest.erase(0, took > 0 ? static_cast<std::size_t>(took) : 0);
-    }
-    pollfd waited{run.client.theirs, POLLIN, 0};
-    CHECK_EQ(::poll(&waited, 1, 10'000), 1);
-    const ssize_t count = ::recv(run.client.theirs, buffer.data(), buffer.size(), 0);
-    CHECK(count > 0);
-    got.append(buffer.data(), static_cast<std::size_t>(count));
-  }
-  CHECK(run.ended() == SpliceEnd::kDone);
-  ChunkReader reader;
-  std::size_t used = 0;
-  got.erase(0, kHead.size());
-  CHECK_EQ(reader.decode(reinterpret_cast<std::uint8_t*>(got.data()), got.size(), &used),
-           whole * 50'000);
-  CHECK(reader.done());
-}
-
 TEST(a_client_that_goes_ends_it) {
   for (const bool half : {false, true}) {
     Running run;
@@ -202,23 +149,6 @@ TEST(a_client_that_goes_ends_it) {
     }
     CHECK(run.ended() == SpliceEnd::kClientGone);
   }
-}
-
-TEST(a_silent_engine_and_a_client_that_reads_nothing_have_their_times) {
-  Running silent;
-  silent.start("", 50'000'000);
-  CHECK(silent.ended() == SpliceEnd::kSilent);
-  Running stalled;
-  stalled.start("", 50'000'000, 300'000'000);
-  const std::string part = chunk(std::string(60'000, 'p'));
-  std::size_t sent = 0;
-  pollfd waited{stalled.splicer->event_fd(), POLLIN, 0};
-  while (::poll(&waited, 1, 1) == 0) {  // the engine is not silent: nobody reads what it says
-    const ssize_t took = ::send(stalled.engine.theirs, part.data() + sent % part.size(),
-                                part.size() - sent % part.size(), MSG_NOSIGNAL);
-    sent += took > 0 ? static_cast<std::size_t>(took) : 0;
-  }
-  CHECK(stalled.ended() == SpliceEnd::kStalled);
 }
 
 TEST(stop_and_close_end_it_and_a_closed_splicer_takes_none) {
@@ -273,25 +203,6 @@ TEST(many_splices_end_each_with_its_own_bytes) {
       ++taken;
     }
   }
-}
-
-TEST(its_thread_lets_the_owner_run_first) {
-  const int process = ::getpriority(PRIO_PROCESS, static_cast<id_t>(::getpid()));
-  const int wanted = std::min(process + 5, 19);
-  Running running;
-  running.start("");
-  running.engine.say("1\r\nx\r\n");
-  running.client.heard("1\r\nx\r\n");  // the thread has run
-  int found = process;
-  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-    std::string name;
-    std::getline(std::ifstream(task.path() / "comm"), name);
-    if (name == "kv-splice") {
-      const auto id = static_cast<id_t>(std::stoi(task.path().filename()));
-      found = ::getpriority(PRIO_PROCESS, id);
-    }
-  }
-  CHECK_EQ(found, wanted);
 }
 
 }  // namespace
