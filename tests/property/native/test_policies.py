@@ -94,24 +94,6 @@ def test_the_newest_chunks_survive_any_mix_of_sizes(
     pool.close()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("sizes", [(8,), (8, 13)])
-def test_the_newest_of_64_prompts_stay_in_a_pool_a_third_of_their_size(
-    policy: str, sizes: tuple[int, ...]
-) -> None:
-    pages = sum(8 * sizes[prompt % len(sizes)] for prompt in range(64)) // 3
-    pool = make_pool(pages, policy)
-    for prompt in range(64):
-        store(pool, [key(prompt, chunk) for chunk in range(8)], sizes[prompt % len(sizes)])
-    newest = 0
-    while pool.peek(b"".join(key(63 - newest, chunk) for chunk in range(8))) == 8:
-        newest += 1
-    assert newest >= (20 if len(sizes) == 1 else 18)
-    assert sum(pool.stats()["refused"].values()) == 0
-    pool.validate()
-    pool.close()
-
-
 @given(
     policy=st.sampled_from(POLICIES),
     pages=st.integers(12, 120),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from kvstrata.native.core import ExtentsMap, IndexReader, Pool, PoolError, PoolF
 from tests.harness.alone import alone
 from tests.harness.amount import amount
 from tests.unit.native import pool_churn
-from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, store
+from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, store
 
 # arguments
 
@@ -22,26 +23,16 @@ def test_a_batch_that_is_no_list_of_keys_is_refused(files: Files) -> None:
     pool = files.create()
     for call in (
         lambda: pool.peek(bytes(33)),
-        lambda: pool.lease(bytes(31), 1, [0]),
         lambda: pool.lease(bytes(32), 2, [0]),
-        lambda: pool.lease(bytes(32), 0, [0]),
         lambda: pool.lease(bytes(32), 1, []),
         lambda: pool.lease(bytes(32), 1, [1024]),
         lambda: pool.lease_chain(IDENTITY, bytes(31), bytes(32), [0], (), 9),
-        lambda: pool.lease_chain(IDENTITY, bytes(32), bytes(31), [0], (), 9),
-        lambda: pool.lease_chain(IDENTITY, bytes(32), b"", [0], (), 9),
-        lambda: pool.lease_chain(IDENTITY, bytes(32), bytes(32), [], (), 9),
         lambda: pool.lease_chain(IDENTITY, bytes(32), bytes(64), [0], (1,), 9),
-        lambda: pool.lease_chain(b"short", bytes(32), bytes(32), [0], (), 9),
         lambda: pool.reserve(bytes(5), b"", RECORD, 0, IDENTITY),
-        lambda: pool.reserve(bytes(32), b"short", RECORD, 0, IDENTITY),
         lambda: pool.reserve(bytes(32), b"", 0, 0, IDENTITY),
         lambda: pool.reserve(bytes(32), b"", RECORD, -1, IDENTITY),
-        lambda: pool.reserve(bytes(32), b"", RECORD, 0, b"short"),
         lambda: pool.claim_row(b"short", bytes(16), 1),
         lambda: pool.hold(b"short"),
-        lambda: pool.hold(None, 1),
-        lambda: pool.verify(bytes(1)),
     ):
         with pytest.raises(ValueError):
             call()
@@ -88,6 +79,20 @@ def test_a_pool_is_made_in_empty_files_only(files: Files) -> None:
     with pytest.raises(PoolError) as refusal:
         files.create()
     assert refusal.value.reason == "exists"
+
+
+def test_version_4_of_the_index_is_frozen(files: Files) -> None:
+    """A server adopts the pool that an older one left. Another layout is another version, and this test stays."""
+    pool = files.create()
+    store(pool, chain(1, 2))
+    pool.close()
+    data = os.pread(files.index, os.fstat(files.index).st_size, 0)
+    assert (data[:12], len(data)) == (b"KVINDEX1\x04\0\0\0", 90_112)
+    for number in (0, 1):
+        head, name, _, size, parent = struct.unpack_from("<Q32sQQQ", data, 73_728 + 64 * number)
+        assert (head >> 32 & 0xFF, name, size, parent) == (2, key(1, number), 1 << 32 | RECORD, number)
+        cold = data[81_920 + 64 * number :]
+        assert (cold[24:40], cold[40:42]) == (IDENTITY[:16], b"\xff\xff")
 
 
 # administration

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.native.core import Splice, Splicer, decoded
+from kvstrata.native.core import decoded
 from tests.oracles.chunks import body_of
 
 PIECES = st.sampled_from(
@@ -30,22 +27,3 @@ def test_whatever_comes_is_read_as_the_grammar_says(coded: bytes) -> None:
         assert body_of(coded) == (body, used)
     else:
         assert body_of(coded) is None
-
-
-def test_a_splicer_has_words_for_ends_and_refuses_work_when_closed() -> None:
-    splicer = Splicer([0.001])
-    engine, engine_far = socket.socketpair()
-    client, client_far = socket.socketpair()
-    with engine, engine_far, client, client_far:
-        splice = splicer.start(
-            engine.fileno(), client.fileno(), b"head", b"", silence_s=60, stalled_s=60, events=True
-        )
-        assert not splice.is_over and len(splicer) == 1
-        splicer.close()
-        assert [one.end for one in splicer.take_ended()] == ["stopped"]
-        assert splice.is_over and not splicer
-        assert client_far.recv(100) == b"head"
-        with pytest.raises(ValueError, match="splicer: was closed"):
-            splicer.start(1, 2, b"", b"", silence_s=1, stalled_s=1, events=False)
-    with pytest.raises(TypeError):
-        Splice()
