@@ -47,12 +47,6 @@ def test_prometheus_of_the_compose_file_takes_its_settings_with_the_rules(promto
     assert not promtool("check", "config", file)
 
 
-def test_a_wrong_rule_is_refused(promtool: Promtool, tmp_path: Path) -> None:
-    file = tmp_path / "wrong.yaml"
-    file.write_text(RULES[0].read_text().replace("== 0", "=="))
-    assert "parse error" in promtool("check", "rules", file)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with three adapters (one in a process of its own, one shared) that has stored, evicted, and loaded.
@@ -158,28 +152,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def alerts(prometheus: Prometheus) -> dict[str, dict[str, Any]]:
     return {alert["labels"]["alertname"]: alert for alert in prometheus.get("alerts")["alerts"]}
-
-
-@pytest.mark.long
-def test_every_rule_is_evaluated_without_an_error(scene: Scene) -> None:
-    written = [
-        rule
-        for path in RULES
-        for group in yaml.safe_load(path.read_text())["groups"]
-        for rule in group["rules"]
-    ]
-
-    def evaluated() -> list[dict[str, Any]] | None:
-        rules = [rule for group in scene.prometheus.get("rules")["groups"] for rule in group["rules"]]
-        return None if any(rule["health"] == "unknown" for rule in rules) else rules
-
-    rules = eventually("an evaluation of each rule", evaluated)
-    assert {rule["name"] for rule in rules} == {rule.get("alert") or rule["record"] for rule in written}
-    assert [rule for rule in rules if rule["health"] != "ok"] == []
-    sample = eventually(
-        "a recorded series", lambda: scene.prometheus.query("instance:kvstrata_pool_used:ratio")
-    )
-    assert [(one["metric"]["job"], one["value"][1]) for one in sample] == [("kvstrata", "0")]
 
 
 @pytest.mark.long

@@ -13,8 +13,6 @@ import pytest
 import redis
 import yaml
 
-from kvstrata.config.model import HttpSettings
-from kvstrata.process.listen import read_token
 from tests.harness import own_commands
 from tests.harness.redis_server import RedisServer
 from tests.unit.repository.test_pages import ROOT
@@ -117,13 +115,6 @@ def test_each_host_that_an_adapter_connects_to_is_a_service() -> None:
                     str(entry.get("master_server_addr", "")).partition(":")[0],
                 ]
                 assert {host for host in hosts if host} <= set(merged)
-
-
-def test_the_token_that_the_readme_makes_can_be_used(tmp_path: Path) -> None:
-    make_secrets(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == SECRETS
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
-    assert len(read_token(HttpSettings(token_file=str(tmp_path / "http-token")), insecure=False)) == 32
 
 
 def test_redis_asks_for_the_password_that_the_server_has(tmp_path: Path) -> None:

@@ -85,14 +85,6 @@ def test_other_flags_or_another_compiler_are_another_entry(
     assert build(tree, store, *(["-O2"] if change == "flag" else [])) == ["out/one.o"]
 
 
-def test_a_truncated_product_counts_as_missing(tree: Path, store: Path) -> None:
-    build(tree, store)
-    [product] = store.glob("??/*.product")
-    os.truncate(product, 10)
-    (tree / "out" / "one.o").unlink()
-    assert build(tree, store) == ["out/one.o"]
-
-
 def test_an_object_whose_source_changed_during_the_compilation_is_not_kept(tree: Path, store: Path) -> None:
     os.utime(tree / "include" / "used.h", (2_000_000_000, 2_000_000_000))
     build(tree, store)
