@@ -32,7 +32,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -165,7 +165,7 @@ def tenant_number(tenant: str) -> int:
     return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:4], "little") or 1
 
 
-class DeclaredIdentity(NamedTuple):
+class DeclaredIdentity(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """An identity that a session has declared by `identify`."""
 
     number: int
@@ -424,8 +424,8 @@ class Processes:
         self._living: dict[bytes, Process] = {}
         """Processes that live and have claimed a row of this server, by session."""
         self._groups: dict[bytes, EngineGroup] = {}
-        self._by_root: dict[bytes, DeclaredIdentity] = {}
-        self._users: dict[bytes, int] = {}
+        self._by_root: WeakValueDictionary[bytes, DeclaredIdentity] = WeakValueDictionary()
+        """Each as long as a process has it."""
         self._uses: WeakValueDictionary[Hashable, Use] = WeakValueDictionary()
         """By pid, or session where no pid can be seen; and by token."""
         self._next_number = ((epoch & 0xFFFFFF) << 32) | 1
@@ -717,9 +717,7 @@ class Processes:
         process.group.changed()
         if not process.group.members:
             self._groups.pop(process.group.name, None)
-        for identity in process.identities.values():
-            self._drop(identity)
-        process.identities = {}
+        process.identities.clear()
 
     def _unwatch(self, process: Process) -> None:
         self._loop.remove_reader(process.pidfd)
@@ -834,11 +832,10 @@ class Processes:
             )
             self._next_number += 1
             self._by_root[root] = identity
-        if process.identities.pop(identity.number, None) is None:
-            self._users[root] = self._users.get(root, 0) + 1
+        process.identities.pop(identity.number, None)
         process.identities[identity.number] = identity
         if len(process.identities) > MAX_IDENTITIES:
-            self._drop(process.identities.pop(next(iter(process.identities))))
+            del process.identities[next(iter(process.identities))]
         return identity
 
     def identity(self, process: Process, number: int) -> DeclaredIdentity:
@@ -863,14 +860,6 @@ class Processes:
             for limit in group.record_limits
         ]
         return max(limits, default=0) if all(limits) else 0
-
-    def _drop(self, identity: DeclaredIdentity) -> None:
-        users = self._users[identity.root] - 1
-        if users:
-            self._users[identity.root] = users
-        else:
-            del self._users[identity.root]
-            del self._by_root[identity.root]
 
 
 def declared_record_bytes(facts: Mapping[str, Any]) -> int:

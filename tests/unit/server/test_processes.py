@@ -132,15 +132,15 @@ def test_the_identity_not_declared_for_longest_is_dropped() -> None:
     table = a_table()
     member = attach(table, 1)
     first = table.identify(member, RequestIdentity(salt="first"))
-    second = table.identify(member, RequestIdentity(salt="second"))
+    second = table.identify(member, RequestIdentity(salt="second")).number
     for number in range(MAX_IDENTITIES - 2):
         table.identify(member, RequestIdentity(salt=str(number)))
     table.identify(member, RequestIdentity(salt="first"))
     table.identify(member, RequestIdentity(salt="one more"))
     assert table.identity(member, first.number) == first
     with pytest.raises(UnknownIdentity):
-        table.identity(member, second.number)
-    assert table.identify(member, RequestIdentity(salt="second")).number != second.number
+        table.identity(member, second)
+    assert table.identify(member, RequestIdentity(salt="second")).number != second
 
 
 def test_identities_nobody_uses_are_forgotten() -> None:

@@ -53,6 +53,8 @@ class Lease(msgspec.Struct, eq=False):
     ticket: int
     rows: set[int]
     """The rows that hold a share."""
+    revoked: bool = False
+    """Its owner is asked to give it back."""
 
 
 class Reservation(msgspec.Struct, eq=False):
@@ -88,23 +90,18 @@ class Grants:
         self._counters = counters
         self._epoch = epoch
         self._leases: dict[LeaseId, Lease] = {}
-        self._orphans: dict[tuple[bytes, int], set[LeaseId]] = {}
-        """(Group, row) → the leases of which it holds a share and whose process that looked up is gone."""
+        self._orphans: dict[LeaseId, Lease] = {}
+        """Leases whose process that looked up is gone."""
         # An OrderedDict, because a plain dict finds its first item only after skipping all earlier deleted ones.
         self._waiting: OrderedDict[LeaseId, Lease] = OrderedDict()
         """Leases that no process is known to use yet, in the order in which they were granted."""
-        self._revoked: dict[bytes, dict[int, None]] = {}
-        """Session → its lookups whose leases are revoked, oldest first."""
+        self.n_revoked = 0
+        """Revoked leases that were neither given back nor handed on yet."""
 
     @property
     def n_leases(self) -> int:
         """Leases of which a process holds a share."""
         return len(self._leases)
-
-    @property
-    def n_revoked(self) -> int:
-        """Revoked leases that were neither given back nor handed on yet."""
-        return sum(map(len, self._revoked.values()))
 
     def leases(self) -> Iterator[Lease]:
         """All leases."""
@@ -178,21 +175,22 @@ class Grants:
             reservation.count(0)
         n_leases = len(process.grants) - len(reservations)
         process.grants.clear()
-        group, row = process.group.name, process.row
-        self._orphans.pop((group, row), None)
         for lease in self.leases():
-            if lease.owner.group is process.group and row in lease.rows:
-                self._end_share(lease, row)
+            if lease.owner.group is process.group and process.row in lease.rows:
+                self._end_share(lease, process.row)
             if lease.owner is process and lease.rows:
                 self._begun(lease)
-                for holder in lease.rows:
-                    self._orphans.setdefault((group, holder), set()).add(lease.name)
+                self._orphans[lease.name] = lease
         return n_leases, len(reservations)
 
-    def orphans(self, group: bytes, row: int) -> list[LeaseId]:
-        """Orphaned leases of which this row of a group holds a share, at most `MAX_TOLD`."""
-        names = self._orphans.get((group, row)) if self._orphans else None
-        return sorted(itertools.islice(names, MAX_TOLD)) if names else []
+    def orphans(self, process: Process) -> list[LeaseId]:
+        """Orphaned leases of which this process holds a share, at most `MAX_TOLD`."""
+        held = (
+            name
+            for name, lease in self._orphans.items()
+            if lease.owner.group is process.group and process.row in lease.rows
+        )
+        return sorted(itertools.islice(held, MAX_TOLD)) if self._orphans else []
 
     def _release_all(self, lease: Lease) -> None:
         self._pool.release(lease.ticket, -1)
@@ -202,22 +200,18 @@ class Grants:
     def _end_share(self, lease: Lease, row: int) -> None:
         owner = lease.owner
         lease.rows.discard(row)
-        orphans = self._orphans.get((owner.group.name, row)) if self._orphans else None
-        if orphans is not None:
-            orphans.discard(lease.name)
         if row == owner.row or not lease.rows:
             owner.grants.pop(lease.name[1], None)
         if not lease.rows:
             self._begun(lease)
             self._leases.pop(lease.name, None)
+            self._orphans.pop(lease.name, None)
 
     def _begun(self, lease: Lease) -> None:
         """Note that the lease is in use or has ended, so that it is not revoked."""
-        session, seq = lease.name
-        if self._waiting.pop(lease.name, None) is None and (revoked := self._revoked.get(session)):
-            revoked.pop(seq, None)
-            if not revoked:
-                del self._revoked[session]
+        self._waiting.pop(lease.name, None)
+        self.n_revoked -= lease.revoked
+        lease.revoked = False
 
     # --- revoked -----------------------------------------------------------------------------------------
 
@@ -231,27 +225,28 @@ class Grants:
         n_chosen = self._pool.leases_to_end([lease.ticket for lease in oldest], need_bytes) if oldest else 0
         owners: dict[bytes, Process] = {}
         for lease in oldest[:n_chosen]:
-            session, seq = lease.name
             del self._waiting[lease.name]
-            self._revoked.setdefault(session, {})[seq] = None
-            owners[session] = lease.owner
-        for session, owner in owners.items():
+            lease.revoked = True
+            owners[lease.owner.session] = lease.owner
+        self.n_revoked += n_chosen
+        for owner in owners.values():
             if owner.line is not None:
-                owner.line.send(encode(Pong(0, self._epoch, [], self.revoked(session))))
+                owner.line.send(encode(Pong(0, self._epoch, [], self.revoked(owner))))
         self._counters.revoked_leases += n_chosen
         return n_chosen
 
-    def revoked(self, session: bytes) -> list[int]:
-        """Lookups of this session whose leases are revoked, at most `MAX_TOLD`."""
-        return list(itertools.islice(self._revoked.get(session, ()), MAX_TOLD))
+    def revoked(self, process: Process) -> list[int]:
+        """Lookups of this process whose leases are revoked, oldest first, at most `MAX_TOLD`."""
+        asked_back = (
+            seq for seq, grant in process.grants.items() if isinstance(grant, Lease) and grant.revoked
+        )
+        return list(itertools.islice(asked_back, MAX_TOLD)) if self.n_revoked else []
 
     def validate(self) -> None:
         """Assert the invariants (tests call it after every step)."""
-        revoked = {(session, seq) for session, numbers in self._revoked.items() for seq in numbers}
-        assert all(self._revoked.values())
+        revoked = {name for name, lease in self._leases.items() if lease.revoked}
+        assert len(revoked) == self.n_revoked
         assert not revoked & self._waiting.keys()
-        assert revoked | self._waiting.keys() <= self._leases.keys()
+        assert self._waiting.keys() <= self._leases.keys()
         assert all(lease.rows for lease in self._leases.values())
-        for (_, row), names in self._orphans.items():
-            assert not names & (revoked | self._waiting.keys())
-            assert all(row in self._leases[name].rows for name in names)
+        assert self._orphans.keys() <= self._leases.keys() - revoked - self._waiting.keys()

@@ -188,8 +188,7 @@ class Requests:
         if request.loads is not None:
             process.load_rate = request.loads.latency_us / 1e6, float(request.loads.bytes_s)
         grants = self._grants
-        orphaned = grants.orphans(process.group.name, process.row)
-        return Pong(request.seq, self._epoch, orphaned, grants.revoked(process.session))
+        return Pong(request.seq, self._epoch, grants.orphans(process), grants.revoked(process))
 
     def _identify(self, process: Process, request: Identify) -> Reply:
         """Give the process a number for an identity, which its later requests use."""
