@@ -14,7 +14,7 @@ import pytest
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux, segment, segment_files, segment_settings
 from kvstrata.memory.segment import Segment, SegmentSettings
-from kvstrata.memory.segment_settings import MemoryLimit
+from kvstrata.memory.segment_settings import MemoryLimit, nodes_of
 from tests.harness.open_files import open_files
 
 MIB = 1 << 20
@@ -214,3 +214,15 @@ def test_estimate_of_the_index_is_not_too_small(settings: SegmentSettings) -> No
         )
         assert index_bytes <= wanted.needed_bytes() - 2 * MIB <= 2 * index_bytes
         found.destroy()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Path:
+    for name in ("node0", "node1", "node10", "possible"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def test_each_setting_means_nodes_of_this_machine(nodes: Path) -> None:
+    assert nodes_of("interleave", nodes) == [0, 1, 10]
+    assert nodes_of("10", nodes) == [10]

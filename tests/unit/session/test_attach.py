@@ -1,9 +1,10 @@
-"""Attaching without a server: a retryable error, whatever the file system answers."""
+"""session/attach.py: whom a process trusts, and its lock bytes."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.errors import ConfigError, NotPermitted, Unavailable
+from kvstrata.memory import linux
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.session.attach import LockHolder, attach, attach_in
 from tests.harness.attach_worker import make_request
@@ -83,3 +85,66 @@ def test_nobody_speaks_to_a_socket_at_which_another_user_listens(root):
         with pytest.raises(NotPermitted, match="is served by uid 65534, not by us"):
             attach_in([ours], make_request(session=b"s" * 16), LockHolder(), 0.1)
         assert listener.stdout.read() == "b''\n"
+
+
+ROW = 7
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "sessions.lock"
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def witness(path: Path) -> Iterator[int]:
+    """A description of its own that sees this process's locks; closing it at the end drops them."""
+    fd = os.open(path, os.O_RDWR)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def holder() -> Iterator[LockHolder]:
+    holder = LockHolder()
+    yield holder
+    holder.forget_in_child()
+
+
+def test_a_lock_is_given_back_by_the_session_that_has_it_now(
+    path: Path, witness: int, holder: LockHolder
+) -> None:
+    file = holder.adopt(os.open(path, os.O_RDWR))
+    assert holder.lock(file, ROW, b"one")
+    assert holder.lock(file, ROW, b"two")  # the server has given the row to another session of this process
+    holder.unlock(file, ROW, b"one")
+    assert linux.byte_locker(witness, ROW) == os.getpid()
+    assert holder.is_owner(file, ROW, b"two")
+    holder.unlock(file, ROW, b"two")
+    assert linux.byte_locker(witness, ROW) is None
+    holder.unlock(file, ROW, b"two")
+
+
+def test_a_byte_locked_by_another_process_cannot_be_locked(
+    path: Path, witness: int, holder: LockHolder
+) -> None:
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        fd = os.open(path, os.O_RDWR)
+        linux.lock_byte(fd, ROW)
+        os.write(writer, b"x")
+        while True:
+            signal.pause()
+    os.read(reader, 1)
+    try:
+        file = holder.adopt(os.open(path, os.O_RDWR))
+        assert not holder.lock(file, ROW, b"one")
+        assert not holder.is_owner(file, ROW, b"one")
+        assert linux.byte_locker(witness, ROW) == child
+        assert holder.lock(file, ROW + 1, b"one")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        linux.close_all([reader, writer])
+    assert holder.lock(file, ROW, b"one")  # it ended with its process

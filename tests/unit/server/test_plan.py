@@ -1,16 +1,24 @@
-"""The plan of a server counts all memory that it takes, and a server that ran out of it comes back smaller."""
+"""server/plan.py: the memory that a server takes, and MACs between instances."""
 
 from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvstrata.config.model import ServerSettings
-from kvstrata.errors import MachineUnfit
+from kvstrata.config.model import (
+    ControllerLinkSettings,
+    HttpSettings,
+    L1Settings,
+    P2pSettings,
+    SecuritySettings,
+    ServerSettings,
+)
+from kvstrata.errors import ConfigError, MachineUnfit
 from kvstrata.memory import segment_settings
 from kvstrata.memory.segment_settings import MemoryLimit
 from kvstrata.server.plan import HOST_BYTES, SERVER_BYTES, after_out_of_memory, plan
@@ -57,3 +65,22 @@ def test_each_end_for_lack_of_memory_makes_l1_smaller_down_to_half() -> None:
     assert sizes == [448, 392, 343, 300, 262, 256, 256]
     small = plan(settings(l1_mb=1), os.environ)
     assert after_out_of_memory(small, 3) == small
+
+
+def of_cluster(*, insecure: bool = False, curve_file: str = "", engine: str = "ucx") -> ServerSettings:
+    return ServerSettings(
+        l1=L1Settings(size_gb=0.1),
+        security=SecuritySettings(insecure=insecure),
+        controller=ControllerLinkSettings(url="tcp://127.0.0.1:9", curve_file=curve_file),
+        p2p=P2pSettings(engine=engine, mac=True),  # type: ignore[arg-type]
+        l2_adapters=[],
+        http=HttpSettings(host="none"),
+    )
+
+
+def test_a_cluster_without_keys_has_no_macs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the cluster has no keys") as caught:
+        plan(of_cluster(insecure=True), {})
+    assert caught.value.field == "p2p.mac"
+    # Nobody reads or is read, so nobody is misled.
+    assert plan(of_cluster(insecure=True, engine="off"), {}).p2p_engine == ""
