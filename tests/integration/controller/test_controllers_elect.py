@@ -92,9 +92,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 def posted(controller: ControllerProcess, path: str) -> tuple[int, str]:
     """Status and Location of a POST that follows no redirect."""
     request = urllib.request.Request(
-        controller.url + path,
-        b'{"wait_s": 0}',
-        {"Content-Type": "application/json", **controller.bearer()},
+        controller.url + path, b'{"wait_s": 0}', {"Content-Type": "application/json", **controller.bearer()}
     )
     try:
         with urllib.request.build_opener(NoRedirect).open(request, timeout=30) as reply:

@@ -18,14 +18,7 @@ from tests.harness.ext_proc import endpoints
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.controllers_scene import (
-    CHUNKS,
-    COMPLETIONS,
-    TOKENS,
-    Scene,
-    answers,
-    opened,
-)
+from tests.integration.gateway.controllers_scene import CHUNKS, COMPLETIONS, TOKENS, Scene, answers, opened
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 

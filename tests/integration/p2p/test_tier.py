@@ -19,14 +19,7 @@ from kvstrata.rpc.cluster_wire import Owner, tags_of
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.storage.base import LoadOutcome, LoadStatus
-from kvstrata.testing.strategies import (
-    WAIT_S,
-    lent_context,
-    load_item,
-    loaded_payload,
-    payload_of,
-    watched,
-)
+from kvstrata.testing.strategies import WAIT_S, lent_context, load_item, loaded_payload, payload_of, watched
 from tests.harness.directory_double import Directory
 from tests.harness.l1 import L1, SIZE, chain
 

@@ -61,10 +61,7 @@ services = st.one_of(
 )
 ports = st.lists(
     st.builds(
-        Port,
-        st.one_of(st.just(""), labels),
-        st.integers(1, 65_535),
-        st.sampled_from(["TCP", "UDP", "SCTP"]),
+        Port, st.one_of(st.just(""), labels), st.integers(1, 65_535), st.sampled_from(["TCP", "UDP", "SCTP"])
     ),
     min_size=1,
     max_size=4,

@@ -45,13 +45,7 @@ class Counters(RuleBasedStateMachine):
         whole_s=st.none() | st.sampled_from([0.0, 0.2, 9.0]),
     )
     def dispatched(
-        self,
-        request: str,
-        engine: str,
-        tokens: int,
-        more: int,
-        ours: bool,
-        whole_s: float | None,
+        self, request: str, engine: str, tokens: int, more: int, ours: bool, whole_s: float | None
     ) -> None:
         free = engine in self.known and request not in self.flights and len(self.flights) < self.limit
         until_s = math.inf if whole_s is None else self.now_s + whole_s

@@ -152,21 +152,6 @@ def test_no_flipped_bit_passes(engine: Engine, bit: int) -> None:
     assert core.explain_record(address, len(extent), KEY)
 
 
-def test_gather_and_scatter_are_inverse() -> None:
-    engine = small_engine(sections=5, blocks=6, block_bytes=3000)
-    before = bytes(engine.memory)
-    extent = engine.record([5, 0, 3])
-    assert (
-        core.crc32c(extent[4096:])
-        == core.record_header(core.buffer_address(extent, writable=True), len(extent)).stored_crc
-    )
-    engine.memory[:] = bytes(len(engine.memory))
-    assert engine.scatter([5, 0, 3], extent) == CopyOutcome.OK
-    assert oracle.gather(engine.twin, engine.memory, [5, 0, 3]) == oracle.gather(
-        engine.twin, before, [5, 0, 3]
-    )
-
-
 def test_a_record_of_another_chunk_or_identity_is_stale_and_touches_no_block() -> None:
     engine = small_engine()
     extent = engine.record([1, 2])

@@ -194,10 +194,7 @@ def test_two_entries_on_one_extent_are_both_distrusted(one: int, other: int, row
 
 
 @given(
-    one=committed,
-    other=committed,
-    state=st.sampled_from([2, 3, 0, 1, 4, 5, 255]),
-    half_changed=st.booleans(),
+    one=committed, other=committed, state=st.sampled_from([2, 3, 0, 1, 4, 5, 255]), half_changed=st.booleans()
 )
 @settings(max_examples=amount(33, 100))
 def test_a_key_is_kept_at_most_once_and_only_in_a_valid_state(
@@ -213,34 +210,5 @@ def test_a_key_is_kept_at_most_once_and_only_in_a_valid_state(
         pool.verify_next(1 << 40)
         if one == other:
             assert pool.peek(name) == (state in (2, 3) and not half_changed)
-        use(pool)
-        pool.close()
-
-
-@given(size=st.integers(0, FILE_BYTES + 5000), which=st.booleans())
-@settings(max_examples=50)
-def test_files_of_another_size_are_refused_by_name(size: int, which: bool) -> None:
-    with segment() as (index, extents):
-        target = index if which else extents
-        if size == os.fstat(target).st_size:
-            return
-        os.truncate(target, size)
-        try:
-            Pool.adopt(index, extents, max_session_share=2)
-        except PoolFormatError as refusal:
-            assert refusal.field == ("index_file_bytes" if which else "extents_file_bytes")
-        else:
-            raise AssertionError("a pool of another size was adopted")
-
-
-def test_an_undamaged_segment_loses_nothing() -> None:
-    with segment() as (index, extents):
-        assert os.fstat(index).st_size == FILE_BYTES
-        pool = Pool.adopt(index, extents, max_session_share=2)
-        stats = pool.stats()
-        assert stats["entries"]["unverified"] == 11
-        assert stats["entries"]["quarantined"] == 2
-        assert pool.verify(chain(0, 3) + chain(1, 3) + chain(2, 3) + chain(3, 3)) == (11, 0)
-        assert [pool.peek(chain(prompt, 3)) for prompt in range(4)] == [3, 3, 1, 3]
         use(pool)
         pool.close()

@@ -81,15 +81,6 @@ def test_the_chain_and_the_oracle_decode_an_encoded_record_to_the_same_bytes(
     assert decoded(chain, stored, len(record)) == record
 
 
-@given(payload=st.binary(max_size=300))
-def test_planes_equal_those_of_the_oracle(payload: bytes) -> None:
-    out, back = bytearray(len(payload)), bytearray(len(payload))
-    core.split_planes(out, payload)
-    assert bytes(out) == oracle.split_planes(payload)
-    core.join_planes(back, out)
-    assert bytes(back) == payload == oracle.join_planes(bytes(out))
-
-
 @pytest.mark.parametrize("name", CHAINS)
 @settings(max_examples=amount(33, 100))
 @given(data=st.data())

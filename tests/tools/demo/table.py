@@ -34,14 +34,7 @@ class Table:
         self.rows: list[Row] = []
 
     def add(self, case: str, act: int, *, run: bool = True, ok: bool = True, **values: Any) -> None:
-        row: Row = {
-            "case": case,
-            "act": act,
-            "run": run,
-            "ok": ok,
-            **dict.fromkeys(COLUMNS),
-            **values,
-        }
+        row: Row = {"case": case, "act": act, "run": run, "ok": ok, **dict.fromkeys(COLUMNS), **values}
         self.rows.append(row)
 
     def print(self, act: int) -> None:

@@ -32,11 +32,7 @@ def test_a_session_stays_and_moves_only_when_its_engine_goes() -> None:
     def homes() -> dict[str, str]:
         return {
             session: choose(
-                Request(id="r", tokens=1, session=session),
-                engines,
-                Knowledge(),
-                NOW_S,
-                policy=Session(),
+                Request(id="r", tokens=1, session=session), engines, Knowledge(), NOW_S, policy=Session()
             ).engine
             for session in map(str, range(200))
         }

@@ -19,15 +19,6 @@ def some_tokens(n: int, seed: int = 0) -> list[int]:
     return [rng.randrange(1 << 32) for _ in range(n)]
 
 
-def test_partial_chunk_is_not_hashed():
-    hasher = ChunkHasher(ROOT, 256)
-    assert hasher.feed(some_tokens(255)) == 0
-    assert hasher.chain == b""
-    assert hasher.probe == b""
-    with pytest.raises(IndexError, match="chunk 0 is not hashed"):
-        hasher.key(0)
-
-
 def test_gap_before_the_tail_is_refused():
     hasher = ChunkHasher(ROOT, 16)
     hasher.feed(some_tokens(100))
