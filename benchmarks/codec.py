@@ -121,7 +121,7 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
 
     def encode() -> None:
         for i, (place, target) in enumerate(zip(places, targets, strict=True)):
-            lengths[i] = chain.encode(memoryview(place), memoryview(target), two_bytes).length
+            lengths[i] = chain.encode(memoryview(place), memoryview(target), two_bytes)
 
     def decode() -> None:
         # Decryption overwrites its input, so a copy is decoded, as a load decodes its staging buffer.

@@ -146,7 +146,10 @@ def measure(path: Path8B, memcpy: Memcpy, n_chunks: int, threads: int) -> dict[s
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     memcpy = Memcpy()
-    blocks = PagedBlocks(layers=LAYERS, num_blocks=CHUNKS * BLOCKS_PER_CHUNK, block_bytes=BLOCK_BYTES)
+    num_blocks = CHUNKS * BLOCKS_PER_CHUNK
+    blocks = PagedBlocks(
+        layers=LAYERS, num_blocks=num_blocks, block_bytes=BLOCK_BYTES, chunk_blocks=BLOCKS_PER_CHUNK
+    )
     blocks.touch()
     with scratch("copy") as folder, ServerProcess(Path(folder), l1_mb=L1_MB) as server:
         start_faulted(server)

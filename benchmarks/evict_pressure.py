@@ -53,16 +53,11 @@ class Engine:
         self.blocks = PagedBlocks(layers=LAYERS, num_blocks=3 * PROMPT_BLOCKS, block_bytes=BLOCK_BYTES)
         self.blocks.touch()
         self.chunk_blocks = chunk_blocks
-        self.clients = [
-            engine_client(
-                server.socket_dir,
-                server.port,
-                self.blocks,
-                model=f"evict-{size}",
-                chunk_tokens=16 * size,
-            )
-            for size in chunk_blocks
-        ]
+        self.clients = []
+        for size in chunk_blocks:
+            self.blocks.chunk_blocks = size
+            where = server.socket_dir, server.port, self.blocks
+            self.clients.append(engine_client(*where, model=f"evict-{size}", chunk_tokens=16 * size))
         self.identities = [client.identity(RequestIdentity()) for client in self.clients]
         wait_until(lambda: all(identity.ready for identity in self.identities), "identities are declared")
         self.stored: list[tuple[int, bytes]] = []

@@ -24,6 +24,7 @@ import uvloop
 from benchmarks.common import figure, median_spread, scratch, sized
 from benchmarks.hosted import ORDERS, BareProcess, Extents, keys_of, serve_bare
 from kvstrata.storage.base import (
+    Ask,
     LoadItem,
     LoadStatus,
     Presence,
@@ -54,7 +55,7 @@ class Way:
 
     async def exists(self, keys: list[bytes]) -> bool:
         """Whether all records are there."""
-        return {answer.presence for answer in await self._adapter.exists(keys)} == {Presence.PRESENT}
+        return set(await self._adapter.exists(b"".join(keys), Ask())) == {Presence.PRESENT}
 
     async def load(self, keys: list[bytes]) -> bool:
         """Load the records; returns whether all are sound."""
@@ -63,7 +64,7 @@ class Way:
 
     async def delete(self, keys: list[bytes]) -> bool:
         """Delete the records; returns whether all were there."""
-        return await self._adapter.delete(keys) == len(keys)
+        return await self._adapter.delete(b"".join(keys)) == len(keys)
 
     async def open(self) -> None:
         """Open the adapter."""

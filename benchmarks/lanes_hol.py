@@ -36,7 +36,7 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.measure.l2 import Records, Work
 from kvstrata.native.core import Hold
-from kvstrata.storage.base import Presence, PutItem, PutStatus
+from kvstrata.storage.base import Ask, Presence, PutItem, PutStatus
 from kvstrata.storage.config import configure_tier
 from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import KEY_BYTES
@@ -148,9 +148,9 @@ class Burst(Work):
         lookups: list[asyncio.Task[None]] = []
 
         async def look_up(due_s: float) -> None:
-            found = await self._adapter.exists(self._asked)
+            found = await self._adapter.exists(b"".join(self._asked), Ask())
             took_s = time.perf_counter() - due_s
-            if all(each.presence is not Presence.UNKNOWN for each in found):
+            if Presence.UNKNOWN not in found:
                 times.append(took_s)
                 self._check_found(found)
 

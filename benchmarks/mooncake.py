@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import ROOT, compared, median_spread, scratch, sized
 from benchmarks.hosted import ORDERS, BareProcess, Extents, keys_of, serve_bare
 from kvstrata.native.core import CopyOutcome, Verifier, names_of, record_bytes
-from kvstrata.storage.base import LoadItem, LoadStatus, Presence, PutItem, PutStatus
+from kvstrata.storage.base import Ask, LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX, VERIFIERS
@@ -120,7 +120,7 @@ class Bench:
         loaded = await self.adapter.load(loads)
         load_s = time.perf_counter() - begun_s
         assert {outcome.status for outcome in loaded} == {LoadStatus.LOADED}, loaded
-        assert await self.adapter.delete(keys) == len(keys)
+        assert await self.adapter.delete(b"".join(keys)) == len(keys)
         return put_s, load_s
 
     async def raw(self, keys: list[bytes]) -> tuple[float, float]:
@@ -167,9 +167,9 @@ class Bench:
                     times[place] = timed(self.bare.exists if place == 1 else ask, keys)
                     continue
                 begun_s = time.perf_counter()
-                found = await self.adapter.exists(keys)
+                found = await self.adapter.exists(b"".join(keys), Ask())
                 times[place] = time.perf_counter() - begun_s
-                assert {f.presence for f in found} == {Presence.PRESENT}
+                assert set(found) == {Presence.PRESENT}
             rounds.append(Round(times[0], times[1], times[2]))
         return rounds[WARM_UP:]
 

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, sized
 from benchmarks.hosted import Extents, keys_of
 from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES
-from kvstrata.storage.base import LoadItem, LoadStatus, PutItem, PutStatus
+from kvstrata.storage.base import Ask, LoadItem, LoadStatus, PutItem, PutStatus
 from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX
@@ -116,7 +116,7 @@ class Adapter(Way):
         assert {outcome.status for outcome in outcomes} == {PutStatus.STORED}, outcomes[:3]
 
     async def exists(self, keys: list[bytes]) -> None:
-        await self.adapter.exists(keys)
+        await self.adapter.exists(b"".join(keys), Ask())
 
     async def load(self, keys: list[bytes]) -> None:
         items = [LoadItem(key, self.extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]

@@ -16,7 +16,15 @@ from pathlib import Path
 from kvstrata.clock import SystemClock
 from kvstrata.measure.l2 import in_batches
 from kvstrata.native import core
-from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
+from kvstrata.storage.base import (
+    AdapterContext,
+    Ask,
+    LoadItem,
+    LoadStatus,
+    PutItem,
+    PutStatus,
+    StorageAdapter,
+)
 
 MB = 1 << 20
 HEADER_BYTES = 4096
@@ -189,7 +197,7 @@ async def exists_s(adapter: StorageAdapter, keys: Sequence[bytes], repeats: int)
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
-        await adapter.exists(keys)
+        await adapter.exists(b"".join(keys), Ask())
         times.append(time.perf_counter() - started)
         await asyncio.sleep(0)
     return times

@@ -29,10 +29,10 @@ from kvstrata.process.lifecycle import ProcessNumbers
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.status import InstanceNumbers, PoolNumbers, SessionNumbers
 from kvstrata.server.cluster.membership import Membership
-from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.listener import AttachServer, Traffic
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.storage.config import StorePolicy
+from kvstrata.tiers.loads import PrefetchController
 from kvstrata.tiers.puts import StoreController
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import TailPuts

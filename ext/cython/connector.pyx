@@ -4,7 +4,7 @@
 
 import os
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.pycapsule cimport (
     PyCapsule_GetPointer,
     PyCapsule_IsValid,

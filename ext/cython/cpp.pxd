@@ -410,6 +410,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         int error() noexcept
 
     cdef cppclass CPool "kvstrata::Pool":
+        void has(const uint8_t*, size_t, uint8_t*) noexcept
         @staticmethod
         Status create(int, int, const PoolOptions&, shared_ptr[CPool]*) noexcept
         @staticmethod
@@ -458,6 +459,32 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         Status validate() noexcept
 
 
+cdef extern from "pool/batch.h" namespace "kvstrata" nogil:
+    cdef cppclass CLoadRequest "kvstrata::LoadRequest":
+        const uint8_t* keys
+        size_t n_keys
+        vector[uint8_t] parents
+        vector[uint64_t] room_bytes
+        Digest identity
+        uint32_t tenant
+        cbool tail
+
+    cdef enum class ReserveOutcome(unsigned char):
+        kReserved
+
+    cdef cppclass LoadRefusal:
+        uint32_t chunk
+        ReserveOutcome why
+
+    cdef cppclass CLoadBatch "kvstrata::LoadBatch":
+        CLoadBatch() noexcept
+        Status reserve(shared_ptr[CPool], const CLoadRequest&, U32Span) noexcept
+        Status finish(const uint8_t*, uint8_t*) noexcept
+        vector[uint32_t] numbers
+        vector[CHold] holds
+        vector[uint32_t] present
+        LoadRefusal refusal
+
 cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
     const char* connector_capsule_name
 
@@ -477,15 +504,7 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
     cdef cppclass ExistsItem:
         Digest key
         Presence presence
-        uint32_t record_bytes
         const char* reason
-
-    const uint32_t kHeadBytes
-
-    cdef cppclass HeadItem:
-        Digest key
-        uint32_t length
-        uint8_t* bytes
 
     cdef cppclass PutItem:
         PutStatus status
@@ -501,7 +520,7 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
 
     cdef cppclass ConnectorCapabilities:
         cbool persistent, shared, can_delete, can_clear, wants_registered_memory, exists_is_quick
-        cbool has_heads, lists
+        cbool lists
         Quiesce quiesce
         uint32_t max_batch, items_per_piece
 

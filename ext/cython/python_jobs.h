@@ -78,11 +78,6 @@ inline std::unique_ptr<LaneJob> make_exists(PyObject* token, std::shared_ptr<Con
                                             std::vector<ExistsItem>& items) {
   return make_job<ExistsJob>(token, std::move(connector), std::move(items));
 }
-inline std::unique_ptr<LaneJob> make_heads(PyObject* token, std::shared_ptr<Connector> connector,
-                                           std::vector<HeadItem>& items) {
-  return make_job<HeadsJob>(token, std::move(connector), std::move(items));
-}
-
 inline std::unique_ptr<LaneJob> make_list(PyObject* token, std::shared_ptr<Connector> connector,
                                           std::uint64_t cursor, std::size_t most) {
   return make_job<ListJob>(token, std::move(connector), cursor, most);

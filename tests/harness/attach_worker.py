@@ -19,7 +19,7 @@ from tests.harness.attach_server import decode, encode
 from tests.harness.child import serve
 from tests.harness.raw_line import RawLine
 
-FACTS: dict[str, Any] = {"payload_bytes": 4096, "section_bytes": [2048, 2048]}
+FACTS: dict[str, Any] = {"payload_bytes": 4096, "sections": [2048, 2048]}
 
 
 def make_request(

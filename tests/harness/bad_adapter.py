@@ -22,7 +22,7 @@ from kvstrata.errors import StorageError
 from kvstrata.process.keeper import PR_SET_PDEATHSIG
 from kvstrata.storage.base import (
     AdapterContext,
-    Found,
+    Ask,
     LoadItem,
     LoadOutcome,
     PutItem,
@@ -105,13 +105,13 @@ class BadAdapter(StorageAdapter):
         self._obey("open")
         await self._inner.open(context)
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         self._obey("exists")
         if not (self._orders / "put.late").exists():
             for item in self._late:
                 item.hold.drop()
             self._late.clear()
-        return await self._inner.exists(keys)
+        return await self._inner.exists(keys, ask)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if (self._orders / "put.late").exists():
@@ -124,7 +124,7 @@ class BadAdapter(StorageAdapter):
         self._obey("load")
         return await self._inner.load(items)
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         return await self._inner.delete(keys)
 
     async def clear(self) -> int:

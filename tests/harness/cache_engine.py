@@ -68,6 +68,8 @@ class CacheEngine:
     With a `span` the slice belongs to group 1, and only its last `span` chunks of a hit are needed.
     """
 
+    chunk_blocks = BLOCKS_PER_CHUNK
+
     def __init__(
         self,
         socket_dir: Path,
@@ -85,7 +87,9 @@ class CacheEngine:
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.tenant, self.adapter = tenant, ""
-        self.blocks = PagedBlocks(layers=layers, num_blocks=num_blocks, block_bytes=block_bytes)
+        self.blocks = PagedBlocks(
+            layers=layers, num_blocks=num_blocks, block_bytes=block_bytes, chunk_blocks=self.chunk_blocks
+        )
         facts = {**self.blocks.facts, **({SPAN_FACT: span} if span else {})}
         self.part = msgspec.structs.replace(
             self.blocks.slice(first_layer=rank * layers), layout=facts_digest(facts), group=1 if span else 0

@@ -10,12 +10,11 @@ from typing import Any
 
 from kvstrata.storage.base import (
     AdapterContext,
-    Found,
+    Ask,
     KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
-    Presence,
     PutItem,
     PutOutcome,
     PutStatus,
@@ -78,13 +77,10 @@ class FaultyAdapter(StorageAdapter):
         await self.inner.open(context)
         self.capabilities = self.inner.capabilities
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         if await self._fault() in (*NOTHING_DONE, Fault.LOST_ACK):
-            return [Found(Presence.UNKNOWN, 0, "injected")] * len(keys)
-        return await self.inner.exists(keys)
-
-    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        return await self.inner.heads(keys)
+            return ask.unknown(keys, "injected")
+        return await self.inner.exists(keys, ask)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         return await self.inner.list_keys(cursor, most)
@@ -112,7 +108,7 @@ class FaultyAdapter(StorageAdapter):
                 return outcomes
         return [LoadOutcome(LoadStatus.FAILED, "injected")] * len(items)
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         return await self.inner.delete(keys)
 
     async def clear(self) -> int:

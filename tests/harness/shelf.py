@@ -12,15 +12,15 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, verify_stored_record
 from kvstrata.storage.base import (
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     LoadItem,
     LoadOutcome,
     LoadStatus,
-    Presence,
     PutItem,
     PutOutcome,
     PutStatus,
@@ -103,17 +103,11 @@ class ShelfAdapter(StorageAdapter):
         self.shelf.opened += 1
         self._is_open = True
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         there = self.shelf.records
         if not self._is_open:
-            return [Found(Presence.UNKNOWN, 0, "closed")] * len(keys)
-        return await self._own(
-            "exists",
-            lambda: [
-                Found(Presence.PRESENT, len(there[key])) if key in there else Found(Presence.ABSENT)
-                for key in keys
-            ],
-        )
+            return ask.unknown(keys, "closed")
+        return await self._own("exists", lambda: bytes([key in there for key in split(keys)]))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         return await self._own("put", lambda: [self._put_one(item) for item in items])
@@ -121,10 +115,10 @@ class ShelfAdapter(StorageAdapter):
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         return await self._own("load", lambda: [self._load_one(item) for item in items])
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         if not self._is_open:
             return 0
-        return sum(self.shelf.records.pop(key, None) is not None for key in keys)
+        return sum(self.shelf.records.pop(key, None) is not None for key in split(keys))
 
     async def usage(self) -> Usage:
         return Usage(sum(map(len, self.shelf.records.values())), 0, len(self.shelf.records))
@@ -168,10 +162,10 @@ class ShelfAdapter(StorageAdapter):
                 return LoadOutcome(LoadStatus.FAILED, "closed")
             if stored is None:
                 return LoadOutcome(LoadStatus.ABSENT)
-            if len(stored) == item.hold.length:
+            if len(stored) <= item.hold.length:
                 with item.hold.view() as view:
-                    view[:] = stored
-                if verify_stored_record(item.hold.address, item.hold.length, item.key) == CopyOutcome.OK:
+                    view[: len(stored)] = stored
+                if verify_stored_record(item.hold.address, len(stored), item.key) == CopyOutcome.OK:
                     return LoadOutcome(LoadStatus.LOADED)
             del self.shelf.records[item.key]
             return LoadOutcome(LoadStatus.CORRUPT)

@@ -110,5 +110,5 @@ async def test_a_database_that_fails_is_an_outcome_of_each_item(tmp_path):
     [load] = await adapter.load([load_item(key_of(1), 100)])
     assert (put.status, put.reason) == (PutStatus.FAILED, "io")
     assert (load.status, load.reason) == (LoadStatus.FAILED, "io")
-    assert await adapter.delete([key_of(1)]) == 0
+    assert await adapter.delete(key_of(1)) == 0
     await adapter.close()

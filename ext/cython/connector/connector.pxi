@@ -22,28 +22,24 @@ cdef int set_key(Digest& key, object value) except -1:
     return 0
 
 
-cdef list found_of(vector[ExistsItem]& items, object found):
-    """Calls `found(presence, record_bytes, reason)` and returns the result for each item. Items with equal answers may
-    share one call and its result.
-    """
+cdef tuple presences_of(vector[ExistsItem]& items):
+    """(a presence for each key, the first reason that the connector gave for not knowing one)"""
     cdef Py_ssize_t count = <Py_ssize_t>items.size()
-    cdef list made = [None] * count
-    # The last result for each presence: most records of a medium have the same length.
-    cdef list last = [None, None, None]
-    cdef Py_ssize_t[3] at = [-1, -1, -1]
+    cdef bytes presences = PyBytes_FromStringAndSize(NULL, count)
+    cdef char* out = PyBytes_AS_STRING(presences)
+    cdef const char* reason = ""
     cdef Py_ssize_t i
-    cdef int presence
     for i in range(count):
-        presence = <int>items[i].presence
-        if (
-            at[presence] < 0
-            or items[i].record_bytes != items[at[presence]].record_bytes
-            or items[i].reason != items[at[presence]].reason
-        ):
-            at[presence] = i
-            last[presence] = found(presence, items[i].record_bytes, items[i].reason.decode())
-        made[i] = last[presence]
-    return made
+        out[i] = <char><int>items[i].presence
+        if reason[0] == 0:
+            reason = items[i].reason
+    return presences, reason.decode()
+
+
+cdef Py_ssize_t count_keys(const unsigned char[::1] keys) except -1:
+    if keys.shape[0] % 32:
+        raise ValueError(f"keys: must have 32 bytes each, not {keys.shape[0]} in all")
+    return keys.shape[0] // 32
 
 
 cdef class NativeConnector:
@@ -73,7 +69,6 @@ cdef class NativeConnector:
             "can_delete": bool(can.can_delete),
             "can_clear": bool(can.can_clear),
             "wants_registered_memory": bool(can.wants_registered_memory),
-            "has_heads": bool(can.has_heads),
             "lists": bool(can.lists),
             "quiesce": "never" if can.quiesce == Quiesce.kNever else "drain",
             "exists_is_quick": bool(can.exists_is_quick),
@@ -84,14 +79,14 @@ cdef class NativeConnector:
     def ready(self):
         return bool(self.connector.get().ready())
 
-    def exists_now(self, keys, found):
+    def exists_now(self, keys):
         cdef vector[ExistsItem] items
         if not self.connector.get().ready():
             return None
         items = self.exists_items(keys)
         with nogil:
             exists_now(self.connector.get()[0], items)
-        return found_of(items, found)
+        return presences_of(items)
 
     def counts(self):
         cdef vector[ConnectorCount] counts
@@ -105,11 +100,10 @@ cdef class NativeConnector:
         self.connector.get().take_notes(&notes)
         return [(bool(notes[i].warning), notes[i].text.decode(errors="replace")) for i in range(notes.size())]
 
-    cdef vector[ExistsItem] exists_items(self, object keys) except *:
+    cdef vector[ExistsItem] exists_items(self, const unsigned char[::1] keys) except *:
         cdef vector[ExistsItem] items
-        cdef Py_ssize_t i = 0
-        items.resize(len(keys))
-        for key in keys:
-            set_key(items[i].key, key)
-            i += 1
+        cdef Py_ssize_t i
+        items.resize(count_keys(keys))
+        for i in range(<Py_ssize_t>items.size()):
+            memcpy(items[i].key.data(), &keys[32 * i], 32)
         return items

@@ -34,8 +34,6 @@ cdef extern from "lanes/lanes.h" namespace "kvstrata" nogil:
 cdef extern from "lanes/connector_jobs.h" namespace "kvstrata" nogil:
     cdef cppclass ExistsJob:
         vector[ExistsItem] items
-    cdef cppclass HeadsJob:
-        vector[HeadItem] items
     cdef cppclass ListJob:
         uint64_t cursor
         vector[Digest] keys
@@ -56,7 +54,6 @@ cdef extern from "lanes/connector_jobs.h" namespace "kvstrata" nogil:
 cdef extern from "python_jobs.h" namespace "kvstrata::python":
     unique_ptr[LaneJob] make_call(PyObject*, void (*)(PyObject*) noexcept) except +
     unique_ptr[LaneJob] make_exists(PyObject*, shared_ptr[CConnector], vector[ExistsItem]&) except +
-    unique_ptr[LaneJob] make_heads(PyObject*, shared_ptr[CConnector], vector[HeadItem]&) except +
     unique_ptr[LaneJob] make_list(PyObject*, shared_ptr[CConnector], uint64_t, size_t) except +
     cdef cppclass BytesItem:
         Digest key
@@ -78,14 +75,13 @@ cdef extern from "python_jobs.h" namespace "kvstrata::python":
 
 
 cdef enum Kind:
-    CALL, EXISTS, HEADS, LIST, PUT, LOAD, DELETE, OPEN, CLEAR, USAGE, CLOSE
+    CALL, EXISTS, LIST, PUT, LOAD, DELETE, OPEN, CLEAR, USAGE, CLOSE
 
 
 cdef class _Token:
     """The Python side of one submitted job; the job owns a reference to it.
 
-    A Python call has `work` until it has run, then `result` or `error`. The `work` of an exists makes the result of
-    each key.
+    A Python call has `work` until it has run, then `result` or `error`.
     """
 
     cdef object token
@@ -122,19 +118,14 @@ cdef vector[BytesItem] _batch(object items) except *:
     cdef vector[BytesItem] batch
     cdef Py_ssize_t i = 0
     batch.resize(len(items))
-    for key, hold in items:
-        set_key(batch[i].key, key)
+    for item in items:
+        hold = item[1]
+        set_key(batch[i].key, item[0])
         batch[i].bytes = <uint8_t*><size_t>hold.address
         batch[i].length = hold.length
         batch[i].hold = _hold(hold)
         i += 1
     return batch
-
-
-cdef list _heads(vector[HeadItem]& items):
-    return [
-        (<char*>items[i].bytes)[:min(items[i].length, kHeadBytes)] for i in range(items.size())
-    ]
 
 
 cdef object _outcome(_Token token, LaneJob* job):
@@ -147,9 +138,7 @@ cdef object _outcome(_Token token, LaneJob* job):
     if token.kind == CALL:
         return token.result
     if token.kind == EXISTS:
-        return found_of(job_as[ExistsJob](job).items, token.work)
-    if token.kind == HEADS:
-        return _heads(job_as[HeadsJob](job).items)
+        return presences_of(job_as[ExistsJob](job).items)
     if token.kind == LIST:
         listed = job_as[ListJob](job)
         return _keys(listed.keys), listed.cursor
@@ -223,24 +212,11 @@ cdef class NativeLanes:
         job = make_call(<PyObject*>call, run_call)
         return self._submit(lane, job, beyond_limit)
 
-    def submit_exists(self, int lane, NativeConnector connector not None, keys, found, token):
+    def submit_exists(self, int lane, NativeConnector connector not None, keys, token):
         cdef vector[ExistsItem] items = connector.exists_items(keys)
         cdef _Token owner = _Token(token, EXISTS)
         cdef unique_ptr[LaneJob] job
-        owner.work = found
         job = make_exists(<PyObject*>owner, connector.connector, items)
-        return self._submit(lane, job, False)
-
-    def submit_heads(self, int lane, NativeConnector connector not None, keys, token):
-        cdef vector[HeadItem] items
-        cdef _Token owner = _Token(token, HEADS)
-        cdef Py_ssize_t i = 0
-        cdef unique_ptr[LaneJob] job
-        items.resize(len(keys))
-        for key in keys:
-            set_key(items[i].key, key)
-            i += 1
-        job = make_heads(<PyObject*>owner, connector.connector, items)
         return self._submit(lane, job, False)
 
     def submit_list(self, int lane, NativeConnector connector not None, cursor, most, token):
@@ -265,15 +241,14 @@ cdef class NativeLanes:
         job = make_batch[LoadJob](<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)
 
-    def submit_delete(self, int lane, NativeConnector connector not None, keys, token):
+    def submit_delete(self, int lane, NativeConnector connector not None, const unsigned char[::1] keys, token):
         cdef vector[DeleteItem] batch
         cdef _Token owner = _Token(token, DELETE)
-        cdef Py_ssize_t i = 0
+        cdef Py_ssize_t i
         cdef unique_ptr[LaneJob] job
-        batch.resize(len(keys))
-        for key in keys:
-            set_key(batch[i].key, key)
-            i += 1
+        batch.resize(count_keys(keys))
+        for i in range(<Py_ssize_t>batch.size()):
+            memcpy(batch[i].key.data(), &keys[32 * i], 32)
         job = make_delete(<PyObject*>owner, connector.connector, batch)
         return self._submit(lane, job, True)
 

@@ -136,6 +136,53 @@ cdef Hold _wrap_hold(CHold& hold):
     return result
 
 
+cdef class LoadRequest:
+    cdef CLoadRequest request
+    cdef BorrowedBuffer keys
+
+    def __init__(self, keys, parents, room_bytes, identity, tenant=0, cbool tail=False):
+        cdef bytes before = bytes(parents)
+        for size in room_bytes:
+            if not 0 < size < 1 << 63:
+                raise ValueError(f"room_bytes: must be positive, got {size}")
+            self.request.room_bytes.push_back(size)
+        self.request.n_keys = borrow(self.keys, keys, KEY_BYTES, "keys")
+        self.request.keys = self.keys.data()
+        n_slices = self.request.room_bytes.size()
+        if n_slices == 0 or self.request.n_keys % n_slices or len(before) not in (0, n_slices * KEY_BYTES):
+            raise ValueError(f"keys, parents: must be {KEY_BYTES} bytes for each of {n_slices} slices")
+        self.request.parents.resize(len(before))
+        memcpy(self.request.parents.data(), PyBytes_AS_STRING(before), len(before))
+        set_digest(self.request.identity, identity, "identity")
+        self.request.tenant = tenant
+        self.request.tail = tail
+
+
+cdef class LoadBatch:
+    cdef unique_ptr[CLoadBatch] batch
+    cdef readonly list numbers, present, holds
+    cdef readonly object refusal
+
+    def __cinit__(self, made=None):
+        if made is not MADE_HERE:
+            raise TypeError("a LoadBatch comes from Pool.reserve_batch()")
+        self.batch.reset(new CLoadBatch())
+
+    def finish(self, loaded):
+        cdef BorrowedBuffer each
+        cdef size_t count = borrow(each, loaded, 1, "loaded")
+        cdef bytes outcomes
+        cdef Status status
+        if count != self.batch.get().numbers.size():
+            raise ValueError(f"loaded: must have a byte for each of {self.batch.get().numbers.size()} items, got {count}")
+        outcomes = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>count)
+        cdef uint8_t* out = <uint8_t*>PyBytes_AS_STRING(outcomes)
+        with nogil:
+            status = self.batch.get().finish(each.data(), out)
+        raise_for(status, POOL)
+        return outcomes
+
+
 cdef PoolOptions _options(extents_bytes, entry_capacity, policy, max_session_share) except *:
     cdef PoolOptions options
     if not 0 <= extents_bytes < 1 << 63:
@@ -255,6 +302,13 @@ cdef class Pool:
         if n_slices == 0:
             raise ValueError("n_slices: must be positive")
         return self.pool.get().peek(batch.data(), n_keys, n_slices)
+
+    def has(self, keys):
+        cdef BorrowedBuffer batch
+        cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
+        cdef bytes answers = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>n_keys)
+        self.pool.get().has(batch.data(), n_keys, <uint8_t*>PyBytes_AS_STRING(answers))
+        return answers
 
     def peek_windows(self, keys, spans):
         cdef BorrowedBuffer batch
@@ -386,6 +440,26 @@ cdef class Pool:
         raise_for(status, POOL)
         outcomes = PyBytes_FromStringAndSize(<char*>result.outcomes.data(), <Py_ssize_t>result.outcomes.size())
         return result.ticket, outcomes, _packed(result.extents)
+
+    def reserve_batch(self, LoadRequest request not None, numbers):
+        cdef LoadBatch made = LoadBatch.__new__(LoadBatch, MADE_HERE)
+        cdef CLoadBatch* batch = made.batch.get()
+        cdef vector[uint32_t] wanted = _indices(numbers)
+        cdef Status status
+        cdef size_t i
+        cdef int why
+        for i in range(wanted.size()):
+            if wanted[i] >= request.request.n_keys or (i and wanted[i] <= wanted[i - 1]):
+                raise ValueError(f"numbers: must ascend below {request.request.n_keys}, got {wanted[i]}")
+        with nogil:
+            status = batch.reserve(self.pool, request.request, U32Span(wanted.data(), wanted.size()))
+        raise_for(status, POOL)
+        made.numbers = [batch.numbers[i] for i in range(batch.numbers.size())]
+        made.present = [batch.present[i] for i in range(batch.present.size())]
+        made.holds = [_wrap_hold(batch.holds[i]) for i in range(batch.holds.size())]
+        why = <int>batch.refusal.why
+        made.refusal = (batch.refusal.chunk, why) if why else None
+        return made
 
     def commit(self, uint64_t ticket, indices, check=True):
         cdef vector[uint32_t] numbers = _indices(indices)

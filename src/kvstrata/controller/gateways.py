@@ -90,7 +90,8 @@ class Gateways(Numbers):
             if member.state in (MemberState.LIVE, MemberState.RESTORED)
         ]
         told_kinds = [
-            KvKind(kind.layout, list(kind.slices), list(kind.spans), kind.chunk_bytes) for kind in kinds
+            KvKind(kind.layout, list(kind.slices), list(kind.spans), list(kind.record_bytes))
+            for kind in kinds
         ]
         return GatewayHeard(
             told.seq,

@@ -254,6 +254,7 @@ class Operations:
                 "keys": part,
                 "n_slices": len(spans) or named.n_slices,
                 "spans": list(spans) if any(spans) else [],
+                **({"record_bytes": _of_slices(named, spans)} if named.record_bytes else {}),
                 "identity": named.root,
                 "tenant": named.tenant,
                 "owner": {**told, "n_keys": len(part) // KEY_BYTES},
@@ -357,6 +358,13 @@ def _pulls(keys: bytes, n_slices: int, spans: Sequence[int]) -> list[tuple[bytes
         *((part, (0,) * len(whole)) for part in _batches(before, len(whole) or 1)),
         (keys[last * n_slices * KEY_BYTES :], spans),
     ]
+
+
+def _of_slices(named: Named, spans: Sequence[int]) -> list[int]:
+    """The lengths of the records of a PULL's slices: all of them, or only those without a span."""
+    if not spans or len(spans) == named.n_slices:
+        return list(named.record_bytes)
+    return [length for length, span in zip(named.record_bytes, named.spans, strict=False) if not span]
 
 
 def _drops(keys: bytes) -> list[dict[str, Any]]:

@@ -23,8 +23,8 @@ class Kind(NamedTuple):
     instances: tuple[str, ...]
     spans: tuple[int, ...] = ()
     """For each slice how many of a hit's last chunks are needed, 0: all; () if all are in each."""
-    chunk_bytes: int = 0
-    """Bytes of one chunk's longest records in all slices; 0: not known."""
+    record_bytes: tuple[int, ...] = ()
+    """For each slice the length of a whole chunk's record; () if not known."""
     adapters: tuple[list[str], ...] = ()
     """For each of `instances` the adapters of its requests, see KvKind."""
 
@@ -42,6 +42,7 @@ class Named(NamedTuple):
     slices: tuple[bytes, ...] = ()
     """Digests of the slices; empty if the request named keys."""
     spans: tuple[int, ...] = ()
+    record_bytes: tuple[int, ...] = ()
     """See Kind."""
 
     @property
@@ -53,16 +54,17 @@ class Named(NamedTuple):
 def kinds(members: Members) -> list[Kind]:
     """The kinds of KV that engines at live instances have, in a stable order."""
     found: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], dict[str, list[str]]] = {}
-    chunk_bytes: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], int] = {}
+    record_bytes: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], tuple[int, ...]] = {}
     for member in members:
         if member.state is MemberState.LIVE:
             for model in member.models:
                 spans = tuple(model.spans) if len(model.spans) == len(model.slices) else ()
                 key = model.layout, tuple(model.slices), spans
                 found.setdefault(key, {})[member.id] = model.adapters
-                chunk_bytes[key] = max(model.chunk_bytes, chunk_bytes.get(key, 0))
+                known = tuple(model.record_bytes) if len(model.record_bytes) == len(model.slices) else ()
+                record_bytes[key] = known or record_bytes.get(key, ())
     rows = [
-        Kind(*key[:2], tuple(of), key[2], chunk_bytes[key], tuple(of.values())) for key, of in found.items()
+        Kind(*key[:2], tuple(of), key[2], record_bytes[key], tuple(of.values())) for key, of in found.items()
     ]
     return sorted(rows, key=lambda kind: (kind.layout.model, repr(kind.layout), kind.slices, kind.spans))
 
@@ -105,8 +107,9 @@ def from_tokens(kind: Kind, request: RequestIdentity, tokens: Sequence[int]) -> 
     hasher.feed(tokens)
     keys = hasher.storage_keys(kind.slices)
     return Named(
-        keys, len(kind.slices), root, request.tenant, kind.layout.chunk_tokens, kind.slices, kind.spans
-    )
+        keys, len(kind.slices), root, request.tenant, kind.layout.chunk_tokens, kind.slices, kind.spans,
+        kind.record_bytes,
+    )  # fmt: skip
 
 
 def from_keys(texts: Sequence[str], tenant: str) -> Named:

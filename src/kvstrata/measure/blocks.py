@@ -14,11 +14,12 @@ from kvstrata.types import Slice, facts_digest
 class PagedBlocks:
     """`num_blocks` blocks of `block_bytes` bytes in each of `layers` layers; each block is one contiguous run.
 
-    Owns the memory until `close`.
+    A chunk has `chunk_blocks` blocks.  Owns the memory until `close`.
     """
 
-    def __init__(self, *, layers: int, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, *, layers: int, num_blocks: int, block_bytes: int, chunk_blocks: int = 1) -> None:
         self.layers = layers
+        self.chunk_blocks = chunk_blocks
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self._memory = mmap.mmap(-1, layers * num_blocks * block_bytes)
@@ -35,7 +36,8 @@ class PagedBlocks:
     @property
     def facts(self) -> dict[str, int]:
         """The layout facts from which `slice().layout` is derived."""
-        return {"layers": self.layers, "block_bytes": self.block_bytes}
+        payload_bytes = self.layers * self.block_bytes * self.chunk_blocks
+        return {"sections": self.layers, "payload_bytes": payload_bytes, "block_bytes": self.block_bytes}
 
     def fill(self, block_ids: Sequence[int], seed: object) -> None:
         """Fill these blocks with bytes that the seed determines."""

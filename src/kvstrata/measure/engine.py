@@ -106,6 +106,7 @@ class SimulatedEngine:
                     layers=shape.layers,
                     num_blocks=plan.chunks * shape.blocks,
                     block_bytes=shape.block_bytes,
+                    chunk_blocks=shape.blocks,
                 )
                 for _ in range(2)
             )

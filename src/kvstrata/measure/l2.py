@@ -28,7 +28,7 @@ from kvstrata.errors import InternalError, Refused, StorageError
 from kvstrata.memory import linux
 from kvstrata.native.core import Hold, Pool, RecordSpec, record_bytes, seal_record
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadStatus, Presence, PutItem, PutStatus
+from kvstrata.storage.base import AdapterContext, Ask, LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.tiers.tier import Tier
 from kvstrata.types import KEY_BYTES, unpack_extents
 
@@ -209,25 +209,24 @@ class Work:
     async def _delete(self, keys: Sequence[bytes]) -> int:
         """Delete records; returns the number that may still be stored."""
         for at in range(0, len(keys), self._batch):
-            await self._adapter.delete(keys[at : at + self._batch])
-        found = await self._adapter.exists(keys) if keys else []
-        gone = {key for key, f in zip(keys, found, strict=True) if f.presence is Presence.ABSENT}
+            await self._adapter.delete(b"".join(keys[at : at + self._batch]))
+        found = await self._adapter.exists(b"".join(keys), Ask())
+        gone = {key for key, presence in zip(keys, found, strict=True) if presence == Presence.ABSENT}
         self._stored = [key for key in self._stored if key not in gone]
         return len(keys) - len(gone)
 
-    def _check_found(self, found: Sequence[Found]) -> None:
+    def _check_found(self, found: bytes, why: str) -> None:
         """Check the answers of `exists` for keys that are alternately stored and absent, beginning with a stored one.
 
         Raises StorageError for a stored key that is not found, InternalError for an absent key that is found.
         """
         there, absent = found[::2], found[1::2]
-        length = self._records.record_bytes
-        if wrong := [f for f in there if (f.presence, f.record_bytes) != (Presence.PRESENT, length)]:
+        if wrong := there.replace(bytes([Presence.PRESENT]), b""):
             raise StorageError(
                 f"{self._adapter.name}: exists: {len(wrong)} of {len(there)} stored records are "
-                f"{wrong[0].presence.name.lower()} {wrong[0].reason} with {wrong[0].record_bytes} bytes"
+                f"{Presence(wrong[0]).name.lower()} {why}".rstrip()
             )
-        if any(f.presence is Presence.PRESENT for f in absent):
+        if Presence.PRESENT in absent:
             raise InternalError(f"{self._adapter.name}: exists: keys that were never stored are present")
 
     def _all(self, operation: str, outcomes: Sequence[tuple[bool, str, str]]) -> None:
@@ -286,12 +285,14 @@ class Workload(Work):
     async def _ask(self, numbers: range, taken: Pass) -> None:
         records = self._records
         keys = [key for number in numbers for key in (records.keys[number], secrets.token_bytes(KEY_BYTES))]
+        asked = b"".join(keys)
         for _ in range(EXISTS_CALLS):
             self._go_on()
             begun_s = time.perf_counter()
-            found = await self._adapter.exists(keys)
+            ask = Ask()
+            found = await self._adapter.exists(asked, ask)
             taken.exists.append(time.perf_counter() - begun_s)
-            self._check_found(found)
+            self._check_found(found, ask.reason)
 
     async def _load(self, numbers: range, taken: Pass) -> None:
         records = self._records

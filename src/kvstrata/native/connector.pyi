@@ -1,9 +1,7 @@
 """Storage media in C++, and the threads that their calls run in."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 # Storage media in C++, as Python objects.
 
@@ -23,11 +21,11 @@ class NativeConnector:
     """Whether the connector has read its medium's index, so that `exists_now` answers at once and
     `NativeLanes.submit_list` may be called."""
 
-    def exists_now(self, keys: Sequence[bytes], found: Callable[[int, int, str], T]) -> list[T] | None:
-        """`found(presence, record_bytes, reason)` for each key; keys with equal answers may share one result.
+    def exists_now(self, keys: bytes) -> tuple[bytes, str] | None:
+        """A presence for each of the 32-byte keys, and the reason why some are unknown.
 
         Asks in the calling thread, without the GIL; returns None if the connector would have to wait.  Raises
-        ValueError for a key that does not have 32 bytes.
+        ValueError if the keys do not have 32 bytes each.
         """
 
     def counts(self) -> dict[str, int]:
@@ -77,20 +75,8 @@ class NativeLanes:
     ) -> bool:
         """Open the connector; the result is an error message, or an empty string. A full lane does not refuse it."""
 
-    def submit_exists(
-        self,
-        lane: int,
-        connector: NativeConnector,
-        keys: Sequence[bytes],
-        found: Callable[[int, int, str], Any],
-        token: object,
-    ) -> bool:
+    def submit_exists(self, lane: int, connector: NativeConnector, keys: bytes, token: object) -> bool:
         """Ask which keys exist; the result is that of `NativeConnector.exists_now`."""
-
-    def submit_heads(
-        self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
-    ) -> bool:
-        """Read heads; the result is the first bytes of each record, at most 512 (`StorageAdapter.heads`)."""
 
     def submit_list(
         self, lane: int, connector: NativeConnector, cursor: int, most: int, token: object
@@ -107,16 +93,14 @@ class NativeLanes:
         """
 
     def submit_load(
-        self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
+        self, lane: int, connector: NativeConnector, items: Sequence[tuple[Any, ...]], token: object
     ) -> bool:
-        """Load records into the extents of (key, hold), with holds as in `submit_put`.
+        """Load records into the extents of (key, hold, …), with holds as in `submit_put`.
 
         The result is ([(LoadStatus, reason)], keys that the connector's cap dropped since it was last asked).
         """
 
-    def submit_delete(
-        self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
-    ) -> bool:
+    def submit_delete(self, lane: int, connector: NativeConnector, keys: bytes, token: object) -> bool:
         """Delete keys; the result is how many records were removed.
 
         A full lane does not refuse this job, nor those of the next three methods.

@@ -449,6 +449,42 @@ class Hold:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
 
+class LoadRequest:
+    """A prompt whose records are loaded.
+
+    `keys` are those of all chunks, chunk-major: key number i is that of chunk i // n_slices, slice i % n_slices.
+    `parents`: the keys before chunk 0, one a slice, or b"".  `room_bytes`: for each slice the room for a record.  Each
+    record may be shorter than its room, as a `tail` is.
+    """
+
+    def __init__(
+        self,
+        keys: Buffer,
+        parents: bytes,
+        room_bytes: Sequence[int],
+        identity: bytes,
+        tenant: int = 0,
+        tail: bool = False,
+    ) -> None: ...
+
+class LoadBatch:
+    """Reservations of the server for records that are loaded; what is not finished is given back with the object."""
+
+    numbers: list[int]
+    """The reserved keys."""
+    holds: list[Hold]
+    """A hold for each of them."""
+    present: list[int]
+    """Keys that are in the pool already."""
+    refusal: tuple[int, int] | None
+    """The first chunk that could not be reserved, and its wire.ReserveOutcome; None if there is none."""
+
+    def finish(self, loaded: Buffer) -> bytes:
+        """Commit the items whose byte in `loaded` is not 0, as `Pool.commit` with `check`, and give back the others.
+
+        For each item its wire.CommitOutcome, or 255 if it was given back.  Extents in use stay in quarantine.
+        """
+
 class Pool:
     """The one writer of a segment. Descriptors passed in stay the caller's and may be closed afterwards."""
 
@@ -515,6 +551,8 @@ class Pool:
         """The live process touches nothing of earlier epochs any more."""
     def peek(self, keys: Buffer, n_slices: int = 1) -> int:
         """Leading chunks READY in all slices. Takes no lock."""
+    def has(self, keys: Buffer) -> bytes:
+        """For each key 1 if it is READY, else 0. Takes no lock."""
     def peek_windows(self, keys: Buffer, spans: Sequence[int]) -> int:
         """As `IndexReader.peek_windows`."""
     def lease(
@@ -578,6 +616,11 @@ class Pool:
         Entries are evicted at once to make room, never those of this chain.  After the first refusal, all later keys
         that are not present get the same outcome.  Ticket 0 when nothing was reserved.  A tail is evicted before all
         other records; it gets an extent of `extent_bytes`, if its record is shorter.
+        """
+    def reserve_batch(self, request: LoadRequest, numbers: Sequence[int]) -> LoadBatch:
+        """Extents for these keys of a prompt, whose numbers ascend, with a hold on each.
+
+        As `reserve` for the server itself.  From the first refused chunk on, nothing is reserved in any slice.
         """
     def commit(self, ticket: int, indices: list[int], check: bool = True) -> bytes:
         """One wire.CommitOutcome per index; the items' reservation ends, whatever the outcome.

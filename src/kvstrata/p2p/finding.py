@@ -6,14 +6,15 @@ standing leases ─▶ the owner named for these keys ─▶ the directory (reme
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from kvstrata.errors import ClusterFailure, TransferError, Unavailable
 from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.leases import Lease
-from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Question, ScatteredKeys, question_of
+from kvstrata.p2p.owners import DirectoryCache, Question, question_of
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
 from kvstrata.policy.breaker import Breaker
@@ -29,7 +30,7 @@ from kvstrata.policy.reasons import (
 )
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner, PeerLease, PeerLeased, Where, WhereReply, tags_of
 from kvstrata.rpc.zmq_link import AskLink
-from kvstrata.storage.base import HEAD_BYTES, Found, Presence
+from kvstrata.storage.base import MIN_RECORD_BYTES, Ask, Presence
 from kvstrata.types import EXTENT, NO_EXTENT, Extent, unpack_extents
 
 STANDS_S = 1.0
@@ -39,7 +40,7 @@ When the lookup answers, it counts every lease that is valid at that moment.
 """
 ATTEMPTS = 2
 """Maximum number of owners named by the directory that one lookup asks; an owner that a command named comes before."""
-_ABSENT = Found(Presence.ABSENT)
+_OWNER = msgspec.msgpack.Decoder(Owner)
 
 
 class Asked(NamedTuple):
@@ -60,69 +61,66 @@ class Finder:
         shared: Shared,
         connections: Connections,
         returns: Returns,
-        named: NamedOwners,
         controllers: Sequence[tuple[AskLink, Breaker]],
-        scattered: ScatteredKeys,
     ) -> None:
         """`controllers` are asked in this order until one answers."""
         self._shared = shared
         self._connections = connections
         self._returns = returns
-        self._named = named
         self._controllers = controllers
-        self._scattered = scattered
         settings = shared.settings
         self._directory = DirectoryCache(
             ttl_s=settings.remember_ms / 1000, negative_ttl_s=settings.remember_none_ms / 1000
         )
-        self._asking: dict[Question, asyncio.Task[Asked]] = {}
+        self._asking: dict[tuple[Question, bytes], asyncio.Task[Asked]] = {}
+        """By question and named owner."""
 
-    async def find(self, keys: list[bytes]) -> list[Found]:
+    async def find(self, keys: list[bytes], ask: Ask) -> bytes:
         """Lease the leading keys that some owner has, and answer for all keys as `StorageAdapter.exists` does.
 
-        Of scattered keys, each that one of `ATTEMPTS` owners has is leased.
+        With `ask.each`, each that one of `ATTEMPTS` owners has is leased.
         """
-        if keys[0] in self._scattered:
-            return await self._find_each(keys)
+        if ask.each:
+            return await self._find_each(keys, ask)
         first = len(self._shared.leases.leading(keys, self._shared.now_s() + STANDS_S))
         asked = Asked()
         if first < len(keys):
-            asked = await self.lease(keys[first:][:MAX_PEER_KEYS])
-        standing = self._shared.leases.leading(keys, self._shared.now_s())
-        found = [_present(extent.length_bytes) for extent in standing]
-        if len(set(found)) == 1:
-            found += found[:1] * (first + asked.more - len(found))
-        rest = Found(Presence.UNKNOWN, 0, asked.reason) if asked.reason else _ABSENT
-        return found + [rest] * (len(keys) - len(found))
+            asked = await self.lease(keys[first:][:MAX_PEER_KEYS], ask)
+        n_there = len(self._shared.leases.leading(keys, self._shared.now_s()))
+        if n_there:
+            n_there = max(n_there, first + asked.more)
+        ask.reason = asked.reason if n_there < len(keys) else ""
+        rest = Presence.UNKNOWN if asked.reason else Presence.ABSENT
+        return bytes([Presence.PRESENT] * n_there + [rest] * (len(keys) - n_there))
 
-    async def _find_each(self, keys: list[bytes]) -> list[Found]:
+    async def _find_each(self, keys: list[bytes], ask: Ask) -> bytes:
         leases, now_s = self._shared.leases, self._shared.now_s
         until_s = now_s() + STANDS_S
         missing = [key for key in keys if leases.standing(key, until_s) is None]
-        asked = await self.lease(missing[:MAX_PEER_KEYS]) if missing else Asked()
-        rest = Found(Presence.UNKNOWN, 0, asked.reason) if asked.reason else _ABSENT
-        extents = [leases.standing(key, now_s()) for key in keys]
-        return [rest if extent is None else _present(extent.length_bytes) for extent in extents]
+        asked = await self.lease(missing[:MAX_PEER_KEYS], ask) if missing else Asked()
+        ask.reason = asked.reason
+        rest = Presence.UNKNOWN if asked.reason else Presence.ABSENT
+        return bytes([rest if leases.standing(key, now_s()) is None else Presence.PRESENT for key in keys])
 
-    async def lease(self, keys: list[bytes]) -> Asked:
-        """Lease the leading keys of this run, or each of scattered ones; callers with the same question share one task.
+    async def lease(self, keys: list[bytes], ask: Ask) -> Asked:
+        """Lease the leading keys of this run, or with `ask.each` each; callers with the same question share one task.
 
         If a call is cancelled, the task still runs to its end.
         """
-        each = keys[0] in self._scattered
-        question = question_of(keys, each=each)
-        task = self._asking.get(question)
+        question = question_of(keys, each=ask.each)
+        name = question, ask.owner
+        task = self._asking.get(name)
         if task is None:
-            work = self._ask_each(question, keys) if each else self._ask(question, keys)
+            named = _OWNER.decode(ask.owner) if ask.owner else None
+            work = self._ask_each(question, keys, named) if ask.each else self._ask(question, keys, named)
             task = asyncio.create_task(work, name=f"{self._shared.name}-ask")
-            self._asking[question] = task
+            self._asking[name] = task
             self._shared.work.keep(task)
-            task.add_done_callback(lambda _: self._asking.pop(question, None))
+            task.add_done_callback(lambda _: self._asking.pop(name, None))
         return await asyncio.shield(task)
 
-    async def _ask(self, question: Question, keys: list[bytes]) -> Asked:
+    async def _ask(self, question: Question, keys: list[bytes], named: Owner | None) -> Asked:
         ends_s = self._shared.now_s() + self._shared.settings.lookup_timeout_ms / 1000
-        named = self._named.of(keys[0])
         reason, n_lost = "", 0  # why an owner that has this many keys leases none of them
         if named is not None:
             asked, reason = await self._ask_named(named, keys, ends_s)
@@ -155,11 +153,10 @@ class Finder:
             self._directory.wrong(question)
         return Asked(reason, more)
 
-    async def _ask_each(self, question: Question, keys: list[bytes]) -> Asked:
+    async def _ask_each(self, question: Question, keys: list[bytes], named: Owner | None) -> Asked:
         """Lease single keys: at the owner that is named for them, and what it lacks at up to `ATTEMPTS` others."""
         shared = self._shared
         ends_s = shared.now_s() + shared.settings.lookup_timeout_ms / 1000
-        named = self._named.of(keys[0])
         left, reason = keys, ""
         if named is not None:
             left, word = await self._lease_each([named], keys, ends_s)
@@ -308,11 +305,6 @@ class Finder:
         return len(extents), word
 
 
-@functools.lru_cache(maxsize=64)
-def _present(record_bytes: int) -> Found:
-    return Found(Presence.PRESENT, record_bytes)
-
-
 def _extents_of(
     leased: PeerLeased, keys: Sequence[bytes], extents_bytes: int, each: bool
 ) -> dict[bytes, Extent]:
@@ -329,7 +321,10 @@ def _extents_of(
         if extent != NO_EXTENT or not each
     }
     for extent in extents.values():
-        if extent.length_bytes < HEAD_BYTES or extent.offset_bytes + extent.length_bytes > extents_bytes:
+        if (
+            extent.length_bytes < MIN_RECORD_BYTES
+            or extent.offset_bytes + extent.length_bytes > extents_bytes
+        ):
             raise ValueError(f"{extent} in a pool of {extents_bytes} bytes")
     if extents and not leased.lease:
         raise ValueError("extents without a lease")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -195,45 +194,3 @@ class DirectoryCache:
     def wrong(self, question: Question) -> None:
         """Forget the answer: an owner did not have the chunks that it promised."""
         self._known.pop(question, None)
-
-
-class NamedOwners:
-    """The owners that commands have named for keys, for at most `max_keys` keys; the oldest are forgotten first."""
-
-    def __init__(self, *, max_keys: int = 65_536) -> None:
-        self._max_keys = max_keys
-        self._owners: dict[bytes, Owner] = {}
-
-    def name(self, keys: Iterable[bytes], owner: Owner | None) -> None:
-        """Name the owner of these keys; None: no owner is named for them any more."""
-        for key in keys:
-            self._owners.pop(key, None)
-            if owner is not None:
-                self._owners[key] = owner
-        for key in list(itertools.islice(self._owners, max(0, len(self._owners) - self._max_keys))):
-            del self._owners[key]
-
-    def of(self, key: bytes) -> Owner | None:
-        """The owner that is named for a run that begins with this key; None: no owner is named."""
-        return self._owners.get(key)
-
-
-class ScatteredKeys:
-    """Keys of which each is answered for by itself; at least the last `max_keys` are remembered.
-
-    A key of a window, a state or a tail stays one, so forgetting it costs a miss and nothing else.
-    """
-
-    def __init__(self, *, max_keys: int = 65_536) -> None:
-        self._max_keys = max_keys
-        self._keys: set[bytes] = set()
-        self._older: set[bytes] = set()
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys or key in self._older
-
-    def add(self, keys: Iterable[bytes]) -> None:
-        """Remember these keys."""
-        if len(self._keys) >= self._max_keys:
-            self._older, self._keys = self._keys, set()
-        self._keys.update(keys)

@@ -118,11 +118,11 @@ class Reader:
         reads: list[ReadItem] = []
         for at, (place, extent) in enumerate(extents):
             hold = items[place].hold
-            if extent.length_bytes != hold.length:
+            if extent.length_bytes > hold.length:
                 hold.drop()
             else:
                 fitting.append(at)
-                reads.append(ReadItem(extent.offset_bytes, hold.offset, hold.length))
+                reads.append(ReadItem(extent.offset_bytes, hold.offset, extent.length_bytes))
         batch = [items[extents[at][0]] for at in fitting]
         landing = _Landing([item.hold for item in batch])
         reason = await self._transfer(lease, reads, landing)
@@ -170,11 +170,14 @@ class Reader:
         With `p2p.mac` the owner answers with the records' tags too, and only bytes with the same tags are LOADED.
         """
         key = secrets.token_bytes(MAC_KEY_BYTES) if self._shared.settings.mac else b""
+        lengths = [extent.length_bytes for extent in extents]
         packed = [EXTENT.pack(*extent, 0) for extent in extents] if key else []
         verified: list[asyncio.Future[list[tuple[int, bytes]]]] = []
         for numbers in parts_of(len(batch)) if key else [range(len(batch))]:
             part = self._lanes.submit(
-                Lane.LOAD, functools.partial(self._verify, batch, numbers, key, packed), beyond_limit=True
+                Lane.LOAD,
+                functools.partial(self._verify, batch, lengths, numbers, key, packed),
+                beyond_limit=True,
             )
             assert part is not None
             verified.append(part)
@@ -182,7 +185,7 @@ class Reader:
             0,
             lease.number,
             0 if over else self._shared.settings.lease_ms,
-            sum(item.hold.length for item in batch),
+            sum(extent.length_bytes for extent in extents),
             key,
             b"".join(packed),
         )
@@ -201,16 +204,16 @@ class Reader:
         return outcomes
 
     def _verify(
-        self, batch: list[LoadItem], numbers: range, key: bytes, packed: list[bytes]
+        self, batch: list[LoadItem], lengths: list[int], numbers: range, key: bytes, packed: list[bytes]
     ) -> list[tuple[int, bytes]]:
         """Verify these records of a batch; returns the CopyOutcome of each, with its tag if there is a key."""
         if not key:
-            records = [(batch[n].hold.address, batch[n].hold.length, batch[n].key) for n in numbers]
+            records = [(batch[n].hold.address, lengths[n], batch[n].key) for n in numbers]
             return [(outcome, b"") for outcome in self._verifier.verify_stored(records)]
         # The tag of a record is computed while the record is still in the CPU's caches.
         return [
             (
-                verify_stored_record(batch[n].hold.address, batch[n].hold.length, batch[n].key),
+                verify_stored_record(batch[n].hold.address, lengths[n], batch[n].key),
                 tag_of(key, n, packed[n], batch[n].hold.address),
             )
             for n in numbers

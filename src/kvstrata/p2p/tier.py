@@ -18,12 +18,12 @@ Invariants
 The keys of a lookup form a prefix: key i is only useful if keys 0..i-1 are present.  So an owner that lacks the first
 key has nothing for us.
 
-If an owner was named for keys (`prefer`), it is asked first, whatever the directory says.  Other owners are asked only
-if it leases none of the keys, which is counted and logged.
+If an owner was named for keys (`Ask.owner`, in msgpack), it is asked first, whatever the directory says.  Other owners
+are asked only if it leases none of the keys, which is counted and logged.
 
 An owner leases at most a quarter of its L1.  If a long prompt has more records than that,
-`exists` answers the others as present too, with the length of the leased ones.  They are leased during the load, when
-our earlier leases at that owner have ended.
+`exists` answers the others as present too.  They are leased during the load, when our earlier leases at that owner have
+ended.
 
 The parts: finding.py (keys → owner → lease), connections.py (one per owner), reading.py (leased extents → extents
 here), returns.py (gives leases back), owners.py (which owners to ask), leases.py (our leases there), peer_engine.py
@@ -37,15 +37,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from kvstrata.errors import ConfigError, TransferError, Unavailable
+from kvstrata.keys.batch import split
 from kvstrata.native.core import Verifier
 from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.engines.base import Region, TransferEngine
 from kvstrata.p2p.finding import Finder
 from kvstrata.p2p.mac import THREADS
-from kvstrata.p2p.owners import NamedOwners, ScatteredKeys
 from kvstrata.p2p.peer_engine import PeerEngine
 from kvstrata.p2p.reading import Reader
 from kvstrata.p2p.returns import Returns
@@ -53,17 +51,16 @@ from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.shared import COUNTED, Shared
 from kvstrata.policy.breaker import Breaker
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, READ_ONLY, THROTTLED
-from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner
+from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS
 from kvstrata.rpc.zmq_curve import ClusterKeys, open_keys, read_cluster_keys
 from kvstrata.rpc.zmq_link import AskLink, Links
 from kvstrata.storage.base import (
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     LoadItem,
     LoadOutcome,
     LoadStatus,
-    Presence,
     PutItem,
     PutOutcome,
     PutStatus,
@@ -116,8 +113,6 @@ class PeerTier(StorageAdapter, ReadsPeers):
         )
         self._settings = settings
         self._engine = PeerEngine(name, make_engine)
-        self._named = NamedOwners()
-        self._scattered = ScatteredKeys()
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
         self._lanes = Lanes(name, num_workers=THREADS if settings.mac else 1)
         self._parts: _Parts | None = None
@@ -161,7 +156,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
         shared = Shared(self.name, self._settings, context.clock, context.instance_id)
         connections = Connections(shared, links, keys, self._engine)
         returns = Returns(shared, connections)
-        finder = Finder(shared, connections, returns, self._named, controllers, self._scattered)
+        finder = Finder(shared, connections, returns, controllers)
         reader = Reader(shared, connections, returns, self._engine, self._verifier, self._lanes)
         return _Parts(shared, links, controllers, connections, returns, finder, reader)
 
@@ -191,15 +186,13 @@ class PeerTier(StorageAdapter, ReadsPeers):
 
     # --- the contract ------------------------------------------------------------------------------------
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Lease the leading keys that one owner has: they are PRESENT. The others are UNKNOWN if nobody answered."""
-        reason = "" if all(len(key) == KEY_BYTES for key in keys) else BAD_ITEM
         if self._parts is None or self._closed:
-            reason = CLOSED
-        if reason or not keys:
-            return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
-        assert self._parts is not None
-        return await self._parts.shared.work.own(self._parts.finder.find(list(keys)))
+            return ask.unknown(keys, CLOSED)
+        if not keys:
+            return b""
+        return await self._parts.shared.work.own(self._parts.finder.find(split(keys), ask))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Refuse all items."""
@@ -216,21 +209,13 @@ class PeerTier(StorageAdapter, ReadsPeers):
             return [LoadOutcome(LoadStatus.FAILED, CLOSED)] * len(items)
         return await self._parts.shared.work.own(self._load(self._parts, list(items)))
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         """Delete nothing."""
         return 0
 
     def advertisement(self) -> bytes:
         """The metadata of the transfer engine; empty while none is open."""
         return self._engine.metadata
-
-    def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
-        """`source` is an Owner in msgpack (peer_reads.py). Raises msgspec.MsgspecError for anything else."""
-        self._named.name(keys, _OWNER.decode(source) if source else None)
-
-    def scatter(self, keys: Sequence[bytes]) -> None:
-        """See ReadsPeers."""
-        self._scattered.add(keys)
 
     def numbers(self) -> dict[str, int]:
         """The counters of COUNTED, and how many owners are known and skipped."""
@@ -271,8 +256,9 @@ class PeerTier(StorageAdapter, ReadsPeers):
             if not wanted:
                 break
             parts.returns.lease_ended.clear()
+            ask = items[wanted[0]].ask or Ask()
             keys = [items[place].key for place in wanted][:MAX_PEER_KEYS]
-            asked = await parts.finder.lease(keys)
+            asked = await parts.finder.lease(keys, ask)
             reason = asked.reason
             if not any(parts.shared.leases.standing(key, now_s()) for key in keys):
                 reason = reason or (THROTTLED if asked.more else "")
@@ -281,6 +267,3 @@ class PeerTier(StorageAdapter, ReadsPeers):
             items[place].hold.drop()
             outcomes[place] = LoadOutcome(LoadStatus.FAILED, reason) if reason else _NOT_THERE
         return outcomes
-
-
-_OWNER = msgspec.msgpack.Decoder(Owner)

@@ -48,7 +48,6 @@ HOST_DOWN = "host_down"
 CODEC = "codec"
 CORRUPT = "corrupt"
 ENCODED = "encoded"
-NO_HEAD = "no_head"
 STAGING_TOO_SMALL = "staging_too_small"
 UNAUTHENTICATED = "unauthenticated"
 
@@ -110,7 +109,6 @@ MEANINGS: dict[str, Meaning] = {
     "codec_missing": _NOT_THE_MEDIUM,
     "no_key": _NOT_THE_MEDIUM,
     "wrong_key": _NOT_THE_MEDIUM,
-    NO_HEAD: _NOT_THE_MEDIUM,
     UNAUTHENTICATED: Meaning(MissReason.CORRUPT, blames_medium=False),
     READ_ONLY: _NOT_THE_MEDIUM,
     BAD_ITEM: OTHER,

@@ -109,10 +109,15 @@ class KvKind(msgspec.Struct, array_like=True, frozen=True):
     """Digests of the slices of one engine, sorted; a chunk has one storage key for each slice."""
     spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)] = []
     """For each slice how many of a hit's last chunks are needed in it (windows, states), 0: all; empty: all in each."""
-    chunk_bytes: Count = 0
-    """Bytes of one chunk's longest records in all slices; 0: not known."""
+    record_bytes: Annotated[list[Count], Meta(max_length=4096)] = []
+    """For each slice the length of a whole chunk's record; empty if not known."""
     adapters: Annotated[list[AdapterName], Meta(max_length=MAX_ADAPTERS)] = []
     """`RequestIdentity.adapter` of the engines' requests, as last declared; the newest first."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk's records in all slices; 0: not known."""
+        return sum(self.record_bytes)
 
 
 class Failure(ClusterReply, frozen=True, tag="failure"):

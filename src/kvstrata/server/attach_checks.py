@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from kvstrata.errors import BadRequest, LayoutRefused, NotPermitted, Refused, WrongVersion
 from kvstrata.memory import linux
+from kvstrata.native.core import record_bytes
 from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION, AttachRequest
 from kvstrata.session.zmtp import WithFds
 from kvstrata.types import (
@@ -31,6 +32,8 @@ from kvstrata.types import (
 
 GEOMETRY = frozenset({"axes", "block_tokens"})
 """Facts in which engines of one model may differ: their records can be recut (server/recuts), or are kept apart."""
+MAX_SECTIONS = 1 << 16
+MAX_PAYLOAD_BYTES = 1 << 40
 MAX_ATTACH_BYTES = 64 << 10
 """Maximum length of an attach request, and of the reply."""
 
@@ -118,11 +121,28 @@ def _check_slice(request: AttachRequest) -> None:
             f"facts.{SPAN_FACT}: {span!r:.80}, must be 1 to {MAX_SPAN_CHUNKS}; leave it out if all chunks are needed",
             field=f"facts.{SPAN_FACT}",
         )
+    if not declared_record_bytes(facts or {}):
+        raise BadRequest(
+            "facts.payload_bytes, facts.sections: missing or no possible sizes; send the number of bytes of a chunk's "
+            "KV in this slice, and the number of sections or a list of their lengths",
+            field="facts.payload_bytes",
+        )
     if part.layout != digest:
         raise BadRequest(
             f"slice.layout: {part.layout!r:.80} is not the digest of the facts, which is {digest!r}",
             field="slice.layout",
         )
+
+
+def declared_record_bytes(facts: Mapping[str, Any]) -> int:
+    """The length of a chunk's record by the facts of its slice (docs/layouts.md); 0 if they are missing or wrong."""
+    payload, sections = facts.get("payload_bytes"), facts.get("sections")
+    count = len(sections) if isinstance(sections, list) else sections
+    if type(payload) is not int or type(count) is not int:
+        return 0
+    if not 0 < count <= min(payload, MAX_SECTIONS) or payload > MAX_PAYLOAD_BYTES:
+        return 0
+    return record_bytes(count, payload)
 
 
 def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> None:

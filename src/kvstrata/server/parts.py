@@ -26,13 +26,12 @@ from kvstrata.server.admin.status import (
 )
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.housekeeping import PoolEvents
-from kvstrata.server.l2.gate import TIER_PATIENCE_S, PrefetchLimits
-from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.plan import InstanceFacts
 from kvstrata.server.processes import Processes, Readiness, TenantTokens, tenant_number
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
 from kvstrata.server.requests.requests import Requests
+from kvstrata.tiers.loads import TIER_PATIENCE_S, PrefetchController, PrefetchLimits
 from kvstrata.tiers.puts import StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import TailPuts
@@ -102,9 +101,7 @@ class Parts:
             patience_s=patience(TIER_PATIENCE_S),
             in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
         )
-        self.prefetch = PrefetchController(
-            pool, tiers, limits, clock, self.store.dropped, self.store.found, self.peer_reads.scatter
-        )
+        self.prefetch = PrefetchController(pool, tiers, limits, clock, self.store.dropped, self.store.found)
         self.tails = TailPuts(pool, self.store, tiers, clock, settings.l2.tails_after_s)
         self.events = PoolEvents(pool, explainer, news, clock)
 

@@ -32,7 +32,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -40,11 +40,11 @@ import msgspec
 from kvstrata.errors import BadRequest, NotPermitted, Refused, Unavailable, UnknownIdentity
 from kvstrata.memory import linux
 from kvstrata.naming import name_thread
-from kvstrata.native.core import Pool, PoolError, record_bytes
+from kvstrata.native.core import Pool, PoolError
 from kvstrata.observability.explain import EngineUse
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.wire import MAX_SLICES, AttachRequest
-from kvstrata.server.attach_checks import check_company, check_resumed
+from kvstrata.server.attach_checks import check_company, check_resumed, declared_record_bytes
 from kvstrata.states import Machine
 from kvstrata.types import SPAN_FACT, LayoutIdentity, RequestIdentity, identity_root, shown_name
 
@@ -65,8 +65,6 @@ SESSIONS_OF_PROCESS, SESSIONS_OF_TOKEN = 64, 512
 OLD_ROW_INTERVAL_S = 1.0
 """Time between two looks at the locks of rows from before a restart."""
 MAX_ELEMENT_BYTES = 16
-MAX_SECTIONS = 1 << 16
-MAX_PAYLOAD_BYTES = 1 << 40
 
 _log = logging.getLogger(__name__)
 
@@ -228,18 +226,9 @@ class EngineGroup(msgspec.Struct, eq=False):
 
     @property
     def record_limits(self) -> list[int]:
-        """For each of `slices` the length of a chunk's longest record; 0: not known."""
-        of = dict.fromkeys(self.slices, 0)
-        for member in self.members.values():
-            if member.digest:
-                of[member.digest] = max(of[member.digest], member.chunk_record_bytes)
-        return list(of.values())
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk's longest records in all slices; 0: not known."""
-        limits = self.record_limits
-        return sum(limits) if all(limits) else 0
+        """For each of `slices` the length of a whole chunk's record."""
+        of = {member.digest: member.chunk_record_bytes for member in self.members.values()}
+        return [of[digest] for digest in self.slices]
 
     @property
     def load_rate(self) -> tuple[float, float] | None:
@@ -288,7 +277,7 @@ class Process(msgspec.Struct, eq=False):
     span: int = 0
     """How many of a hit's last chunks are needed in its slice; 0: all."""
     chunk_record_bytes: int = 0
-    """Length of a chunk's longest record, as it declared or reserved it; 0: not known."""
+    """Length of a whole chunk's record in its slice; a tail's is shorter."""
     pinged_s: float = 0.0
     """Time of its last ping by `time.monotonic`; 0: none since it attached."""
     identities: dict[int, DeclaredIdentity] = {}
@@ -324,10 +313,6 @@ class Process(msgspec.Struct, eq=False):
     def detached(self) -> bool:
         """Its connection is closed."""
         return self.state is RowState.DETACHED
-
-    def has_records_of(self, record_bytes: int) -> None:
-        """Note the length of a chunk's record that the process declared, or for which it reserves extents."""
-        self.chunk_record_bytes = max(self.chunk_record_bytes, record_bytes)
 
     def is_at(self, line: Line, pidfd: int) -> bool:
         """Whether this process is at the other end of a connection, and the pidfd is its own."""
@@ -568,7 +553,7 @@ class Processes:
             group.members[process.session] = process
             facts = request.facts or {}
             process.span = facts.get(SPAN_FACT, 0)
-            process.has_records_of(declared_record_bytes(facts))
+            process.chunk_record_bytes = declared_record_bytes(facts)
             if request.slice is not None:
                 process.digest = request.slice.digest()
                 self._note_element_bytes(process.digest, facts.get("element_bytes"))
@@ -847,27 +832,3 @@ class Processes:
                 field="identity_id",
             )
         return identity
-
-    def record_limit_of(self, root: bytes) -> int:
-        """The length of the longest record of a chunk, over all slices of an identity's engines; 0: not known."""
-        identity = self._by_root.get(root)
-        if identity is None:
-            return 0
-        limits = [
-            limit
-            for group in self._groups.values()
-            if group.layout == identity.layout
-            for limit in group.record_limits
-        ]
-        return max(limits, default=0) if all(limits) else 0
-
-
-def declared_record_bytes(facts: Mapping[str, Any]) -> int:
-    """The length of the records that the facts of a slice describe (docs/layouts.md); 0 if they do not tell."""
-    payload, sections = facts.get("payload_bytes"), facts.get("sections")
-    count = len(sections) if isinstance(sections, list) else sections
-    if type(payload) is not int or type(count) is not int:
-        return 0
-    if not 0 < count <= min(payload, MAX_SECTIONS) or payload > MAX_PAYLOAD_BYTES:
-        return 0
-    return record_bytes(count, payload)

@@ -25,6 +25,7 @@ import msgspec
 
 from kvstrata.errors import StorageError
 from kvstrata.observability.logging import Thinning
+from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
     from kvstrata.native.core import Hold
 
 
-HEAD_BYTES = 512
-"""Length of a record's two headers together."""
+MIN_RECORD_BYTES = 512
+"""Length of a record's two headers together: anything shorter is no record."""
 
 
 class Presence(enum.IntEnum):
-    """Whether a key can be loaded."""
+    """Whether a key can be loaded; one byte of the answer of `exists`."""
 
     ABSENT = 0
     PRESENT = 1
@@ -46,25 +47,23 @@ class Presence(enum.IntEnum):
     """The medium did not answer, or not in time; treat the key as a miss now, and ask again next time."""
 
 
-class Found(NamedTuple):
-    """Answer of `exists` for one key.
+class Ask:
+    """How the keys of a question belong together, and why its answer is not complete. One object for one question."""
 
-    `record_bytes` is 0 unless PRESENT; then it is the length of the whole record as the medium stores it.  (The codec
-    wrapper around the adapter answers with the record's length in L1 instead.)
-    `reason` is a short word for UNKNOWN (deadline, breaker_open, throttled, io, …), empty otherwise.
-    """
+    __slots__ = ("each", "owner", "reason")
 
-    presence: Presence
-    record_bytes: int = 0
-    reason: str = ""
+    def __init__(self, *, each: bool = False, owner: bytes = b"") -> None:
+        self.each = each
+        """Whether each key is useful by itself; else key i is useful only if keys 0..i-1 are present."""
+        self.owner = owner
+        """The instance that is to be asked first, as only a medium that reads other instances understands it."""
+        self.reason = ""
+        """Set by the adapter: a short word (deadline, breaker_open, throttled, io, …) why some keys are UNKNOWN."""
 
-
-_PRESENCE = tuple(Presence)
-
-
-def found_of(presence: int, record_bytes: int, reason: str) -> Found:
-    """Native code's answer for one key as a Found."""
-    return Found(_PRESENCE[presence], record_bytes, reason)
+    def unknown(self, keys: bytes, reason: str) -> bytes:
+        """The answer that says of no key whether it is present, for this reason."""
+        self.reason = reason
+        return bytes([Presence.UNKNOWN]) * (len(keys) // KEY_BYTES)
 
 
 class PutStatus(enum.IntEnum):
@@ -109,10 +108,15 @@ class PutItem(NamedTuple):
 
 
 class LoadItem(NamedTuple):
-    """One record to load into a reserved extent of exactly `hold.length` bytes."""
+    """One record to load to the start of an extent. `hold.length` is the room; the record may be shorter, as a tail is.
+
+    Nobody is told how long the record was: its headers say so.
+    """
 
     key: bytes
     hold: Hold
+    ask: Ask | None = None
+    """How the key was asked for; None: as one of a leading part. (`reason` has no meaning here.)"""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,8 +133,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     takes_puts: bool = True
     """False: chunks are only loaded from the medium, never put into it."""
     can_delete: bool = True
-    has_heads: bool = False
-    """`heads` is implemented; without it no codec may encode records for this medium."""
     lists: bool = False
     """`list_keys` is implemented; through it the cluster's controllers learn of records stored before this start."""
     quiesce: Literal["drain", "never"] = "drain"
@@ -245,16 +247,8 @@ class StorageAdapter(ABC):
         """
 
     @abstractmethod
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """Tell for each key, in order, whether it can be loaded and how long its record is. Never touches payloads."""
-
-    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The first HEAD_BYTES of each stored record, in order; fewer if the record is shorter, none if reading fails.
-
-        The codec wrapper reads in the header of an encoded record how long the record is in L1.  It calls this only if
-        `capabilities.has_heads`, about once per key while a server runs.
-        """
-        return [b""] * len(keys)
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
+        """One Presence for each of these 32-byte keys, in order. Never touches payloads."""
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """A page of stored keys from `cursor` on (0: the first page); it has at most `most` + MORE_KEYS keys.
@@ -275,8 +269,11 @@ class StorageAdapter(ABC):
         """Read records into their extents and verify them. Drops each item's hold as `put` does."""
 
     @abstractmethod
-    async def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove records; returns how many were stored. A load that is reading such a record ends LOADED or ABSENT."""
+    async def delete(self, keys: bytes) -> int:
+        """Remove the records of these 32-byte keys; returns how many were stored.
+
+        A load that is reading such a record ends LOADED or ABSENT.
+        """
 
     async def clear(self) -> int:
         """Remove every record that may be removed; returns how many. Raises StorageError if the medium cannot."""

@@ -22,19 +22,17 @@ from kvstrata.native.connector import NativeConnector, NativeLanes
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, QUEUE_FULL, THROTTLED
 from kvstrata.storage.base import (
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
-    Presence,
     PutItem,
     PutOutcome,
     PutStatus,
     StorageAdapter,
     Usage,
-    found_of,
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.types import KEY_BYTES
@@ -98,30 +96,20 @@ class NativeAdapter(StorageAdapter):
         self._context = context
         self._opened = True
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Ask the connector: at once where its `exists` does not block, else in the lookup lane."""
         if reason := self._not_ready():
-            return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
+            return ask.unknown(keys, reason)
+        if self._exists_is_quick and (answer := self._native.exists_now(keys)) is not None:
+            presences, ask.reason = answer
+            return presences
         lane = self._lanes.number(Lane.LOOKUP)
-        try:
-            if self._exists_is_quick and (found := self._native.exists_now(keys, found_of)) is not None:
-                return found
-            future = self._take(
-                lambda native, future: native.submit_exists(lane, self._native, keys, found_of, future)
-            )
-        except ValueError:  # a key of another length
-            return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
+        future = self._take(lambda native, future: native.submit_exists(lane, self._native, keys, future))
         if future is None:
-            return [Found(Presence.UNKNOWN, 0, THROTTLED)] * len(keys)
-        return list(await asyncio.shield(future))
-
-    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Ask the connector in the lookup lane; empty where it cannot tell, or the lane is full."""
-        if self._not_ready() or not self.capabilities.has_heads or any(len(k) != KEY_BYTES for k in keys):
-            return [b""] * len(keys)
-        lane = self._lanes.number(Lane.LOOKUP)
-        future = self._take(lambda native, future: native.submit_heads(lane, self._native, keys, future))
-        return [b""] * len(keys) if future is None else list(await asyncio.shield(future))
+            return ask.unknown(keys, THROTTLED)
+        found: bytes
+        found, ask.reason = await asyncio.shield(future)
+        return found
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """Ask the connector in the lookup lane; None while it is still reading its index, or if the lane is full."""
@@ -167,9 +155,8 @@ class NativeAdapter(StorageAdapter):
             outcomes[i] = outcome
         return outcomes
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         """Remove records in the delete lane."""
-        keys = [key for key in keys if len(key) == KEY_BYTES]
         if self._not_ready() or not keys:
             return 0
         lane = self._lanes.number(Lane.DELETE)

@@ -42,6 +42,7 @@ from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.strategies import (
     WAIT_S,
+    ask_for,
     key_of,
     lent_context,
     load_item,
@@ -182,8 +183,8 @@ class AdapterContract(ABC):
         async with self.opened(medium) as adapter:
             assert await adapter.put([]) == []
             assert await adapter.load([]) == []
-            assert await adapter.exists([]) == []
-            assert await adapter.delete([]) == 0
+            assert await ask_for(adapter, []) == []
+            assert await adapter.delete(b"") == 0
 
     async def test_a_full_batch_is_taken(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
@@ -213,18 +214,34 @@ class AdapterContract(ABC):
 
     # -- presence ------------------------------------------------------------------------------------------
 
-    async def test_exists_tells_presence_and_length(self, medium: Medium) -> None:
+    async def test_exists_tells_presence(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
-            await self.put(adapter, 1)
-            await self.put(adapter, 2, size=77)
-            found = await adapter.exists([key_of(2), key_of(9), key_of(1)])
+            await self.put(adapter, 1, 2)
+            found = await ask_for(adapter, [key_of(2), key_of(9), key_of(1)])
             assert [f.presence for f in found] == [Presence.PRESENT, Presence.ABSENT, Presence.PRESENT]
-            assert [f.record_bytes for f in found] == [record_length(77), 0, record_length(SIZE)]
+
+    async def test_a_record_shorter_than_its_room_is_loaded(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            for number, size in enumerate(SIZES):
+                await self.put(adapter, number, size=size)
+                item = load_item(key_of(number), size, more_bytes=5_000)
+                assert await adapter.load([item]) == [LOADED]
+                watched(item).check()
+                assert loaded_payload(item, size) == payload_of(item.key, size)
+
+    async def test_a_record_longer_than_its_room_is_not_loaded(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1, 2, size=50_000)
+            item = load_item(key_of(1), SIZE)
+            [outcome] = await adapter.load([item])
+            assert outcome.status in (LoadStatus.FAILED, LoadStatus.CORRUPT)
+            watched(item).check()
+            assert await self.load(adapter, 2, size=50_000) == [LOADED]
 
     async def test_an_absent_key_is_an_outcome(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
             assert await self.load(adapter, 1) == [ABSENT]
-            assert await adapter.delete([key_of(1)]) == 0
+            assert await adapter.delete(key_of(1)) == 0
 
     async def test_a_record_removed_behind_the_adapter_is_absent_and_can_be_put_again(
         self, medium: Medium
@@ -270,7 +287,7 @@ class AdapterContract(ABC):
             for most in (1, 7, 8, 1000):
                 assert set(await self.listed(adapter, most)) == {key_of(n) for n in numbers}
             if adapter.capabilities.can_delete:
-                await adapter.delete([key_of(n) for n in range(10)])
+                await adapter.delete(b"".join([key_of(n) for n in range(10)]))
                 assert set(await self.listed(adapter, 8)) == {key_of(n) for n in range(10, 30)}
         assert await adapter.list_keys(0, 8) is None
         if adapter.capabilities.persistent:
@@ -288,7 +305,7 @@ class AdapterContract(ABC):
 
             async def churn() -> None:
                 if go:
-                    await adapter.delete([key_of(go.pop())])
+                    await adapter.delete(b"".join([key_of(go.pop())]))
                 await self.put(adapter, *(n for n, _ in zip(new, range(3), strict=False)), size=100)
 
             found = set(await self.listed(adapter, 5, churn))
@@ -333,7 +350,7 @@ class AdapterContract(ABC):
         """Check that record 1 is not served, that a put stores it again, and that record 2 is untouched."""
         [outcome] = await self.load(adapter, 1)
         assert outcome.status in (LoadStatus.CORRUPT, LoadStatus.ABSENT)
-        [found] = await adapter.exists([key_of(1)])
+        [found] = await ask_for(adapter, [key_of(1)])
         assert found.presence is Presence.ABSENT
         assert await self.put(adapter, 1) == [STORED]
         assert await self.load(adapter, 1, 2) == [LOADED, LOADED]
@@ -438,7 +455,7 @@ class AdapterContract(ABC):
                 [asyncio.create_task(watched(item).until_asked()) for item in items],
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            found = await adapter.exists([key_of(1), key_of(2)])
+            found = await ask_for(adapter, [key_of(1), key_of(2)])
             assert [f.presence for f in found] == [Presence.PRESENT, Presence.ABSENT]
             gate.set()
             assert await wait == [STORED] * len(items)
@@ -450,7 +467,7 @@ class AdapterContract(ABC):
             if not adapter.capabilities.can_delete:
                 pytest.skip("this adapter says that it cannot delete")
             await self.put(adapter, 1, 2, 3)
-            assert await adapter.delete([key_of(1), key_of(9), key_of(3), key_of(1)]) == 2
+            assert await adapter.delete(b"".join([key_of(1), key_of(9), key_of(3), key_of(1)])) == 2
             assert medium.keys() == {key_of(2)}
             assert await self.load(adapter, 1, 2, 3) == [ABSENT, LOADED, ABSENT]
             assert await self.put(adapter, 1) == [STORED]
@@ -465,7 +482,7 @@ class AdapterContract(ABC):
             wait = asyncio.create_task(adapter.load([item]))
             if gate is not None:
                 await watched(item).until_asked()
-            removal = asyncio.create_task(adapter.delete([key_of(1)]))
+            removal = asyncio.create_task(adapter.delete(key_of(1)))
             await asyncio.sleep(0)
             if gate is not None:
                 gate.set()
@@ -582,7 +599,7 @@ class AdapterContract(ABC):
             assert usage.records == 2
             assert usage.used_bytes >= 2 * record_length(SIZE)
             if adapter.capabilities.can_delete:
-                await adapter.delete([key_of(1), key_of(2)])
+                await adapter.delete(b"".join([key_of(1), key_of(2)]))
                 assert (await adapter.usage()).used_bytes == 0
 
     async def test_close_may_be_called_twice(self, medium: Medium) -> None:
@@ -598,9 +615,9 @@ class AdapterContract(ABC):
         assert outcome.status is PutStatus.FAILED
         [loaded] = await self.load(adapter, 1)
         assert loaded.status is LoadStatus.FAILED
-        [found] = await adapter.exists([key_of(1)])
+        [found] = await ask_for(adapter, [key_of(1)])
         assert found.presence is Presence.UNKNOWN
-        assert await adapter.delete([key_of(1)]) == 0
+        assert await adapter.delete(key_of(1)) == 0
         assert medium.keys() <= {key_of(1)}
 
     async def test_an_adapter_closed_before_it_was_opened_is_closed(self, medium: Medium) -> None:

@@ -8,15 +8,15 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from hypothesis import strategies as st
 
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
 from kvstrata.native.core import ExtentsMap, RecordSpec, record_bytes, seal_record
-from kvstrata.storage.base import AdapterContext, LoadItem, PutItem
+from kvstrata.storage.base import AdapterContext, Ask, LoadItem, Presence, PutItem, StorageAdapter
 
 if TYPE_CHECKING:
     from kvstrata.native.core import Hold
@@ -182,9 +182,11 @@ def put_item(key: bytes, payload_bytes: int, *, gate: threading.Event | None = N
     return PutItem(key, cast("Hold", record_hold(key, payload_of(key, payload_bytes), gate=gate)))
 
 
-def load_item(key: bytes, payload_bytes: int, *, gate: threading.Event | None = None) -> LoadItem:
-    """An item that loads this key's payload."""
-    hold = WatchedHold(key, record_length(payload_bytes), for_put=False, gate=gate)
+def load_item(
+    key: bytes, payload_bytes: int, *, gate: threading.Event | None = None, more_bytes: int = 0
+) -> LoadItem:
+    """An item that loads this key's payload, with room for `more_bytes` more."""
+    hold = WatchedHold(key, record_length(payload_bytes) + more_bytes, for_put=False, gate=gate)
     return LoadItem(key, cast("Hold", hold))
 
 
@@ -196,7 +198,25 @@ def watched(item: PutItem | LoadItem) -> WatchedHold:
 
 def loaded_payload(item: LoadItem, payload_bytes: int) -> bytes:
     """The payload that a load left in the item's extent."""
-    return watched(item).bytes()[-payload_bytes:]
+    end = record_length(payload_bytes)
+    return watched(item).bytes()[end - payload_bytes : end]
+
+
+class Found(NamedTuple):
+    """What an adapter's `exists` says of one key."""
+
+    presence: Presence
+    reason: str = ""
+    """Why the presence is UNKNOWN."""
+
+
+async def ask_for(
+    adapter: StorageAdapter, keys: Sequence[bytes], *, each: bool = False, owner: bytes = b""
+) -> list[Found]:
+    """Ask an adapter for these keys."""
+    ask = Ask(each=each, owner=owner)
+    found = await adapter.exists(b"".join(keys), ask)
+    return [Found(Presence(one), ask.reason if one == Presence.UNKNOWN else "") for one in found]
 
 
 keys = st.integers(0, 11).map(key_of)

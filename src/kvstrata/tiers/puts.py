@@ -33,7 +33,7 @@ from kvstrata import failpoints
 from kvstrata.errors import StorageError
 from kvstrata.native.core import Pool
 from kvstrata.observability.numbers import Numbers, counter, gauge, parts_by
-from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.storage.base import Ask, Presence, PutItem, PutOutcome, PutStatus
 from kvstrata.storage.config import StorePolicy
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier
@@ -453,12 +453,9 @@ class TierPuts(Numbers):
         Only the adapter knows whether a put or the clear came first. A record that cannot be deleted counts as stored.
         """
         await self._not_clearing.wait()
-        await self.tier.delete(keys)
-        gone = [
-            key
-            for key, found in zip(keys, await self.tier.exists(keys), strict=True)
-            if found.presence is Presence.ABSENT
-        ]
+        await self.tier.delete(b"".join(keys))
+        presences = await self.tier.exists(b"".join(keys), Ask())
+        gone = [key for key, presence in zip(keys, presences, strict=True) if presence == Presence.ABSENT]
         self.planner.gone(gone)
         for news in self._news:
             news.tier_lost(self.name, gone)

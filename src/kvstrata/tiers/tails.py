@@ -141,5 +141,5 @@ class TailPuts(Numbers):
                 task.add_done_callback(self._deletions.discard)
 
     async def _delete_from(self, tier: Tier, keys: list[bytes]) -> None:
-        await tier.delete(keys)
+        await tier.delete(b"".join(keys))
         self._store.dropped(tier.name, keys)

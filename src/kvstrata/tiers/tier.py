@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import copy
 import enum
 import logging
 from collections.abc import Callable, Coroutine, Sequence
@@ -59,8 +60,8 @@ from kvstrata.process.supervisor import on_a_thread
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     KeyPage,
     LoadItem,
     LoadOutcome,
@@ -109,7 +110,6 @@ MEANINGS = {
 
 
 _FAILED: dict[type[Any], enum.IntEnum] = {
-    Found: Presence.UNKNOWN,
     PutOutcome: PutStatus.FAILED,
     LoadOutcome: LoadStatus.FAILED,
 }
@@ -433,16 +433,25 @@ class Tier(TierNumbers):
 
     # -- operations ----------------------------------------------------------------------------------------
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """As the medium; UNKNOWN at the deadline, while a breaker is open and while the medium is asked nothing."""
-        with _Span(self, "exists", len(keys)) as span:
+        n_keys = len(keys) // KEY_BYTES
+        own = copy.copy(ask)  # the medium may still answer after the deadline
+
+        async def work() -> tuple[bytes, str]:
+            return await self.medium.exists(keys, own), own.reason
+
+        with _Span(self, "exists", n_keys) as span:
             try:
                 if not self._breakers["load"].would_admit(self._clock.monotonic_s()):
                     raise _Failed(self._refusal("exists") or BREAKER_OPEN)
-                found = await self._bounded("exists", lambda: self.medium.exists(keys), len(keys), 0, Found)
+                found, ask.reason = await self._bounded("exists", work, n_keys, 0, Presence)
             except _Failed as failed:
-                found = [Found(Presence.UNKNOWN, 0, failed.reason)] * len(keys)
-            span.outcomes.update(_presences(found))
+                found = ask.unknown(keys, failed.reason)
+            for presence in Presence:
+                if count := found.count(presence):
+                    reason = ask.reason if presence is Presence.UNKNOWN else ""
+                    span.outcomes[_word(presence.name, reason)] = count
         return found
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
@@ -481,14 +490,14 @@ class Tier(TierNumbers):
                 span.moved_bytes += length if status is moved else 0
         return outcomes
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         """As the medium; 0 at the deadline, while the breaker is open and while the medium takes no puts."""
-        count = 0
-        with _Span(self, "delete", len(keys)) as span:
+        count, n_keys = 0, len(keys) // KEY_BYTES
+        with _Span(self, "delete", n_keys) as span:
             with contextlib.suppress(_Failed):
                 answer = await self._bounded("delete", lambda: self.medium.delete(keys), 0, 0, None)
                 count = answer if self._is_answer("delete", answer, _is_count(answer)) else 0
-            span.outcomes.update({"deleted": count, "absent": len(keys) - count})
+            span.outcomes.update({"deleted": count, "absent": n_keys - count})
         return count
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
@@ -562,7 +571,8 @@ class Tier(TierNumbers):
     ) -> T:
         """The result of `work` if it comes in time. Raises _Refused if nothing was asked, _Failed otherwise.
 
-        With a `kind` the result must be a list of so many outcomes of this kind.  An operation without a breaker always
+        With a `kind` the result must be a list of so many outcomes of this kind, or for Presence (their bytes, why some
+        are unknown).  An operation without a breaker always
         goes through.
 
         After the deadline, and when the caller is cancelled, the work goes on and its bytes count as stuck until it
@@ -705,19 +715,6 @@ class _Refused(_Failed):
     """The medium was not asked."""
 
 
-def _presences(found: Sequence[Found]) -> collections.Counter[str]:
-    """The number of keys by outcome; takes some 30 µs for a thousand keys."""
-    presences = bytes([answer[0] for answer in found])
-    words = collections.Counter(
-        {presence.name.lower(): presences.count(presence) for presence in Presence if presence in presences}
-    )
-    if words.pop("unknown", 0):
-        words.update(
-            _word("unknown", reason) for presence, _, reason in found if presence is Presence.UNKNOWN
-        )
-    return words
-
-
 def _word(status: str, reason: str) -> str:
     return f"{status.lower()}:{reason}" if reason else status.lower()
 
@@ -726,7 +723,10 @@ def _parted(word: str) -> tuple[str, str, str]:
     return word.partition(":")
 
 
-def _fits(outcomes: object, items: int, kind: type[Any]) -> bool:
+def _fits(outcomes: Any, items: int, kind: type[Any]) -> bool:
+    if kind is Presence:
+        found = outcomes[0]
+        return isinstance(found, bytes) and len(found) == items and not found.translate(None, bytes(Presence))
     return (
         isinstance(outcomes, (list, tuple))
         and len(outcomes) == items
@@ -740,6 +740,10 @@ def _failure(result: Any, items: int, kind: type[Any] | None) -> str:
         return ""
     if not _fits(result, items, kind):
         return RAISED
+    if kind is Presence:
+        found, reason = result
+        all_unknown = items and found.count(Presence.UNKNOWN) == items and blames_medium(reason)
+        return (reason or "failed") if all_unknown else ""
     first = ""
     for outcome in result:
         reason = outcome[-1]

@@ -128,7 +128,7 @@ async def test_numbers_count_the_bytes_put_and_the_bytes_written_for_them(tmp_pa
     assert adapter.numbers() == {}
     await adapter.open(AdapterContext("one", SystemClock(), 0, 0, lambda key: None))
     await adapter.put([put_item(key_of(n), 50_000) for n in range(10)])
-    await adapter.delete([key_of(3)])
+    await adapter.delete(key_of(3))
     numbers = adapter.numbers()
     await adapter.close()
     assert numbers["deleted_records"] == 1 and numbers["read_only"] == 0

@@ -17,7 +17,7 @@ from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatu
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, AdapterContract, Medium
-from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, watched
+from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, record_length, watched
 
 HANG_S = 120.0
 
@@ -148,7 +148,7 @@ async def test_unfinished_files_of_a_dead_server_are_removed_and_foreign_ones_le
         path.write_bytes(b"not ours" * 1000)
     adapter = await open_fs()
     assert (await adapter.usage()).records == 1
-    found = await adapter.exists([key_of(n) for n in (1, 2, 3, 4)])
+    found = await ask_for(adapter, [key_of(n) for n in (1, 2, 3, 4)])
     assert [f.presence for f in found] == [Presence.PRESENT, *[Presence.ABSENT] * 3]
     assert not part.exists()
     assert not stump.exists()
@@ -186,7 +186,6 @@ async def test_nothing_but_a_file_in_place_of_a_record_is_read_or_waited_for(
         items = [load_item(key_of(n), SIZE) for n in (1, 2)]
         bad, good = await adapter.load(items)
         assert (bad.status, good) == (LoadStatus.CORRUPT, LOADED)
-        assert [await adapter.heads([key_of(1)]), len((await adapter.heads([key_of(2)]))[0])] == [[b""], 512]
         if kind != "folder":
             assert not path.is_symlink() and not path.exists(), "it was removed"
             assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
@@ -248,5 +247,5 @@ async def test_a_clear_removes_the_records_that_exist_when_it_runs(open_fs, tmp_
     adapter = await open_fs(per_op_workers={Lane.DELETE: 1})
     await adapter.put([put_item(key_of(n), SIZE) for n in range(4)])
     # Both begin in the same turn of the loop; the one thread of their lane runs the delete first.
-    assert await asyncio.gather(adapter.delete([key_of(1)]), adapter.clear()) == [1, 3]
+    assert await asyncio.gather(adapter.delete(key_of(1)), adapter.clear()) == [1, 3]
     assert Folder(tmp_path / "kv").keys() == set()

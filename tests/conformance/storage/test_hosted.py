@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import StorageError
-from kvstrata.storage.base import Found, Presence, PutOutcome, PutStatus
+from kvstrata.storage.base import Presence, PutOutcome, PutStatus
 from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
-from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
+from kvstrata.testing.strategies import Found, ask_for, key_of, lent_context, load_item, put_item, watched
 from tests.conformance.storage.test_fs import Folder
 from tests.harness.alone import alone
 from tests.harness.bad_adapter import entry_of
@@ -59,10 +59,10 @@ async def test_bytes_that_an_adapter_still_uses_after_its_answer_stay_held(bad) 
     (orders / "put.late").touch()
     item = put_item(key_of(1), SIZE)
     assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "late")]
-    assert await adapter.exists([key_of(1)]) == [Found(Presence.ABSENT)]
+    assert await ask_for(adapter, [key_of(1)]) == [Found(Presence.ABSENT)]
     assert not watched(item).dropped.is_set()
     (orders / "put.late").unlink()
-    await adapter.exists([key_of(1)])
+    await ask_for(adapter, [key_of(1)])
     await watched(item).until_dropped()
     watched(item).check()
 

@@ -40,15 +40,23 @@ from kvstrata.rpc.cluster_wire import (
     PeerWelcome,
 )
 from kvstrata.rpc.zmq_curve import CurveKeys
-from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence
-from kvstrata.testing.strategies import lent_context, load_item, loaded_payload, payload_of, watched
+from kvstrata.storage.base import Ask, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.testing.strategies import (
+    Found,
+    ask_for,
+    lent_context,
+    load_item,
+    loaded_payload,
+    payload_of,
+    watched,
+)
 from kvstrata.types import EXTENT, KEY_BYTES
 from tests.harness.directory_double import Directory, Endpoint
-from tests.harness.l1 import L1, RECORD, SIZE, chain
+from tests.harness.l1 import L1, SIZE, chain
 
 LOADED = LoadOutcome(LoadStatus.LOADED)
 ABSENT = LoadOutcome(LoadStatus.ABSENT)
-THERE = Found(Presence.PRESENT, RECORD)
+THERE = Found(Presence.PRESENT)
 NOT_THERE = Found(Presence.ABSENT)
 KEYS = chain("a", 8)
 
@@ -58,7 +66,7 @@ def failed(reason: str) -> LoadOutcome:
 
 
 def unknown(reason: str) -> Found:
-    return Found(Presence.UNKNOWN, 0, reason)
+    return Found(Presence.UNKNOWN, reason)
 
 
 class CopyEngine(TransferEngine):
@@ -229,6 +237,10 @@ class Net:
         }
         self.settings = PeerSettings((self.directory.endpoint,), "copy", **values)
         self.adapter = PeerTier(self.settings, lambda: self.engine)
+        self.each = False
+        """Whether the reader's keys are asked for as those of windows are."""
+        self.named = b""
+        """The owner that is named for the reader's keys."""
         l1.store(KEYS)
         self.directory.tell(self.owner.entry, KEYS)
 
@@ -237,9 +249,13 @@ class Net:
         shared = self.adapter._parts.shared
         shared.settings = msgspec.structs.replace(shared.settings, **settings)
 
+    async def ask(self, keys: Sequence[bytes]) -> list[Found]:
+        return await ask_for(self.adapter, keys, each=self.each, owner=self.named)
+
     async def load(self, *keys: bytes, items: list[LoadItem] | None = None) -> list[LoadOutcome]:
         """Load; assert that the holds of loaded items were dropped and that loaded bytes are right."""
-        items = items or [load_item(key, SIZE) for key in keys]
+        ask = Ask(each=self.each, owner=self.named)
+        items = items or [load_item(key, SIZE)._replace(ask=ask) for key in keys]
         outcomes = await self.adapter.load(items)
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome == LOADED:

@@ -24,6 +24,7 @@ from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.storage.base import LoadOutcome
 from kvstrata.testing.strategies import (
     IDENTITY,
+    ask_for,
     lent_context,
     load_item,
     loaded_payload,
@@ -134,7 +135,7 @@ async def test_a_record_forged_between_the_hosts_with_right_checksums_is_served_
     one.path.forge = lambda offset, address: (
         write_record(KEYS[3], FORGED, address) if offset == place else None
     )
-    assert await one.reader.exists(KEYS) == [THERE] * 8
+    assert await ask_for(one.reader, KEYS) == [THERE] * 8
     loaded = await one.load(KEYS)
     right = [(LOADED, payload_of(key, SIZE)) for key in KEYS]
     assert loaded[:3] + loaded[4:] == right[:3] + right[4:]
@@ -145,7 +146,7 @@ async def test_a_record_forged_between_the_hosts_with_right_checksums_is_served_
         mac
     )
     # As after any bad record, the owner is skipped for a while.
-    assert await one.reader.exists(KEYS) == [unknown("peer_skipped") if mac else THERE] * 8
+    assert await ask_for(one.reader, KEYS) == [unknown("peer_skipped") if mac else THERE] * 8
 
 
 @pytest.mark.parametrize("mac", [False, True], ids=["without", "with"])
@@ -162,21 +163,21 @@ async def test_an_older_record_of_the_same_key_in_the_same_place_is_served_only_
     one.path.forge = lambda offset, address: (
         ctypes.memmove(address, older, RECORD) if offset == place else None
     )
-    assert await one.reader.exists(KEYS) == [THERE] * 8
+    assert await ask_for(one.reader, KEYS) == [THERE] * 8
     assert (await one.load(KEYS))[7] == (CHANGED if mac else LOADED, payload_of(KEYS[7], SIZE))
 
 
 async def test_damage_that_the_checksums_find_is_no_record_of_the_owners_either(scene) -> None:
     one = await scene(reader=True)
     one.path.forge = lambda offset, address: ctypes.memset(address + RECORD - SIZE, 1, 1)
-    await one.reader.exists(KEYS)
+    await ask_for(one.reader, KEYS)
     assert [outcome for outcome, _ in await one.load(KEYS)] == [CHANGED] * 8
     assert one.reader.numbers()["unauthenticated_records"] == 8
 
 
 async def test_a_record_that_is_bad_at_the_owner_is_none_that_was_changed_on_the_way(scene, l1: L1) -> None:
     one = await scene(reader=True)
-    await one.reader.exists(KEYS)
+    await ask_for(one.reader, KEYS)
     ctypes.memset(l1.pool.extents_address + place_of(l1, KEYS[2]) + RECORD - SIZE, 1, 1)
     outcomes = [outcome for outcome, _ in await one.load(KEYS)]
     assert outcomes == [LOADED] * 2 + [ABSENT] + [LOADED] * 5
@@ -216,7 +217,7 @@ async def test_only_the_tags_of_this_read_are_believed(scene, monkeypatch, tags,
     monkeypatch.setattr(serving, "tags_of", answer)
     one = await scene(reader=True)
     for expected in (LOADED, served):
-        await one.reader.exists(KEYS[:2])
+        await ask_for(one.reader, KEYS[:2])
         assert [outcome for outcome, _ in await one.load(KEYS[:2])] == [expected] * 2
 
 
@@ -225,7 +226,7 @@ async def test_instances_with_and_without_the_setting_do_not_read_each_other_and
     scene, caplog: pytest.LogCaptureFixture, *, reader: bool, owner: bool
 ) -> None:
     one = await scene(reader=reader, owner=owner)
-    assert await one.reader.exists(KEYS) == [unknown("mac_differs")] * 8
+    assert await ask_for(one.reader, KEYS) == [unknown("mac_differs")] * 8
     loaded = [outcome for outcome, _ in await one.load(KEYS)]
     assert loaded == [failed("peer_skipped")] * 8, "the owner is skipped for a while"
     said = f"p2p.mac is {str(reader).lower()} for the reader, but {str(owner).lower()} for owner; set the same p2p.mac"
@@ -236,7 +237,7 @@ async def test_instances_with_and_without_the_setting_do_not_read_each_other_and
 
 async def test_reads_of_parts_of_a_lease_have_macs_of_their_own_and_the_lease_ends_with_the_last(scene):
     one = await scene(reader=True)
-    await one.reader.exists(KEYS)
+    await ask_for(one.reader, KEYS)
     for part in (KEYS[:1], KEYS[5:], KEYS[1:5]):
         assert await one.load(part) == [(LOADED, payload_of(key, SIZE)) for key in part]
     assert len(one.owner.leases) == 0

@@ -18,7 +18,7 @@ from tests.harness.waiting import until
 
 async def test_chunks_of_an_owner_are_found_and_read_and_its_lease_given_back(net, l1: L1) -> None:
     one = await net()
-    assert await one.adapter.exists([*KEYS, *chain("b", 2)]) == [THERE] * 8 + [NOT_THERE] * 2
+    assert await one.ask([*KEYS, *chain("b", 2)]) == [THERE] * 8 + [NOT_THERE] * 2
     assert await one.load(*KEYS) == [LOADED] * 8
     await until(lambda: one.owner.leases == {})
     assert one.directory.asked == {"Where": 1}
@@ -28,7 +28,7 @@ async def test_chunks_of_an_owner_are_found_and_read_and_its_lease_given_back(ne
 
 async def test_each_batch_of_one_lease_is_answered_and_the_last_one_ends_the_lease(net) -> None:
     one = await net()
-    await one.adapter.exists(KEYS)
+    await one.ask(KEYS)
     assert await one.load(*KEYS[:3]) == [LOADED] * 3
     assert (one.owner.kept, len(one.owner.leases)) == (1, 1)
     assert await one.load(*KEYS[3:]) == [LOADED] * 5
@@ -42,7 +42,7 @@ async def test_nothing_is_put_deleted_or_cleared(net) -> None:
     assert await one.adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "read_only")]
     watched(item).check()
     assert not one.adapter.capabilities.takes_puts
-    assert await one.adapter.delete(KEYS) == 0
+    assert await one.adapter.delete(b"".join(KEYS)) == 0
 
 
 async def test_a_load_without_a_lookup_leases_by_itself_and_reads_a_repeated_key_twice(net) -> None:
@@ -53,7 +53,7 @@ async def test_a_load_without_a_lookup_leases_by_itself_and_reads_a_repeated_key
 
 async def test_concurrent_lookups_of_one_prompt_ask_once_and_all_find_it(net) -> None:
     one = await net()
-    answers = await asyncio.gather(*(one.adapter.exists(KEYS) for _ in range(20)))
+    answers = await asyncio.gather(*(one.ask(KEYS) for _ in range(20)))
     assert answers == [[THERE] * 8] * 20
     assert (one.directory.asked["Where"], one.owner.asked["PeerLease"]) == (1, 1)
     assert await one.load(*KEYS) == [LOADED] * 8
@@ -62,9 +62,9 @@ async def test_concurrent_lookups_of_one_prompt_ask_once_and_all_find_it(net) ->
 async def test_more_than_an_owner_leases_at_a_time_is_read_in_parts(net) -> None:
     one = await net()
     one.owner.max_leased = 3
-    assert await one.adapter.exists([*KEYS, *chain("b", 2)]) == [THERE] * 8 + [NOT_THERE] * 2
+    assert await one.ask([*KEYS, *chain("b", 2)]) == [THERE] * 8 + [NOT_THERE] * 2
     # The same answer comes again although our own lease takes all that the owner leases.
-    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.ask(KEYS) == [THERE] * 8
     parts = await asyncio.gather(one.load(*KEYS[:2]), one.load(*KEYS[2:5]), one.load(*KEYS[5:]))
     assert [outcome for part in parts for outcome in part] == [LOADED] * 8
     await until(lambda: one.owner.leases == {})
@@ -73,7 +73,7 @@ async def test_more_than_an_owner_leases_at_a_time_is_read_in_parts(net) -> None
 async def test_a_load_waits_for_room_until_the_owner_has_heard_of_releases(net) -> None:
     one = await net()
     one.owner.max_leased = 3
-    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.ask(KEYS) == [THERE] * 8
     one.owner.postponed = (PeerRelease,)
     first = asyncio.create_task(one.load(*KEYS[:3]))
     await until(lambda: one.owner.later)  # all is read, but the owner has not seen the release
@@ -88,11 +88,11 @@ async def test_a_load_waits_for_room_until_the_owner_has_heard_of_releases(net) 
 async def test_a_load_does_not_wait_for_leases_of_others(net) -> None:
     one = await net()
     one.owner.max_leased = 3
-    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.ask(KEYS) == [THERE] * 8
     assert await one.load(*KEYS[:3]) == [LOADED] * 3
     one.owner.max_leased = 0
     assert await one.load(*KEYS[3:]) == [failed("throttled")] * 5
-    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8  # no record was leased, so no length is known
+    assert await one.ask(KEYS) == [NOT_THERE] * 8  # no record was leased, so no length is known
 
 
 async def test_a_load_waits_while_our_own_reads_fill_the_window(net) -> None:
@@ -100,8 +100,8 @@ async def test_a_load_waits_while_our_own_reads_fill_the_window(net) -> None:
     other = chain("b", 4)
     one.l1.store(other)
     one.directory.tell(one.owner.entry, [*KEYS, *other])
-    assert await one.adapter.exists(KEYS[:4]) == [THERE] * 4
-    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.ask(KEYS[:4]) == [THERE] * 4
+    assert await one.ask(KEYS) == [THERE] * 8
     first = asyncio.create_task(one.load(*KEYS[:4]))
     assert await one.load(*KEYS[4:]) == [LOADED] * 4
     assert await first == [LOADED] * 4
@@ -110,7 +110,7 @@ async def test_a_load_waits_while_our_own_reads_fill_the_window(net) -> None:
 async def test_a_stale_directory_costs_one_refused_lease_and_is_a_miss(net, l1: L1) -> None:
     one = await net()
     l1.lose(KEYS)
-    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+    assert await one.ask(KEYS) == [NOT_THERE] * 8
     assert one.counted("leases_refused") == 1
     assert await one.load(*KEYS[:1]) == [ABSENT]
 
@@ -118,7 +118,7 @@ async def test_a_stale_directory_costs_one_refused_lease_and_is_a_miss(net, l1: 
 async def test_a_collision_of_tags_is_a_miss(net) -> None:
     one = await net()
     other = [key[:8] + bytes(24) for key in KEYS]
-    assert await one.adapter.exists(other) == [NOT_THERE] * 8
+    assert await one.ask(other) == [NOT_THERE] * 8
 
 
 @pytest.mark.parametrize("cheats", [True, False])
@@ -131,7 +131,7 @@ async def test_a_process_at_the_owners_endpoint_without_the_owners_key_is_not_be
         entry = msgspec.structs.replace(entry, peer_key=one.owner.public_key)
     one.directory.holds = {}
     one.directory.tell(entry, KEYS)
-    found = await one.adapter.exists(KEYS)
+    found = await one.ask(KEYS)
     assert (found == [THERE] * 8) == (not cheats)
     assert bool(fake.asked) == (not cheats)
 
@@ -139,13 +139,13 @@ async def test_a_process_at_the_owners_endpoint_without_the_owners_key_is_not_be
 async def test_a_named_owner_is_asked_first_and_the_directory_not(second, net) -> None:
     one = await net()
     _, other, source = second
-    one.adapter.prefer(KEYS, source)
-    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    one.named = source
+    assert await one.ask(KEYS) == [THERE] * 8
     assert await one.load(*KEYS) == [LOADED] * 8
     assert (other.asked["PeerLease"], one.owner.asked["PeerLease"], one.directory.asked["Where"]) == (1, 0, 0)
     assert (one.counted("named_leases"), one.counted("named_refused")) == (1, 0)
-    one.adapter.prefer(KEYS, b"")
-    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    one.named = b""
+    assert await one.ask(KEYS) == [THERE] * 8
     assert (other.asked["PeerLease"], one.owner.asked["PeerLease"]) == (1, 1)
 
 
@@ -165,8 +165,8 @@ async def test_others_are_asked_when_the_named_owner_leases_nothing_and_that_is_
         case "is silent":
             other.silent = True
             one.patience(lookup_timeout_ms=500, load_timeout_ms=500)
-    one.adapter.prefer(KEYS, source)
-    asked = asyncio.create_task(one.adapter.exists(KEYS))
+    one.named = source
+    asked = asyncio.create_task(one.ask(KEYS))
     if how == "is silent":
         await until(lambda: one.counted("named_refused"))
     assert await asked == [THERE] * 8
@@ -180,26 +180,26 @@ async def test_without_a_controller_lookups_miss_and_hit_again_when_it_is_back(n
     one = await net()
     one.patience(lookup_timeout_ms=50)
     one.directory.silent = True
-    assert await one.adapter.exists(KEYS) == [unknown("controller_down")] * 8
+    assert await one.ask(KEYS) == [unknown("controller_down")] * 8
     one.patience(lookup_timeout_ms=60_000)
     one.directory.silent = False
     async with asyncio.timeout(WAIT_S):
-        while await one.adapter.exists(KEYS) != [THERE] * 8:  # noqa: ASYNC110 (the reader pauses between two tries)
+        while await one.ask(KEYS) != [THERE] * 8:  # noqa: ASYNC110 (the reader pauses between two tries)
             await asyncio.sleep(0.01)
 
 
 async def test_a_controller_that_refuses_is_asked_again(net) -> None:
     one = await net()
     one.directory.failure = Failure(0, 0, "unknown_instance", "register first", "", True)
-    assert await one.adapter.exists(KEYS) == [unknown("controller_down")] * 8
+    assert await one.ask(KEYS) == [unknown("controller_down")] * 8
     one.directory.failure = None
-    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.ask(KEYS) == [THERE] * 8
 
 
 async def test_an_answer_that_no_owner_has_a_chunk_is_remembered_for_a_moment(net) -> None:
     one = await net(remember_none_ms=60_000)
     nobody = chain("nobody", 3)
     for _ in range(3):
-        assert await one.adapter.exists(nobody) == [NOT_THERE] * 3
-    assert await one.adapter.exists(nobody[:2]) == [NOT_THERE] * 2
+        assert await one.ask(nobody) == [NOT_THERE] * 3
+    assert await one.ask(nobody[:2]) == [NOT_THERE] * 2
     assert one.directory.asked["Where"] == 1

@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvstrata.server.l2.fetch import FetchOutcome
-from kvstrata.server.l2.gate import PrefetchLimits
-from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadOutcome, PutItem, PutOutcome
+from kvstrata.storage.base import AdapterContext, Ask, LoadItem, LoadOutcome, PutItem, PutOutcome
 from kvstrata.storage.config import StorePolicy, TierConfig, configure_tier
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers import tier as tiers
+from kvstrata.tiers.loads import FetchOutcome, PrefetchController, PrefetchLimits
 from kvstrata.tiers.puts import RetryRule, StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import TierLimits
@@ -36,9 +34,9 @@ class Watched(FaultyAdapter):
         self.loaded: collections.Counter[bytes] = collections.Counter()
         self.stored: collections.Counter[bytes] = collections.Counter()
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         self.asked["exists"] += 1
-        return await super().exists(keys)
+        return await super().exists(keys, ask)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         self.asked["put"] += 1
@@ -137,6 +135,7 @@ class Loads:
             n_slices,
             identity=identity,
             tenant=1,
+            limits=[RECORD] * n_slices,
             deadline_s=CLOCK.monotonic_s() + within_s,
             parent=b"".join(parent or []),
             budget_bytes=budget_bytes,
@@ -198,7 +197,12 @@ class Rig:
 
     async def fetch(self, keys: list[bytes], within_s: float = LATER_S) -> FetchOutcome:
         return await self.prefetch.fetch(
-            b"".join(keys), 1, identity=IDENTITY, tenant=1, deadline_s=CLOCK.monotonic_s() + within_s
+            b"".join(keys),
+            1,
+            identity=IDENTITY,
+            tenant=1,
+            deadline_s=CLOCK.monotonic_s() + within_s,
+            limits=[RECORD],
         )
 
     def states(self) -> dict[str, str]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import hashlib
 import random
 import sys
-from collections.abc import Callable
 from types import FrameType
 
 import pytest
 
-from kvstrata.policy.prefetch import Hole, Plan, Source
 from kvstrata.rpc.wire import ReserveOutcome
-from kvstrata.server.l2.fetch import Fetch, FetchOutcome
+from kvstrata.storage.base import Ask
 from kvstrata.storage.config import StorePolicy
-from kvstrata.testing.strategies import IDENTITY
+from kvstrata.testing.strategies import IDENTITY, record_length
+from kvstrata.tiers import loads
+from kvstrata.tiers.loads import FetchOutcome
 from kvstrata.tiers.tier import TierLimits
 from kvstrata.types import MissReason
 from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, in_l2
@@ -32,8 +33,8 @@ async def test_only_holes_are_loaded(l1: L1, tier: OpenTier) -> None:
     await in_l2(l1, one, keys)
     l1.store(keys[:2])
     l1.store(keys[:5], first=4)
-    loads = Loads(l1, one)
-    assert await loads.fetch(keys) == FetchOutcome(8, 5, "")
+    fetches = Loads(l1, one)
+    assert await fetches.fetch(keys) == FetchOutcome(8, 5, "")
     assert set(one.faults.loaded) == {*keys[2:4], *keys[5:]}
     assert l1.has(*keys)
 
@@ -43,8 +44,8 @@ async def test_the_prefix_ends_at_the_first_chunk_that_is_nowhere(l1: L1, tier: 
     keys = chain("a", 9)
     await in_l2(l1, one, keys[:4])
     await in_l2(l1, one, keys[6:])
-    loads = Loads(l1, one)
-    assert await loads.fetch(keys) == FetchOutcome(4, 4, MissReason.NEVER_STORED)
+    fetches = Loads(l1, one)
+    assert await fetches.fetch(keys) == FetchOutcome(4, 4, MissReason.NEVER_STORED)
     assert set(one.faults.loaded) == set(keys[:4])
 
 
@@ -52,9 +53,9 @@ async def test_fetches_of_the_same_keys_load_them_once(l1: L1, tier: OpenTier) -
     one = await tier()
     keys = chain("a", 6)
     await in_l2(l1, one, keys)
-    loads = Loads(l1, one)
+    fetches = Loads(l1, one)
     one.plan.schedule(*[None] * 3, Fault.HANG)  # three calls of exists, then the first load hangs
-    waits = [asyncio.create_task(loads.fetch(keys[:n])) for n in (6, 6, 3)]
+    waits = [asyncio.create_task(fetches.fetch(keys[:n])) for n in (6, 6, 3)]
     await until(lambda: one.faults.hanging == 1)
     one.faults.release()
     assert await asyncio.gather(*waits) == [
@@ -80,18 +81,18 @@ async def test_a_bad_record_ends_the_prefix_and_is_healed_by_the_next_store(l1, 
         path.unlink()
     else:
         path.write_bytes(one.path(other[0]).read_bytes())
-    loads = Loads(l1, one)
-    outcome = await loads.fetch(keys)
+    fetches = Loads(l1, one)
+    outcome = await fetches.fetch(keys)
     assert outcome[:2] == (3, 3)
     assert outcome.reason == (MissReason.EVICTED if damage == "gone" else MissReason.CORRUPT)
-    await loads.controller.idle()
+    await fetches.controller.idle()
     assert l1.has(*keys[:3])
     assert l1.read(keys[3]) is None
     puts = Puts(l1, one)
     puts.controller.committed(l1.store(keys, first=3))
     await puts.controller.stop(LATER_S)
     l1.lose(keys)
-    assert (await loads.fetch(keys)).n_chunks == 6
+    assert (await fetches.fetch(keys)).n_chunks == 6
     assert l1.has(*keys)
 
 
@@ -110,45 +111,60 @@ async def test_every_policy_puts_a_chunk_again_whose_record_was_bad(l1, tier, da
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     elif damage == "gone":
         path.unlink()
-    loads = Loads(l1, one)
-    assert (await loads.fetch(keys)).n_chunks == 0
-    await loads.controller.idle()
-    assert loads.lost == [("fs-0", key)]
+    fetches = Loads(l1, one)
+    assert (await fetches.fetch(keys)).n_chunks == 0
+    await fetches.controller.idle()
+    assert fetches.lost == [("fs-0", key)]
     assert one.records == set()
-    for name, lost in loads.lost:
+    for name, lost in fetches.lost:
         puts.controller.dropped(name, [lost])
     l1.store(keys)
     await puts.put([key, key])
     assert one.records == {key}
 
 
-async def test_the_work_of_a_fetch_grows_linearly_with_its_holes(l1: L1) -> None:
-    """Thousands of holes may be filled one by one because another fetch already loads them."""
+async def test_no_turn_of_the_loop_does_more_for_a_longer_prompt(start: Start, l1: L1) -> None:
+    """Counted in calls of the functions of tiers/loads.py; what concerns all keys is one call of native code."""
+    rig, size = start(), 1000
+    await rig.open("a")
 
-    def steps(n: int) -> int:
-        """Count the lines of Python that run to fill n holes in their order."""
-        fetch = Fetch(l1.pool, chain("a", n), 1, [], IDENTITY, 1, 0.0)
-        fetch.planned(Plan(n, [Hole(i, key, Source(0, RECORD)) for i, key in enumerate(fetch.keys)], ""))
-        count = 0
+    async def most_calls(n: int) -> int:
+        keys = l1.store(chain(f"{n}", n), size=size)
+        assert len(keys) == n
+        rig.store.committed(keys)
+        await rig.store.idle()
+        l1.lose(keys)
+        turns: collections.Counter[int] = collections.Counter()
+        turn = 0
 
-        def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
-            nonlocal count
-            count += event == "line"
-            return trace
+        def next_turn() -> None:
+            nonlocal turn
+            turn += 1
+            ticking[0] = asyncio.get_running_loop().call_soon(next_turn)
 
-        before = sys.gettrace()
-        sys.settrace(trace)
+        def called(frame: FrameType, event: str, _: object) -> None:
+            turns[turn] += event == "call" and frame.f_code.co_filename == loads.__file__
+
+        ticking = [asyncio.get_running_loop().call_soon(next_turn)]
+        before = sys.getprofile()
+        sys.setprofile(called)
         try:
-            while fetch.pending and not fetch.in_vain():
-                first = fetch.pending[0]
-                fetch.take([first])
-                fetch.there(first)
+            fetched = await rig.prefetch.fetch(
+                b"".join(keys),
+                1,
+                identity=IDENTITY,
+                tenant=1,
+                deadline_s=CLOCK.monotonic_s() + LATER_S,
+                limits=[record_length(size)],
+            )
         finally:
-            sys.settrace(before)
-        assert fetch.outcome().n_chunks == n
-        return count
+            sys.setprofile(before)
+            ticking[0].cancel()
+        assert fetched == FetchOutcome(n, n, "")
+        l1.lose(keys)
+        return max(turns.values())
 
-    assert steps(400) < 3 * steps(200)
+    assert await most_calls(400) < 1.3 * await most_calls(130)
 
 
 async def test_nothing_is_loaded_beyond_a_chunk_that_could_not_be_loaded(l1: L1, tier: OpenTier) -> None:
@@ -156,9 +172,9 @@ async def test_nothing_is_loaded_beyond_a_chunk_that_could_not_be_loaded(l1: L1,
     keys = chain("a", 8)
     await in_l2(l1, one, keys)
     one.path(keys[2]).write_bytes(bytes(RECORD))
-    loads = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
-    assert (await loads.fetch(keys)).n_chunks == 2
-    await loads.controller.idle()
+    fetches = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
+    assert (await fetches.fetch(keys)).n_chunks == 2
+    await fetches.controller.idle()
     assert set(one.faults.loaded) == set(keys[:3])
 
 
@@ -170,8 +186,8 @@ async def test_a_chunk_that_one_adapter_cannot_load_comes_from_the_next(l1: L1, 
     broken = near.path(keys[2])
     broken.write_bytes(bytes(100))
     near.plan.schedule(None, Fault.ERROR)  # exists answers; the first batch fails
-    loads = Loads(l1, near, far)
-    assert await loads.fetch(keys) == FetchOutcome(6, 6, "")
+    fetches = Loads(l1, near, far)
+    assert await fetches.fetch(keys) == FetchOutcome(6, 6, "")
     assert set(far.faults.loaded) == set(keys[:3])
     assert l1.has(*keys)
 
@@ -182,10 +198,10 @@ async def test_a_chunk_that_a_worker_is_storing_ends_the_prefix(l1: L1, tier: Op
     await in_l2(l1, one, keys)
     ticket, outcomes, _ = l1.pool.reserve(keys[2], keys[1], RECORD, l1.row, IDENTITY, 1)
     assert outcomes[0] == ReserveOutcome.RESERVED
-    loads = Loads(l1, one)
-    assert await loads.fetch(keys) == FetchOutcome(2, 2, MissReason.IN_FLIGHT, "in_flight")
+    fetches = Loads(l1, one)
+    assert await fetches.fetch(keys) == FetchOutcome(2, 2, MissReason.IN_FLIGHT, "in_flight")
     l1.pool.abort(ticket)
-    assert (await loads.fetch(keys)).n_chunks == 4
+    assert (await fetches.fetch(keys)).n_chunks == 4
 
 
 async def test_a_fetch_may_begin_in_the_middle_of_a_prompt(l1: L1, tier: OpenTier) -> None:
@@ -193,8 +209,8 @@ async def test_a_fetch_may_begin_in_the_middle_of_a_prompt(l1: L1, tier: OpenTie
     keys = chain("a", 6, 2)
     await in_l2(l1, one, keys, 2)
     l1.store(keys[:6], 2)
-    loads = Loads(l1, one)
-    assert await loads.fetch(keys[6:], 2, parent=keys[4:6]) == FetchOutcome(3, 3, "")
+    fetches = Loads(l1, one)
+    assert await fetches.fetch(keys[6:], 2, parent=keys[4:6]) == FetchOutcome(3, 3, "")
     assert l1.pool.peek(b"".join(keys), 2) == 6
 
 
@@ -202,12 +218,12 @@ async def test_at_the_deadline_a_fetch_answers_with_the_loaded_chunks_and_the_re
     one = await tier()
     keys = chain("a", 6)
     await in_l2(l1, one, keys)
-    loads = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
+    fetches = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
     one.plan.schedule(None, None, None, Fault.HANG)  # exists and two records answer; the third record hangs
-    outcome = await loads.fetch(keys, within_s=2.0)
+    outcome = await fetches.fetch(keys, within_s=2.0)
     assert outcome == FetchOutcome(2, 2, MissReason.DEADLINE, "deadline")
     one.faults.release()
-    await loads.controller.idle()
+    await fetches.controller.idle()
     assert l1.has(*keys)
 
 
@@ -216,8 +232,8 @@ async def test_an_adapter_that_does_not_answer_exists_is_passed_over(l1: L1, tie
     keys = chain("a", 4)
     await in_l2(l1, far, keys)
     near.plan.schedule(Fault.HANG)
-    loads = Loads(l1, near, far, patience_share=0.00001)
-    assert await loads.fetch(keys) == FetchOutcome(4, 4, "")
+    fetches = Loads(l1, near, far, patience_share=0.00001)
+    assert await fetches.fetch(keys) == FetchOutcome(4, 4, "")
     near.faults.release()
 
 
@@ -228,13 +244,13 @@ async def test_fetches_that_hang_on_one_adapter_do_not_stop_another(l1: L1, tier
         await in_l2(l1, hung, keys)
     other = chain("other", 3)
     await in_l2(l1, good, other)
-    loads = Loads(l1, hung, good, max_in_flight=2, in_flight_bytes=10 * RECORD)
+    fetches = Loads(l1, hung, good, max_in_flight=2, in_flight_bytes=10 * RECORD)
     hung.plan.schedule(*[None] * 4, Fault.HANG, Fault.HANG, None)
-    waits = [asyncio.create_task(loads.fetch(keys)) for keys in prompts]
+    waits = [asyncio.create_task(fetches.fetch(keys)) for keys in prompts]
     await until(lambda: hung.faults.hanging == 2)
-    assert await loads.fetch(other) == FetchOutcome(3, 3, "")
+    assert await fetches.fetch(other) == FetchOutcome(3, 3, "")
     assert hung.faults.hanging == 2, "no more than max_in_flight load from one adapter"
-    assert loads.controller.document()["adapters"]["fs-0"]["waiting"] == 2
+    assert fetches.controller.document()["adapters"]["fs-0"]["waiting"] == 2
     while not all(wait.done() for wait in waits):
         hung.faults.release()
         await asyncio.sleep(0.001)
@@ -246,8 +262,8 @@ async def test_bytes_in_flight_are_bounded(l1: L1, tier: OpenTier) -> None:
     keys = chain("a", 20)
     await in_l2(l1, one, keys)
     one.plan.schedule(None, *[Fault.HANG] * 20)
-    loads = Loads(l1, one, in_flight_bytes=5 * RECORD, batch_bytes=2 * RECORD)
-    wait = asyncio.create_task(loads.fetch(keys))
+    fetches = Loads(l1, one, in_flight_bytes=5 * RECORD, batch_bytes=2 * RECORD)
+    wait = asyncio.create_task(fetches.fetch(keys))
     await until(lambda: one.faults.hanging == 2)
     for _ in range(20):
         await asyncio.sleep(0)
@@ -267,16 +283,16 @@ async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_st
     await puts.controller.stop(LATER_S)
     l1.lose(keys)
     one.plan.schedule(None, Fault.HANG)
-    loads = Loads(l1, one)
+    fetches = Loads(l1, one)
     plain = one.exists
 
-    async def exists(keys: list[bytes]) -> object:
-        found = await plain(keys)
+    async def exists(keys: bytes, ask: Ask) -> bytes:
+        found = await plain(keys, ask)
         one.limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=1)
         return found
 
     one.exists = exists
-    assert await loads.fetch(keys) == FetchOutcome(0, 0, MissReason.DEADLINE, "deadline")
+    assert await fetches.fetch(keys) == FetchOutcome(0, 0, MissReason.DEADLINE, "deadline")
     one.exists = plain
     stats = l1.pool.stats()
     assert stats["bytes"]["reserved"] == 0
@@ -287,7 +303,7 @@ async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_st
     await until(lambda: l1.pool.stats()["holds"] == 0)
     assert l1.pool.stats()["bytes"]["quarantined"] == 0
     one.limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
-    assert await loads.fetch(keys) == FetchOutcome(2, 2, "")
+    assert await fetches.fetch(keys) == FetchOutcome(2, 2, "")
     assert l1.has(*keys)
 
 
@@ -301,13 +317,13 @@ async def test_a_pool_without_room_ends_the_prefix_at_once_and_leaks_nothing(l1:
             hold = l1.pool.hold(key)
             if hold is not None:
                 holds.append(hold)
-    loads = Loads(l1, one)
-    outcome = await loads.fetch(keys)
+    fetches = Loads(l1, one)
+    outcome = await fetches.fetch(keys)
     assert outcome.n_chunks < 10
     assert (outcome.reason, outcome.detail) == (MissReason.REFUSED, "pool_pinned")
     for hold in holds:
         hold.drop()
-    assert (await loads.fetch(keys)).n_chunks == 10
+    assert (await fetches.fetch(keys)).n_chunks == 10
 
 
 async def test_a_prompt_larger_than_the_pool_does_not_evict_its_own_beginning(l1: L1, tier: OpenTier) -> None:
@@ -315,8 +331,8 @@ async def test_a_prompt_larger_than_the_pool_does_not_evict_its_own_beginning(l1
     keys = chain("a", 100)
     for at in range(0, 100, 20):
         await in_l2(l1, one, keys[at : at + 20])
-    loads = Loads(l1, one)
-    outcome = await loads.fetch(keys)
+    fetches = Loads(l1, one)
+    outcome = await fetches.fetch(keys)
     assert 40 <= outcome.n_chunks < 100
     assert outcome.reason == MissReason.REFUSED
     assert l1.pool.peek(b"".join(keys), 1) == outcome.n_chunks
@@ -328,10 +344,10 @@ async def test_loads_from_several_adapters_may_take_more_than_a_sessions_share(l
     keys, more = chain("a", 20), chain("b", 20)
     await in_l2(l1, one, keys)
     await in_l2(l1, other, more)
-    loads = Loads(l1, one, other, in_flight_bytes=L1_BYTES, batch_bytes=6 * RECORD)
-    outcomes = await asyncio.gather(loads.fetch(keys), loads.fetch(more))
+    fetches = Loads(l1, one, other, in_flight_bytes=L1_BYTES, batch_bytes=6 * RECORD)
+    outcomes = await asyncio.gather(fetches.fetch(keys), fetches.fetch(more))
     assert outcomes == [FetchOutcome(20, 20, "")] * 2
-    assert "reserve:session_limit" not in loads.controller.document()["counts"]
+    assert "reserve:session_limit" not in fetches.controller.document()["counts"]
 
 
 async def test_reservations_of_hung_adapters_do_not_stop_loads_from_others(l1: L1, tier: OpenTier) -> None:
@@ -344,14 +360,14 @@ async def test_reservations_of_hung_adapters_do_not_stop_loads_from_others(l1: L
         await in_l2(l1, one, keys)
     keys = chain("c", 10)
     await in_l2(l1, sound, keys)
-    loads = Loads(l1, *hung, sound, in_flight_bytes=10 * RECORD, batch_bytes=5 * RECORD)
+    fetches = Loads(l1, *hung, sound, in_flight_bytes=10 * RECORD, batch_bytes=5 * RECORD)
     waits = []
     for one, plan, stuck in zip(hung, plans, prompts, strict=True):
         plan.schedule(None, Fault.HANG)
-        waits.append(asyncio.create_task(loads.fetch(stuck)))
+        waits.append(asyncio.create_task(fetches.fetch(stuck)))
         await until(lambda one=one: one.faults.hanging == 1)
     assert l1.pool.stats()["bytes"]["reserved"] > L1_BYTES // 8
-    assert await loads.fetch(keys) == FetchOutcome(10, 10, "")
+    assert await fetches.fetch(keys) == FetchOutcome(10, 10, "")
     for one in hung:
         one.faults.release()
     assert [outcome.n_chunks for outcome in await asyncio.gather(*waits)] == [5, 5]
@@ -361,8 +377,8 @@ async def test_a_budget_bounds_what_a_prewarm_loads(l1: L1, tier: OpenTier) -> N
     one = await tier()
     keys = chain("a", 8)
     await in_l2(l1, one, keys)
-    loads = Loads(l1, one)
-    outcome = await loads.fetch(keys, budget_bytes=3 * RECORD + 1)
+    fetches = Loads(l1, one)
+    outcome = await fetches.fetch(keys, budget_bytes=3 * RECORD + 1)
     assert outcome == FetchOutcome(3, 3, MissReason.REFUSED, "budget")
     assert l1.pool.peek(b"".join(keys), 1) == 3
 
@@ -371,15 +387,15 @@ async def test_a_cancelled_fetch_begins_no_more_loads(l1: L1, tier: OpenTier) ->
     one = await tier()
     keys = chain("a", 10)
     await in_l2(l1, one, keys)
-    loads = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
+    fetches = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
     one.plan.schedule(None, Fault.HANG)
-    wait = asyncio.create_task(loads.fetch(keys))
+    wait = asyncio.create_task(fetches.fetch(keys))
     await until(lambda: one.faults.hanging == 1)
     wait.cancel()
     with pytest.raises(asyncio.CancelledError):
         await wait
     one.faults.release()
-    await loads.controller.idle()
+    await fetches.controller.idle()
     assert one.faults.asked == {"exists": 1, "load": 1}
     assert l1.has(keys[0])
     assert l1.read(keys[1]) is None
@@ -390,14 +406,14 @@ async def test_stop_is_bounded_and_its_bytes_stay_until_the_medium_has_finished(
     keys = chain("a", 4)
     await in_l2(l1, one, keys)
     one.plan.schedule(None, Fault.HANG)
-    loads = Loads(l1, one)
-    wait = asyncio.create_task(loads.fetch(keys))
+    fetches = Loads(l1, one)
+    wait = asyncio.create_task(fetches.fetch(keys))
     await until(lambda: one.faults.hanging == 1)
-    await loads.controller.stop(0)
+    await fetches.controller.stop(0)
     assert (await wait).n_chunks == 0
     assert l1.pool.stats()["bytes"]["reserved"] == 0
     assert l1.pool.stats()["bytes"]["quarantined"] > 0
-    assert (await loads.fetch(keys)).reason == MissReason.BREAKER_OPEN
+    assert (await fetches.fetch(keys)).reason == MissReason.BREAKER_OPEN
     one.faults.release()
     await until(lambda: l1.pool.stats()["holds"] == 0)
 
@@ -452,6 +468,7 @@ class Prompt:
             identity=IDENTITY,
             tenant=1,
             deadline_s=CLOCK.monotonic_s() + LATER_S,
+            limits=[RECORD] * len(self.spans),
             budget_bytes=budget_bytes,
             spans=self.spans,
         )

@@ -13,9 +13,9 @@ import pytest
 
 from kvstrata import failpoints
 from kvstrata.errors import BadRequest, ConfigError, StorageError
-from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.storage.config import StorePolicy
 from kvstrata.tiers import tier as tier_module
+from kvstrata.tiers.loads import FetchOutcome
 from kvstrata.tiers.puts import KEYS_PER_TURN
 from kvstrata.types import KEY_BYTES
 from tests.fault.server.conftest import OpenTier, Puts, Start

@@ -24,6 +24,8 @@ BLOCKS_PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
 class Engine(CacheEngine):
     """Four blocks a chunk, so that a chunk has tails of one, two and three blocks."""
 
+    chunk_blocks = BLOCKS_PER_CHUNK
+
     def blocks_of(self, chunk: int, first_block: int = 0) -> list[int]:
         begin = first_block + chunk * BLOCKS_PER_CHUNK
         return list(range(begin, begin + BLOCKS_PER_CHUNK))

@@ -107,7 +107,14 @@ BAD_REQUESTS: list[tuple[bytes, list[str], str, str]] = [
     (encoded_request(slice=None, facts=None), ["self"], "bad_request", "slice"),
     (encoded_request(facts=None), ["self"], "bad_request", "facts"),
     (encoded_request(role=Role.SCHEDULER, slice=PART, facts=FACTS), ["self"], "bad_request", "slice"),
-    (encoded_request(facts={"payload_bytes": 1}), ["self"], "bad_request", "slice.layout"),
+    (encoded_request(facts={"payload_bytes": 1, "sections": 1}), ["self"], "bad_request", "slice.layout"),
+    (encoded_request(facts={"payload_bytes": 1}), ["self"], "bad_request", "facts.payload_bytes"),
+    (
+        encoded_request(facts={"payload_bytes": 1, "sections": 2}),
+        ["self"],
+        "bad_request",
+        "facts.payload_bytes",
+    ),
     *(
         (encoded_request(facts={**FACTS, SPAN_FACT: span}), ["self"], "bad_request", f"facts.{SPAN_FACT}")
         for span in (True, 0, -1, 2**40, MAX_SPAN_CHUNKS + 1, "x", None, 1.0, [1])
@@ -145,11 +152,11 @@ def test_a_row_whose_lock_nobody_holds_is_never_announced(server, place, worker)
 
 def test_other_facts_for_the_same_slice_are_refused_with_the_fact_and_both_values(server, place, worker, log):
     attach(worker, place, session_name("one"))
-    other_facts = {**FACTS, "section_bytes": [1024, 3072]}
+    other_facts = {**FACTS, "sections": [1024, 3072]}
     with new_worker(log) as other:
         with pytest.raises(ChildError) as caught:
             attach(other, place, session_name("two"), facts=other_facts)
-        assert (caught.value.code, caught.value.field) == ("layout_refused", "facts.section_bytes")
+        assert (caught.value.code, caught.value.field) == ("layout_refused", "facts.sections")
         assert "[1024, 3072]" in caught.value.message and "[2048, 2048]" in caught.value.message
         # Another slice of the KV, or another model, has facts of its own.
         attach(other, place, session_name("two"), facts=other_facts, layers=[2, 4])

@@ -16,7 +16,6 @@ from kvstrata.cli.asking import Ask, ask
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import storage_keys
 from kvstrata.types import unpack_extents
-from tests.harness.cache_engine import eventually
 from tests.harness.hostile_resp import Hostile, cursors
 from tests.harness.l2_load import clear_l1, served, stored, until_stored
 from tests.harness.records import forged_record, renamed, resealed
@@ -108,8 +107,8 @@ def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
             clear_l1(client)
             assert served(client, identity, chain) == (0, 2), f"{what}: the next put has replaced it"
         counts = client.status()["l2_adapters"]["resp-0"]["codec"]
-        told = "4 attacks, each seen by the lookup and by the put that replaced it"
-        assert (counts["unauthenticated"], counts.get("wrong_key")) == (8, None), f"{told}: {counts}"
+        told = "4 attacks, each seen by the load, which removed it"
+        assert (counts["unauthenticated"], counts.get("wrong_key")) == (4, None), f"{told}: {counts}"
 
 
 def test_without_a_key_a_record_is_served_if_it_fits_and_no_other(start, medium):
@@ -176,8 +175,6 @@ def test_a_value_of_another_length_than_the_layouts_takes_no_room_in_l1(start, m
         until_stored(client)
         clear_l1(client)
         assert served(client, asked, wanted) == (0, 1), "a put has replaced the odd value"
-    says = "more than a record of its layout"
-    eventually("the log says so once", lambda: server.log.read_text().count(says) == 1)
 
 
 def zstd_bomb(length: int) -> bytes:

@@ -33,10 +33,8 @@ class Probe final : public kvstrata::Connector {
   void exists(std::span<kvstrata::ExistsItem> items) noexcept override {
     const std::lock_guard lock(mutex_);
     for (auto& item : items) {
-      const auto found = records_.find(item.key);
-      const bool present = found != records_.end();
+      const bool present = records_.contains(item.key);
       item.presence = present ? kvstrata::Presence::kPresent : kvstrata::Presence::kAbsent;
-      item.record_bytes = present ? static_cast<std::uint32_t>(found->second.size()) : 0;
     }
   }
 
@@ -58,7 +56,8 @@ class Probe final : public kvstrata::Connector {
       look_at(item.bytes, item.length);
       const std::lock_guard lock(mutex_);
       const auto found = records_.find(item.key);
-      const bool fits = found != records_.end() && found->second.size() == item.length;
+      const bool fits = found != records_.end() && found->second.size() <= item.length;
+      if (fits) item.length = static_cast<std::uint32_t>(found->second.size());
       if (fits) std::memcpy(item.bytes, found->second.data(), item.length);
       item.hold.reset();
       item.status = fits ? kvstrata::LoadStatus::kLoaded : kvstrata::LoadStatus::kAbsent;

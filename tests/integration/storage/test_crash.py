@@ -24,6 +24,7 @@ from kvstrata.storage.media.disk.adapter import disk_adapter
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.storage.native_adapter import NativeAdapter
 from kvstrata.testing.strategies import (
+    ask_for,
     key_of,
     load_item,
     loaded_payload,
@@ -105,7 +106,7 @@ async def work_for_ever(medium: Disk | Fs, first: int) -> None:
         os.write(1, "".join(f"+{n}\n" for n in stored).encode())
         await adapter.load([load_item(key_of(numbers[1]), size_of(numbers[1]))])
         os.write(1, f"?{numbers[2]}\n".encode())
-        if await adapter.delete([key_of(numbers[2])]):
+        if await adapter.delete(key_of(numbers[2])):
             os.write(1, f"-{numbers[2]}\n".encode())
         batches.release()
 
@@ -179,7 +180,7 @@ async def examine(medium: Disk | Fs, said: Said) -> None:
     await adapter.open(context())
     try:
         numbers = range(10_000)
-        found = await adapter.exists([key_of(n) for n in numbers])
+        found = await ask_for(adapter, [key_of(n) for n in numbers])
         present = {n for n, f in zip(numbers, found, strict=True) if f.presence is Presence.PRESENT}
         assert not present & said.deleted
         # In a small one up to three batches beyond what was said may have taken room already, records that were loaded

@@ -13,11 +13,20 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence
+from kvstrata.storage.base import LoadOutcome, LoadStatus, Presence
 from kvstrata.storage.config import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.adapter_contract import SIZE, STORED
-from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
+from kvstrata.testing.strategies import (
+    WAIT_S,
+    Found,
+    ask_for,
+    key_of,
+    lent_context,
+    load_item,
+    put_item,
+    watched,
+)
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.http_read import read
@@ -222,7 +231,7 @@ async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_a
     answered = 0
     async with asyncio.timeout(WAIT_S):
         while not load.done():
-            answered += await adapter.exists([key_of(2)]) == [Found(Presence.ABSENT)]
+            answered += await ask_for(adapter, [key_of(2)]) == [Found(Presence.ABSENT)]
             await asyncio.sleep(0)  # once there is no child it is answered at once
     assert answered
     assert await load == [LoadOutcome(LoadStatus.FAILED, "host_died")]

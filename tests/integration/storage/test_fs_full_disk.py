@@ -14,7 +14,7 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.testing.strategies import key_of, load_item, put_item, watched
+from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, watched
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
 
 pytestmark = pytest.mark.integration
@@ -57,7 +57,7 @@ async def examine() -> None:
     usage = await adapter.usage()
     assert 30 < usage.records < COUNT
     assert usage.used_bytes == used_bytes()
-    found = await adapter.exists([key_of(n) for n in range(COUNT)])
+    found = await ask_for(adapter, [key_of(n) for n in range(COUNT)])
     there = [n for n, f in enumerate(found) if f.presence is Presence.PRESENT]
     assert there == list(range(COUNT - usage.records, COUNT))
     await adapter.close()

@@ -16,7 +16,15 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.storage.base import AdapterContext, LoadStatus, PutStatus
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.testing.strategies import key_of, load_item, loaded_payload, payload_of, put_item, watched
+from kvstrata.testing.strategies import (
+    ask_for,
+    key_of,
+    load_item,
+    loaded_payload,
+    payload_of,
+    put_item,
+    watched,
+)
 from tests.harness import mooncake
 from tests.harness.l2_load import N_CHUNKS, Load, assert_shared, clear_l1, served, stored, until_stored
 from tests.harness.redis_server import RedisServer, Sentinel, cluster
@@ -68,9 +76,9 @@ async def test_a_record_that_its_server_evicts_or_deletes_is_loaded_whole_or_not
                     [put] = await server.put([put_item(key_of(number), size_of(number))])
                     assert put.status in (PutStatus.STORED, PutStatus.EXISTS)
                 elif chance < 0.5:
-                    await server.delete([key_of(number)])
+                    await server.delete(key_of(number))
                 else:
-                    await server.exists([key_of(number)])
+                    await ask_for(server, [key_of(number)])
                     item = load_item(key_of(number), size_of(number))
                     [load] = await server.load([item])
                     assert load.status in (LoadStatus.LOADED, LoadStatus.ABSENT)

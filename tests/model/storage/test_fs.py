@@ -25,6 +25,7 @@ from kvstrata.clock import SystemClock
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.testing.strategies import (
+    ask_for,
     key_of,
     load_item,
     loaded_payload,
@@ -178,7 +179,7 @@ class FsMachine(RuleBasedStateMachine):
     @rule(batch=batches)
     def delete(self, batch: list[int]) -> None:
         there = [n for n in set(batch) if self.known[n] is not Is.ABSENT]
-        assert self.run(self.adapter.delete([key_of(n) for n in batch])) == len(there)
+        assert self.run(self.adapter.delete(b"".join([key_of(n) for n in batch]))) == len(there)
         for number in there:
             self.forget(number)
 
@@ -229,7 +230,7 @@ class FsMachine(RuleBasedStateMachine):
     def presence_is_that_of_the_model(self) -> None:
         if self.adapter is None:
             return
-        found = self.run(self.adapter.exists([key_of(n) for n in NUMBERS]))
+        found = self.run(ask_for(self.adapter, [key_of(n) for n in NUMBERS]))
         for number, (presence, record_bytes, _) in zip(NUMBERS, found, strict=True):
             assert presence is (Presence.ABSENT if self.known[number] is Is.ABSENT else Presence.PRESENT)
             if self.known[number] is Is.WHOLE:

@@ -37,7 +37,7 @@ def encoded(chain: Chain, payload: bytes) -> tuple[bytes, bytes]:
     """Make a record with this payload and encode it; return (record, encoded), where b"" means: stored as it is."""
     hold = record_hold(KEY, payload)
     target = mmap.mmap(-1, chain.staging_bytes(hold.length))
-    length = chain.encode(hold.view(), memoryview(target), two_bytes).length
+    length = chain.encode(hold.view(), memoryview(target), two_bytes)
     return hold.bytes(), target[:length]
 
 

@@ -14,7 +14,7 @@ from kvstrata.storage.host.frames import MAX_ITEMS, ChannelError
 
 SAMPLES: list[Any] = [
     frames.Opened(Capabilities(persistent=True, shared=False), b"x"),
-    frames.Found(1, bytes([0, 1]), [0, 77], ["", "io"]),
+    frames.Found(1, bytes([0, 2]), "io"),
     frames.Ended(1, bytes([0, 3]), [1], ["", "full"]),
     frames.Listed(1, True, [bytes(32)], 9),
     frames.Raised(1, "StorageError", "no", "field"),
@@ -49,6 +49,6 @@ def test_a_damaged_frame_is_a_message_or_refused(sample: Any, data: st.DataObjec
 
 def test_as_many_outcomes_as_a_frame_may_have_fit_with_the_longest_reasons() -> None:
     words = frames.words_of(["ö" * 99] * MAX_ITEMS)
-    frames.frame_of(frames.Found(1 << 62, bytes([2]) * MAX_ITEMS, [(1 << 32) - 1] * MAX_ITEMS, words))
+    frames.frame_of(frames.Found(1 << 62, bytes([2]) * MAX_ITEMS, words[0]))
     frames.frame_of(frames.Ended(1 << 62, bytes([3]) * MAX_ITEMS, list(range(MAX_ITEMS)), words))
     frames.frame_of(frames.Put(1 << 62, [(bytes(32), 1 << 40, (1 << 32) - 1)] * MAX_ITEMS))

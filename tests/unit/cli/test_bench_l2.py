@@ -12,8 +12,9 @@ import pytest
 from kvstrata.cli import bench
 from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
+from kvstrata.keys.batch import split
 from kvstrata.measure.l2 import Records, Workload
-from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
+from kvstrata.storage.base import Ask, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
 from kvstrata.storage.config import configure_tier
 from kvstrata.tiers.tier import Tier, limits_of
 
@@ -61,12 +62,10 @@ class Inner:
         outcomes = await self.inner.put(items)
         return [PutOutcome(PutStatus.FAILED, "io"), *outcomes[1:]] if self.wrong == "put" else outcomes
 
-    async def exists(self, keys: Any) -> Any:
-        self.asked |= set(keys)
-        found = await self.inner.exists(keys)
-        if self.wrong == "exists":
-            return [Found(Presence.PRESENT, f.record_bytes) for f in found]
-        return found
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
+        self.asked |= set(split(keys))
+        found = await self.inner.exists(keys, ask)
+        return bytes([Presence.PRESENT]) * len(found) if self.wrong == "exists" else found
 
     async def load(self, items: Any) -> Any:
         outcomes = await self.inner.load(items)

@@ -80,9 +80,9 @@ async def test_gateways_are_told_which_adapters_each_instance_has(cluster: Clust
     for name, adapters in (("a", ["x", "y"]), ("b", ["y"]), ("c", [])):
         await join(cluster, name, 1, (0, 0))
         (member,) = (one for one in cluster.members if one.id == name)
-        member.models = [KvKind(layout, [b"s" * 32], [], 0, adapters)]
+        member.models = [KvKind(layout, [b"s" * 32], [], [], adapters)]
         if name == "b":
-            member.models.append(KvKind(other, [b"s" * 32], [], 0, ["z"]))
+            member.models.append(KvKind(other, [b"s" * 32], [], [], ["z"]))
     answer = cluster.gateways.beat(beat(), KEY, "10.0.0.9", 7)
     found = {
         one.instance: [[answer.adapters[at] for at in of_kind] for of_kind in one.adapters]
@@ -91,7 +91,7 @@ async def test_gateways_are_told_which_adapters_each_instance_has(cluster: Clust
     assert found == {"a": [["x", "y"]], "b": [["y"], ["z"]], "c": [[]]}
     assert sorted(answer.adapters) == ["x", "y", "z"] and not any(kind.adapters for kind in answer.kinds)
     assert ANSWERS.decode(encode(answer)) == answer
-    member.models = [KvKind(layout, [b"s" * 32], [], 0, [f"{n}" for n in range(5_000)])]
+    member.models = [KvKind(layout, [b"s" * 32], [], [], [f"{n}" for n in range(5_000)])]
     answer = cluster.gateways.beat(beat(), KEY, "10.0.0.9", 7)
     assert len(answer.adapters) == MAX_TOLD_ADAPTERS
     assert (

@@ -41,7 +41,7 @@ SLICE = b"s" * 32
 
 
 def told(*instances: Served, kinds: list[KvKind] | None = None) -> Directory:
-    found = [KvKind(LAYOUT, [SLICE], [0], 1_600)] if kinds is None else kinds
+    found = [KvKind(LAYOUT, [SLICE], [0], [1_600])] if kinds is None else kinds
     return Directory(GatewayHeard(1, 1, 2_000, found, list(instances)), 0.0)
 
 

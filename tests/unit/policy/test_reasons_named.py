@@ -12,7 +12,7 @@ from kvstrata.rpc.wire import ReserveOutcome
 
 SRC = Path(__file__).resolve().parents[3] / "src" / "kvstrata"
 GIVEN_UP = {
-    ("PutOutcome", "FAILED"): 1, ("PutOutcome", "THROTTLED"): 1, ("LoadOutcome", "FAILED"): 1, ("Found", "UNKNOWN"): 2,
+    ("PutOutcome", "FAILED"): 1, ("PutOutcome", "THROTTLED"): 1, ("LoadOutcome", "FAILED"): 1,
 }  # fmt: skip
 """(Class, its status) of an outcome that gives a chunk up → place of the reason among its arguments."""
 ONLY_OF_PUTS = {"capacity", "disk_full", "no_room"}

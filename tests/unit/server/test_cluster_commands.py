@@ -15,7 +15,7 @@ from kvstrata.rpc import wire
 from kvstrata.rpc.cluster_wire import Command, CommandKind, CommandResult, encode
 from kvstrata.server.admin.clear import Cleared
 from kvstrata.server.cluster.commands import Actions, CommandTable, argument_of
-from kvstrata.server.l2.fetch import FetchOutcome
+from kvstrata.tiers.loads import FetchOutcome
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of, part
 

@@ -29,9 +29,9 @@ from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server import instance, process
 from kvstrata.server.cluster.membership import Membership
-from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.listener import AttachServer
 from kvstrata.server.plan import plan
+from kvstrata.tiers.loads import PrefetchController
 from kvstrata.tiers.puts import StoreController
 from kvstrata.tiers.set import TierSet
 from tests.harness.daemon import free_port

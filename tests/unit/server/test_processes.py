@@ -55,7 +55,7 @@ def attach(
     part: Slice | None = None,
     tenants: frozenset[str] | None = None,
     layout: LayoutIdentity = LAYOUT,
-    record_bytes: int = 0,
+    payload_bytes: int = 4096,
 ) -> Process:
     request = AttachRequest(
         protocol=PROTOCOL_VERSION,
@@ -65,12 +65,12 @@ def attach(
         layout=layout,
         engine_slices=slices,
         slice=None if role is Role.SCHEDULER else part or held(number),
+        facts={"payload_bytes": payload_bytes, "sections": 1},
     )
     process = table.get(name(number)) or Process(number, name(number), group, 1000 + number, request)
     process.tenants = tenants
     process.state = RowState.CLAIMED if process.state is RowState.FREE else process.state
     table.announce(process)
-    process.has_records_of(record_bytes)
     return process
 
 
@@ -87,19 +87,13 @@ def test_an_engine_loads_as_fast_as_the_slowest_of_its_processes_lets_it() -> No
     assert group.load_rate is None
 
 
-def test_the_limit_of_a_slices_records_is_the_longest_that_a_process_declared_or_reserved() -> None:
+def test_facts_tell_the_length_of_each_slices_records() -> None:
     table = a_table()
-    scheduler = attach(table, 1, role=Role.SCHEDULER)
-    attach(table, 2, record_bytes=4096)
-    group = scheduler.group
-    assert (group.record_limits, group.chunk_bytes) == ([4096], 4096)
-    other = attach(table, 3)
-    assert (sorted(group.record_limits), group.chunk_bytes) == ([0, 4096], 0), (
-        "the length of a slice is not known"
-    )
-    for length in (8192, 100):
-        other.has_records_of(length)
-    assert (sorted(group.record_limits), group.chunk_bytes) == ([4096, 8192], 12_288)
+    group = attach(table, 1, role=Role.SCHEDULER).group
+    lengths = {
+        attach(table, number, payload_bytes=4096 * number).digest: 4096 * (1 + number) for number in (2, 3)
+    }
+    assert group.record_limits == [lengths[digest] for digest in group.slices]
 
 
 def test_a_process_that_attaches_again_keeps_its_identities() -> None:

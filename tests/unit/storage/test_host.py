@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstrata.storage.base import Found, Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.storage.base import Ask, Presence, PutItem, PutOutcome, PutStatus
 from kvstrata.storage.host import frames
 from kvstrata.storage.host.frames import MAX_FRAME_BYTES, MAX_ITEMS, Ended
 from kvstrata.storage.host.process import QUEUE_BYTES
-from kvstrata.testing.strategies import key_of, load_item, put_item, watched
+from kvstrata.testing.strategies import Found, ask_for, key_of, load_item, put_item, watched
+from kvstrata.types import KEY_BYTES
 from tests.unit.storage.host_double import (
     CAPABILITIES,
     PUT_DIED,
@@ -26,16 +27,22 @@ from tests.unit.storage.host_double import (
 pytestmark = pytest.mark.usefixtures("child_in_place_of_a_process")
 
 
-async def test_a_preferred_source_reaches_the_child_with_all_its_keys(pair) -> None:
+async def test_how_keys_were_asked_for_reaches_the_child(pair) -> None:
     adapter, child = pair
     keys = [key_of(n) for n in range(MAX_ITEMS + 1)]
-    adapter.prefer(keys, b"there")
-    first, rest = await child.request(), await child.request()
-    assert [r.source for r in (first, rest)] == [b"there"] * 2
-    assert first.keys + rest.keys == keys
-    adapter.prefer(keys[:1], b"")
-    last = await child.request()
-    assert (last.keys, last.source) == (keys[:1], b"")
+    asking = asyncio.create_task(ask_for(adapter, keys, each=True, owner=b"there"))
+    for _ in range(2):
+        request = await child.request()
+        assert (request.each, request.owner) == (True, b"there")
+        child.say(frames.Found(request.number, bytes(len(request.keys) // KEY_BYTES)))
+    await asking
+    items = [load_item(key_of(n), 100)._replace(ask=Ask(each=n > 0, owner=b"there")) for n in range(3)]
+    loading = asyncio.create_task(adapter.load(items))
+    for each, count in ((False, 1), (True, 2)):
+        request = await child.request()
+        assert (request.each, request.owner, len(request.items)) == (each, b"there", count)
+        child.say(Ended(request.number, bytes(count), list(range(count))))
+    await loading
 
 
 async def test_a_cancelled_wait_keeps_its_holds_until_the_child_has_dropped_them(pair) -> None:
@@ -120,12 +127,12 @@ async def test_a_child_that_does_not_read_costs_bounded_memory_and_no_wait(pair)
     keys = [key_of(n) for n in range(MAX_ITEMS)]
     waits, refused = [], None
     while refused is None:
-        wait = asyncio.create_task(adapter.exists(keys))
+        wait = asyncio.create_task(ask_for(adapter, keys))
         await asyncio.sleep(0)
         waits.append(wait)
         if wait.done():
             refused = wait.result()
-    assert refused == [Found(Presence.UNKNOWN, 0, "queue_full")] * len(keys)
+    assert refused == [Found(Presence.UNKNOWN, "queue_full")] * len(keys)
     item = put_item(key_of(1), 100)
     assert await adapter.put([item]) == [PutOutcome(PutStatus.THROTTLED, "queue_full")]
     watched(item).check()
@@ -133,24 +140,23 @@ async def test_a_child_that_does_not_read_costs_bounded_memory_and_no_wait(pair)
     absent = [Found(Presence.ABSENT)] * len(keys)
     for wait in waits[:-1]:
         request = await child.request()
-        assert request.keys == keys
-        child.say(frames.Found(request.number, bytes(len(keys)), [0] * len(keys)))
+        assert request.keys == b"".join(keys)
+        child.say(frames.Found(request.number, bytes(len(keys))))
         assert await wait == absent
 
 
 async def test_a_batch_larger_than_a_frame_is_asked_in_parts(pair) -> None:
     adapter, child = pair
     keys = [key_of(n) for n in range(2 * MAX_ITEMS + 1)]
-    wait = asyncio.create_task(adapter.exists(keys))
-    asked = []
+    wait = asyncio.create_task(ask_for(adapter, keys))
+    asked = b""
     for count in (MAX_ITEMS, MAX_ITEMS, 1):
         request = await child.request()
-        assert len(request.keys) == count
+        assert len(request.keys) == count * KEY_BYTES
         asked += request.keys
-        words = frames.words_of(["r" * 99] * count)
-        child.say(frames.Found(request.number, bytes([2]) * count, [0] * count, words))
-    assert asked == keys
-    assert await wait == [Found(Presence.UNKNOWN, 0, "r" * frames.MAX_REASON_BYTES)] * len(keys)
+        child.say(frames.Found(request.number, bytes([2]) * count, frames.word_of("r" * 99)))
+    assert asked == b"".join(keys)
+    assert await wait == [Found(Presence.UNKNOWN, "r" * frames.MAX_REASON_BYTES)] * len(keys)
 
 
 async def test_items_with_a_bad_key_or_outside_the_pool_fail_alone(pair) -> None:

@@ -9,7 +9,6 @@ import pytest
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import (
     Capabilities,
-    Found,
     LoadOutcome,
     LoadStatus,
     Presence,
@@ -21,7 +20,7 @@ from kvstrata.storage.host import frames
 from kvstrata.storage.host.frames import Opened
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.pauses import STEADY_S, WELL_S, Pauses
-from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
+from kvstrata.testing.strategies import Found, ask_for, key_of, lent_context, load_item, put_item, watched
 from tests.unit.storage.host_double import (
     CAPABILITIES,
     CONFIG,
@@ -40,16 +39,16 @@ async def test_answers_from_before_a_childs_end_count_and_its_other_operations_f
     adapter, child = pair
     first, second = put_item(key_of(1), 100), put_item(key_of(2), 100)
     waits = [asyncio.create_task(adapter.put([item])) for item in (first, second)]
-    exists = asyncio.create_task(adapter.exists([key_of(1)]))
+    exists = asyncio.create_task(ask_for(adapter, [key_of(1)]))
     load = asyncio.create_task(adapter.load([load_item(key_of(3), 100)]))
-    delete, usage = asyncio.create_task(adapter.delete([key_of(4)])), asyncio.create_task(adapter.usage())
+    delete, usage = asyncio.create_task(adapter.delete(key_of(4))), asyncio.create_task(adapter.usage())
     clear = asyncio.create_task(adapter.clear())
     request = await child.request()
     child.say(all_stored(request))
     child.reap()
     assert await waits[0] == [STORED]
     assert await waits[1] == [PUT_DIED]
-    assert await exists == [Found(Presence.UNKNOWN, 0, "host_died")]
+    assert await exists == [Found(Presence.UNKNOWN, "host_died")]
     assert await load == [LoadOutcome(LoadStatus.FAILED, "host_died")]
     assert (await delete, await usage) == (0, Usage(0, 0, 0))
     with pytest.raises(StorageError, match="not cleared: host_died"):
@@ -65,8 +64,8 @@ async def test_without_a_child_operations_fail_at_once_until_another_child_is_up
     item, load = put_item(key_of(1), 100), load_item(key_of(1), 100)
     assert await adapter.put([item]) == [PutOutcome(PutStatus.THROTTLED, "host_down")]
     assert await adapter.load([load]) == [LoadOutcome(LoadStatus.FAILED, "host_down")]
-    assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "host_down")]
-    assert await adapter.delete([key_of(1)]) == 0
+    assert await ask_for(adapter, [key_of(1)]) == [Found(Presence.UNKNOWN, "host_down")]
+    assert await adapter.delete(key_of(1)) == 0
     watched(item).check()
     watched(load).check()
     await until(lambda: len(Child.made) == 2)
@@ -101,9 +100,9 @@ async def test_an_operation_of_an_adapter_that_never_ends_by_itself_is_ended_alt
     wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
     put = await child.request()
     first_due_s = adapter._due_s()
-    lookup = asyncio.create_task(adapter.exists([key_of(2)]))
+    lookup = asyncio.create_task(ask_for(adapter, [key_of(2)]))
     request = await child.request()
-    child.say(frames.Found(request.number, bytes(1), [0]))
+    child.say(frames.Found(request.number, bytes(1)))
     await lookup
     assert first_due_s is not None
     assert (adapter._due_s() == first_due_s) == (quiesce == "never")

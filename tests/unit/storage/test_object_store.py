@@ -17,15 +17,7 @@ from obstore.store import MemoryStore
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.policy.reasons import blames_medium
-from kvstrata.storage.base import (
-    Found,
-    LoadOutcome,
-    LoadStatus,
-    Presence,
-    PutOutcome,
-    PutStatus,
-    StorageAdapter,
-)
+from kvstrata.storage.base import LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
 from kvstrata.storage.config import configure_tier, make_adapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.object_store import adapter as module
@@ -36,7 +28,17 @@ from kvstrata.storage.media.object_store.adapter import (
     ObjectStoreSettings,
     path_of,
 )
-from kvstrata.testing.strategies import POISON, WAIT_S, key_of, lent_context, load_item, put_item, watched
+from kvstrata.testing.strategies import (
+    POISON,
+    WAIT_S,
+    Found,
+    ask_for,
+    key_of,
+    lent_context,
+    load_item,
+    put_item,
+    watched,
+)
 
 SECRET = "a-secret-that-nobody-may-see"
 S3 = {"type": "object_store", "url": "s3://bucket/kv", "region": "us-east-1"}
@@ -137,7 +139,7 @@ async def test_refused_puts_say_why_and_are_tried_again_where_it_helps(
     watched(load).check()
     assert loaded == LoadOutcome(LoadStatus.FAILED, outcome.reason)
     if status != 404:  # a HEAD of a missing bucket says no more than one of a missing object
-        [found] = await adapter.exists([key_of(1)])
+        [found] = await ask_for(adapter, [key_of(1)])
         assert found.presence is Presence.UNKNOWN
         assert blames_medium(found.reason), "it counts for the breaker"
     assert blames_medium(loaded.reason), "it counts for the breaker"
@@ -299,7 +301,7 @@ async def test_an_object_of_an_impossible_length_is_absent_and_replaced(
     adapter = in_memory(store)
     await adapter.open(lent_context(lambda key: None))
     obstore.put(store, path_of(key_of(1)), bytes(length))
-    assert await adapter.exists([key_of(1)]) == [Found(Presence.ABSENT)]
+    assert await ask_for(adapter, [key_of(1)]) == [Found(Presence.ABSENT)]
     assert await adapter.put([put_item(key_of(1), 1000)]) == [PutOutcome(PutStatus.STORED)]
     assert await adapter.load([load_item(key_of(1), 1000)]) == [LoadOutcome(LoadStatus.LOADED)]
     await adapter.close()
@@ -369,8 +371,7 @@ async def test_operations_refused_by_a_full_lane_fail_with_the_reason_and_drop_t
             filled.append(waiting)
     try:
         keys = [key_of(number) for number in range(3)]
-        assert await adapter.exists(keys) == [Found(Presence.UNKNOWN, 0, "throttled")] * 3
-        assert await adapter.heads(keys) == [b""] * 3
+        assert await ask_for(adapter, keys) == [Found(Presence.UNKNOWN, "throttled")] * 3
         puts = [put_item(key_of(number), 1000) for number in (2, 3)]
         assert await adapter.put(puts) == [PutOutcome(PutStatus.THROTTLED, "queue_full")] * 2
         loads = [load_item(key_of(0), 1000), load_item(key_of(1), large)]
@@ -380,10 +381,10 @@ async def test_operations_refused_by_a_full_lane_fail_with_the_reason_and_drop_t
     finally:
         go_on.set()
     await asyncio.gather(*filled)
-    assert [each.presence for each in await adapter.exists(keys)] == [
+    assert [each.presence for each in await ask_for(adapter, keys)] == [
         Presence.PRESENT, Presence.PRESENT, Presence.ABSENT,
     ]  # fmt: skip
     for number, size in enumerate((1000, large)):
         assert await adapter.load([load_item(key_of(number), size)]) == [LoadOutcome(LoadStatus.LOADED)]
     await adapter.close()
-    assert await adapter.exists(keys) == [Found(Presence.UNKNOWN, 0, "closed")] * 3
+    assert await ask_for(adapter, keys) == [Found(Presence.UNKNOWN, "closed")] * 3

@@ -18,8 +18,8 @@ from kvstrata.errors import StorageError
 from kvstrata.policy.breaker import Breaker, BreakerState
 from kvstrata.storage.base import (
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     KeyPage,
     LoadItem,
     LoadOutcome,
@@ -32,8 +32,9 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.config import TierConfig
-from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, watched
+from kvstrata.testing.strategies import Found, ask_for, key_of, load_item, put_item, record_length, watched
 from kvstrata.tiers.tier import Tier, TierLimits
+from kvstrata.types import KEY_BYTES
 from tests.harness.virtual import on_virtual_time
 from tests.harness.waiting import until
 
@@ -59,7 +60,7 @@ class Scripted(StorageAdapter):
         self.go.set()
         self.put_outcome = PutOutcome(PutStatus.STORED)
         self.load_outcome = LoadOutcome(LoadStatus.LOADED)
-        self.found = Found(Presence.PRESENT, 5000)
+        self.found = Found(Presence.PRESENT)
         self.raises = False
         self.too_few = 0
         self.says_nothing = False
@@ -71,15 +72,16 @@ class Scripted(StorageAdapter):
         if self.raises:
             raise ValueError("broken adapter")
 
-    def _answer(self, outcomes: list[Any]) -> Any:
+    def _answer(self, outcomes: Any) -> Any:
         return None if self.says_nothing else outcomes[self.too_few :]
 
     async def open(self, context: AdapterContext) -> None:
         pass
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         await self._act("exists")
-        return self._answer([self.found] * len(keys))
+        ask.reason = self.found.reason
+        return self._answer(bytes([self.found.presence]) * (len(keys) // KEY_BYTES))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         await self._act("put")
@@ -93,7 +95,7 @@ class Scripted(StorageAdapter):
             item.hold.drop()
         return self._answer([self.load_outcome] * len(items))
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         await self._act("delete")
         return len(keys)
 
@@ -124,7 +126,7 @@ async def test_a_deadline_answers_while_the_hold_stays_with_the_medium() -> None
     item, load = put_item(key_of(1), SIZE), load_item(key_of(1), SIZE)
     assert await tier.put([item]) == [PutOutcome(PutStatus.FAILED, "deadline")]
     assert await tier.load([load]) == [LoadOutcome(LoadStatus.FAILED, "deadline")]
-    assert await tier.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
+    assert await ask_for(tier, [key_of(1)]) == [Found(Presence.UNKNOWN, "deadline")]
     assert not watched(item).dropped.is_set()
     assert not watched(load).dropped.is_set()
     assert tier.stuck_bytes == 2 * record_length(SIZE)
@@ -161,7 +163,7 @@ async def test_operations_that_their_callers_gave_up_count_for_the_breaker() -> 
     inner.go.clear()
     for _ in range(2):
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(tier.exists([key_of(1)]), 0.001)
+            await asyncio.wait_for(ask_for(tier, [key_of(1)]), 0.001)
     await until(lambda: tier.breaker_states()["exists"] == "open")
     inner.go.set()
 
@@ -173,12 +175,12 @@ async def test_a_late_good_end_lets_the_next_operation_try_at_once(well: bool) -
     tier = await opened(inner, clock, failures=2, deadline_ms=1, open_s=30.0)
     inner.go.clear()
     for _ in range(2):
-        assert await tier.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
-    inner.found = Found(Presence.PRESENT, 5000) if well else Found(Presence.UNKNOWN, 0, "io")
+        assert await ask_for(tier, [key_of(1)]) == [Found(Presence.UNKNOWN, "deadline")]
+    inner.found = Found(Presence.PRESENT) if well else Found(Presence.UNKNOWN, "io")
     inner.go.set()
     await tier.ended()
-    [found] = await tier.exists([key_of(1)])
-    assert found == (inner.found if well else Found(Presence.UNKNOWN, 0, "breaker_open"))
+    [found] = await ask_for(tier, [key_of(1)])
+    assert found == (inner.found if well else Found(Presence.UNKNOWN, "breaker_open"))
     assert tier.breaker_states()["exists"] == ("closed" if well else "open")
 
 
@@ -208,7 +210,7 @@ async def test_the_deadline_of_a_batch_grows_with_its_bytes() -> None:
     tier = await opened(inner, deadline_ms=1, bytes_per_deadline=1)
     inner.go.clear()
     wait = asyncio.create_task(tier.put([put_item(key_of(1), 10_000_000)]))  # 10,000 s
-    assert await tier.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
+    assert await ask_for(tier, [key_of(1)]) == [Found(Presence.UNKNOWN, "deadline")]
     assert not wait.done()
     inner.go.set()
     assert await wait == [PutOutcome(PutStatus.STORED)]
@@ -243,9 +245,9 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
             [loaded] = await tier.load([load_item(key_of(1), SIZE)])
             return loaded.reason
         if operation == "exists":
-            [found] = await tier.exists([key_of(1)])
+            [found] = await ask_for(tier, [key_of(1)])
             return found.reason
-        return "" if await tier.delete([key_of(1)]) else "failed"
+        return "" if await tier.delete(key_of(1)) else "failed"
 
     inner.raises = failure == "raises"
     inner.too_few = failure == "too_few"
@@ -253,7 +255,7 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
     if failure == "io":
         inner.put_outcome = PutOutcome(PutStatus.FAILED, "io")
         inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
-        inner.found = Found(Presence.UNKNOWN, 0, "io")
+        inner.found = Found(Presence.UNKNOWN, "io")
     word = "failed" if operation == "delete" else "io" if failure == "io" else "adapter_error"
     assert [await act() for _ in range(3)] == [word] * 3
     inner.calls.clear()
@@ -269,7 +271,7 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
     inner.raises, inner.too_few, inner.says_nothing = False, 0, False
     inner.put_outcome = PutOutcome(PutStatus.STORED)
     inner.load_outcome = LoadOutcome(LoadStatus.LOADED)
-    inner.found = Found(Presence.PRESENT, 5000)
+    inner.found = Found(Presence.PRESENT)
     assert [await act() for _ in range(3)] == [""] * 3
     assert tier.breaker_states()[operation] == "closed"
 
@@ -302,10 +304,10 @@ async def test_while_loads_fail_no_key_is_reported_as_present() -> None:
     inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
     await tier.load([load_item(key_of(1), SIZE)])
     inner.calls.clear()
-    assert await tier.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "breaker_open")]
+    assert await ask_for(tier, [key_of(1)]) == [Found(Presence.UNKNOWN, "breaker_open")]
     assert inner.calls == []
     clock.now_s += 1.0
-    assert await tier.exists([key_of(1)]) == [Found(Presence.PRESENT, 5000)]
+    assert await ask_for(tier, [key_of(1)]) == [Found(Presence.PRESENT)]
 
 
 @on_virtual_time
@@ -387,7 +389,7 @@ async def test_invalid_counts_of_an_adapter_are_logged_once_and_ignored(
     inner.usage = inner.delete = inner.clear = say  # type: ignore[method-assign]
     for _ in range(2):
         assert await tier.usage() == Usage(0, 0, 0)
-        assert await tier.delete([key_of(1)]) == 0
+        assert await tier.delete(key_of(1)) == 0
         with pytest.raises(StorageError, match="not cleared: it answered"):
             await tier.clear()
     assert len(caplog.records) == 3, "each operation is named once"

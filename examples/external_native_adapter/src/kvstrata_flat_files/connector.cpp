@@ -4,7 +4,8 @@
 //   <base>/<64 hex>.part    a record that is being written; removed at the next start
 //
 // A connector has to get these things right:
-//   - several threads at a time: `mutex_` guards the index; records are read and written without it;
+//   - several threads at a time: `mutex_` guards the index; records are read and written without
+//   it;
 //   - a key that is put twice at the same time is stored once: `claimed_`;
 //   - STORED is durable: fdatasync before the rename (put), then one sync of the directory for each
 //     batch (put_end);
@@ -113,10 +114,8 @@ class FlatFiles final : public kvstrata::Connector {
   void exists(std::span<ExistsItem> items) noexcept override {
     const std::lock_guard lock(mutex_);
     for (ExistsItem& item : items) {
-      const auto found = index_.find(item.key);
-      const bool present = found != index_.end();
+      const bool present = index_.contains(item.key);
       item.presence = present ? kvstrata::Presence::kPresent : kvstrata::Presence::kAbsent;
-      item.record_bytes = present ? static_cast<std::uint32_t>(found->second.bytes) : 0;
     }
   }
 
@@ -260,7 +259,7 @@ class FlatFiles final : public kvstrata::Connector {
     return error;
   }
 
-  std::pair<LoadStatus, const char*> load_one(const LoadItem& item) {
+  std::pair<LoadStatus, const char*> load_one(LoadItem& item) {
     {
       const std::lock_guard lock(mutex_);
       const auto record = index_.find(item.key);
@@ -275,7 +274,8 @@ class FlatFiles final : public kvstrata::Connector {
     }
     struct stat status{};
     if (::fstat(file.fd(), &status) != 0) return {LoadStatus::kFailed, "io"};
-    if (status.st_size != static_cast<off_t>(item.length)) return {LoadStatus::kCorrupt, "length"};
+    if (status.st_size > static_cast<off_t>(item.length)) return {LoadStatus::kCorrupt, "length"};
+    item.length = static_cast<std::uint32_t>(status.st_size);
     for (std::uint32_t done = 0; done < item.length;) {
       const ssize_t count = ::pread(file.fd(), item.bytes + done, item.length - done, done);
       if (count < 0 && errno == EINTR) continue;

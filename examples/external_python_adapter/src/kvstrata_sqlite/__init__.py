@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
+from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, verify_stored_record
 from kvstrata.storage.base import (
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     KeyPage,
     LoadItem,
     LoadOutcome,
@@ -118,15 +119,11 @@ class SqliteAdapter(StorageAdapter):
 
     # The contract. Each batch is a task of the adapter: cancelling the call ends the wait, not the work.
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Answer from the index, without disk or queue."""
         if self._closed:
-            return [Found(Presence.UNKNOWN, 0, CLOSED)] * len(keys)
-        lengths = [self._index.get(key) for key in keys]
-        return [
-            Found(Presence.ABSENT) if length is None else Found(Presence.PRESENT, length)
-            for length in lengths
-        ]
+            return ask.unknown(keys, CLOSED)
+        return bytes([Presence.PRESENT if key in self._index else Presence.ABSENT for key in split(keys)])
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """List keys by row number, which a record keeps as long as it exists."""
@@ -142,9 +139,9 @@ class SqliteAdapter(StorageAdapter):
         """Load all records at once, each in a thread."""
         return await self._own(self._load_batch(list(items)))
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         """Delete all keys in one transaction."""
-        return await self._own(self._delete_batch(list(keys)))
+        return await self._own(self._delete_batch(split(keys)))
 
     async def clear(self) -> int:
         """Delete every record."""
@@ -305,10 +302,10 @@ class SqliteAdapter(StorageAdapter):
             if found is None:
                 return LoadOutcome(LoadStatus.ABSENT), 0
             row, record = found
-            if len(record) != item.hold.length:
+            if len(record) > item.hold.length:
                 return LoadOutcome(LoadStatus.CORRUPT), row
-            item.hold.view()[:] = record
-            sound = verify_stored_record(item.hold.address, item.hold.length, item.key) == CopyOutcome.OK
+            item.hold.view()[: len(record)] = record
+            sound = verify_stored_record(item.hold.address, len(record), item.key) == CopyOutcome.OK
             return LoadOutcome(LoadStatus.LOADED if sound else LoadStatus.CORRUPT), row
         except sqlite3.Error:
             return LoadOutcome(LoadStatus.FAILED, "io"), 0

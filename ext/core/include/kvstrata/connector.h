@@ -29,7 +29,7 @@
 namespace kvstrata {
 
 // The number at the end is the version of everything in this header.
-inline constexpr const char* connector_capsule_name = "kvstrata.Connector.4";
+inline constexpr const char* connector_capsule_name = "kvstrata.Connector.5";
 
 // The numeric values are part of the binding.
 enum class Presence : std::uint8_t { kAbsent = 0, kPresent = 1, kUnknown = 2 };
@@ -42,17 +42,7 @@ using BytesHold = std::shared_ptr<void>;
 struct ExistsItem {
   Digest key{};
   Presence presence = Presence::kUnknown;
-  std::uint32_t record_bytes = 0;  // of the whole record, if present
   const char* reason = "";
-};
-
-// The first bytes of a stored record, which are its two headers.
-inline constexpr std::uint32_t kHeadBytes = 512;
-
-struct HeadItem {
-  Digest key{};
-  std::uint32_t length = 0;  // bytes read: kHeadBytes, less for a shorter record, 0 for none
-  std::uint8_t bytes[kHeadBytes] = {};
 };
 
 struct PutItem {
@@ -68,8 +58,9 @@ struct PutItem {
 struct LoadItem {
   Digest key{};
   std::uint8_t* bytes = nullptr;
-  // The length of the whole record. If the medium has a record of another length, the outcome is
-  // kFailed with the reason "length" for a whole record, and kCorrupt for an incomplete one.
+  // Before the load the room at `bytes`, after kLoaded the number of bytes that the medium has
+  // stored, which the connector sets. If they are more than there is room for, the outcome is
+  // kFailed with the reason "length" for a whole record, and kCorrupt for other bytes.
   std::uint32_t length = 0;
   BytesHold hold;
   LoadStatus status = LoadStatus::kFailed;
@@ -87,7 +78,6 @@ struct ConnectorCapabilities {
   bool shared = false;      // other processes put and delete records in the same medium
   bool can_delete = true;
   bool can_clear = false;
-  bool has_heads = false;                // heads() is implemented; required for encoded records
   bool lists = false;                    // list() is implemented
   bool wants_registered_memory = false;  // uses ConnectorContext::region
   // What ends a hanging call or transfer. kDrain: it ends by itself. kNever: only the end of its
@@ -146,12 +136,8 @@ class Connector {
   // calls exists() in a lane. Called on the event loop.
   [[nodiscard]] virtual bool ready() noexcept { return true; }
 
-  // Finds out which keys can be loaded and how long their records are. Never touches payloads.
+  // Finds out which keys can be loaded. Never touches payloads.
   virtual void exists(std::span<ExistsItem> items) noexcept = 0;
-
-  // Reads the first kHeadBytes of stored records; from them the server learns the length of an
-  // encoded record. Called in the lane of lookups, only if capabilities().has_heads.
-  virtual void heads(std::span<HeadItem> /*items*/) noexcept {}
 
   // Lists the stored records: appends up to `most` keys (up to 64 more if several keys share one
   // position of the cursor) and returns the cursor for the next call. A listing begins with cursor
@@ -170,8 +156,8 @@ class Connector {
   // outcomes. For a medium that publishes the records of a batch together.
   virtual void put_end(std::span<PutItem> /*batch*/) noexcept {}
 
-  // Reads whole records into the bytes of the items. After an outcome other than kLoaded an item's
-  // bytes are undefined.
+  // Reads whole records into the bytes of the items, and sets their lengths. After an outcome other
+  // than kLoaded an item's bytes are undefined.
   virtual void load(std::span<LoadItem> piece) noexcept = 0;
 
   // Removes records. Sets `removed` of each item whose record was stored and has been removed.

@@ -11,41 +11,13 @@
 namespace kvstrata::disk {
 
 void Finder::exists(std::span<ExistsItem> items) noexcept {
-  for (ExistsItem& item : items) {
-    const DiskPlace* const place = index_.find(item.key);
-    item.presence = place == nullptr ? Presence::kAbsent : Presence::kPresent;
-    item.record_bytes = place == nullptr ? 0 : place->record_bytes;
-  }
+  for (ExistsItem& item : items)
+    item.presence = index_.find(item.key) == nullptr ? Presence::kAbsent : Presence::kPresent;
 }
 
 std::uint64_t Finder::list(std::uint64_t cursor, std::size_t most,
                            std::vector<Digest>* keys) const {
   return index_.list(cursor, most, keys);
-}
-
-void Finder::heads(Lock& lock, std::span<HeadItem> items) noexcept {
-  for (HeadItem& item : items) {
-    const DiskPlace* const found = index_.find(item.key);
-    if (found == nullptr) continue;
-    const DiskPlace place = *found;
-    Segment& segment = segments_.at(place.segment);
-    const std::shared_ptr<File> file = segment.file;
-    const std::uint64_t generation = segment.generation;
-    segments_.pin(segment);
-    lock.unlock();
-    FileBlock header;
-    FileBlock head;
-    const ReadPart parts[] = {{header.bytes.data(), kFileBlockBytes},
-                              {head.bytes.data(), kFileBlockBytes}};
-    const bool sound = file->read(parts, std::uint64_t{place.block} * kFileBlockBytes).ok() &&
-                       is_frame_of(header, place, item.key, generation);
-    if (sound) {
-      item.length = std::min(place.record_bytes, kHeadBytes);
-      std::memcpy(item.bytes, head.bytes.data(), item.length);
-    }
-    lock.lock();
-    segments_.unpin(segment);
-  }
 }
 
 bool Finder::load(Lock& lock, LoadItem& item) noexcept {
@@ -54,10 +26,11 @@ bool Finder::load(Lock& lock, LoadItem& item) noexcept {
     set_outcome(item, LoadOutcome{LoadStatus::kAbsent, Reason::kNone});
     return false;
   }
-  if (item.length != found->record_bytes) {
+  if (item.length < found->record_bytes) {
     set_outcome(item, LoadOutcome{LoadStatus::kFailed, Reason::kLength});
     return false;
   }
+  item.length = found->record_bytes;
   if (++loads_ == 0) loads_ = 1;
   found->loaded = loads_;
   const DiskPlace place = *found;

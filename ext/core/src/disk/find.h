@@ -45,8 +45,6 @@ class Finder {
   // See Connector.
   void exists(std::span<ExistsItem> items) noexcept;
   std::uint64_t list(std::uint64_t cursor, std::size_t most, std::vector<Digest>* keys) const;
-  // Unlocks the mutex.
-  void heads(Lock& lock, std::span<HeadItem> items) noexcept;
   // Loads the item; `copy` is then the sequence of the frame that was read. Unlocks the mutex.
   // True: the frame is no longer at its place, and the caller must remove this copy.
   [[nodiscard]] bool load(Lock& lock, LoadItem& item) noexcept;

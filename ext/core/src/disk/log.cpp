@@ -36,7 +36,6 @@ ConnectorCapabilities DiskLog::capabilities() const noexcept {
   ConnectorCapabilities can;
   can.persistent = true;
   can.can_clear = true;
-  can.has_heads = true;
   can.lists = true;
   can.exists_is_quick = true;
   return can;
@@ -150,11 +149,6 @@ void DiskLog::keep_maintaining() {
 void DiskLog::exists(std::span<ExistsItem> items) noexcept {
   const Lock lock(shared_.mutex);
   finder_.exists(items);
-}
-
-void DiskLog::heads(std::span<HeadItem> items) noexcept {
-  Lock lock(shared_.mutex);
-  finder_.heads(lock, items);
 }
 
 std::uint64_t DiskLog::list(std::uint64_t cursor, std::size_t most,

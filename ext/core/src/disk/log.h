@@ -44,7 +44,6 @@ class DiskLog final : public Connector {
   ConnectorCapabilities capabilities() const noexcept override;
   std::string open(const ConnectorContext& context) override;
   void exists(std::span<ExistsItem> items) noexcept override;
-  void heads(std::span<HeadItem> items) noexcept override;
   std::uint64_t list(std::uint64_t cursor, std::size_t most,
                      std::vector<Digest>* keys) noexcept override;
   void put(std::span<PutItem> piece) noexcept override;

@@ -30,7 +30,6 @@ ConnectorCapabilities FsConnector::capabilities() const noexcept {
   return {.persistent = true,
           .shared = options_.shared,
           .can_clear = true,
-          .has_heads = true,
           .lists = true,
           .exists_is_quick = !options_.shared};
 }
@@ -105,19 +104,9 @@ void FsConnector::find(std::span<ExistsItem> items) {
     if (failed != Reason::kNone) {
       item.presence = Presence::kUnknown;
       item.reason = word_of(failed);
-    } else if (const FsRecord* const record = index_.find(item.key); record != nullptr) {
-      item.presence = Presence::kPresent;
-      item.record_bytes = record->length;
     } else {
-      item.presence = Presence::kAbsent;
+      item.presence = index_.find(item.key) != nullptr ? Presence::kPresent : Presence::kAbsent;
     }
-  }
-}
-
-void FsConnector::heads(std::span<HeadItem> items) noexcept {
-  for (HeadItem& item : items) {
-    files_.read_head(item);
-    if (options_.shared && item.length == 0) others_.read_head(item);
   }
 }
 
@@ -203,8 +192,8 @@ LoadOutcome FsConnector::load_one(LoadItem& item) {
   item.copy = record->copy;
   record->loads += 1;
   lock.unlock();
-  const FsFiles::Read read = files_.read(item.key, item.bytes, item.length,
-                                         [&](const FileStat&) { return refresh ? now_ns : 0; });
+  const FsFiles::Read read =
+      files_.read(item, [&](const FileStat&) { return refresh ? now_ns : 0; });
   lock.lock();
   record = index_.find(item.key);
   if (record != nullptr && record->copy == item.copy) {

@@ -59,7 +59,6 @@ class FsConnector final : public Connector {
   [[nodiscard]] std::string open(const ConnectorContext& context) override;
   [[nodiscard]] bool ready() noexcept override;
   void exists(std::span<ExistsItem> items) noexcept override;
-  void heads(std::span<HeadItem> items) noexcept override;
   std::uint64_t list(std::uint64_t cursor, std::size_t most,
                      std::vector<Digest>* keys) noexcept override;
   void put(std::span<PutItem> piece) noexcept override;

@@ -19,7 +19,7 @@ LoadOutcome FsFiles::outcome_of(Read read) noexcept {
       return {LoadStatus::kLoaded, Reason::kNone};
     case Read::kAbsent:
       return {LoadStatus::kAbsent, Reason::kNone};
-    case Read::kOtherLength:
+    case Read::kTooLong:
       return {LoadStatus::kFailed, Reason::kLength};
     case Read::kTorn:
       return {LoadStatus::kCorrupt, Reason::kLength};
@@ -148,9 +148,8 @@ void FsFiles::sync_folders(std::span<const std::string> paths) {
   folders_.sync(folders);
 }
 
-FsFiles::Read FsFiles::read(const Digest& key, std::uint8_t* bytes, std::uint64_t length,
-                            const SeeFile& see) {
-  const std::string path = paths_.record(key);
+FsFiles::Read FsFiles::read(LoadItem& item, const SeeFile& see) {
+  const std::string path = paths_.record(item.key);
   std::unique_ptr<File> file;
   FileStat found;
   std::int64_t accessed_unix_ns = 0;
@@ -158,13 +157,15 @@ FsFiles::Read FsFiles::read(const Digest& key, std::uint8_t* bytes, std::uint64_
   if (status.ok()) status = file->stat(&found);
   if (status.ok()) {
     accessed_unix_ns = see(found);
-    if (found.length != length) return read_other_length(path, key, found.length, length);
+    if (found.length > item.length) return read_too_long(path, item.key, found.length, item.length);
+    const std::uint64_t length = found.length;
+    item.length = static_cast<std::uint32_t>(length);
     const std::uint64_t tail = file->direct() ? length % kFileBlockBytes : 0;
-    const ReadPart part{bytes, length - tail};
+    const ReadPart part{item.bytes, length - tail};
     status = file->read(std::span(&part, 1), 0);
     if (status.ok() && tail > 0) {  // direct files give whole blocks only
       std::unique_ptr<File> buffered;
-      const ReadPart last{bytes + length - tail, tail};
+      const ReadPart last{item.bytes + length - tail, tail};
       status = layer_.open(path, FileMode::kRead, false, &buffered);
       if (status.ok()) status = buffered->read(std::span(&last, 1), length - tail);
     }
@@ -185,9 +186,9 @@ FsFiles::Read FsFiles::read(const Digest& key, std::uint8_t* bytes, std::uint64_
   return Read::kWhole;
 }
 
-// Distinguishes a whole record of another length, which is the caller's mistake, from a torn one.
-FsFiles::Read FsFiles::read_other_length(const std::string& path, const Digest& key,
-                                         std::uint64_t found, std::uint64_t asked) {
+// Distinguishes a whole record, for which the caller has too little room, from other bytes.
+FsFiles::Read FsFiles::read_too_long(const std::string& path, const Digest& key,
+                                     std::uint64_t found, std::uint64_t room) {
   const std::string lengths = path + " has " + std::to_string(found) + " bytes";
   if (found >= kOuterHeaderBytes) {
     std::array<std::uint8_t, kOuterHeaderBytes> header;
@@ -204,20 +205,12 @@ FsFiles::Read FsFiles::read_other_length(const std::string& path, const Digest& 
     std::uint64_t record_bytes = 0;
     if (status.ok()) status = read_outer_header(header.data(), &stored, &record_bytes);
     if (status.ok() && stored == key && record_bytes == found) {
-      notes_.add(true, lengths + ", asked for " + std::to_string(asked));
-      return Read::kOtherLength;
+      notes_.add(true, lengths + ", and there is room for " + std::to_string(room));
+      return Read::kTooLong;
     }
   }
   notes_.add(true, lengths + ", is torn, and is removed");
   return Read::kTorn;
-}
-
-void FsFiles::read_head(HeadItem& item) {
-  std::unique_ptr<File> file;
-  const ReadPart part{item.bytes, kHeadBytes};
-  if (layer_.open(paths_.record(item.key), FileMode::kRead, false, &file).ok() &&
-      file->read(std::span(&part, 1), 0).ok())
-    item.length = kHeadBytes;
 }
 
 void FsFiles::unlink(std::span<Removal> items, bool durable) {

@@ -60,17 +60,13 @@ class FsFiles {
   // changed. If an item fails, neither the part nor the name is left, but for `keeps_part`.
   void publish(std::span<Publication> items);
 
-  enum class Read : std::uint8_t { kWhole, kAbsent, kOtherLength, kTorn, kFailed };
+  enum class Read : std::uint8_t { kWhole, kAbsent, kTooLong, kTorn, kFailed };
   // Gets the stat of the file that is read, and returns the access time to set, or 0 for none.
   using SeeFile = std::function<std::int64_t(const FileStat& file)>;
-  // Reads a record of exactly `length` bytes. kOtherLength: the file is a whole record of another
-  // length.
-  Read read(const Digest& key, std::uint8_t* bytes, std::uint64_t length, const SeeFile& see);
+  // Reads the file of item.key, and sets item.length to the file's length. kTooLong: the file is a
+  // whole record, and longer than item.length.
+  Read read(LoadItem& item, const SeeFile& see);
   static LoadOutcome outcome_of(Read read) noexcept;
-
-  // Reads the first kHeadBytes of a record into the item. If the file is shorter or cannot be read,
-  // leaves the item as it is; a load of the record will report why.
-  void read_head(HeadItem& item);
 
   enum class After : std::uint8_t {
     kThere,         // it could not be unlinked
@@ -100,8 +96,8 @@ class FsFiles {
   Status open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out);
   Status write_file(const NewPart& part);
   Status rename_into_place(const Publication& item, std::vector<std::string>* made);
-  Read read_other_length(const std::string& path, const Digest& key, std::uint64_t found,
-                         std::uint64_t asked);
+  Read read_too_long(const std::string& path, const Digest& key, std::uint64_t found,
+                     std::uint64_t room);
 
   FileLayer& layer_;
   const FsPaths& paths_;

@@ -58,7 +58,6 @@ void FsOthers::find(const Folders& folders, ExistsItem& item) {
     const Status status = layer_.stat(path, &found);
     if (status.ok() && is_record(found)) {
       item.presence = Presence::kPresent;
-      item.record_bytes = static_cast<std::uint32_t>(found.length);
       return;
     }
     if (status.ok() || is_not_there(status)) continue;
@@ -70,21 +69,13 @@ void FsOthers::find(const Folders& folders, ExistsItem& item) {
 
 LoadOutcome FsOthers::load(LoadItem& item) {
   for (const auto& folder : folders()) {
-    const auto read = folder->files.read(item.key, item.bytes, item.length,
-                                         [&](const FileStat& found) -> std::int64_t {
-                                           item.copy = copy_of(found);
-                                           return 0;
-                                         });
+    const auto read = folder->files.read(item, [&](const FileStat& found) -> std::int64_t {
+      item.copy = copy_of(found);
+      return 0;
+    });
     if (read != FsFiles::Read::kAbsent) return FsFiles::outcome_of(read);
   }
   return {LoadStatus::kAbsent, Reason::kNone};
-}
-
-void FsOthers::read_head(HeadItem& item) {
-  for (const auto& folder : folders()) {
-    folder->files.read_head(item);
-    if (item.length != 0) return;
-  }
 }
 
 void FsOthers::remove_corrupt(const LoadItem& item) {

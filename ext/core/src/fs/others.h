@@ -31,7 +31,6 @@ class FsOthers {
   void find(std::span<ExistsItem> items);
   // Loads the record from the first folder that has it.
   LoadOutcome load(LoadItem& item);
-  void read_head(HeadItem& item);
 
   // Whether load() gave the item its bytes.
   [[nodiscard]] static bool loaded(const LoadItem& item) noexcept { return item.copy >> 63 != 0; }

@@ -24,10 +24,6 @@ void ExistsJob::run(std::size_t /*index*/) {
   connector_->exists(items);
 }
 
-void HeadsJob::run(std::size_t /*index*/) {
-  connector_->heads(items);
-}
-
 void ListJob::run(std::size_t /*index*/) {
   cursor = connector_->list(cursor, most_, &keys);
 }

@@ -28,18 +28,6 @@ class ExistsJob : public LaneJob {
   std::shared_ptr<Connector> connector_;
 };
 
-class HeadsJob : public LaneJob {
- public:
-  HeadsJob(std::shared_ptr<Connector> connector, std::vector<HeadItem> items) noexcept
-      : items(std::move(items)), connector_(std::move(connector)) {}
-  void run(std::size_t index) override;
-
-  std::vector<HeadItem> items;
-
- private:
-  std::shared_ptr<Connector> connector_;
-};
-
 class ListJob : public LaneJob {
  public:
   ListJob(std::shared_ptr<Connector> connector, std::uint64_t cursor, std::size_t most) noexcept

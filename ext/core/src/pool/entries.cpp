@@ -108,6 +108,12 @@ void Entries::count_state(std::uint32_t entry, EntryState state, int sign) noexc
   tails.tail_extent_bytes += static_cast<std::uint64_t>(sign) * extent_bytes(entry);
 }
 
+void Entries::set_length(std::uint32_t entry, std::uint32_t length) noexcept {
+  if (local[entry].is_tail())
+    tails.tail_record_bytes += std::uint64_t{length} - index.length(entry);
+  index.set_length(entry, length);
+}
+
 void Entries::change(std::uint32_t entry, EntryState to) noexcept {
   const EntryState from = index.state(entry);
   assert(may_follow(from, to));

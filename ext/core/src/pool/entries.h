@@ -142,6 +142,8 @@ struct Entries {
   //   QUARANTINED -> FREE         the last hold, lease or earlier process that could touch the
   //                               bytes has ended
   void change(std::uint32_t entry, EntryState to) noexcept;
+  // Sets the length of a RESERVED entry's record.
+  void set_length(std::uint32_t entry, std::uint32_t length) noexcept;
   // The same for an entry that an earlier server left, whatever its state: it is counted here for
   // the first time. UNVERIFIED: the entry, its key and its extent are sound. QUARANTINED or FREE:
   // the entry cannot be served, and its bytes are in use, or not.

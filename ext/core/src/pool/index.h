@@ -291,6 +291,11 @@ class IndexView {
   void write_entry(std::uint32_t entry, const Key& key, std::uint64_t offset,
                    std::uint32_t length) noexcept;
 
+  // Sets the length of a RESERVED entry's record.
+  void set_length(std::uint32_t entry, std::uint32_t length) noexcept {
+    store_word(hot_[entry].word[6], length | std::uint64_t{generation(entry)} << 32);
+  }
+
   static constexpr std::uint64_t pack_head(std::uint32_t sequence, EntryState state) noexcept {
     return sequence | (static_cast<std::uint64_t>(state) << 32);
   }

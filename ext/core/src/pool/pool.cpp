@@ -19,13 +19,15 @@ namespace kvstrata {
 
 namespace {
 
-bool is_promised(const std::uint8_t* record, std::uint64_t length, const Key& key,
-                 const Key& identity) noexcept {
+// The length of the record at the start of `length` bytes; 0 if it is not the promised record.
+std::uint32_t promised_bytes(const std::uint8_t* record, std::uint64_t length, const Key& key,
+                             const Key& identity) noexcept {
   RecordHeader header;
-  if (!read_record_header(record, length, &header).ok()) return false;
-  return Key::load(header.spec.key.data()) == key &&
-         Key::load(header.spec.identity.data()) == identity && header.record_bytes() == length &&
-         header.plain() && !header.crc_pending();
+  if (!read_record_header(record, length, &header).ok()) return 0;
+  const bool is_promised = Key::load(header.spec.key.data()) == key &&
+                           Key::load(header.spec.identity.data()) == identity && header.plain() &&
+                           !header.crc_pending();
+  return is_promised ? static_cast<std::uint32_t>(header.record_bytes()) : 0;
 }
 
 // `identity`: the first bytes of a root, as an entry has them.
@@ -38,18 +40,19 @@ bool is_of_identity(const std::uint8_t* record, std::uint64_t length,
 
 }  // namespace
 
-std::vector<std::uint8_t> Checks::match(Lock& lock, const std::vector<std::uint32_t>& pinned,
-                                        const Key& identity) const {
+std::vector<std::uint32_t> Checks::match(Lock& lock, const std::vector<std::uint32_t>& pinned,
+                                         const Key& identity) const {
   IndexView& index = entries.index;
-  std::vector<std::uint8_t> sound(pinned.size(), 1);
+  std::vector<std::uint32_t> lengths(pinned.size());
   lock.unlock();
   for (std::size_t i = 0; i < pinned.size(); ++i) {
     const std::uint32_t entry = pinned[i];
     if (entry == kNoEntry) continue;
-    sound[i] = is_promised(entries.address(entry), index.length(entry), index.key(entry), identity);
+    lengths[i] =
+        promised_bytes(entries.address(entry), index.length(entry), index.key(entry), identity);
   }
   lock.lock();
-  return sound;
+  return lengths;
 }
 
 void Checks::verify(Lock& lock, const std::vector<std::uint32_t>& pinned, std::uint64_t* good,
@@ -316,6 +319,11 @@ std::size_t Pool::peek(const std::uint8_t* keys, std::size_t n_keys,
   return entries_.index.peek(keys, n_keys, n_slices);
 }
 
+void Pool::has(const std::uint8_t* keys, std::size_t n_keys, std::uint8_t* answers) const noexcept {
+  for (std::size_t i = 0; i < n_keys; ++i)
+    answers[i] = static_cast<std::uint8_t>(peek(keys + i * kKeyBytes, 1, 1));
+}
+
 std::size_t Pool::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
                                std::span<const std::uint32_t> spans) const noexcept {
   return is_closed() ? 0 : entries_.index.peek_windows(keys, n_chunks, spans);
@@ -437,15 +445,15 @@ Status Pool::commit(std::uint64_t ticket, std::span<const std::uint32_t> indices
   std::vector<std::uint32_t> pinned;
   Key identity;
   if (!reservations_.begin_commit(ticket, indices, &pinned, &identity)) return Status();
-  const std::vector<std::uint8_t> sound =
-      check ? checks_.match(lock, pinned, identity) : std::vector<std::uint8_t>(indices.size(), 1);
+  std::vector<std::uint32_t> lengths;
+  if (check) lengths = checks_.match(lock, pinned, identity);
   if (is_closed()) {
     for (const std::uint32_t entry : pinned) {
       if (entry != kNoEntry) entries_.unpin(entry);
     }
     return Status();
   }
-  reservations_.end_commit(ticket, indices, pinned, sound, outcomes);
+  reservations_.end_commit(ticket, indices, pinned, lengths, outcomes);
   return Status();
 }
 

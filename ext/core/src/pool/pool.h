@@ -118,10 +118,10 @@ struct Checks {
   Checks(Departures& departures, const std::atomic<bool>& closed) noexcept
       : entries(departures.entries), departures(departures), closed(closed) {}
 
-  // Whether the header of each pinned record is sound, and the record is the one that its
-  // reservation promised: key, identity and length. The answer for kNoEntry is 1.
-  std::vector<std::uint8_t> match(Lock& lock, const std::vector<std::uint32_t>& pinned,
-                                  const Key& identity) const;
+  // The length of each pinned record whose header is sound and that its reservation promised: key,
+  // identity, and no more bytes; 0 for all others.
+  std::vector<std::uint32_t> match(Lock& lock, const std::vector<std::uint32_t>& pinned,
+                                   const Key& identity) const;
   // Compares all checksums of pinned records, and their key and identity with the entry's, and
   // unpins them: UNVERIFIED ones become READY, bad ones leave. Adds to both counts.
   void verify(Lock& lock, const std::vector<std::uint32_t>& pinned, std::uint64_t* good,
@@ -176,6 +176,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Reading.
   std::size_t peek(const std::uint8_t* keys, std::size_t n_keys,
                    std::size_t n_slices) const noexcept;
+  // For each key whether it is READY: 1 or 0.
+  void has(const std::uint8_t* keys, std::size_t n_keys, std::uint8_t* answers) const noexcept;
   // As IndexView::peek_windows.
   std::size_t peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
                            std::span<const std::uint32_t> spans) const noexcept;

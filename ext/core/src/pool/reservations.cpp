@@ -211,7 +211,7 @@ bool Reservations::begin_commit(std::uint64_t ticket, std::span<const std::uint3
 
 void Reservations::end_commit(std::uint64_t ticket, std::span<const std::uint32_t> indices,
                               const std::vector<std::uint32_t>& pinned,
-                              const std::vector<std::uint8_t>& sound, std::uint8_t* outcomes) {
+                              const std::vector<std::uint32_t>& lengths, std::uint8_t* outcomes) {
   const auto reservation = reservations.find(ticket);
   for (std::size_t i = 0; i < indices.size(); ++i) {
     const std::uint32_t entry = pinned[i];
@@ -224,7 +224,8 @@ void Reservations::end_commit(std::uint64_t ticket, std::span<const std::uint32_
     }
     reservation->second.items[indices[i]] = kNoEntry;
     reservation->second.left -= 1;
-    if (sound[i] != 0) {
+    if (lengths.empty() || may_have_length(entry, reservation->second.row, lengths[i])) {
+      if (!lengths.empty()) entries.set_length(entry, lengths[i]);
       commit_one(entry);
       outcomes[i] = static_cast<std::uint8_t>(CommitOutcome::kCommitted);
     } else {
@@ -236,6 +237,13 @@ void Reservations::end_commit(std::uint64_t ticket, std::span<const std::uint32_
   }
   if (reservation != reservations.end() && reservation->second.left == 0)
     reservations.erase(reservation);
+}
+
+bool Reservations::may_have_length(std::uint32_t entry, std::uint32_t row,
+                                   std::uint32_t length) const {
+  const std::uint32_t reserved = entries.index.length(entry);
+  if (row != 0 || length == 0) return length == reserved;
+  return entries.local[entry].is_tail() || SlabMap::round_up(length) == SlabMap::round_up(reserved);
 }
 
 void Reservations::commit_one(std::uint32_t entry) {

@@ -84,11 +84,15 @@ struct Reservations {
   // names no reservation; then nothing is pinned.
   bool begin_commit(std::uint64_t ticket, std::span<const std::uint32_t> indices,
                     std::vector<std::uint32_t>* pinned, Key* identity);
-  // Unpins them, and commits those whose record is sound; the extents of the others are given back.
-  // An item that another thread ended meanwhile is kNotReserved.
+  // Unpins them, and commits those whose record has an acceptable length, which becomes the
+  // entry's; the extents of the others are given back. `lengths` empty: the records were not looked
+  // at. An item that another thread ended meanwhile is kNotReserved.
   void end_commit(std::uint64_t ticket, std::span<const std::uint32_t> indices,
-                  const std::vector<std::uint32_t>& pinned, const std::vector<std::uint8_t>& sound,
-                  std::uint8_t* outcomes);
+                  const std::vector<std::uint32_t>& pinned,
+                  const std::vector<std::uint32_t>& lengths, std::uint8_t* outcomes);
+  // Whether an entry's record may have this length: it is the reserved one, or, for what the server
+  // itself loads, a shorter one that takes the same room; a tail has a whole chunk's room.
+  bool may_have_length(std::uint32_t entry, std::uint32_t row, std::uint32_t length) const;
   // As Pool::abort.
   std::uint64_t abort(std::uint64_t ticket, std::span<const std::uint32_t> indices, bool all);
   void end_row(std::uint32_t row);

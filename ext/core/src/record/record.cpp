@@ -460,6 +460,8 @@ Status verify_stored_record(const void* record, std::uint64_t length,
                             const Digest* expected_key) noexcept {
   RecordHeader header;
   KVSTRATA_RETURN_IF_ERROR(read_record_header(record, length, &header));
+  if (header.record_bytes() != length)
+    return corrupt("outer.stored_bytes: more bytes are stored", header.record_bytes(), length);
   if (header.plain()) {
     return verify_record(record, length, expected_key);
   }

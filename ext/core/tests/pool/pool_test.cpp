@@ -14,7 +14,7 @@ using namespace kvstrata::testing;
 TEST(a_commit_checks_key_identity_length_and_checksums) {
   Fixture f;
   const auto keys = chain(1, 6);
-  const auto reserved = f.reserve(keys);
+  const auto reserved = f.reserve(keys, f.row(1));
   const auto at = [&](int i) { return f.pool->extents_address() + reserved.extents[i].offset; };
   f.write(reserved.extents[0], keys[0]);
   // 1: never written.

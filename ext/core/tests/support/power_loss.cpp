@@ -434,7 +434,7 @@ class PowerLoss {
     load_present(life, keys, false);
   }
 
-  // Asks for the lengths, then loads what is there. After opening, what is found is known for good.
+  // Asks what is there, then loads it. After opening, what is found is known for good.
   void load_present(Life* life, const std::vector<unsigned>& keys, bool opening) {
     std::vector<ExistsItem> asked;
     ask(life, keys, &asked, opening ? "exists after opening" : "exists");
@@ -443,12 +443,12 @@ class PowerLoss {
     std::vector<std::shared_ptr<Bytes>> buffers;
     for (std::size_t i = 0; i < keys.size(); ++i) {
       if (asked[i].presence != Presence::kPresent) continue;
-      const std::uint32_t length = asked[i].record_bytes;
-      auto buffer = std::make_shared<Bytes>(length / 8 + 1);
+      const std::uint32_t room = record(keys[i], 1).length + 1000;
+      auto buffer = std::make_shared<Bytes>(room / 8 + 1);
       LoadItem item;
       item.key = asked[i].key;
       item.bytes = reinterpret_cast<std::uint8_t*>(buffer->data());
-      item.length = length;
+      item.length = room;
       item.hold = buffer;
       items.push_back(std::move(item));
       wanted.push_back(keys[i]);

@@ -128,7 +128,7 @@ class SimConnector:
         settings = msgspec.structs.replace(settings, chunk_size=chunk)
         self._size = size
         self._group = whole_group(size, chunk)
-        self._memory = KvMemory(engine.kv_blocks + 1, token_bytes * size)
+        self._memory = KvMemory(engine.kv_blocks + 1, token_bytes * size, chunk // size)
         make = partial(
             CacheClient,
             settings,

@@ -27,7 +27,7 @@ class KvMemory:
     Raises ConfigError if they need more memory than the machine has.
     """
 
-    def __init__(self, blocks: int, block_bytes: int) -> None:
+    def __init__(self, blocks: int, block_bytes: int, chunk_blocks: int) -> None:
         size = blocks * block_bytes
         most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if size > most:
@@ -36,7 +36,7 @@ class KvMemory:
                 f"{most >> 20:,} MiB of this machine; lower it or --kv-blocks",
                 field="kv-token-bytes",
             )
-        self.block_bytes = block_bytes
+        self.block_bytes, self.chunk_blocks = block_bytes, chunk_blocks
         self._memory = mmap.mmap(-1, size)
         self._anchor = (ctypes.c_char * 1).from_buffer(self._memory)
         base = ctypes.addressof(self._anchor)
@@ -48,7 +48,12 @@ class KvMemory:
     @property
     def facts(self) -> dict[str, int]:
         """The layout facts of these blocks, which no other engine has."""
-        return {"simulated": FORM, "block_bytes": self.block_bytes}
+        return {
+            "simulated": FORM,
+            "block_bytes": self.block_bytes,
+            "sections": 1,
+            "payload_bytes": self.block_bytes * self.chunk_blocks,
+        }
 
     @property
     def slice(self) -> Slice:

@@ -23,7 +23,7 @@ from msgspec import Meta
 from kvstrata.config.demands import problems
 from kvstrata.config.load import shown_environment
 from kvstrata.errors import BadRequest, KvstrataError
-from kvstrata.keys.batch import before, count, part, split
+from kvstrata.keys.batch import before, count, part
 from kvstrata.keys.spans import peek
 from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.serving import PeerServer
@@ -96,6 +96,8 @@ class Pull(msgspec.Struct):
     owner: dict[str, Any] | None = None
     """The fields of an Owner, by name."""
     spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=MAX_SLICES)] = []
+    record_bytes: Annotated[list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=MAX_SLICES)] = []
+    """For each slice the length of a whole chunk's record; empty: not known, and nothing can be loaded."""
 
 
 class Drain(msgspec.Struct):
@@ -143,8 +145,11 @@ def argument_of(command: Command) -> Any:
             f"{len(keys)} bytes",
             field="keys",
         )
-    if (spans := getattr(argument, "spans", ())) and len(spans) != n_slices:
-        raise BadRequest(f"spans: found {len(spans)} for {n_slices} slices; send one for each", field="spans")
+    for field in ("spans", "record_bytes"):
+        if (numbers := getattr(argument, field, ())) and len(numbers) != n_slices:
+            raise BadRequest(
+                f"{field}: found {len(numbers)} for {n_slices} slices; send one for each", field=field
+            )
     return argument
 
 
@@ -156,7 +161,7 @@ class Actions:
 
     def __init__(self, parts: Parts, peer_server: PeerServer) -> None:
         self._pool, self._lane, self._clock = parts.pool, parts.own_lane, parts.clock
-        self._processes, self._prefetch, self._peer_reads = parts.processes, parts.prefetch, parts.peer_reads
+        self._prefetch = parts.prefetch
         self._clearing, self._board = parts.clearing, parts.board
         self._peer_server = peer_server
         self.leader = (0, 0)
@@ -201,24 +206,20 @@ class Actions:
         """Load the chunks that L1 lacks, as a prewarm does: from the named owner, else from any tier that has them."""
         keys, n_slices, spans = pull.keys, pull.n_slices, pull.spans
         pool = self._pool
-        names = split(keys)
         reason, loaded = "", 0
         n_there, n_chunks = peek(pool, keys, n_slices, spans), count(keys, n_slices)
         if n_there < n_chunks:
-            self._peer_reads.prefer(names, None if pull.owner is None else Owner(**pull.owner))
-            try:
-                fetched = await self._prefetch.fetch(
-                    part(keys, n_there, n_chunks, n_slices),
-                    n_slices,
-                    identity=pull.identity,
-                    tenant=tenant_number(pull.tenant),
-                    parent=before(keys, n_there, n_slices=n_slices),
-                    deadline_s=self._clock.monotonic_s() + PULL_S,
-                    limits=[self._processes.record_limit_of(pull.identity)] * n_slices,
-                    spans=spans,
-                )
-            finally:
-                self._peer_reads.prefer(names, None)
+            fetched = await self._prefetch.fetch(
+                part(keys, n_there, n_chunks, n_slices),
+                n_slices,
+                identity=pull.identity,
+                tenant=tenant_number(pull.tenant),
+                parent=before(keys, n_there, n_slices=n_slices),
+                deadline_s=self._clock.monotonic_s() + PULL_S,
+                limits=pull.record_bytes or [0] * n_slices,
+                spans=spans,
+                owner=b"" if pull.owner is None else msgspec.msgpack.encode(Owner(**pull.owner)),
+            )
             loaded, reason = fetched.l2_chunks, str(fetched.reason)
         # Counted at the very end: a move drops the chunks at their source only if this number covers them.
         return {"count": peek(pool, keys, n_slices, spans), "loaded": loaded, "reason": reason}

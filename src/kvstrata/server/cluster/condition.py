@@ -76,7 +76,7 @@ class Condition:
         for groups in list(found.values())[:MAX_MODELS]:
             last, adapters = groups[-1], _adapters(groups)[:left]
             left -= len(adapters)
-            kinds.append(KvKind(last.layout, last.slices, list(last.spans), last.chunk_bytes, adapters))
+            kinds.append(KvKind(last.layout, last.slices, list(last.spans), last.record_limits, adapters))
         return kinds
 
     def rates(self) -> list[TierRate]:

@@ -112,7 +112,7 @@ class TierTags:
 
 
 class TierNews:
-    """The news for one controller (a server.l2.news.Listener), and whether it needs a full sync.
+    """The news for one controller, and whether it needs a full sync.
 
     Invariants:
 

@@ -80,19 +80,18 @@ class Reserving:
                 field="parent",
             )
         pool = self._pool
-        if not _MIN_RECORD_BYTES < request.record_bytes <= pool.extents_bytes:
+        tail, longest = request.tail_tokens > 0, process.chunk_record_bytes
+        shortest = _MIN_RECORD_BYTES + 1 if tail else longest
+        if not shortest <= request.record_bytes <= min(longest, pool.extents_bytes):
             raise BadRequest(
-                f"record_bytes: must be more than {_MIN_RECORD_BYTES} and at most the pool's "
-                f"{pool.extents_bytes}, found {request.record_bytes}",
+                f"record_bytes: found {request.record_bytes}; by the facts of the slice a chunk's record has {longest} "
+                f"bytes and a tail's is shorter, and the pool has {pool.extents_bytes} bytes",
                 field="record_bytes",
             )
-        tail = request.tail_tokens > 0
         if tail and n_chunks != 1:
             raise BadRequest(
                 f"tail_tokens: a tail is reserved by itself, found {n_chunks} keys", field="tail_tokens"
             )
-        if not tail:
-            process.has_records_of(request.record_bytes)
         keys = storage_keys(identity.root, request.keys, process.digest)
         replaces = b""
         if request.replaces:
@@ -104,7 +103,6 @@ class Reserving:
         if not request.parent:
             self._explainer.stored_under(request.probe, identity.root, identity.layout, identity.request)
         # A tail lies in an extent of a chunk's size, so that whatever evicts it has room for a chunk.
-        longest = max(request.record_bytes, process.chunk_record_bytes) if tail else request.record_bytes
         bytes_each = -(-longest // GRANULE_BYTES) * GRANULE_BYTES
         reservation = Reservation(process.uses, bytes_each, keys, tail, replaces, time.perf_counter())
         if self._frozen_by:

@@ -38,15 +38,15 @@ from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.memory import linux
 from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.naming import name_process
-from kvstrata.native.core import ExtentsMap, Hold, LentHold, types_of
+from kvstrata.native.core import ExtentsMap, Hold, LentHold
 from kvstrata.observability.logging import FLUSH_S, STDERR, LogWriter
 from kvstrata.process.keeper import die_with_parent
 from kvstrata.storage import config as tier_config
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
+    Ask,
     Counts,
-    Found,
     LoadItem,
     LoadOutcome,
     PutItem,
@@ -177,26 +177,12 @@ class Host:
             match request:
                 case frames.Close():
                     self._closing.set()
-                case frames.Prefer() | frames.Scatter():
-                    self._tell_reader(request)
                 case frames.Level():
                     logging.getLogger().setLevel(request.level)
                 case _:
                     task = self._loop.create_task(self._answer(request))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
-
-    def _tell_reader(self, request: frames.Prefer | frames.Scatter) -> None:
-        """Pass on what a medium that reads peers is to know of these keys."""
-        try:
-            if self._peers is None:
-                return
-            if isinstance(request, frames.Prefer):
-                self._peers.prefer(request.keys, request.source)
-            else:
-                self._peers.scatter(request.keys)
-        except Exception as error:  # the plugin boundary
-            log_broken_contract(self._config.name, type(request).__name__, error)
 
     async def _answer(self, request: Any) -> None:
         assert self._adapter is not None
@@ -212,20 +198,20 @@ class Host:
     async def _ask(self, adapter: StorageAdapter, request: Request) -> Message:
         """The answer. Raises what the adapter raises, and TypeError for an invalid answer."""
         match request:
-            case frames.Exists(number, keys):
-                found = _one_each(await adapter.exists(keys), Found, len(keys))
-                presences = bytes([answer[0] for answer in found])
-                lengths = [answer[1] for answer in found]
-                return frames.Found(
-                    number, presences, lengths, frames.words_of([answer[2] for answer in found])
-                )
+            case frames.Exists(number, keys, each, owner):
+                ask = Ask(each=each, owner=owner)
+                presences = await adapter.exists(keys, ask)
+                return frames.Found(number, presences, frames.word_of(ask.reason))
             case frames.Put(number, items):
                 puts = [PutItem(item[0], self._hold(number, i, item, False)) for i, item in enumerate(items)]
                 stored = _one_each(await adapter.put(puts), PutOutcome, len(puts))
                 del puts
                 return self._ended(number, stored)
-            case frames.Load(number, items):
-                loads = [LoadItem(item[0], self._hold(number, i, item, True)) for i, item in enumerate(items)]
+            case frames.Load(number, items, each, owner):
+                ask = Ask(each=each, owner=owner)
+                loads = [
+                    LoadItem(item[0], self._hold(number, i, item, True), ask) for i, item in enumerate(items)
+                ]
                 loaded = _one_each(await adapter.load(loads), LoadOutcome, len(loads))
                 del loads
                 return self._ended(number, loaded)
@@ -363,7 +349,7 @@ def _one_each(outcomes: Any, kind: type[Any], count: int) -> Sequence[Any]:
     if (
         isinstance(outcomes, (list, tuple))
         and len(outcomes) == count
-        and all(issubclass(found, kind) for found in types_of(outcomes))
+        and all(issubclass(found, kind) for found in set(map(type, outcomes)))
     ):
         return outcomes
     raise TypeError(

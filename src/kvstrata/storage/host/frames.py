@@ -35,7 +35,6 @@ Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_ITEMS)]
 Indices = Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]], Meta(max_length=MAX_ITEMS)]
 Words = Annotated[list[Annotated[str, Meta(max_length=MAX_REASON_BYTES)]], Meta(max_length=MAX_ITEMS)]
-Lengths = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=MAX_ITEMS)]
 
 
 class ChannelError(Exception):
@@ -67,12 +66,15 @@ class Configure(Message):
 
 class Exists(Message):
     number: int
-    keys: list[bytes]
+    keys: bytes
+    each: bool
+    owner: bytes
+    """`each` and `owner` of the Ask."""
 
 
 class Delete(Message):
     number: int
-    keys: list[bytes]
+    keys: bytes
 
 
 class Put(Message):
@@ -84,6 +86,8 @@ class Put(Message):
 class Load(Message):
     number: int
     items: list[tuple[bytes, int, int]]
+    each: bool = False
+    owner: bytes = b""
 
 
 class ListKeys(Message):
@@ -98,15 +102,6 @@ class Clear(Message):
 
 class GetUsage(Message):
     number: int
-
-
-class Prefer(Message):
-    keys: list[bytes]
-    source: bytes
-
-
-class Scatter(Message):
-    keys: list[bytes]
 
 
 class Level(Message):
@@ -137,12 +132,11 @@ class Refused(Message):
 
 
 class Found(Message):
-    """Answers Exists: a Presence and a length for each key; reasons only if there are any."""
+    """Answers Exists: a Presence for each key, and why some are unknown."""
 
     number: Number
     presences: bytes
-    lengths: Lengths
-    reasons: Words = []
+    reason: Annotated[str, Meta(max_length=MAX_REASON_BYTES)] = ""
 
 
 class Ended(Message):
@@ -215,9 +209,7 @@ class Advertised(Message):
     advertisement: bytes
 
 
-Request = (
-    Configure | Exists | Delete | Put | Load | ListKeys | Clear | GetUsage | Prefer | Scatter | Level | Close
-)
+Request = Configure | Exists | Delete | Put | Load | ListKeys | Clear | GetUsage | Level | Close
 Answer = (
     Opened
     | Refused
@@ -295,11 +287,20 @@ def advertised_frame(advertisement: bytes) -> bytes:
 
 def words_of(reasons: Sequence[str]) -> list[str]:
     """Reasons as a frame has them."""
-    if not any(reasons):
-        return []
-    return [reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore") for reason in reasons]
+    return [word_of(reason) for reason in reasons] if any(reasons) else []
+
+
+def word_of(reason: str) -> str:
+    """A reason as a frame has it."""
+    return reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
 
 
 def parts_of(sequence: Sequence[Any]) -> Iterable[Sequence[Any]]:
     """Slices of at most MAX_ITEMS."""
     return (sequence[at : at + MAX_ITEMS] for at in range(0, len(sequence), MAX_ITEMS))
+
+
+def key_parts_of(keys: bytes) -> Iterable[bytes]:
+    """Concatenated keys, at most MAX_ITEMS at a time."""
+    step = MAX_ITEMS * KEY_BYTES
+    return (keys[at : at + step] for at in range(0, len(keys), step))

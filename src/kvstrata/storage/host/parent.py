@@ -28,12 +28,13 @@ from __future__ import annotations
 import asyncio
 import enum
 import functools
+import itertools
 import logging
 import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -45,13 +46,12 @@ from kvstrata.policy.reasons import BAD_ITEM, CLOSED, HOST_DIED, HOST_DOWN, QUEU
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
-    Presence,
     PutItem,
     PutOutcome,
     PutStatus,
@@ -95,7 +95,7 @@ class HostState(enum.StrEnum):
 
 
 class HostedAdapter(StorageAdapter, ReadsPeers):
-    """Runs a tier's medium in a child process. `capabilities` are the medium's once it is open, but for `has_heads`.
+    """Runs a tier's medium in a child process. `capabilities` are the medium's once it is open.
 
     A child is killed after `kill_ms` of silence, and as long again for every `bytes_per_kill` of payload under way.
     """
@@ -155,19 +155,6 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         """The medium's last advertisement; empty while no child is up, and for a medium that reads no peers."""
         return self._advertisement if self._state is HostState.UP else b""
 
-    def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
-        """Pass the preference on to the child; it is lost while no child is up, or while the child does not read."""
-        self._pass_on(lambda part: frames.Prefer(part, source), keys)
-
-    def scatter(self, keys: Sequence[bytes]) -> None:
-        """Pass this on to the child, as `prefer` does."""
-        self._pass_on(frames.Scatter, keys)
-
-    def _pass_on(self, message: Callable[[list[bytes]], Message], keys: Sequence[bytes]) -> None:
-        if self._state is HostState.UP and not self._is_full():
-            for part in frames.parts_of(keys):
-                self._send(message(list(part)))
-
     # --- the contract ------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
@@ -187,15 +174,18 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
             raise
         self._work.background(self._keep_up(), "host_keeper")
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """As the adapter in the child."""
-        if any(len(key) != KEY_BYTES for key in keys):
-            return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
-        waits = self._ask_keys(frames.Exists, keys)
-        found: list[Found] = []
-        for (future, why_not), part in zip(waits, frames.parts_of(keys), strict=True):
-            found += await outcome_of(future, [Found(Presence.UNKNOWN, 0, why_not or HOST_DIED)] * len(part))
-        return found
+        waits = self._ask_keys(
+            functools.partial(frames.Exists, each=ask.each, owner=ask.owner), frames.Exists, keys
+        )
+        presences, reason = b"", ""
+        for (future, why_not), part in zip(waits, frames.key_parts_of(keys), strict=True):
+            unknown = ask.unknown(part, why_not or HOST_DIED), why_not or HOST_DIED
+            found, why = await outcome_of(future, unknown)
+            presences, reason = presences + found, reason or why
+        ask.reason = reason
+        return presences
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the adapter in the child; None while no child is up."""
@@ -221,9 +211,9 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
             frames.Load, items, bad, lambda why_not: LoadOutcome(LoadStatus.FAILED, why_not)
         )
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         """As the adapter in the child; keys whose deletion was not answered count as absent."""
-        waits = self._ask_keys(frames.Delete, [key for key in keys if len(key) == KEY_BYTES])
+        waits = self._ask_keys(frames.Delete, frames.Delete, keys)
         counts: list[int] = [await outcome_of(future, 0) for future, _ in waits]
         return sum(counts)
 
@@ -280,11 +270,11 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         for i in set(range(len(items))).difference(places):
             items[i].hold.drop()
         waits = []
-        for part in frames.parts_of(places):
+        for part, more in _parts_of(items, places):
             rows = [(items[i].key, items[i].hold.offset, items[i].hold.length) for i in part]
             holds: list[Hold | None] = [items[i].hold for i in part]
-            ask = functools.partial(kind, items=rows)
-            future, why_not = self._ask(kind, len(rows), holds, ask)
+            message = functools.partial(kind, items=rows, **more)
+            future, why_not = self._ask(kind, len(rows), holds, message)
             if future is None:
                 for hold in holds:
                     assert hold is not None
@@ -308,12 +298,15 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         )
 
     def _ask_keys(
-        self, kind: type[frames.Exists | frames.Delete], keys: Sequence[bytes]
+        self,
+        message: Callable[..., frames.Exists | frames.Delete],
+        kind: type[frames.Exists | frames.Delete],
+        keys: bytes,
     ) -> list[tuple[asyncio.Future[Any] | None, str]]:
         """`_ask` for each part of the keys."""
         return [
-            self._ask(kind, len(part), [], functools.partial(kind, keys=part))
-            for part in map(list, frames.parts_of(keys))
+            self._ask(kind, len(part) // KEY_BYTES, [], functools.partial(message, keys=part))
+            for part in frames.key_parts_of(keys)
         ]
 
     def _ask(
@@ -387,7 +380,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
             raise ChannelError(f"{type(answer).__name__}, but its adapter is not being opened")
         if isinstance(answer, Opened):
             assert self._state is HostState.STARTING
-            self.capabilities = msgspec.structs.replace(answer.capabilities, has_heads=False)
+            self.capabilities = answer.capabilities
             self._advertisement = answer.advertisement
             self._state = HostState.UP
             self._opening.set_result(None)
@@ -522,3 +515,15 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         if self._pipe is None:
             return None
         return self._requests.due_s(by_age=self.capabilities.quiesce == "never")
+
+
+def _parts_of(items: Sequence[Any], places: Sequence[int]) -> Iterator[tuple[Sequence[int], dict[str, Any]]]:
+    """The places of each frame's items, and the fields of the Ask that they share."""
+
+    def ask_of(place: int) -> tuple[bool, bytes] | None:
+        ask: Ask | None = getattr(items[place], "ask", None)
+        return None if ask is None else (ask.each, ask.owner)
+
+    for asked, group in itertools.groupby(places, ask_of):
+        for part in frames.parts_of(list(group)):
+            yield part, {} if asked is None else {"each": asked[0], "owner": asked[1]}

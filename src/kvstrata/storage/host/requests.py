@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstrata.errors import StorageError
-from kvstrata.storage import base
 from kvstrata.storage.base import KeyPage, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus, Usage
 from kvstrata.storage.host.frames import (
     Answer,
@@ -213,14 +212,15 @@ def _result_of(request: _Request, answer: Found | Ended | Counted | Listed | Use
     if isinstance(answer, Listed):
         return KeyPage(answer.keys, answer.cursor) if answer.can_list else None, False
     statuses = answer.presences if isinstance(answer, Found) else answer.statuses
-    reasons = answer.reasons or [""] * request.count
+    reasons = [""] * request.count if isinstance(answer, Found) or not answer.reasons else answer.reasons
     if len(statuses) != request.count or len(reasons) != request.count:
         raise ChannelError(f"{len(statuses)} outcomes and {len(reasons)} reasons for {request.count} items")
     well = any(status in _WELL[request.kind] for status in statuses)
+    if isinstance(answer, Found):
+        if statuses.translate(None, bytes(Presence)):
+            raise ChannelError(f"a presence in {statuses.hex():.40} is none")
+        return (statuses, answer.reason), well
     try:
-        if isinstance(answer, Found):
-            rows = zip(map(Presence, statuses), answer.lengths, reasons, strict=True)
-            return [*map(base.Found._make, rows)], well
         if request.kind is Put:
             return [*map(PutOutcome, map(PutStatus, statuses), reasons)], well
         return [*map(LoadOutcome, map(LoadStatus, statuses), reasons)], well

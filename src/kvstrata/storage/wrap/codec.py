@@ -1,8 +1,7 @@
 """Encodes records on their way to a medium and decodes them on their way back.
 
-This wrapper lies around every adapter, even where no codec is configured.  Each record names the codecs that it is
-encoded with, and is decoded by them whatever is configured now, so a change of the chain loses no stored record.
-Without a codec nothing is staged or copied.
+This wrapper lies around every adapter; without a configured codec nothing is staged or copied, and encoded records are
+misses.  With one, each record is decoded by the codecs that it names, so a change of the chain loses no stored record.
 
     put    extent ─(lane)─▶ staging ─▶ medium        the extent's hold ends with the encoding
     load   medium ─▶ staging ─(lane)─▶ extent        verified there, section by section
@@ -10,11 +9,10 @@ Without a codec nothing is staged or copied.
 Invariants
 1. Bytes between the codecs and the medium lie in a staging pool of fixed size outside L1.  Whoever touches a block of
    it holds the block.
-2. `exists` answers with lengths in L1.  A key whose length is not known yet costs one read of its headers.
-3. A record that cannot be decoded (unknown codec, missing or different key, missing library) is a miss and is counted.
-   It stays stored; a put replaces it only if it does not authenticate.  A record that decodes to other bytes than the
-   original is removed.  A value whose headers are not those of a record of its key is a miss too (`corrupt`), and a put
-   replaces it.
+2. A record to load gets as much staging as the longest encoding of a record that fits into its extent.
+3. A record that cannot be decoded (unknown codec, another key, missing library) is a miss, is counted and stays stored.
+   A record that does not authenticate, is too long, or decodes to other bytes than the original, is removed, so that a
+   put replaces it.
 4. A batch that was taken runs to its end, even if nobody waits for it.
 """
 
@@ -29,12 +27,20 @@ from typing import TYPE_CHECKING, cast
 
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import Thinning
-from kvstrata.policy import reasons
-from kvstrata.policy.reasons import BAD_ITEM, CODEC, ENCODED, LENGTH, QUEUE_FULL, STAGING_TOO_SMALL, THROTTLED
+from kvstrata.policy.reasons import (
+    BAD_ITEM,
+    CODEC,
+    ENCODED,
+    LENGTH,
+    QUEUE_FULL,
+    STAGING_TOO_SMALL,
+    THROTTLED,
+    UNAUTHENTICATED,
+)
 from kvstrata.storage.base import (
     AdapterContext,
+    Ask,
     Counts,
-    Found,
     KeyPage,
     LoadItem,
     LoadOutcome,
@@ -52,12 +58,10 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.storage.work import Work
-from kvstrata.storage.wrap.codec_chain import Chain, Encoded
-from kvstrata.storage.wrap.codec_heads import Heads
+from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_hold import SideHold
-from kvstrata.storage.wrap.codec_lengths import CODECS, KnownLengths, Lengths, Undecodable
 from kvstrata.storage.wrap.codec_seal import BadRecord, CannotDecode
-from kvstrata.storage.wrap.staging import Block, Staging, pages
+from kvstrata.storage.wrap.staging import Block, Staging
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -65,6 +69,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _thinning = Thinning()
+
+CODECS = slice(80, 88)
+"""The field of a record's header with the numbers of the codecs that encoded its payload, padded with zeros."""
 
 
 class CodecAdapter(StorageAdapter):
@@ -82,37 +89,23 @@ class CodecAdapter(StorageAdapter):
         self._staging_bytes = staging_bytes
         self._staging: Staging | None = None
         self._lanes = Lanes(f"{inner.name[:5]}-codec", num_workers=workers)
-        self._lengths = KnownLengths()
-        self._asks_heads = chain.encodes
-        """Some records on this medium may be encoded."""
         self._work = Work(inner.name)
         self._closed = False
-        self._undecodable = Undecodable(inner.name)
-        self._heads = Heads(inner, chain, self._lengths, self._undecodable)
+        self._undecodable: set[str] = set()
+        """The reasons with which records could not be decoded, and which are logged."""
         self._element_bytes_of: Callable[[bytes], int] = two_bytes
 
     async def open(self, context: AdapterContext) -> None:
         """As the inner adapter. Also raises ConfigError if the adapter cannot work with the configured codec."""
-        if self.chain.encodes and not self.inner.capabilities.has_heads:
-            raise ConfigError(
-                f"{self.name}: codec: this kind of storage cannot tell how long encoded records are; remove codec, or"
-                " let the adapter implement `heads`",
-                field="codec",
-            )
-        if self.chain.encodes and self.inner.capabilities.wants_registered_memory:
+        self._element_bytes_of = context.element_bytes_of
+        await self.inner.open(context)
+        self.capabilities = self.inner.capabilities
+        if self.chain.encodes and self.capabilities.wants_registered_memory:
+            await self.inner.close()
             raise ConfigError(
                 f"{self.name}: codec: this kind of storage moves bytes of L1 only; remove codec",
                 field="codec",
             )
-        self._element_bytes_of = context.element_bytes_of
-        evicted = context.record_evicted
-
-        def record_evicted(key: bytes) -> None:
-            self._lengths.forget(key)
-            evicted(key)
-
-        await self.inner.open(context._replace(record_evicted=record_evicted))
-        self.capabilities = self.inner.capabilities
 
     def stats(self) -> dict[str, int]:
         """The counters of this wrapper."""
@@ -127,23 +120,9 @@ class CodecAdapter(StorageAdapter):
         """As the inner adapter; empty if it breaks its contract."""
         return told(self.name, "remarks", self.inner.remarks, Remarks)
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """As the inner adapter, with lengths in L1; UNKNOWN for a record that cannot be decoded."""
-        found = list(await self.inner.exists(keys))
-        if not self._asks_heads:
-            self._asks_heads = await self._heads.shows_codecs(keys, found)
-        if not self._asks_heads and not self._lengths:
-            return found
-        lengths = await self._heads.look_up(keys, found, ask=self._asks_heads)
-        for i, known in enumerate(lengths):
-            if known is None:
-                continue
-            if known.cannot:
-                found[i] = Found(Presence.UNKNOWN, 0, known.cannot)
-                self.counts[known.cannot] += 1
-            else:
-                found[i] = Found(Presence.PRESENT, known.decoded_bytes)
-        return found
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
+        """As the inner adapter: a record that cannot be decoded is present too."""
+        return await self.inner.exists(keys, ask)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the inner adapter."""
@@ -151,7 +130,7 @@ class CodecAdapter(StorageAdapter):
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Encode the records that the medium lacks, and put them into the inner adapter."""
-        if self._closed or not items or not (self.chain.encodes or self._asks_heads):
+        if self._closed or not items or not self.chain.encodes:
             return await self.inner.put(items)
         return await self._work.own(self._put(list(items)))
 
@@ -161,20 +140,13 @@ class CodecAdapter(StorageAdapter):
             return await self.inner.load(items)
         return await self._work.own(self._load(list(items)))
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         """As the inner adapter."""
-        try:
-            return await self.inner.delete(keys)
-        finally:
-            for key in keys:
-                self._lengths.forget(key)
+        return await self.inner.delete(keys)
 
     async def clear(self) -> int:
         """As the inner adapter."""
-        try:
-            return await self.inner.clear()
-        finally:
-            self._lengths.clear()
+        return await self.inner.clear()
 
     async def usage(self) -> Usage:
         """As the inner adapter: bytes count as stored."""
@@ -189,36 +161,19 @@ class CodecAdapter(StorageAdapter):
 
     # -- put -----------------------------------------------------------------------------------------------
 
-    async def _make_way(self, keys: list[bytes]) -> list[Found]:
-        """As `exists`, once forged records and values that are no records have been removed: a put replaces them."""
-        found = await self.exists(keys)
-        forged = [
-            i for i, one in enumerate(found) if one.reason in (reasons.UNAUTHENTICATED, reasons.CORRUPT)
-        ]
-        if forged:
-            await self.delete([keys[i] for i in forged])
-            for i in forged:
-                found[i] = Found(Presence.ABSENT)
-        return found
-
     async def _put(self, items: list[PutItem]) -> list[PutOutcome]:
         outcomes = [PutOutcome(PutStatus.FAILED, BAD_ITEM)] * len(items)
-        found = await self._make_way([item.key for item in items])
-        if not self.chain.encodes:
-            return await self.inner.put(items)
-        waiting: list[tuple[int, Block, asyncio.Future[Encoded]]] = []
+        good = [i for i, item in enumerate(items) if len(item.key) == KEY_BYTES]
+        there = await self.inner.exists(b"".join(items[i].key for i in good), Ask())
+        present = {i for i, presence in zip(good, there, strict=True) if presence == Presence.PRESENT}
+        waiting: list[tuple[int, Block, asyncio.Future[int]]] = []
         for i, item in enumerate(items):
             if len(item.key) != KEY_BYTES:
                 item.hold.drop()
                 continue
-            known = self._lengths.get(item.key)
-            if found[i].presence is Presence.PRESENT and found[i].record_bytes == item.hold.length:
+            if i in present:
                 item.hold.drop()
                 outcomes[i] = PutOutcome(PutStatus.EXISTS)
-                continue
-            if found[i].presence is Presence.UNKNOWN and known is not None and known.cannot:
-                item.hold.drop()
-                outcomes[i] = PutOutcome(PutStatus.FAILED, known.cannot)
                 continue
             need_bytes = self.chain.staging_bytes(item.hold.length)
             block = self._staged().take_now(need_bytes, for_put=True)
@@ -245,62 +200,58 @@ class CodecAdapter(StorageAdapter):
         await self._put_encoded(items, waiting, outcomes)
         return outcomes
 
-    def _encode(self, item: PutItem, block: Block) -> Encoded:
-        """In a thread: encode the record into the block. Drops the hold, unless the record is to be stored as it is."""
+    def _encode(self, item: PutItem, block: Block) -> int:
+        """In a thread: encode the record into the block; returns the length of the result, 0: store it as it is.
+
+        Drops the hold, unless the record is to be stored as it is.
+        """
         need_bytes = self.chain.staging_bytes(item.hold.length)
         try:
             with item.hold.view() as source:
-                encoded = self.chain.encode(source, block.view(need_bytes), self._element_bytes_of)
+                length = self.chain.encode(source, block.view(need_bytes), self._element_bytes_of)
         except BaseException:
             item.hold.drop()
             raise
-        if encoded.length:
+        if length:
             item.hold.drop()
-        return encoded
+        return length
 
     async def _put_encoded(
         self,
         items: list[PutItem],
-        waiting: list[tuple[int, Block, asyncio.Future[Encoded]]],
+        waiting: list[tuple[int, Block, asyncio.Future[int]]],
         outcomes: list[PutOutcome],
     ) -> None:
         """Wait for the encoding of some items and put them."""
         ended = await asyncio.gather(*(work for _, _, work in waiting), return_exceptions=True)
-        batch: list[tuple[int, PutItem, Lengths | None]] = []
-        for (i, block, _), encoded in zip(waiting, ended, strict=True):
+        batch: list[tuple[int, PutItem, int]] = []
+        for (i, block, _), length in zip(waiting, ended, strict=True):
             item = items[i]
-            if isinstance(encoded, BaseException):
+            if isinstance(length, BaseException):
                 block.let_go()
                 outcomes[i] = PutOutcome(PutStatus.FAILED, CODEC)
                 self.counts["encode_failed"] += 1
                 text = "%s: a record cannot be encoded: %s"
-                _thinning.log(log, logging.ERROR, f"encode {self.name}", text, self.name, encoded)
+                _thinning.log(log, logging.ERROR, f"encode {self.name}", text, self.name, length)
                 continue
-            length = encoded.length
             if length == 0:
                 block.let_go()
                 self.counts["incompressible"] += 1
-                batch.append((i, item, None))
+                batch.append((i, item, 0))
             else:
                 block.shrink(length)
                 hold = block.hold(item.key, length)
                 block.let_go()
-                lengths = Lengths(length, item.hold.length, encoded.codecs)
-                batch.append((i, PutItem(item.key, cast("Hold", hold)), lengths))
+                batch.append((i, PutItem(item.key, cast("Hold", hold)), length))
         if not batch:
             return
         put = await self.inner.put([item for _, item, _ in batch])
-        for (i, item, known), outcome in zip(batch, put, strict=True):
+        for (i, _, length), outcome in zip(batch, put, strict=True):
             outcomes[i] = outcome
-            if outcome.status is PutStatus.STORED:
-                if known is None:
-                    length = items[i].hold.length
-                    known = Lengths(length, length, b"")
-                else:
-                    self.counts["encoded"] += 1
-                    self.counts["encoded_from_bytes"] += known.decoded_bytes
-                    self.counts["encoded_to_bytes"] += known.stored_bytes
-                self._lengths.note(item.key, known)
+            if length and outcome.status is PutStatus.STORED:
+                self.counts["encoded"] += 1
+                self.counts["encoded_from_bytes"] += items[i].hold.length
+                self.counts["encoded_to_bytes"] += length
 
     # -- load ----------------------------------------------------------------------------------------------
 
@@ -309,77 +260,42 @@ class CodecAdapter(StorageAdapter):
         good = [i for i, item in enumerate(items) if len(item.key) == KEY_BYTES]
         for i in set(range(len(items))).difference(good):
             items[i].hold.drop()
-        lengths = {items[i].key: self._lengths.get(items[i].key) for i in good}
-        if self._asks_heads:
-            ask = [key for key, known in lengths.items() if known is None]
-            found = dict(zip(ask, await self.inner.exists(ask), strict=True)) if ask else {}
-            known_now = await self._heads.look_up(ask, list(found.values()), ask=True)
-            lengths.update(zip(ask, known_now, strict=True))
-        plain: list[int] = []
-        encoded: list[tuple[int, int]] = []
-        for i in good:
-            key, hold = items[i].key, items[i].hold
-            known = lengths[key]
-            if known is None and self._asks_heads:
-                presence, stored_bytes, reason = found[key]
-                if presence is Presence.PRESENT:  # the medium has no `heads`
-                    encoded.append((i, stored_bytes))
-                    continue
-                hold.drop()
-                outcomes[i] = LoadOutcome(LoadStatus.ABSENT)
-                if presence is Presence.UNKNOWN:
-                    outcomes[i] = LoadOutcome(LoadStatus.FAILED, reason)
-            elif known is None or (
-                not known.codecs and not known.cannot and known.decoded_bytes == hold.length
-            ):
-                plain.append(i)
-            elif known.cannot == reasons.CORRUPT:  # a load makes the medium notice it and remove the value
-                encoded.append((i, known.stored_bytes))
-            elif known.cannot or known.decoded_bytes != hold.length:
-                hold.drop()
-                reason = known.cannot or LENGTH
-                outcomes[i] = LoadOutcome(LoadStatus.FAILED, reason)
-                self.counts[reason] += 1
-            else:
-                encoded.append((i, known.stored_bytes))
-        await asyncio.gather(
-            self._load_plain(items, plain, outcomes), self._load_encoded(items, encoded, outcomes)
-        )
-        for i in good:
-            if outcomes[i].status in (LoadStatus.ABSENT, LoadStatus.CORRUPT):
-                self._lengths.forget(items[i].key)
+        if self.chain.encodes:
+            await self._load_encoded(items, good, outcomes)
+        else:
+            await self._load_plain(items, good, outcomes)
         return outcomes
 
     async def _load_plain(
         self, items: list[LoadItem], places: list[int], outcomes: list[LoadOutcome]
     ) -> None:
-        """Load straight into the extents. A record that proves to be encoded is a miss; from then on heads are read."""
+        """Load straight into the extents. A record that proves to be encoded is a miss."""
         if not places:
             return
         sides = [SideHold(items[i].hold) for i in places]
         try:
             batch = [
-                LoadItem(items[i].key, cast("Hold", side)) for i, side in zip(places, sides, strict=True)
+                items[i]._replace(hold=cast("Hold", side)) for i, side in zip(places, sides, strict=True)
             ]
             loaded = await self.inner.load(batch)
             for i, side, outcome in zip(places, sides, loaded, strict=True):
                 outcomes[i] = outcome
                 if outcome.status is LoadStatus.LOADED and any(side.view()[CODECS]):
-                    self._asks_heads = self.capabilities.has_heads
                     outcomes[i] = LoadOutcome(LoadStatus.FAILED, ENCODED)
+                    self.counts[ENCODED] += 1
                     side.view()[:8] = bytes(8)
         finally:
             for side in sides:
                 side.end("codec")
 
     async def _load_encoded(
-        self, items: list[LoadItem], places: list[tuple[int, int]], outcomes: list[LoadOutcome]
+        self, items: list[LoadItem], places: list[int], outcomes: list[LoadOutcome]
     ) -> None:
         """Load through staging, in groups that fit into it."""
         group: list[tuple[int, int, Block]] = []
-        for i, stored_bytes in places:
+        for i in places:
             staging = self._staged()
-            need_bytes = pages(stored_bytes)
+            need_bytes = self.chain.staging_bytes(items[i].hold.length)
             if not staging.fits(need_bytes, for_put=False):
                 items[i].hold.drop()
                 outcomes[i] = LoadOutcome(LoadStatus.FAILED, STAGING_TOO_SMALL)
@@ -393,7 +309,7 @@ class CodecAdapter(StorageAdapter):
                 items[i].hold.drop()
                 outcomes[i] = LoadOutcome(LoadStatus.FAILED, THROTTLED)
                 continue
-            group.append((i, stored_bytes, block))
+            group.append((i, need_bytes, block))
         await self._load_group(items, group, outcomes)
 
     async def _load_group(
@@ -440,22 +356,19 @@ class CodecAdapter(StorageAdapter):
                 self.counts["decoded_corrupt"] += 1
             else:
                 self.counts[result.reason] += 1
-                known = self._lengths.get(key)
-                if result.reason == LENGTH:
-                    self._lengths.forget(key)
-                elif known is not None:  # remember it, so that later lookups do not promise this record
-                    self._lengths.note(key, known._replace(cannot=result.reason))
+                if result.reason in (UNAUTHENTICATED, LENGTH):
+                    bad.append(key)
         if bad:
-            await self.inner.delete(bad)
+            await self.inner.delete(b"".join(bad))
 
-    def _decode(self, item: LoadItem, block: Block, length: int) -> LoadOutcome:
-        """In a thread: decode the stored record in the block into the extent."""
+    def _decode(self, item: LoadItem, block: Block, room: int) -> LoadOutcome:
+        """In a thread: decode the stored record at the start of the block into the extent."""
         try:
             with item.hold.view() as target:
-                self.chain.decode(block.view(length), target, item.key)
+                self.chain.decode(block.view(room), target, item.key)
             return LoadOutcome(LoadStatus.LOADED)
         except CannotDecode as error:
-            self._undecodable.note(error.reason, item.key, error)
+            self._note_undecodable(error, item.key)
             return LoadOutcome(LoadStatus.FAILED, error.reason)
         except BadRecord as error:
             text = "%s: removing the corrupt record %s: %s"
@@ -464,6 +377,13 @@ class CodecAdapter(StorageAdapter):
         finally:
             item.hold.drop()
             block.let_go()
+
+    def _note_undecodable(self, error: CannotDecode, key: bytes) -> None:
+        """Log this, once for each reason: of a storage shared with other codecs, all their records are noted here."""
+        if error.reason not in self._undecodable:
+            self._undecodable.add(error.reason)
+            what = "%s: record %s: %s; more such records are only counted (%s). Give all its servers the same codec"
+            log.warning(what, self.name, key.hex()[:16], error, error.reason)
 
     # -- life ----------------------------------------------------------------------------------------------
 

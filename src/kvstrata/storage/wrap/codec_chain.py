@@ -18,7 +18,7 @@ import collections
 import importlib.util
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstrata.native import core
 from kvstrata.native.core import CopyOutcome, RecordError, buffer_address, join_planes, split_planes
@@ -38,13 +38,7 @@ PLANES2, ZSTD = 2, 3
 SLAB_BYTES = 1 << 20
 RAW_SLAB = 1 << 31
 _LENGTH = struct.Struct("<Q")
-
-
-class Encoded(NamedTuple):
-    """The result of `encode`: the encoded record's length (0: store the record as it is), and its codecs."""
-
-    length: int
-    codecs: bytes
+NO_PROOF = "written without a key, so anybody who can write to this storage may have made it"
 
 
 class _Tools:
@@ -92,22 +86,12 @@ class Chain:
         slabs = -(-record_bytes // SLAB_BYTES)
         return record_bytes + SEAL_BYTES + _LENGTH.size + 4 * slabs
 
-    @staticmethod
-    def longest_stored_bytes(codecs: bytes, record_bytes: int) -> int:
-        """The longest stored record that these codecs make of a record of this length."""
-        longest = record_bytes
-        if ZSTD in codecs:
-            longest += _LENGTH.size + 4 * -(-longest // SLAB_BYTES)
-        return longest + (SEAL_BYTES if any(number in SEALS for number in codecs) else 0)
-
     # -- encoding ------------------------------------------------------------------------------------------
 
-    def encode(
-        self, source: memoryview, target: memoryview, element_bytes_of: Callable[[bytes], int]
-    ) -> Encoded:
-        """Encode the record `source` into `target`, which is `staging_bytes` long.
+    def encode(self, source: memoryview, target: memoryview, element_bytes_of: Callable[[bytes], int]) -> int:
+        """Encode the record `source` into `target`, which is `staging_bytes` long; returns the result's length.
 
-        The result's length is 0 if no codec changed the record; store it as it is then.  (zstd is left out where it
+        The length is 0 if no codec changed the record; store it as it is then.  (zstd is left out where it
         would not make the record shorter.)  `element_bytes_of(slice digest)`: bytes of a number of the payload.
         """
         source_at, source_bytes = buffer_address(source), len(source)
@@ -126,7 +110,7 @@ class Chain:
                 body_bytes = compressed
                 payload = target[body_at : body_at + body_bytes]
         if not codecs and not seal:
-            return Encoded(0, b"")
+            return 0
         at = buffer_address(target, writable=True)
         stored_bytes = body_bytes
         if seal != AES_GCM and ZSTD not in codecs:
@@ -140,7 +124,7 @@ class Chain:
             )
         stored_crc = core.crc32c_at(at + start, stored_bytes)
         core.write_encoded_header(at, len(target), source_at, source_bytes, codecs, stored_bytes, stored_crc)
-        return Encoded(start + stored_bytes, codecs)
+        return start + stored_bytes
 
     def _compress(self, payload: memoryview, out: memoryview, splits: bool) -> int:
         """Compress `payload` with zstd into `out`; returns the number of bytes written."""
@@ -168,9 +152,9 @@ class Chain:
     # -- decoding ------------------------------------------------------------------------------------------
 
     def decode(self, stored: memoryview, target: memoryview, key: bytes) -> None:
-        """Decode `stored`, which is overwritten, into `target`, and verify the record there.
+        """Decode the record at the start of `stored`, which is overwritten, into `target`, and verify it there.
 
-        Raises BadRecord or CannotDecode; CannotDecode also if `target` has another length than the record.
+        Raises BadRecord or CannotDecode; CannotDecode also if `target` is shorter than the record.
         """
         stored_at = buffer_address(stored, writable=True)
         try:
@@ -178,12 +162,14 @@ class Chain:
         except RecordError as error:
             raise BadRecord(str(error)) from None
         start, n = header.header_bytes, header.payload_bytes
-        if start + header.stored_bytes != len(stored):
-            raise BadRecord(f"{len(stored)} bytes instead of {start + header.stored_bytes}")
+        stored = stored[: start + header.stored_bytes]
         if reason := self.cannot_decode(header.codecs):
-            raise CannotDecode(reason, f"codecs {list(header.codecs)}")
-        if len(target) != start + n:
+            raise CannotDecode(
+                reason, NO_PROOF if reason == UNAUTHENTICATED else f"codecs {list(header.codecs)}"
+            )
+        if len(target) < start + n:
             raise CannotDecode(LENGTH, f"{len(target)} bytes were reserved for {start + n}")
+        target = target[: start + n]
         body = stored[start:]
         for codec in header.codecs:
             if codec in SEALS:

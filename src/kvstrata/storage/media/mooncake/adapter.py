@@ -9,11 +9,9 @@ Invariants
    set up before any other call of it, and closed after all other calls have ended.
 2. The store keeps the first value of a key but says that it stored the second.  So each put first asks whether the key
    is there, and of two simultaneous puts of a key in this process only one reaches the store.
-3. A value that is not a record of its key, or has another length than the store says, is removed, since only then can a
-   put store the record.  This may remove a value that another instance put meanwhile, which costs a miss.
-4. `_known` has the lengths of records that this process has put or found.  They are hints: each `exists` asks the store
-   about presence, and a load finds out when a length is wrong.
-5. The hold of a transfer that Mooncake may continue after its answer is never dropped here.  Its bytes are freed by the
+3. A value that is not a record of its key is removed when a load finds it, since only then can a put store the record.
+   This may remove a value that another instance put meanwhile, which costs a miss.
+4. The hold of a transfer that Mooncake may continue after its answer is never dropped here.  Its bytes are freed by the
    end of this process; `quiesce` "never" tells the server to kill the adapter host for that.
 
 Mooncake's options are not interpreted here: every field that is not ours goes to `setup` unchanged.
@@ -22,22 +20,25 @@ Mooncake's options are not interpreted here: every field that is not ours goes t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvstrata.errors import ConfigError, StorageError
+from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, RecordError, Verifier, names_of, record_header
 from kvstrata.observability.logging import Thinning
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, FULL, LENGTH, QUEUE_FULL, RAISED, THROTTLED
 from kvstrata.storage.base import (
-    HEAD_BYTES,
+    MIN_RECORD_BYTES,
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -50,7 +51,6 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.storage.media.medium import medium_word
-from kvstrata.storage.media.mooncake.known import KnownRecords
 from kvstrata.storage.media.mooncake.sdk import check_answers, check_nics, import_store
 from kvstrata.storage.work import Work
 from kvstrata.types import KEY_BYTES
@@ -77,7 +77,8 @@ GIVEN_UP_S = 10.0
 """If a transfer fails sooner than this, the other side has reported that it is over.  If it fails later, Mooncake has
 given it up (after 60 s).  Its bytes may then still be written when a stopped process that has the value continues (seen
 over tcp)."""
-LARGEST_RECORD_BYTES = (1 << 32) - 1
+MOST_COUNTED = 1 << 17
+"""Records that `usage` counts; of more, the oldest are forgotten."""
 VERIFIERS = 4
 """Threads that verify the records of a batch, the lane's own thread included."""
 
@@ -122,10 +123,11 @@ class MooncakeAdapter(StorageAdapter):
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
         self._store: Any = None
         self._replicate: Any = None
-        self._largest_bytes = LARGEST_RECORD_BYTES
-        self._known = KnownRecords()
+        self._stored: dict[bytes, int] = {}
+        """The lengths of the last records that this process has put, for `usage`."""
+        self._counting = threading.Lock()
         self._kept: dict[int, Hold] = {}
-        """Holds that are never dropped (invariant 5), by their `id()`."""
+        """Holds that are never dropped (invariant 4), by their `id()`."""
         self._putting: dict[bytes, asyncio.Future[PutStatus]] = {}
         self._work = Work(name)
         self._opened = False
@@ -141,7 +143,6 @@ class MooncakeAdapter(StorageAdapter):
             self._closed = True
             await self._lanes.close()
             raise
-        self._largest_bytes = min(LARGEST_RECORD_BYTES, context.region_bytes)
         self._opened = True
 
     async def close(self) -> None:
@@ -212,31 +213,19 @@ class MooncakeAdapter(StorageAdapter):
 
     # --- the contract ------------------------------------------------------------------------------------
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """Ask the store once for all keys, and once more for keys that it has and whose length is not known here."""
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
+        """Ask the store once for all keys."""
         if reason := self._not_ready():
-            return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
-        try:
-            names = names_of(KEY_PREFIX, keys)
-        except ValueError:  # a key of another length
-            return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
+            return ask.unknown(keys, reason)
+        names = names_of(KEY_PREFIX, split(keys))
         if not names:
-            return []
+            return b""
         asked = self._lanes.submit(Lane.LOOKUP, lambda: self._store.batch_is_exist(names))
         if asked is None:
-            return [Found(Presence.UNKNOWN, 0, THROTTLED)] * len(keys)
-        known = self._known.answers(keys)  # quick; meanwhile the lane's thread wakes and asks
+            return ask.unknown(keys, THROTTLED)
         codes: list[int] = await self._work.own(asked)
-        if codes.count(1) == len(keys) and all(known):
-            return cast("list[Found]", known)
-        found = [_found(code, there) for code, there in zip(codes, known, strict=True)]
-        places = [place for place, answer in enumerate(found) if answer is None]
-        gone = [key for key, code, there in zip(keys, codes, known, strict=True) if there and code == 0]
-        if places or gone:
-            lengths = await self._work.own(self._look_closer([keys[place] for place in places], gone))
-            for place, answer in zip(places, lengths, strict=True):
-                found[place] = answer
-        return cast("list[Found]", found)
+        ask.reason = next((_reason(code) for code in codes if code not in (0, 1)), "")
+        return bytes([code if code in (0, 1) else Presence.UNKNOWN for code in codes])
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Put the records that the store lacks, in one call. A cancelled wait lets the batch go on to its end."""
@@ -259,12 +248,11 @@ class MooncakeAdapter(StorageAdapter):
             outcomes[place] = outcome
         return outcomes
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         """Remove records, even those that the store has leased to readers."""
-        keys = [key for key in keys if len(key) == KEY_BYTES]
         if self._not_ready() or not keys:
             return 0
-        return await self._work.own(self._in_lane(Lane.DELETE, lambda: self._remove(keys).count(_OK)))
+        return await self._work.own(self._in_lane(Lane.DELETE, lambda: self._remove(split(keys)).count(_OK)))
 
     async def clear(self) -> int:
         """Remove the records of all instances. Raises StorageError if the store refuses."""
@@ -276,8 +264,9 @@ class MooncakeAdapter(StorageAdapter):
         return removed
 
     async def usage(self) -> Usage:
-        """The records that this process has put or found: the store cannot tell which of its records are ours."""
-        return self._known.usage()
+        """The last records that this process has put: the store cannot tell which of its records are ours."""
+        with self._counting:
+            return Usage(sum(self._stored.values()), 0, len(self._stored))
 
     # --- on the event loop -------------------------------------------------------------------------------
 
@@ -330,42 +319,7 @@ class MooncakeAdapter(StorageAdapter):
         assert future is not None
         return await future
 
-    async def _look_closer(self, there: list[bytes], gone: list[bytes]) -> list[Found]:
-        """Learn the lengths of keys that the store has (`there`), and forget those of keys that it lacks (`gone`)."""
-        if reason := self._not_ready():
-            return [Found(Presence.UNKNOWN, 0, reason)] * len(there)
-
-        def ask() -> None:
-            self._ask_lengths(there)
-            self._known.forget(gone)
-
-        await self._in_lane(Lane.LOOKUP, ask)
-        return [known or _ABSENT for known in self._known.answers(there)]
-
     # --- in threads of the lanes -------------------------------------------------------------------------
-
-    def _ask_lengths(self, keys: list[bytes]) -> None:
-        """Learn the lengths of stored values; remove those that are too short to be records."""
-        if not keys:
-            return
-        replicas = self._store.batch_get_replica_desc([_name(key) for key in keys])
-        lengths = {key: self._length(_name(key), replicas.get(_name(key), [])) for key in keys}
-        foreign = [key for key, length in lengths.items() if 0 < length < HEAD_BYTES]
-        if foreign:
-            what = "%s: removing %d values that are not records"
-            _thinning.log(log, logging.WARNING, "foreign", what, self.name, len(foreign))
-            self._remove(foreign)
-        self._known.learn(
-            self._largest_bytes, {key: length for key, length in lengths.items() if length >= HEAD_BYTES}
-        )
-
-    def _length(self, name: str, replicas: Sequence[Any]) -> int:
-        for replica in replicas:
-            if replica.is_memory_replica():
-                return int(replica.get_memory_descriptor().buffer_descriptor.size)
-            if replica.is_disk_replica():
-                return int(replica.get_disk_descriptor().object_size)
-        return max(0, self._store.get_size(name)) if replicas else 0
 
     def _write(self, items: list[PutItem]) -> list[PutOutcome]:
         """Put records, whose keys must be distinct."""
@@ -374,10 +328,12 @@ class MooncakeAdapter(StorageAdapter):
             absent = [item for item, code in zip(items, there, strict=True) if code != 1]
             codes = self._transfer(self._store.batch_put_from, absent, self._replicate)
             stored = {item.key: code for item, code in zip(absent, codes, strict=True)}
-            self._known.learn(
-                self._largest_bytes,
-                {item.key: item.hold.length for item in absent if stored[item.key] == _OK},
-            )
+            with self._counting:
+                self._stored.update(
+                    {item.key: item.hold.length for item in absent if stored[item.key] == _OK}
+                )
+                for key in list(itertools.islice(self._stored, max(0, len(self._stored) - MOST_COUNTED))):
+                    del self._stored[key]
             return [_put_outcome(stored.get(item.key, _EXISTS)) for item in items]
         finally:
             self._drop(items)
@@ -397,7 +353,7 @@ class MooncakeAdapter(StorageAdapter):
             self._drop(items)
 
     def _transfer(self, call: Any, items: Sequence[PutItem | LoadItem], *more: Any) -> list[int]:
-        """The codes of one call. Extents that Mooncake may still read or write after it stay held (invariant 5)."""
+        """The codes of one call. Extents that Mooncake may still read or write after it stay held (invariant 4)."""
         holds = [item.hold for item in items]
         begun_s = time.monotonic()
         codes: list[int] = call(
@@ -421,34 +377,32 @@ class MooncakeAdapter(StorageAdapter):
 
     def _sound(self, items: list[LoadItem], codes: list[int]) -> set[int]:
         """Indices of the items that were read whole and are sound records of their keys."""
-        read = [place for place, code in enumerate(codes) if code == items[place].hold.length]
-        records = [(items[place].hold.address, items[place].hold.length, items[place].key) for place in read]
+        read = [place for place, code in enumerate(codes) if code > 0]
+        records = [(items[place].hold.address, codes[place], items[place].key) for place in read]
         outcomes = self._verifier.verify_stored(records)
         return {place for place, outcome in zip(read, outcomes, strict=True) if outcome == CopyOutcome.OK}
 
     def _not_loaded(self, key: bytes, hold: Hold, code: int) -> LoadOutcome:
         """The outcome of an item that is absent or not sound; `code` is the number of bytes read, or an error."""
         if code in (_NO_OBJECT, _NO_REPLICA_YET, _REPLICA_GONE):
-            self._known.forget([key])
             return LoadOutcome(LoadStatus.ABSENT)
         if code < 0 and code != _PARAMETERS:
             return LoadOutcome(LoadStatus.FAILED, _reason(code))
-        if code != hold.length and self._is_record_of_another_length(key, hold):
-            self._known.forget([key])
+        if code < 0 and self._is_longer_record(key, hold):
             return LoadOutcome(LoadStatus.FAILED, LENGTH)
         [removed] = self._remove([key])
         if removed == _NO_OBJECT:  # somebody else removed the value while it was being read
             return LoadOutcome(LoadStatus.ABSENT)
         return LoadOutcome(LoadStatus.CORRUPT)
 
-    def _is_record_of_another_length(self, key: bytes, hold: Hold) -> bool:
+    def _is_longer_record(self, key: bytes, hold: Hold) -> bool:
         """Whether the stored value's headers are those of a record of that key; overwrites the start of the extent."""
         name = _name(key)
         stored_bytes = self._store.get_size(name)
-        if hold.length < HEAD_BYTES or stored_bytes < HEAD_BYTES or stored_bytes == hold.length:
+        if not MIN_RECORD_BYTES <= hold.length < stored_bytes:
             return False
-        ranges = ([hold.address], [[name]], [[[0]]], [[[0]]], [[[HEAD_BYTES]]])
-        if self._store.get_into_ranges(*ranges) != [[[HEAD_BYTES]]]:
+        ranges = ([hold.address], [[name]], [[[0]]], [[[0]]], [[[MIN_RECORD_BYTES]]])
+        if self._store.get_into_ranges(*ranges) != [[[MIN_RECORD_BYTES]]]:
             return False
         try:
             header = record_header(hold.address, stored_bytes)
@@ -457,23 +411,18 @@ class MooncakeAdapter(StorageAdapter):
         return header.key == key and header.header_bytes + header.stored_bytes == stored_bytes
 
     def _remove(self, keys: Sequence[bytes]) -> list[int]:
-        self._known.forget(keys)
+        with self._counting:
+            for key in keys:
+                self._stored.pop(key, None)
         return list(self._store.batch_remove([_name(key) for key in keys], True))
 
     def _remove_all(self) -> int:
-        self._known.clear()
+        with self._counting:
+            self._stored.clear()
         return int(self._store.remove_by_regex(f"^{KEY_PREFIX}.*", True))
 
 
-_ABSENT = Found(Presence.ABSENT)
 _LOADED = LoadOutcome(LoadStatus.LOADED)
-
-
-def _found(code: int, known: Found | None) -> Found | None:
-    """The meaning of a code of `batch_is_exist`; None: the store has the key, but its length is not known here."""
-    if code == 1:
-        return known
-    return _ABSENT if code == 0 else Found(Presence.UNKNOWN, 0, _reason(code))
 
 
 def _put_outcome(code: int) -> PutOutcome:

@@ -36,13 +36,14 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from kvstrata.errors import ConfigError, StorageError
+from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, verify_stored_record
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, MISMATCH, QUEUE_FULL, THROTTLED
 from kvstrata.storage.base import (
-    HEAD_BYTES,
+    MIN_RECORD_BYTES,
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -115,10 +116,12 @@ class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(NamedTuple):
-    """The outcome of reading one part of a record."""
+    """The outcome of reading one part of the room for a record."""
 
     status: LoadStatus
     reason: str = ""
+    size: int = 0
+    """Bytes of the whole object; 0: the object ends before this part."""
     e_tag: str | None = None
 
 
@@ -127,9 +130,7 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def __init__(self, settings: ObjectStoreSettings, *, name: str = "object_store") -> None:
         self.name = name
-        self.capabilities = Capabilities(
-            persistent=True, shared=True, medium=settings.medium, max_batch=64, has_heads=True
-        )
+        self.capabilities = Capabilities(persistent=True, shared=True, medium=settings.medium, max_batch=64)
         self.settings = settings
         self._lanes = Lanes(
             name,
@@ -199,14 +200,14 @@ class ObjectStoreAdapter(StorageAdapter):
 
     # -- the contract: each batch is a task of the adapter, and a cancelled call ends only its wait --------
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Send a HEAD for each key, concurrently in the lookup lane."""
-        closed, full = (Found(Presence.UNKNOWN, 0, reason) for reason in (CLOSED, THROTTLED))
-        return await self._ask(keys, self._find, closed, full)
-
-    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Read the first bytes of each record, concurrently in the lookup lane."""
-        return await self._ask(keys, self._read_head, b"", b"")
+        if self._closed:
+            return ask.unknown(keys, CLOSED)
+        full = Presence.UNKNOWN, THROTTLED
+        found = await self._work.own(self._each(Lane.LOOKUP, self._find, split(keys), lambda key: full))
+        ask.reason = next((reason for _, reason in found if reason), "")
+        return bytes([presence for presence, _ in found])
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Put the records, divided among the threads of the lane."""
@@ -223,11 +224,11 @@ class ObjectStoreAdapter(StorageAdapter):
             return [dropped(item, LoadOutcome(LoadStatus.FAILED, CLOSED)) for item in items]
         return await self._work.own(asyncio.gather(*map(self._load_one, items)))
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         """Remove in bulk the records that a HEAD finds."""
         if self._closed:
             return 0
-        paths = [path_of(key) for key in dict.fromkeys(keys) if len(key) == KEY_BYTES]
+        paths = [path_of(key) for key in dict.fromkeys(split(keys))]
         return await self._work.own(self._in_lane(Lane.DELETE, lambda: self._delete(paths)))
 
     async def clear(self) -> int:
@@ -269,11 +270,6 @@ class ObjectStoreAdapter(StorageAdapter):
         waits = [self._lanes.submit(lane, functools.partial(work, one)) for one in asked]
         return [refused(one) if wait is None else await wait for one, wait in zip(asked, waits, strict=True)]
 
-    async def _ask(self, keys: Sequence[bytes], ask: Callable[[bytes], T], closed: T, full: T) -> list[T]:
-        if self._closed:
-            return [closed] * len(keys)
-        return await self._work.own(self._each(Lane.LOOKUP, ask, keys, lambda key: full))
-
     async def _load_one(self, item: LoadItem) -> LoadOutcome:
         if item.hold.length > self.settings.part_bytes:
             return await self._load_parts(item)
@@ -295,22 +291,14 @@ class ObjectStoreAdapter(StorageAdapter):
 
     # -- in the lanes' threads -----------------------------------------------------------------------------
 
-    def _find(self, key: bytes) -> Found:
-        if len(key) != KEY_BYTES:
-            return Found(Presence.UNKNOWN, 0, BAD_ITEM)
+    def _find(self, key: bytes) -> tuple[Presence, str]:
         try:
             size = self._size(path_of(key))
         except _ERRORS as error:
-            return Found(Presence.UNKNOWN, 0, self._note(error))
-        if size is None or not HEAD_BYTES <= size <= LONGEST_BYTES:  # not a record; the next put replaces it
-            return Found(Presence.ABSENT)
-        return Found(Presence.PRESENT, size)
-
-    def _read_head(self, key: bytes) -> bytes:
-        try:
-            return bytes(obstore.get_range(self._store, path_of(key), start=0, end=HEAD_BYTES))
-        except _ERRORS:
-            return b""
+            return Presence.UNKNOWN, self._note(error)
+        if size is None or not MIN_RECORD_BYTES <= size <= LONGEST_BYTES:
+            return Presence.ABSENT, ""  # not a record; the next put replaces it
+        return Presence.PRESENT, ""
 
     def _write(self, item: PutItem) -> PutOutcome:
         if len(item.key) != KEY_BYTES:
@@ -361,32 +349,35 @@ class ObjectStoreAdapter(StorageAdapter):
         except FileNotFoundError:
             return None
 
-    def _fetch(self, path: str, begin: int, target: memoryview, length: int) -> tuple[int, str | None]:
-        """Read a part of an object that has `length` bytes. Returns and raises what `_head` does, or ValueError."""
-        whole = len(target) == length
+    def _fetch(self, path: str, begin: int, target: memoryview, room: int) -> tuple[int, str | None]:
+        """Read what the object has of a part of `room` bytes, unless it has more bytes in all.
+
+        Returns and raises what `_head` does, or ValueError.
+        """
+        whole = len(target) == room
         options = None if whole else {"range": (begin, begin + len(target))}
         found = obstore.get(self._store, path, options=options)
         size: int = found.meta["size"]
-        if size == length:
-            target[:] = found.bytes()
+        if size <= room:
+            target[: size - begin] = found.bytes()
         return size, found.meta["e_tag"]
 
     def _read(self, item: LoadItem, begin: int, end: int) -> Part:
         """Read one part of a record into its extent."""
         if len(item.key) != KEY_BYTES:
             return Part(LoadStatus.FAILED, BAD_ITEM)
-        length = item.hold.length
+        room = item.hold.length
         try:
-            size, e_tag = self._fetch(path_of(item.key), begin, item.hold.view()[begin:end], length)
+            size, e_tag = self._fetch(path_of(item.key), begin, item.hold.view()[begin:end], room)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 return Part(LoadStatus.FAILED, self._note(error))
             return Part(LoadStatus.ABSENT)
         except (*_ERRORS, ValueError) as error:  # ValueError: fewer bytes came than were announced
             if RANGE.search(str(error)):  # the object ends before this part
-                return Part(LoadStatus.CORRUPT)
+                return Part(LoadStatus.LOADED if begin else LoadStatus.CORRUPT)
             return Part(LoadStatus.FAILED, self._note(error))
-        return Part(LoadStatus.LOADED if size == length else LoadStatus.CORRUPT, "", e_tag)
+        return Part(LoadStatus.LOADED if size <= room else LoadStatus.CORRUPT, "", size, e_tag)
 
     def _load_whole(self, item: LoadItem) -> LoadOutcome:
         return self._judge(item, lambda: [self._read(item, 0, item.hold.length)])
@@ -405,9 +396,9 @@ class ObjectStoreAdapter(StorageAdapter):
                         if status is LoadStatus.CORRUPT:
                             return self._bad(item, part.e_tag)
                         return LoadOutcome(status, part.reason)
-            if len({part.e_tag for part in parts}) > 1:
+            if len({part.e_tag for part in parts if part.size}) > 1:
                 return LoadOutcome(LoadStatus.FAILED, "changed")  # the parts come from two objects
-            verified = verify_stored_record(item.hold.address, item.hold.length, item.key)
+            verified = verify_stored_record(item.hold.address, parts[0].size, item.key)
             if verified == CopyOutcome.OK:
                 return LoadOutcome(LoadStatus.LOADED)
             if verified == CopyOutcome.MISMATCH:
@@ -421,7 +412,7 @@ class ObjectStoreAdapter(StorageAdapter):
         path = path_of(item.key)
         try:
             size, tag = self._head(path)
-            if tag == e_tag if e_tag is not None else size != item.hold.length:
+            if tag == e_tag if e_tag is not None else size < MIN_RECORD_BYTES:
                 self._remove([path])
                 self._count_change(-size, -1)
         except FileNotFoundError:

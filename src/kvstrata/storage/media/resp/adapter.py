@@ -10,7 +10,7 @@ Invariants
 1. Only keys of exactly this form are read, written or removed.
 2. When a connection breaks, the items that are not answered yet fail; answers that have arrived remain valid.
 3. A put sends no payload where a value of the same length exists.  It replaces a value of another length.
-4. A value that is not a record of its key, or has another length than asked for, is read again and removed in one
+4. A value that is not a record of its key, or longer than the room for it, is read again and removed in one
    transaction, so that a good value that somebody has put meanwhile stays.
 5. The server evicts, and says when it is full; nothing here deletes records to make room.
 
@@ -30,13 +30,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvstrata.errors import ConfigError, StorageError
+from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, verify_stored_record
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, FULL, MISMATCH, QUEUE_FULL, THROTTLED, TOO_LARGE
 from kvstrata.storage.base import (
-    HEAD_BYTES,
     AdapterContext,
+    Ask,
     Capabilities,
-    Found,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -59,7 +59,7 @@ from kvstrata.storage.media.resp.connection import (
     ServerError,
     command,
 )
-from kvstrata.storage.media.resp.pipeline import SHORT_BYTES, Answer, BadValue, Pipelines
+from kvstrata.storage.media.resp.pipeline import Answer, BadValue, Pipelines
 from kvstrata.storage.media.resp.replies import fields_of, number_in, reason_of
 from kvstrata.storage.media.resp.servers import Address, RespServers, Servers
 from kvstrata.storage.work import Work
@@ -108,7 +108,6 @@ class RespAdapter(StorageAdapter):
                 hosts=map(str, servers.addresses),
             ),
             max_batch=64,
-            has_heads=True,
         )
         self.settings = settings
         self._prefix = settings.key_prefix.encode()
@@ -163,16 +162,21 @@ class RespAdapter(StorageAdapter):
 
     # -- the contract, on the event loop -------------------------------------------------------------------
 
-    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Ask for the STRLEN of each key."""
-        bad = Found(Presence.UNKNOWN, 0, CLOSED if self._closed else BAD_ITEM)
-        return await self._work.own(
-            self._batch(Lane.LOOKUP, keys, self._find, bad, Found(Presence.UNKNOWN, 0, THROTTLED))
+        if self._closed:
+            return ask.unknown(keys, CLOSED)
+        words = await self._work.own(
+            self._batch(
+                Lane.LOOKUP,
+                split(keys),
+                self._find,
+                (Presence.UNKNOWN, CLOSED),
+                (Presence.UNKNOWN, THROTTLED),
+            )
         )
-
-    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Read the first bytes of each record."""
-        return await self._work.own(self._batch(Lane.LOOKUP, keys, self._read_heads, b"", b""))
+        ask.reason = next((reason for _, reason in words if reason), "")
+        return bytes([presence for presence, _ in words])
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """SET the records that are absent."""
@@ -188,9 +192,9 @@ class RespAdapter(StorageAdapter):
             self._batch(Lane.LOAD, items, self._load, bad, LoadOutcome(LoadStatus.FAILED, THROTTLED))
         )
 
-    async def delete(self, keys: Sequence[bytes]) -> int:
+    async def delete(self, keys: bytes) -> int:
         """UNLINK."""
-        return sum(await self._work.own(self._batch(Lane.DELETE, keys, self._unlink, 0, 0)))
+        return sum(await self._work.own(self._batch(Lane.DELETE, split(keys), self._unlink, 0, 0)))
 
     async def clear(self) -> int:
         """Remove the records under our prefix, which SCAN finds. Raises StorageError if a server does not answer."""
@@ -251,30 +255,21 @@ class RespAdapter(StorageAdapter):
 
     # -- in the lanes' threads -----------------------------------------------------------------------------
 
-    def _find(self, keys: list[bytes]) -> list[Found]:
+    def _find(self, keys: list[bytes]) -> list[tuple[Presence, str]]:
         return [self._found(answer) for answer in self._lengths(keys)]
 
-    def _found(self, answer: Answer) -> Found:
+    def _found(self, answer: Answer) -> tuple[Presence, str]:
         if isinstance(answer, int):
-            return Found(Presence.PRESENT, answer) if 0 < answer <= MAX_VALUE_BYTES else _ABSENT
+            return (Presence.PRESENT if 0 < answer <= MAX_VALUE_BYTES else Presence.ABSENT), ""
         if isinstance(answer, LinkLost):
-            return Found(Presence.UNKNOWN, 0, answer.reason)
+            return Presence.UNKNOWN, answer.reason
         assert not isinstance(answer, BadValue)
         if isinstance(answer, ServerError) and answer.code == "WRONGTYPE":
-            return _ABSENT
-        return Found(Presence.UNKNOWN, 0, self._refused(answer))
+            return Presence.ABSENT, ""
+        return Presence.UNKNOWN, self._refused(answer)
 
     def _lengths(self, keys: Sequence[bytes]) -> list[Answer]:
         return self._pipelines.exchange(keys, self._pipelines.about(b"STRLEN"))
-
-    def _read_heads(self, keys: list[bytes]) -> list[bytes]:
-        last = b"%d" % (HEAD_BYTES - 1)
-        answers = self._pipelines.exchange(
-            keys,
-            self._pipelines.about(b"GETRANGE", b"0", last),
-            [HEAD_BYTES + SHORT_BYTES] * len(keys),
-        )
-        return [answer[:HEAD_BYTES] if isinstance(answer, bytes) else b"" for answer in answers]
 
     def _unlink(self, keys: list[bytes]) -> list[int]:
         answers = self._pipelines.exchange(keys, self._pipelines.about(b"UNLINK"))
@@ -383,11 +378,11 @@ class RespAdapter(StorageAdapter):
         length = link.value_length()
         if not isinstance(length, int):
             return BadValue() if isinstance(length, ServerError) and length.code == "WRONGTYPE" else length
-        if length != item.hold.length:
+        if length > item.hold.length:
             link.skip(length)
             return BadValue()
         with item.hold.view() as view:
-            link.read_into(view)
+            link.read_into(view[:length])
         verified = CopyOutcome(verify_stored_record(item.hold.address, length, item.key))
         return length if verified is CopyOutcome.OK else BadValue(verified)
 
@@ -493,9 +488,6 @@ class RespAdapter(StorageAdapter):
             return Usage(0, 0, 0)
         caps = [cap for cap in (min(capacity_bytes, LARGEST_NUMBER), self.settings.capacity_bytes) if cap]
         return Usage(min(used_bytes, LARGEST_NUMBER), min(caps, default=0), min(records, LARGEST_NUMBER))
-
-
-_ABSENT = Found(Presence.ABSENT)
 
 
 def _drop(one: Any) -> None:

@@ -1,1 +1,0 @@
-"""Tiers in service, and the controllers that move chunks between them and L1."""

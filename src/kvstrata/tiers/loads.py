@@ -1,0 +1,865 @@
+"""Loads: from keys that L1 misses to records loaded out of the tiers.
+
+    fetch ─▶ plan: ask L1, then each tier ─▶ gate ─▶ reserve what fits now ─▶ load ─▶ finish ─▶ the prefix grows
+                        ▲                                                       │
+                        └────────── the tiers that come after ◀── lost ─────────┘
+
+A fetch asks the tiers how far the prefix goes, reserves extents for the chunks that fit now, loads the holes in batches
+and makes each loaded chunk visible at once.  It answers when the prefix is decided or at its deadline; loads that are
+under way then go on, and their chunks become visible without a lease.
+
+Keys are chunk-major: key number `i` belongs to chunk `i // n_slices` and slice `i % n_slices`.  The prefix ends before
+the first chunk that has a slice which is neither in L1 nor in any tier.  Slices with a span (keys/spans.py) are needed
+at the prefix's end only, and may move the end forward.  A *hole* is a key of the prefix that is in a tier but not in
+L1.
+
+Invariants
+1. No fetch waits while it holds a reservation that is not being loaded: it asks for room in L1 only after it has passed
+   the tier's gate, and a refusal ends the prefix.
+2. A key is loaded once at a time; other fetches that need it wait for that load.
+3. Every reserved item ends in a commit or is given back (LoadBatch).  Its hold goes to the tier; an item that was given
+   back stays quarantined until the tier has dropped the hold.
+4. At most `max_in_flight` fetches whose callers wait load from one tier at a time, with at most `in_flight_bytes` under
+   way.  These bytes and those stuck in tiers bound the server's own reservations: the pool sets no limit for row 0.  A
+   fetch past its deadline goes on only while no other fetch waits at the gate.
+5. A tier that does not answer `exists` within its share of the time (`PrefetchLimits`) is passed over.
+6. A fetch asks the tiers that are active when it begins, in their order.
+7. No turn of the loop looks at more than about PART_KEYS keys: a fetch keeps a byte for each key, and everything that
+   concerns all of them is a single call on these bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import logging
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from kvstrata import failpoints
+from kvstrata.clock import Clock
+from kvstrata.keys.batch import split
+from kvstrata.keys.spans import longest
+from kvstrata.native.core import LoadBatch, LoadRequest, Pool
+from kvstrata.observability.numbers import Numbers, counter, gauge, parts_by
+from kvstrata.policy.reasons import DEADLINE, LENGTH, miss_reason
+from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
+from kvstrata.storage.base import Ask, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tier import Tier, TierState
+from kvstrata.types import KEY_BYTES, MissReason
+
+log = logging.getLogger(__name__)
+
+PART_KEYS = 1024
+"""Keys in one call of `exists`."""
+MAX_ITEMS = 64
+"""Records in one batch, if the tier takes so many."""
+WINDOW_CHUNKS = 128
+"""Chunks whose windows are asked for at a time, from the end of the prefix towards its start."""
+MAX_WAITING = 1024
+"""Fetches that may wait at one gate; more are refused."""
+TIER_PATIENCE_S = 0.5
+
+# What a fetch knows of a key (`Fetch.known`), and how far its loading has come (`Fetch.state`).  A number from
+# _TIER on stands for a tier: `known`: the nearest tier that has the key; `state`: the tier from which it waits to be
+# loaded.
+_NOT_ASKED, _IN_L1, _ABSENT, _UNKNOWN = range(4)
+_DONE, _BUSY, _FAILED = range(3)
+"""_DONE: in L1 or not needed; _BUSY: it is being loaded, or looked for in the next tier."""
+_TIER = 8
+_MAX_TIERS = 256 - _TIER
+_PRESENT, _NOBODY_KNOWS = int(Presence.PRESENT), int(Presence.UNKNOWN)
+_MISSING = re.compile(rb"[\x00\x02\x03]")
+_WAITING = re.compile(rb"[\x08-\xff]")
+_HOLES = bytes(number if number >= _TIER else _DONE for number in range(256))
+"""From `known` to `state`."""
+_MARKS = bytes(number >= _TIER for number in range(256))
+_GIVEN_UP = bytes(min(number, _BUSY) if number >= _TIER else number for number in range(256))
+
+
+class PrefetchLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one instance's loads."""
+
+    in_flight_bytes: int
+    """Bytes that one tier may be loading at a time; a single batch may exceed it."""
+    max_in_flight: int = 8
+    """Fetches that load from one tier at a time."""
+    batch_bytes: int = 64 << 20
+    """Maximum number of bytes of a batch; never more than half of `in_flight_bytes`."""
+    patience_share: float = 0.25
+    """Share of the remaining time that a tier gets to answer `exists` if other tiers come after it."""
+    patience_s: float = TIER_PATIENCE_S
+    """Longest time that `patience_share` may give."""
+
+
+class FetchOutcome(NamedTuple):
+    """The answer of a fetch."""
+
+    n_chunks: int
+    """How many leading chunks of the fetch are in L1 now."""
+    l2_chunks: int
+    """How many of these were not in L1, or not in all slices, when the fetch began."""
+    reason: MissReason | Literal[""]
+    """Why the first chunk that is not in L1 is missing; empty if all are."""
+    detail: str = ""
+
+
+class Plan(NamedTuple):
+    """How far the prefix goes, and why not further."""
+
+    n_chunks: int
+    reason: MissReason | Literal[""] = ""
+    detail: str = ""
+
+
+class Fetch:
+    """One fetch: its keys, what is known of each, and how far the prefix is ready. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        keys: bytes,
+        request: LoadRequest,
+        limits: Sequence[int],
+        deadline_s: float,
+        tiers: list[Tier],
+        *,
+        spans: Sequence[int] = (),
+        tails: bool = False,
+        owner: bytes = b"",
+    ) -> None:
+        self.pool = pool
+        self.keys = keys
+        self.request = request
+        self.limits = limits
+        """For each slice the room for a record."""
+        self.n_slices = len(limits)
+        self.n_keys = len(keys) // KEY_BYTES
+        self.deadline_s = deadline_s
+        self.tiers = tiers
+        """The tiers that it asks, in order."""
+        self.spans = spans if any(spans) else ()
+        """For each slice how many of the last chunks are needed, 0: all; () if all are in each slice."""
+        self.tails = tails
+        """The keys are those of tails."""
+        self.owner = owner
+        """See Ask."""
+        self._leading, self._each = Ask(each=tails, owner=owner), Ask(each=True, owner=owner)
+        self.known = bytearray(self.n_keys)
+        self.unknown: dict[int, str] = {}
+        """For keys of which a tier did not say whether it has them: why."""
+        self.plan: Plan | None = None
+        self.state = bytearray()
+        self.running: set[asyncio.Task[None]] = set()
+        self.expired = False
+        """The caller does not wait for the answer any more."""
+        self.abandoned = False
+        """The caller does not want the chunks any more either."""
+        self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.first_failed = self.n_keys
+        """The lowest number of a hole that will not be filled; `n_keys` if there is none."""
+        self._why = ""
+        self._holes = b""
+        """For each key of the plan 1 if it was a hole, else 0."""
+        self._ready = 0
+        """Number of leading keys that are done."""
+        self._at = 0
+        """No key before this one waits to be loaded."""
+
+    def key(self, number: int) -> bytes:
+        """The key of this number."""
+        return self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+
+    def asks_of(self, numbers: Sequence[int]) -> list[Ask]:
+        """How each of these keys is asked for."""
+        spans, n_slices = self.spans, self.n_slices
+        if not spans:
+            return [self._leading] * len(numbers)
+        return [self._each if spans[number % n_slices] else self._leading for number in numbers]
+
+    def keys_of(self, numbers: Sequence[int]) -> bytes:
+        """The keys of these numbers."""
+        if isinstance(numbers, range):
+            return self.keys[numbers.start * KEY_BYTES : numbers.stop * KEY_BYTES]
+        keys = self.keys
+        return b"".join([keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in numbers])
+
+    def is_present(self, chunk: int, number: int) -> bool:
+        """Whether L1 or a tier has this chunk of the slice, as far as is known."""
+        known = self.known[chunk * self.n_slices + number]
+        return known == _IN_L1 or known >= _TIER
+
+    def look_in_l1(self, numbers: Sequence[int]) -> None:
+        """Note which of these keys are in L1."""
+        found = self.pool.has(self.keys_of(numbers))
+        if isinstance(numbers, range):
+            self.known[numbers.start : numbers.stop] = found
+        elif 1 in found:
+            for i, in_l1 in zip(numbers, found, strict=True):
+                if in_l1:
+                    self.known[i] = _IN_L1
+
+    def planned(self, plan: Plan) -> None:
+        """Set the holes, once L1 and the tiers have answered."""
+        n_slices, n_chunks = self.n_slices, plan.n_chunks
+        self.plan = plan
+        self.state = state = self.known[: n_chunks * n_slices].translate(_HOLES)
+        for number, span in enumerate(self.spans):
+            if span and (skipped := n_chunks - span) > 0:
+                state[number : skipped * n_slices : n_slices] = bytes(skipped)
+        self._holes = bytes(state.translate(_MARKS))
+        self._advance()
+
+    def next_batch(self, max_bytes: int) -> list[int]:
+        """Numbers of the next holes that wait for one tier, within the bounds, at least one; none if no hole waits."""
+        state, limits = self.state, self.limits
+        waiting = _WAITING.search(state, self._at)
+        self._at = at = waiting.start() if waiting else len(state)
+        numbers: list[int] = []
+        batch_bytes = 0
+        while waiting and state[waiting.start()] == state[at]:
+            number = waiting.start()
+            batch_bytes += limits[number % self.n_slices]
+            if numbers and batch_bytes > max_bytes:
+                break
+            numbers.append(number)
+            if len(numbers) >= min(MAX_ITEMS, self.tier_of(at).capabilities.max_batch):
+                break
+            waiting = _WAITING.search(state, number + 1)
+        return numbers
+
+    def tier_of(self, number: int) -> Tier:
+        """The nearest tier that has this hole."""
+        return self.tiers[self.known[number] - _TIER]
+
+    def bytes_of(self, numbers: Sequence[int]) -> int:
+        """The room that these holes need."""
+        return sum([self.limits[number % self.n_slices] for number in numbers])
+
+    def busy(self, numbers: Sequence[int]) -> None:
+        """Note that these holes are being loaded."""
+        for number in numbers:
+            self.state[number] = _BUSY
+
+    def there(self, numbers: Sequence[int]) -> None:
+        """Note that these holes are filled, by a load or because the chunks came to L1 meanwhile."""
+        for number in numbers:
+            self.state[number] = _DONE
+        self._advance()
+
+    def failed(self, numbers: Sequence[int], reason: str) -> None:
+        """Note that these holes will not be filled: the prefix ends there."""
+        for number in numbers:
+            self.state[number] = _FAILED
+            if number < self.first_failed:
+                self.first_failed, self._why = number, reason
+        self._advance()
+
+    def again(self, numbers: Sequence[int], tier: int) -> None:
+        """Let these holes wait again, now for another tier."""
+        for number in numbers:
+            self.known[number] = self.state[number] = _TIER + tier
+            self._at = min(self._at, number)
+
+    def give_up(self) -> None:
+        """Let no hole wait any more."""
+        self.state[:] = self.state.translate(_GIVEN_UP)
+
+    def outcome(self) -> FetchOutcome:
+        """The answer now: how far the prefix is ready and has its windows, and why not further."""
+        assert self.plan is not None
+        n_slices, ready = self.n_slices, self._ready
+        n_chunks, reason, detail = self.plan
+        if ready < len(self.state):
+            n_chunks = longest(
+                ready // n_slices,
+                self.spans,
+                lambda chunk, number: self.pool.peek(self.key(chunk * n_slices + number), 1) == 1,
+            )
+            detail = self._why if self.state[ready] == _FAILED else DEADLINE
+            reason = miss_reason(detail)
+        filled = 0
+        for number in range(n_slices):  # a chunk counts if a hole of any slice was filled
+            end = min(ready, n_chunks * n_slices)
+            row = self._holes[:end].ljust(n_chunks * n_slices, b"\0")[number::n_slices]
+            filled |= int.from_bytes(row, "little")
+        return FetchOutcome(n_chunks, filled.bit_count(), reason, detail)
+
+    def _advance(self) -> None:
+        rest = self.state[self._ready :]
+        self._ready += len(rest) - len(rest.lstrip(b"\0"))
+        is_last = self._ready == len(self.state)
+        if not self.decided.done() and (is_last or self.state[self._ready] == _FAILED):
+            self.decided.set_result(None)
+
+
+class Gate(Numbers):
+    """Bounds how many fetches load from one tier at a time, and how many bytes they load; first come, first served.
+
+    A fetch enters the gate before it reserves room in L1, so that no fetch waits while it holds a reservation.  A fetch
+    past its deadline gives up its place to any other fetch.
+    """
+
+    loading_bytes = gauge("Bytes being loaded from this adapter.")
+    waiting = gauge(
+        "Fetches that wait for their turn on this adapter.",
+        lambda gate: len(gate._waiters),
+        name="waiting_fetches",
+    )
+
+    def __init__(self, slots: int, limit_bytes: int) -> None:
+        self._slots = slots
+        self._limit_bytes = limit_bytes
+        self._inside: set[Fetch] = set()
+        self._waiters: collections.deque[tuple[Fetch, int, asyncio.Future[bool]]] = collections.deque()
+
+    async def enter(self, fetch: Fetch, need_bytes: int) -> bool:
+        """Wait for a place. False if the fetch's time is over first or too many fetches wait."""
+        if not fetch.expired:
+            self._give_up(lambda waiter: waiter.expired)
+        if not self._waiters and self._try(fetch, need_bytes):
+            return True
+        if len(self._waiters) >= MAX_WAITING or (fetch.expired and self._waiters):
+            return False
+        place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiters.append((fetch, need_bytes, place))
+        return await place
+
+    def expire(self, fetch: Fetch) -> None:
+        """Free the slot of a fetch whose caller has gone, and its place in the queue if others wait there."""
+        if fetch.abandoned or any(not waiter.expired for waiter, _, _ in self._waiters):
+            self._give_up(lambda waiter: waiter is fetch)
+        self.leave(fetch)
+
+    def leave(self, fetch: Fetch) -> None:
+        """Free the fetch's slot."""
+        self._inside.discard(fetch)
+        self._admit()
+
+    def ended(self, freed_bytes: int) -> None:
+        """Free the bytes of a batch that was loaded or failed."""
+        self.loading_bytes -= freed_bytes
+        self._admit()
+
+    def _try(self, fetch: Fetch, need_bytes: int) -> bool:
+        if fetch not in self._inside and len(self._inside) >= self._slots:
+            return False
+        if self.loading_bytes and self.loading_bytes + need_bytes > self._limit_bytes:
+            return False
+        if not fetch.expired:
+            self._inside.add(fetch)
+        self.loading_bytes += need_bytes
+        return True
+
+    def _give_up(self, which: Callable[[Fetch], bool]) -> None:
+        for waiter, _, place in self._waiters:
+            if which(waiter) and not place.done():
+                place.set_result(False)
+        self._waiters = collections.deque(entry for entry in self._waiters if not entry[2].done())
+
+    def _admit(self) -> None:
+        while self._waiters:
+            fetch, need_bytes, place = self._waiters[0]
+            if not place.done():
+                if not self._try(fetch, need_bytes):
+                    return
+                place.set_result(True)
+            self._waiters.popleft()
+
+
+class _Load:
+    """A batch under way, and for each key that it did not load the reason why not."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.reasons: dict[bytes, str] = {}
+
+
+class PrefetchController(Numbers):
+    """See the module. All methods belong to the event loop."""
+
+    fetches_running = gauge("Lookups and prewarms that are loading now.", lambda self: len(self._fetches))
+    keys_loading = gauge("Records being loaded.", lambda self: len(self._loads))
+    loaded_bytes = counter("Record bytes loaded.")
+    counts = counter(
+        "Fetches, joined (waited for the load of another fetch), loaded, and failures as `reserve:` or `load:` and the "
+        "reason.",
+        "outcome",
+        name="outcomes",
+    )
+    adapters = parts_by("adapter", Gate, lambda self: self._gates)
+
+    def __init__(
+        self,
+        pool: Pool,
+        tiers: TierSet,
+        limits: PrefetchLimits,
+        clock: Clock,
+        lost: Callable[[str, Sequence[bytes]], None],
+        found: Callable[[str, Sequence[bytes]], None] = lambda name, keys: None,
+    ) -> None:
+        """`lost(tier, keys)` is called with records that a tier turned out to lack or to have damaged; `found(tier,
+        keys)` with records that were loaded."""
+        self.limits = limits
+        self._pool = pool
+        self._tiers = tiers
+        self._clock = clock
+        self._lost = lost
+        self._found = found
+        self._gates: dict[str, Gate] = {}
+        """By name of the tier; an open tier has one."""
+        self._batch_bytes = min(limits.batch_bytes, limits.in_flight_bytes // 2)
+        self._loads: dict[bytes, _Load] = {}
+        """By key, the load under way."""
+        self._fetches: dict[Fetch, asyncio.Task[None]] = {}
+        self._stopping = False
+        tiers.use(self._use)
+
+    def _use(self, tier: Tier) -> None:
+        """Take in an open tier: fetches that begin from now on ask it."""
+        gate = Gate(self.limits.max_in_flight, self.limits.in_flight_bytes)
+        tier.users["loads"] = self._gates[tier.name] = gate
+
+    # -- from lookups, prewarms and controllers ------------------------------------------------------------
+
+    async def fetch(
+        self,
+        keys: bytes,
+        n_slices: int,
+        *,
+        identity: bytes,
+        tenant: int,
+        deadline_s: float,
+        limits: Sequence[int],
+        parent: bytes = b"",
+        budget_bytes: int | None = None,
+        spans: Sequence[int] = (),
+        owner: bytes = b"",
+    ) -> FetchOutcome:
+        """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into L1.
+
+        `identity` is the 32-byte root that the records must name, `tenant` the tenant that the bytes count for,
+        `parent` the keys of the chunk before (one per slice, empty at the start of a prompt), `deadline_s` a time of
+        the prefetch controller's clock.  `budget_bytes` limits the bytes that are loaded (prewarm).  `limits` has for
+        each slice the length of a whole chunk's record, which is the room for each record; 0 if it is not known, and
+        then nothing can be loaded.  Of slices with a span (`spans`, see keys/spans.py) only what a hit needs is loaded.
+        `owner`: see Ask.
+        Cancelling ends the wait and every load that has not begun.
+        """
+        assert len(limits) == n_slices
+        if self._stopping:
+            return FetchOutcome(0, 0, miss_reason("stopping"), "stopping")
+        if not all(limits):
+            return FetchOutcome(0, 0, miss_reason(LENGTH), LENGTH)
+        request = LoadRequest(keys, parent, limits, identity, tenant)
+        fetch = Fetch(self._pool, keys, request, limits, deadline_s, self._active(), spans=spans, owner=owner)
+        return await self._fetch(fetch, budget_bytes)
+
+    async def _fetch(self, fetch: Fetch, budget_bytes: int | None) -> FetchOutcome:
+        self.counts["fetches"] += 1
+        task = asyncio.create_task(self._run(fetch, budget_bytes), name="fetch")
+        self._fetches[fetch] = task
+        task.add_done_callback(functools.partial(self._fetch_ended, fetch))
+        try:
+            left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
+            await asyncio.wait({task, fetch.decided}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            fetch.abandoned = True
+            raise
+        finally:
+            fetch.expired = True
+            for tier in fetch.tiers:
+                self._gates[tier.name].expire(fetch)
+        if fetch.plan is not None:
+            return fetch.outcome()
+        failed = task.done() and not task.cancelled() and task.exception() is not None
+        detail = "internal" if failed else DEADLINE
+        return FetchOutcome(0, 0, miss_reason(detail), detail)
+
+    async def fetch_one_of(
+        self,
+        alternatives: Sequence[bytes],
+        n_slices: int,
+        *,
+        identity: bytes,
+        tenant: int,
+        parent: bytes,
+        deadline_s: float,
+        limits: Sequence[int],
+    ) -> int:
+        """Bring the first tail that the tiers have into L1. `alternatives` are the storage keys of each tail.
+
+        Returns its number, or -1 if they have none, or do not load it in time.  See `fetch` for the arguments.
+        """
+        assert len(limits) == n_slices
+        if not all(limits):
+            return -1
+
+        def tail_fetch(keys: bytes) -> Fetch:
+            request = LoadRequest(keys, parent, limits, identity, tenant, tail=True)
+            return Fetch(self._pool, keys, request, limits, deadline_s, self._active(), tails=True)
+
+        asked = tail_fetch(b"".join(alternatives))
+        asked.look_in_l1(range(asked.n_keys))
+        await self._ask_all(asked, [i for i in range(asked.n_keys) if not asked.known[i]])
+        number = next(
+            (
+                chunk
+                for chunk in range(len(alternatives))
+                if all(asked.is_present(chunk, slice_number) for slice_number in range(n_slices))
+            ),
+            -1,
+        )
+        if number < 0 or self._stopping:
+            return -1
+        return number if (await self._fetch(tail_fetch(alternatives[number]), None)).n_chunks else -1
+
+    async def idle(self) -> None:
+        """Returns when no fetch is under way."""
+        while self._fetches:
+            await asyncio.wait(set(self._fetches.values()))
+
+    async def stop(self, drain_s: float) -> None:
+        """Begin no more loads, give those under way `drain_s` seconds, abort the rest. Idempotent."""
+        self._stopping = True
+        try:
+            await asyncio.wait_for(self.idle(), drain_s)
+        except TimeoutError:
+            tasks = list(self._fetches.values())
+            for fetch in self._fetches:
+                tasks += fetch.running
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- one fetch -----------------------------------------------------------------------------------------
+
+    def _active(self) -> list[Tier]:
+        """The tiers that answer lookups now, nearest first."""
+        return [tier for tier in self._tiers if tier.state is TierState.ACTIVE][:_MAX_TIERS]
+
+    def _fetch_ended(self, fetch: Fetch, task: asyncio.Task[None]) -> None:
+        del self._fetches[fetch]
+        for tier in fetch.tiers:
+            self._gates[tier.name].leave(fetch)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a fetch failed because of a bug in kvstrata", exc_info=task.exception())
+
+    async def _run(self, fetch: Fetch, budget_bytes: int | None) -> None:
+        fetch.planned(await self._plan(fetch, budget_bytes))
+        while True:
+            numbers = fetch.next_batch(self._batch_bytes)
+            if not numbers or self._is_in_vain(fetch, numbers):
+                fetch.give_up()
+                if not fetch.running:
+                    return
+                await asyncio.wait(fetch.running, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            if numbers := self._join(fetch, numbers):
+                tier, size = fetch.tier_of(numbers[0]), fetch.bytes_of(numbers)
+                gate = self._gates[tier.name]
+                if not await gate.enter(fetch, size):
+                    fetch.failed(numbers[:1], DEADLINE)
+                elif self._is_in_vain(fetch, numbers):  # it has become so while the fetch waited
+                    gate.ended(size)
+                else:
+                    self._start(fetch, tier, self._join(fetch, numbers), size)
+            await asyncio.sleep(0)
+
+    def _is_in_vain(self, fetch: Fetch, numbers: Sequence[int]) -> bool:
+        """Whether it is useless to load these holes: the prefix ends before them, or the caller has gone."""
+        return self._stopping or fetch.abandoned or fetch.first_failed <= numbers[0]
+
+    def _join(self, fetch: Fetch, numbers: list[int]) -> list[int]:
+        """Let a fetch wait for loads of the same keys that are under way; returns the holes for which none is."""
+        joined: dict[_Load, list[int]] = {}
+        for number in numbers:
+            load = self._loads.get(fetch.key(number))
+            if load is not None:
+                joined.setdefault(load, []).append(number)
+        for load, mine in joined.items():
+            self.counts["joined"] += len(mine)
+            fetch.busy(mine)
+            self._spawn(fetch, self._wait_for(fetch, load, mine), "fetch-join")
+        return [number for number in numbers if fetch.state[number] >= _TIER] if joined else numbers
+
+    async def _wait_for(self, fetch: Fetch, load: _Load, numbers: list[int]) -> None:
+        await asyncio.wait({load.done})
+        reasons = [(number, load.reasons.get(fetch.key(number), "")) for number in numbers]
+        fetch.there([number for number, reason in reasons if not reason])
+        self._not_filled(fetch, [(number, reason) for number, reason in reasons if reason])
+
+    def _not_filled(self, fetch: Fetch, lost: list[tuple[int, str]]) -> None:
+        """Try the next tiers for these failed loads, or end the prefix."""
+        last = _TIER + len(fetch.tiers) - 1
+        final = fetch.abandoned or fetch.expired or self._stopping
+        again = []
+        for number, reason in lost:
+            if final or fetch.known[number] == last:
+                fetch.failed([number], reason)
+            else:
+                again.append((number, reason))
+        if again:
+            self._spawn(fetch, self._elsewhere(fetch, again), "fetch-elsewhere")
+
+    async def _elsewhere(self, fetch: Fetch, lost: list[tuple[int, str]]) -> None:
+        """Look for these holes, which their tiers could not fill, in the tiers that come after."""
+        for tier in range(min(fetch.known[number] for number, _ in lost) - _TIER + 1, len(fetch.tiers)):
+            asked = [number for number, _ in lost if fetch.known[number] < _TIER + tier]
+            if not asked:
+                continue
+            presences, _ = await self._ask(fetch, tier, asked)
+            found = {number for number, one in zip(asked, presences, strict=True) if one == _PRESENT}
+            fetch.again(list(found), tier)
+            lost = [(number, reason) for number, reason in lost if number not in found]
+            if not lost:
+                return
+        for number, reason in lost:
+            fetch.failed([number], reason)
+
+    def _spawn(self, fetch: Fetch, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        fetch.running.add(task)
+        task.add_done_callback(fetch.running.discard)
+
+    # -- what L1 and the tiers have ------------------------------------------------------------------------
+
+    async def _plan(self, fetch: Fetch, budget_bytes: int | None) -> Plan:
+        """Ask L1, then the tiers in their order, each for the keys that were not found before it."""
+        n_slices, known = fetch.n_slices, fetch.known
+        whole = [number for number in range(n_slices) if not (fetch.spans and fetch.spans[number])]
+        plan = Plan(fetch.n_keys // n_slices)
+        planned_bytes = 0
+        part_keys = max(1, PART_KEYS // n_slices) * n_slices
+        for first in range(0, fetch.n_keys if whole else 0, part_keys):
+            part = range(first, min(first + part_keys, fetch.n_keys))
+            fetch.look_in_l1(part)
+            numbers: Sequence[int] = part
+            if len(whole) < n_slices or known.count(_IN_L1, part.start, part.stop):
+                numbers = [i for i in part if not known[i] and i % n_slices in whole]
+            await self._ask_all(fetch, numbers)
+            missing = self._first_missing(fetch, numbers)
+            end = part.stop if missing is None else missing // n_slices * n_slices
+            if budget_bytes is not None:
+                for chunk in range(first // n_slices, end // n_slices):
+                    holes = [i for i in whole if known[chunk * n_slices + i] >= _TIER]
+                    planned_bytes += fetch.bytes_of(holes)
+                    if planned_bytes > budget_bytes:
+                        return await self._with_windows(fetch, _over(chunk), budget_bytes)
+            if missing is not None:
+                why = fetch.unknown.get(missing, "")
+                reason = miss_reason(why) if why else MissReason.NEVER_STORED
+                plan = Plan(end // n_slices, reason, why)
+                break
+        return await self._with_windows(fetch, plan, budget_bytes)
+
+    def _first_missing(self, fetch: Fetch, numbers: Sequence[int]) -> int | None:
+        """The first of these keys, which were all asked for, that nobody has; None: each is somewhere."""
+        if isinstance(numbers, range):
+            if _MISSING.search(fetch.known, numbers.start, numbers.stop) is None:
+                return None
+            numbers = list(numbers)
+        missing = [i for i in numbers if fetch.known[i] in (_ABSENT, _UNKNOWN)]
+        if missing:
+            fetch.look_in_l1(missing)  # it may have come meanwhile
+        return next((i for i in missing if fetch.known[i] != _IN_L1), None)
+
+    async def _ask_all(self, fetch: Fetch, numbers: Sequence[int]) -> None:
+        """Ask the tiers in their order for these keys, and note what they have, or why that is unknown."""
+        for at in range(0, len(numbers), PART_KEYS):
+            await self._ask_part(fetch, numbers[at : at + PART_KEYS])
+        await asyncio.sleep(0)
+
+    async def _ask_part(self, fetch: Fetch, numbers: Sequence[int]) -> None:
+        known = fetch.known
+        for tier in range(len(fetch.tiers)):
+            if not numbers:
+                return
+            found, why = await self._ask(fetch, tier, numbers)
+            if isinstance(numbers, range) and found.count(_PRESENT) == len(found):
+                known[numbers.start : numbers.stop] = bytes([_TIER + tier]) * len(found)
+                return
+            for i, presence in zip(numbers, found, strict=True):
+                if presence == _PRESENT:
+                    known[i] = _TIER + tier
+                elif presence == _NOBODY_KNOWS:
+                    known[i] = _UNKNOWN
+                    fetch.unknown.setdefault(i, why or "unknown")
+                elif known[i] == _NOT_ASKED:
+                    known[i] = _ABSENT
+            numbers = [i for i in numbers if known[i] < _TIER]
+        for i in numbers:
+            if known[i] == _NOT_ASKED:
+                known[i] = _ABSENT
+
+    async def _ask(self, fetch: Fetch, tier_number: int, numbers: Sequence[int]) -> tuple[bytes, str]:
+        """Ask one tier which of the keys it has; all are unknown if it does not answer in time.
+
+        Returns a Presence for each, and why some are unknown.
+        """
+        tier, keys, spans = fetch.tiers[tier_number], fetch.keys_of(numbers), fetch.spans
+        left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
+        last = tier_number == len(fetch.tiers) - 1
+        patience_s = left_s if last else min(left_s * self.limits.patience_share, self.limits.patience_s)
+        # Keys of windows, states and tails are useful without those before them.
+        each = fetch.tails or (bool(spans) and any(spans[i % fetch.n_slices] for i in numbers))
+        ask = Ask(each=each, owner=fetch.owner)
+        try:
+            found = await asyncio.wait_for(tier.exists(keys, ask), patience_s)
+        except TimeoutError:
+            return Ask().unknown(keys, DEADLINE), DEADLINE
+        if tier.capabilities.shared:  # others may have removed what this server has put there
+            absent = [key for key, one in zip(split(keys), found, strict=True) if one == Presence.ABSENT]
+            if absent:
+                self._lost(tier.name, absent)
+        return found, ask.reason
+
+    async def _with_windows(self, fetch: Fetch, plan: Plan, budget_bytes: int | None) -> Plan:
+        """Shorten a plan until each slice with a span has what the hit needs.
+
+        With a budget it is shortened until all loads together stay within it.
+        """
+        if not fetch.spans:
+            return plan
+        n_slices, spans, longest_span = fetch.n_slices, fetch.spans, max(fetch.spans)
+        over = False
+
+        async def ask(chunks: range, hit: int | None = None) -> None:
+            """Ask for these chunks, the last ones first; with `hit`, only for what a hit of so many chunks needs."""
+            numbers = [
+                i
+                for chunk in reversed(chunks)
+                for number, span in enumerate(spans)
+                if span and (hit is None or chunk + span >= hit)
+                and not fetch.known[i := chunk * n_slices + number]
+            ]  # fmt: skip
+            if numbers:
+                fetch.look_in_l1(numbers)
+                await self._ask_all(fetch, [i for i in numbers if not fetch.known[i]])
+
+        def cost_bytes(n_chunks: int) -> int:
+            end = n_chunks * n_slices
+            return sum(
+                limit * fetch.known[max(0, n_chunks - (span or n_chunks)) * n_slices + number : end : n_slices]
+                .translate(_MARKS).count(1)
+                for number, (span, limit) in enumerate(zip(spans, fetch.limits, strict=True))
+            )  # fmt: skip
+
+        if budget_bytes is None:
+            # Most prefixes end where the prompt that stored them did.
+            await ask(range(max(0, plan.n_chunks - longest_span), plan.n_chunks), hit=plan.n_chunks)
+            if longest(plan.n_chunks, spans, fetch.is_present) == plan.n_chunks:
+                return plan
+        n_chunks = end = plan.n_chunks
+        while end > 0:
+            begin = max(0, end - WINDOW_CHUNKS)
+            await ask(range(max(0, begin - longest_span), end))
+            n_chunks = longest(end, spans, fetch.is_present)
+            while n_chunks > begin and budget_bytes is not None and cost_bytes(n_chunks) > budget_bytes:
+                over = True
+                n_chunks = longest(n_chunks - 1, spans, fetch.is_present)
+            if n_chunks > begin:
+                break
+            end = n_chunks = begin
+        if n_chunks == plan.n_chunks:
+            return plan
+        if over:
+            return _over(n_chunks)
+        first, end = n_chunks * n_slices, plan.n_chunks * n_slices
+        beyond = [i for i in fetch.unknown if first <= i < end and spans[i % n_slices]]
+        why = fetch.unknown[min(beyond)] if beyond else ""
+        return Plan(n_chunks, miss_reason(why) if why else MissReason.NEVER_STORED, why)
+
+    # -- one batch -----------------------------------------------------------------------------------------
+
+    def _start(self, fetch: Fetch, tier: Tier, numbers: list[int], size: int) -> None:
+        """Reserve the chunks of a batch that fit now, and begin to load them. The gate has counted `size` bytes."""
+        batch = self._pool.reserve_batch(fetch.request, numbers)
+        fetch.busy(numbers)
+        fetch.there(batch.present)
+        if left := set(numbers).difference(batch.numbers, batch.present):
+            why = ReserveOutcome(batch.refusal[1]).name.lower() if batch.refusal else "refused"
+            self.counts[f"reserve:{why}"] += 1
+            fetch.failed(sorted(left), why)
+        if not batch.numbers:
+            self._gates[tier.name].ended(size)
+            return
+        keys, load = [fetch.key(number) for number in batch.numbers], _Load()
+        self._loads.update(dict.fromkeys(keys, load))
+        self._spawn(fetch, self._load(fetch, tier, batch, keys, load, size), f"load-{tier.name}")
+
+    async def _load(
+        self, fetch: Fetch, tier: Tier, batch: LoadBatch, keys: list[bytes], load: _Load, size: int
+    ) -> None:
+        """Load the items, commit each or give it back, and wake the fetches that wait for it."""
+        items = list(map(LoadItem, keys, batch.holds, fetch.asks_of(batch.numbers)))
+        del batch.holds[:]  # the tier has them now
+        outcomes: list[LoadOutcome] = []
+        try:
+            failpoints.hit("load.reserved")
+            outcomes = await tier.load(items)
+            failpoints.hit("load.read")
+        finally:  # even when cancelled: the tier ends the holds, and this ends the reservations
+            self._gates[tier.name].ended(size)
+            outcomes = outcomes or [LoadOutcome(LoadStatus.FAILED, "stopping")] * len(keys)
+            self._finish(fetch, tier, batch, keys, load, outcomes)
+
+    def _finish(
+        self,
+        fetch: Fetch,
+        tier: Tier,
+        batch: LoadBatch,
+        keys: list[bytes],
+        load: _Load,
+        outcomes: Sequence[LoadOutcome],
+    ) -> None:
+        ended = batch.finish(bytes([status is LoadStatus.LOADED for status, _ in outcomes]))
+        failpoints.hit("load.committed")
+        there: list[int] = []
+        found: list[bytes] = []
+        lost: list[bytes] = []
+        foreign: list[bytes] = []
+        failed: list[tuple[int, str]] = []
+        for number, key, (status, why), end in zip(batch.numbers, keys, outcomes, ended, strict=True):
+            if end == CommitOutcome.COMMITTED:
+                there.append(number)
+                found.append(key)
+                continue
+            if status is LoadStatus.LOADED:  # a whole record whose header does not match the reservation
+                reason = "corrupt"
+                self.counts["load:foreign"] += 1
+                foreign.append(key)
+            else:
+                reason = status.name.lower() if status is not LoadStatus.FAILED else why or "failed"
+                self.counts[f"load:{reason}"] += 1
+            if status is not LoadStatus.FAILED:
+                lost.append(key)
+            load.reasons[key] = reason
+            failed.append((number, reason))
+        for key in keys:
+            del self._loads[key]
+        load.done.set_result(None)
+        fetch.there(there)
+        if found:
+            self.counts["loaded"] += len(found)
+            self.loaded_bytes += fetch.bytes_of(there)
+            self._found(tier.name, found)
+        if lost:
+            self._lost(tier.name, lost)
+        self._not_filled(fetch, failed)
+        if foreign:
+            # Some media store no record where a value exists.
+            log.error("%s: deleting %d records that name another identity", tier.name, len(foreign))
+            self._spawn(fetch, self._delete(tier, b"".join(foreign)), "delete-foreign")
+
+    async def _delete(self, tier: Tier, keys: bytes) -> None:
+        await tier.delete(keys)
+
+
+def _over(n_chunks: int) -> Plan:
+    return Plan(n_chunks, MissReason.REFUSED, "budget")
