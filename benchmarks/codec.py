@@ -33,8 +33,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.native import core
 from kvstrata.native.core import RecordSpec
 from kvstrata.storage.base import two_bytes
-from kvstrata.storage.wrap.codec_chain import Chain
-from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
+from kvstrata.tiers.codec import Chain, ChainSettings, ZstdOptions
 
 LAYERS, KV_HEADS, TOKENS, HEAD = sized((8, 8, 256, 64), (4, 4, 256, 32))
 """As in chunks of the demo's model (tests/harness/vllm_model.py, "160m")."""

@@ -346,7 +346,7 @@ def buffer_address(buffer: Buffer, *, writable: bool = False) -> int:
 def crc32c_path() -> str:
     """The implementation in use: table, armcrc, sse42, vpclmul256 or vpclmul512."""
 
-# Transformations of payloads for the codec wrapper (`docs/formats.md`). They run without the GIL.
+# Transformations of payloads for codecs (`docs/formats.md`). They run without the GIL.
 #
 # All buffers stay the caller's; each function returns when its output buffers are filled.
 

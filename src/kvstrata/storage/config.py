@@ -36,7 +36,7 @@ from kvstrata.errors import AllWrong, ConfigError
 from kvstrata.storage import structs
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.structs import Place
-from kvstrata.storage.wrap.codec_fields import ChainSettings, read_chain
+from kvstrata.tiers.codec import ChainSettings, read_chain
 
 if typing.TYPE_CHECKING:
     from importlib.metadata import EntryPoint

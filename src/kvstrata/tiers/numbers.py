@@ -38,44 +38,44 @@ class TierNumbers(Numbers):
     )
     codec_staging_used_bytes = gauge(
         "Staging memory that the adapter's codecs use now.",
-        lambda tier: tier.medium.stats().get("staging_used_bytes"),
+        lambda tier: tier.codec_stats().get("staging_used_bytes"),
         key="",
     )
     codec_input_bytes = counter(
         "Bytes of the records that the adapter's codecs encoded, before encoding.",
-        read=lambda tier: tier.medium.stats().get("encoded_from_bytes"),
+        read=lambda tier: tier.codec_stats().get("encoded_from_bytes"),
         key="",
     )
     codec_output_bytes = counter(
         "Bytes of these records after encoding.",
-        read=lambda tier: tier.medium.stats().get("encoded_to_bytes"),
+        read=lambda tier: tier.codec_stats().get("encoded_to_bytes"),
         key="",
     )
     codec_records = counter(
         "Records by what the adapter's codecs did with them, or why they could not: encoded, decoded, incompressible "
         "and so on.",
         "outcome",
-        read=lambda tier: {word: n for word, n in tier.medium.stats().items() if word not in _CODEC},
+        read=lambda tier: {word: n for word, n in tier.codec_stats().items() if word not in _CODEC},
         key="",
     )
     segments_bytes = gauge(
         "Bytes of the segment files of a disk adapter.",
-        lambda tier: tier.medium.numbers().get("segments_bytes"),
+        lambda tier: tier.medium_numbers().get("segments_bytes"),
         key="",
     )
     read_only = gauge(
         "1 after a write or sync of a disk adapter failed: it takes no puts until the server is started again; else 0.",
-        lambda tier: tier.medium.numbers().get("read_only"),
+        lambda tier: tier.medium_numbers().get("read_only"),
         key="",
     )
     peer_owners = gauge(
         "Peers that this instance remembers as owners of chunks.",
-        lambda tier: tier.medium.numbers().get("owners"),
+        lambda tier: tier.medium_numbers().get("owners"),
         key="",
     )
     peer_owners_skipped = gauge(
         "Those of them that are not asked now because they failed.",
-        lambda tier: tier.medium.numbers().get("owners_skipped"),
+        lambda tier: tier.medium_numbers().get("owners_skipped"),
         key="",
     )
     adapter_bytes = counter(
@@ -112,7 +112,7 @@ class TierNumbers(Numbers):
 
 def _own(tier: Any) -> list[tuple[str, int]]:
     """The medium's own numbers, without those that have a metric of their own."""
-    return [(word, n) for word, n in tier.medium.numbers().items() if word not in _OWN]
+    return [(word, n) for word, n in tier.medium_numbers().items() if word not in _OWN]
 
 
 def _of_host(tier: Any, word: str) -> Any:

@@ -32,6 +32,7 @@ import collections
 import contextlib
 import copy
 import enum
+import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -62,6 +63,7 @@ from kvstrata.storage.base import (
     AdapterContext,
     Ask,
     Capabilities,
+    Counts,
     KeyPage,
     LoadItem,
     LoadOutcome,
@@ -70,15 +72,17 @@ from kvstrata.storage.base import (
     PutItem,
     PutOutcome,
     PutStatus,
+    Remarks,
+    StorageAdapter,
     Usage,
     log_broken_contract,
+    told,
 )
 from kvstrata.storage.config import TierConfig
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.peers import ReadsPeers
-from kvstrata.storage.wrap.codec import CodecAdapter
-from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.tiers import folder
+from kvstrata.tiers.codec import Codec, refuse_encoded
 from kvstrata.tiers.folder import FolderState, WatchedFolder
 from kvstrata.tiers.numbers import TierNumbers
 from kvstrata.types import KEY_BYTES
@@ -184,23 +188,24 @@ class Tier(TierNumbers):
         }
         self.host: HostedAdapter | None
         """The process of an isolated tier."""
-        self.medium, self.host = self._make()
+        self.codec: Codec | None
+        self.medium, self.host, self.codec = self._make()
 
-    def _make(self) -> tuple[CodecAdapter, HostedAdapter | None]:
+    def _make(self) -> tuple[StorageAdapter, HostedAdapter | None, Codec | None]:
         config, limits = self.config, self.limits
-        host = None
+        host = codec = None
         if config.isolated:
             host = HostedAdapter(
                 config,
                 kill_ms=config.kill_ms or KILL_DEADLINES * limits.deadline_ms,
                 bytes_per_kill=limits.bytes_per_deadline,
             )
-        inner = host or config.make()
-        inner.name = self.name
-        codec = CodecAdapter(
-            inner, Chain(config.chain), staging_bytes=config.codec_staging_bytes, workers=config.codec_workers
-        )
-        return codec, host
+        medium = host or config.make()
+        medium.name = self.name
+        if config.chain.encodes:
+            bounds = {"staging_bytes": config.codec_staging_bytes, "workers": config.codec_workers}
+            codec = Codec(self.name, config.chain, **bounds)
+        return medium, host, codec
 
     @property
     def capabilities(self) -> Capabilities:
@@ -210,8 +215,7 @@ class Tier(TierNumbers):
     @property
     def peers(self) -> ReadsPeers | None:
         """The medium if it reads other instances, or the host of any isolated medium; None for all other media."""
-        inner = self.medium.inner
-        return inner if self.is_open and isinstance(inner, ReadsPeers) else None
+        return self.medium if self.is_open and isinstance(self.medium, ReadsPeers) else None
 
     # -- open and close ------------------------------------------------------------------------------------
 
@@ -259,13 +263,19 @@ class Tier(TierNumbers):
         self._log.info("tier_reached", adapter=self.name)
 
     async def _open_anew(self, context: AdapterContext) -> None:
-        self.medium, self.host = await on_a_thread(self._make, "make-adapter")
+        self.medium, self.host, self.codec = await on_a_thread(self._make, "make-adapter")
         await self._open_medium(context)
 
     async def _open_medium(self, context: AdapterContext) -> None:
         """Raises ConfigError; StorageError for every other failure. Nothing is left open then."""
         try:
             await self.medium.open(context)
+            if self.codec is not None:
+                self.codec.element_bytes_of = context.element_bytes_of
+                if self.capabilities.wants_registered_memory:
+                    await self._close_medium()
+                    what = "this kind of storage moves bytes of L1 only; remove codec"
+                    raise ConfigError(f"{self.name}: codec: {what}", field="codec")
             if self.folder is not None:
                 try:
                     await on_a_thread(self.folder.mark, "mark-folder")
@@ -325,6 +335,8 @@ class Tier(TierNumbers):
                 "%s: still busy %.0f s after close with %d stuck bytes; they stay pinned",
                 self.name, self.limits.close_s, self.stuck_bytes,
             )  # fmt: skip
+        elif self.codec is not None:
+            await self.codec.close()
 
     def _closed(self, closing: asyncio.Task[None]) -> None:
         self._running.discard(closing)
@@ -372,15 +384,23 @@ class Tier(TierNumbers):
             return FolderState.UNREACHABLE
         return None if self.folder is None else self.folder.state
 
+    def medium_numbers(self) -> dict[str, int]:
+        """The medium's own numbers; empty if it breaks its contract."""
+        return told(self.name, "numbers", self.medium.numbers, Counts)
+
+    def codec_stats(self) -> dict[str, int]:
+        """The codec's numbers; empty without one."""
+        return {} if self.codec is None else self.codec.stats()
+
     def document(self) -> dict[str, Any]:
         """The tier's numbers and its condition."""
-        medium, remarks = self.medium, self.medium.remarks()
+        remarks = told(self.name, "remarks", self.medium.remarks, Remarks)
         found = {
             **super().document(),
             "state": self.shown_state,
             "breakers": self.breaker_states(),
-            "codec": medium.stats(),
-            "numbers": medium.numbers(),
+            "codec": self.codec_stats(),
+            "numbers": self.medium_numbers(),
         }
         if self.medium_state is not None:
             found["medium"] = str(self.medium_state)
@@ -425,7 +445,7 @@ class Tier(TierNumbers):
         if now is before:
             return
         self.folder.state = now
-        event, fields = folder.event_of(now, stays_read_only=bool(self.medium.numbers().get("read_only")))
+        event, fields = folder.event_of(now, stays_read_only=bool(self.medium_numbers().get("read_only")))
         level = logging.ERROR if now is not FolderState.WELL else logging.WARNING if fields else logging.INFO
         self._log.repeated(
             level, f"{event} {self.name}", event, adapter=self.name, path=self.folder.path, **fields
@@ -456,15 +476,23 @@ class Tier(TierNumbers):
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the medium; FAILED at the deadline, while the breaker is open and while the medium takes no puts."""
-        return await self._move(
-            "put", lambda: self.medium.put(items), items, PutOutcome, PutStatus.FAILED, PutStatus.STORED
+        medium, codec = self.medium, self.codec
+        put = (
+            functools.partial(medium.put, items)
+            if codec is None
+            else functools.partial(codec.put, medium, items)
         )
+        return await self._move("put", put, items, PutOutcome, PutStatus.FAILED, PutStatus.STORED)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """As the medium; FAILED at the deadline, while the breaker is open and while the medium is asked nothing."""
-        return await self._move(
-            "load", lambda: self.medium.load(items), items, LoadOutcome, LoadStatus.FAILED, LoadStatus.LOADED
-        )
+        medium, codec = self.medium, self.codec
+        if codec is None:
+            load = functools.partial(medium.load, items)
+            check = functools.partial(refuse_encoded, [item.hold.address for item in items])
+        else:
+            load, check = functools.partial(codec.load, medium, items), None
+        return await self._move("load", load, items, LoadOutcome, LoadStatus.FAILED, LoadStatus.LOADED, check)
 
     async def _move(
         self,
@@ -474,11 +502,14 @@ class Tier(TierNumbers):
         kind: type[Moved],
         failed: Any,
         moved: object,
+        check: Callable[[list[Moved]], list[Moved]] | None = None,
     ) -> list[Moved]:
         lengths = [item.hold.length for item in items]
         with _Span(self, operation, len(items)) as span:
             try:
                 outcomes = await self._bounded(operation, work, len(items), sum(lengths), kind)
+                if check is not None:
+                    outcomes = check(outcomes)
             except _Refused as refused:
                 for item in items:
                     item.hold.drop()

@@ -1,4 +1,4 @@
-"""The codec wrapper keeps the storage contract for every chain, and its own promises."""
+"""A tier with a codec keeps the storage contract for every chain, and its own promises."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
+from kvstrata.storage.config import TierConfig
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.wrap.codec import CodecAdapter
-from kvstrata.storage.wrap.codec_chain import Chain
-from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
 from kvstrata.testing.adapter_contract import ABSENT, EXISTS, LOADED, SIZE, STORED, AdapterContract, Medium
 from kvstrata.testing.strategies import (
     ask_for,
@@ -36,6 +34,8 @@ from kvstrata.testing.strategies import (
     record_hold,
     watched,
 )
+from kvstrata.tiers.codec import ChainSettings, ZstdOptions
+from kvstrata.tiers.tier import Tier, TierLimits
 from tests.conformance.storage.test_fs import Folder
 from tests.conformance.storage.test_suite_itself import Forgets, Records
 from tests.harness.records import loaded_record, resealed, soft_payload
@@ -55,6 +55,12 @@ def soft_put_item(key: bytes, length: int) -> PutItem:
     return PutItem(key, cast("object", record_hold(key, soft_payload(key, length))))  # type: ignore[arg-type]
 
 
+def tier_of(medium: StorageAdapter, chain: ChainSettings, staging_bytes: int = 8 << 20) -> Tier:
+    """A tier of this medium, not open."""
+    config = TierConfig(medium.name, lambda: medium, chain=chain, codec_staging_bytes=staging_bytes)
+    return Tier(config, TierLimits(max_stuck_bytes=1 << 40), SystemClock())
+
+
 class CodecOnFs(AdapterContract):
     """The suite's payloads are noise: zstd leaves them as they are, AES-GCM encrypts them."""
 
@@ -66,11 +72,8 @@ class CodecOnFs(AdapterContract):
 
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
         assert isinstance(medium, Folder)
-        return CodecAdapter(
-            FsAdapter(base_path=str(medium.base), capacity_bytes=capacity_bytes, min_free_bytes=0),
-            Chain(self.chain),
-            staging_bytes=1 << 20,
-        )
+        inner = FsAdapter(base_path=str(medium.base), capacity_bytes=capacity_bytes, min_free_bytes=0)
+        return cast("StorageAdapter", tier_of(inner, self.chain, 1 << 20))
 
 
 class TestBothOnFs(CodecOnFs):
@@ -92,7 +95,7 @@ class CodecOnShelf(AdapterContract):
 
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
         assert isinstance(medium, Records)
-        return CodecAdapter(Forgets(medium), Chain(self.chain), staging_bytes=1 << 20)
+        return cast("StorageAdapter", tier_of(Forgets(medium), self.chain, 1 << 20))
 
 
 class TestZstdOnShelf(CodecOnShelf):
@@ -101,30 +104,30 @@ class TestZstdOnShelf(CodecOnShelf):
 
 # -- its own promises --------------------------------------------------------------------------------------
 
-Opener = Callable[..., "contextlib.AbstractAsyncContextManager[CodecAdapter]"]
+Opener = Callable[..., "contextlib.AbstractAsyncContextManager[Tier]"]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Opener:
-    """Opens codec wrappers with a given chain over `fs`, all in one directory."""
+    """Opens tiers with a given chain over `fs`, all in one directory."""
 
     @contextlib.asynccontextmanager
     async def open_one(
         chain: ChainSettings, staging_bytes: int = 8 << 20, **settings: object
-    ) -> AsyncIterator[CodecAdapter]:
+    ) -> AsyncIterator[Tier]:
         inner = FsAdapter(base_path=str(tmp_path / "kv"), min_free_bytes=0, **settings)
-        adapter = CodecAdapter(inner, Chain(chain), staging_bytes=staging_bytes)
+        adapter = tier_of(inner, chain, staging_bytes)
         await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
         try:
             yield adapter
         finally:
             await adapter.close()
-            assert adapter.stats()["staging_used_bytes"] == 0
+            assert adapter.codec_stats().get("staging_used_bytes", 0) == 0
 
     return open_one
 
 
-async def put_soft(adapter: CodecAdapter, *numbers: int, size: int = 200_000) -> dict[int, bytes]:
+async def put_soft(adapter: Tier, *numbers: int, size: int = 200_000) -> dict[int, bytes]:
     """Put records that compress well; return their bytes."""
     items = {n: soft_put_item(key_of(n), size) for n in numbers}
     records = {n: watched(item).bytes() for n, item in items.items()}
@@ -134,9 +137,7 @@ async def put_soft(adapter: CodecAdapter, *numbers: int, size: int = 200_000) ->
     return records
 
 
-async def load_soft(
-    adapter: CodecAdapter, records: dict[int, bytes], size: int = 200_000
-) -> list[LoadOutcome]:
+async def load_soft(adapter: Tier, records: dict[int, bytes], size: int = 200_000) -> list[LoadOutcome]:
     """Load records; assert that every LOADED one has the bytes that were put."""
     items = {n: load_item(key_of(n), size) for n in records}
     outcomes = await adapter.load(list(items.values()))
@@ -199,7 +200,7 @@ async def test_without_a_codec_an_encoded_record_is_a_counted_miss_and_stays(
     before = Folder(tmp_path / "kv").read(key_of(1))
     async with opened(PLAIN) as adapter:
         assert await load_soft(adapter, records) == [LoadOutcome(LoadStatus.FAILED, "encoded")]
-        assert adapter.stats()["encoded"] == 1
+        assert adapter.by_operation["load"].items == {"failed:encoded": 1}
     assert Folder(tmp_path / "kv").read(key_of(1)) == before
 
 
@@ -211,7 +212,7 @@ async def test_a_record_that_does_not_become_shorter_is_stored_unencoded(
         record = watched(item).bytes()
         assert await adapter.put([item]) == [STORED]
         assert Folder(tmp_path / "kv").read(key_of(1)) == record
-        assert adapter.stats()["incompressible"] == 1
+        assert adapter.codec_stats()["incompressible"] == 1
 
 
 @pytest.mark.parametrize("after", [OTHER_KEY, ZSTD], ids=["other key", "no key"])
@@ -225,7 +226,7 @@ async def test_a_wrong_key_is_a_counted_miss_that_deletes_nothing(
         outcomes = await load_soft(adapter, records)
         reason = "wrong_key" if after is OTHER_KEY else "no_key"
         assert [(o.status, o.reason) for o in outcomes] == [(LoadStatus.FAILED, reason)] * 2
-        assert adapter.stats()[reason] == 2
+        assert adapter.codec_stats()[reason] == 2
         assert sum("Give all its servers" in record.getMessage() for record in caplog.records) == 1
         item = soft_put_item(key_of(1), 200_000)
         assert await adapter.put([item]) == [EXISTS]
@@ -246,7 +247,7 @@ async def test_with_a_key_a_record_that_nobody_authenticated_is_a_counted_miss_a
             LoadOutcome(LoadStatus.FAILED, "unauthenticated"),
             LoadOutcome(LoadStatus.FAILED, "unauthenticated"),
         ]
-        assert adapter.stats()["unauthenticated"] == 2
+        assert adapter.codec_stats()["unauthenticated"] == 2
         assert sum("written without a key" in record.getMessage() for record in caplog.records) == 1
         again = await put_soft(adapter, 1)
         assert await load_soft(adapter, again) == [LOADED]
@@ -271,7 +272,7 @@ async def test_a_value_that_is_no_record_of_its_key_is_removed_by_a_load(
     chain: ChainSettings, what: str
 ) -> None:
     shelf = Records()
-    adapter = CodecAdapter(ShelfAdapter(shelf), Chain(chain), staging_bytes=8 << 20)
+    adapter = tier_of(ShelfAdapter(shelf), chain)
     await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
     records = await put_soft(adapter, 1, 2)
     shelf.write(key_of(1), other_values(shelf.read(key_of(1)), shelf.read(key_of(2)))[what])
@@ -307,7 +308,7 @@ async def test_an_unknown_codec_is_a_counted_miss_that_deletes_nothing(
     folder.write(key_of(1), bytes(stored))
     async with opened(ZSTD) as adapter:
         assert await load_soft(adapter, {1: b""}) == [LoadOutcome(LoadStatus.FAILED, "codec_unknown")]
-        assert adapter.stats()["codec_unknown"] == 1
+        assert adapter.codec_stats()["codec_unknown"] == 1
     assert folder.read(key_of(1)) == bytes(stored)
 
 
@@ -339,7 +340,7 @@ async def test_a_codec_is_refused_to_an_adapter_that_turns_out_to_move_registere
             self.capabilities = Capabilities(persistent=False, shared=False, wants_registered_memory=True)
 
     shelf = Records()
-    adapter = CodecAdapter(Registers(shelf), Chain(ZSTD))
+    adapter = tier_of(Registers(shelf), ZSTD)
     with pytest.raises(ConfigError, match=r"codec: .* moves bytes of L1 only; remove codec"):
         await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
     assert shelf.closed == 1
@@ -352,14 +353,14 @@ async def test_the_hold_of_a_put_is_dropped_when_its_record_is_encoded(
     """However long the medium keeps the staged bytes, the extent is free meanwhile."""
     async with opened(ZSTD) as adapter:
         begun, go_on = asyncio.Event(), asyncio.Event()
-        real = adapter.inner.put
+        real = adapter.medium.put
 
         async def slow(items):
             begun.set()
             await go_on.wait()
             return await real(items)
 
-        monkeypatch.setattr(adapter.inner, "put", slow)
+        monkeypatch.setattr(adapter.medium, "put", slow)
         item = soft_put_item(key_of(1), 200_000)
         wait = asyncio.create_task(adapter.put([item]))
         await begun.wait()

@@ -21,7 +21,7 @@ from kvstrata.storage.config import GROUP, StorePolicy, TierConfig, configure_ti
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.wrap.codec_fields import ChainSettings
+from kvstrata.tiers.codec import ChainSettings
 from kvstrata.tiers.tier import Tier, limits_of
 
 FS = {"type": "fs", "base_path": "/data/kv"}

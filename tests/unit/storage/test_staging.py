@@ -1,4 +1,4 @@
-"""storage/wrap/staging.py: who waits for room is served in order, and a wait that is cancelled takes nothing."""
+"""tiers/staging.py: who waits for room is served in order, and a wait that is cancelled takes nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvstrata.storage.wrap.staging import Block, Staging
+from kvstrata.tiers.staging import Block, Staging
 
 SIZE = 1 << 20
 
@@ -22,13 +22,13 @@ async def test_a_wait_that_is_cancelled_while_room_becomes_free_takes_nothing_an
     staging, whole = await full()
     waits = [asyncio.create_task(staging.take(SIZE, for_put=False)) for _ in range(2)]
     await asyncio.sleep(0)
-    whole.let_go()  # those who wait are served in a later turn of the loop
+    del whole  # those who wait are served in a later turn of the loop
     waits[0].cancel()
     with pytest.raises(asyncio.CancelledError):
         await waits[0]
-    block = await waits[1]
+    block = await waits.pop()
     assert block is not None
-    block.let_go()
+    del block
     assert staging.used_bytes == 0
 
 
@@ -38,10 +38,10 @@ async def test_loads_that_wait_are_served_before_puts() -> None:
     await asyncio.sleep(0)
     load = asyncio.create_task(staging.take(SIZE, for_put=False))
     await asyncio.sleep(0)
-    whole.let_go()
+    del whole
     block = await load
     assert block is not None
     assert not put.done()
-    block.let_go()
+    del block, load
     block = await put
     assert block is not None

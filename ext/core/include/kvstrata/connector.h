@@ -2,7 +2,7 @@
 //
 // The interface of a storage medium that is written in C++. An extension derives a class from
 // Connector and passes an object of it to Python in a capsule (connector_capsule_name);
-// kvstrata.storage.native_adapter.NativeAdapter makes a storage adapter from the capsule. An
+// kvstrata.tiers.native_adapter.NativeAdapter makes a storage adapter from the capsule. An
 // extension needs only this header and the headers that it includes, and nothing else of kvstrata.
 //
 // The server calls a connector from the threads of its lanes, several at a time and without the

@@ -3,7 +3,7 @@
 // Reason: why the native code refused or failed something, as a short word. This is the only list
 // of these words: adapters report them beside their outcomes (kvstrata/connector.h, where a reason
 // is the text itself), the pool in its errors. docs/wire-codes.md shows the list, and
-// src/kvstrata/policy/reasons.py says what the words mean for a lookup.
+// src/kvstrata/tiers/reasons.py says what the words mean for a lookup.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 """`kvstrata bench l2`: the speed of one L2 adapter on this host, without a server.
 
-The adapter is built from the JSON of the server's --l2-adapter, in the same wrappers (codecs, deadline and breaker) and
+The adapter is built from the JSON of the server's --l2-adapter, as the same tier (codecs, deadline and breaker) and
 with the same lanes or adapter host.  For each size of record the adapter is opened, runs a warm-up and the measured
 passes of measure/l2.py, and is closed.
 """

@@ -1,1 +1,0 @@
-"""Wrappers: adapters around adapters. Each keeps the storage contract and adds one thing."""
