@@ -70,13 +70,13 @@ async def test_a_stream_passes_and_the_conversation_keeps_its_engine(scene, sess
             assert response.status == 200
             assert response.content_type == "text/event-stream"
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        await is_idle(scene, session)
     mine, other = sorted(scene.got, key=len, reverse=True)
     assert (len(mine), len(other)) == (4, 0)
     assert mine[-1].document == ask(history)
     chosen = next(one for one in scene.engines if one.got and one.got[-1] is mine[-1])
     others = [one.name for one in scene.engines if one is not chosen]
     assert mine[-1].headers[PICKED].split(",") == [chosen.name, *others]
-    await is_idle(scene, session)
 
 
 @pytest.mark.parametrize("scene", [3_600], indirect=True)
