@@ -11,11 +11,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import ScriptedEngine
-from tests.integration.gateway.controllers_scene import Scene, opened
 
 Start = Callable[..., Awaitable[GatewayProcess]]
 
@@ -57,12 +55,6 @@ async def starting(folder: Path) -> AsyncIterator[Start]:
             return gateway
 
         yield starter
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
-    async with opened(tmp_path_factory.mktemp("scene")) as made:
-        yield made
 
 
 async def status_of(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> int:
