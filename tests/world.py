@@ -1,7 +1,7 @@
 """A whole small world in one thread, on virtual time, from one seed: a server and its engines, with planned faults.
 
 The server is opened as a server process opens it (`open_instance`), with a real pool, a real attach socket and tiers
-on a `Medium` in memory.  Engines are real clients with real blocks.  What these get from the operating system is
+on shelves in memory.  Engines are real clients with real blocks.  What these get from the operating system is
 played: time, threads, process numbers, pidfds and lock bytes.  So a process can die, be stopped, or be cut off after
 any byte, and nothing depends on the machine.
 
@@ -45,7 +45,7 @@ from tests.harness.amount import amount
 from tests.harness.amount import seed as drawn
 from tests.harness.cache_engine import BLOCKS_PER_CHUNK, CHUNK_TOKENS, CacheEngine
 from tests.harness.played import Copies, Drained, Kernel, PlayedLink, Wire
-from tests.harness.shelf import SHELVES, FaultyShelf
+from tests.harness.shelf import SHELVES, Shelf
 from tests.harness.shelf import entry as shelf_entry
 from tests.harness.virtual import VirtualClock, VirtualLoop
 
@@ -342,7 +342,7 @@ class World:
         self.engines: list[Engine] = []
         self.attaching: Any = None
         self.history: list[str] = []
-        self.shelves: list[FaultyShelf] = []
+        self.shelves: list[Shelf] = []
         self.watchers: list[Callable[[], None]] = []
         """Called after each step."""
         self._idle_steps = 0
@@ -358,13 +358,13 @@ class World:
         self.history.append(f"{self.now_s:9.4f}  {what}")
 
     def server(self, l1_bytes: int = 1 << 20, tiers: int = 0, **settings: Any) -> Server:
-        """A server that runs; each of its `tiers` is a Medium on one of the world's shelves."""
+        """A server that runs; each of its `tiers` lies on one of the world's shelves."""
         folder = self.folder / f"{self.seed}.{len(self.servers)}"
         (folder / "pool").mkdir(parents=True, mode=0o700)
         l1 = {"size_gb": 1, "entries": 1024, "segment_dir": str(folder / "pool"), **settings.pop("l1", {})}
-        self.shelves = [FaultyShelf() for _ in range(tiers)]
+        self.shelves = [Shelf() for _ in range(tiers)]
         SHELVES.update({f"world {number}": shelf for number, shelf in enumerate(self.shelves)})
-        adapters = [shelf_entry(f"world {number}", class_name="Medium", **TIER) for number in range(tiers)]
+        adapters = [shelf_entry(f"world {number}", **TIER) for number in range(tiers)]
         whole = {
             "socket_dir": str(folder), "chunk_size": CHUNK_TOKENS, "l1": l1, "l2_adapters": adapters,
             "http": {"host": "none"}, **settings,

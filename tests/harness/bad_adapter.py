@@ -28,10 +28,8 @@ from kvstrata.storage.base import (
     PutItem,
     PutOutcome,
     PutStatus,
-    StorageAdapter,
-    Usage,
 )
-from kvstrata.storage.config import make_adapter
+from kvstrata.storage.media.fs.adapter import FsAdapter
 
 
 def _hold_the_gil() -> None:
@@ -86,16 +84,14 @@ WAYS: dict[str, Callable[[], None]] = {
 }
 
 
-class BadAdapter(StorageAdapter):
+class BadAdapter(FsAdapter):
     """Behaves like `fs` except for the orders in its folder; see the module."""
 
     def __init__(self, base_path: str, orders: str) -> None:
-        self.name = "bad"
         self._orders = Path(orders)
         self._late: list[PutItem] = []
         self._obey("make")
-        self._inner = make_adapter({"type": "fs", "base_path": base_path}, 0)
-        self.capabilities = self._inner.capabilities
+        super().__init__(base_path, name="bad")
 
     def _obey(self, operation: str) -> None:
         for order in self._orders.glob(f"{operation}.*"):
@@ -103,7 +99,7 @@ class BadAdapter(StorageAdapter):
 
     async def open(self, context: AdapterContext) -> None:
         self._obey("open")
-        await self._inner.open(context)
+        await super().open(context)
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         self._obey("exists")
@@ -111,36 +107,30 @@ class BadAdapter(StorageAdapter):
             for item in self._late:
                 item.hold.drop()
             self._late.clear()
-        return await self._inner.exists(keys, ask)
+        return await super().exists(keys, ask)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if (self._orders / "put.late").exists():
             self._late += items
             return [PutOutcome(PutStatus.FAILED, "late")] * len(items)
         self._obey("put")
-        return await self._inner.put(items)
+        return await super().put(items)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         self._obey("load")
-        return await self._inner.load(items)
-
-    async def delete(self, keys: bytes) -> int:
-        return await self._inner.delete(keys)
+        return await super().load(items)
 
     async def clear(self) -> int:
         self._obey("clear")
-        return await self._inner.clear()
+        return await super().clear()
 
     def numbers(self) -> dict[str, int]:
         self._obey("numbers")
         return {"late": len(self._late)}
 
-    async def usage(self) -> Usage:
-        return await self._inner.usage()
-
     async def close(self) -> None:
         self._obey("close")
-        await self._inner.close()
+        await super().close()
 
 
 def entry_of(records: Path, orders: Path) -> dict[str, Any]:

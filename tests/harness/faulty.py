@@ -1,25 +1,22 @@
-"""An adapter whose operations go wrong as a test has planned; `faulty()` is its entry of `l2_adapters` over `fs`."""
+"""An `fs` adapter whose operations go wrong as a test has planned; `faulty()` is its entry of `l2_adapters`."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import enum
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstrata.storage.base import (
-    AdapterContext,
     Ask,
-    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
     PutItem,
     PutOutcome,
     PutStatus,
-    StorageAdapter,
-    Usage,
 )
 from kvstrata.storage.media.fs.adapter import FsAdapter
 
@@ -56,14 +53,15 @@ class FaultPlan:
         return self._next.pop(0) if self._next else self.later
 
 
-class FaultyAdapter(StorageAdapter):
-    """Another adapter with these faults in `exists`, `put` and `load`."""
+class FaultyAdapter(FsAdapter):
+    """An `fs` adapter with these faults in `exists`, `put` and `load`; it counts these calls and their keys."""
 
-    def __init__(self, inner: StorageAdapter, plan: FaultPlan) -> None:
-        self.inner = inner
+    def __init__(self, plan: FaultPlan, base_path: str, **options: Any) -> None:
+        super().__init__(base_path, **options)
         self.plan = plan
-        self.name = inner.name
-        self.capabilities = inner.capabilities
+        self.asked: collections.Counter[str] = collections.Counter()
+        self.loaded: collections.Counter[bytes] = collections.Counter()
+        self.stored: collections.Counter[bytes] = collections.Counter()
         self.hanging = 0
         """The number of operations that hang now."""
         self._released = asyncio.Event()
@@ -73,53 +71,42 @@ class FaultyAdapter(StorageAdapter):
         self._released.set()
         self._released = asyncio.Event()
 
-    async def open(self, context: AdapterContext) -> None:
-        await self.inner.open(context)
-        self.capabilities = self.inner.capabilities
-
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
+        self.asked["exists"] += 1
         if await self._fault() in (*NOTHING_DONE, Fault.LOST_ACK):
             return ask.unknown(keys, "injected")
-        return await self.inner.exists(keys, ask)
-
-    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        return await self.inner.list_keys(cursor, most)
+        return await super().exists(keys, ask)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        self.asked["put"] += 1
+        self.stored.update(item.key for item in items)
         fault = await self._fault()
         if fault in NOTHING_DONE:
             for item in items:
                 item.hold.drop()
         else:
-            outcomes = await self.inner.put(items)
+            outcomes = await super().put(items)
             if fault is not Fault.LOST_ACK:
                 return outcomes
         status = PutStatus.THROTTLED if fault is Fault.THROTTLED else PutStatus.FAILED
         return [PutOutcome(status, "injected")] * len(items)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        self.asked["load"] += 1
+        self.loaded.update(item.key for item in items)
         fault = await self._fault()
         if fault in NOTHING_DONE:
             for item in items:
                 item.hold.drop()
         else:
-            outcomes = await self.inner.load(items)
+            outcomes = await super().load(items)
             if fault is not Fault.LOST_ACK:
                 return outcomes
         return [LoadOutcome(LoadStatus.FAILED, "injected")] * len(items)
 
-    async def delete(self, keys: bytes) -> int:
-        return await self.inner.delete(keys)
-
-    async def clear(self) -> int:
-        return await self.inner.clear()
-
-    async def usage(self) -> Usage:
-        return await self.inner.usage()
-
     async def close(self) -> None:
         self.release()
-        await self.inner.close()
+        await super().close()
 
     async def _fault(self) -> Fault | None:
         fault = self.plan.take()
@@ -136,7 +123,7 @@ class FaultyAdapter(StorageAdapter):
 
 def make(base_path: str, fault: str) -> FaultyAdapter:
     """Make an `fs` adapter of which every operation suffers this fault."""
-    return FaultyAdapter(FsAdapter(base_path=base_path, capacity_bytes=1 << 30), FaultPlan(Fault(fault)))
+    return FaultyAdapter(FaultPlan(Fault(fault)), base_path, capacity_bytes=1 << 30)
 
 
 def faulty(base_path: Path, fault: str, **common: Any) -> dict[str, Any]:

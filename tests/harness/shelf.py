@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstrata.keys.batch import split
@@ -51,6 +51,10 @@ class Shelf:
         self.may_be_made = threading.Event()
         self.may_be_made.set()
         self.making = 0
+        self.takes_s: Callable[[], float] = lambda: 0.0
+        """How long the next operation takes besides its gate."""
+        self.fails: Callable[[], bool] = lambda: False
+        """Whether the next operation raises."""
 
     def shut(self, *names: str) -> None:
         """Shut these gates: operations of these kinds wait from now on, until `let_go`."""
@@ -130,15 +134,19 @@ class ShelfAdapter(StorageAdapter):
         self._is_open = False
         self.shelf.closed += 1
 
-    async def _own(self, gate: str, work: Any) -> Any:
+    async def _own(self, gate: str, work: Callable[[], Any]) -> Any:
+        planned = gate not in ("open", "close")
+        takes_s, fails = (self.shelf.takes_s(), self.shelf.fails()) if planned else (0.0, False)
+
         async def run() -> Any:
+            if takes_s:
+                await asyncio.sleep(takes_s)
             await self.shelf.passed(gate)
+            if fails:
+                raise OSError("a planned fault")
             return work()
 
-        return await self._run(run())
-
-    async def _run(self, operation: Coroutine[Any, Any, Any]) -> Any:
-        task = asyncio.create_task(operation)
+        task = asyncio.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
@@ -171,32 +179,3 @@ class ShelfAdapter(StorageAdapter):
             return LoadOutcome(LoadStatus.CORRUPT)
         finally:
             item.hold.drop()
-
-
-class FaultyShelf(Shelf):
-    """Records, and how the operations on them end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.takes_s: Callable[[], float] = lambda: 0.0
-        self.fails: Callable[[], bool] = lambda: False
-
-
-class Medium(ShelfAdapter):
-    """An adapter on a FaultyShelf."""
-
-    shelf: FaultyShelf
-
-    async def _own(self, gate: str, work: Callable[[], Any]) -> Any:
-        if gate in ("open", "close"):
-            return await super()._own(gate, work)
-        takes_s, fails = self.shelf.takes_s(), self.shelf.fails()
-
-        async def run() -> Any:
-            await asyncio.sleep(takes_s)
-            await self.shelf.passed(gate)
-            if fails:
-                raise OSError("a planned fault")
-            return work()
-
-        return await self._run(run())

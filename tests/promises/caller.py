@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstrata.client import LoadItem, LoadJob, LookupCall, StoreJob, StoreOutcome
 from tests.harness.cache_engine import prompt
-from tests.harness.shelf import FaultyShelf
+from tests.harness.shelf import Shelf
 from tests.world import Engine, Server, World
 
 LATE_S = 0.001
@@ -225,13 +225,13 @@ def prompts(world: World, count: int, most_chunks: int) -> list[list[int]]:
     return [prompt(world.random.randrange(1, most_chunks + 1), number) for number in range(count)]
 
 
-def relieve(shelf: FaultyShelf) -> None:
+def relieve(shelf: Shelf) -> None:
     """Let a tier be well."""
     shelf.takes_s, shelf.fails = (lambda: 0.0), (lambda: False)
     shelf.let_go()
 
 
-def disturb(world: World, shelf: FaultyShelf) -> None:
+def disturb(world: World, shelf: Shelf) -> None:
     """Let a tier be well, slow, fail, or hang."""
     rng = world.random
     relieve(shelf)

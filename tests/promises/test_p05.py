@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.harness.cache_engine import CHUNK_TOKENS, prompt
-from tests.harness.shelf import FaultyShelf
+from tests.harness.shelf import Shelf
 from tests.promises.caller import Caller, disturb, holds_nothing, prompts, relieve
 from tests.world import Server, World, tell
 
@@ -103,7 +103,7 @@ def one_hangs(world: World, server: Server, caller: Caller, tokens: list[int]) -
         world.sleep(0.1)
 
 
-def damage(world: World, shelf: FaultyShelf) -> None:
+def damage(world: World, shelf: Shelf) -> None:
     """Change one byte of a record."""
     if shelf.records:
         key = world.random.choice(list(shelf.records))

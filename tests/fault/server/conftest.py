@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from kvstrata.storage.base import AdapterContext, Ask, LoadItem, LoadOutcome, PutItem, PutOutcome
+from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.config import StorePolicy, TierConfig, configure_tier
-from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers import tier as tiers
 from kvstrata.tiers.loads import FetchOutcome, PrefetchController, PrefetchLimits
@@ -25,47 +23,19 @@ from tests.harness.shelf import SHELVES, entry
 CONTEXT = AdapterContext("test", CLOCK, 0, 0, lambda key: None)
 
 
-class Watched(FaultyAdapter):
-    """A faulty adapter that counts its calls, and how often each key was loaded and stored."""
-
-    def __init__(self, inner: FsAdapter, plan: FaultPlan) -> None:
-        super().__init__(inner, plan)
-        self.asked: collections.Counter[str] = collections.Counter()
-        self.loaded: collections.Counter[bytes] = collections.Counter()
-        self.stored: collections.Counter[bytes] = collections.Counter()
-
-    async def exists(self, keys: bytes, ask: Ask) -> bytes:
-        self.asked["exists"] += 1
-        return await super().exists(keys, ask)
-
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        self.asked["put"] += 1
-        self.stored.update(item.key for item in items)
-        return await super().put(items)
-
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        self.asked["load"] += 1
-        self.loaded.update(item.key for item in items)
-        return await super().load(items)
-
-
 class Tier(tiers.Tier):
     """A tier whose medium is an `fs` adapter with a planned set of faults."""
 
-    def __init__(self, faults: Watched, limits: TierLimits, policy: StorePolicy) -> None:
+    def __init__(self, faults: FaultyAdapter, limits: TierLimits, policy: StorePolicy) -> None:
         super().__init__(TierConfig(faults.name, lambda: faults, policy=policy), limits, CLOCK)
         self.faults, self.plan = faults, faults.plan
 
     @property
     def records(self) -> set[bytes]:
-        inner = self.faults.inner
-        assert isinstance(inner, FsAdapter)
-        return {bytes.fromhex(path.stem) for path in inner.base_path.glob("??/??/*.kvc")}
+        return {bytes.fromhex(path.stem) for path in self.faults.base_path.glob("??/??/*.kvc")}
 
     def path(self, key: bytes) -> Path:
-        inner = self.faults.inner
-        assert isinstance(inner, FsAdapter)
-        return inner.path(key)
+        return self.faults.path(key)
 
 
 OpenTier = Callable[..., Awaitable[Tier]]
@@ -234,14 +204,14 @@ async def tier(tmp_path: Path, l1: L1):
         failures: int = 1000,
     ) -> Tier:
         name = f"fs-{len(opened)}"
-        medium = FsAdapter(
-            base_path=str(tmp_path / name),
+        faults = FaultyAdapter(
+            plan or FaultPlan(),
+            str(tmp_path / name),
             min_free_bytes=0,
             capacity_bytes=capacity_bytes,
             num_workers=3,
             name=name,
         )
-        faults = Watched(medium, plan or FaultPlan())
         limits = TierLimits(
             deadline_ms=deadline_ms, max_stuck_bytes=max_stuck_bytes, failures=failures, open_s=0.0
         )

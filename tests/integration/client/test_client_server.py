@@ -19,12 +19,7 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, chunk_tokens=CHUNK_TOKENS) as server:
-        server.start()
-        yield server
+SERVER = {"chunk_tokens": CHUNK_TOKENS}
 
 
 @pytest.fixture

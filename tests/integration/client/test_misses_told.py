@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 PROMPTS, CHUNKS = 9, 4
+Start = Callable[..., ServerProcess]
 
 
 def ask(engine: CacheEngine, request_id: str, seed: int) -> int:
@@ -30,62 +31,58 @@ def ask(engine: CacheEngine, request_id: str, seed: int) -> int:
 
 
 @pytest.mark.parametrize("l2", ["none", "fs"])
-def test_cold_prompts_and_a_repeat_give_the_same_figures_with_and_without_l2(tmp_path: Path, l2: str) -> None:
-    with ServerProcess(tmp_path, l1_mb=64, l2=l2, chunk_tokens=CHUNK_TOKENS) as server:
-        server.start()
+def test_cold_prompts_and_a_repeat_give_the_same_figures_with_and_without_l2(start: Start, l2: str) -> None:
+    server = start(l1_mb=64, l2=l2, chunk_tokens=CHUNK_TOKENS)
 
-        def figures() -> dict[str, Any]:
-            return dict(server.get("/v1/status")["trend"]["start"])
+    def figures() -> dict[str, Any]:
+        return dict(server.get("/v1/status")["trend"]["start"])
 
-        with CacheEngine(server.socket_dir) as engine:
-            engine.connect()
-            for seed in range(PROMPTS):
-                assert ask(engine, f"cold-{seed}", seed) == 0
-                eventually("the miss is counted", lambda told=seed + 1: figures()["lookups"] == told)
-                assert engine.stored(prompt(CHUNKS, seed)) == ["stored"] * CHUNKS
-            assert ask(engine, "again", 0) == CHUNKS
-            eventually("the hit is counted", lambda: figures()["lookups"] == PROMPTS + 1)
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        for seed in range(PROMPTS):
+            assert ask(engine, f"cold-{seed}", seed) == 0
+            eventually("the miss is counted", lambda told=seed + 1: figures()["lookups"] == told)
+            assert engine.stored(prompt(CHUNKS, seed)) == ["stored"] * CHUNKS
+        assert ask(engine, "again", 0) == CHUNKS
+        eventually("the hit is counted", lambda: figures()["lookups"] == PROMPTS + 1)
 
-            status = server.get("/v1/status")
-            counted, trend = status["counters"], status["trend"]
-            assert (trend["start"]["lookup_chunks"], trend["start"]["l1_hit_chunks"]) == (
-                (PROMPTS + 1) * CHUNKS,
-                CHUNKS,
-            )
-            assert counted["first_miss_reasons"] == {"unknown_key": PROMPTS}
-            assert counted["peeked_misses"] == (PROMPTS if l2 == "none" else 0)
-            assert trend["computed_chunks"] == PROMPTS * CHUNKS and trend["start"]["avoided_s"] > 0
-            (row,) = status["engines"]
-            assert (row["lookups"], row["lookup_chunks"], row["hit_chunks"]) == (
-                PROMPTS + 1,
-                (PROMPTS + 1) * CHUNKS,
-                CHUNKS,
-            )
-            (asked,) = server.get("/v1/explain/cold-3")["lookups"]
-            assert (asked["chunks"], asked["hits"]["served"]) == (CHUNKS, 0)
-            assert asked["first_miss"]["reason"] == "unknown_key"
-            metrics = read(f"{server.url}/metrics").decode()
-            assert f"kvstrata_lookup_chunks_total {(PROMPTS + 1) * CHUNKS}" in metrics
-            assert f'kvstrata_first_misses_total{{reason="unknown_key"}} {PROMPTS}' in metrics
+        status = server.get("/v1/status")
+        counted, trend = status["counters"], status["trend"]
+        assert (trend["start"]["lookup_chunks"], trend["start"]["l1_hit_chunks"]) == (
+            (PROMPTS + 1) * CHUNKS,
+            CHUNKS,
+        )
+        assert counted["first_miss_reasons"] == {"unknown_key": PROMPTS}
+        assert counted["peeked_misses"] == (PROMPTS if l2 == "none" else 0)
+        assert trend["computed_chunks"] == PROMPTS * CHUNKS and trend["start"]["avoided_s"] > 0
+        (row,) = status["engines"]
+        assert (row["lookups"], row["lookup_chunks"], row["hit_chunks"]) == (
+            PROMPTS + 1,
+            (PROMPTS + 1) * CHUNKS,
+            CHUNKS,
+        )
+        (asked,) = server.get("/v1/explain/cold-3")["lookups"]
+        assert (asked["chunks"], asked["hits"]["served"]) == (CHUNKS, 0)
+        assert asked["first_miss"]["reason"] == "unknown_key"
+        metrics = read(f"{server.url}/metrics").decode()
+        assert f"kvstrata_lookup_chunks_total {(PROMPTS + 1) * CHUNKS}" in metrics
+        assert f'kvstrata_first_misses_total{{reason="unknown_key"}} {PROMPTS}' in metrics
 
 
-def test_misses_of_identities_that_the_server_has_yet_to_learn_are_told_too(tmp_path: Path) -> None:
+def test_misses_of_identities_that_the_server_has_yet_to_learn_are_told_too(start: Start) -> None:
     """A request with a salt of its own is answered before the server knows its identity."""
-    with ServerProcess(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS) as server:
-        server.start()
-        with CacheEngine(server.socket_dir) as engine:
-            engine.connect()
-            engine.stored(prompt(CHUNKS))
-            for number in range(100):
-                salt = f"salt {number}"
-                engine.client.missed(
-                    engine.identity(salt), engine.hasher(prompt(CHUNKS), salt), request_id=f"{number}-salted"
-                )
-            eventually(
-                "all are counted", lambda: server.get("/v1/status")["counters"]["peeked_misses"] == 100
+    server = start(l1_mb=64, chunk_tokens=CHUNK_TOKENS)
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(CHUNKS))
+        for number in range(100):
+            salt = f"salt {number}"
+            engine.client.missed(
+                engine.identity(salt), engine.hasher(prompt(CHUNKS), salt), request_id=f"{number}-salted"
             )
-            (asked,) = server.get("/v1/explain/7-salted")["lookups"]
-            assert (asked["first_miss"]["reason"], asked["first_miss"]["detail"]) == (
-                "identity_differs",
-                "salt",
-            )
+        eventually("all are counted", lambda: server.get("/v1/status")["counters"]["peeked_misses"] == 100)
+        (asked,) = server.get("/v1/explain/7-salted")["lookups"]
+        assert (asked["first_miss"]["reason"], asked["first_miss"]["detail"]) == (
+            "identity_differs",
+            "salt",
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,7 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS) as server:
-        server.start()
-        yield server
+SERVER = {"chunk_tokens": CHUNK_TOKENS}
 
 
 def mapped(server: ServerProcess) -> list[str]:

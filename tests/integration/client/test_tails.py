@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -126,11 +125,8 @@ def tails(server: ServerProcess) -> int:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    environment = os.environ | {"KVSTRATA_L2_TAILS_AFTER_S": "0"}
-    with ServerProcess(tmp_path / "server", l1_mb=32, l2="fs", environment=environment) as process:
-        process.start()
-        yield process
+def server(start: Callable[..., ServerProcess]) -> ServerProcess:
+    return start(l1_mb=32, l2="fs", environment=os.environ | {"KVSTRATA_L2_TAILS_AFTER_S": "0"})
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -217,10 +216,7 @@ CHUNK = 16
 PATIENCE_S = 120.0
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK).started() as server:
-        yield server
+SERVER = {"chunk_tokens": CHUNK}
 
 
 def config(server: ServerProcess, **settings: Any) -> str:
