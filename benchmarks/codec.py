@@ -32,7 +32,7 @@ from benchmarks.common import figure, median_spread, sized
 from kvstrata.errors import ConfigError
 from kvstrata.native import core
 from kvstrata.native.core import RecordSpec
-from kvstrata.storage.base import two_bytes
+from kvstrata.tiers.base import two_bytes
 from kvstrata.tiers.codec import Chain, ChainSettings, ZstdOptions
 
 LAYERS, KV_HEADS, TOKENS, HEAD = sized((8, 8, 256, 64), (4, 4, 256, 32))

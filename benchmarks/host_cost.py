@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks.common import figure, median_spread, scratch, sized
 from benchmarks.hosted import ORDERS, BareProcess, Extents, keys_of, serve_bare
-from kvstrata.storage.base import (
+from kvstrata.tiers.base import (
     Ask,
     LoadItem,
     LoadStatus,
@@ -32,8 +32,8 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
-from kvstrata.storage.config import configure_tier
-from kvstrata.storage.host.parent import HostedAdapter
+from kvstrata.tiers.config import configure_tier
+from kvstrata.tiers.host.parent import HostedAdapter
 
 ITEMS = 32
 PAYLOAD_BYTES = 1 << 20

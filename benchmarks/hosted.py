@@ -20,8 +20,8 @@ from benchmarks.common import ROOT
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
 from kvstrata.native.core import ExtentsMap, Hold, LentHold, RecordSpec, record_bytes, seal_record
-from kvstrata.storage.base import AdapterContext
-from kvstrata.storage.host.frames import MAX_FRAME_BYTES
+from kvstrata.tiers.base import AdapterContext
+from kvstrata.tiers.host.frames import MAX_FRAME_BYTES
 
 ORDERS = tuple(itertools.permutations(range(3)))
 """The orders in which three ways take turns."""

@@ -36,8 +36,8 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.measure.l2 import Records, Work
 from kvstrata.native.core import Hold
-from kvstrata.storage.base import Ask, Presence, PutItem, PutStatus
-from kvstrata.storage.config import configure_tier
+from kvstrata.tiers.base import Ask, Presence, PutItem, PutStatus
+from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import KEY_BYTES
 

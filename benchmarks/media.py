@@ -26,11 +26,11 @@ from typing import Any
 from benchmarks import raw_io
 from benchmarks.common import compared, scratch, sized
 from kvstrata.native.core import crc32c
-from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.lanes import Lane
-from kvstrata.storage.media.disk.adapter import disk_adapter
-from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.native_adapter import NativeAdapter
+from kvstrata.tiers.base import StorageAdapter
+from kvstrata.tiers.lanes import Lane
+from kvstrata.tiers.media.disk.adapter import disk_adapter
+from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.native_adapter import NativeAdapter
 from tests.oracles import disk_log
 
 MB = 1 << 20

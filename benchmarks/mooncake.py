@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 from benchmarks.common import ROOT, compared, median_spread, scratch, sized
 from benchmarks.hosted import ORDERS, BareProcess, Extents, keys_of, serve_bare
 from kvstrata.native.core import CopyOutcome, Verifier, names_of, record_bytes
-from kvstrata.storage.base import Ask, LoadItem, LoadStatus, Presence, PutItem, PutStatus
-from kvstrata.storage.config import configure_tier
-from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX, VERIFIERS
+from kvstrata.tiers.base import Ask, LoadItem, LoadStatus, Presence, PutItem, PutStatus
+from kvstrata.tiers.config import configure_tier
+from kvstrata.tiers.host.parent import HostedAdapter
+from kvstrata.tiers.media.mooncake.adapter import KEY_PREFIX, VERIFIERS
 from tests.harness import mooncake
 
 ITEMS = sized(64, 8)

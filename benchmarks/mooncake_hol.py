@@ -28,10 +28,10 @@ from typing import Any
 from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, sized
 from benchmarks.hosted import Extents, keys_of
 from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES
-from kvstrata.storage.base import Ask, LoadItem, LoadStatus, PutItem, PutStatus
-from kvstrata.storage.config import configure_tier
-from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX
+from kvstrata.tiers.base import Ask, LoadItem, LoadStatus, PutItem, PutStatus
+from kvstrata.tiers.config import configure_tier
+from kvstrata.tiers.host.parent import HostedAdapter
+from kvstrata.tiers.media.mooncake.adapter import KEY_PREFIX
 from tests.harness import mooncake
 
 STORES, STORE_ITEMS = sized((4, 256), (4, 16))

@@ -22,9 +22,9 @@ import obstore
 from benchmarks import raw_io
 from benchmarks.common import compared, median_spread, scratch, sized
 from kvstrata.native.core import CopyOutcome, buffer_address, verify_stored_record
-from kvstrata.storage.config import make_adapter
-from kvstrata.storage.lanes import Lane
-from kvstrata.storage.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreAdapter, path_of
+from kvstrata.tiers.config import make_adapter
+from kvstrata.tiers.lanes import Lane
+from kvstrata.tiers.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreAdapter, path_of
 from tests.harness.s3_server import S3Server
 
 MB = 1 << 20

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstrata.clock import SystemClock
 from kvstrata.measure.l2 import in_batches
 from kvstrata.native import core
-from kvstrata.storage.base import (
+from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     LoadItem,

@@ -19,7 +19,7 @@ import redis
 
 from benchmarks import raw_io
 from benchmarks.common import compared, scratch, sized
-from kvstrata.storage.config import make_adapter
+from kvstrata.tiers.config import make_adapter
 from tests.harness.redis_server import RedisServer
 
 MB = 1 << 20

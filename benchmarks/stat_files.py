@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvstrata.storage.lanes import Lane, Lanes
-from kvstrata.storage.native_adapter import NativeAdapter
+from kvstrata.tiers.lanes import Lane, Lanes
+from kvstrata.tiers.native_adapter import NativeAdapter
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = ROOT / "build" / "native" / "bench" / f"stat_files{sysconfig.get_config_var('EXT_SUFFIX')}"

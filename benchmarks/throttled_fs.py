@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from kvstrata.storage.base import PutItem, PutOutcome
-from kvstrata.storage.media.fs.adapter import FsAdapter
+from kvstrata.tiers.base import PutItem, PutOutcome
+from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 
 class ThrottledFs(FsAdapter):

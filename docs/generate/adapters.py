@@ -9,7 +9,7 @@ import msgspec
 
 from docs.generate.configuration import rows as setting_rows
 from docs.generate.source import GENERATED, table
-from kvstrata.storage.config import CommonFields, Medium, load, own_points
+from kvstrata.tiers.config import CommonFields, Medium, load, own_points
 
 ADAPTERS = """# Types of L2 adapters
 
@@ -49,7 +49,7 @@ def adapters() -> str:
         ]
         return table(["field", "values", "default", "meaning"], rows)
 
-    parts = [ADAPTERS.format(GENERATED.format("the structs in `src/kvstrata/storage`"))]
+    parts = [ADAPTERS.format(GENERATED.format("the structs in `src/kvstrata/tiers`"))]
     parts.append(f"\n## Every type\n\n{fields_of(CommonFields)}")
     for medium, names in media().values():
         parts.append(f"\n## {', '.join(f'`{name}`' for name in names)}\n\n{inspect.getdoc(medium.config)}")

@@ -31,7 +31,7 @@ from kvstrata.server.admin.status import InstanceNumbers, PoolNumbers, SessionNu
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.listener import AttachServer, Traffic
 from kvstrata.server.recuts.recuts import Recuts
-from kvstrata.storage.config import StorePolicy
+from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.loads import PrefetchController
 from kvstrata.tiers.puts import StoreController
 from kvstrata.tiers.set import TierSet

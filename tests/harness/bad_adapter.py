@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from kvstrata.errors import StorageError
 from kvstrata.process.keeper import PR_SET_PDEATHSIG
-from kvstrata.storage.base import (
+from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     LoadItem,
@@ -29,7 +29,7 @@ from kvstrata.storage.base import (
     PutOutcome,
     PutStatus,
 )
-from kvstrata.storage.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 
 def _hold_the_gil() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstrata.storage.base import (
+from kvstrata.tiers.base import (
     Ask,
     LoadItem,
     LoadOutcome,
@@ -18,7 +18,7 @@ from kvstrata.storage.base import (
     PutOutcome,
     PutStatus,
 )
-from kvstrata.storage.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 
 class Fault(enum.StrEnum):

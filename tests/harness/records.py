@@ -18,8 +18,8 @@ from kvstrata.native.core import (
     seal_record,
     storage_keys,
 )
-from kvstrata.storage.base import LoadItem
 from kvstrata.testing.strategies import watched
+from kvstrata.tiers.base import LoadItem
 from tests.harness.rpc_client import CHUNK_TOKENS, SECTIONS, RpcClient
 
 MAGIC = b"KVSTRATA"

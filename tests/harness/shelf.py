@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, verify_stored_record
-from kvstrata.storage.base import (
+from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,

@@ -10,8 +10,8 @@ from kvstrata_flat_files import GB, from_fields, make_adapter
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.storage.base import AdapterContext, StorageAdapter
 from kvstrata.testing.adapter_contract import AdapterContract, HostedContract, Medium
+from kvstrata.tiers.base import AdapterContext, StorageAdapter
 
 
 class Folder(Medium):

@@ -11,9 +11,9 @@ from kvstrata_sqlite import GB, SqliteAdapter, from_fields
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.storage.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
 from kvstrata.testing.adapter_contract import AdapterContract, HostedContract, Medium
 from kvstrata.testing.strategies import key_of, load_item, put_item
+from kvstrata.tiers.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
 
 
 class Database(Medium):

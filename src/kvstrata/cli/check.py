@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.process.ports import Listening, port_holder
-from kvstrata.storage.config import TierConfig, load
+from kvstrata.tiers.config import TierConfig, load
 from kvstrata.types import GB
 
 

@@ -28,7 +28,7 @@ from kvstrata.errors import InternalError, Refused, StorageError
 from kvstrata.memory import linux
 from kvstrata.native.core import Hold, Pool, RecordSpec, record_bytes, seal_record
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.storage.base import AdapterContext, Ask, LoadItem, LoadStatus, Presence, PutItem, PutStatus
+from kvstrata.tiers.base import AdapterContext, Ask, LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.tiers.tier import Tier
 from kvstrata.types import KEY_BYTES, unpack_extents
 

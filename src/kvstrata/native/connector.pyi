@@ -162,7 +162,7 @@ def fs_connector(
     capacity_bytes: int,
     min_free_bytes: int | None,
 ) -> object:
-    """The capsule for `kvstrata.storage.native_adapter.NativeAdapter`; its directory is not opened yet.
+    """The capsule for `kvstrata.tiers.native_adapter.NativeAdapter`; its directory is not opened yet.
 
     `capacity_bytes` 0: no cap.  `min_free_bytes` None: the default of ext/core/src/fs/directory.h.
     """

@@ -42,7 +42,7 @@ class ReasonRow(NamedTuple):
     retryable: bool
     """The same request may succeed later; a put that is refused with it is THROTTLED."""
     blames_medium: bool
-    """Whether the reason blames the medium, as `policy.reasons.blames_medium` defines it."""
+    """Whether the reason blames the medium, as `tiers.reasons.blames_medium` defines it."""
     meaning: str
 
 def reasons() -> list[ReasonRow]:

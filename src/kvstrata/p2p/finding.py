@@ -17,8 +17,11 @@ from kvstrata.p2p.leases import Lease
 from kvstrata.p2p.owners import DirectoryCache, Question, question_of
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
-from kvstrata.policy.breaker import Breaker
-from kvstrata.policy.reasons import (
+from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner, PeerLease, PeerLeased, Where, WhereReply, tags_of
+from kvstrata.rpc.zmq_link import AskLink
+from kvstrata.tiers.base import MIN_RECORD_BYTES, Ask, Presence
+from kvstrata.tiers.breaker import Breaker
+from kvstrata.tiers.reasons import (
     CONTROLLER_DOWN,
     LIMIT,
     MAC_DIFFERS,
@@ -28,9 +31,6 @@ from kvstrata.policy.reasons import (
     PEER_SKIPPED,
     THROTTLED,
 )
-from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner, PeerLease, PeerLeased, Where, WhereReply, tags_of
-from kvstrata.rpc.zmq_link import AskLink
-from kvstrata.storage.base import MIN_RECORD_BYTES, Ask, Presence
 from kvstrata.types import EXTENT, NO_EXTENT, Extent, unpack_extents
 
 STANDS_S = 1.0

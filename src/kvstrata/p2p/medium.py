@@ -7,9 +7,9 @@ import os
 from typing import Any
 
 from kvstrata.p2p.settings import PeerSettings
-from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.config import Make, Medium, TierConfig
-from kvstrata.storage.structs import Place
+from kvstrata.tiers.base import StorageAdapter
+from kvstrata.tiers.config import Make, Medium, TierConfig
+from kvstrata.tiers.structs import Place
 
 TYPE = "peer"
 """The tier's type in names, metrics and status, such as `peer-3`."""

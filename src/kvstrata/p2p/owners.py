@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvstrata.policy.breaker import Breaker
 from kvstrata.rpc.cluster_wire import Owner
+from kvstrata.tiers.breaker import Breaker
 from kvstrata.types import KEY_BYTES
 
 MB = 1 << 20

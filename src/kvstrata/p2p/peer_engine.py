@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvstrata.errors import TransferError
 from kvstrata.p2p.engines.base import Region, TransferEngine
-from kvstrata.storage.base import MAX_REMARK_CHARS
+from kvstrata.tiers.base import MAX_REMARK_CHARS
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,10 @@ from kvstrata.p2p.mac import MAC_KEY_BYTES, TAG_BYTES, parts_of, tag_of
 from kvstrata.p2p.peer_engine import PeerEngine
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
-from kvstrata.policy.reasons import (
+from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
+from kvstrata.tiers.base import LoadItem, LoadOutcome, LoadStatus
+from kvstrata.tiers.lanes import Lane, Lanes
+from kvstrata.tiers.reasons import (
     CLOSED,
     LENGTH,
     MISMATCH,
@@ -32,9 +35,6 @@ from kvstrata.policy.reasons import (
     TRANSFER,
     UNAUTHENTICATED,
 )
-from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
-from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus
-from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.types import EXTENT, Extent
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ from kvstrata.rpc.cluster_wire import (
     encode,
     seq_of,
 )
-from kvstrata.storage.lanes import Lane, Lanes
+from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.types import EXTENT, FORMAT_VERSION, KEY_BYTES
 
 if TYPE_CHECKING:

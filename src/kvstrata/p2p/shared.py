@@ -9,7 +9,7 @@ from kvstrata.clock import Clock
 from kvstrata.p2p.leases import LeaseBook
 from kvstrata.p2p.owners import OwnerBook
 from kvstrata.p2p.settings import PeerSettings
-from kvstrata.storage.work import Work
+from kvstrata.tiers.work import Work
 
 log = logging.getLogger(__name__)
 

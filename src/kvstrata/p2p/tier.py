@@ -49,12 +49,10 @@ from kvstrata.p2p.reading import Reader
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.shared import COUNTED, Shared
-from kvstrata.policy.breaker import Breaker
-from kvstrata.policy.reasons import BAD_ITEM, CLOSED, READ_ONLY, THROTTLED
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS
 from kvstrata.rpc.zmq_curve import ClusterKeys, open_keys, read_cluster_keys
 from kvstrata.rpc.zmq_link import AskLink, Links
-from kvstrata.storage.base import (
+from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
@@ -67,8 +65,10 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.lanes import Lanes
-from kvstrata.storage.peers import ReadsPeers
+from kvstrata.tiers.breaker import Breaker
+from kvstrata.tiers.lanes import Lanes
+from kvstrata.tiers.peers import ReadsPeers
+from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, READ_ONLY, THROTTLED
 from kvstrata.types import KEY_BYTES
 
 MAX_BATCH = 256

@@ -51,8 +51,8 @@ from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.listener import AttachServer
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import MAX_SESSION_SHARE, InstanceFacts, Plan, segment_settings
-from kvstrata.storage.base import AdapterContext
-from kvstrata.storage.config import TierConfig
+from kvstrata.tiers.base import AdapterContext
+from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import NOT_IN_A_NAME

@@ -32,8 +32,8 @@ from kvstrata.process.listen import read_token
 from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys
 from kvstrata.server.processes import TenantTokens
-from kvstrata.storage.config import TierConfig, configure_tier
 from kvstrata.text import remember_secret
+from kvstrata.tiers.config import TierConfig, configure_tier
 from kvstrata.types import GB
 
 DEFAULT_L1_BYTES = 4 * GB

@@ -29,17 +29,6 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import StorageError
-from kvstrata.storage.base import (
-    MORE_KEYS,
-    LoadOutcome,
-    LoadStatus,
-    Presence,
-    PutOutcome,
-    PutStatus,
-    StorageAdapter,
-)
-from kvstrata.storage.config import configure_tier
-from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.strategies import (
     WAIT_S,
     ask_for,
@@ -52,6 +41,17 @@ from kvstrata.testing.strategies import (
     record_length,
     watched,
 )
+from kvstrata.tiers.base import (
+    MORE_KEYS,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+)
+from kvstrata.tiers.config import configure_tier
+from kvstrata.tiers.host.parent import HostedAdapter
 
 SIZE = 10_000
 """Payload bytes of most records here; not a multiple of a block."""

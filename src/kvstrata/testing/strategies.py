@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
 from kvstrata.native.core import ExtentsMap, RecordSpec, record_bytes, seal_record
-from kvstrata.storage.base import AdapterContext, Ask, LoadItem, Presence, PutItem, StorageAdapter
+from kvstrata.tiers.base import AdapterContext, Ask, LoadItem, Presence, PutItem, StorageAdapter
 
 if TYPE_CHECKING:
     from kvstrata.native.core import Hold

@@ -49,18 +49,8 @@ from kvstrata.errors import AllWrong, ConfigError, install
 from kvstrata.native import core
 from kvstrata.native.core import CopyOutcome, RecordError, buffer_address, join_planes, split_planes
 from kvstrata.observability.logging import Thinning
-from kvstrata.policy.reasons import (
-    BAD_ITEM,
-    CODEC,
-    ENCODED,
-    LENGTH,
-    QUEUE_FULL,
-    STAGING_TOO_SMALL,
-    THROTTLED,
-    UNAUTHENTICATED,
-)
-from kvstrata.storage import structs
-from kvstrata.storage.base import (
+from kvstrata.tiers import structs
+from kvstrata.tiers.base import (
     Ask,
     LoadItem,
     LoadOutcome,
@@ -73,9 +63,19 @@ from kvstrata.storage.base import (
     log_broken_contract,
     two_bytes,
 )
-from kvstrata.storage.lanes import Lane, Lanes
-from kvstrata.storage.structs import Place
+from kvstrata.tiers.lanes import Lane, Lanes
+from kvstrata.tiers.reasons import (
+    BAD_ITEM,
+    CODEC,
+    ENCODED,
+    LENGTH,
+    QUEUE_FULL,
+    STAGING_TOO_SMALL,
+    THROTTLED,
+    UNAUTHENTICATED,
+)
 from kvstrata.tiers.staging import Block, Staging, StagingHold
+from kvstrata.tiers.structs import Place
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:

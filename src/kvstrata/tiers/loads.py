@@ -46,9 +46,9 @@ from kvstrata.keys.batch import split
 from kvstrata.keys.spans import longest
 from kvstrata.native.core import LoadBatch, LoadRequest, Pool
 from kvstrata.observability.numbers import Numbers, counter, gauge, parts_by
-from kvstrata.policy.reasons import DEADLINE, LENGTH, miss_reason
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.storage.base import Ask, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.base import Ask, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.reasons import DEADLINE, LENGTH, miss_reason
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, TierState
 from kvstrata.types import KEY_BYTES, MissReason

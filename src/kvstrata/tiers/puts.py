@@ -33,8 +33,8 @@ from kvstrata import failpoints
 from kvstrata.errors import StorageError
 from kvstrata.native.core import Pool
 from kvstrata.observability.numbers import Numbers, counter, gauge, parts_by
-from kvstrata.storage.base import Ask, Presence, PutItem, PutOutcome, PutStatus
-from kvstrata.storage.config import StorePolicy
+from kvstrata.tiers.base import Ask, Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier
 

@@ -14,7 +14,7 @@ from kvstrata.errors import BadRequest
 from kvstrata.native.core import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, parts_by
-from kvstrata.storage.base import AdapterContext
+from kvstrata.tiers.base import AdapterContext
 from kvstrata.tiers.tier import Tier, TierState
 
 PROBE_S = 5.0

@@ -12,9 +12,9 @@ Invariants
    medium's operation goes on and its items keep their holds until the medium has finished with them.  The bytes of such
    operations count as stuck until the operations end; while `max_stuck_bytes` or more bytes are stuck, nothing more is
    put or loaded.
-2. Each operation has a breaker (policy/breaker.py).  If an operation succeeds after its deadline, the breaker admits a
+2. Each operation has a breaker (tiers/breaker.py).  If an operation succeeds after its deadline, the breaker admits a
    try at once.  An operation failed if it hit the deadline, raised, or all its items are FAILED or UNKNOWN for reasons
-   that blame the medium (policy/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an
+   that blame the medium (tiers/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an
    answer, not a failure.  While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot
    be loaded is not a hit.
 3. A paused tier's medium is asked nothing, nor is one whose directory is gone.  A medium whose directory cannot be
@@ -46,19 +46,9 @@ from kvstrata.observability.load_line import LoadLine
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers
 from kvstrata.patience import patience
-from kvstrata.policy.breaker import Breaker, BreakerState
-from kvstrata.policy.reasons import (
-    BREAKER_OPEN,
-    DEADLINE,
-    FULL,
-    MEDIUM_GONE,
-    PAUSED,
-    RAISED,
-    READ_ONLY,
-    blames_medium,
-)
 from kvstrata.process.supervisor import on_a_thread
-from kvstrata.storage.base import (
+from kvstrata.tiers import folder
+from kvstrata.tiers.base import (
     MORE_KEYS,
     AdapterContext,
     Ask,
@@ -78,13 +68,23 @@ from kvstrata.storage.base import (
     log_broken_contract,
     told,
 )
-from kvstrata.storage.config import TierConfig
-from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.peers import ReadsPeers
-from kvstrata.tiers import folder
+from kvstrata.tiers.breaker import Breaker, BreakerState
 from kvstrata.tiers.codec import Codec, refuse_encoded
+from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.folder import FolderState, WatchedFolder
+from kvstrata.tiers.host.parent import HostedAdapter
 from kvstrata.tiers.numbers import TierNumbers
+from kvstrata.tiers.peers import ReadsPeers
+from kvstrata.tiers.reasons import (
+    BREAKER_OPEN,
+    DEADLINE,
+    FULL,
+    MEDIUM_GONE,
+    PAUSED,
+    RAISED,
+    READ_ONLY,
+    blames_medium,
+)
 from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 3
     open_s: float = 1.0
     max_open_s: float = 30.0
-    """Times for which a breaker is open, see policy/breaker.py."""
+    """Times for which a breaker is open, see tiers/breaker.py."""
     opening_s: float = 30.0
     """Time in which the medium must be opened before the server starts without it."""
     close_s: float = 10.0

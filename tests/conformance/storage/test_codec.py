@@ -12,7 +12,16 @@ import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError
-from kvstrata.storage.base import (
+from kvstrata.testing.adapter_contract import ABSENT, EXISTS, LOADED, SIZE, STORED, AdapterContract, Medium
+from kvstrata.testing.strategies import (
+    ask_for,
+    key_of,
+    load_item,
+    put_item,
+    record_hold,
+    watched,
+)
+from kvstrata.tiers.base import (
     AdapterContext,
     Capabilities,
     LoadOutcome,
@@ -23,18 +32,9 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
-from kvstrata.storage.config import TierConfig
-from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.testing.adapter_contract import ABSENT, EXISTS, LOADED, SIZE, STORED, AdapterContract, Medium
-from kvstrata.testing.strategies import (
-    ask_for,
-    key_of,
-    load_item,
-    put_item,
-    record_hold,
-    watched,
-)
 from kvstrata.tiers.codec import ChainSettings, ZstdOptions
+from kvstrata.tiers.config import TierConfig
+from kvstrata.tiers.media.fs.adapter import FsAdapter
 from kvstrata.tiers.tier import Tier, TierLimits
 from tests.conformance.storage.test_fs import Folder
 from tests.conformance.storage.test_suite_itself import Forgets, Records

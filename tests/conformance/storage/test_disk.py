@@ -10,10 +10,10 @@ import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.storage.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
-from kvstrata.storage.media.disk.adapter import disk_adapter
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
 from kvstrata.testing.strategies import key_of, load_item, put_item, record_length
+from kvstrata.tiers.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
+from kvstrata.tiers.media.disk.adapter import disk_adapter
 from tests.oracles import disk_log
 from tests.oracles.crc32c import crc32c_fast as crc32c
 

@@ -13,11 +13,11 @@ import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus, StorageAdapter
-from kvstrata.storage.lanes import Lane
-from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, AdapterContract, Medium
 from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, record_length, watched
+from kvstrata.tiers.base import AdapterContext, LoadStatus, Presence, PutStatus, StorageAdapter
+from kvstrata.tiers.lanes import Lane
+from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 HANG_S = 120.0
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import StorageError
-from kvstrata.storage.base import Presence, PutOutcome, PutStatus
-from kvstrata.storage.config import configure_tier
-from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
 from kvstrata.testing.strategies import Found, ask_for, key_of, lent_context, load_item, put_item, watched
+from kvstrata.tiers.base import Presence, PutOutcome, PutStatus
+from kvstrata.tiers.config import configure_tier
+from kvstrata.tiers.host.parent import HostedAdapter
 from tests.conformance.storage.test_fs import Folder
 from tests.harness.alone import alone
 from tests.harness.bad_adapter import entry_of

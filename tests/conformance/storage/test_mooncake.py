@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX
 from kvstrata.testing.adapter_contract import HostedContract, Medium
+from kvstrata.tiers.media.mooncake.adapter import KEY_PREFIX
 from tests.harness import mooncake
 
 pytestmark = pytest.mark.integration

@@ -11,10 +11,10 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
-from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.config import make_adapter
-from kvstrata.storage.media.object_store.adapter import NAME, path_of
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
+from kvstrata.tiers.base import StorageAdapter
+from kvstrata.tiers.config import make_adapter
+from kvstrata.tiers.media.object_store.adapter import NAME, path_of
 from tests.harness.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
 

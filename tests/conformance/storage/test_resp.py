@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import redis
 
-from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.config import make_adapter
 from kvstrata.testing.adapter_contract import SIZE, AdapterContract, Medium
 from kvstrata.testing.strategies import record_length
+from kvstrata.tiers.base import StorageAdapter
+from kvstrata.tiers.config import make_adapter
 from tests.harness import redis_server
 
 pytestmark = pytest.mark.integration

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.storage.base import (
+from kvstrata.testing.adapter_contract import AdapterContract, Medium
+from kvstrata.tiers.base import (
     Capabilities,
     LoadItem,
     LoadOutcome,
@@ -17,7 +18,6 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
-from kvstrata.testing.adapter_contract import AdapterContract, Medium
 from tests.harness.shelf import Shelf, ShelfAdapter
 
 

@@ -11,9 +11,9 @@ from typing import cast
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.config import TierConfig
 from kvstrata.testing.adapter_contract import Medium
+from kvstrata.tiers.base import StorageAdapter
+from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.tier import Tier, TierLimits
 
 ROOT = Path(__file__).parents[3]

@@ -40,7 +40,6 @@ from kvstrata.rpc.cluster_wire import (
     PeerWelcome,
 )
 from kvstrata.rpc.zmq_curve import CurveKeys
-from kvstrata.storage.base import Ask, LoadItem, LoadOutcome, LoadStatus, Presence
 from kvstrata.testing.strategies import (
     Found,
     ask_for,
@@ -50,6 +49,7 @@ from kvstrata.testing.strategies import (
     payload_of,
     watched,
 )
+from kvstrata.tiers.base import Ask, LoadItem, LoadOutcome, LoadStatus, Presence
 from kvstrata.types import EXTENT, KEY_BYTES
 from tests.harness.directory_double import Directory, Endpoint
 from tests.harness.l1 import L1, SIZE, chain

@@ -21,7 +21,6 @@ from kvstrata.p2p.tier import PeerTier
 from kvstrata.rpc.cluster_wire import Owner
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_server import ZmqServer
-from kvstrata.storage.base import LoadOutcome
 from kvstrata.testing.strategies import (
     IDENTITY,
     ask_for,
@@ -32,6 +31,7 @@ from kvstrata.testing.strategies import (
     section_lengths,
     watched,
 )
+from kvstrata.tiers.base import LoadOutcome
 from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, THERE, CopyEngine, failed, metadata_of, unknown
 from tests.harness.directory_double import Directory
 from tests.harness.l1 import L1, RECORD, SIZE

@@ -10,14 +10,14 @@ import pytest
 from kvstrata.native import core
 from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.owners import OwnerLimits
-from kvstrata.policy.reasons import PEER_FAILED, blames_medium, miss_reason
 from kvstrata.rpc.cluster_wire import PeerLease
-from kvstrata.storage.base import LoadStatus
 from kvstrata.testing.strategies import (
     Found,
     load_item,
     watched,
 )
+from kvstrata.tiers.base import LoadStatus
+from kvstrata.tiers.reasons import PEER_FAILED, blames_medium, miss_reason
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, NOT_THERE, THERE, Net, failed, metadata_of, unknown
 from tests.harness.l1 import L1, RECORD, SIZE, chain

@@ -9,8 +9,8 @@ import pytest
 
 from kvstrata.p2p.owners import OwnerLimits
 from kvstrata.rpc.cluster_wire import Failure, PeerRelease
-from kvstrata.storage.base import PutOutcome, PutStatus
 from kvstrata.testing.strategies import WAIT_S, put_item, watched
+from kvstrata.tiers.base import PutOutcome, PutStatus
 from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, NOT_THERE, THERE, TestOwner, failed, unknown
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.waiting import until

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvstrata.storage.base import AdapterContext
-from kvstrata.storage.config import StorePolicy, TierConfig, configure_tier
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers import tier as tiers
+from kvstrata.tiers.base import AdapterContext
+from kvstrata.tiers.config import StorePolicy, TierConfig, configure_tier
 from kvstrata.tiers.loads import FetchOutcome, PrefetchController, PrefetchLimits
 from kvstrata.tiers.puts import RetryRule, StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet

@@ -12,10 +12,10 @@ from types import FrameType
 import pytest
 
 from kvstrata.rpc.wire import ReserveOutcome
-from kvstrata.storage.base import Ask
-from kvstrata.storage.config import StorePolicy
 from kvstrata.testing.strategies import IDENTITY, record_length
 from kvstrata.tiers import loads
+from kvstrata.tiers.base import Ask
+from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.loads import FetchOutcome
 from kvstrata.tiers.tier import TierLimits
 from kvstrata.types import MissReason

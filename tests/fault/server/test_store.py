@@ -13,8 +13,8 @@ import pytest
 
 from kvstrata import failpoints
 from kvstrata.errors import BadRequest, ConfigError, StorageError
-from kvstrata.storage.config import StorePolicy
 from kvstrata.tiers import tier as tier_module
+from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.loads import FetchOutcome
 from kvstrata.tiers.puts import KEYS_PER_TURN
 from kvstrata.types import KEY_BYTES

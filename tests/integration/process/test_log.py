@@ -209,7 +209,7 @@ def test_each_line_of_a_json_log_is_an_object(begin):
 
 
 ROOT = Path(__file__).resolve().parents[3]
-DETAIL = "DEBUG kvstrata.storage.host.process plugin-0: host: an_sdk: a detail"
+DETAIL = "DEBUG kvstrata.tiers.host.process plugin-0: host: an_sdk: a detail"
 
 
 def ctl(*arguments: str) -> str:

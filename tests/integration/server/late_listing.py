@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvstrata.storage.base import KeyPage
-from kvstrata.storage.media.fs.adapter import FsAdapter
+from kvstrata.tiers.base import KeyPage
+from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 
 class LateAdapter(FsAdapter):

@@ -108,7 +108,7 @@ def test_no_secret_is_in_a_command_line_page_answer_metric_or_log(tmp_path, envi
         pids = family(server.pid)
         command_lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
         assert len(pids) >= 3, "keeper, server and adapter host"
-        (host,) = (pid for pid, line in command_lines.items() if b"storage.host.child" in line)
+        (host,) = (pid for pid, line in command_lines.items() if b"tiers.host.child" in line)
         seen = {"command lines": b"\n".join(command_lines.values()).decode()}
         seen["environment of the adapter host"] = Path(f"/proc/{host}/environ").read_bytes().decode()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.cli import native_include_dir
-from kvstrata.storage.native_adapter import NativeAdapter
+from kvstrata.tiers.native_adapter import NativeAdapter
 
 
 def compile_probe(folder: Path) -> Path:

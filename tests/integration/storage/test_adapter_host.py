@@ -282,7 +282,7 @@ def test_what_the_host_logs_and_prints_is_in_the_servers_log(start: Callable[...
         client.store(identity, chain_of(identity.root, 1))
         until(client, lambda status: sum(outcomes_of(status).values()) == 1)
     end_s = time.monotonic() + HANG_S
-    by_the_host = "ERROR kvstrata.storage.host.process plugin-0: host: "
+    by_the_host = "ERROR kvstrata.tiers.host.process plugin-0: host: "
     # The server's own line about the put has the same error, and may come first.
     while "RuntimeError: ordered to raise" not in (text := server.log.read_text()).partition(by_the_host)[2]:
         assert time.monotonic() < end_s, text

@@ -19,10 +19,6 @@ import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
-from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
-from kvstrata.storage.media.disk.adapter import disk_adapter
-from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.native_adapter import NativeAdapter
 from kvstrata.testing.strategies import (
     ask_for,
     key_of,
@@ -33,6 +29,10 @@ from kvstrata.testing.strategies import (
     record_length,
     watched,
 )
+from kvstrata.tiers.base import AdapterContext, LoadStatus, Presence, PutStatus
+from kvstrata.tiers.media.disk.adapter import disk_adapter
+from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.native_adapter import NativeAdapter
 from tests.harness.amount import amount
 from tests.harness.signals import send
 from tests.oracles import disk_log

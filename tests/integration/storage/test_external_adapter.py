@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstrata.storage.base import LoadOutcome, LoadStatus, Presence
-from kvstrata.storage.config import configure_tier
-from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.adapter_contract import SIZE, STORED
 from kvstrata.testing.strategies import (
     WAIT_S,
@@ -27,6 +24,9 @@ from kvstrata.testing.strategies import (
     put_item,
     watched,
 )
+from kvstrata.tiers.base import LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.config import configure_tier
+from kvstrata.tiers.host.parent import HostedAdapter
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.http_read import read

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
-from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, watched
+from kvstrata.tiers.base import AdapterContext, LoadStatus, Presence, PutStatus
+from kvstrata.tiers.media.fs.adapter import FsAdapter
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
 
 pytestmark = pytest.mark.integration

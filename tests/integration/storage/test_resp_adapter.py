@@ -16,18 +16,6 @@ import pytest
 import redis
 
 from kvstrata.errors import ConfigError, KvstrataError, StorageError
-from kvstrata.storage.base import (
-    LoadOutcome,
-    LoadStatus,
-    Presence,
-    PutOutcome,
-    PutStatus,
-    StorageAdapter,
-    Usage,
-)
-from kvstrata.storage.config import make_adapter
-from kvstrata.storage.media.resp import adapter as module
-from kvstrata.storage.media.resp.servers import slot_of
 from kvstrata.testing.adapter_contract import EXISTS, LOADED, SIZE, STORED
 from kvstrata.testing.strategies import (
     ask_for,
@@ -40,6 +28,18 @@ from kvstrata.testing.strategies import (
     record_length,
     watched,
 )
+from kvstrata.tiers.base import (
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.tiers.config import make_adapter
+from kvstrata.tiers.media.resp import adapter as module
+from kvstrata.tiers.media.resp.servers import slot_of
 from tests.harness.hostile_resp import INFO, Hostile, bulk, cursors
 from tests.harness.redis_server import RedisServer, certificates, cluster
 from tests.harness.waiting import HANG_S, eventually_async

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.storage.base import AdapterContext, LoadStatus, PutStatus
-from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.testing.strategies import (
     ask_for,
     key_of,
@@ -25,6 +23,8 @@ from kvstrata.testing.strategies import (
     put_item,
     watched,
 )
+from kvstrata.tiers.base import AdapterContext, LoadStatus, PutStatus
+from kvstrata.tiers.media.fs.adapter import FsAdapter
 from tests.harness import mooncake
 from tests.harness.l2_load import N_CHUNKS, Load, assert_shared, clear_l1, served, stored, until_stored
 from tests.harness.redis_server import RedisServer, Sentinel, cluster

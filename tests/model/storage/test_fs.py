@@ -22,8 +22,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.clock import SystemClock
-from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
-from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.testing.strategies import (
     ask_for,
     key_of,
@@ -34,6 +32,8 @@ from kvstrata.testing.strategies import (
     record_length,
     watched,
 )
+from kvstrata.tiers.base import AdapterContext, LoadStatus, Presence, PutStatus
+from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 T = TypeVar("T")
 

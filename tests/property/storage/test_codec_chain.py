@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvstrata.native import core
 from kvstrata.native.core import CopyOutcome
-from kvstrata.storage.base import two_bytes
 from kvstrata.testing.strategies import key_of, record_hold, record_length
+from kvstrata.tiers.base import two_bytes
 from kvstrata.tiers.codec import BadRecord, CannotDecode, Chain, ChainSettings, ZstdOptions
 from tests.harness.amount import amount
 from tests.harness.records import resealed, soft_payload

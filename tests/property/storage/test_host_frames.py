@@ -8,9 +8,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.storage.base import Capabilities
-from kvstrata.storage.host import frames
-from kvstrata.storage.host.frames import MAX_ITEMS, ChannelError
+from kvstrata.tiers.base import Capabilities
+from kvstrata.tiers.host import frames
+from kvstrata.tiers.host.frames import MAX_ITEMS, ChannelError
 
 SAMPLES: list[Any] = [
     frames.Opened(Capabilities(persistent=True, shared=False), b"x"),

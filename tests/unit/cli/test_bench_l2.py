@@ -14,8 +14,8 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
 from kvstrata.keys.batch import split
 from kvstrata.measure.l2 import Records, Workload
-from kvstrata.storage.base import Ask, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
-from kvstrata.storage.config import configure_tier
+from kvstrata.tiers.base import Ask, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
+from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.tier import Tier, limits_of
 
 PAYLOAD = 8192

@@ -27,7 +27,7 @@ from kvstrata.controller.process import plan as plan_controller
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.plan import plan as plan_gateway
 from kvstrata.server.plan import plan as plan_server
-from kvstrata.storage.config import configure_tier
+from kvstrata.tiers.config import configure_tier
 
 GOLDEN = Path(__file__).with_name("errors_golden.txt")
 SECRET = "hunter2"

@@ -23,7 +23,7 @@ from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS, VARIA
 from kvstrata.config.model import ServerSettings
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
-from kvstrata.storage.config import configure_tier
+from kvstrata.tiers.config import configure_tier
 from tests.harness.cases import case
 
 THEIRS: dict[str, Any] = json.loads((Path(__file__).parent / "lmcache_0_5_7.json").read_text())

@@ -25,7 +25,7 @@ from kvstrata.config.secrets import (
     scrubbed,
     shown,
 )
-from kvstrata.storage.config import CommonFields, load, own_points
+from kvstrata.tiers.config import CommonFields, load, own_points
 
 
 def has_text(kind: Any) -> bool:

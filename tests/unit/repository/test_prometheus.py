@@ -13,7 +13,7 @@ from docs.generate.numbers import CONTROLLER, SERVER, families_of
 from kvstrata.errors import WIRE_ERRORS, WrongKey
 from kvstrata.observability.numbers import Family
 from kvstrata.server.requests.requests import OPERATIONS
-from kvstrata.storage.base import LoadStatus
+from kvstrata.tiers.base import LoadStatus
 from kvstrata.tiers.puts import Skip
 from tests.harness.cases import case
 from tests.unit.repository.test_commands_of_pages import commands_of, refusal_of_text

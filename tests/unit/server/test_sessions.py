@@ -11,7 +11,7 @@ import pytest
 
 from kvstrata.observability import explain
 from kvstrata.rpc import wire
-from kvstrata.storage.base import log_broken_contract
+from kvstrata.tiers.base import log_broken_contract
 from kvstrata.types import RequestIdentity
 from tests.harness.alone import alone
 from tests.harness.amount import amount

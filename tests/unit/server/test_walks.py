@@ -13,8 +13,8 @@ from types import FrameType
 import kvstrata
 from kvstrata.native.core import RecordSpec, seal_record, storage_keys
 from kvstrata.rpc import wire
-from kvstrata.storage.base import AdapterContext
-from kvstrata.storage.config import configure_tier
+from kvstrata.tiers.base import AdapterContext
+from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import KEY_BYTES, unpack_extents
 from tests.harness.instance_in_process import InstanceInProcess, Said, said

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
-from kvstrata.policy.breaker import Breaker, BreakerState
-from kvstrata.storage.base import (
+from kvstrata.testing.strategies import Found, ask_for, key_of, load_item, put_item, record_length, watched
+from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
@@ -31,8 +31,8 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.config import TierConfig
-from kvstrata.testing.strategies import Found, ask_for, key_of, load_item, put_item, record_length, watched
+from kvstrata.tiers.breaker import Breaker, BreakerState
+from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.tier import Tier, TierLimits
 from kvstrata.types import KEY_BYTES
 from tests.harness.virtual import on_virtual_time

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstrata.errors import ConfigError
-from kvstrata.storage.native_adapter import NativeAdapter
+from kvstrata.tiers.native_adapter import NativeAdapter
 from kvstrata_flat_files import _connector
 
 GB = 1 << 30

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, verify_stored_record
-from kvstrata.storage.base import (
+from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
@@ -40,7 +40,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.lanes import Lane, Lanes
+from kvstrata.tiers.lanes import Lane, Lanes
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from kvstrata.errors import ConfigError, Refused
 from kvstrata.measure.figures import machine, median_spread, percentile
 from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
 from kvstrata.native.core import record_bytes
-from kvstrata.storage.config import TierConfig, configure_tier
+from kvstrata.tiers.config import TierConfig, configure_tier
 from kvstrata.tiers.tier import Tier, limits_of
 
 MB = 1 << 20

@@ -12,7 +12,6 @@ from kvstrata.gateway.controllers.directory import Directory
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge, histogram
 from kvstrata.patience import patience
-from kvstrata.policy.breaker import Breaker, BreakerState
 from kvstrata.rpc.cluster_wire import (
     Done,
     GatewayBeat,
@@ -24,6 +23,7 @@ from kvstrata.rpc.cluster_wire import (
 )
 from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_link import Links
+from kvstrata.tiers.breaker import Breaker, BreakerState
 
 BEAT_S, BEAT_MAX_S = 0.5, 30.0
 """Bounds of the interval that a controller names for heartbeats."""

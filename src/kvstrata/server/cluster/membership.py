@@ -38,7 +38,7 @@ from kvstrata.server.cluster.sync import FullSync
 from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import Plan
-from kvstrata.storage.config import TierConfig
+from kvstrata.tiers.config import TierConfig
 
 _PORT = re.compile(r":\d{1,5}$")
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import TAG_BYTES, tags_of
-from kvstrata.storage.base import Usage
+from kvstrata.tiers.base import Usage
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, TierState
 

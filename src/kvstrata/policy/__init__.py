@@ -1,1 +1,0 @@
-"""Decisions without I/O: no await, no clock, no socket."""

@@ -1,1 +1,0 @@
-"""L2: the storage contract and its adapters."""

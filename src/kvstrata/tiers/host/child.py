@@ -1,0 +1,379 @@
+"""The child process of an adapter host: `python -c BOOT root server-pid channel extents [lock]`, where the last three
+are descriptors.
+
+It maps the pool's extents, makes and opens the adapter that Configure describes, passes batches from the channel
+(frames.py) to it, and their outcomes back.  The adapter sees what it would see in the server: an event loop, a
+context, items with holds.
+
+Invariants
+1. It ends with its server: the kernel kills it then, and a closed channel ends it too.
+2. It keeps no descriptor of the pool except that of sessions.lock, on which it has a shared lock of HOSTS_BYTE.  That
+   lock outlives every thread that can touch the extents, and no server adopts the pool while the lock is held.  Forks
+   do not inherit the mapping.
+3. The drop of a hold is never reported before it happens.  It is reported with the answer of its batch if it happened
+   before that answer was sent, else soon after the drop.
+4. Counters, remarks and the advertisement are checked every COUNT_S, and reported when they have changed.
+5. An exception of the adapter is reported and does not end this process (the plugin boundary).  It is left to the
+   server to notice a hang or a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import functools
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+import msgspec
+import uvloop
+
+from kvstrata.clock import SystemClock
+from kvstrata.errors import KvstrataError, StorageError
+from kvstrata.memory import linux
+from kvstrata.memory.segment_files import HOSTS_BYTE
+from kvstrata.naming import name_process
+from kvstrata.native.core import ExtentsMap, Hold, LentHold
+from kvstrata.observability.logging import FLUSH_S, STDERR, LogWriter
+from kvstrata.process.keeper import die_with_parent
+from kvstrata.tiers import config as tier_config
+from kvstrata.tiers.base import (
+    MORE_KEYS,
+    AdapterContext,
+    Ask,
+    Counts,
+    LoadItem,
+    LoadOutcome,
+    PutItem,
+    PutOutcome,
+    Remarks,
+    StorageAdapter,
+    log_broken_contract,
+    told,
+)
+from kvstrata.tiers.host import frames
+from kvstrata.tiers.host.frames import MAX_FRAME_BYTES, Configure, Message, Request
+from kvstrata.tiers.host.process import LEVEL_MARK
+from kvstrata.tiers.peers import ReadsPeers
+from kvstrata.types import KEY_BYTES
+
+log = logging.getLogger(__name__)
+
+FRAMES_AT_A_TIME = 16
+TELL_S = 0.05
+"""Longest time from a drop or an eviction to its report; an answer may report it earlier."""
+COUNT_S = 1.0
+
+
+def main() -> NoReturn:
+    """Run the process; never returns."""
+    server_pid, channel_fd, extents_fd, *lock_fds = map(int, sys.argv[2:])
+    die_with_parent(server_pid)
+    faulthandler.enable()
+    for fd in (channel_fd, extents_fd, *lock_fds):
+        os.set_inheritable(fd, False)
+    for fd in lock_fds:
+        if not linux.share_byte(fd, HOSTS_BYTE):
+            raise SystemExit("byte HOSTS_BYTE of sessions.lock is locked for writing")
+    channel = socket.socket(fileno=channel_fd)
+    frame = channel.recv(MAX_FRAME_BYTES)
+    if not frame:
+        os._exit(0)  # the server has closed the channel already
+    config = frames.read_request(frame)
+    assert isinstance(config, Configure)
+    name_process(f"kv-host-{config.name}")
+    _log_to_server(config.log_level)
+    sys.path[:] = config.import_paths
+    extents = ExtentsMap(extents_fd, config.region_bytes)
+    os.close(extents_fd)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(channel, extents, config))
+    _end(0)
+
+
+async def _serve(channel: socket.socket, extents: ExtentsMap, config: Configure) -> None:
+    await Host(channel, extents, config).run()
+
+
+class Host:
+    """The child's side of the channel. Everything but `_hold_dropped` and `_evicted` runs on the loop."""
+
+    def __init__(self, channel: socket.socket, extents: ExtentsMap, config: Configure) -> None:
+        self._channel = channel
+        self._extents = extents
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._adapter: StorageAdapter | None = None
+        self._peers: ReadsPeers | None = None
+        """The medium, if it reads other instances."""
+        self._queue: deque[bytes] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+        self._drops: deque[tuple[int, int]] = deque()
+        self._evictions: deque[bytes] = deque()
+        self._tell_is_due = False
+        self._untold: dict[int, list[int]] = {}
+        """Indices of the dropped items that are not reported yet, by request."""
+        self._counted = frames.Told()
+        self._advertised = b""
+
+    async def run(self) -> None:
+        """Open the adapter, serve until CLOSE, close it. Exits the process; at once if the adapter cannot be opened."""
+        config, extents = self._config, self._extents
+        context = AdapterContext(
+            config.instance_id,
+            SystemClock(),
+            extents.address,
+            extents.length,
+            self._evicted,
+        )
+        try:
+            adapter = _made(config)
+            await adapter.open(context)
+            self._peers = adapter if isinstance(adapter, ReadsPeers) else None
+            self._advertised = self._advertisement()
+            frames.advertised_frame(self._advertised)  # raises if it is too long
+            opened = frames.Opened(adapter.capabilities, self._advertised)
+        except Exception as error:  # the plugin boundary
+            if not isinstance(error, KvstrataError):
+                log_broken_contract(config.name, "open", error)
+            self._channel.send(frames.frame_of(frames.refused(error)))
+            _end(1)
+        self._adapter = adapter
+        self._channel.setblocking(False)
+        self._send(opened)
+        self._loop.add_reader(self._channel, self._read)
+        self._count(adapter)
+        await self._closing.wait()
+        try:
+            await adapter.close()
+        except Exception as error:  # the plugin boundary
+            log_broken_contract(config.name, "close", error)
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+        self._tell()
+        self._loop.remove_writer(self._channel)
+        self._channel.setblocking(True)
+        while self._queue:
+            self._channel.send(self._queue.popleft())
+        _end(0)
+
+    # --- requests ----------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        for _ in range(FRAMES_AT_A_TIME):
+            try:
+                frame = self._channel.recv(MAX_FRAME_BYTES)
+            except BlockingIOError:
+                return
+            if not frame:
+                os._exit(0)  # the server is gone, or has given up on this process
+            request = frames.read_request(frame)
+            match request:
+                case frames.Close():
+                    self._closing.set()
+                case frames.Level():
+                    logging.getLogger().setLevel(request.level)
+                case _:
+                    task = self._loop.create_task(self._answer(request))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, request: Any) -> None:
+        assert self._adapter is not None
+        try:
+            answer = await self._ask(self._adapter, request)
+        except Exception as error:  # the plugin boundary
+            if not (isinstance(request, frames.Clear) and isinstance(error, StorageError)):
+                log_broken_contract(self._config.name, type(request).__name__, error)
+            self._tell()
+            answer = frames.raised(request.number, error)
+        self._send(answer)
+
+    async def _ask(self, adapter: StorageAdapter, request: Request) -> Message:
+        """The answer. Raises what the adapter raises, and TypeError for an invalid answer."""
+        match request:
+            case frames.Exists(number, keys, each, owner):
+                ask = Ask(each=each, owner=owner)
+                presences = await adapter.exists(keys, ask)
+                return frames.Found(number, presences, frames.word_of(ask.reason))
+            case frames.Put(number, items):
+                puts = [PutItem(item[0], self._hold(number, i, item, False)) for i, item in enumerate(items)]
+                stored = _one_each(await adapter.put(puts), PutOutcome, len(puts))
+                del puts
+                return self._ended(number, stored)
+            case frames.Load(number, items, each, owner):
+                ask = Ask(each=each, owner=owner)
+                loads = [
+                    LoadItem(item[0], self._hold(number, i, item, True), ask) for i, item in enumerate(items)
+                ]
+                loaded = _one_each(await adapter.load(loads), LoadOutcome, len(loads))
+                del loads
+                return self._ended(number, loaded)
+            case frames.Delete(number, keys):
+                return frames.Counted(number, await adapter.delete(keys))
+            case frames.Clear(number):
+                return frames.Counted(number, await adapter.clear())
+            case frames.ListKeys(number, cursor, most):
+                page = await adapter.list_keys(cursor, most)
+                if page is None:
+                    return frames.Listed(number, False, [], 0)
+                if len(page.keys) > most + MORE_KEYS:
+                    raise TypeError(f"{len(page.keys)} keys are listed, but only {most} were asked for")
+                return frames.Listed(number, True, list(page.keys), page.cursor)
+        assert isinstance(request, frames.GetUsage)
+        return frames.Used(request.number, *await adapter.usage())
+
+    def _hold(self, number: int, index: int, item: tuple[bytes, int, int], writable: bool) -> Hold:
+        self._tell_later()
+        dropped = functools.partial(self._hold_dropped, number, index)
+        hold = LentHold(self._extents, *item, writable=writable, dropped=dropped)
+        return cast("Hold", hold)
+
+    def _ended(self, number: int, outcomes: Sequence[PutOutcome | LoadOutcome]) -> frames.Ended:
+        self._collect()
+        self._tell_evictions()
+        statuses = bytes([outcome[0] for outcome in outcomes])
+        reasons = frames.words_of([outcome[1] for outcome in outcomes])
+        return frames.Ended(number, statuses, self._untold.pop(number, []), reasons)
+
+    # --- drops and evictions -----------------------------------------------------------------------------
+
+    def _hold_dropped(self, number: int, index: int) -> None:
+        """The adapter has finished with an item's bytes (any thread)."""
+        self._drops.append((number, index))
+        self._wake()
+
+    def _evicted(self, key: bytes) -> None:
+        """The adapter's cap dropped a key (any thread)."""
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"key: must have {KEY_BYTES} bytes, not {len(key)}")
+        self._evictions.append(bytes(key))
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._tell_is_due:
+            self._tell_is_due = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, TELL_S, self._tell)
+
+    def _tell_later(self) -> None:
+        """Tell after TELL_S, so that no drop of the batch that begins now has to wake the loop."""
+        if not self._tell_is_due:
+            self._tell_is_due = True
+            self._loop.call_later(TELL_S, self._tell)
+
+    def _collect(self) -> None:
+        while self._drops:
+            number, index = self._drops.popleft()
+            if (indices := self._untold.get(number)) is None:
+                indices = self._untold[number] = []
+            indices.append(index)
+
+    def _tell(self) -> None:
+        self._tell_is_due = False  # first, so that a drop or eviction during the rest schedules another call
+        self._collect()
+        for number, indices in self._untold.items():
+            self._send(frames.Dropped(number, indices))
+        self._untold.clear()
+        self._tell_evictions()
+
+    def _tell_evictions(self) -> None:
+        keys = [self._evictions.popleft() for _ in range(len(self._evictions))]
+        for part in frames.parts_of(keys):
+            self._send(frames.Evicted(list(part)))
+
+    def _advertisement(self) -> bytes:
+        return b"" if self._peers is None else self._peers.advertisement()
+
+    def _count(self, adapter: StorageAdapter) -> None:
+        """Report counters, remarks and the advertisement where they have changed; repeats itself every COUNT_S."""
+        if self._closing.is_set():
+            return
+        advertisement = self._advertisement()
+        if advertisement != self._advertised:
+            self._advertised = advertisement
+            try:
+                self._send_frame(frames.advertised_frame(advertisement))
+            except StorageError as error:
+                log.error(
+                    "%s: other instances keep using the last advertisement: %s", self._config.name, error
+                )
+        name = self._config.name
+        counted = frames.Told(
+            told(name, "numbers", adapter.numbers, Counts), told(name, "remarks", adapter.remarks, Remarks)
+        )
+        if counted != self._counted and not self._queue:
+            self._counted = counted
+            self._send(counted)
+        self._loop.call_later(COUNT_S, self._count, adapter)
+
+    # --- sending -----------------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        self._send_frame(frames.frame_of(message))
+
+    def _send_frame(self, frame: bytes) -> None:
+        self._queue.append(frame)
+        if len(self._queue) == 1:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._queue:
+                self._channel.send(self._queue[0])
+                self._queue.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._channel, self._write)
+            return
+        except OSError:
+            os._exit(0)  # as in _read
+        self._loop.remove_writer(self._channel)
+
+
+def _made(config: Configure) -> StorageAdapter:
+    """The adapter, not open. Raises ConfigError."""
+    medium = tier_config.load(config.medium)
+    fields = msgspec.json.decode(config.config, type=medium.config)
+    adapter = medium.prepare(fields, config.place, config.name)()
+    adapter.name = config.name
+    return adapter
+
+
+def _one_each(outcomes: Any, kind: type[Any], count: int) -> Sequence[Any]:
+    """Return the outcomes. Raises TypeError unless they are a list with one of that kind for each item."""
+    if (
+        isinstance(outcomes, (list, tuple))
+        and len(outcomes) == count
+        and all(issubclass(found, kind) for found in set(map(type, outcomes)))
+    ):
+        return outcomes
+    raise TypeError(
+        f"{count} items were answered with {outcomes!r:.200}, which is not a list of one {kind.__name__} each"
+    )
+
+
+class _ToServer(logging.Formatter):
+    """Marks each line with its level, so that the server can log it at that level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        mark = f"{LEVEL_MARK}{min(50, max(10, record.levelno // 10 * 10))}{LEVEL_MARK}"
+        return "\n".join(f"{mark}{record.name}: {line}" for line in super().format(record).splitlines())
+
+
+def _log_to_server(level: int) -> None:
+    """Log to stderr, which the server reads, and wait for the server only at the end."""
+    handler = LogWriter(STDERR)
+    handler.setFormatter(_ToServer())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def _end(status: int) -> NoReturn:
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter):
+            handler.flush_within(FLUSH_S)
+    os._exit(status)

@@ -1,0 +1,69 @@
+"""The fields of an entry of type `disk`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.config.common_model import says
+from kvstrata.native.connector import MIN_CAPACITY_BYTES
+from kvstrata.tiers.config import Make, Medium
+from kvstrata.tiers.media.disk.adapter import disk_adapter
+from kvstrata.tiers.media.paths import absolute, folder_at
+from kvstrata.tiers.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.tiers.structs import Place
+from kvstrata.types import GB
+
+MB = 1 << 20
+BLOCK_BYTES = 4096
+LEAST_BLOCKS = 16
+"""Blocks in the shortest segment."""
+
+
+class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A log of segments in a directory of its own on a local disk."""
+
+    # fmt: off
+    base_path: Annotated[str, says("The log's directory; only one server may use it.", min_length=1)]
+    capacity_gb: Annotated[float, says(
+        "GB that the log may take; the oldest segment is evicted first.",
+        ge=MIN_CAPACITY_BYTES / GB, le=1 << 30, extra={"missing": "must be the number of GB that the log may take"})]
+    segment_mb: Annotated[Annotated[float, Meta(ge=LEAST_BLOCKS * BLOCK_BYTES / MB, le=8 << 10)] | None, says(
+        "MB of a segment, at most a sixteenth of `capacity_gb`; not set: derived from `capacity_gb`.")] = None
+    min_free_gb: Annotated[float, says("GB to leave free on the file system.", ge=0, le=1 << 30)] = 1
+    use_odirect: Annotated[bool, says("Write and read past the page cache.")] = True
+    reinsert_percent: Annotated[int, says(
+        "Percent of a retiring segment that is written again: its most recently loaded records.", ge=0, le=50)] = 20
+    scrub_mb_s: Annotated[float, says(
+        "MB per second that a background thread reads and checks; 0: none.", ge=0, le=1 << 20)] = 4
+    # fmt: on
+    num_workers: NumWorkers = 4
+    per_op_workers: PerOpWorkers = {}
+
+
+def _prepare(config: DiskConfig, place: Place, name: str) -> Make:
+    capacity_bytes = int(config.capacity_gb * GB)
+    segment_bytes = int((config.segment_mb or 0) * MB) // BLOCK_BYTES * BLOCK_BYTES
+    if segment_bytes > capacity_bytes // 16:
+        must = f"must be at most a sixteenth of capacity_gb, {capacity_bytes / 16 / MB:g} MB"
+        raise place.wrong("segment_mb", config.segment_mb, must)
+    path = absolute(config.base_path, place, "base_path")
+    return functools.partial(
+        disk_adapter,
+        path,
+        capacity_bytes=capacity_bytes,
+        segment_bytes=segment_bytes,
+        min_free_bytes=int(config.min_free_gb * GB),
+        use_odirect=config.use_odirect,
+        reinsert_percent=config.reinsert_percent,
+        scrub_bytes_per_s=int(config.scrub_mb_s * MB),
+        num_workers=config.num_workers,
+        per_op_workers=config.per_op_workers,
+        name=name,
+    )
+
+
+MEDIUM = Medium(DiskConfig, _prepare, folder=lambda config: folder_at(config.base_path))

@@ -1,0 +1,441 @@
+"""Records in a Mooncake Store cluster: Mooncake's Python client transfers them straight from and into the pool.
+
+The client is `mooncake.store.MooncakeDistributedStore` of the wheel mooncake-transfer-engine-non-cuda (measured with
+0.3.13).  It can block for minutes with the GIL held, has no time limit of its own, and crashes when it is used after
+`close`.  So this adapter runs in a process of its own by default, and killing that process ends a stuck transfer.
+
+Invariants
+1. Threads of the lanes make all calls of the client; the bytes go straight from and into the extents.  The client is
+   set up before any other call of it, and closed after all other calls have ended.
+2. The store keeps the first value of a key but says that it stored the second.  So each put first asks whether the key
+   is there, and of two simultaneous puts of a key in this process only one reaches the store.
+3. A value that is not a record of its key is removed when a load finds it, since only then can a put store the record.
+   This may remove a value that another instance put meanwhile, which costs a miss.
+4. The hold of a transfer that Mooncake may continue after its answer is never dropped here.  Its bytes are freed by the
+   end of this process; `quiesce` "never" tells the server to kill the adapter host for that.
+
+Mooncake's options are not interpreted here: every field that is not ours goes to `setup` unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from kvstrata.errors import ConfigError, StorageError
+from kvstrata.keys.batch import split
+from kvstrata.native.core import CopyOutcome, RecordError, Verifier, names_of, record_header
+from kvstrata.observability.logging import Thinning
+from kvstrata.tiers.base import (
+    MIN_RECORD_BYTES,
+    AdapterContext,
+    Ask,
+    Capabilities,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.tiers.lanes import Lane, Lanes
+from kvstrata.tiers.media.medium import medium_word
+from kvstrata.tiers.media.mooncake.sdk import check_answers, check_nics, import_store
+from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, FULL, LENGTH, QUEUE_FULL, RAISED, THROTTLED
+from kvstrata.tiers.work import Work
+from kvstrata.types import KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvstrata.native.core import Hold
+
+log = logging.getLogger(__name__)
+_thinning = Thinning()
+
+
+T = TypeVar("T")
+
+SETUP_KEYS = (
+    "local_hostname", "metadata_server", "global_segment_size", "local_buffer_size", "protocol", "rdma_devices",
+    "master_server_addr", "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "tenant_id",
+    "enable_client_http_server", "client_http_port",
+)  # fmt: skip
+"""Options that `setup` reads in the version of Mooncake named above. Others are passed on too, with a warning."""
+DEFAULT_MASTER = "127.0.0.1:50051"
+KEY_PREFIX = "kvstrata-"
+"""All instances of a Mooncake cluster use the same prefix."""
+GIVEN_UP_S = 10.0
+"""If a transfer fails sooner than this, the other side has reported that it is over.  If it fails later, Mooncake has
+given it up (after 60 s).  Its bytes may then still be written when a stopped process that has the value continues (seen
+over tcp)."""
+MOST_COUNTED = 1 << 17
+"""Records that `usage` counts; of more, the oldest are forgotten."""
+VERIFIERS = 4
+"""Threads that verify the records of a batch, the lane's own thread included."""
+
+_OK = 0
+_FULL, _NO_REPLICA_YET, _NO_OBJECT, _EXISTS, _REPLICA_GONE = -200, -703, -704, -705, -712
+_PARAMETERS, _TRANSFER = -600, -800
+_REASONS = {
+    -101: "no_segment", _FULL: FULL, _PARAMETERS: "parameters", -707: "lease_expired", _TRANSFER: "transfer",
+    -900: "rpc",
+}  # fmt: skip
+"""Short reasons for codes of Mooncake's ErrorCode (mooncake-store/include/types.h)."""
+
+
+class MooncakeSettings(NamedTuple):
+    """Checked fields of an entry."""
+
+    setup: Mapping[str, str | float | bool]
+    """Arguments of Mooncake's `setup`, as given."""
+    replicate: Mapping[str, Any] = {}
+    """Attributes of the ReplicateConfig of every put."""
+    preregister: bool = True
+    num_workers: int = 4
+    per_op_workers: Mapping[Lane, int] = {}
+
+
+class MooncakeAdapter(StorageAdapter):
+    """See the module. Nothing is reserved, connected or imported before `open`."""
+
+    def __init__(self, settings: MooncakeSettings, *, name: str = "mooncake_store") -> None:
+        self.name = name
+        self.settings = settings
+        self.capabilities = Capabilities(
+            persistent=False,
+            shared=True,
+            medium=medium_word(
+                "mooncake", hosts=[str(settings.setup.get("master_server_addr") or DEFAULT_MASTER)]
+            ),
+            wants_registered_memory=settings.preregister,
+            quiesce="never",
+        )
+        self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
+        self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
+        self._store: Any = None
+        self._replicate: Any = None
+        self._stored: dict[bytes, int] = {}
+        """The lengths of the last records that this process has put, for `usage`."""
+        self._counting = threading.Lock()
+        self._kept: dict[int, Hold] = {}
+        """Holds that are never dropped (invariant 4), by their `id()`."""
+        self._putting: dict[bytes, asyncio.Future[PutStatus]] = {}
+        self._work = Work(name)
+        self._opened = False
+        self._closed = False
+
+    # --- life --------------------------------------------------------------------------------------------
+
+    async def open(self, context: AdapterContext) -> None:
+        """Check that the servers answer, set the client up and register the pool. Raises StorageError, ConfigError."""
+        try:
+            await self._in_lane(Lane.DELETE, lambda: self._set_up(context))
+        except (StorageError, ConfigError):
+            self._closed = True
+            await self._lanes.close()
+            raise
+        self._opened = True
+
+    async def close(self) -> None:
+        """Wait for the operations in flight, close the client, end the threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._work.ended()
+        if self._opened:
+            code = await self._in_lane(Lane.DELETE, self._store.close)
+            if code:
+                log.warning("%s: Mooncake's close answered %d", self.name, code)
+        await self._lanes.close()
+
+    def _set_up(self, context: AdapterContext) -> None:
+        setup = self.settings.setup
+        check_nics(self.name, str(setup.get("protocol", "tcp")), str(setup.get("rdma_devices", "")))
+        module = import_store(self.name)
+        self._replicate = self._replicate_config(module)
+        master = str(setup.get("master_server_addr") or DEFAULT_MASTER)
+        if "://" not in master:  # else an etcd, Redis or Kubernetes of the cluster names the master
+            check_answers(self.name, "master_server_addr", master)
+        metadata_server = urlsplit(str(setup.get("metadata_server", "")))
+        if metadata_server.scheme in ("http", "https"):
+            port = metadata_server.port or (443 if metadata_server.scheme == "https" else 80)
+            check_answers(self.name, "metadata_server", f"{metadata_server.hostname}:{port}")
+        store = module.MooncakeDistributedStore()
+        code = store.setup(dict(setup))
+        if code:
+            raise StorageError(
+                f"{self.name}: Mooncake's setup answered {code}; Mooncake's own lines say why. Its options are"
+                f" {dict(setup)}",
+                field=self.name,
+            )
+        if self.settings.preregister and (
+            code := store.register_buffer(context.region_address, context.region_bytes)
+        ):
+            store.close()
+            raise self._wrong(
+                f"preregister_l1_memory: the pool of {context.region_bytes} bytes could not be registered, Mooncake"
+                f" answered {code}; raise the limit of locked memory (ulimit -l), or set preregister_l1_memory to false"
+            )
+        self._store = store
+        log.info("%s: connected to the master at %s", self.name, master)
+
+    def _replicate_config(self, module: Any) -> Any:
+        config = module.ReplicateConfig()
+        known = [name for name in dir(config) if not name.startswith("_")]
+        for name, value in self.settings.replicate.items():
+            if name not in known:
+                raise self._wrong(
+                    f"replicate.{name}: not an option of this Mooncake, which has {', '.join(known)}"
+                )
+            members = getattr(type(getattr(config, name)), "__members__", None)  # of an enumeration
+            if members is not None and value not in members:
+                raise self._wrong(
+                    f"replicate.{name}: must be one of {', '.join(members)}, found {value!r:.80}"
+                )
+            try:
+                setattr(config, name, value if members is None else members[value])
+            except TypeError:
+                kind = type(getattr(config, name)).__name__
+                raise self._wrong(f"replicate.{name}: must be of type {kind}, found {value!r:.80}") from None
+        return config
+
+    def _wrong(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.name}: {what}", field=self.name)
+
+    # --- the contract ------------------------------------------------------------------------------------
+
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
+        """Ask the store once for all keys."""
+        if reason := self._not_ready():
+            return ask.unknown(keys, reason)
+        names = names_of(KEY_PREFIX, split(keys))
+        if not names:
+            return b""
+        asked = self._lanes.submit(Lane.LOOKUP, lambda: self._store.batch_is_exist(names))
+        if asked is None:
+            return ask.unknown(keys, THROTTLED)
+        codes: list[int] = await self._work.own(asked)
+        ask.reason = next((_reason(code) for code in codes if code not in (0, 1)), "")
+        return bytes([code if code in (0, 1) else Presence.UNKNOWN for code in codes])
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """Put the records that the store lacks, in one call. A cancelled wait lets the batch go on to its end."""
+        return await self._work.own(self._put_batch(list(items)))
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """Load all records in one call. A cancelled wait lets the batch go on to its end."""
+        outcomes = [LoadOutcome(LoadStatus.FAILED, self._not_ready() or BAD_ITEM)] * len(items)
+        places = self._acceptable(items)
+        if not places:
+            return outcomes
+        batch = [items[place] for place in places]
+        future = self._lanes.submit(Lane.LOAD, lambda: self._read(batch))
+        if future is None:
+            self._drop(batch)
+            loaded = [LoadOutcome(LoadStatus.FAILED, THROTTLED)] * len(batch)
+        else:
+            loaded = await self._work.own(future)
+        for place, outcome in zip(places, loaded, strict=True):
+            outcomes[place] = outcome
+        return outcomes
+
+    async def delete(self, keys: bytes) -> int:
+        """Remove records, even those that the store has leased to readers."""
+        if self._not_ready() or not keys:
+            return 0
+        return await self._work.own(self._in_lane(Lane.DELETE, lambda: self._remove(split(keys)).count(_OK)))
+
+    async def clear(self) -> int:
+        """Remove the records of all instances. Raises StorageError if the store refuses."""
+        if self._not_ready():
+            return 0
+        removed = await self._work.own(self._in_lane(Lane.DELETE, self._remove_all))
+        if removed < 0:
+            raise StorageError(f"{self.name}: not cleared: {_reason(removed)}", field=self.name)
+        return removed
+
+    async def usage(self) -> Usage:
+        """The last records that this process has put: the store cannot tell which of its records are ours."""
+        with self._counting:
+            return Usage(sum(self._stored.values()), 0, len(self._stored))
+
+    # --- on the event loop -------------------------------------------------------------------------------
+
+    async def _put_batch(self, items: list[PutItem]) -> list[PutOutcome]:
+        outcomes = [PutOutcome(PutStatus.FAILED, self._not_ready() or BAD_ITEM)] * len(items)
+        loop = asyncio.get_running_loop()
+        firsts: list[int] = []
+        others: list[tuple[int, asyncio.Future[PutStatus]]] = []
+        for place in self._acceptable(items):
+            key = items[place].key
+            if key in self._putting:
+                items[place].hold.drop()
+                others.append((place, self._putting[key]))
+            else:
+                self._putting[key] = loop.create_future()
+                firsts.append(place)
+        batch = [items[place] for place in firsts]
+        stored = [PutOutcome(PutStatus.FAILED, RAISED)] * len(batch)
+        try:
+            future = self._lanes.submit(Lane.PUT, lambda: self._write(batch)) if batch else None
+            if future is not None:
+                stored = await future
+            elif batch:
+                self._drop(batch)
+                stored = [PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)] * len(batch)
+        finally:  # also when Mooncake's client raises, since other puts wait for these keys
+            for place, outcome in zip(firsts, stored, strict=True):
+                outcomes[place] = outcome
+                self._putting.pop(items[place].key).set_result(outcome.status)
+        for place, first in others:
+            there = await first in (PutStatus.STORED, PutStatus.EXISTS)
+            outcomes[place] = (
+                PutOutcome(PutStatus.EXISTS) if there else PutOutcome(PutStatus.THROTTLED, THROTTLED)
+            )
+        return outcomes
+
+    def _acceptable(self, items: Sequence[PutItem | LoadItem]) -> list[int]:
+        """Indices of the items that the store gets; the holds of the others are dropped."""
+        ready = not self._not_ready()
+        places = [place for place, item in enumerate(items) if ready and len(item.key) == KEY_BYTES]
+        for place in set(range(len(items))).difference(places):
+            items[place].hold.drop()
+        return places
+
+    def _not_ready(self) -> str:
+        return "" if self._opened and not self._closed else CLOSED
+
+    async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
+        future = self._lanes.submit(lane, work, beyond_limit=True)
+        assert future is not None
+        return await future
+
+    # --- in threads of the lanes -------------------------------------------------------------------------
+
+    def _write(self, items: list[PutItem]) -> list[PutOutcome]:
+        """Put records, whose keys must be distinct."""
+        try:
+            there = self._store.batch_is_exist([_name(item.key) for item in items])
+            absent = [item for item, code in zip(items, there, strict=True) if code != 1]
+            codes = self._transfer(self._store.batch_put_from, absent, self._replicate)
+            stored = {item.key: code for item, code in zip(absent, codes, strict=True)}
+            with self._counting:
+                self._stored.update(
+                    {item.key: item.hold.length for item in absent if stored[item.key] == _OK}
+                )
+                for key in list(itertools.islice(self._stored, max(0, len(self._stored) - MOST_COUNTED))):
+                    del self._stored[key]
+            return [_put_outcome(stored.get(item.key, _EXISTS)) for item in items]
+        finally:
+            self._drop(items)
+
+    def _read(self, items: list[LoadItem]) -> list[LoadOutcome]:
+        try:
+            keys = [item.key for item in items]
+            # If a key comes twice in one call, the store fills only one of the extents, and reports success for both.
+            batches = [items] if len(set(keys)) == len(keys) else [[item] for item in items]
+            codes = [code for batch in batches for code in self._transfer(self._store.batch_get_into, batch)]
+            sound = self._sound(items, codes)
+            return [
+                _LOADED if place in sound else self._not_loaded(items[place].key, items[place].hold, code)
+                for place, code in enumerate(codes)
+            ]
+        finally:
+            self._drop(items)
+
+    def _transfer(self, call: Any, items: Sequence[PutItem | LoadItem], *more: Any) -> list[int]:
+        """The codes of one call. Extents that Mooncake may still read or write after it stay held (invariant 4)."""
+        holds = [item.hold for item in items]
+        begun_s = time.monotonic()
+        codes: list[int] = call(
+            [_name(item.key) for item in items],
+            [hold.address for hold in holds],
+            [hold.length for hold in holds],
+            *more,
+        )
+        if time.monotonic() - begun_s >= GIVEN_UP_S:
+            late = [hold for hold, code in zip(holds, codes, strict=True) if code == _TRANSFER]
+            if late:
+                what = "%s: Mooncake gave up %d transfers that may still run; their bytes stay held until its host ends"
+                _thinning.log(log, logging.WARNING, "late", what, self.name, len(late))
+                self._kept.update((id(hold), hold) for hold in late)
+        return codes
+
+    def _drop(self, items: Sequence[PutItem | LoadItem]) -> None:
+        for item in items:
+            if id(item.hold) not in self._kept:
+                item.hold.drop()
+
+    def _sound(self, items: list[LoadItem], codes: list[int]) -> set[int]:
+        """Indices of the items that were read whole and are sound records of their keys."""
+        read = [place for place, code in enumerate(codes) if code > 0]
+        records = [(items[place].hold.address, codes[place], items[place].key) for place in read]
+        outcomes = self._verifier.verify_stored(records)
+        return {place for place, outcome in zip(read, outcomes, strict=True) if outcome == CopyOutcome.OK}
+
+    def _not_loaded(self, key: bytes, hold: Hold, code: int) -> LoadOutcome:
+        """The outcome of an item that is absent or not sound; `code` is the number of bytes read, or an error."""
+        if code in (_NO_OBJECT, _NO_REPLICA_YET, _REPLICA_GONE):
+            return LoadOutcome(LoadStatus.ABSENT)
+        if code < 0 and code != _PARAMETERS:
+            return LoadOutcome(LoadStatus.FAILED, _reason(code))
+        if code < 0 and self._is_longer_record(key, hold):
+            return LoadOutcome(LoadStatus.FAILED, LENGTH)
+        [removed] = self._remove([key])
+        if removed == _NO_OBJECT:  # somebody else removed the value while it was being read
+            return LoadOutcome(LoadStatus.ABSENT)
+        return LoadOutcome(LoadStatus.CORRUPT)
+
+    def _is_longer_record(self, key: bytes, hold: Hold) -> bool:
+        """Whether the stored value's headers are those of a record of that key; overwrites the start of the extent."""
+        name = _name(key)
+        stored_bytes = self._store.get_size(name)
+        if not MIN_RECORD_BYTES <= hold.length < stored_bytes:
+            return False
+        ranges = ([hold.address], [[name]], [[[0]]], [[[0]]], [[[MIN_RECORD_BYTES]]])
+        if self._store.get_into_ranges(*ranges) != [[[MIN_RECORD_BYTES]]]:
+            return False
+        try:
+            header = record_header(hold.address, stored_bytes)
+        except RecordError:
+            return False
+        return header.key == key and header.header_bytes + header.stored_bytes == stored_bytes
+
+    def _remove(self, keys: Sequence[bytes]) -> list[int]:
+        with self._counting:
+            for key in keys:
+                self._stored.pop(key, None)
+        return list(self._store.batch_remove([_name(key) for key in keys], True))
+
+    def _remove_all(self) -> int:
+        with self._counting:
+            self._stored.clear()
+        return int(self._store.remove_by_regex(f"^{KEY_PREFIX}.*", True))
+
+
+_LOADED = LoadOutcome(LoadStatus.LOADED)
+
+
+def _put_outcome(code: int) -> PutOutcome:
+    if code == _OK:
+        return PutOutcome(PutStatus.STORED)
+    if code == _EXISTS:
+        return PutOutcome(PutStatus.EXISTS)
+    return PutOutcome(PutStatus.THROTTLED if code == _FULL else PutStatus.FAILED, _reason(code))
+
+
+def _reason(code: int) -> str:
+    return _REASONS.get(code) or f"code_{-code}"
+
+
+def _name(key: bytes) -> str:
+    return KEY_PREFIX + key.hex()

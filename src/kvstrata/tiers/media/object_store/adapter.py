@@ -1,0 +1,490 @@
+"""The `object_store` adapter: records as objects in S3, GCS or Azure; the same URL means shared records.
+
+    <url>/<first two hex digits>/<64 hex digits of the key>.kvc  ->  the record, byte for byte as it lies in L1
+    <url>/kvstrata-format                                        ->  the version of the records
+
+The library (obstore) makes the transfers on threads of its own.  Each transfer occupies a thread of a lane, which waits
+with the GIL dropped, so the lanes bound the number of transfers.
+
+Invariants
+1. Only objects with exactly these names are read, written or removed.
+2. A put reads the extent in place.  Its hold ends when the library releases the bytes, not before, whatever
+   the outcome of the request.
+3. A put creates an object and never replaces one, unless the existing object has another length.  Above
+   `multipart_bytes` the store cannot guarantee that: two servers that put a record at the same time both upload it, and
+   one of the two objects stays.
+4. A record is verified in its extent.  A bad object is removed if its ETag is still that of the object that was read.
+   If another server puts a good record between this check and the removal, the good one is removed and must be put
+   again.
+5. The library repeats failed requests; the adapter does not repeat them once more.
+
+The adapter has no cap (a bucket's lifecycle rules can limit it), and no request that serves users lists the bucket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from kvstrata.errors import ConfigError, StorageError
+from kvstrata.keys.batch import split
+from kvstrata.native.core import CopyOutcome, verify_stored_record
+from kvstrata.tiers.base import (
+    MIN_RECORD_BYTES,
+    AdapterContext,
+    Ask,
+    Capabilities,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.tiers.lanes import Lane, Lanes
+from kvstrata.tiers.media.object_store.failures import LATER, RANGE, advice, is_wrong, plain, reason_of
+from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, MISMATCH, QUEUE_FULL, THROTTLED
+from kvstrata.tiers.work import Work
+from kvstrata.types import KEY_BYTES
+
+try:
+    import obstore
+    from obstore import exceptions
+
+    _ERRORS = (exceptions.BaseError, OSError, NotImplementedError)
+except ImportError:  # config.py then refuses the type and says what to install, so this module is not used
+    pass
+
+Q = TypeVar("Q")
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+DEFAULT_WORKERS = {Lane.LOOKUP: 16, Lane.LOAD: 16, Lane.PUT: 8}
+COUNTED_FOR_S = 600.0
+MAX_COUNTED = 100_000
+"""Most objects that `usage` lists; in a larger store it counts only these and the puts since."""
+NOTE_EVERY_S = 60.0
+LONGEST_BYTES = (1 << 32) - 1
+"""Longest record that its header can describe."""
+QUEUE_LIMIT = 1 << 14
+"""Requests that may wait in a lane."""
+PAGE = 1000
+LIST_S = 600.0
+"""Longest time of a listing: a server may answer with pages for ever, each within the time limit of a request."""
+MARKER = "kvstrata-format"
+MARKER_TEXT = b"kvstrata records, format 1\n"
+MOST_MARKER_BYTES = 4096
+NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.kvc")
+
+
+def path_of(key: bytes) -> str:
+    """The name of a record's object below the URL."""
+    name = key.hex()
+    return f"{name[:2]}/{name}.kvc"
+
+
+def dropped(item: PutItem | LoadItem, outcome: T) -> T:
+    """`outcome`, for an item with which nothing is done: its hold ends."""
+    item.hold.drop()
+    return outcome
+
+
+class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Checked settings. Only `connect`, which makes the library's store, has the credentials; `url` has none."""
+
+    url: str
+    connect: Callable[[], Any]
+    medium: str = ""
+    """As in the adapter's `Capabilities`."""
+    multipart_bytes: int = 64 << 20
+    part_bytes: int = 8 << 20
+    num_workers: int = 4
+    per_op_workers: dict[Lane, int] = {}
+
+
+class Part(NamedTuple):
+    """The outcome of reading one part of the room for a record."""
+
+    status: LoadStatus
+    reason: str = ""
+    size: int = 0
+    """Bytes of the whole object; 0: the object ends before this part."""
+    e_tag: str | None = None
+
+
+class ObjectStoreAdapter(StorageAdapter):
+    """See the module."""
+
+    def __init__(self, settings: ObjectStoreSettings, *, name: str = "object_store") -> None:
+        self.name = name
+        self.capabilities = Capabilities(persistent=True, shared=True, medium=settings.medium, max_batch=64)
+        self.settings = settings
+        self._lanes = Lanes(
+            name,
+            num_workers=settings.num_workers,
+            per_op_workers=settings.per_op_workers,
+            queue_limit=QUEUE_LIMIT,
+        )
+        self._store: Any = None
+        self._creates = True
+        """Whether the store can refuse to replace an object."""
+        self._work = Work(name)
+        self._closed = True
+        self._counting = threading.Lock()
+        self._listing: asyncio.Task[Usage] | None = None
+        """The one listing that runs; all callers of `usage` wait for it."""
+        self._usage = Usage(0, 0, 0)
+        self._counted_s: float | None = None
+        self._noted: dict[str, float] = {}
+        self._bad_objects = 0
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def open(self, context: AdapterContext) -> None:
+        """Reach the store; check, or write, the object that names the version. Raises StorageError, ConfigError."""
+        try:
+            await self._in_lane(Lane.LOOKUP, self._reach)
+        except (*_ERRORS, ValueError) as error:
+            await self._lanes.close()
+            kind = ConfigError if is_wrong(error) else StorageError
+            raise kind(
+                f"{self.name}: url: {self.settings.url!r} {advice(error)}: {plain(error)}", field="url"
+            ) from None
+        except ConfigError:
+            await self._lanes.close()
+            raise
+        self._closed = False
+
+    def _reach(self) -> None:
+        self._store = self.settings.connect()
+        try:
+            marker = obstore.get(self._store, MARKER)
+            found = bytes(marker.bytes()) if marker.meta["size"] <= MOST_MARKER_BYTES else b"too many bytes"
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise
+        else:
+            if found != MARKER_TEXT:
+                raise ConfigError(
+                    f"{self.name}: url: {self.settings.url!r} holds records of another version, its {MARKER!r} says"
+                    f" {found[:60]!r}; choose another prefix",
+                    field="url",
+                )
+            return
+        try:
+            obstore.put(self._store, MARKER, MARKER_TEXT, mode="create", use_multipart=False)
+        except NotImplementedError:
+            self._creates = False
+            obstore.put(self._store, MARKER, MARKER_TEXT, use_multipart=False)
+        except exceptions.AlreadyExistsError:  # another server has just written it
+            pass
+
+    async def close(self) -> None:
+        """Wait for the operations in flight. Idempotent."""
+        self._closed = True
+        await self._work.ended()
+        await self._lanes.close()
+
+    # -- the contract: each batch is a task of the adapter, and a cancelled call ends only its wait --------
+
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
+        """Send a HEAD for each key, concurrently in the lookup lane."""
+        if self._closed:
+            return ask.unknown(keys, CLOSED)
+        full = Presence.UNKNOWN, THROTTLED
+        found = await self._work.own(self._each(Lane.LOOKUP, self._find, split(keys), lambda key: full))
+        ask.reason = next((reason for _, reason in found if reason), "")
+        return bytes([presence for presence, _ in found])
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """Put the records, divided among the threads of the lane."""
+        if self._closed:
+            return [dropped(item, PutOutcome(PutStatus.FAILED, CLOSED)) for item in items]
+        full = PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)
+        return await self._work.own(
+            self._each(Lane.PUT, self._write, items, lambda item: dropped(item, full))
+        )
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """Load the records, divided among the threads of the lane; parts of a large one are loaded concurrently."""
+        if self._closed:
+            return [dropped(item, LoadOutcome(LoadStatus.FAILED, CLOSED)) for item in items]
+        return await self._work.own(asyncio.gather(*map(self._load_one, items)))
+
+    async def delete(self, keys: bytes) -> int:
+        """Remove in bulk the records that a HEAD finds."""
+        if self._closed:
+            return 0
+        paths = [path_of(key) for key in dict.fromkeys(split(keys))]
+        return await self._work.own(self._in_lane(Lane.DELETE, lambda: self._delete(paths)))
+
+    async def clear(self) -> int:
+        """List the records below the prefix and remove them. Raises StorageError."""
+        if self._closed:
+            return 0
+        try:
+            return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
+        except _ERRORS as error:
+            raise StorageError(f"{self.name}: cannot be cleared: {plain(error)}", field=self.name) from None
+
+    async def usage(self) -> Usage:
+        """The records of the last listing, and this server's changes since then.
+
+        A listing stops after MAX_COUNTED records, and is repeated once it is COUNTED_FOR_S old.
+        """
+        if self._closed:
+            return Usage(0, 0, 0)
+        if self._listing is None or self._listing.done():
+            self._listing = self._work.start(self._in_lane(Lane.DELETE, self._count))
+        return await asyncio.shield(self._listing)
+
+    def numbers(self) -> dict[str, int]:
+        """The number of objects since the start that had a record's name but were not a sound record."""
+        return {"bad_objects": self._bad_objects}
+
+    # -- on the event loop ---------------------------------------------------------------------------------
+
+    async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
+        """Run work that even a full lane must take: the rest of a load, and work that never runs twice at a time."""
+        done = self._lanes.submit(lane, work, beyond_limit=True)
+        assert done is not None, "refused work that has no limit"
+        return await done
+
+    async def _each(
+        self, lane: Lane, work: Callable[[Q], T], asked: Sequence[Q], refused: Callable[[Q], T]
+    ) -> list[T]:
+        """The outcomes of `work` for each of a batch in the lane's threads, of `refused` where the lane is full."""
+        waits = [self._lanes.submit(lane, functools.partial(work, one)) for one in asked]
+        return [refused(one) if wait is None else await wait for one, wait in zip(asked, waits, strict=True)]
+
+    async def _load_one(self, item: LoadItem) -> LoadOutcome:
+        if item.hold.length > self.settings.part_bytes:
+            return await self._load_parts(item)
+        wait = self._lanes.submit(Lane.LOAD, functools.partial(self._load_whole, item))
+        return dropped(item, LoadOutcome(LoadStatus.FAILED, THROTTLED)) if wait is None else await wait
+
+    async def _load_parts(self, item: LoadItem) -> LoadOutcome:
+        """Load a record that is longer than a part."""
+        length, step = item.hold.length, self.settings.part_bytes
+        first = self._lanes.submit(Lane.LOAD, functools.partial(self._read, item, 0, step))
+        if first is None:
+            return dropped(item, LoadOutcome(LoadStatus.FAILED, THROTTLED))
+        rest = [
+            self._in_lane(Lane.LOAD, functools.partial(self._read, item, at, min(at + step, length)))
+            for at in range(step, length, step)
+        ]
+        parts = list(await asyncio.gather(first, *rest, return_exceptions=True))
+        return await self._in_lane(Lane.LOAD, lambda: self._judge(item, lambda: parts))
+
+    # -- in the lanes' threads -----------------------------------------------------------------------------
+
+    def _find(self, key: bytes) -> tuple[Presence, str]:
+        try:
+            size = self._size(path_of(key))
+        except _ERRORS as error:
+            return Presence.UNKNOWN, self._note(error)
+        if size is None or not MIN_RECORD_BYTES <= size <= LONGEST_BYTES:
+            return Presence.ABSENT, ""  # not a record; the next put replaces it
+        return Presence.PRESENT, ""
+
+    def _write(self, item: PutItem) -> PutOutcome:
+        if len(item.key) != KEY_BYTES:
+            return dropped(item, PutOutcome(PutStatus.FAILED, BAD_ITEM))
+        path, length = path_of(item.key), item.hold.length
+        view = item.hold.view()
+        weakref.finalize(view, item.hold.drop).atexit = False  # invariant 2
+        large = length > self.settings.multipart_bytes
+        create = self._creates and not large
+        try:
+            if not create and self._size(path) == length:
+                return PutOutcome(PutStatus.EXISTS)
+            try:
+                self._send(path, view, create, large)
+            except exceptions.AlreadyExistsError:
+                if self._size(path) == length:
+                    return PutOutcome(PutStatus.EXISTS)
+                self._send(path, view, False, large)
+        except FileNotFoundError as error:  # the bucket does not exist
+            return PutOutcome(PutStatus.FAILED, self._note(error))
+        except _ERRORS as error:
+            reason = self._note(error)
+            return PutOutcome(PutStatus.THROTTLED if reason in LATER else PutStatus.FAILED, reason)
+        finally:
+            del view
+        self._count_change(length, 1)
+        return PutOutcome(PutStatus.STORED)
+
+    def _send(self, path: str, view: memoryview, create: bool, large: bool) -> None:
+        obstore.put(
+            self._store,
+            path,
+            view,
+            mode="create" if create else None,
+            use_multipart=large,
+            chunk_size=self.settings.part_bytes,
+            max_concurrency=4,
+        )
+
+    def _head(self, path: str) -> tuple[int, str | None]:
+        """Bytes and ETag of an object. Raises FileNotFoundError or another error of `_ERRORS`."""
+        found = obstore.head(self._store, path)
+        return int(found["size"]), found["e_tag"]
+
+    def _size(self, path: str) -> int | None:
+        try:
+            return self._head(path)[0]
+        except FileNotFoundError:
+            return None
+
+    def _fetch(self, path: str, begin: int, target: memoryview, room: int) -> tuple[int, str | None]:
+        """Read what the object has of a part of `room` bytes, unless it has more bytes in all.
+
+        Returns and raises what `_head` does, or ValueError.
+        """
+        whole = len(target) == room
+        options = None if whole else {"range": (begin, begin + len(target))}
+        found = obstore.get(self._store, path, options=options)
+        size: int = found.meta["size"]
+        if size <= room:
+            target[: size - begin] = found.bytes()
+        return size, found.meta["e_tag"]
+
+    def _read(self, item: LoadItem, begin: int, end: int) -> Part:
+        """Read one part of a record into its extent."""
+        if len(item.key) != KEY_BYTES:
+            return Part(LoadStatus.FAILED, BAD_ITEM)
+        room = item.hold.length
+        try:
+            size, e_tag = self._fetch(path_of(item.key), begin, item.hold.view()[begin:end], room)
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                return Part(LoadStatus.FAILED, self._note(error))
+            return Part(LoadStatus.ABSENT)
+        except (*_ERRORS, ValueError) as error:  # ValueError: fewer bytes came than were announced
+            if RANGE.search(str(error)):  # the object ends before this part
+                return Part(LoadStatus.LOADED if begin else LoadStatus.CORRUPT)
+            return Part(LoadStatus.FAILED, self._note(error))
+        return Part(LoadStatus.LOADED if size <= room else LoadStatus.CORRUPT, "", size, e_tag)
+
+    def _load_whole(self, item: LoadItem) -> LoadOutcome:
+        return self._judge(item, lambda: [self._read(item, 0, item.hold.length)])
+
+    def _judge(self, item: LoadItem, read: Callable[[], Sequence[Part | BaseException]]) -> LoadOutcome:
+        """Read a record's parts with `read`, and judge the record; remove a bad one. The hold ends in any case."""
+        try:
+            parts = []
+            for part in read():
+                if isinstance(part, BaseException):
+                    raise part
+                parts.append(part)
+            for status in (LoadStatus.FAILED, LoadStatus.ABSENT, LoadStatus.CORRUPT):
+                for part in parts:
+                    if part.status is status:
+                        if status is LoadStatus.CORRUPT:
+                            return self._bad(item, part.e_tag)
+                        return LoadOutcome(status, part.reason)
+            if len({part.e_tag for part in parts if part.size}) > 1:
+                return LoadOutcome(LoadStatus.FAILED, "changed")  # the parts come from two objects
+            verified = verify_stored_record(item.hold.address, parts[0].size, item.key)
+            if verified == CopyOutcome.OK:
+                return LoadOutcome(LoadStatus.LOADED)
+            if verified == CopyOutcome.MISMATCH:
+                return LoadOutcome(LoadStatus.FAILED, MISMATCH)
+            return self._bad(item, parts[0].e_tag)
+        finally:
+            item.hold.drop()
+
+    def _bad(self, item: LoadItem, e_tag: str | None) -> LoadOutcome:
+        self._bad_objects += 1
+        path = path_of(item.key)
+        try:
+            size, tag = self._head(path)
+            if tag == e_tag if e_tag is not None else size < MIN_RECORD_BYTES:
+                self._remove([path])
+                self._count_change(-size, -1)
+        except FileNotFoundError:
+            pass
+        except _ERRORS as error:
+            return LoadOutcome(LoadStatus.FAILED, self._note(error))
+        return LoadOutcome(LoadStatus.CORRUPT)
+
+    def _remove(self, paths: list[str]) -> None:
+        try:
+            obstore.delete(self._store, paths)
+        except FileNotFoundError:  # somebody else has removed one of them
+            for path in paths if len(paths) > 1 else ():
+                self._remove([path])
+
+    def _delete(self, paths: list[str]) -> int:
+        try:
+            sizes = {path: size for path in paths if (size := self._size(path)) is not None}
+            if sizes:
+                self._remove(list(sizes))
+        except _ERRORS as error:
+            self._note(error)
+            return 0
+        self._count_change(-sum(sizes.values()), -len(sizes))
+        return len(sizes)
+
+    def _clear(self) -> int:
+        removed = 0
+        for ours in self._pages():
+            if ours:
+                self._remove([meta["path"] for meta in ours])
+                removed += len(ours)
+        with self._counting:
+            self._counted_s = None
+        return removed
+
+    def _pages(self) -> Iterator[list[Any]]:
+        """The pages of a listing, of each the objects whose names are ours. Raises TimeoutError after LIST_S."""
+        until_s = time.monotonic() + LIST_S
+        for page in obstore.list(self._store, chunk_size=PAGE):
+            yield [meta for meta in page if NAME.fullmatch(meta["path"])]
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"incomplete: the listing did not end within {LIST_S:g} s")
+
+    def _count(self) -> Usage:
+        with self._counting:
+            if self._counted_s is not None and time.monotonic() - self._counted_s < COUNTED_FOR_S:
+                return self._usage
+        used_bytes = records = 0
+        try:
+            for ours in self._pages():
+                used_bytes, records = used_bytes + sum(meta["size"] for meta in ours), records + len(ours)
+                if records >= MAX_COUNTED:
+                    break
+        except _ERRORS as error:
+            self._note(error)
+            return self._usage
+        with self._counting:
+            self._usage, self._counted_s = Usage(used_bytes, 0, records), time.monotonic()
+            return self._usage
+
+    def _count_change(self, record_bytes: int, records: int) -> None:
+        with self._counting:
+            if self._counted_s is not None:
+                used_bytes, _, known = self._usage
+                self._usage = Usage(max(0, used_bytes + record_bytes), 0, max(0, known + records))
+
+    def _note(self, error: Exception) -> str:
+        """The short reason of an error, which is logged at most once a minute per reason."""
+        reason = reason_of(error)
+        now_s = time.monotonic()
+        if now_s - self._noted.get(reason, -NOTE_EVERY_S) >= NOTE_EVERY_S:
+            self._noted[reason] = now_s
+            log.warning("%s: %s: the store %s: %s", self.name, reason, advice(error), plain(error))
+        return reason

@@ -1,0 +1,495 @@
+"""The `resp` adapter: records as values in Redis or Valkey, shared by all instances with the same prefix.
+
+    <key_prefix><64 hex digits of the key>  ->  the record, byte for byte as it lies in L1
+
+A batch is cut into pieces by server and size, which run concurrently in the lanes.  A piece is a pipeline over one
+connection: values go straight from extents into the socket and back.  Only WINDOW_BYTES are under way at a time, so
+that the server does not have to buffer many answers.
+
+Invariants
+1. Only keys of exactly this form are read, written or removed.
+2. When a connection breaks, the items that are not answered yet fail; answers that have arrived remain valid.
+3. A put sends no payload where a value of the same length exists.  It replaces a value of another length.
+4. A value that is not a record of its key, or longer than the room for it, is read again and removed in one
+   transaction, so that a good value that somebody has put meanwhile stays.
+5. The server evicts, and says when it is full; nothing here deletes records to make room.
+
+STORED means that the server has the record in its memory.  Whether the record survives the server's end depends on how
+the server is configured.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvstrata.errors import ConfigError, StorageError
+from kvstrata.keys.batch import split
+from kvstrata.native.core import CopyOutcome, verify_stored_record
+from kvstrata.text import one_line
+from kvstrata.tiers.base import (
+    AdapterContext,
+    Ask,
+    Capabilities,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.tiers.lanes import Lane, Lanes
+from kvstrata.tiers.media.medium import medium_word
+from kvstrata.tiers.media.resp.connection import (
+    LARGEST_NUMBER,
+    MAX_VALUE_BYTES,
+    Buffer,
+    Link,
+    LinkLost,
+    Reply,
+    ServerError,
+    command,
+)
+from kvstrata.tiers.media.resp.pipeline import Answer, BadValue, Pipelines
+from kvstrata.tiers.media.resp.replies import fields_of, number_in, reason_of
+from kvstrata.tiers.media.resp.servers import Address, RespServers, Servers
+from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, FULL, MISMATCH, QUEUE_FULL, THROTTLED, TOO_LARGE
+from kvstrata.tiers.work import Work
+from kvstrata.types import KEY_BYTES
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 16 << 20
+"""Payload bytes of one piece of a batch."""
+SCAN_COUNT = 1000
+CLEAR_S, WALK_S = 120.0, 3600.0
+"""Longest time of a clear; a server may answer SCAN for ever."""
+ROOM_HOLDS_S = 0.5
+
+
+class RespSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Checked settings."""
+
+    servers: RespServers
+    key_prefix: str = "kvstrata:"
+    ttl_ms: int = 0
+    """How long a record lives after its put; 0: no limit."""
+    capacity_bytes: int = 0
+    """Nothing is put while all servers together use more memory than this; 0: no limit but the servers' own."""
+    request_timeout_s: float = 5.0
+    num_workers: int = 8
+    per_op_workers: dict[Lane, int] = {}
+
+
+class RespAdapter(StorageAdapter):
+    """See the module."""
+
+    def __init__(self, settings: RespSettings, *, name: str = "resp") -> None:
+        self.name = name
+        servers = settings.servers
+        self.capabilities = Capabilities(
+            persistent=False,
+            shared=True,
+            medium=medium_word(
+                "resp",
+                settings.key_prefix,
+                servers.database,
+                servers.master_name,
+                hosts=map(str, servers.addresses),
+            ),
+            max_batch=64,
+        )
+        self.settings = settings
+        self._prefix = settings.key_prefix.encode()
+        self._servers = Servers(name, settings.servers)
+        self._pipelines = Pipelines(
+            self._servers,
+            self._prefix,
+            clustered=settings.servers.cluster,
+            timeout_s=settings.request_timeout_s,
+        )
+        self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
+        self._work = Work(name)
+        self._closed = True
+        self._room = (0.0, True)
+        """Monotonic time until which the last answer of `_has_room` is reused, and that answer."""
+        self._full = 0
+        self._bad_values = 0
+        self._refusal = ServerError("")
+        """The servers' last error reply, until a put is stored again."""
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def open(self, context: AdapterContext) -> None:
+        """Check that every server answers and can be used. Raises StorageError, ConfigError."""
+        try:
+            await self._in_lane(Lane.LOOKUP, self._servers.check)
+        except (StorageError, ConfigError):
+            await self._lanes.close()
+            raise
+        self._closed = False
+
+    async def close(self) -> None:
+        """Wait for the operations in flight, which their time limits end; close the connections. Idempotent."""
+        self._closed = True
+        await self._work.ended()
+        await self._lanes.close()
+        self._servers.close()
+
+    def numbers(self) -> dict[str, int]:
+        """Counters since the start."""
+        return {
+            "connections": self._servers.connections,
+            "connections_lost": self._servers.lost,
+            "full": self._full,
+            "bad_values": self._bad_values,
+            "redirections": self._pipelines.redirections,
+        }
+
+    def remarks(self) -> dict[str, str]:
+        """What the servers have answered with an error, in their words; empty since a later put was stored."""
+        return {"refusal": one_line(f"{self._refusal.text:.200}")}
+
+    # -- the contract, on the event loop -------------------------------------------------------------------
+
+    async def exists(self, keys: bytes, ask: Ask) -> bytes:
+        """Ask for the STRLEN of each key."""
+        if self._closed:
+            return ask.unknown(keys, CLOSED)
+        words = await self._work.own(
+            self._batch(
+                Lane.LOOKUP,
+                split(keys),
+                self._find,
+                (Presence.UNKNOWN, CLOSED),
+                (Presence.UNKNOWN, THROTTLED),
+            )
+        )
+        ask.reason = next((reason for _, reason in words if reason), "")
+        return bytes([presence for presence, _ in words])
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """SET the records that are absent."""
+        bad = PutOutcome(PutStatus.FAILED, CLOSED if self._closed else BAD_ITEM)
+        return await self._work.own(
+            self._batch(Lane.PUT, items, self._put, bad, PutOutcome(PutStatus.THROTTLED, QUEUE_FULL))
+        )
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """GET the values into the extents."""
+        bad = LoadOutcome(LoadStatus.FAILED, CLOSED if self._closed else BAD_ITEM)
+        return await self._work.own(
+            self._batch(Lane.LOAD, items, self._load, bad, LoadOutcome(LoadStatus.FAILED, THROTTLED))
+        )
+
+    async def delete(self, keys: bytes) -> int:
+        """UNLINK."""
+        return sum(await self._work.own(self._batch(Lane.DELETE, split(keys), self._unlink, 0, 0)))
+
+    async def clear(self) -> int:
+        """Remove the records under our prefix, which SCAN finds. Raises StorageError if a server does not answer."""
+        if self._closed:
+            return 0
+        return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
+
+    async def usage(self) -> Usage:
+        """The memory that the servers use, its bound, and all keys of the database, those of other programs included.
+
+        Only reading all keys could tell which are ours.
+        """
+        if self._closed:
+            return Usage(0, 0, 0)
+        return await self._work.own(self._in_lane(Lane.LOOKUP, self._usage))
+
+    async def _batch(
+        self, lane: Lane, asked: Sequence[Any], work: Callable[[Any], list[T]], bad: T, refused: T
+    ) -> list[T]:
+        """Outcomes of `work` on the pieces of a batch; `bad` for an invalid item, `refused` where the lane is full."""
+        outcomes = [bad] * len(asked)
+        pieces: list[list[int]] = []
+        filling: dict[Address | None, tuple[list[int], int]] = {}
+        clustered = self.settings.servers.cluster
+        for i, one in enumerate(asked):
+            key = one if isinstance(one, bytes) else one.key
+            if self._closed or len(key) != KEY_BYTES:
+                _drop(one)
+                continue
+            length = 0 if one is key else one.hold.length
+            server = self._servers.known(self._pipelines.name_of(key)) if clustered else None
+            piece, piece_bytes = filling.get(server, ([], 0))
+            if not piece or piece_bytes + length > PIECE_BYTES:
+                piece, piece_bytes = [], 0
+                pieces.append(piece)
+            piece.append(i)
+            filling[server] = piece, piece_bytes + length
+        waits = []
+        for places in pieces:
+            items = [asked[i] for i in places]
+            wait = self._lanes.submit(lane, functools.partial(work, items), beyond_limit=lane is Lane.DELETE)
+            if wait is None:
+                for one in items:
+                    _drop(one)
+                for i in places:
+                    outcomes[i] = refused
+            else:
+                waits.append((places, wait))
+        for places, wait in waits:
+            for i, outcome in zip(places, await wait, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
+        done = self._lanes.submit(lane, work, beyond_limit=True)
+        assert done is not None, "refused work that has no limit"
+        return await done
+
+    # -- in the lanes' threads -----------------------------------------------------------------------------
+
+    def _find(self, keys: list[bytes]) -> list[tuple[Presence, str]]:
+        return [self._found(answer) for answer in self._lengths(keys)]
+
+    def _found(self, answer: Answer) -> tuple[Presence, str]:
+        if isinstance(answer, int):
+            return (Presence.PRESENT if 0 < answer <= MAX_VALUE_BYTES else Presence.ABSENT), ""
+        if isinstance(answer, LinkLost):
+            return Presence.UNKNOWN, answer.reason
+        assert not isinstance(answer, BadValue)
+        if isinstance(answer, ServerError) and answer.code == "WRONGTYPE":
+            return Presence.ABSENT, ""
+        return Presence.UNKNOWN, self._refused(answer)
+
+    def _lengths(self, keys: Sequence[bytes]) -> list[Answer]:
+        return self._pipelines.exchange(keys, self._pipelines.about(b"STRLEN"))
+
+    def _unlink(self, keys: list[bytes]) -> list[int]:
+        answers = self._pipelines.exchange(keys, self._pipelines.about(b"UNLINK"))
+        for answer in answers:
+            if isinstance(answer, ServerError):
+                self._refused(answer)
+        return [answer if isinstance(answer, int) else 0 for answer in answers]
+
+    def _put(self, items: list[PutItem]) -> list[PutOutcome]:
+        try:
+            return self._put_piece(items)
+        finally:
+            for item in items:
+                item.hold.drop()
+
+    def _put_piece(self, items: list[PutItem]) -> list[PutOutcome]:
+        if not self._has_room():
+            self._full += len(items)
+            return [PutOutcome(PutStatus.THROTTLED, FULL)] * len(items)
+        outcomes = [PutOutcome(PutStatus.EXISTS)] * len(items)
+        there = self._lengths([item.key for item in items])
+        todo = []
+        for i, (item, length) in enumerate(zip(items, there, strict=True)):
+            if item.hold.length > MAX_VALUE_BYTES:
+                outcomes[i] = PutOutcome(PutStatus.FAILED, TOO_LARGE)
+            elif isinstance(length, LinkLost) or (
+                isinstance(length, ServerError) and length.code != "WRONGTYPE"
+            ):
+                outcomes[i] = self._not_put(length)
+            elif length != item.hold.length:
+                todo.append(i)
+        # Of simultaneous puts of an absent key only the first stores; a value that is not our record is replaced.
+        answers = self._set([items[i] for i in todo], [there[i] == 0 for i in todo])
+        for i, answer in zip(todo, answers, strict=True):
+            outcomes[i] = self._not_put(answer) if answer is not None else outcomes[i]
+        beaten = [i for i, answer in zip(todo, answers, strict=True) if answer is None]
+        if beaten:
+            # Another server was faster, or the value is empty, which to STRLEN looks like an absent one.
+            there = self._lengths([items[i].key for i in beaten])
+            again = [i for i, length in zip(beaten, there, strict=True) if length != items[i].hold.length]
+            for i, answer in zip(
+                again, self._set([items[i] for i in again], [False] * len(again)), strict=True
+            ):
+                outcomes[i] = self._not_put(answer)
+        return outcomes
+
+    def _set(self, items: Sequence[PutItem], only_new: Sequence[bool]) -> list[Answer]:
+        words = [b"PX", b"%d" % self.settings.ttl_ms] if self.settings.ttl_ms else []
+
+        def write(i: int, name: bytes) -> Sequence[Buffer]:
+            hold = items[i].hold
+            after = [*words, b"NX"] if only_new[i] else words
+            head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+                3 + len(after),
+                len(name),
+                name,
+                hold.length,
+            )
+            return (
+                head,
+                hold.view(),
+                b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in after),
+            )
+
+        return self._pipelines.exchange(
+            [item.key for item in items], write, [item.hold.length for item in items]
+        )
+
+    def _not_put(self, answer: Answer) -> PutOutcome:
+        """The outcome of a put whose SET, or the STRLEN before it, got this answer."""
+        if answer == b"OK":
+            self._refusal = ServerError("")
+            return PutOutcome(PutStatus.STORED)
+        if isinstance(answer, LinkLost):
+            return PutOutcome(PutStatus.FAILED, answer.reason)
+        assert not isinstance(answer, BadValue)
+        reason = self._refused(answer)
+        if reason == "full":
+            self._full += 1
+            return PutOutcome(PutStatus.THROTTLED, reason)
+        return PutOutcome(PutStatus.FAILED, reason)
+
+    def _refused(self, reply: Reply) -> str:
+        """The short reason for a reply that is not the requested one; the server's own words go to log and status."""
+        if isinstance(reply, ServerError):
+            before, self._refusal = self._refusal, reply
+            if before.code != reply.code:
+                log.warning("%s: the server answers: %s", self.name, one_line(f"{reply.text:.200}"))
+        return reason_of(reply)
+
+    def _load(self, items: list[LoadItem]) -> list[LoadOutcome]:
+        try:
+            answers = self._pipelines.exchange(
+                [item.key for item in items],
+                self._pipelines.about(b"GET"),
+                [item.hold.length for item in items],
+                lambda link, i: self._read(link, items[i]),
+            )
+            return [self._loaded(item, answer) for item, answer in zip(items, answers, strict=True)]
+        finally:
+            for item in items:
+                item.hold.drop()
+
+    def _read(self, link: Link, item: LoadItem) -> Answer:
+        """The answer to GET: the length of a record that now lies verified in its extent, or any other answer."""
+        length = link.value_length()
+        if not isinstance(length, int):
+            return BadValue() if isinstance(length, ServerError) and length.code == "WRONGTYPE" else length
+        if length > item.hold.length:
+            link.skip(length)
+            return BadValue()
+        with item.hold.view() as view:
+            link.read_into(view[:length])
+        verified = CopyOutcome(verify_stored_record(item.hold.address, length, item.key))
+        return length if verified is CopyOutcome.OK else BadValue(verified)
+
+    def _loaded(self, item: LoadItem, answer: Answer) -> LoadOutcome:
+        if isinstance(answer, BadValue) and answer.why is not CopyOutcome.MISMATCH:
+            self._bad_values += 1
+            try:
+                answer = self._remove_bad(item)
+            except LinkLost as lost:
+                answer = lost
+        match answer:
+            case int():
+                return LoadOutcome(LoadStatus.LOADED)
+            case None:
+                return LoadOutcome(LoadStatus.ABSENT)
+            case BadValue(why=CopyOutcome.MISMATCH):
+                return LoadOutcome(LoadStatus.FAILED, MISMATCH)
+            case BadValue():
+                return LoadOutcome(LoadStatus.CORRUPT)
+            case LinkLost():
+                return LoadOutcome(LoadStatus.FAILED, answer.reason)
+            case _:
+                return LoadOutcome(LoadStatus.FAILED, self._refused(answer))
+
+    def _remove_bad(self, item: LoadItem) -> Answer:
+        """Read the value again under WATCH. If it is still bad, remove it; if somebody has replaced it, load it."""
+        name = self._pipelines.name_of(item.key)
+        with self._servers.link(self._servers.of(name), self._pipelines.deadline_s(item.hold.length)) as link:
+            link.send([command(b"WATCH", name), command(b"GET", name)])
+            watched = link.reply()
+            answer = self._read(link, item)
+            if isinstance(watched, ServerError) or not isinstance(answer, BadValue):
+                link.send([command(b"UNWATCH")])
+                link.reply()
+                return watched if isinstance(watched, ServerError) else answer
+            link.send([command(b"MULTI"), command(b"UNLINK", name), command(b"EXEC")])
+            replies = [link.reply() for _ in range(3)]
+        wrong = [reply for reply in replies if isinstance(reply, ServerError)]
+        return wrong[-1] if wrong else answer
+
+    def _scan(self, most_s: float) -> Iterator[tuple[Address, list[bytes]]]:
+        """The names of our records, in pages, each with its server. Raises LinkLost, also after `most_s`."""
+        pattern = self._prefix + b"?" * (2 * KEY_BYTES)
+        ours = re.compile(re.escape(self._prefix) + rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
+        until_s = time.monotonic() + most_s
+        for address in self._servers.masters():
+            cursor, seen = b"0", set[bytes]()
+            while cursor not in seen and time.monotonic() < until_s:
+                seen.add(cursor)
+                with self._servers.link(address, self._pipelines.deadline_s(0)) as link:
+                    link.send([command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_COUNT)])
+                    reply = link.reply()
+                match reply:
+                    case [bytes() as cursor, list() as names]:
+                        pass
+                    case _:
+                        raise LinkLost(reason_of(reply), f"SCAN is answered with {reply!r:.80}")
+                yield address, [name for name in names if isinstance(name, bytes) and ours.fullmatch(name)]
+            if cursor != b"0":
+                why = f"did not end within {most_s:g} s" if cursor not in seen else "repeated a cursor"
+                raise LinkLost("protocol", f"incomplete: SCAN of {address} {why}")
+
+    def _clear(self) -> int:
+        removed = 0
+        try:
+            for address, chosen in self._scan(CLEAR_S):
+                with self._servers.link(address, self._pipelines.deadline_s(0)) as link:
+                    link.send([command(b"UNLINK", name) for name in chosen])
+                    replies = [link.reply() for _ in chosen]
+                removed += replies.count(1)
+                for reply in replies:
+                    if isinstance(reply, ServerError):
+                        raise LinkLost(
+                            self._refused(reply), f"{address} answers UNLINK with {reply.text:.200}"
+                        )
+        except LinkLost as lost:
+            raise StorageError(
+                f"{self.name}: not cleared: {removed} records were removed, then: {lost}", field=self.name
+            ) from None
+        return removed
+
+    def _has_room(self) -> bool:
+        """Whether the servers use less than our own cap; the answer is reused for ROOM_HOLDS_S."""
+        until_s, has_room = self._room
+        if self.settings.capacity_bytes and time.monotonic() >= until_s:
+            has_room = self._usage().used_bytes < self.settings.capacity_bytes
+            self._room = time.monotonic() + ROOM_HOLDS_S, has_room
+        return has_room
+
+    def _usage(self) -> Usage:
+        used_bytes = capacity_bytes = records = 0
+        try:
+            for address in self._servers.masters():
+                with self._servers.link(address, self._pipelines.deadline_s(0)) as link:
+                    link.send([command(b"INFO", b"memory"), command(b"DBSIZE")])
+                    memory, keys = link.reply(), link.reply()
+                if isinstance(memory, bytes) and isinstance(keys, int):
+                    fields = fields_of(memory)
+                    used_bytes += number_in(fields, "used_memory")
+                    capacity_bytes += number_in(fields, "maxmemory")
+                    records += max(0, keys)
+        except LinkLost:
+            return Usage(0, 0, 0)
+        caps = [cap for cap in (min(capacity_bytes, LARGEST_NUMBER), self.settings.capacity_bytes) if cap]
+        return Usage(min(used_bytes, LARGEST_NUMBER), min(caps, default=0), min(records, LARGEST_NUMBER))
+
+
+def _drop(one: Any) -> None:
+    if not isinstance(one, bytes):
+        one.hold.drop()

@@ -1,0 +1,306 @@
+"""The fields of an entry of type `resp`. A wrong field raises ConfigError; no error shows a password."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.config.common_model import says
+from kvstrata.config.private_file import read_private_file
+from kvstrata.patience import patience
+from kvstrata.text import remember_secret
+from kvstrata.tiers.config import Make, Medium
+from kvstrata.tiers.media.resp.adapter import RespAdapter, RespSettings
+from kvstrata.tiers.media.resp.servers import Address, RespServers
+from kvstrata.tiers.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.tiers.structs import Place
+from kvstrata.types import GB
+
+PORT, SENTINEL_PORT = 6379, 26379
+MAX_SOCKET_PATH_BYTES = 107
+"""The kernel has room for no longer path of a unix socket."""
+DEADLINE_MS = 5_000
+PREFIX = re.compile(r"[A-Za-z0-9_.:/@-]{1,64}")
+"""A valid `key_prefix`: no wildcards of SCAN, and no braces, which would put all keys of a cluster into one slot."""
+PLACES = ("url", "host", "startup_nodes", "sentinels")
+PASSWORDS = ("password", "password_file")
+TLS_FIELDS = ("tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name")
+
+
+class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A Redis or Valkey server, a cluster of them, or the master that sentinels name."""
+
+    # fmt: off
+    url: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "`redis://[user@]host[:port][/database]`, `rediss://` for TLS, `unix:///path/of/a.sock`. Exactly one of "
+        "`url`, `host`, `startup_nodes` and `sentinels` is required.", extra={"secret": True, "empty": True})] = None
+    host: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Host of the server.", extra={"empty": True})] = None
+    port: Annotated[Annotated[int, Meta(ge=1, le=65535)] | None, says("Port of `host`; not set: 6379.")] = None
+    startup_nodes: Annotated[Any, says(
+        "Addresses of a cluster's servers: `\"host:port\"`, several separated by commas or as a list.")] = None
+    cluster_mode: Annotated[bool, says("The servers form a cluster.")] = False
+    sentinels: Annotated[Any, says("Addresses of sentinels, as in `startup_nodes`.")] = None
+    sentinel_master: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Name of the master whose address the sentinels are asked for.")] = None
+    sentinel_password_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Private file with the sentinels' password; not set: it is that of the servers.", extra={"empty": True})] = None
+    database_id: Annotated[Annotated[int, Meta(ge=0, le=1 << 20)] | None, says(
+        "Number of the database; not set: 0.")] = None
+    username: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Name of the user; needs a password.", extra={"empty": True})] = None
+    password: Annotated[str | None, says("Password, in plain text.", extra={"secret": True, "empty": True})] = None
+    password_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Private file with the password.", extra={"empty": True})] = None
+    tls_enable: Annotated[bool | None, says("Use TLS; not set: only if `url` says so.")] = None
+    tls_ca_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "File with the CA certificates that verify the server's certificate; not set: the system's.")] = None
+    tls_cert_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "File with this client's certificate.")] = None
+    tls_key_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "File with the key of that certificate; not set: the certificate's file has the key.")] = None
+    tls_server_name: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
+        "Name that the server's certificate must have; not set: its address.")] = None
+    key_prefix: Annotated[str, says(
+        "Prefix of every key; instances that share records must have the same one.", min_length=1)] = "kvstrata:"
+    ttl_seconds: Annotated[float, says("Seconds that a record lives after its put; 0: no limit.", ge=0, le=1 << 31)] = 0
+    max_capacity_gb: Annotated[float, says(
+        "Nothing is put while the servers use more GB of memory than this; 0: no cap.", ge=0, le=1 << 30)] = 0
+    deadline_ms: Annotated[Annotated[int, Meta(ge=1, le=600_000)] | None, says("As for every type.")] = None
+    request_timeout: Annotated[Annotated[float, Meta(ge=0.001, le=600)] | None, says(
+        "Seconds to wait for an answer; not set: `deadline_ms`, or 5 s.")] = None
+    connection_timeout: Annotated[float, says("Seconds to wait for a connection.", ge=0.01, le=600)] = 2.0
+    # fmt: on
+    num_workers: NumWorkers = 8
+    per_op_workers: PerOpWorkers = {}
+
+    def __repr__(self) -> str:
+        return "RespConfig(...)"  # the fields would show the password in a log
+
+
+def settings_of(config: RespConfig, place: Place) -> RespSettings:
+    """Check the fields; nothing is connected. Raises ConfigError."""
+    servers = _servers(config, place)
+    if PREFIX.fullmatch(config.key_prefix) is None:
+        raise place.wrong("key_prefix", config.key_prefix, "must be 1 to 64 letters, digits and _ . : / @ -")
+    timeout_s = config.request_timeout
+    return RespSettings(
+        servers=servers,
+        key_prefix=config.key_prefix,
+        ttl_ms=int(config.ttl_seconds * 1000),
+        capacity_bytes=int(config.max_capacity_gb * GB),
+        request_timeout_s=(config.deadline_ms or patience(DEADLINE_MS)) / 1000
+        if timeout_s is None
+        else timeout_s,
+        num_workers=config.num_workers,
+        per_op_workers=config.per_op_workers,
+    )
+
+
+class _Url(NamedTuple):
+    address: Address
+    username: str
+    database: int | None
+    tls: bool
+
+
+def _servers(config: RespConfig, place: Place) -> RespServers:
+    source, addresses = _named(config, place)
+    _check_mode(config, source, addresses, place)
+    _check_sentinel_name(config, source, place)
+    url = _url(config.url, place) if config.url is not None else None
+    database, tls = _database(config, url, place), _tls(config, url, place)
+    username, password = _credentials(config, url, place)
+    return RespServers(
+        addresses=addresses,
+        cluster=config.cluster_mode,
+        master_name=config.sentinel_master or "",
+        username=username,
+        password=password,
+        sentinel_password=_password_in("sentinel_password_file", config, place),
+        database=database,
+        tls=tls,
+        tls_server_name=config.tls_server_name or "",
+        connection_timeout_s=patience(config.connection_timeout),
+    )
+
+
+def _named(config: RespConfig, place: Place) -> tuple[str, tuple[Address, ...]]:
+    """The field that says where the servers are, and their addresses. Raises ConfigError."""
+    source = _one_of(config, place, PLACES)
+    if source is None:
+        must = f"must name the server, or give {', '.join(PLACES[2:])} or url instead"
+        raise place.wrong("host", config.host, must)
+    if source != "host" and config.port is not None:
+        must = f"belongs to host; remove it, {source} already says where the server is"
+        raise place.wrong("port", config.port, must)
+    if config.url is not None:
+        return source, (_url(config.url, place).address,)
+    if config.host is not None:
+        return source, (Address(config.host, config.port or PORT),)
+    default_port = SENTINEL_PORT if source == "sentinels" else PORT
+    return source, _addresses(getattr(config, source), default_port, place, source)
+
+
+def _check_mode(config: RespConfig, source: str, addresses: tuple[Address, ...], place: Place) -> None:
+    """Raises ConfigError unless `cluster_mode` fits the field that says where the servers are."""
+    if config.cluster_mode and addresses[0].is_path:
+        raise place.wrong("cluster_mode", True, "must not be true with a unix socket: give startup_nodes")
+    if source == "startup_nodes" and len(addresses) > 1 and not config.cluster_mode:
+        must = "must be one server unless cluster_mode is true"
+        raise place.wrong("startup_nodes", config.startup_nodes, must)
+    if source == "sentinels" and config.cluster_mode:
+        must = "must not be true with sentinels: give startup_nodes of the cluster"
+        raise place.wrong("cluster_mode", True, must)
+
+
+def _check_sentinel_name(config: RespConfig, source: str, place: Place) -> None:
+    """Raises ConfigError unless `sentinel_master` is given with sentinels, and what belongs to them only with them."""
+    if source == "sentinels" and config.sentinel_master is None:
+        raise place.wrong("sentinel_master", None, "must be a non-empty string")
+    for name in ("sentinel_master", "sentinel_password_file"):
+        if source != "sentinels" and (value := getattr(config, name)) is not None:
+            raise place.wrong(name, value, "needs sentinels, the addresses of the sentinels")
+
+
+def _database(config: RespConfig, url: _Url | None, place: Place) -> int:
+    database = config.database_id or 0
+    if url is not None and url.database is not None:
+        if config.database_id is not None:
+            raise place.wrong("database_id", config.database_id, "is in url too; give one of them")
+        database = url.database
+    if config.cluster_mode and database:
+        named = "url" if url is not None and url.database else "database_id"
+        raise place.hidden(named, "must be 0 or not set, since a cluster has only database 0")
+    return database
+
+
+def _url(text: str, place: Place) -> _Url:
+    """Parse a URL. A URL with a password is refused and not shown, since status pages show the entry's URL."""
+    try:
+        parts: SplitResult = urlsplit(text)
+        host, port = parts.hostname, parts.port or PORT
+    except ValueError:
+        raise place.hidden("url", "its port must be a number from 1 to 65535") from None
+    if parts.scheme == "unix" and not parts.netloc and not parts.query and not parts.fragment:
+        return _Url(Address(_socket_path(parts.path, place), 0), "", None, False)
+    if (
+        parts.scheme not in ("redis", "rediss", "valkey", "valkeys")
+        or not host
+        or parts.query
+        or parts.fragment
+    ):
+        must = "must be redis://[user@]host[:port][/database], rediss:// for TLS, or unix:///path/of/a.sock"
+        raise place.hidden("url", must)
+    if parts.password is not None:
+        raise place.hidden("url", "must hold no password: use password_file or password")
+    database = parts.path.strip("/")
+    if database and not (database.isascii() and database.isdigit()):
+        raise place.hidden("url", "its path must be empty or the number of a database")
+    return _Url(
+        Address(host, port),
+        unquote(parts.username or ""),
+        int(database) if database else None,
+        parts.scheme in ("rediss", "valkeys"),
+    )
+
+
+def _socket_path(text: str, place: Place) -> str:
+    path = unquote(text)
+    if not path.startswith("/") or "\0" in path or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise place.hidden("url", f"its path must be absolute, of at most {MAX_SOCKET_PATH_BYTES} bytes")
+    return path
+
+
+def _addresses(value: Any, default_port: int, place: Place, name: str) -> tuple[Address, ...]:
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise place.wrong(name, value, 'must be "host:port", or several separated by commas or as a list')
+    addresses = []
+    for text in texts:
+        match = re.fullmatch(r"\s*(?:\[([^\]]+)\]|([^:\[\]\s/@]+))(?::(\d{1,5}))?\s*", text)
+        port = int(match[3] or default_port) if match else 0
+        if match is None or not 0 < port < 65536:
+            must = f'must hold only addresses "host:port", {text.strip()!r:.80} is not one'
+            raise place.wrong(name, value, must)
+        addresses.append(Address(match[1] or match[2], port))
+    return tuple(addresses)
+
+
+def _credentials(config: RespConfig, url: _Url | None, place: Place) -> tuple[str, str]:
+    source = _one_of(config, place, PASSWORDS)
+    username, password = config.username or "", _password_in("password_file", config, place)
+    if source == "password":
+        password = config.password or ""
+        remember_secret(password)
+    if url is not None and url.username:
+        if username:
+            raise place.wrong("username", username, "is in url too; give one of them")
+        username = url.username
+    if username and not password:
+        raise place.hidden("username", "a username needs a password: give password_file or password")
+    return username, password
+
+
+def _password_in(name: str, config: RespConfig, place: Place) -> str:
+    """The password in the file that this field names; empty without one."""
+    if (path := getattr(config, name)) is None:
+        return ""
+    password = read_private_file(os.path.expanduser(path), place.at(name)).rstrip("\r\n")
+    if not password:
+        raise place.wrong(name, path, "is empty; write the password into it")
+    remember_secret(password)
+    return password
+
+
+def _tls(config: RespConfig, url: _Url | None, place: Place) -> ssl.SSLContext | None:
+    by_url = url is not None and url.tls
+    if url is not None and url.address.is_path and config.tls_enable:
+        raise place.wrong("tls_enable", True, "must not be true with a unix socket, which has no TLS")
+    uses_tls = by_url if config.tls_enable is None else config.tls_enable
+    if by_url and not uses_tls:
+        raise place.wrong("tls_enable", False, "must not be false with a rediss:// URL")
+    given: dict[str, str] = {}
+    for name in TLS_FIELDS:
+        if (value := getattr(config, name)) is None:
+            continue
+        if not uses_tls:
+            raise place.wrong(name, value, "needs tls_enable true, or a rediss:// URL")
+        if name == "tls_key_file" and config.tls_cert_file is None:
+            raise place.wrong(name, value, "needs tls_cert_file")
+        if name != "tls_server_name" and not os.path.isfile(os.path.expanduser(value)):
+            raise place.wrong(name, value, "must be an existing file")
+        given[name] = value
+    if not uses_tls:
+        return None
+    files = {name: os.path.expanduser(path) for name, path in given.items()}
+    name = "tls_ca_file"
+    try:
+        context = ssl.create_default_context(cafile=files.get(name))
+        if "tls_cert_file" in files:
+            name = "tls_cert_file"
+            context.load_cert_chain(files[name], files.get("tls_key_file"))
+    except OSError as error:
+        raise place.wrong(name, given.get(name), f"cannot be used ({error})") from None
+    return context
+
+
+def _one_of(config: RespConfig, place: Place, names: tuple[str, ...]) -> str | None:
+    given = [name for name in names if getattr(config, name) not in (None, "")]
+    if len(given) > 1:
+        raise place.hidden(given[1], f"{given[0]} is given too; give one of {', '.join(names)}")
+    return given[0] if given else None
+
+
+def _prepare(config: RespConfig, place: Place, name: str) -> Make:
+    settings = settings_of(config, place)
+    return lambda: RespAdapter(settings, name=name)
+
+
+MEDIUM = Medium(RespConfig, _prepare)

@@ -1,0 +1,198 @@
+"""The server's side of an adapter host, with the test as the child: what it may say, and what frees which bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstrata.testing.strategies import Found, ask_for, key_of, load_item, put_item, watched
+from kvstrata.tiers.base import Ask, Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.tiers.host import frames
+from kvstrata.tiers.host.frames import MAX_FRAME_BYTES, MAX_ITEMS, Ended
+from kvstrata.tiers.host.process import QUEUE_BYTES
+from kvstrata.types import KEY_BYTES
+from tests.unit.tiers.host_double import (
+    CAPABILITIES,
+    PUT_DIED,
+    STORED,
+    all_stored,
+    opened_with,
+    until,
+)
+
+pytestmark = pytest.mark.usefixtures("child_in_place_of_a_process")
+
+
+async def test_how_keys_were_asked_for_reaches_the_child(pair) -> None:
+    adapter, child = pair
+    keys = [key_of(n) for n in range(MAX_ITEMS + 1)]
+    asking = asyncio.create_task(ask_for(adapter, keys, each=True, owner=b"there"))
+    for _ in range(2):
+        request = await child.request()
+        assert (request.each, request.owner) == (True, b"there")
+        child.say(frames.Found(request.number, bytes(len(request.keys) // KEY_BYTES)))
+    await asking
+    items = [load_item(key_of(n), 100)._replace(ask=Ask(each=n > 0, owner=b"there")) for n in range(3)]
+    loading = asyncio.create_task(adapter.load(items))
+    for each, count in ((False, 1), (True, 2)):
+        request = await child.request()
+        assert (request.each, request.owner, len(request.items)) == (each, b"there", count)
+        child.say(Ended(request.number, bytes(count), list(range(count))))
+    await loading
+
+
+async def test_a_cancelled_wait_keeps_its_holds_until_the_child_has_dropped_them(pair) -> None:
+    adapter, child = pair
+    items = [load_item(key_of(n), 100) for n in range(2)]
+    wait = asyncio.create_task(adapter.load(items))
+    request = await child.request()
+    wait.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await wait
+    assert not any(watched(item).dropped.is_set() for item in items)
+    child.say(frames.Dropped(request.number, [1]))
+    await watched(items[1]).until_dropped()
+    assert not watched(items[0]).dropped.is_set()
+    child.say(Ended(request.number, bytes(2), [0]))
+    await watched(items[0]).until_dropped()
+    assert adapter.host_status()["requests"] == 0
+
+
+async def test_a_hold_may_be_dropped_after_its_batch_was_answered(pair) -> None:
+    adapter, child = pair
+    item = put_item(key_of(1), 100)
+    wait = asyncio.create_task(adapter.put([item]))
+    request = await child.request()
+    child.say(all_stored(request, dropped=False))
+    assert await wait == [STORED]
+    assert not watched(item).dropped.is_set()
+    child.say(frames.Dropped(request.number, [0]))
+    await watched(item).until_dropped()
+
+
+def packed(*values: object) -> bytes:
+    """A frame that no message makes."""
+    return msgspec.msgpack.encode(values)
+
+
+UNTRUE: dict[str, Callable[[int], list[Any]]] = {
+    "no frame": lambda n: [b"?"],
+    "unknown message": lambda n: [packed("Nothing", n)],
+    "unknown request": lambda n: [frames.Counted(n + 1, 0)],
+    "a page of cut keys": lambda n: [frames.Listed(n, True, [key_of(1)[:-1]], 1)],
+    "another operation's answer": lambda n: [frames.Counted(n, 0)],
+    "an unknown status": lambda n: [Ended(n, bytes([0, 9]), [0, 1])],
+    "too few outcomes": lambda n: [Ended(n, bytes(1), [0])],
+    "too few reasons": lambda n: [Ended(n, bytes(2), [0, 1], ["io"])],
+    "reason no text": lambda n: [packed("Ended", n, bytes(2), [0, 1], [b"\xff", b""])],
+    "a drop beyond the items": lambda n: [frames.Dropped(n, [2])],
+    "a drop twice": lambda n: [frames.Dropped(n, [1]), frames.Dropped(n, [1])],
+    "an answer twice": lambda n: [Ended(n, bytes(2), []), Ended(n, bytes(2), [])],
+    "opened again": lambda n: [frames.Opened(CAPABILITIES)],
+    "more fields": lambda n: [packed("Counted", n, 0, 0)],
+    "counts too large for a metric": lambda n: [frames.Told({"a": 1 << 63})],
+    "more counts than anybody reads": lambda n: [frames.Told({f"n{i}": i for i in range(201)})],
+    "more items than any frame has": lambda n: [frames.Dropped(n, [0] * (MAX_ITEMS + 1))],
+    "a frame that is too long": lambda n: [frames.frame_of(frames.Evicted([]))[:-1] + bytes(MAX_FRAME_BYTES)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNTRUE)
+async def test_a_child_that_breaks_the_protocol_is_killed_and_its_bytes_are_held_until_its_end(
+    pair, what
+) -> None:
+    adapter, child = pair
+    items = [put_item(key_of(n), 100) for n in range(2)]
+    wait = asyncio.create_task(adapter.put(items))
+    request = await child.request()
+    child.say(*UNTRUE[what](request.number))
+    await child.until_killed()
+    assert adapter.host_status()["state"] == "down"
+    assert not watched(items[0]).dropped.is_set(), "it may still touch them"
+    child.reap()
+    assert [outcome.status for outcome in await wait] in (
+        [PutStatus.FAILED] * 2,
+        [PutStatus.STORED] * 2,  # it was answered once, and well
+    )
+    for item in items:
+        watched(item).check()
+
+
+async def test_a_child_that_does_not_read_costs_bounded_memory_and_no_wait(pair) -> None:
+    adapter, child = pair
+    keys = [key_of(n) for n in range(MAX_ITEMS)]
+    waits, refused = [], None
+    while refused is None:
+        wait = asyncio.create_task(ask_for(adapter, keys))
+        await asyncio.sleep(0)
+        waits.append(wait)
+        if wait.done():
+            refused = wait.result()
+    assert refused == [Found(Presence.UNKNOWN, "queue_full")] * len(keys)
+    item = put_item(key_of(1), 100)
+    assert await adapter.put([item]) == [PutOutcome(PutStatus.THROTTLED, "queue_full")]
+    watched(item).check()
+    assert len(waits) * len(keys) * 32 < QUEUE_BYTES + (4 << 20)
+    absent = [Found(Presence.ABSENT)] * len(keys)
+    for wait in waits[:-1]:
+        request = await child.request()
+        assert request.keys == b"".join(keys)
+        child.say(frames.Found(request.number, bytes(len(keys))))
+        assert await wait == absent
+
+
+async def test_a_batch_larger_than_a_frame_is_asked_in_parts(pair) -> None:
+    adapter, child = pair
+    keys = [key_of(n) for n in range(2 * MAX_ITEMS + 1)]
+    wait = asyncio.create_task(ask_for(adapter, keys))
+    asked = b""
+    for count in (MAX_ITEMS, MAX_ITEMS, 1):
+        request = await child.request()
+        assert len(request.keys) == count * KEY_BYTES
+        asked += request.keys
+        child.say(frames.Found(request.number, bytes([2]) * count, frames.word_of("r" * 99)))
+    assert asked == b"".join(keys)
+    assert await wait == [Found(Presence.UNKNOWN, "r" * frames.MAX_REASON_BYTES)] * len(keys)
+
+
+async def test_items_with_a_bad_key_or_outside_the_pool_fail_alone(pair) -> None:
+    adapter, child = pair
+    good, short, elsewhere = put_item(key_of(1), 100), put_item(key_of(2), 100), put_item(key_of(3), 100)
+    watched(elsewhere).offset += 1 << 40
+    wait = asyncio.create_task(adapter.put([PutItem(b"short", short.hold), good, elsewhere]))
+    child.say(all_stored(await child.request()))
+    bad = PutOutcome(PutStatus.FAILED, "bad_item")
+    assert await wait == [bad, STORED, bad]
+    watched(elsewhere).offset -= 1 << 40
+    for item in (good, short, elsewhere):
+        watched(item).check()
+
+
+async def test_evicted_keys_are_passed_on() -> None:
+    evicted: list[bytes] = []
+    adapter, child = await opened_with(evicted.append)
+    child.say(frames.Evicted([key_of(1), key_of(2)]))
+    await until(lambda: evicted)
+    assert evicted == [key_of(1), key_of(2)]
+    child.reaps_at_once = True
+    await adapter.close()
+
+
+async def test_a_childs_numbers_are_shown_until_it_is_gone_and_are_no_sign_of_progress(pair) -> None:
+    adapter, child = pair
+    assert adapter.numbers() == {}
+    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
+    await child.request()
+    due_s = adapter._due_s()
+    child.say(frames.Told({"syncs": 4}, {"why": "so"}))
+    await until(adapter.numbers)
+    assert adapter.numbers() == {"syncs": 4}
+    assert adapter.remarks() == {"why": "so"}
+    assert adapter._due_s() == due_s, "its loop turns, its adapter may hang all the same"
+    child.reap()
+    assert (adapter.numbers(), adapter.remarks()) == ({}, {})
+    assert await wait == [PUT_DIED]
