@@ -62,12 +62,12 @@ from kvstrata.tiers.base import (
     PutItem,
     PutOutcome,
     PutStatus,
+    ReadsPeers,
     StorageAdapter,
     Usage,
 )
 from kvstrata.tiers.breaker import Breaker
 from kvstrata.tiers.lanes import Lanes
-from kvstrata.tiers.peers import ReadsPeers
 from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, READ_ONLY, THROTTLED
 from kvstrata.types import KEY_BYTES
 

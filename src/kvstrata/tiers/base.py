@@ -297,3 +297,14 @@ class StorageAdapter(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Wait for operations in flight as far as `capabilities.quiesce` allows, and free everything. Idempotent."""
+
+
+class ReadsPeers(ABC):
+    """A medium that reads other instances, or the host of such a medium. No call blocks."""
+
+    @abstractmethod
+    def advertisement(self) -> bytes:
+        """Metadata by which other instances reach the memory that the medium has registered; empty if they cannot.
+
+        Valid once `open` has returned; may change later.
+        """

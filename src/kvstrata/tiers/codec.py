@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import ctypes
 import functools
 import importlib.util
 import logging
@@ -67,7 +66,6 @@ from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.reasons import (
     BAD_ITEM,
     CODEC,
-    ENCODED,
     LENGTH,
     QUEUE_FULL,
     STAGING_TOO_SMALL,
@@ -566,23 +564,8 @@ def _fill(reader: Any, out: memoryview) -> int:
 
 # -- batches ---------------------------------------------------------------------------------------------------
 
-CODECS_AT = 80
-"""The place in a record's header of the eight numbers of the codecs that encoded its payload, zero for none."""
 STAGING = "staging"
 """The reason of an item that found no room in staging, and none to wait for."""
-
-
-def refuse_encoded(places: Sequence[int], outcomes: Sequence[LoadOutcome]) -> list[LoadOutcome]:
-    """The outcomes of a load without a codec, where an encoded record is a miss.
-
-    `places` are the addresses of the items' extents, which must still be reserved.
-    """
-    return [
-        LoadOutcome(LoadStatus.FAILED, ENCODED)
-        if outcome.status is LoadStatus.LOADED and any(ctypes.string_at(place + CODECS_AT, 8))
-        else outcome
-        for place, outcome in zip(places, outcomes, strict=True)
-    ]
 
 
 class Codec:

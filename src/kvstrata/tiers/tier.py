@@ -31,6 +31,7 @@ import asyncio
 import collections
 import contextlib
 import copy
+import ctypes
 import enum
 import functools
 import logging
@@ -62,6 +63,7 @@ from kvstrata.tiers.base import (
     PutItem,
     PutOutcome,
     PutStatus,
+    ReadsPeers,
     Remarks,
     StorageAdapter,
     Usage,
@@ -69,15 +71,15 @@ from kvstrata.tiers.base import (
     told,
 )
 from kvstrata.tiers.breaker import Breaker, BreakerState
-from kvstrata.tiers.codec import Codec, refuse_encoded
+from kvstrata.tiers.codec import Codec
 from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.folder import FolderState, WatchedFolder
 from kvstrata.tiers.host.parent import HostedAdapter
 from kvstrata.tiers.numbers import TierNumbers
-from kvstrata.tiers.peers import ReadsPeers
 from kvstrata.tiers.reasons import (
     BREAKER_OPEN,
     DEADLINE,
+    ENCODED,
     FULL,
     MEDIUM_GONE,
     PAUSED,
@@ -104,6 +106,8 @@ ANSWER_S = 3.0
 """A file system that has not answered a probe by then is unreachable."""
 FULL_REASONS = frozenset({FULL, "capacity", "disk_full", "no_room"})
 """Reasons of puts for which the medium had no room."""
+CODECS_AT = 80
+"""The place in a record's header of the eight numbers of the codecs that encoded its payload, zero for none."""
 MEANINGS = {
     "exists": "lookups count its chunks as absent",
     "put": "it gets no new chunks",
@@ -489,7 +493,7 @@ class Tier(TierNumbers):
         medium, codec = self.medium, self.codec
         if codec is None:
             load = functools.partial(medium.load, items)
-            check = functools.partial(refuse_encoded, [item.hold.address for item in items])
+            check = functools.partial(_refuse_encoded, [item.hold.address for item in items])
         else:
             load, check = functools.partial(codec.load, medium, items), None
         return await self._move("load", load, items, LoadOutcome, LoadStatus.FAILED, LoadStatus.LOADED, check)
@@ -744,6 +748,19 @@ class _Failed(Exception):
 
 class _Refused(_Failed):
     """The medium was not asked."""
+
+
+def _refuse_encoded(places: Sequence[int], outcomes: Sequence[LoadOutcome]) -> list[LoadOutcome]:
+    """The outcomes of a load without a codec, where an encoded record is a miss.
+
+    `places` are the addresses of the items' extents, which must still be reserved.
+    """
+    return [
+        LoadOutcome(LoadStatus.FAILED, ENCODED)
+        if outcome.status is LoadStatus.LOADED and any(ctypes.string_at(place + CODECS_AT, 8))
+        else outcome
+        for place, outcome in zip(places, outcomes, strict=True)
+    ]
 
 
 def _word(status: str, reason: str) -> str:

@@ -19,8 +19,7 @@ from kvstrata.tiers.base import (
 )
 from kvstrata.tiers.host import frames
 from kvstrata.tiers.host.frames import Opened
-from kvstrata.tiers.host.parent import HostedAdapter
-from kvstrata.tiers.host.pauses import STEADY_S, WELL_S, Pauses
+from kvstrata.tiers.host.parent import STEADY_S, WELL_S, HostedAdapter, Pauses
 from tests.unit.tiers.host_double import (
     CAPABILITIES,
     CONFIG,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.tiers.config import make_adapter
-from kvstrata.tiers.media.medium import medium_word
+from kvstrata.tiers.media.shared import medium_word
 
 
 @pytest.mark.parametrize(

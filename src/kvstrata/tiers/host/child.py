@@ -51,6 +51,7 @@ from kvstrata.tiers.base import (
     LoadOutcome,
     PutItem,
     PutOutcome,
+    ReadsPeers,
     Remarks,
     StorageAdapter,
     log_broken_contract,
@@ -59,7 +60,6 @@ from kvstrata.tiers.base import (
 from kvstrata.tiers.host import frames
 from kvstrata.tiers.host.frames import MAX_FRAME_BYTES, Configure, Message, Request
 from kvstrata.tiers.host.process import LEVEL_MARK
-from kvstrata.tiers.peers import ReadsPeers
 from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ While no child is UP, `exists` answers UNKNOWN('host_down'), `put` THROTTLED('ho
 FAILED('host_down'), at once.  Operations under way when the child ends are FAILED or UNKNOWN with 'host_died'.
 
 A child is spawned, asked, killed when it is silent, reaped, and replaced by another after a pause.  The pauses double
-up to `max_pause_s`, until a child has been steady (host/pauses.py).
+up to `max_pause_s`, until a child has been steady (Pauses).
 
     CLOSED ─spawned─▶ STARTING ─opened─▶ UP ─broken─▶ DOWN ─spawned─▶ STARTING ─broken─▶ DOWN
     any state ─close()─▶ CLOSED
@@ -54,16 +54,15 @@ from kvstrata.tiers.base import (
     PutItem,
     PutOutcome,
     PutStatus,
+    ReadsPeers,
     StorageAdapter,
     Usage,
 )
 from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.host import frames
 from kvstrata.tiers.host.frames import MAX_ITEMS, Answer, ChannelError, Message, Opened, Refused, Told
-from kvstrata.tiers.host.pauses import MAX_PAUSE_S, STEADY_S, Pauses
 from kvstrata.tiers.host.process import HostProcess, Pipe
 from kvstrata.tiers.host.requests import RequestTable, outcome_of
-from kvstrata.tiers.peers import ReadsPeers
 from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, HOST_DIED, HOST_DOWN, QUEUE_FULL
 from kvstrata.tiers.work import Work
 from kvstrata.types import KEY_BYTES
@@ -75,6 +74,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 30.0
+STEADY_S = 60.0
+"""After a child that was up for this long, the pauses begin again with the shortest."""
+WELL_S = 3.0
+"""They also begin again after a child whose first and last good answer were at least this far apart."""
 OPEN_S = 600.0
 """Longest wait for a restarted child to open its adapter. (The first open has no time limit here.)"""
 CLOSE_S = 3.0
@@ -92,6 +96,33 @@ class HostState(enum.StrEnum):
     """The child's adapter is open."""
     DOWN = "down"
     """The child has ended or is being killed; another is started after a pause."""
+
+
+class Pauses:
+    """The next pause is twice as long as the last, until a child was steady. Sans I/O."""
+
+    def __init__(self, longest_s: float, now_s: float) -> None:
+        self._longest_s = longest_s
+        self._next_s = FIRST_PAUSE_S
+        self.begun(now_s)
+
+    def begun(self, now_s: float) -> None:
+        """A child is up, or could not be started."""
+        self._begun_s = now_s
+        self._well_s: tuple[float, float] | None = None
+        """Times of the child's first and last good answer."""
+
+    def answered_well(self, now_s: float) -> None:
+        """The child's adapter has done what a request asked for."""
+        self._well_s = (now_s if self._well_s is None else self._well_s[0], now_s)
+
+    def next_s(self, now_s: float) -> float:
+        """The pause before the next child, now that this one has ended."""
+        well_s = 0.0 if self._well_s is None else self._well_s[1] - self._well_s[0]
+        if well_s >= WELL_S or now_s - self._begun_s >= STEADY_S:
+            self._next_s = FIRST_PAUSE_S
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
+        return pause_s
 
 
 class HostedAdapter(StorageAdapter, ReadsPeers):

@@ -12,8 +12,7 @@ from kvstrata.config.common_model import says
 from kvstrata.native.connector import MIN_CAPACITY_BYTES
 from kvstrata.tiers.config import Make, Medium
 from kvstrata.tiers.media.disk.adapter import disk_adapter
-from kvstrata.tiers.media.paths import absolute, folder_at
-from kvstrata.tiers.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.tiers.media.shared import NumWorkers, PerOpWorkers, absolute, folder_at
 from kvstrata.tiers.structs import Place
 from kvstrata.types import GB
 

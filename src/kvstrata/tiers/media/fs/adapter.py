@@ -18,7 +18,7 @@ import msgspec
 
 from kvstrata.native.connector import fs_connector
 from kvstrata.tiers.lanes import Lane
-from kvstrata.tiers.media.medium import medium_word
+from kvstrata.tiers.media.shared import medium_word
 from kvstrata.tiers.native_adapter import NativeAdapter
 
 

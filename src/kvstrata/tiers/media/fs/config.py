@@ -13,8 +13,7 @@ from msgspec import Meta
 from kvstrata.config.common_model import says
 from kvstrata.tiers.config import Make, Medium
 from kvstrata.tiers.media.fs.adapter import FsAdapter
-from kvstrata.tiers.media.paths import absolute, folder_at
-from kvstrata.tiers.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.tiers.media.shared import NumWorkers, PerOpWorkers, absolute, folder_at
 from kvstrata.tiers.structs import Place
 from kvstrata.types import GB
 

@@ -49,8 +49,8 @@ from kvstrata.tiers.base import (
     Usage,
 )
 from kvstrata.tiers.lanes import Lane, Lanes
-from kvstrata.tiers.media.medium import medium_word
 from kvstrata.tiers.media.mooncake.sdk import check_answers, check_nics, import_store
+from kvstrata.tiers.media.shared import medium_word
 from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, FULL, LENGTH, QUEUE_FULL, RAISED, THROTTLED
 from kvstrata.tiers.work import Work
 from kvstrata.types import KEY_BYTES

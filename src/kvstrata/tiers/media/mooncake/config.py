@@ -18,7 +18,7 @@ from kvstrata.tiers.media.mooncake.adapter import (
     MooncakeSettings,
 )
 from kvstrata.tiers.media.mooncake.sdk import check_nics, import_store
-from kvstrata.tiers.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.tiers.media.shared import NumWorkers, PerOpWorkers
 from kvstrata.tiers.structs import Place
 
 log = logging.getLogger(__name__)

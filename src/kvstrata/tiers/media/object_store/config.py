@@ -21,8 +21,7 @@ from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import ConfigError, install
 from kvstrata.patience import patience
 from kvstrata.tiers.config import COMMON, Make, Medium
-from kvstrata.tiers.media.medium import medium_word
-from kvstrata.tiers.media.workers import PerOpWorkers
+from kvstrata.tiers.media.shared import PerOpWorkers, medium_word
 from kvstrata.tiers.structs import Place
 
 log = logging.getLogger(__name__)

@@ -48,7 +48,6 @@ from kvstrata.tiers.base import (
     Usage,
 )
 from kvstrata.tiers.lanes import Lane, Lanes
-from kvstrata.tiers.media.medium import medium_word
 from kvstrata.tiers.media.resp.connection import (
     LARGEST_NUMBER,
     MAX_VALUE_BYTES,
@@ -62,6 +61,7 @@ from kvstrata.tiers.media.resp.connection import (
 from kvstrata.tiers.media.resp.pipeline import Answer, BadValue, Pipelines
 from kvstrata.tiers.media.resp.replies import fields_of, number_in, reason_of
 from kvstrata.tiers.media.resp.servers import Address, RespServers, Servers
+from kvstrata.tiers.media.shared import medium_word
 from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, FULL, MISMATCH, QUEUE_FULL, THROTTLED, TOO_LARGE
 from kvstrata.tiers.work import Work
 from kvstrata.types import KEY_BYTES

@@ -18,7 +18,7 @@ from kvstrata.text import remember_secret
 from kvstrata.tiers.config import Make, Medium
 from kvstrata.tiers.media.resp.adapter import RespAdapter, RespSettings
 from kvstrata.tiers.media.resp.servers import Address, RespServers
-from kvstrata.tiers.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.tiers.media.shared import NumWorkers, PerOpWorkers
 from kvstrata.tiers.structs import Place
 from kvstrata.types import GB
 
