@@ -104,6 +104,7 @@ class Requests:
     def __init__(self, parts: Parts) -> None:
         self._epoch, self._pool, self._counters = parts.facts.epoch, parts.pool, parts.counters
         self._loop, self._supervisor = parts.loop, parts.supervisor
+        self._grace_s = patience(GRACE_S)
         self._processes, self._grants = parts.processes, parts.grants
         self._lookups, self._plain = Lookups(parts), PlainClients(parts)
         reserving = Reserving(parts)
@@ -262,10 +263,7 @@ class Requests:
         running.task = self._supervisor.job(self._run(running, work, deadline_s), running.op)
 
     async def _run(self, running: Running, work: Coroutine[Any, Any, Reply], deadline_s: float) -> None:
-        overdue = DeadlineExceeded(
-            "no outcome before the deadline; nothing was promised", field="deadline_ms"
-        )
-        timer = self._loop.call_later(deadline_s + patience(GRACE_S), self._stop, running, overdue)
+        timer = self._loop.call_later(deadline_s + self._grace_s, self._overdue, running)
         process, seq = running.process, running.seq
         answer = b""
         try:
@@ -283,6 +281,10 @@ class Requests:
             return
         answer = answer or self._error(seq, InternalError("the request was stopped; try again"))
         self._send(running.sender, running.op, answer, running.started_s)
+
+    def _overdue(self, running: Running) -> None:
+        error = DeadlineExceeded("no outcome before the deadline; nothing was promised", field="deadline_ms")
+        self._stop(running, error)
 
     def _stop(self, running: Running, error: KvstrataError | None) -> bool:
         """Answer a running request with an error, and stop its task. False if it was stopped already."""
