@@ -246,7 +246,7 @@ class Fetch:
         for number in numbers:
             self.state[number] = _BUSY
 
-    def there(self, numbers: Sequence[int]) -> None:
+    def filled(self, numbers: Sequence[int]) -> None:
         """Note that these holes are filled, by a load or because the chunks came to L1 meanwhile."""
         for number in numbers:
             self.state[number] = _DONE
@@ -591,7 +591,7 @@ class PrefetchController(Numbers):
     async def _wait_for(self, fetch: Fetch, load: _Load, numbers: list[int]) -> None:
         await asyncio.wait({load.done})
         reasons = [(number, load.reasons.get(fetch.key(number), "")) for number in numbers]
-        fetch.there([number for number, reason in reasons if not reason])
+        fetch.filled([number for number, reason in reasons if not reason])
         self._not_filled(fetch, [(number, reason) for number, reason in reasons if reason])
 
     def _not_filled(self, fetch: Fetch, lost: list[tuple[int, str]]) -> None:
@@ -713,7 +713,7 @@ class PrefetchController(Numbers):
             found = await asyncio.wait_for(tier.exists(keys, ask), patience_s)
         except TimeoutError:
             return Ask().unknown(keys, DEADLINE), DEADLINE
-        if tier.capabilities.shared:  # others may have removed what this server has put there
+        if tier.capabilities.shared:  # others may have removed what this server has stored
             absent = [key for key, one in zip(split(keys), found, strict=True) if one == Presence.ABSENT]
             if absent:
                 self._lost(tier.name, absent)
@@ -781,7 +781,7 @@ class PrefetchController(Numbers):
         """Reserve the chunks of a batch that fit now, and begin to load them. The gate has counted `size` bytes."""
         batch = self._pool.reserve_batch(fetch.request, numbers)
         fetch.busy(numbers)
-        fetch.there(batch.present)
+        fetch.filled(batch.present)
         if left := set(numbers).difference(batch.numbers, batch.present):
             why = ReserveOutcome(batch.refusal[1]).name.lower() if batch.refusal else "refused"
             self.counts[f"reserve:{why}"] += 1
@@ -820,14 +820,14 @@ class PrefetchController(Numbers):
     ) -> None:
         ended = batch.finish(bytes([status is LoadStatus.LOADED for status, _ in outcomes]))
         failpoints.hit("load.committed")
-        there: list[int] = []
+        loaded: list[int] = []
         found: list[bytes] = []
         lost: list[bytes] = []
         foreign: list[bytes] = []
         failed: list[tuple[int, str]] = []
         for number, key, (status, why), end in zip(batch.numbers, keys, outcomes, ended, strict=True):
             if end == CommitOutcome.COMMITTED:
-                there.append(number)
+                loaded.append(number)
                 found.append(key)
                 continue
             if status is LoadStatus.LOADED:  # a whole record whose header does not match the reservation
@@ -844,10 +844,10 @@ class PrefetchController(Numbers):
         for key in keys:
             del self._loads[key]
         load.done.set_result(None)
-        fetch.there(there)
+        fetch.filled(loaded)
         if found:
             self.counts["loaded"] += len(found)
-            self.loaded_bytes += fetch.bytes_of(there)
+            self.loaded_bytes += fetch.bytes_of(loaded)
             self._found(tier.name, found)
         if lost:
             self._lost(tier.name, lost)
