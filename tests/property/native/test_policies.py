@@ -17,7 +17,6 @@ from tests.harness.amount import amount
 
 PAGE = 4096
 IDENTITY = bytes(32)
-EVICTED = 1
 REFUSED = range(3, 11)
 PARENT_ABSENT = 10
 
@@ -255,41 +254,6 @@ def test_a_prefix_that_every_request_uses_is_never_evicted(
         assert hits == shared
         store(pool, keys, 1, hits)
         assert pool.peek(b"".join(keys)) == len(keys)
-    pool.validate()
-    pool.close()
-
-
-@given(
-    prompts=st.lists(paths, min_size=5, max_size=60),
-    policy=st.sampled_from(POLICIES),
-    held=st.integers(0, 59),
-)
-@settings(max_examples=80)
-def test_evicted_chunks_had_no_descendants_and_were_not_held(
-    prompts: list[list[int]], policy: str, held: int
-) -> None:
-    pool = make_pool(24, policy)
-    present: set[bytes] = set()
-    parents: dict[bytes, bytes] = {}
-    pinned: set[bytes] = set()
-    hold = None
-    for number, path in enumerate(prompts):
-        keys = [key(*path[: end + 1]) for end in range(len(path))]
-        hits = use(pool, keys)
-        store(pool, keys, 1, hits)
-        for kind, name, _ in pool.events():
-            if kind == EVICTED:
-                present.discard(name)
-                assert name not in pinned
-                assert all(parents.get(child) != name for child in present)
-        present.update(keys)
-        parents.update(zip(keys[1:], keys, strict=False))
-        if number == held % len(prompts):
-            hold = pool.hold(keys[-1])
-            assert hold is not None
-            pinned = set(keys)
-    if hold is not None:
-        hold.drop()
     pool.validate()
     pool.close()
 
