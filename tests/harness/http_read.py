@@ -9,7 +9,9 @@ from typing import Any
 from kvstrata.process.http_local import find_token
 
 
-def read(url: str, *, body: Any = None, method: str = "", token: str | None = None) -> bytes:
+def read(
+    url: str, *, body: Any = None, method: str = "", token: str | None = None, timeout_s: float = 30.0
+) -> bytes:
     """Return the answer's body; `body` is sent as JSON. Raises urllib.error.HTTPError.
 
     Without `token`, the request finds the token of a server on this host as `kvstrata ctl` does.
@@ -20,6 +22,6 @@ def read(url: str, *, body: Any = None, method: str = "", token: str | None = No
         request.add_header("Content-Type", "application/json")
     if token := find_token(url) if token is None else token:
         request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
         content: bytes = reply.read()
         return content

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 from tests.harness import vllm_env
 from tests.harness.daemon import Daemon
 from tests.harness.forks import Command, Forks
+from tests.harness.http_read import read
 from tests.harness.vllm_run import transfer
 
 
@@ -40,7 +40,7 @@ class VllmApi(Daemon):
         tokenizer: Path | None = None,
     ) -> None:
         state.mkdir(parents=True, exist_ok=True)
-        self._state = state
+        self._state, self._model = state, str(model)
         self._arguments = ["--model", str(model), "--enforce-eager", *flags]
         self._arguments += ["--tokenizer", str(tokenizer)] if tokenizer else ["--skip-tokenizer-init"]
         if extra is not None:
@@ -74,8 +74,15 @@ class VllmApi(Daemon):
         return True
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as reply:
-            return str(reply.read().decode())
+        return read(f"{self.url}{path}", token="", timeout_s=60.0).decode()
+
+    def complete(self, prompt: Sequence[int], **more: Any) -> tuple[str, list[int]]:
+        """The id of a completion with these fields, and its token ids."""
+        body = {"model": self._model, "prompt": prompt, "temperature": 0, "return_token_ids": True, **more}
+        answer = json.loads(
+            read(f"{self.url}/v1/completions", body={**body, "ignore_eos": True}, token="", timeout_s=240.0)
+        )
+        return answer["id"], answer["choices"][0]["token_ids"]
 
     def kill(self) -> None:
         """Kill the server and every process that it started. Idempotent."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -60,21 +59,15 @@ def heard(place: Source, prompts: list[list[int]]) -> tuple[list[int], dict[str,
         residency.close()
 
 
-def test_a_late_gateway_learns_what_was_stored_before_the_kept_batches(api, small_model, place):
-    def ask(prompt: list[int], tokens: int) -> None:
-        body = {"model": str(small_model), "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{api.url}/v1/completions", json.dumps(body).encode(), headers)
-        urllib.request.urlopen(request, timeout=120).close()
-
+def test_a_late_gateway_learns_what_was_stored_before_the_kept_batches(api, place):
     common = make_prompt(1, 300)
     prompts = [common + make_prompt(seed, 200 * seed) for seed in (2, 3, 4)]
     for prompt in prompts:
-        ask(prompt, 1)
+        api.complete(prompt, max_tokens=1)
     for seed in range(5, 9):
-        ask(make_prompt(seed, 20), 40)  # nothing of it is stored, but time goes by
+        api.complete(make_prompt(seed, 20), max_tokens=40)  # nothing of it is stored, but time goes by
     for seed in range(9, 20):
-        ask(make_prompt(seed, 150), 2)
+        api.complete(make_prompt(seed, 150), max_tokens=2)
     found, page = heard(place, [*prompts, make_prompt(99, 500)])
     assert not page["whole"], "the engine has kept everything"
     assert found == [*map(whole_blocks, map(len, prompts)), 0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -92,9 +90,10 @@ def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
     ) as api:
         prompt = make_prompt(502, 1_100)
         before = chunks_in_l1(server)
-        _, cold = complete(api.url, small_model, prompt, "a")
+        asked = {"max_tokens": 8, "cache_salt": "a", "detokenize": False}
+        _, cold = api.complete(prompt, **asked)
         until(lambda: chunks_in_l1(server) == before + 4, "storing")
-        request_id, again = complete(api.url, small_model, prompt, "a")
+        request_id, again = api.complete(prompt, **asked)
         assert again == cold
         explained = server.get(f"/v1/explain/{request_id}")
         assert explained["request_id"].startswith(f"{request_id}-"), "vLLM appends an ending to the API's id"
@@ -104,26 +103,6 @@ def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
             line for line in metrics.splitlines() if line.startswith("vllm:kvstrata_loaded_chunks_total")
         ]
         assert loaded and float(loaded[0].split()[-1]) == 4, metrics
-
-
-def complete(url, model, prompt, salt):
-    """Id of a completion, and its token ids."""
-    body = {
-        "model": str(model),
-        "prompt": prompt,
-        "max_tokens": 8,
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_salt": salt,
-        "return_token_ids": True,
-        "detokenize": False,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=240) as reply:
-        answer = json.loads(reply.read())
-        return answer["id"], answer["choices"][0]["token_ids"]
 
 
 @pytest.mark.long
