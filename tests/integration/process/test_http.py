@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,35 +224,21 @@ def test_insecure_opens_the_port_and_the_log_says_so_at_each_start(begin):
 
 
 DESCRIPTORS = 256
-PROBES = ("/healthz", "/readyz", "/metrics")
-
-
-@contextlib.contextmanager
-def silent_connections(port: int, count: int) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for _ in range(count):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        yield
 
 
 def test_connections_up_to_the_descriptor_limit_end_no_server(tmp_path: Path) -> None:
     """libzmq's ipc listener aborts the process when accept finds no descriptor."""
     with ServerProcess(tmp_path, l1_mb=16).started() as server:
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
-        with silent_connections(server.ready["http_port"], 2 * DESCRIPTORS):
-            for path in PROBES:
+        with contextlib.ExitStack() as silent:
+            for _ in range(2 * DESCRIPTORS):
+                silent.enter_context(socket.create_connection(("127.0.0.1", port_of(server))))
+            for path in ("/healthz", "/readyz", "/metrics"):
                 assert read(server.url + path)
             with RpcClient(server.socket_dir) as client:
                 assert client.ping().epoch == server.ready["epoch"]
                 assert client.status()["http"]["closed"]["idle"] >= DESCRIPTORS
         assert server.stop() == 0
-
-
-def test_silent_connections_do_not_switch_off_a_controllers_probes(tmp_path: Path) -> None:
-    with ControllerProcess(tmp_path) as controller, silent_connections(controller.http_port, 100):
-        for path in PROBES:
-            assert controller.text(path)
-        assert "kvstrata_controller_http_connections " in controller.text("/metrics")
 
 
 MOST = (32 << 20) - 100
@@ -334,65 +320,6 @@ SHAPES = {
     "nothing of HTTP": "\x16\x03\x01" * 20_000,
     "connections": "",
 }
-# Sends a text again and again over many connections, each until it ends, until its own input ends.
-ATTACK = """
-import json, select, socket, sys
-port, text, most = json.load(open(sys.argv[1]))
-text, links = text.encode("latin-1"), {}
-def connect():
-    link = socket.socket()
-    link.setblocking(False)
-    link.connect_ex(("127.0.0.1", port))
-    links[link.fileno()] = [link, 0]
-    poll.register(link, select.POLLIN | select.POLLOUT if text else select.POLLIN)
-def close(fd):
-    poll.unregister(fd)
-    links.pop(fd)[0].close()
-poll = select.poll()
-poll.register(0, select.POLLIN)
-print("begun", flush=True)
-while True:
-    while len(links) < most:
-        connect()
-    for fd, events in poll.poll():
-        if fd == 0:
-            sys.exit()
-        try:
-            link, sent = links[fd]
-            if events & (select.POLLERR | select.POLLHUP):
-                close(fd)
-            elif events & select.POLLIN and not link.recv(1 << 16):
-                close(fd)
-            elif events & select.POLLOUT:
-                links[fd][1] += link.send(text[sent:sent + 65536])
-                if links[fd][1] == len(text):
-                    poll.modify(fd, select.POLLIN)
-        except BlockingIOError:
-            pass
-        except OSError:
-            close(fd)
-    if not text and len(links) == most:
-        for fd in list(links)[:most // 2]:
-            close(fd)
-"""
-
-
-@contextlib.contextmanager
-def attacked(port: int, text: str, folder: Path, most: int = 100) -> Iterator[None]:
-    """A process that sends `text` over up to `most` connections at a time."""
-    asked = folder / "attack.json"
-    asked.write_text(json.dumps([port, text, most]))
-    with subprocess.Popen(
-        [sys.executable, "-c", ATTACK, str(asked)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        try:
-            assert child.stdout is not None and child.stdin is not None
-            child.stdout.readline()
-            yield
-            assert child.poll() is None, "the attack has ended by itself"
-        finally:
-            child.stdin.close()
-            child.wait()
 
 
 class Steps:
@@ -445,13 +372,3 @@ async def test_no_attack_on_the_http_port_keeps_the_interpreter_from_an_engine()
         gc.unfreeze()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-@pytest.mark.integration
-@pytest.mark.long
-def test_half_logins_do_not_take_a_controllers_api(tmp_path: Path) -> None:
-    half = "POST /v1/login HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
-    with ControllerProcess(tmp_path) as controller, attacked(port_of(controller), half, tmp_path, most=600):
-        for _ in range(50):
-            assert controller.ask("/v1/instances")["instances"] == []
-            assert controller.text("/healthz")

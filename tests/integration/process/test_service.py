@@ -85,15 +85,6 @@ def test_a_frozen_loop_starves_the_watchdog(tmp_path: Path, systemd: socket.sock
         heard(systemd, "WATCHDOG=1")
 
 
-def test_systemd_hears_of_a_controller(tmp_path: Path, systemd: socket.socket, monkeypatch) -> None:
-    for name, value in environment_for(systemd).items():
-        monkeypatch.setenv(name, value)
-    with ControllerProcess(tmp_path / "controller") as controller:
-        assert heard(systemd, "READY=1") == ["READY=1", "STATUS=serving"]
-        assert controller.stop() == 0
-        heard(systemd, "STOPPING=1")
-
-
 def name(pid: int | str) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
