@@ -22,7 +22,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.cli.check import taken
     from kvstrata.cli.starting import start
     from kvstrata.config.controller_model import ControllerSettings
-    from kvstrata.config.flags import parse_controller_flags
+    from kvstrata.config.flags import parse
     from kvstrata.controller.process import Controller, plan, tcp_ports
 
     def check(settings: ControllerSettings, lacking: list[str]) -> tuple[ControllerSettings, list[str]]:
@@ -30,7 +30,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
         lacking += taken(tcp_ports(settings))
         return settings, []
 
-    flags = parse_controller_flags(arguments)
+    flags = parse("lmcache-controller", arguments)
     read = flags.reader(ControllerSettings, os.environ)
     made = functools.partial(plan, environment=os.environ)
     return start("lmcache-controller", flags, read, restarts, Controller, made, check)

@@ -121,16 +121,7 @@ def _instances(answer: Mapping[str, Any]) -> Any:
 
 def _events(answer: Mapping[str, Any]) -> Any:
     """One line for each event."""
-    return [
-        {
-            "time": _utc(row["unix_ms"]),
-            "number": row["number"],
-            "kind": row["kind"],
-            "instance": row["instance"] or "-",
-            "facts": row["facts"],
-        }
-        for row in answer["events"]
-    ] or "nothing happened"
+    return [{"time": _utc(row.pop("unix_ms")), **row} for row in answer["events"]] or "nothing happened"
 
 
 SHOWN: dict[str, Callable[[Any], Any]] = {

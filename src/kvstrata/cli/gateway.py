@@ -20,7 +20,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
     from kvstrata.cli.check import taken
     from kvstrata.cli.starting import start
-    from kvstrata.config.flags import parse_gateway_flags
+    from kvstrata.config.flags import parse
     from kvstrata.config.gateway_model import GatewaySettings
     from kvstrata.gateway.plan import plan, tcp_ports
     from kvstrata.gateway.process import Gateway
@@ -30,7 +30,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
         lacking += taken(tcp_ports(settings))
         return settings, []
 
-    flags = parse_gateway_flags(arguments)
+    flags = parse("lmcache-gateway", arguments)
     read = flags.reader(GatewaySettings, os.environ)
     return start("lmcache-gateway", flags, read, restarts, Gateway, plan, check)
 

@@ -8,6 +8,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -87,6 +88,32 @@ GATEWAY = """
 --engine=engines --host=http.host --port=http.port policy --token-file=http.token_file --picker=picker.listen
 drain_s insecure
 """
+
+
+class Command(NamedTuple):
+    """The command line of a process: its own flags, and what becomes of LMCache's."""
+
+    struct: type[msgspec.Struct]
+    about: str
+    flags: str
+    theirs: Mapping[str, Name] = MappingProxyType({})
+    prefixes: Mapping[str, Name] = MappingProxyType({})
+
+
+COMMANDS = {
+    "lmcache-server": Command(
+        ServerSettings, "KV-cache server for LLM inference. Without flags it runs on embedded defaults.",
+        SERVER, SERVER_FLAGS, FLAG_PREFIXES,
+    ),
+    "lmcache-controller": Command(
+        ControllerSettings,
+        "Knows which instance of a cluster holds which chunk. Without flags it listens on this host only.",
+        CONTROLLER, CONTROLLER_FLAGS,
+    ),
+    "lmcache-gateway": Command(
+        GatewaySettings, "An OpenAI-compatible proxy that sends each request to one of several engines.", GATEWAY,
+    ),
+}  # fmt: skip
 PICKER = "127.0.0.1:9002"
 HELP = {
     "--l2-adapter": 'an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
@@ -100,8 +127,9 @@ HELP = {
 """Where the setting's description does not fit the flag."""
 
 
-def _parser(prog: str, description: str, struct: type[msgspec.Struct], flags: str) -> argparse.ArgumentParser:
-    """A parser of these flags; a flag that is not given is absent from the namespace."""
+def parser_of(prog: str) -> argparse.ArgumentParser:
+    """A parser of our own flags of a command; a flag that is not given is absent from the namespace."""
+    struct, description, flags, *_ = COMMANDS[prog]
     parser = _Parser(
         prog=prog, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
@@ -140,24 +168,6 @@ def _parser(prog: str, description: str, struct: type[msgspec.Struct], flags: st
     return parser
 
 
-def server_parser() -> argparse.ArgumentParser:
-    """The parser of our own flags and the kept flags of LMCache."""
-    about = "KV-cache server for LLM inference. Without flags it runs on embedded defaults."
-    return _parser("lmcache-server", about, ServerSettings, SERVER)
-
-
-def controller_parser() -> argparse.ArgumentParser:
-    """The parser of the controller's flags."""
-    about = "Knows which instance of a cluster holds which chunk. Without flags it listens on this host only."
-    return _parser("lmcache-controller", about, ControllerSettings, CONTROLLER)
-
-
-def gateway_parser() -> argparse.ArgumentParser:
-    """The parser of the gateway's flags."""
-    about = "An OpenAI-compatible proxy that sends each request to one of several engines."
-    return _parser("lmcache-gateway", about, GatewaySettings, GATEWAY)
-
-
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -178,9 +188,11 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def parse_server_flags(arguments: Sequence[str]) -> Flags:
-    """Parse the server's command line. Raises nothing: `wrong` of the answer is for `load`."""
-    flags = _parse(server_parser(), arguments, SERVER_FLAGS, FLAG_PREFIXES)
+def parse(prog: str, arguments: Sequence[str]) -> Flags:
+    """Parse the command line of a command. Raises nothing: `wrong` of the answer is for `load`."""
+    flags = _parse(prog, arguments)
+    if "engines" in flags.settings:
+        flags.settings["engines"] = [{"url": url} for url in flags.settings["engines"]]
     l1 = flags.settings.get("l1", {})
     policy = str(l1.get("eviction_policy")).lower()
     if policy == "isolatedlru":
@@ -202,7 +214,7 @@ def server_settings(
     arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[Flags, Callable[[], ServerSettings]]:
     """The parsed command line of a server, and the reader of its settings."""
-    flags = parse_server_flags(arguments)
+    flags = parse("lmcache-server", arguments)
     file = environment.get("KVSTRATA_CONFIG_FILE", "")
     named = (
         flags.config_file
@@ -220,26 +232,9 @@ def server_settings(
     return flags, lambda: msgspec.structs.replace(read(), l2_adapters=[])
 
 
-def parse_controller_flags(arguments: Sequence[str]) -> Flags:
-    """Parse the controller's command line. Raises nothing: `wrong` of the answer is for `load`."""
-    return _parse(controller_parser(), arguments, CONTROLLER_FLAGS, {})
-
-
-def parse_gateway_flags(arguments: Sequence[str]) -> Flags:
-    """Parse the gateway's command line. Raises nothing: `wrong` of the answer is for `load`."""
-    flags = _parse(gateway_parser(), arguments, {}, {})
-    if "engines" in flags.settings:
-        flags.settings["engines"] = [{"url": url} for url in flags.settings["engines"]]
-    return flags
-
-
-def _parse(
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str],
-    theirs: Mapping[str, Name],
-    prefixes: Mapping[str, Name],
-) -> Flags:
-    found = _sort_out(arguments, parser, theirs, prefixes)
+def _parse(prog: str, arguments: Sequence[str]) -> Flags:
+    parser, command = parser_of(prog), COMMANDS[prog]
+    found = _sort_out(arguments, parser, command.theirs, command.prefixes)
     wrong = found.wrong
     try:
         parsed = vars(parser.parse_args(found.ours))

@@ -24,7 +24,7 @@ from kvstrata import patience
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.common_model import LIMIT
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.demands import Problem, bare_type, canonical, field_types, nearest, problems
+from kvstrata.config.demands import Problem, bare_type, canonical, nearest, problems
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.secrets import shown
@@ -67,29 +67,21 @@ NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 @cache
-def leaves(struct: type[msgspec.Struct], path: str = "") -> tuple[tuple[str, Any], ...]:
-    """(dotted key, field type) of every setting below a struct."""
-    found: list[tuple[str, Any]] = []
-    for name, kind in field_types(struct).items():
-        inner = bare_type(kind)
-        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            found += leaves(inner, f"{path}{name}.")
-        else:
-            found.append((f"{path}{name}", kind))
-    return tuple(found)
-
-
-@cache
-def limits(struct: type[msgspec.Struct], path: str = "") -> tuple[tuple[str, float, float | None], ...]:
-    """(Dotted key, default, upper bound) of every setting below a struct that is marked as a LIMIT."""
-    found: list[tuple[str, float, float | None]] = []
+def _fields(
+    struct: type[msgspec.Struct], path: str = ""
+) -> tuple[tuple[str, msgspec.structs.FieldInfo], ...]:
+    """(Dotted key, field) of every setting below a struct."""
+    found: list[tuple[str, msgspec.structs.FieldInfo]] = []
     for field in msgspec.structs.fields(struct):
-        name = f"{path}{field.name}"
-        if isinstance(inner := bare_type(field.type), type) and issubclass(inner, msgspec.Struct):
-            found += limits(inner, f"{name}.")
-        metas = getattr(field.type, "__metadata__", ())
-        found += [(name, field.default, meta.le) for meta in metas if meta.extra == LIMIT]
+        inner, name = bare_type(field.type), f"{path}{field.name}"
+        is_struct = isinstance(inner, type) and issubclass(inner, msgspec.Struct)
+        found += _fields(inner, f"{name}.") if is_struct else [(name, field)]
     return tuple(found)
+
+
+def leaves(struct: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    """(Dotted key, field type) of every setting below a struct."""
+    return [(name, field.type) for name, field in _fields(struct)]
 
 
 def with_patience(
@@ -98,9 +90,10 @@ def with_patience(
     """`values`, with each limit that they do not set at its default times the factor of patience.py."""
     raised: dict[str, Any] = {}
     if (times := patience.factor(environment)) > 1:
-        for key, default, most in limits(struct):
-            value = default * times if most is None else min(default * times, most)
-            put(raised, key, type(default)(value))
+        for key, field in _fields(struct):
+            for limit in (meta for meta in getattr(field.type, "__metadata__", ()) if meta.extra == LIMIT):
+                value = min(field.default * times, math.inf if limit.le is None else limit.le)
+                put(raised, key, type(field.default)(value))
     return merge(raised, values)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstrata.config import load as loading
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.config.flags import parse_server_flags
+from kvstrata.config.flags import parse
 from kvstrata.config.lmcache.fates import translate
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS
 from kvstrata.config.model import ServerSettings
@@ -26,7 +26,7 @@ def test_later_sources_win_key_by_key(tmp_path):
         ServerSettings,
         file=file,
         environment={"KVSTRATA_L1_SIZE_GB": "2.5", "KVSTRATA_HTTP_PORT": "0", "HOME": "/x"},
-        flags=parse_server_flags(["--http-port", "77"]).settings,
+        flags=parse("lmcache-server", ["--http-port", "77"]).settings,
     )
     assert (settings.port, settings.l1.size_gb, settings.l1.eviction_policy, settings.http.port) == (
         1111,

@@ -18,7 +18,7 @@ from unittest import mock
 
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.flags import parse_controller_flags, parse_gateway_flags, server_settings
+from kvstrata.config.flags import parse, server_settings
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.lmcache.keys import server_notes
 from kvstrata.config.load import load
@@ -54,7 +54,7 @@ def check(process: str, words: list[str], folder: Path) -> list[str]:
         plan_server(read(), environment, [])
         return parsed.notes + server_notes(environment, ClientSettings.__struct_fields__)
     struct: Any = ControllerSettings if process == "controller" else GatewaySettings
-    parsed = parse_controller_flags(flags) if process == "controller" else parse_gateway_flags(flags)
+    parsed = parse(f"lmcache-{process}", flags)
     settings = load(
         struct,
         file=environment.get("KVSTRATA_CONFIG_FILE"),

@@ -16,7 +16,7 @@ from kvstrata.cli.migrate import PASSWORD_FILE, Migration, NotTranslated, adapte
 from kvstrata.config import load as loading
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.flags import Flags, parse_controller_flags, parse_server_flags, server_settings
+from kvstrata.config.flags import Flags, parse, server_settings
 from kvstrata.config.lmcache.fates import find
 from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS, VARIABLE_PREFIXES, VARIABLES
@@ -49,13 +49,13 @@ def test_no_flag_of_theirs_is_unknown_and_their_defaults_are_no_errors():
         with case(name):
             assert find(name, SERVER_FLAGS, FLAG_PREFIXES)
             if default not in (None, "switch"):
-                loaded(parse_server_flags([name, str(default)]))
-                loaded(parse_server_flags([f"{name}={default}"]))
+                loaded(parse("lmcache-server", [name, str(default)]))
+                loaded(parse("lmcache-server", [f"{name}={default}"]))
     for name in set(THEIRS["controller_flags"]) - {"--config", "--monitor-port"}:
         with case(name):
             assert name in CONTROLLER_FLAGS
             if (default := THEIRS["controller_flags"][name]) is not None:
-                loaded(parse_controller_flags([name, str(default)]), ControllerSettings)
+                loaded(parse("lmcache-controller", [name, str(default)]), ControllerSettings)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def with_password(monkeypatch, tmp_path):
     ],
 )
 def test_translated_values_mean_the_same(words, dotted, value):
-    assert at(loaded(parse_server_flags([*words, "--log-level", "debug"])), dotted) == value
+    assert at(loaded(parse("lmcache-server", [*words, "--log-level", "debug"])), dotted) == value
 
 
 LINE = ["--l1-size-gb", "3", "--eviction-policy"]

@@ -11,7 +11,7 @@ from msgspec import inspect
 
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.flags import parse_server_flags
+from kvstrata.config.flags import parse
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.load import shown_environment
 from kvstrata.config.model import ServerSettings
@@ -163,8 +163,8 @@ def test_a_wrong_value_is_quoted_without_secrets() -> None:
 
 
 def test_a_password_on_the_command_line_is_noted_without_its_text() -> None:
-    flags = parse_server_flags(
-        ["--l2-adapter", '{"type": "resp", "host": "h", "password": "hunter2", "x": "y"}']
+    flags = parse(
+        "lmcache-server", ["--l2-adapter", '{"type": "resp", "host": "h", "password": "hunter2", "x": "y"}']
     )
     assert flags.exposed == ["l2_adapters[0].password"] and flags.notes == []
 

@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ import pytest
 
 from kvstrata import cli
 from kvstrata.cli import controller, gateway, server
-from kvstrata.config.flags import Flags, parse_controller_flags, parse_gateway_flags, parse_server_flags
+from kvstrata.config.flags import COMMANDS, parse
 from kvstrata.process.keeper import NOT_RESTARTED
 from tests.harness.cases import case
 from tests.unit.repository.test_pages import PAGES, ROOT
@@ -33,11 +33,6 @@ HERE_OR_ELSEWHERE = (0, 1)
 """Statuses of a `--check` that found nothing wrong: also where this machine lacks memory or a free port."""
 TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 PLACEHOLDER = re.compile(r"^[A-Z_]{2,}$")
-PARSERS: dict[str, Callable[[Sequence[str]], Flags]] = {
-    "lmcache-server": parse_server_flags,
-    "lmcache-controller": parse_controller_flags,
-    "lmcache-gateway": parse_gateway_flags,
-}
 
 
 class Accepted(BaseException):
@@ -69,7 +64,7 @@ def commands_of(text: str) -> tuple[list[str], list[str]]:
         line
         for block in BLOCK.finditer(text)
         for line in lines_of_block(block["text"], block["language"] == "console")
-        if line.split(" ")[0] in ("kvstrata", *PARSERS, "make")
+        if line.split(" ")[0] in ("kvstrata", *COMMANDS, "make")
     ]
     inline = INLINE.finditer(BLOCK.sub("", text))
     return lines, [
@@ -95,9 +90,8 @@ def refusal(words: Sequence[str]) -> str:
     """What a program of this project says against its arguments; empty if it accepts them."""
     if words[1:2] in (["server"], ["controller"], ["gateway"]):
         words = [f"lmcache-{words[1]}", *words[2:]]
-    parse = PARSERS.get(words[0])
-    if parse is not None:
-        return "\n".join(error.message for error in parse(words[1:]).wrong)
+    if words[0] in COMMANDS:
+        return "\n".join(error.message for error in parse(words[0], words[1:]).wrong)
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:

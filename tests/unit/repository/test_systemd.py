@@ -10,16 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.config.flags import controller_parser, gateway_parser, server_parser
+from kvstrata.config.flags import parser_of
 from kvstrata.config.private_dir import UNITS_RUN
 from kvstrata.process.keeper import NO_SUPERVISE
 
 UNITS = sorted((Path(__file__).parents[3] / "configs" / "systemd").glob("*.service"))
-PARSERS = {
-    "lmcache-server": server_parser,
-    "lmcache-controller": controller_parser,
-    "lmcache-gateway": gateway_parser,
-}
 pytestmark = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 
 
@@ -34,7 +29,7 @@ def test_the_command_line_of_each_unit_is_valid(path: Path) -> None:
     program, command, *arguments = shlex.split(unit(path)["Service"]["ExecStart"])
     assert (program, command) == ("/usr/bin/env", path.stem.rstrip("@"))
     assert NO_SUPERVISE in arguments
-    PARSERS[command]().parse_args(arguments)
+    parser_of(command).parse_args(arguments)
 
 
 def test_no_other_user_can_take_a_units_names_and_the_unit_can_change_nothing_of_the_system(
