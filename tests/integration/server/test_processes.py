@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.errors import NotPermitted, Refused, WrongVersion
+from kvstrata.errors import Refused, WrongVersion
 from kvstrata.memory.segment_files import EXTENTS, INDEX, SESSIONS_LOCK
 from kvstrata.rpc import wire
 from kvstrata.rpc.wire import ReserveOutcome
@@ -90,18 +90,6 @@ def test_another_user_cannot_reach_the_unix_sockets(server: ServerProcess) -> No
     server.socket_dir.chmod(0o700)
     path.chmod(0o600)
     assert "uid 65534 may not attach to a server of uid 0" in told, told
-
-
-def test_another_process_cannot_attach_as_a_session_that_it_knows(server, victim):
-    script = (
-        "import sys; from pathlib import Path; from tests.harness.rpc_client import RpcClient\n"
-        "client = RpcClient(Path(sys.argv[1]), group=bytes.fromhex(sys.argv[3]))\n"
-        "client.session = bytes.fromhex(sys.argv[2])\n"
-        "client.attach()\n"
-    )
-    done = run(os.geteuid(), script, server.socket_dir, victim.session.hex(), victim.group.hex())
-    assert NotPermitted.__name__ in done.stderr and "belongs to another living process" in done.stderr
-    victim.ping()
 
 
 @pytest.mark.long

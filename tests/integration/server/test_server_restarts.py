@@ -22,7 +22,6 @@ from tests.harness.cache_engine import eventually
 from tests.harness.child import Child
 from tests.harness.l2_load import stored
 from tests.harness.open_files import open_files
-from tests.harness.own_process import ServerFailed
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient, RpcError, chain_of, keys_of, payload
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
@@ -107,36 +106,9 @@ def test_a_chunk_damaged_while_no_server_ran_is_a_miss(start: Callable[..., Serv
         client.release([(client.session, found.seq)])
 
 
-def test_sigterm_ends_a_server_cleanly_and_keeps_its_pool(start: Callable[..., ServerProcess]) -> None:
-    server = start()
-    with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        chain = chain_of(identity.root, 3)
-        client.store(identity, chain)
-    assert server.stop() == 0
-    assert not {path.name for path in server.socket_dir.iterdir()} & {"rpc.sock"}
-    server.start()
-    assert server.ready["adopted"]
-    with RpcClient(server.socket_dir) as client:
-        assert client.lookup(client.identify().identity_id, chain).n_chunks == 3
-
-
-def test_a_second_server_on_the_same_pool_is_refused_and_told_the_pid_of_the_first(start, tmp_path):
-    server = start()
-    second = ServerProcess(tmp_path / "second", l1_mb=16, flags=("--no-http",))
-    second.segment_dir = server.segment_dir
-    second._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(server.segment_dir)
-    with pytest.raises(ServerFailed, match=f"process {server.pid}"):
-        second.start()
-    second.segment_dir = tmp_path
-    second.close()
-    with RpcClient(server.socket_dir) as client:
-        client.ping()
-
-
-def test_importing_the_server_brings_neither_torch_nor_fastapi() -> None:
+def test_importing_server_and_benchmark_brings_neither_torch_nor_fastapi() -> None:
     script = (
-        "import sys, kvstrata.server.process\n"
+        "import sys, kvstrata.server.process, kvstrata.cli.bench.engine\n"
         "heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'numpy', 'numba', 'prometheus_client'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -163,6 +135,7 @@ def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_kee
         chain = chain_of(client.identify().root, 3)
         client.store(client.identify(), chain)
     assert server.stop() == 0
+    assert not (server.socket_dir / "rpc.sock").exists()
     script = (
         "import sys\n"
         "from kvstrata.server import process as server\n"
