@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import hypothesis
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.config import load as loading
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.flags import parse
 from kvstrata.config.lmcache.fates import translate
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS
@@ -137,3 +139,33 @@ def test_quotes_of_an_env_file_are_taken_away_and_an_empty_variable_is_not_set()
     )
     assert (found.http.host, found.http.port, found.l2_adapters) == ("127.0.0.1", 8081, [])
     assert found.security.insecure and found.l1.size_gb is None and found.log_level == "info"
+
+
+STRUCTS = (ServerSettings, ControllerSettings, ClientSettings)
+
+
+@pytest.mark.parametrize(
+    ("text", "struct", "found"),
+    [
+        ("l1: {eviction_policy: s3fifo}", ServerSettings, lambda one: one.l1.eviction_policy == "S3FIFO"),
+        ("l1: {eviction_policy: NOOP}", ServerSettings, lambda one: one.l1.eviction_policy == "noop"),
+        ("log_level: INFO", ControllerSettings, lambda one: one.log_level == "info"),
+        ("load_mode: Sync", ClientSettings, lambda one: one.load_mode == "sync"),
+        ("p2p: {engine: off}", ServerSettings, lambda one: one.p2p.engine == "off"),
+    ],
+)
+def test_words_of_a_list_are_understood_in_any_case(text, struct, found):
+    assert found(loading.convert(struct, loading.parse_yaml(text), "file"))
+
+
+@pytest.mark.parametrize("struct", STRUCTS)
+def test_every_setting_of_every_kind_has_a_demand_of_its_own(struct):
+    for key, kind in loading.leaves(struct):
+        with pytest.raises(ConfigError) as caught:
+            nested: dict = {}
+            loading.put(nested, key, object())
+            loading.convert(struct, nested, "file")
+        assert caught.value.message.startswith(f"file: {key}: must be "), key
+        assert caught.value.field == key
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(object(), kind)
