@@ -9,6 +9,7 @@ the user named the tenant), and a round is no larger than the free part of L1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import secrets
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 from kvstrata import __version__
 from kvstrata.cli.asking import Ask, ask, read_token, usual_url
-from kvstrata.cli.bench.flags import whole
+from kvstrata.cli.bench import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.client.client import COPY_THREADS
@@ -60,36 +61,21 @@ def parser() -> argparse.ArgumentParser:
         "as their users see them: see their --help.",
     )
     add = top.add_argument
-    add(
-        "--port",
-        type=int,
-        default=settings.port,
-        help="number after which the server's sockets are named (%(default)s)",
-    )
-    add(
-        "--socket-dir",
-        default="",
-        metavar="DIR",
-        help="directory of the server's sockets (derived from the port)",
-    )
-    add("--url", default="", metavar="URL", help="its admin port (as `kvstrata ctl` finds it)")
-    add(
-        "--admin-token-file",
-        default="",
-        metavar="FILE",
-        help="file with the admin port's token (the published one)",
-    )
-    add(
-        "--chunks",
-        type=whole(1, 4096),
-        default=8,
-        metavar="N",
-        help="chunks in a round (%(default)s)",
-    )
+    add("--port", type=int, default=settings.port,
+        help="number after which the server's sockets are named (%(default)s)")  # fmt: skip
+    for name, metavar, meaning in (
+        ("socket-dir", "DIR", "directory of the server's sockets (derived from the port)"),
+        ("url", "URL", "its admin port (as `kvstrata ctl` finds it)"),
+        ("admin-token-file", "FILE", "file with the admin port's token (the published one)"),
+        ("tenant", "NAME", "tenant to store for, if the server has a tenants file (a fresh name)"),
+        ("token-file", "FILE", "file with that tenant's token (none)"),
+    ):
+        add(f"--{name}", default="", metavar=metavar, help=meaning)
+    add("--chunks", type=whole(1, 4096), default=8, metavar="N", help="chunks in a round (%(default)s)")
     add("--rounds", type=whole(1, 1000), default=5, help="measured rounds; one more warms up (%(default)s)")
     add("--threads", type=whole(1, 64), default=COPY_THREADS,
         help="copy threads, also for memcpy (%(default)s)")  # fmt: skip
-    for name, default, meaning in (
+    for name, default, what in (
         ("layers", 32, "layers of the model"),
         ("kv-heads", 8, "kv heads"),
         ("head-dim", 128, "numbers in a head"),
@@ -97,14 +83,7 @@ def parser() -> argparse.ArgumentParser:
         ("chunk-tokens", 256, "tokens in a chunk"),
         ("block-tokens", 16, "tokens in a block"),
     ):
-        add(f"--{name}", type=whole(1, 65_536), default=default, metavar="N", help=f"{meaning} (%(default)s)")
-    add(
-        "--tenant",
-        default="",
-        metavar="NAME",
-        help="tenant to store for, if the server has a tenants file (a fresh name)",
-    )
-    add("--token-file", default="", metavar="FILE", help="file with that tenant's token (none)")
+        add(f"--{name}", type=whole(1, 65_536), default=default, metavar="N", help=f"{what} (%(default)s)")
     add("--json", action="store_true", help="print JSON")
     return top
 
@@ -152,7 +131,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
         engine = SimulatedEngine(plan)
         extents_bytes = server.status["pool"]["extents_bytes"]
-        if not wait_until(lambda: _faulted(server.fresh()), WAIT_S) or not engine.connect(extents_bytes):
+        faulted = wait_until(lambda: server.fresh()["pool"]["prefaulted_bytes"] >= extents_bytes, WAIT_S)
+        if not faulted or not engine.connect(extents_bytes):
             notes.append("not all pages of L1 were faulted in and mapped yet; a later run is faster")
         rounds = _rounds(options, server, engine, tenant)
         pings = server.ping_seconds(PINGS)
@@ -162,7 +142,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         if engine is not None:
             engine.close()
-        left_bytes = _left(server, tenant, options.tenant)
+        left_bytes = 0
+        if not options.tenant:
+            with contextlib.suppress(KvstrataError):  # the run itself has already failed for this reason
+                left_bytes = server.clear(tenant)
     if options.tenant:
         notes.append(
             f"chunks of tenant {tenant!r} stay in L1 until they are evicted: the tenant has others too"
@@ -206,14 +189,7 @@ def _shape(options: argparse.Namespace) -> Shape:
         raise BadRequest(
             f"--chunk-tokens: {options.chunk_tokens} is not a multiple of --block-tokens {options.block_tokens}"
         )
-    shape = Shape(
-        options.layers,
-        options.kv_heads,
-        options.head_dim,
-        options.element_bytes,
-        options.chunk_tokens,
-        options.block_tokens,
-    )
+    shape = Shape(*(getattr(options, name) for name in Shape._fields))
     if shape.chunk_bytes >= 1 << 32:
         raise BadRequest(
             f"a chunk of {shape} takes {shape.chunk_bytes / MB:,.0f} MiB; a record has less than 4096: shrink the shape"
@@ -239,21 +215,6 @@ def _bounded(options: argparse.Namespace, shape: Shape, status: dict[str, Any], 
     if fit < options.chunks:
         notes.append(f"{fit} chunks a round instead of {options.chunks}: {may}")
     return min(int(fit), int(options.chunks))
-
-
-def _left(server: RunningServer, tenant: str, given: str) -> int:
-    """Clear the chunks of this run, unless the user named the tenant, which may have others.
-
-    Returns the bytes that could not be cleared; 0 if the server does not answer.
-    """
-    try:
-        return 0 if given else server.clear(tenant)
-    except KvstrataError:
-        return 0  # the run itself has already failed for this reason
-
-
-def _faulted(status: dict[str, Any]) -> bool:
-    return bool(status["pool"]["prefaulted_bytes"] >= status["pool"]["extents_bytes"])
 
 
 class RunningServer:
@@ -320,8 +281,9 @@ def report_of(
     """The figures of all rounds together, with the machine, the server and the shape of the chunks."""
     figures = []
 
-    def figure(name: str, unit: str, values: Sequence[float]) -> None:
+    def figure(name: str, unit: str, values: Sequence[float], share: float | None = None) -> None:
         value, (least, greatest) = median_spread(values)
+        value = value if share is None else percentile(values, share)
         figures.append({"name": name, "unit": unit, "value": value, "least": least, "greatest": greatest})
 
     for name in ("store", "retrieve", "memcpy"):
@@ -331,15 +293,7 @@ def report_of(
         figure(f"{name} / memcpy", "", shares)
     lookups = [1e6 * seconds for seconds in rounds["lookup"]]
     for share in (0.5, 0.99):
-        figures.append(
-            {
-                "name": f"lookup p{100 * share:.0f}",
-                "unit": "µs",
-                "value": percentile(lookups, share),
-                "least": min(lookups),
-                "greatest": max(lookups),
-            }
-        )
+        figure(f"lookup p{100 * share:.0f}", "µs", lookups, share)
     figure("ping p50", "µs", [1e6 * seconds for seconds in pings])
     instance, pool = status["instance"], status["pool"]
     moved = options.rounds * chunks * shape.chunk_bytes
