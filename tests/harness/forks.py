@@ -50,7 +50,6 @@ READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "ASAN_", "KVSTRATA_SIMD")
 PRELOADED = {
     "kvstrata": (
         "kvstrata.cli.bench.engine",
-        "kvstrata.cli.check",
         "kvstrata.cli.ctl",
         "kvstrata.cli.starting",
         "kvstrata.config.flags",

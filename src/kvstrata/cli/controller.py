@@ -19,8 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
-    from kvstrata.cli.check import taken
-    from kvstrata.cli.starting import start
+    from kvstrata.cli.starting import start, taken
     from kvstrata.config.controller_model import ControllerSettings
     from kvstrata.config.flags import parse
     from kvstrata.controller.process import Controller, plan, tcp_ports

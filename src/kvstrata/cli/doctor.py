@@ -151,7 +151,7 @@ def _gpus() -> Iterator[Finding]:
 
 def _server(settings: ServerSettings, environ: Mapping[str, str]) -> Iterator[Finding]:
     """The findings about a server with these settings. Raises KvstrataError for a setting that is wrong everywhere."""
-    from kvstrata.cli.check import existing, look_at, small_folders
+    from kvstrata.cli.starting import existing, look_at, small_folders
     from kvstrata.server.plan import plan, tcp_ports
 
     lacking: list[str] = []

@@ -18,8 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
-    from kvstrata.cli.check import taken
-    from kvstrata.cli.starting import start
+    from kvstrata.cli.starting import start, taken
     from kvstrata.config.flags import parse
     from kvstrata.config.gateway_model import GatewaySettings
     from kvstrata.gateway.plan import plan, tcp_ports

@@ -19,8 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
-    from kvstrata.cli.check import look_at, small_folders
-    from kvstrata.cli.starting import start
+    from kvstrata.cli.starting import look_at, small_folders, start
     from kvstrata.config.client_model import ClientSettings
     from kvstrata.config.flags import server_settings
     from kvstrata.config.lmcache.keys import server_notes
