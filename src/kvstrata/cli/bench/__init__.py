@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvstrata.cli.boundary import guarded
 
@@ -24,14 +23,3 @@ def main(arguments: Sequence[str] | None) -> int:
     from kvstrata.cli.bench.engine import main as bench_engine
 
     return bench_engine(arguments)
-
-
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """The type of a flag that is a whole number within bounds."""
-
-    def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, found {text!r}")
-        return int(text)
-
-    return read

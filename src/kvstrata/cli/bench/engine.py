@@ -19,7 +19,7 @@ from typing import Any
 
 from kvstrata import __version__
 from kvstrata.cli.asking import Ask, ask, read_token, usual_url
-from kvstrata.cli.bench import whole
+from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.client.client import COPY_THREADS

@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 
 from kvstrata import __version__
-from kvstrata.cli.bench import whole
+from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.clock import SystemClock

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvstrata import __version__
 from kvstrata.cli.asking import read_token
-from kvstrata.cli.bench import whole
+from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.errors import ConfigError, Unavailable, install

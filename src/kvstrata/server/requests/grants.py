@@ -185,12 +185,14 @@ class Grants:
 
     def orphans(self, process: Process) -> list[LeaseId]:
         """Orphaned leases of which this process holds a share, at most `MAX_TOLD`."""
+        if not self._orphans:  # as nearly always; each ping asks
+            return []
         held = (
             name
             for name, lease in self._orphans.items()
             if lease.owner.group is process.group and process.row in lease.rows
         )
-        return sorted(itertools.islice(held, MAX_TOLD)) if self._orphans else []
+        return sorted(itertools.islice(held, MAX_TOLD))
 
     def _release_all(self, lease: Lease) -> None:
         self._pool.release(lease.ticket, -1)
@@ -237,10 +239,12 @@ class Grants:
 
     def revoked(self, process: Process) -> list[int]:
         """Lookups of this process whose leases are revoked, oldest first, at most `MAX_TOLD`."""
+        if not self.n_revoked:
+            return []
         asked_back = (
             seq for seq, grant in process.grants.items() if isinstance(grant, Lease) and grant.revoked
         )
-        return list(itertools.islice(asked_back, MAX_TOLD)) if self.n_revoked else []
+        return list(itertools.islice(asked_back, MAX_TOLD))
 
     def validate(self) -> None:
         """Assert the invariants (tests call it after every step)."""
