@@ -148,11 +148,12 @@ class Burst(Work):
         lookups: list[asyncio.Task[None]] = []
 
         async def look_up(due_s: float) -> None:
-            found = await self._adapter.exists(b"".join(self._asked), Ask())
+            ask = Ask()
+            found = await self._adapter.exists(b"".join(self._asked), ask)
             took_s = time.perf_counter() - due_s
             if Presence.UNKNOWN not in found:
                 times.append(took_s)
-                self._check_found(found)
+                self._check_found(found, ask.reason)
 
         def begin(due_s: float) -> None:
             lookups.append(loop.create_task(look_up(due_s)))

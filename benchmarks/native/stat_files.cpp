@@ -37,7 +37,6 @@ class StatFiles final : public Connector {
       struct stat found{};
       if (::stat(path_of(item.key).c_str(), &found) == 0) {
         item.presence = Presence::kPresent;
-        item.record_bytes = static_cast<std::uint32_t>(found.st_size);
       } else if (errno == ENOENT) {
         item.presence = Presence::kAbsent;
       } else {
