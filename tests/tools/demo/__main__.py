@@ -4,7 +4,8 @@ Act 1 needs only the clone's `.venv`: a server on embedded defaults, several cli
 of a Llama-8B shape, SIGKILL, restart; every retrieved byte is compared.
 Act 2 is real vLLM on the CPU with a small random-weight Llama, the engine in a process of its own.
 With `CLUSTER=1` a controller, two servers and two vLLM processes take their place, the second of which hits chunks that
-the first one computed; `KEEP=1` leaves all of it running, dashboard included, until Ctrl-C.
+the first one computed; `KEEP=1` leaves all of it running, dashboard included, until Ctrl-C.  With `GATEWAY=1` a gateway
+stands before two vLLM processes with a server each, one of which is killed.
 
 All state lies in a fresh folder under `build/`, the sockets under /tmp and the pool under /dev/shm, all named after
 this process; they are removed at the end, also after Ctrl-C.  If the demo was killed, the next start removes them.  The
@@ -36,6 +37,7 @@ from tests.harness.server_process import sweep
 from tests.harness.vllm_run import VllmFailed
 from tests.tools.demo.act_clients import act_1
 from tests.tools.demo.act_cluster import act_4
+from tests.tools.demo.act_gateway import act_5
 from tests.tools.demo.act_vllm import CASES_2, act_2
 from tests.tools.demo.prompts import MODEL
 from tests.tools.demo.table import Table, Wrong, say
@@ -105,6 +107,9 @@ def main() -> int:
     cluster = os.environ.get("CLUSTER", "") not in ("", "0")
     parser.add_argument("--cluster", action="store_true", default=cluster,
                         help="only that: a controller and two instances that read from each other")  # fmt: skip
+    gateway = os.environ.get("GATEWAY", "") not in ("", "0")
+    parser.add_argument("--gateway", action="store_true", default=gateway,
+                        help="only that: a gateway before two engines, one of which is killed")  # fmt: skip
     keep = os.environ.get("KEEP", "") not in ("", "0")
     parser.add_argument("--keep", action="store_true", default=keep,
                         help="with --cluster: leave it running until Ctrl-C")  # fmt: skip
@@ -120,7 +125,12 @@ def main() -> int:
     begun_s = time.monotonic()
     with fresh_folder() as folder:
         try:
-            if arguments.cluster:
+            if arguments.gateway:
+                if reason := vllm_wanted(arguments.vllm or "1"):
+                    raise Unavailable(reason)
+                act_5(folder, table, arguments.model)
+                table.print(5)
+            elif arguments.cluster:
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
                     say(f"Without vLLM: {reason}")
@@ -130,7 +140,7 @@ def main() -> int:
                 act_1(folder, table)
                 table.print(1)
                 say(f"  Act 1 took {time.monotonic() - begun_s:.0f} s")
-            if arguments.act != 1 and not arguments.cluster:
+            if arguments.act != 1 and not (arguments.cluster or arguments.gateway):
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
                     say(f"Act 2 is not run: {reason}")
