@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 
 
 class Calls:
-    """Records how long each method of the connector was ready to wait, and the CPU time of all calls.
+    """Records how long each method of the connector was ready to wait, and how long its calls took.
 
     The ready time is the sum of the timeouts that a call passed to its waits and sleeps.  A busy machine makes every
     call slow but does not change this sum.  (A wait without a timeout counts as infinite.)
@@ -49,6 +49,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.waits_s: dict[str, list[float]] = {}
+        self.took_s: dict[str, list[float]] = {}
         self.cpu_s = 0.0
         self._thread = threading.local()
 
@@ -83,14 +84,15 @@ class Calls:
             waits.append(seconds)
 
     def _watched(self, name: str, method: Any) -> Any:
-        waits_s = self.waits_s.setdefault(name, [])
+        waits_s, took_s = self.waits_s.setdefault(name, []), self.took_s.setdefault(name, [])
 
         def watched(*arguments: Any, **named: Any) -> Any:
-            cpu = time.thread_time()
+            cpu, begun_s = time.thread_time(), time.perf_counter()
             self._thread.waits = []
             try:
                 return method(*arguments, **named)
             finally:
+                took_s.append(time.perf_counter() - begun_s)
                 waits_s.append(sum(self._thread.waits))
                 self._thread.waits = None
                 self.cpu_s += time.thread_time() - cpu
@@ -98,14 +100,19 @@ class Calls:
         return watched
 
     def take(self) -> dict[str, Any]:
-        """Return the CPU seconds of all calls and, for each method, calls and longest ready time; then reset."""
-        taken = {
-            name: {"calls": len(waits_s), "wait_s": max(waits_s)}
-            for name, waits_s in self.waits_s.items()
-            if waits_s
-        }
-        for waits_s in self.waits_s.values():
-            waits_s.clear()
+        """Return the CPU seconds of all calls and, for each method, calls, longest ready time and times; then reset."""
+        taken: dict[str, dict[str, Any]] = {}
+        for name, waits_s in self.waits_s.items():
+            if waits_s:
+                took_s = sorted(self.took_s[name])
+                times = {
+                    "p99_s": took_s[int(0.99 * len(took_s))],
+                    "p999_s": took_s[int(0.999 * len(took_s))],
+                    "longest_s": took_s[-1],
+                }
+                taken[name] = {"calls": len(waits_s), "wait_s": max(waits_s), **times}
+        for noted in (*self.waits_s.values(), *self.took_s.values()):
+            noted.clear()
         cpu_s, self.cpu_s = self.cpu_s, 0.0
         return {"methods": taken, "cpu_s": cpu_s}
 
