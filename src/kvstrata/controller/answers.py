@@ -161,12 +161,16 @@ class Answers:
                 f"keys: {len(asked.keys)} bytes are not a multiple of {KEY_BYTES} × n_slices ({asked.n_slices})",
                 field="keys",
             )
-        if asked.spans and len(asked.spans) != asked.n_slices:
-            raise BadRequest(
-                f"spans: {len(asked.spans)} for {asked.n_slices} slices; give one for each, or none",
-                field="spans",
-            )
-        named = Named(asked.keys, asked.n_slices, asked.identity, asked.tenant, 0, spans=tuple(asked.spans))
+        for field, each in (("spans", asked.spans), ("record_bytes", asked.record_bytes)):
+            if each and len(each) != asked.n_slices:
+                raise BadRequest(
+                    f"{field}: {len(each)} for {asked.n_slices} slices; give one for each, or none",
+                    field=field,
+                )
+        named = Named(
+            asked.keys, asked.n_slices, asked.identity, asked.tenant, 0,
+            spans=tuple(asked.spans), record_bytes=tuple(asked.record_bytes),
+        )  # fmt: skip
         await self._operations.copy(named, asked.to, asked.source, move=False)
 
     # --- pull -----------------------------------------------------------------------------------------------

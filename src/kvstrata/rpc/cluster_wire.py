@@ -579,6 +579,8 @@ class Replicate(ClusterRequest, frozen=True, tag="replicate"):
     identity: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     """Root of their identity."""
     tenant: Annotated[str, Meta(max_length=256)]
+    record_bytes: Annotated[list[Count], Meta(max_length=4096)]
+    """See KvKind."""
 
 
 ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where | GatewayBeat | Holdings | Replicate

@@ -106,6 +106,7 @@ class Replicas:
             kind.told.spans,
             kind.root(read.request),
             read.request.tenant,
+            kind.told.record_bytes,
         )
         why = "no controller is connected"
         for link in self._links():
