@@ -17,6 +17,24 @@ from tests.harness.daemon import Daemon
 BUCKET = "kv-test"
 ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTESTTEST", "a-secret-that-nobody-may-see"
 
+ONE_PUT_AT_A_TIME = """
+import threading
+from moto.s3.responses import S3Response
+from moto.server import main
+
+lock, put = threading.Lock(), S3Response.put_object
+
+
+def put_object(self):
+    with lock:
+        return put(self)
+
+
+S3Response.put_object = put_object
+main()
+"""
+"""moto looks for an object and then stores one: two conditional puts at the same time would both succeed."""
+
 
 class S3Server(Daemon):
     """One server; a restart leaves it with an empty bucket."""
@@ -43,7 +61,7 @@ class S3Server(Daemon):
         }
 
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
-        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)], None
+        return [sys.executable, "-c", ONE_PUT_AT_A_TIME, "-H", "127.0.0.1", "-p", str(self.port)], None
 
     def _answers(self) -> bool:
         try:

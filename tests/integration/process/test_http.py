@@ -337,7 +337,7 @@ class Steps:
 
 def send_text(port: int, text: str) -> None:
     """Send a text over a connection of its own, and read what comes until the port ends it."""
-    with socket.create_connection(("127.0.0.1", port)) as link, contextlib.suppress(ConnectionError):
+    with socket.create_connection(("127.0.0.1", port)) as link, contextlib.suppress(OSError):
         link.sendall(text.encode("latin-1"))
         link.shutdown(socket.SHUT_WR)
         while link.recv(65536):
