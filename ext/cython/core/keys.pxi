@@ -203,13 +203,3 @@ def names_of(str prefix not None, keys):
             memcpy(place + 2 * i, &PAIRS[<uint8_t>key[i]], 2)
         names.append(name)
     return names
-
-
-def types_of(values):
-    cdef set types = set()
-    cdef object last = None
-    for value in values:
-        if type(value) is not last:  # nearly all values of a batch have one type
-            last = type(value)
-            types.add(last)
-    return types

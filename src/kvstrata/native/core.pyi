@@ -87,9 +87,6 @@ def names_of(prefix: str, keys: Sequence[bytes]) -> list[str]:
     Raises ValueError for a key that does not have 32 bytes, and for a prefix that is not ASCII.
     """
 
-def types_of(values: Sequence[object]) -> set[type]:
-    """The types of the values."""
-
 # Records: their headers, checksums and verification (`docs/formats.md`).
 #
 # Addresses are ints: memory is never touched through Python objects.  The caller keeps an address mapped until the
