@@ -18,7 +18,7 @@ from kvstrata.testing.strategies import Found, ask_for, key_of, lent_context, lo
 from kvstrata.tiers.base import Presence, PutOutcome, PutStatus
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
-from tests.conformance.storage.test_fs import Folder
+from tests.conformance.tiers.test_fs import Folder
 from tests.harness.alone import alone
 from tests.harness.bad_adapter import entry_of
 from tests.harness.waiting import until

@@ -36,8 +36,8 @@ from kvstrata.tiers.codec import ChainSettings, ZstdOptions
 from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.media.fs.adapter import FsAdapter
 from kvstrata.tiers.tier import Tier, TierLimits
-from tests.conformance.storage.test_fs import Folder
-from tests.conformance.storage.test_suite_itself import Forgets, Records
+from tests.conformance.tiers.test_fs import Folder
+from tests.conformance.tiers.test_suite_itself import Forgets, Records
 from tests.harness.records import loaded_record, resealed, soft_payload
 from tests.harness.shelf import ShelfAdapter
 

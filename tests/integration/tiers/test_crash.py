@@ -121,7 +121,7 @@ class Child:
     """A process that works on the medium until it is killed."""
 
     def __init__(self, name: str, base: Path, room: str, first: int) -> None:
-        module = [sys.executable, "-m", "tests.integration.storage.test_crash"]
+        module = [sys.executable, "-m", "tests.integration.tiers.test_crash"]
         self.process = subprocess.Popen(
             [*module, name, str(base), room, str(first)], cwd=REPOSITORY, stdout=subprocess.PIPE
         )

@@ -31,7 +31,7 @@ from tests.harness.redis_server import RedisServer, Sentinel, cluster
 from tests.harness.rpc_client import RpcClient, until
 from tests.harness.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.harness.server_process import ServerProcess
-from tests.integration.storage.test_adapter_host import until_gone
+from tests.integration.tiers.test_adapter_host import until_gone
 
 pytestmark = pytest.mark.integration
 

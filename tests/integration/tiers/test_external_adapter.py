@@ -32,7 +32,7 @@ from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, pr
 from tests.harness.http_read import read
 from tests.harness.own_process import ServerFailed
 from tests.harness.server_process import ServerProcess
-from tests.integration.storage.probe_adapter import compile_probe, entry_of, probe_adapter
+from tests.integration.tiers.probe_adapter import compile_probe, entry_of, probe_adapter
 
 pytestmark = pytest.mark.integration
 

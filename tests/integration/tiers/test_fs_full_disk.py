@@ -101,7 +101,7 @@ def test_a_full_disk_evicts_then_throttles_and_can_be_opened(function, size):
         *hidden_shm(size),
         sys.executable,
         "-m",
-        "tests.integration.storage.test_fs_full_disk",
+        "tests.integration.tiers.test_fs_full_disk",
         function.__name__,
     ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
