@@ -209,7 +209,7 @@ def log_broken_contract(name: str, operation: str, error: BaseException) -> None
     traceback.clear_frames(error.__traceback__)
 
 
-def told(name: str, operation: str, ask: Callable[[], object], kind: Any) -> dict[str, Any]:
+def read_checked(name: str, operation: str, ask: Callable[[], object], kind: Any) -> dict[str, Any]:
     """The result of an adapter's `numbers` or `remarks`; empty if the adapter breaks its contract."""
     try:
         answer: dict[str, Any] = msgspec.convert(ask(), kind)

@@ -68,7 +68,7 @@ from kvstrata.tiers.base import (
     StorageAdapter,
     Usage,
     log_broken_contract,
-    told,
+    read_checked,
 )
 from kvstrata.tiers.breaker import Breaker, BreakerState
 from kvstrata.tiers.codec import Codec
@@ -390,7 +390,7 @@ class Tier(TierNumbers):
 
     def medium_numbers(self) -> dict[str, int]:
         """The medium's own numbers; empty if it breaks its contract."""
-        return told(self.name, "numbers", self.medium.numbers, Counts)
+        return read_checked(self.name, "numbers", self.medium.numbers, Counts)
 
     def codec_stats(self) -> dict[str, int]:
         """The codec's numbers; empty without one."""
@@ -398,7 +398,7 @@ class Tier(TierNumbers):
 
     def document(self) -> dict[str, Any]:
         """The tier's numbers and its condition."""
-        remarks = told(self.name, "remarks", self.medium.remarks, Remarks)
+        remarks = read_checked(self.name, "remarks", self.medium.remarks, Remarks)
         found = {
             **super().document(),
             "state": self.shown_state,

@@ -248,7 +248,7 @@ def test_a_pool_that_a_host_of_the_server_before_may_still_write_to_is_not_adopt
     ("operation", "how", "says"),
     [
         ("open", "refuse", "bad medium: mend it"),
-        ("make", "null", "plugin-0: its host process ended with signal SIGSEGV before the adapter was open"),
+        ("make", "null", "plugin-0: its host process ended with SIGSEGV before the adapter was open"),
         ("open", "exit", "plugin-0: its host process ended with exit status 3 before the adapter was open"),
     ],
 )

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, get_args
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.tiers.base import Capabilities
+from kvstrata.tiers.base import Capabilities, KeyPage, PutOutcome, PutStatus
 from kvstrata.tiers.host import frames
 from kvstrata.tiers.host.frames import MAX_ITEMS, ChannelError
 
 SAMPLES: list[Any] = [
     frames.Opened(Capabilities(persistent=True, shared=False), b"x"),
-    frames.Found(1, bytes([0, 2]), "io"),
-    frames.Ended(1, bytes([0, 3]), [1], ["", "full"]),
-    frames.Listed(1, True, [bytes(32)], 9),
+    frames.answer_of(1, (bytes([0, 2]), "io"), []),
+    frames.answer_of(1, [PutOutcome(PutStatus.STORED), PutOutcome(PutStatus.FAILED, "full")], [1]),
+    frames.answer_of(1, KeyPage([bytes(32)], 9), []),
     frames.Raised(1, "StorageError", "no", "field"),
-    frames.Told({"syncs": 4}, {"why": "so"}),
+    frames.Counted({"syncs": 4}, {"why": "so"}),
 ]
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.binary() | st.text(),
@@ -37,6 +38,10 @@ def test_any_bytes_are_a_message_or_refused(frame: bytes) -> None:
     except ChannelError:
         return
     assert frames.read_answer(frames.frame_of(message)) == message
+    if isinstance(message, frames.Answer):
+        for operation in get_args(frames.Operation):
+            with contextlib.suppress(ChannelError):
+                frames.result_of(operation, 2, message)
 
 
 @given(st.sampled_from(SAMPLES), st.data())
@@ -48,7 +53,7 @@ def test_a_damaged_frame_is_a_message_or_refused(sample: Any, data: st.DataObjec
 
 
 def test_as_many_outcomes_as_a_frame_may_have_fit_with_the_longest_reasons() -> None:
-    words = frames.words_of(["ö" * 99] * MAX_ITEMS)
-    frames.frame_of(frames.Found(1 << 62, bytes([2]) * MAX_ITEMS, words[0]))
-    frames.frame_of(frames.Ended(1 << 62, bytes([3]) * MAX_ITEMS, list(range(MAX_ITEMS)), words))
-    frames.frame_of(frames.Put(1 << 62, [(bytes(32), 1 << 40, (1 << 32) - 1)] * MAX_ITEMS))
+    outcomes = [PutOutcome(PutStatus.FAILED, "ö" * 99)] * MAX_ITEMS
+    frames.frame_of(frames.answer_of(1 << 62, outcomes, list(range(MAX_ITEMS))))
+    items = [(bytes(32), 1 << 40, (1 << 32) - 1, True)] * MAX_ITEMS
+    frames.frame_of(frames.Call(1 << 62, "load", items, owner=bytes(200)))

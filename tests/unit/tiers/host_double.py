@@ -22,10 +22,11 @@ from kvstrata.tiers.base import (
 from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.host.frames import (
     MAX_FRAME_BYTES,
+    Answer,
     Configure,
-    Ended,
     Message,
     Opened,
+    answer_of,
     frame_of,
     read_request,
 )
@@ -83,7 +84,7 @@ class Child:
         if self.pid:
             self.pid = 0
             self._channel.close()
-            self._ended("signal SIGKILL")
+            self._ended("SIGKILL")
 
     async def request(self) -> Any:
         """The next message."""
@@ -125,6 +126,6 @@ async def opened_with(
     return adapter, child
 
 
-def all_stored(request: Any, *, dropped: bool = True) -> Ended:
+def all_stored(request: Any, *, dropped: bool = True) -> Answer:
     count = len(request.items)
-    return Ended(request.number, bytes(count), list(range(count)) if dropped else [])
+    return answer_of(request.number, [STORED] * count, list(range(count)) if dropped else [])

@@ -144,7 +144,7 @@ def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: floa
     config = configure_tier(entry, 1)
     tier = Tier(config, limits_of(config, 1 << 30), SystemClock())
     assert isinstance(tier.host, HostedAdapter)
-    assert tier.host._requests._kill_s == kill_s
+    assert tier.host.kill_s == kill_s
     assert tier.document()["host"] == {"pid": 0, "state": "closed", "restarts": 0, "requests": 0}
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvstrata.testing.strategies import Found, ask_for, key_of, load_item, put_item, watched
-from kvstrata.tiers.base import Ask, Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.tiers.base import Ask, Presence, PutOutcome, PutStatus
 from kvstrata.tiers.host import frames
-from kvstrata.tiers.host.frames import MAX_FRAME_BYTES, MAX_ITEMS, Ended
-from kvstrata.tiers.host.process import QUEUE_BYTES
+from kvstrata.tiers.host.frames import MAX_FRAME_BYTES, MAX_ITEMS, QUEUE_BYTES, Answer
 from kvstrata.types import KEY_BYTES
 from tests.unit.tiers.host_double import (
     CAPABILITIES,
@@ -27,6 +26,14 @@ from tests.unit.tiers.host_double import (
 pytestmark = pytest.mark.usefixtures("child_in_place_of_a_process")
 
 
+def ended(number: int, statuses: bytes, dropped: list[int], reasons: Sequence[str] = ()) -> Answer:
+    return frames.answer_of(number, (statuses, reasons), dropped)
+
+
+def found(number: int, presences: bytes, reason: str = "") -> Answer:
+    return frames.answer_of(number, (presences, reason), [])
+
+
 async def test_how_keys_were_asked_for_reaches_the_child(pair) -> None:
     adapter, child = pair
     keys = [key_of(n) for n in range(MAX_ITEMS + 1)]
@@ -34,14 +41,14 @@ async def test_how_keys_were_asked_for_reaches_the_child(pair) -> None:
     for _ in range(2):
         request = await child.request()
         assert (request.each, request.owner) == (True, b"there")
-        child.say(frames.Found(request.number, bytes(len(request.keys) // KEY_BYTES)))
+        child.say(found(request.number, bytes(len(request.keys) // KEY_BYTES)))
     await asking
     items = [load_item(key_of(n), 100)._replace(ask=Ask(each=n > 0, owner=b"there")) for n in range(3)]
     loading = asyncio.create_task(adapter.load(items))
-    for each, count in ((False, 1), (True, 2)):
-        request = await child.request()
-        assert (request.each, request.owner, len(request.items)) == (each, b"there", count)
-        child.say(Ended(request.number, bytes(count), list(range(count))))
+    request = await child.request()
+    assert request.owner == b"there"
+    assert [item[3] for item in request.items] == [False, True, True]
+    child.say(ended(request.number, bytes(3), [0, 1, 2]))
     await loading
 
 
@@ -57,7 +64,7 @@ async def test_a_cancelled_wait_keeps_its_holds_until_the_child_has_dropped_them
     child.say(frames.Dropped(request.number, [1]))
     await watched(items[1]).until_dropped()
     assert not watched(items[0]).dropped.is_set()
-    child.say(Ended(request.number, bytes(2), [0]))
+    child.say(ended(request.number, bytes(2), [0]))
     await watched(items[0]).until_dropped()
     assert adapter.host_status()["requests"] == 0
 
@@ -82,20 +89,19 @@ def packed(*values: object) -> bytes:
 UNTRUE: dict[str, Callable[[int], list[Any]]] = {
     "no frame": lambda n: [b"?"],
     "unknown message": lambda n: [packed("Nothing", n)],
-    "unknown request": lambda n: [frames.Counted(n + 1, 0)],
-    "a page of cut keys": lambda n: [frames.Listed(n, True, [key_of(1)[:-1]], 1)],
-    "another operation's answer": lambda n: [frames.Counted(n, 0)],
-    "an unknown status": lambda n: [Ended(n, bytes([0, 9]), [0, 1])],
-    "too few outcomes": lambda n: [Ended(n, bytes(1), [0])],
-    "too few reasons": lambda n: [Ended(n, bytes(2), [0, 1], ["io"])],
-    "reason no text": lambda n: [packed("Ended", n, bytes(2), [0, 1], [b"\xff", b""])],
+    "unknown request": lambda n: [ended(n + 1, bytes(2), [])],
+    "another operation's answer": lambda n: [frames.answer_of(n, 0, [])],
+    "an unknown status": lambda n: [ended(n, bytes([0, 9]), [0, 1])],
+    "too few outcomes": lambda n: [ended(n, bytes(1), [0])],
+    "too few reasons": lambda n: [ended(n, bytes(2), [0, 1], ["io"])],
+    "reason no text": lambda n: [packed("Answer", n, [bytes(2), [b"\xff", b""]], [0, 1])],
     "a drop beyond the items": lambda n: [frames.Dropped(n, [2])],
     "a drop twice": lambda n: [frames.Dropped(n, [1]), frames.Dropped(n, [1])],
-    "an answer twice": lambda n: [Ended(n, bytes(2), []), Ended(n, bytes(2), [])],
+    "an answer twice": lambda n: [ended(n, bytes(2), []), ended(n, bytes(2), [])],
     "opened again": lambda n: [frames.Opened(CAPABILITIES)],
-    "more fields": lambda n: [packed("Counted", n, 0, 0)],
-    "counts too large for a metric": lambda n: [frames.Told({"a": 1 << 63})],
-    "more counts than anybody reads": lambda n: [frames.Told({f"n{i}": i for i in range(201)})],
+    "more fields": lambda n: [packed("Answer", n, [bytes(2), []], [0, 1], 0)],
+    "counts too large for a metric": lambda n: [frames.Counted({"a": 1 << 63})],
+    "more counts than anybody reads": lambda n: [frames.Counted({f"n{i}": i for i in range(201)})],
     "more items than any frame has": lambda n: [frames.Dropped(n, [0] * (MAX_ITEMS + 1))],
     "a frame that is too long": lambda n: [frames.frame_of(frames.Evicted([]))[:-1] + bytes(MAX_FRAME_BYTES)],
 }  # fmt: skip
@@ -141,7 +147,7 @@ async def test_a_child_that_does_not_read_costs_bounded_memory_and_no_wait(pair)
     for wait in waits[:-1]:
         request = await child.request()
         assert request.keys == b"".join(keys)
-        child.say(frames.Found(request.number, bytes(len(keys))))
+        child.say(found(request.number, bytes(len(keys))))
         assert await wait == absent
 
 
@@ -154,22 +160,9 @@ async def test_a_batch_larger_than_a_frame_is_asked_in_parts(pair) -> None:
         request = await child.request()
         assert len(request.keys) == count * KEY_BYTES
         asked += request.keys
-        child.say(frames.Found(request.number, bytes([2]) * count, frames.word_of("r" * 99)))
+        child.say(found(request.number, bytes([2]) * count, frames.word_of("r" * 99)))
     assert asked == b"".join(keys)
     assert await wait == [Found(Presence.UNKNOWN, "r" * frames.MAX_REASON_BYTES)] * len(keys)
-
-
-async def test_items_with_a_bad_key_or_outside_the_pool_fail_alone(pair) -> None:
-    adapter, child = pair
-    good, short, elsewhere = put_item(key_of(1), 100), put_item(key_of(2), 100), put_item(key_of(3), 100)
-    watched(elsewhere).offset += 1 << 40
-    wait = asyncio.create_task(adapter.put([PutItem(b"short", short.hold), good, elsewhere]))
-    child.say(all_stored(await child.request()))
-    bad = PutOutcome(PutStatus.FAILED, "bad_item")
-    assert await wait == [bad, STORED, bad]
-    watched(elsewhere).offset -= 1 << 40
-    for item in (good, short, elsewhere):
-        watched(item).check()
 
 
 async def test_evicted_keys_are_passed_on() -> None:
@@ -188,7 +181,7 @@ async def test_a_childs_numbers_are_shown_until_it_is_gone_and_are_no_sign_of_pr
     wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
     await child.request()
     due_s = adapter._due_s()
-    child.say(frames.Told({"syncs": 4}, {"why": "so"}))
+    child.say(frames.Counted({"syncs": 4}, {"why": "so"}))
     await until(adapter.numbers)
     assert adapter.numbers() == {"syncs": 4}
     assert adapter.remarks() == {"why": "so"}

@@ -19,7 +19,7 @@ from kvstrata.tiers.base import (
 )
 from kvstrata.tiers.host import frames
 from kvstrata.tiers.host.frames import Opened
-from kvstrata.tiers.host.parent import STEADY_S, WELL_S, HostedAdapter, Pauses
+from kvstrata.tiers.host.parent import HostedAdapter
 from tests.unit.tiers.host_double import (
     CAPABILITIES,
     CONFIG,
@@ -101,7 +101,7 @@ async def test_an_operation_of_an_adapter_that_never_ends_by_itself_is_ended_alt
     first_due_s = adapter._due_s()
     lookup = asyncio.create_task(ask_for(adapter, [key_of(2)]))
     request = await child.request()
-    child.say(frames.Found(request.number, bytes(1)))
+    child.say(frames.answer_of(request.number, (bytes(1), ""), []))
     await lookup
     assert first_due_s is not None
     assert (adapter._due_s() == first_due_s) == (quiesce == "never")
@@ -148,13 +148,13 @@ async def test_close_ends_a_child_that_comes_up_at_that_moment(pair) -> None:
     second.reaps_at_once = True
     await second.request()
     closing: list[asyncio.Task[None]] = []
-    take_opening = adapter._take_opening
+    take = adapter._take
 
     def then_close(answer: Opened) -> None:
-        take_opening(answer)
+        take(answer)
         closing.append(asyncio.create_task(adapter.close()))
 
-    adapter._take_opening = then_close
+    adapter._take = then_close
     second.say(Opened(CAPABILITIES))
     await until(lambda: closing and closing[0].done())
     assert second.killed.is_set()
@@ -174,9 +174,9 @@ async def test_the_error_of_a_child_that_cannot_open_is_raised(raised, kind) -> 
     opening = asyncio.create_task(adapter.open(lent_context(lambda key: None)))
     await until(lambda: Child.made)
     [child] = Child.made
-    child.reaps_at_once = True
     await child.request()
-    child.say(frames.refused(raised))
+    child.say(frames.raised(0, raised))
+    child.reap()
     with pytest.raises(kind, match=str(raised).replace("[", r"\[")) as caught:
         await opening
     assert caught.value.field == getattr(raised, "field", "")
@@ -187,24 +187,5 @@ async def test_a_child_that_ends_before_its_adapter_is_open_is_an_error_that_say
     opening = asyncio.create_task(adapter.open(lent_context(lambda key: None)))
     await until(lambda: Child.made)
     Child.made[0].reap()
-    with pytest.raises(StorageError, match=r"hosted-0: its host process ended with signal SIGKILL before"):
+    with pytest.raises(StorageError, match=r"hosted-0: its host process ended with SIGKILL before"):
         await opening
-
-
-def test_pauses_between_children_double_until_one_has_answered_without_failure_for_seconds() -> None:
-    pauses = Pauses(longest_s=1.0, now_s=0.0)
-    now_s = 0.0
-
-    def ends_after(up_s: float, *well_s: float) -> float:
-        nonlocal now_s
-        pauses.begun(now_s)
-        for at_s in well_s:
-            pauses.answered_well(now_s + at_s)
-        now_s += up_s
-        return pauses.next_s(now_s)
-
-    assert [ends_after(1.0) for _ in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
-    assert ends_after(4.0, 0.1, 2.0) == 1.0, "it answered well for less than WELL_S"
-    assert ends_after(4.0, 0.1, 2.0, 0.1 + WELL_S) == 0.1
-    assert [ends_after(1.0, 0.1), ends_after(1.0, 0.1)] == [0.2, 0.4], "each child by itself"
-    assert ends_after(STEADY_S) == 0.1, "an idle one that stays is steady too"

@@ -27,7 +27,6 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 import msgspec
@@ -55,17 +54,16 @@ from kvstrata.tiers.base import (
     Remarks,
     StorageAdapter,
     log_broken_contract,
-    told,
+    read_checked,
 )
 from kvstrata.tiers.host import frames
-from kvstrata.tiers.host.frames import MAX_FRAME_BYTES, Configure, Message, Request
+from kvstrata.tiers.host.frames import MAX_FRAME_BYTES, MAX_ITEMS, Call, Channel, Configure, Message
 from kvstrata.tiers.host.process import LEVEL_MARK
 from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)
 
-FRAMES_AT_A_TIME = 16
-TELL_S = 0.05
+REPORT_S = 0.05
 """Longest time from a drop or an eviction to its report; an answer may report it earlier."""
 COUNT_S = 1.0
 
@@ -93,7 +91,7 @@ def main() -> NoReturn:
     os.close(extents_fd)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(channel, extents, config))
-    _end(0)
+    raise AssertionError  # `run` ends the process
 
 
 async def _serve(channel: socket.socket, extents: ExtentsMap, config: Configure) -> None:
@@ -103,52 +101,41 @@ async def _serve(channel: socket.socket, extents: ExtentsMap, config: Configure)
 class Host:
     """The child's side of the channel. Everything but `_hold_dropped` and `_evicted` runs on the loop."""
 
-    def __init__(self, channel: socket.socket, extents: ExtentsMap, config: Configure) -> None:
-        self._channel = channel
+    def __init__(self, sock: socket.socket, extents: ExtentsMap, config: Configure) -> None:
+        # The channel ends if the server is gone or has given up on this process.
+        self._channel = Channel(sock, self._read, lambda: os._exit(0))
         self._extents = extents
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._adapter: StorageAdapter | None = None
-        self._peers: ReadsPeers | None = None
-        """The medium, if it reads other instances."""
-        self._queue: deque[bytes] = deque()
+        self._adapter: StorageAdapter
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
         self._drops: deque[tuple[int, int]] = deque()
         self._evictions: deque[bytes] = deque()
-        self._tell_is_due = False
-        self._untold: dict[int, list[int]] = {}
+        self._report_is_due = False
+        self._unreported: dict[int, list[int]] = {}
         """Indices of the dropped items that are not reported yet, by request."""
-        self._counted = frames.Told()
+        self._counted = frames.Counted()
         self._advertised = b""
 
     async def run(self) -> None:
         """Open the adapter, serve until CLOSE, close it. Exits the process; at once if the adapter cannot be opened."""
         config, extents = self._config, self._extents
         context = AdapterContext(
-            config.instance_id,
-            SystemClock(),
-            extents.address,
-            extents.length,
-            self._evicted,
+            config.instance_id, SystemClock(), extents.address, extents.length, self._evicted
         )
         try:
-            adapter = _made(config)
+            self._adapter = adapter = _made(config)
             await adapter.open(context)
-            self._peers = adapter if isinstance(adapter, ReadsPeers) else None
             self._advertised = self._advertisement()
             frames.advertised_frame(self._advertised)  # raises if it is too long
-            opened = frames.Opened(adapter.capabilities, self._advertised)
+            self._send(frames.Opened(adapter.capabilities, self._advertised))
         except Exception as error:  # the plugin boundary
             if not isinstance(error, KvstrataError):
                 log_broken_contract(config.name, "open", error)
-            self._channel.send(frames.frame_of(frames.refused(error)))
-            _end(1)
-        self._adapter = adapter
-        self._channel.setblocking(False)
-        self._send(opened)
-        self._loop.add_reader(self._channel, self._read)
-        self._count(adapter)
+            self._send(frames.raised(0, error))
+            self._end(1)
+        self._count()
         await self._closing.wait()
         try:
             await adapter.close()
@@ -156,93 +143,82 @@ class Host:
             log_broken_contract(config.name, "close", error)
         while self._tasks:
             await asyncio.wait(set(self._tasks))
-        self._tell()
-        self._loop.remove_writer(self._channel)
-        self._channel.setblocking(True)
-        while self._queue:
-            self._channel.send(self._queue.popleft())
-        _end(0)
+        self._report()
+        self._end(0)
+
+    def _end(self, status: int) -> NoReturn:
+        self._channel.flush()
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, LogWriter):
+                handler.flush_within(FLUSH_S)
+        os._exit(status)
 
     # --- requests ----------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        for _ in range(FRAMES_AT_A_TIME):
-            try:
-                frame = self._channel.recv(MAX_FRAME_BYTES)
-            except BlockingIOError:
-                return
-            if not frame:
-                os._exit(0)  # the server is gone, or has given up on this process
-            request = frames.read_request(frame)
-            match request:
-                case frames.Close():
-                    self._closing.set()
-                case frames.Level():
-                    logging.getLogger().setLevel(request.level)
-                case _:
-                    task = self._loop.create_task(self._answer(request))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+    def _read(self, frame: bytes) -> None:
+        request = frames.read_request(frame)
+        match request:
+            case frames.Close():
+                self._closing.set()
+            case frames.Level():
+                logging.getLogger().setLevel(request.level)
+            case _:
+                task = self._loop.create_task(self._answer(request))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, request: Any) -> None:
-        assert self._adapter is not None
+    async def _answer(self, call: Call) -> None:
+        answer: Message
         try:
-            answer = await self._ask(self._adapter, request)
+            result = await self._result_of(call)
+            self._collect()
+            self._report_evictions()
+            answer = frames.answer_of(call.number, result, self._unreported.pop(call.number, []))
         except Exception as error:  # the plugin boundary
-            if not (isinstance(request, frames.Clear) and isinstance(error, StorageError)):
-                log_broken_contract(self._config.name, type(request).__name__, error)
-            self._tell()
-            answer = frames.raised(request.number, error)
+            if not (call.operation == "clear" and isinstance(error, StorageError)):
+                log_broken_contract(self._config.name, call.operation, error)
+            self._report()
+            answer = frames.raised(call.number, error)
         self._send(answer)
 
-    async def _ask(self, adapter: StorageAdapter, request: Request) -> Message:
-        """The answer. Raises what the adapter raises, and TypeError for an invalid answer."""
-        match request:
-            case frames.Exists(number, keys, each, owner):
-                ask = Ask(each=each, owner=owner)
-                presences = await adapter.exists(keys, ask)
-                return frames.Found(number, presences, frames.word_of(ask.reason))
-            case frames.Put(number, items):
-                puts = [PutItem(item[0], self._hold(number, i, item, False)) for i, item in enumerate(items)]
-                stored = _one_each(await adapter.put(puts), PutOutcome, len(puts))
-                del puts
-                return self._ended(number, stored)
-            case frames.Load(number, items, each, owner):
-                ask = Ask(each=each, owner=owner)
+    async def _result_of(self, call: Call) -> Any:
+        """What the adapter answers. Raises what the adapter raises, and TypeError for an invalid answer."""
+        adapter, ask = self._adapter, Ask(each=call.each, owner=call.owner)
+        match call.operation:
+            case "exists":
+                return await adapter.exists(call.keys, ask), frames.word_of(ask.reason)
+            case "put":
+                puts = [PutItem(item[0], self._hold(call, i, False)) for i, item in enumerate(call.items)]
+                return _one_each(await adapter.put(puts), PutOutcome, len(puts))
+            case "load":
+                asks = ask, Ask(each=True, owner=call.owner)
                 loads = [
-                    LoadItem(item[0], self._hold(number, i, item, True), ask) for i, item in enumerate(items)
+                    LoadItem(item[0], self._hold(call, i, True), asks[item[3]])
+                    for i, item in enumerate(call.items)
                 ]
-                loaded = _one_each(await adapter.load(loads), LoadOutcome, len(loads))
-                del loads
-                return self._ended(number, loaded)
-            case frames.Delete(number, keys):
-                return frames.Counted(number, await adapter.delete(keys))
-            case frames.Clear(number):
-                return frames.Counted(number, await adapter.clear())
-            case frames.ListKeys(number, cursor, most):
-                page = await adapter.list_keys(cursor, most)
-                if page is None:
-                    return frames.Listed(number, False, [], 0)
-                if len(page.keys) > most + MORE_KEYS:
-                    raise TypeError(f"{len(page.keys)} keys are listed, but only {most} were asked for")
-                return frames.Listed(number, True, list(page.keys), page.cursor)
-        assert isinstance(request, frames.GetUsage)
-        return frames.Used(request.number, *await adapter.usage())
+                return _one_each(await adapter.load(loads), LoadOutcome, len(loads))
+            case "delete":
+                return await adapter.delete(call.keys)
+            case "clear":
+                return await adapter.clear()
+            case "list_keys":
+                page = await adapter.list_keys(call.cursor, call.most)
+                if page is not None and len(page.keys) > call.most + MORE_KEYS:
+                    raise TypeError(f"{len(page.keys)} keys are listed, but only {call.most} were asked for")
+                return page
+        return await adapter.usage()
 
-    def _hold(self, number: int, index: int, item: tuple[bytes, int, int], writable: bool) -> Hold:
-        self._tell_later()
-        dropped = functools.partial(self._hold_dropped, number, index)
-        hold = LentHold(self._extents, *item, writable=writable, dropped=dropped)
-        return cast("Hold", hold)
+    def _hold(self, call: Call, index: int, writable: bool) -> Hold:
+        if (
+            not self._report_is_due
+        ):  # report after REPORT_S, so that no drop of this batch has to wake the loop
+            self._report_is_due = True
+            self._loop.call_later(REPORT_S, self._report)
+        dropped = functools.partial(self._hold_dropped, call.number, index)
+        key, offset, length, _ = call.items[index]
+        return cast("Hold", LentHold(self._extents, key, offset, length, writable=writable, dropped=dropped))
 
-    def _ended(self, number: int, outcomes: Sequence[PutOutcome | LoadOutcome]) -> frames.Ended:
-        self._collect()
-        self._tell_evictions()
-        statuses = bytes([outcome[0] for outcome in outcomes])
-        reasons = frames.words_of([outcome[1] for outcome in outcomes])
-        return frames.Ended(number, statuses, self._untold.pop(number, []), reasons)
-
-    # --- drops and evictions -----------------------------------------------------------------------------
+    # --- reports -----------------------------------------------------------------------------------------
 
     def _hold_dropped(self, number: int, index: int) -> None:
         """The adapter has finished with an item's bytes (any thread)."""
@@ -257,82 +233,56 @@ class Host:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._tell_is_due:
-            self._tell_is_due = True
-            self._loop.call_soon_threadsafe(self._loop.call_later, TELL_S, self._tell)
-
-    def _tell_later(self) -> None:
-        """Tell after TELL_S, so that no drop of the batch that begins now has to wake the loop."""
-        if not self._tell_is_due:
-            self._tell_is_due = True
-            self._loop.call_later(TELL_S, self._tell)
+        if not self._report_is_due:
+            self._report_is_due = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, REPORT_S, self._report)
 
     def _collect(self) -> None:
         while self._drops:
             number, index = self._drops.popleft()
-            if (indices := self._untold.get(number)) is None:
-                indices = self._untold[number] = []
-            indices.append(index)
+            self._unreported.setdefault(number, []).append(index)
 
-    def _tell(self) -> None:
-        self._tell_is_due = False  # first, so that a drop or eviction during the rest schedules another call
+    def _report(self) -> None:
+        self._report_is_due = (
+            False  # first, so that a drop or eviction during the rest schedules another call
+        )
         self._collect()
-        for number, indices in self._untold.items():
+        for number, indices in self._unreported.items():
             self._send(frames.Dropped(number, indices))
-        self._untold.clear()
-        self._tell_evictions()
+        self._unreported.clear()
+        self._report_evictions()
 
-    def _tell_evictions(self) -> None:
+    def _report_evictions(self) -> None:
         keys = [self._evictions.popleft() for _ in range(len(self._evictions))]
-        for part in frames.parts_of(keys):
-            self._send(frames.Evicted(list(part)))
+        for at in range(0, len(keys), MAX_ITEMS):
+            self._send(frames.Evicted(keys[at : at + MAX_ITEMS]))
 
     def _advertisement(self) -> bytes:
-        return b"" if self._peers is None else self._peers.advertisement()
+        return self._adapter.advertisement() if isinstance(self._adapter, ReadsPeers) else b""
 
-    def _count(self, adapter: StorageAdapter) -> None:
+    def _count(self) -> None:
         """Report counters, remarks and the advertisement where they have changed; repeats itself every COUNT_S."""
         if self._closing.is_set():
             return
+        name, adapter = self._config.name, self._adapter
         advertisement = self._advertisement()
         if advertisement != self._advertised:
             self._advertised = advertisement
             try:
-                self._send_frame(frames.advertised_frame(advertisement))
+                self._channel.send(frames.advertised_frame(advertisement))
             except StorageError as error:
-                log.error(
-                    "%s: other instances keep using the last advertisement: %s", self._config.name, error
-                )
-        name = self._config.name
-        counted = frames.Told(
-            told(name, "numbers", adapter.numbers, Counts), told(name, "remarks", adapter.remarks, Remarks)
+                log.error("%s: other instances keep using the last advertisement: %s", name, error)
+        counted = frames.Counted(
+            read_checked(name, "numbers", adapter.numbers, Counts),
+            read_checked(name, "remarks", adapter.remarks, Remarks),
         )
-        if counted != self._counted and not self._queue:
+        if counted != self._counted and self._channel.is_idle:
             self._counted = counted
             self._send(counted)
-        self._loop.call_later(COUNT_S, self._count, adapter)
-
-    # --- sending -----------------------------------------------------------------------------------------
+        self._loop.call_later(COUNT_S, self._count)
 
     def _send(self, message: Message) -> None:
-        self._send_frame(frames.frame_of(message))
-
-    def _send_frame(self, frame: bytes) -> None:
-        self._queue.append(frame)
-        if len(self._queue) == 1:
-            self._write()
-
-    def _write(self) -> None:
-        try:
-            while self._queue:
-                self._channel.send(self._queue[0])
-                self._queue.popleft()
-        except BlockingIOError:
-            self._loop.add_writer(self._channel, self._write)
-            return
-        except OSError:
-            os._exit(0)  # as in _read
-        self._loop.remove_writer(self._channel)
+        self._channel.send(frames.frame_of(message))
 
 
 def _made(config: Configure) -> StorageAdapter:
@@ -344,14 +294,14 @@ def _made(config: Configure) -> StorageAdapter:
     return adapter
 
 
-def _one_each(outcomes: Any, kind: type[Any], count: int) -> Sequence[Any]:
+def _one_each(outcomes: Any, kind: type[Any], count: int) -> list[Any]:
     """Return the outcomes. Raises TypeError unless they are a list with one of that kind for each item."""
     if (
         isinstance(outcomes, (list, tuple))
         and len(outcomes) == count
         and all(issubclass(found, kind) for found in set(map(type, outcomes)))
     ):
-        return outcomes
+        return list(outcomes)
     raise TypeError(
         f"{count} items were answered with {outcomes!r:.200}, which is not a list of one {kind.__name__} each"
     )
@@ -370,10 +320,3 @@ def _log_to_server(level: int) -> None:
     handler = LogWriter(STDERR)
     handler.setFormatter(_ToServer())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-
-
-def _end(status: int) -> NoReturn:
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, LogWriter):
-            handler.flush_within(FLUSH_S)
-    os._exit(status)

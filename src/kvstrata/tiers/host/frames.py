@@ -1,25 +1,41 @@
-"""The messages between a server and an adapter host: one msgpack frame for each message of a SOCK_SEQPACKET pair.
+"""The messages between a server and an adapter host, and their channel: one msgpack frame for each message of a
+SOCK_SEQPACKET pair.
 
-A request has a number, by which its answer and the reports of dropped holds name it.  It may be answered before all its
-holds are dropped, or after.  Messages without a number have no answer.
+A call has a number, by which its answer and the reports of dropped holds name it.  It may be answered before all its
+holds are dropped, or after.  Other messages have no answer.
 
 Invariants
 1. A frame has at most MAX_FRAME_BYTES and MAX_ITEMS items.
-2. `read_answer` does not trust the host: it raises ChannelError for anything that is not exactly one valid message.
-   `read_request` runs in the host and trusts the server.
-3. Nothing here is pickled or evaluated, and nothing does I/O.
+2. `read_answer` and `result_of` do not trust the host: they raise ChannelError for anything that is not exactly one
+   valid message or result.  `read_request` runs in the host and trusts the server.
+3. Nothing here is pickled or evaluated.
+4. Sending never blocks, and each frame that the other side has sent is handed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvstrata.errors import ConfigError, KvstrataError, StorageError
-from kvstrata.tiers.base import Capabilities, Counts, Remarks
+from kvstrata.tiers.base import (
+    Capabilities,
+    Counts,
+    KeyPage,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutOutcome,
+    PutStatus,
+    Remarks,
+    Usage,
+)
 from kvstrata.tiers.structs import Place
 from kvstrata.types import KEY_BYTES
 
@@ -29,16 +45,24 @@ MAX_ITEMS = 1_024
 MAX_REASON_BYTES = 48
 MAX_TEXT_CHARS = 4_000
 MAX_FIELD_CHARS = 200
+QUEUE_BYTES = 1 << 20
+"""Bytes that may wait to be sent before `is_full`."""
+FRAMES_AT_A_TIME = 16
+"""Frames that are read before the loop turns to other work."""
+LAST_FRAMES = 10_000
+"""Maximum number of frames that are read of a side that has ended; a socket buffers fewer."""
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_ITEMS)]
 Indices = Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]], Meta(max_length=MAX_ITEMS)]
-Words = Annotated[list[Annotated[str, Meta(max_length=MAX_REASON_BYTES)]], Meta(max_length=MAX_ITEMS)]
+Word = Annotated[str, Meta(max_length=MAX_REASON_BYTES)]
+Words = Annotated[list[Word], Meta(max_length=MAX_ITEMS)]
+Operation = Literal["exists", "put", "load", "delete", "clear", "list_keys", "usage"]
 
 
 class ChannelError(Exception):
-    """The other side sent an invalid frame, or one that contradicts the requests; or a frame would be too long."""
+    """The other side sent an invalid frame, or one that contradicts the calls; or a frame would be too long."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -49,7 +73,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=T
 
 
 class Configure(Message):
-    """The first frame. Answered with Opened or Refused, after which the host ends."""
+    """The first frame. Answered with Opened or Raised, after which the host ends."""
 
     medium: str
     """MODULE:ATTRIBUTE of the medium's type."""
@@ -64,44 +88,19 @@ class Configure(Message):
     log_level: int
 
 
-class Exists(Message):
+class Call(Message):
+    """A call of the adapter. Answered with Answer or Raised."""
+
     number: int
-    keys: bytes
-    each: bool
-    owner: bytes
-    """`each` and `owner` of the Ask."""
-
-
-class Delete(Message):
-    number: int
-    keys: bytes
-
-
-class Put(Message):
-    number: int
-    items: list[tuple[bytes, int, int]]
-    """Keys, with offsets and lengths of their extents."""
-
-
-class Load(Message):
-    number: int
-    items: list[tuple[bytes, int, int]]
+    operation: Operation
+    items: list[tuple[bytes, int, int, bool]] = []
+    """Of a put or load: keys, with offsets and lengths of their extents and `each` of their Ask."""
+    keys: bytes = b""
     each: bool = False
     owner: bytes = b""
-
-
-class ListKeys(Message):
-    number: int
-    cursor: int
-    most: int
-
-
-class Clear(Message):
-    number: int
-
-
-class GetUsage(Message):
-    number: int
+    """Of the Ask."""
+    cursor: int = 0
+    most: int = 0
 
 
 class Level(Message):
@@ -123,68 +122,26 @@ class Opened(Message):
     """The medium's advertisement for other instances."""
 
 
-class Refused(Message):
-    """`kind` is the name of the exception's class."""
-
-    kind: str
-    message: str
-    field: str = ""
-
-
-class Found(Message):
-    """Answers Exists: a Presence for each key, and why some are unknown."""
-
-    number: Number
-    presences: bytes
-    reason: Annotated[str, Meta(max_length=MAX_REASON_BYTES)] = ""
-
-
-class Ended(Message):
-    """Answers Put and Load: a status for each item; reasons only if there are any."""
-
-    number: Number
-    statuses: bytes
-    dropped: Indices
-    """Items whose holds are dropped and were not reported before."""
-    reasons: Words = []
-
-
-class Counted(Message):
-    """Answers Delete and Clear."""
-
-    number: Number
-    count: Number
-
-
-class Listed(Message):
-    """Answers ListKeys."""
-
-    number: Number
-    can_list: bool
-    keys: Keys
-    cursor: Annotated[int, Meta(ge=0)]
-
-
-class Used(Message):
-    """Answers GetUsage."""
-
-    number: Number
-    used_bytes: Number
-    capacity_bytes: Number
-    records: Number
-
-
 class Raised(Message):
-    """Answers any request."""
+    """The adapter raised in the call of that number, or, with number 0, when it was made or opened."""
 
     number: Number
     kind: str
+    """Name of the exception's class."""
     message: str
     field: str = ""
+
+
+class Answer(Message):
+    number: Number
+    result: msgspec.Raw
+    """See `result_of`."""
+    dropped: Indices = []
+    """Items whose holds are dropped and were not reported before."""
 
 
 class Dropped(Message):
-    """The adapter has finished with the bytes of these items of a Put or Load."""
+    """The adapter has finished with the bytes of these items of a put or load."""
 
     number: Number
     indices: Indices
@@ -196,7 +153,7 @@ class Evicted(Message):
     keys: Keys
 
 
-class Told(Message):
+class Counted(Message):
     """The adapter's counters and remarks."""
 
     numbers: Counts = {}
@@ -209,24 +166,22 @@ class Advertised(Message):
     advertisement: bytes
 
 
-Request = Configure | Exists | Delete | Put | Load | ListKeys | Clear | GetUsage | Level | Close
-Answer = (
-    Opened
-    | Refused
-    | Found
-    | Ended
-    | Counted
-    | Listed
-    | Used
-    | Raised
-    | Dropped
-    | Evicted
-    | Told
-    | Advertised
-)
 _ENCODER = msgspec.msgpack.Encoder()
-_REQUESTS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Request)
-_ANSWERS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
+_REQUESTS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Configure | Call | Level | Close)
+_ANSWERS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Opened | Raised | Answer | Dropped | Evicted | Counted | Advertised
+)
+_OUTCOMES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(tuple[bytes, Words])
+_COUNT: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Number)
+_RESULTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "exists": msgspec.msgpack.Decoder(tuple[bytes, Word]),
+    "put": _OUTCOMES,
+    "load": _OUTCOMES,
+    "delete": _COUNT,
+    "clear": _COUNT,
+    "list_keys": msgspec.msgpack.Decoder(tuple[Keys, Annotated[int, Meta(ge=0)]] | None),
+    "usage": msgspec.msgpack.Decoder(tuple[Number, Number, Number]),
+}
 
 
 def frame_of(message: Message) -> bytes:
@@ -237,40 +192,75 @@ def frame_of(message: Message) -> bytes:
     return frame
 
 
-def read_request(frame: bytes) -> Request:
+def read_request(frame: bytes) -> Any:
     """A frame of the server. Raises msgspec.MsgspecError for anything else."""
-    request: Request = _REQUESTS.decode(frame)
-    return request
+    return _REQUESTS.decode(frame)
 
 
-def read_answer(frame: bytes) -> Answer:
+def read_answer(frame: bytes) -> Any:
     """A frame of the host. Raises ChannelError for anything else."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ChannelError(f"a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
-    try:
-        answer: Answer = _ANSWERS.decode(frame)
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise ChannelError(f"{frame[:48].hex()}: {error}") from None
+    answer = _decoded(_ANSWERS, frame)
     if isinstance(answer, Opened) and answer.capabilities.max_batch < 1:
         raise ChannelError("max_batch is less than 1")
     return answer
 
 
-def refused(error: BaseException) -> Refused:
-    """The message for an exception of the adapter's `open`."""
-    return Refused(*_described(error))
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], frame: bytes | msgspec.Raw) -> Any:
+    try:
+        return decoder.decode(frame)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise ChannelError(f"{bytes(frame)[:48].hex()}: {error}") from None
 
 
 def raised(number: int, error: BaseException) -> Raised:
-    """The message for an exception of another call of the adapter."""
-    return Raised(number, *_described(error))
-
-
-def _described(error: BaseException) -> tuple[str, str, str]:
-    name = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
+    """The message for an exception of the adapter."""
+    kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
     if isinstance(error, KvstrataError):
-        return name, error.message[:MAX_TEXT_CHARS], error.field[:MAX_FIELD_CHARS]
-    return name, f"{name}: {error}"[:MAX_TEXT_CHARS].encode(errors="replace").decode(), ""
+        return Raised(number, kind, error.message[:MAX_TEXT_CHARS], error.field[:MAX_FIELD_CHARS])
+    return Raised(number, kind, f"{kind}: {error}"[:MAX_TEXT_CHARS].encode(errors="replace").decode())
+
+
+def answer_of(number: int, result: object, dropped: list[int]) -> Answer:
+    """The answer; a put's or load's outcomes are packed as statuses and reasons, the latter only if any has one."""
+    if isinstance(result, list):
+        reasons = [word_of(reason) for _, reason in result] if any(reason for _, reason in result) else []
+        result = bytes([status for status, _ in result]), reasons
+    return Answer(number, msgspec.Raw(_ENCODER.encode(result)), dropped)
+
+
+def result_of(operation: Operation, count: int, answer: Answer) -> Any:
+    """What the adapter's method returned for `count` keys or items; of `exists` also why some are unknown.
+
+    Raises ChannelError.
+    """
+    result = _decoded(_RESULTS[operation], answer.result)
+    if operation == "usage":
+        return Usage(*result)
+    if operation == "list_keys":
+        return None if result is None else KeyPage(*result)
+    if operation not in ("exists", "put", "load"):
+        return result
+    statuses, reasons = result
+    if len(statuses) != count:
+        raise ChannelError(f"{len(statuses)} outcomes for {count} items")
+    if operation == "exists":
+        if statuses.translate(None, bytes(Presence)):
+            raise ChannelError(f"a presence in {statuses.hex():.40} is none")
+        return result
+    try:
+        if operation == "put":
+            return [*map(PutOutcome, map(PutStatus, statuses), _one_each(reasons, count))]
+        return [*map(LoadOutcome, map(LoadStatus, statuses), _one_each(reasons, count))]
+    except ValueError as error:
+        raise ChannelError(f"{operation}: {error}") from None
+
+
+def _one_each(reasons: list[str], count: int) -> list[str]:
+    if reasons and len(reasons) != count:
+        raise ChannelError(f"{len(reasons)} reasons for {count} items")
+    return reasons or [""] * count
 
 
 def advertised_frame(advertisement: bytes) -> bytes:
@@ -285,22 +275,93 @@ def advertised_frame(advertisement: bytes) -> bytes:
         ) from None
 
 
-def words_of(reasons: Sequence[str]) -> list[str]:
-    """Reasons as a frame has them."""
-    return [word_of(reason) for reason in reasons] if any(reasons) else []
-
-
 def word_of(reason: str) -> str:
     """A reason as a frame has it."""
     return reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
-
-
-def parts_of(sequence: Sequence[Any]) -> Iterable[Sequence[Any]]:
-    """Slices of at most MAX_ITEMS."""
-    return (sequence[at : at + MAX_ITEMS] for at in range(0, len(sequence), MAX_ITEMS))
 
 
 def key_parts_of(keys: bytes) -> Iterable[bytes]:
     """Concatenated keys, at most MAX_ITEMS at a time."""
     step = MAX_ITEMS * KEY_BYTES
     return (keys[at : at + step] for at in range(0, len(keys), step))
+
+
+class Channel:
+    """One end of the pair, which it owns. Belongs to the event loop."""
+
+    def __init__(self, sock: socket.socket, take: Callable[[bytes], None], ended: Callable[[], None]) -> None:
+        """`take(frame)` gets each frame; `ended()` is called when no more frames can come. Either may close it."""
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = sock
+        self._take = take
+        self._ended = ended
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self.read)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more than QUEUE_BYTES wait to be sent, because the other side does not read."""
+        return self._queued_bytes > QUEUE_BYTES
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be sent."""
+        return not self._queue
+
+    def close(self) -> None:
+        """Read and send nothing more. Idempotent."""
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+            self._socket = None
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame now, or once the socket has room; frames keep their order. `close` discards unsent frames."""
+        self._queue.append(frame)
+        self._queued_bytes += len(frame)
+        if len(self._queue) == 1 and not self._write() and self._socket is not None:
+            self._loop.add_writer(self._socket, self._write_rest)
+
+    def flush(self) -> None:
+        """Send what waits, however long the other side takes to read it."""
+        if self._socket is not None:
+            self._socket.setblocking(True)
+            self._write()
+
+    def _write_rest(self) -> None:
+        if self._write() and self._socket is not None:
+            self._loop.remove_writer(self._socket)
+
+    def _write(self) -> bool:
+        """Send frames; returns whether none is left."""
+        try:
+            while self._queue and self._socket is not None:
+                self._socket.send(self._queue[0])
+                self._queued_bytes -= len(self._queue.popleft())
+        except BlockingIOError:
+            return False
+        except OSError:  # the other side has gone, as reading will show after its last frames
+            self._queue.clear()
+        return True
+
+    def read(self, most: int = FRAMES_AT_A_TIME) -> None:
+        """Read some frames; the loop calls again while more are left."""
+        for _ in range(most):
+            if self._socket is None:
+                return
+            try:
+                frame = self._socket.recv(MAX_FRAME_BYTES + 1)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                # Raised once if the other side ended without reading all frames; those that it sent can still be read.
+                continue
+            except OSError:
+                frame = b""
+            if not frame:
+                self._ended()
+                return
+            self._take(frame)

@@ -1,41 +1,40 @@
 """The server's side of an adapter that runs in a child process of its own (`"isolation": "process"`).
 
-While no child is UP, `exists` answers UNKNOWN('host_down'), `put` THROTTLED('host_down') and `load`
+While no child is up, `exists` answers UNKNOWN('host_down'), `put` THROTTLED('host_down') and `load`
 FAILED('host_down'), at once.  Operations under way when the child ends are FAILED or UNKNOWN with 'host_died'.
 
 A child is spawned, asked, killed when it is silent, reaped, and replaced by another after a pause.  The pauses double
-up to `max_pause_s`, until a child has been steady (Pauses).
+up to `max_pause_s`, until a child has lived for STEADY_S.
 
-    CLOSED ─spawned─▶ STARTING ─opened─▶ UP ─broken─▶ DOWN ─spawned─▶ STARTING ─broken─▶ DOWN
-    any state ─close()─▶ CLOSED
+    closed ─spawned─▶ starting ─opened─▶ up ─broken─▶ down ─spawned─▶ starting ─broken─▶ down
+    any state ─close()─▶ closed
 
 Invariants
-1. Each item's hold is in the request table (requests.py) until the adapter has finished with its bytes or the child was
-   reaped: no deadline, cancelled wait or closed channel drops it.
-2. The server does not trust the child: a child that sends an impossible answer is killed, and the bytes that it wrote
-   into extents are verified where they are used.
-3. Sending never blocks.  Frames that the child has not read wait here; beyond QUEUE_BYTES, requests are refused.
+1. Each item's hold is in the table of requests from the moment its item was accepted until the child says that the
+   adapter has finished with its bytes, or until the child was reaped: no deadline, cancelled wait or closed channel
+   drops it.
+2. The server does not trust the child.  An answer must name a request in the table, fit its operation and have one
+   outcome per item; a drop must name a hold in the table.  A child that sends anything else is killed, and the bytes
+   that it wrote into extents are verified where they are used.
+3. Frames that the child has not read wait here; beyond QUEUE_BYTES or MAX_REQUESTS, requests are refused.
 4. A child that has work and has sent nothing for `kill_ms` is killed.  Where `capabilities.quiesce` is `never`, a child
    with an operation older than `kill_ms` is killed too.  Both limits grow with the bytes under way, as deadlines do.
-   A clear has no time limit.  Told and Advertised do not count as signs of work: the child's loop sends them even if
+   A clear has no time limit.  Counted and Advertised do not count as signs of work: the child's loop sends them even if
    its adapter hangs.
 
-The process: child.py, process.py; the messages: frames.py; the requests: requests.py.
+The process: child.py, process.py; the messages: frames.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
-import functools
-import itertools
 import logging
 import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -51,6 +50,7 @@ from kvstrata.tiers.base import (
     LoadItem,
     LoadOutcome,
     LoadStatus,
+    Presence,
     PutItem,
     PutOutcome,
     PutStatus,
@@ -60,9 +60,8 @@ from kvstrata.tiers.base import (
 )
 from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.host import frames
-from kvstrata.tiers.host.frames import MAX_ITEMS, Answer, ChannelError, Message, Opened, Refused, Told
-from kvstrata.tiers.host.process import HostProcess, Pipe
-from kvstrata.tiers.host.requests import RequestTable, outcome_of
+from kvstrata.tiers.host.frames import MAX_ITEMS, Call, Channel, ChannelError, Message
+from kvstrata.tiers.host.process import HostProcess
 from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, HOST_DIED, HOST_DOWN, QUEUE_FULL
 from kvstrata.tiers.work import Work
 from kvstrata.types import KEY_BYTES
@@ -72,57 +71,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
+MAX_REQUESTS = 4_096
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 30.0
-STEADY_S = 60.0
-"""After a child that was up for this long, the pauses begin again with the shortest."""
-WELL_S = 3.0
-"""They also begin again after a child whose first and last good answer were at least this far apart."""
+STEADY_S = 10.0
+"""After a child that lived for this long, the pauses begin again with the shortest."""
 OPEN_S = 600.0
 """Longest wait for a restarted child to open its adapter. (The first open has no time limit here.)"""
 CLOSE_S = 3.0
 """Time that the child has to end after Close before it is killed; it begins again with each answer."""
 
 
-class HostState(enum.StrEnum):
-    """Whether a child can be asked."""
+class _Request:
+    """A row of the table: it is removed when it is answered and all its holds are dropped."""
 
-    CLOSED = "closed"
-    """No child runs, and only `open` starts one."""
-    STARTING = "starting"
-    """A child was spawned; its adapter is not open yet."""
-    UP = "up"
-    """The child's adapter is open."""
-    DOWN = "down"
-    """The child has ended or is being killed; another is started after a pause."""
+    __slots__ = ("begun_s", "bytes", "count", "future", "holds", "operation")
+
+    def __init__(self, call: Call, holds: list[Hold], future: asyncio.Future[Any], begun_s: float) -> None:
+        self.operation = call.operation
+        self.count = len(call.keys) // KEY_BYTES or len(holds)
+        self.holds = dict(enumerate(holds))
+        self.bytes = sum([hold.length for hold in holds])
+        self.future: asyncio.Future[Any] | None = future
+        """The result, or a reason (str) why nothing was done; None once the request was answered."""
+        self.begun_s = begun_s
 
 
-class Pauses:
-    """The next pause is twice as long as the last, until a child was steady. Sans I/O."""
-
-    def __init__(self, longest_s: float, now_s: float) -> None:
-        self._longest_s = longest_s
-        self._next_s = FIRST_PAUSE_S
-        self.begun(now_s)
-
-    def begun(self, now_s: float) -> None:
-        """A child is up, or could not be started."""
-        self._begun_s = now_s
-        self._well_s: tuple[float, float] | None = None
-        """Times of the child's first and last good answer."""
-
-    def answered_well(self, now_s: float) -> None:
-        """The child's adapter has done what a request asked for."""
-        self._well_s = (now_s if self._well_s is None else self._well_s[0], now_s)
-
-    def next_s(self, now_s: float) -> float:
-        """The pause before the next child, now that this one has ended."""
-        well_s = 0.0 if self._well_s is None else self._well_s[1] - self._well_s[0]
-        if well_s >= WELL_S or now_s - self._begun_s >= STEADY_S:
-            self._next_s = FIRST_PAUSE_S
-        pause_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
-        return pause_s
+class HostedError(Exception):
+    """The adapter in the child raised, which its contract forbids; the child's log has the traceback."""
 
 
 class HostedAdapter(StorageAdapter, ReadsPeers):
@@ -141,50 +116,60 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
     ) -> None:
         self.name = config.name
         self.capabilities = Capabilities(persistent=False, shared=False)
+        self.kill_s = kill_ms / 1000
+        self._bytes_per_kill = bytes_per_kill
+        self._max_pause_s = max_pause_s
         self._config = config
-        self._told = Told()
+        self._counted = frames.Counted()
         """The child's counters and remarks, about a second old; empty after the child has ended."""
+        self._advertisement = b""
         self._restarts = 0
         """How often a child was started in place of one that had ended."""
-        self._requests = RequestTable(kill_ms / 1000, bytes_per_kill)
-        self._pauses = Pauses(max_pause_s, -STEADY_S)
-        self._state = HostState.CLOSED
+        self._requests: dict[int, _Request] = {}
+        self._last_number = 0
+        self._heard_s = 0.0
+        """When the child last showed that it works, or got work after it had none."""
         self._context: AdapterContext | None = None
         self._pool_fds: list[int] = []
-        self._advertisement = b""
-        self._told_level = logging.NOTSET
-        """The log level that the child was told."""
+        self._childs_level = logging.NOTSET
         self._process: HostProcess | None = None
-        self._pipe: Pipe | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._channel: Channel | None = None
+        """None while no child can be asked anything."""
         self._opening: asyncio.Future[None] | None = None
+        self._refusal: frames.Raised | None = None
+        """Why the child could not open its adapter; it ends then."""
         self._ended: asyncio.Future[str] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._work = Work(self.name)
-        self._random = random.Random()
         self._closed = False
+
+    @property
+    def state(self) -> str:
+        """See the module."""
+        if self._channel is None:
+            return "closed" if self._closed or self._process is None else "down"
+        return "up" if self._opening is not None and self._opening.done() else "starting"
 
     def host_status(self) -> dict[str, Any]:
         """For status pages: pid (0: none), state, restarts, requests under way."""
         return {
             "pid": 0 if self._process is None else self._process.pid,
-            "state": str(self._state),
+            "state": self.state,
             "restarts": self._restarts,
             "requests": len(self._requests),
         }
 
     def numbers(self) -> dict[str, int]:
         """The counters of the adapter in the child, about a second old; empty after the child has ended."""
-        return self._told.numbers
+        return self._counted.numbers
 
     def remarks(self) -> dict[str, str]:
         """The adapter's remarks in the child, about a second old; also the reason if no more children are started."""
-        return {**self._told.remarks, **self._work.remarks()}
-
-    # --- a medium that reads peers -----------------------------------------------------------------------
+        return {**self._counted.remarks, **self._work.remarks()}
 
     def advertisement(self) -> bytes:
         """The medium's last advertisement; empty while no child is up, and for a medium that reads no peers."""
-        return self._advertisement if self._state is HostState.UP else b""
+        return self._advertisement if self.state == "up" else b""
 
     # --- the contract ------------------------------------------------------------------------------------
 
@@ -206,224 +191,226 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         self._work.background(self._keep_up(), "host_keeper")
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
-        """As the adapter in the child."""
-        waits = self._ask_keys(
-            functools.partial(frames.Exists, each=ask.each, owner=ask.owner), frames.Exists, keys
-        )
-        presences, reason = b"", ""
-        for (future, why_not), part in zip(waits, frames.key_parts_of(keys), strict=True):
-            unknown = ask.unknown(part, why_not or HOST_DIED), why_not or HOST_DIED
-            found, why = await outcome_of(future, unknown)
-            presences, reason = presences + found, reason or why
-        ask.reason = reason
+        parts = list(frames.key_parts_of(keys))
+        futures = [self._call("exists", keys=part, each=ask.each, owner=ask.owner) for part in parts]
+        presences, why = b"", ""
+        for part, future in zip(parts, futures, strict=True):
+            found = await future
+            if isinstance(found, str):
+                found = bytes([Presence.UNKNOWN]) * (len(part) // KEY_BYTES), found
+            presences, why = presences + found[0], why or found[1]
+        ask.reason = why
         return presences
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """As the adapter in the child; None while no child is up."""
-        most = min(most, MAX_ITEMS - MORE_KEYS)
-        future, _ = self._ask(frames.ListKeys, 0, [], lambda number: frames.ListKeys(number, cursor, most))
-        page: KeyPage | None = await outcome_of(future, None)
-        return page
+        page = await self._call("list_keys", cursor=cursor, most=min(most, MAX_ITEMS - MORE_KEYS))
+        return None if isinstance(page, str) else page
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """As the adapter in the child. A cancelled wait lets the batch go on to its end."""
-        bad = PutOutcome(PutStatus.FAILED, BAD_ITEM)
-
-        def refused(why_not: str) -> PutOutcome:
-            died = why_not in (HOST_DIED, CLOSED)
-            return PutOutcome(PutStatus.FAILED if died else PutStatus.THROTTLED, why_not)
-
-        return await self._move(frames.Put, items, bad, refused)
+        """See the contract. A cancelled wait lets the batch go on to its end."""
+        return [
+            PutOutcome(PutStatus.THROTTLED if found in (HOST_DOWN, QUEUE_FULL) else PutStatus.FAILED, found)
+            if isinstance(found, str)
+            else found
+            for found in await self._move("put", items)
+        ]
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """As the adapter in the child. A cancelled wait lets the batch go on to its end."""
-        bad = LoadOutcome(LoadStatus.FAILED, BAD_ITEM)
-        return await self._move(
-            frames.Load, items, bad, lambda why_not: LoadOutcome(LoadStatus.FAILED, why_not)
-        )
+        """See the contract. A cancelled wait lets the batch go on to its end."""
+        return [
+            LoadOutcome(LoadStatus.FAILED, found) if isinstance(found, str) else found
+            for found in await self._move("load", items)
+        ]
 
     async def delete(self, keys: bytes) -> int:
-        """As the adapter in the child; keys whose deletion was not answered count as absent."""
-        waits = self._ask_keys(frames.Delete, frames.Delete, keys)
-        counts: list[int] = [await outcome_of(future, 0) for future, _ in waits]
-        return sum(counts)
+        """See the contract; keys whose deletion was not answered count as absent."""
+        futures = [self._call("delete", keys=part) for part in frames.key_parts_of(keys)]
+        counts = [await future for future in futures]
+        return sum([count for count in counts if not isinstance(count, str)])
 
     async def clear(self) -> int:
-        """As the adapter in the child. Raises StorageError if the adapter does, and while no child is up."""
-        future, why_not = self._ask(frames.Clear, 0, [], frames.Clear)
-        removed: int | None = await outcome_of(future, None)
-        if removed is None:
-            raise StorageError(f"{self.name}: not cleared: {why_not or HOST_DIED}", field=self.name)
-        return removed
+        """See the contract. Raises StorageError also while no child is up."""
+        removed = await self._call("clear")
+        if isinstance(removed, str):
+            raise StorageError(f"{self.name}: not cleared: {removed}", field=self.name)
+        return int(removed)
 
     async def usage(self) -> Usage:
-        """As the adapter in the child; all zero while no child is up."""
-        future, _ = self._ask(frames.GetUsage, 0, [], frames.GetUsage)
-        return await outcome_of(future, Usage(0, 0, 0))
+        """See the contract; all zero while no child is up."""
+        found = await self._call("usage")
+        return Usage(0, 0, 0) if isinstance(found, str) else found
 
     async def close(self) -> None:
         """Let the child finish its operations and close its adapter; kill it when it is silent for CLOSE_S.
 
         Returns when the child was reaped and every hold is dropped. Idempotent.
         """
-        self._closed = True
+        was_up, self._closed = self.state == "up", True
         unfollow_level(self._level_changed)
-        was_up = self._state is HostState.UP
         await self._work.stop()
         if self._ended is not None and not self._ended.done():
             if was_up:
                 self._send(frames.Close())
                 await self._until_ended_or_silent(self._ended)
-            assert self._process is not None
-            self._process.kill()
+            self._break("")
             await asyncio.wait({self._ended})
-        self._state = HostState.CLOSED
         while self._pool_fds:
             os.close(self._pool_fds.pop())
 
     async def _until_ended_or_silent(self, ended: asyncio.Future[str]) -> None:
         loop = asyncio.get_running_loop()
-        self._requests.heard(loop.time())
+        self._heard_s = loop.time()
         close_s = patience(CLOSE_S)
-        while not ended.done() and (left_s := self._requests.heard_s + close_s - loop.time()) > 0:
+        while not ended.done() and (left_s := self._heard_s + close_s - loop.time()) > 0:
             await asyncio.wait({ended}, timeout=left_s)
         if not ended.done():
             log.warning("%s: its host did not end within %.0f s of Close; killing it", self.name, close_s)
 
-    # --- asking ------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------
 
-    async def _move(
-        self, kind: type[frames.Put | frames.Load], items: Sequence[Any], bad: T, refused: Callable[[str], T]
-    ) -> list[T]:
-        """Outcomes of a Put or Load; holds of items that are not sent are dropped at once."""
-        outcomes = [bad] * len(items)
-        places = [i for i, item in enumerate(items) if self._is_sound(item)]
+    async def _move(self, operation: frames.Operation, items: Sequence[Any]) -> list[Any]:
+        """For each item of a put or load its outcome, or a reason (str) why there is none."""
+        found: list[Any] = [BAD_ITEM] * len(items)
+        places = [i for i, item in enumerate(items) if len(item.key) == KEY_BYTES]
         for i in set(range(len(items))).difference(places):
             items[i].hold.drop()
-        waits = []
-        for part, more in _parts_of(items, places):
-            rows = [(items[i].key, items[i].hold.offset, items[i].hold.length) for i in part]
-            holds: list[Hold | None] = [items[i].hold for i in part]
-            message = functools.partial(kind, items=rows, **more)
-            future, why_not = self._ask(kind, len(rows), holds, message)
-            if future is None:
-                for hold in holds:
-                    assert hold is not None
-                    hold.drop()
-            waits.append((part, future, why_not))
+        parts = [places[at : at + MAX_ITEMS] for at in range(0, len(places), MAX_ITEMS)]
+        futures = [self._call(operation, [items[i] for i in part]) for part in parts]
         del items
-        for part, future, why_not in waits:
-            answers = await outcome_of(future, [refused(why_not or HOST_DIED)] * len(part))
-            for i, outcome in zip(part, answers, strict=True):
-                outcomes[i] = outcome
-        return outcomes
+        for part, future in zip(parts, futures, strict=True):
+            outcomes = await future
+            for number, i in enumerate(part):
+                found[i] = outcomes if isinstance(outcomes, str) else outcomes[number]
+        return found
 
-    def _is_sound(self, item: PutItem | LoadItem) -> bool:
-        """Whether the child can reach the item's bytes by their offset."""
-        hold, context = item.hold, self._context
-        return (
-            len(item.key) == KEY_BYTES
-            and context is not None
-            and 0 <= hold.offset <= context.region_bytes - hold.length
-            and hold.address == context.region_address + hold.offset
-        )
-
-    def _ask_keys(
-        self,
-        message: Callable[..., frames.Exists | frames.Delete],
-        kind: type[frames.Exists | frames.Delete],
-        keys: bytes,
-    ) -> list[tuple[asyncio.Future[Any] | None, str]]:
-        """`_ask` for each part of the keys."""
-        return [
-            self._ask(kind, len(part) // KEY_BYTES, [], functools.partial(message, keys=part))
-            for part in frames.key_parts_of(keys)
-        ]
-
-    def _ask(
-        self,
-        kind: type[Any],
-        count: int,
-        holds: list[Hold | None],
-        message: Callable[[int], Message],
-    ) -> tuple[asyncio.Future[Any] | None, str]:
-        """The future of the answer, or None and why nothing was asked; in that case the caller still owns `holds`."""
-        if self._closed:
-            return None, CLOSED
-        if self._state is not HostState.UP:
-            return None, HOST_DOWN
-        if self._is_full() or self._requests.is_full:
-            return None, QUEUE_FULL
+    def _call(
+        self, operation: frames.Operation, items: Iterable[Any] = (), **fields: Any
+    ) -> asyncio.Future[Any]:
+        """Send a call; its result, or a reason (str) why there is none. Owns the items' holds from now on."""
         loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        number = self._requests.add(kind, count, holds, future, loop.time())
-        self._send(message(number))
+        future: asyncio.Future[Any] = loop.create_future()
+        holds = [item.hold for item in items]
+        channel, why = self._channel, ""
+        if self._closed:
+            why = CLOSED
+        elif channel is None or self.state != "up":
+            why = HOST_DOWN
+        elif channel.is_full or len(self._requests) >= MAX_REQUESTS:
+            why = QUEUE_FULL
+        if why:
+            for hold in holds:
+                hold.drop()
+            future.set_result(why)
+            return future
+        asks: list[Ask] = [getattr(item, "ask", None) or _LEADING for item in items]
+        if asks and asks[0].owner:
+            fields["owner"] = asks[0].owner
+        rows = [
+            (item.key, item.hold.offset, item.hold.length, ask.each)
+            for item, ask in zip(items, asks, strict=True)
+        ]
+        now_s = loop.time()
+        if not any(request.operation != "clear" for request in self._requests.values()):
+            self._heard_s = now_s
+        self._last_number += 1
+        call = Call(self._last_number, operation, rows, **fields)
+        self._requests[call.number] = _Request(call, holds, future, now_s)
+        self._send(call)
         if self._timer is None:
-            self._look_later(loop)
-        return future, ""
-
-    def _is_full(self) -> bool:
-        """Whether the child does not read what it is sent."""
-        return self._pipe is not None and self._pipe.is_full
+            self._look_later()
+        return future
 
     def _send(self, message: Message) -> None:
-        if self._pipe is not None:  # else the child was just found dead: `_reaped` settles the table
-            self._pipe.send(frames.frame_of(message))
-
-    def _level_changed(self) -> None:
-        """Tell the child the level of this process's log, unless it knows it."""
-        if (level := log.getEffectiveLevel()) != self._told_level:
-            self._told_level = level
-            self._send(frames.Level(level))
-
-    # --- being answered ----------------------------------------------------------------------------------
+        if self._channel is not None:  # else the child was just found dead: `_reaped` settles the table
+            self._channel.send(frames.frame_of(message))
 
     def _came(self, frame: bytes) -> None:
         try:
-            answer = frames.read_answer(frame)
-            if not isinstance(answer, (Told, frames.Advertised)):
-                self._requests.heard(asyncio.get_running_loop().time())
-            self._take(answer)
+            message = frames.read_answer(frame)
+            if not isinstance(message, (frames.Counted, frames.Advertised)):
+                self._heard_s = asyncio.get_running_loop().time()
+            self._take(message)
         except ChannelError as error:
-            self._broken(f"it sent an invalid frame: {error}")
+            self._break(f"it sent an invalid frame: {error}")
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, message: Message) -> None:
         """Handle one message of the child. Raises ChannelError if it contradicts the state or the requests."""
-        match answer:
+        match message:
             case frames.Evicted():
                 assert self._context is not None
-                for key in answer.keys:
+                for key in message.keys:
                     self._context.record_evicted(key)
-            case Told():
-                self._told = answer
-            case frames.Advertised():
-                if self._state is not HostState.UP:
-                    raise ChannelError("Advertised, but its adapter is not open")
-                self._advertisement = answer.advertisement
-            case Opened() | Refused():
-                self._take_opening(answer)
+            case frames.Counted():
+                self._counted = message
+            case frames.Advertised() if self.state == "up":
+                self._advertisement = message.advertisement
+            case frames.Opened() if self.state == "starting":
+                assert self._opening is not None
+                self.capabilities, self._advertisement = message.capabilities, message.advertisement
+                self._opening.set_result(None)
+            case frames.Raised(number=0) if self.state == "starting":
+                self._refusal = message
+            case frames.Answer() | frames.Raised() | frames.Dropped() if message.number in self._requests:
+                request = self._requests[message.number]
+                self._take_answer(request, message)
+                if request.future is None and not request.holds:
+                    del self._requests[message.number]
             case _:
-                if self._requests.take(answer):
-                    self._pauses.answered_well(asyncio.get_running_loop().time())
+                raise ChannelError(f"{type(message).__name__} while it is {self.state}, or for no request")
 
-    def _take_opening(self, answer: Opened | Refused) -> None:
-        if self._opening is None or self._opening.done():
-            raise ChannelError(f"{type(answer).__name__}, but its adapter is not being opened")
-        if isinstance(answer, Opened):
-            assert self._state is HostState.STARTING
-            self.capabilities = answer.capabilities
-            self._advertisement = answer.advertisement
-            self._state = HostState.UP
-            self._opening.set_result(None)
-        elif answer.kind == "ConfigError":
-            self._opening.set_exception(ConfigError(answer.message, field=answer.field))
+    def _take_answer(
+        self, request: _Request, message: frames.Answer | frames.Raised | frames.Dropped
+    ) -> None:
+        if isinstance(message, frames.Dropped):
+            self._drop(request, message.indices)
+            return
+        future = request.future
+        if future is None:
+            raise ChannelError(f"request {message.number} was answered before")
+        if isinstance(message, frames.Raised):
+            kind = StorageError if message.kind == "StorageError" else HostedError
+            request.future = None
+            if not future.done():
+                future.set_exception(kind(message.message))
+            return
+        result = frames.result_of(request.operation, request.count, message)
+        self._drop(request, message.dropped)
+        request.future = None
+        if not future.done():
+            future.set_result(result)
+
+    def _drop(self, request: _Request, indices: list[int]) -> None:
+        for index in indices:
+            hold = request.holds.pop(index, None)
+            if hold is None:
+                raise ChannelError(f"item {index} of {request.count} is dropped but not held")
+            hold.drop()
+
+    # --- silence -----------------------------------------------------------------------------------------
+
+    def _look_later(self) -> None:
+        due_s = self._due_s()
+        self._timer = None if due_s is None else asyncio.get_running_loop().call_at(due_s, self._look)
+
+    def _look(self) -> None:
+        """Kill a child that has been silent for too long, or look again later."""
+        if self._channel is not None:
+            self._channel.read()  # frames that came while the loop was busy count as signs of work
+        due_s, self._timer = self._due_s(), None
+        if due_s is not None and due_s <= asyncio.get_running_loop().time():
+            self._break(f"{len(self._requests)} operations under way, silent or slow for too long")
         else:
-            text = f"{answer.message}{self._last_lines()}"
-            self._opening.set_exception(StorageError(text, field=answer.field))
+            self._look_later()
 
-    def _last_lines(self) -> str:
-        lines = "" if self._process is None else self._process.last_lines()
-        return f"; its last lines: {lines}" if lines else ""
+    def _due_s(self) -> float | None:
+        """When the child is to be killed if it sends nothing; None while it has no work with a time limit."""
+        working = [request for request in self._requests.values() if request.operation != "clear"]
+        if self._channel is None or not working:
+            return None
+        due = [(self._heard_s, sum([request.bytes for request in working]))]
+        if self.capabilities.quiesce == "never":
+            due += [(request.begun_s, request.bytes) for request in working]
+        return min(since_s + self.kill_s * (1 + size / self._bytes_per_kill) for since_s, size in due)
 
     # --- the children ------------------------------------------------------------------------------------
 
@@ -431,32 +418,24 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         """Spawn a child and wait until its adapter is open. Raises as `open`, after telling the child to end."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            process = HostProcess(self.name, theirs.fileno(), self._pool_fds, self._reaped)
-        except OSError:
-            ours.close()
-            theirs.close()
-            raise
-        theirs.detach()
-        assert self._state in (HostState.CLOSED, HostState.DOWN)
-        self._state = HostState.STARTING
-        self._process = process
-        self._pipe = Pipe(ours, self._came, lambda: self._broken(""))
+        self._process = HostProcess(self.name, theirs.detach(), self._pool_fds, self._reaped)
+        self._channel = Channel(ours, self._came, lambda: self._break(""))
+        self._refusal = None
         self._opening, self._ended = loop.create_future(), loop.create_future()
-        process.start()
+        self._process.start()
         try:
-            self._told_level = log.getEffectiveLevel()
+            self._childs_level = log.getEffectiveLevel()
             self._send(self._configuration())
             await self._opening
         except ChannelError as error:
             self._opening.cancel()
-            self._broken("")
+            self._break("")
             where = self._config.place.path
             raise ConfigError(f"{where}: its fields take {error}", field=where) from None
         except BaseException:
-            self._broken("")
+            self._break("")
             raise
-        log.info("%s: its host is up, process %d", self.name, process.pid)
+        log.info("%s: its host is up, process %d", self.name, self._process.pid)
 
     def _configuration(self) -> frames.Configure:
         context, tier = self._context, self._config
@@ -469,92 +448,79 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
             instance_id=context.instance_id,
             region_bytes=context.region_bytes,
             import_paths=[path or os.getcwd() for path in sys.path],
-            log_level=self._told_level,
+            log_level=self._childs_level,
         )
 
-    def _broken(self, why: str) -> None:
-        """Kill the child and read nothing more from it. Its operations wait until it was reaped.
+    def _level_changed(self) -> None:
+        """Tell the child the level of this process's log, unless it knows it."""
+        if (level := log.getEffectiveLevel()) != self._childs_level:
+            self._childs_level = level
+            self._send(frames.Level(level))
+
+    def _break(self, why: str) -> None:
+        """Kill the child and read nothing more from it; idempotent. Its operations wait until it was reaped.
 
         `why` is logged; empty: the log line of the child's end is enough.
         """
-        if self._pipe is None:
+        if self._channel is None:
             return
         if why and not self._closed:
             log.warning("%s: killing its host: %s", self.name, why)
-        self._pipe.close()
-        self._pipe = None
-        assert self._state in (HostState.STARTING, HostState.UP)
-        self._state = HostState.DOWN
+        self._channel.close()
+        self._channel = None
         assert self._process is not None
         self._process.kill()
 
     def _reaped(self, how: str) -> None:
         """The child was reaped, so it cannot touch the bytes any more."""
-        if self._pipe is not None:
-            self._pipe.read_last()
-        self._told = Told()
-        under_way = self._requests.settle()
+        if self._channel is not None:
+            self._channel.read(frames.LAST_FRAMES)
+        self._break("")
+        self._counted = frames.Counted()
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            for hold in request.holds.values():
+                hold.drop()
+            if request.future is not None and not request.future.done():
+                request.future.set_result(HOST_DIED)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if not self._closed:
-            log.error("%s: its host ended with %s, %d operations were under way", self.name, how, under_way)
-        if self._opening is not None and not self._opening.done():
-            self._opening.set_exception(
-                StorageError(
-                    f"{self.name}: its host process ended with {how} before the adapter was open{self._last_lines()}",
-                    field=self.name,
-                )
+            log.error(
+                "%s: its host ended with %s, %d operations were under way", self.name, how, len(requests)
             )
-        assert self._ended is not None
+        assert self._process is not None and self._opening is not None and self._ended is not None
+        if not self._opening.done():
+            self._opening.set_exception(self._why_not_open(how, self._process.last_lines()))
         self._ended.set_result(how)
+
+    def _why_not_open(self, how: str, lines: str) -> Exception:
+        refusal = self._refusal
+        if refusal is not None and refusal.kind == "ConfigError":
+            return ConfigError(refusal.message, field=refusal.field)
+        ended = f"{self.name}: its host process ended with {how} before the adapter was open"
+        text, field = (ended, self.name) if refusal is None else (refusal.message, refusal.field)
+        return StorageError(f"{text}; its last lines: {lines}" if lines else text, field=field)
 
     async def _keep_up(self) -> None:
         """Whenever a child has ended, start another after a pause that grows."""
         loop = asyncio.get_running_loop()
-        self._pauses.begun(loop.time())
-        while not self._closed:
+        pause_s, begun_s = FIRST_PAUSE_S, loop.time()
+        while True:
             assert self._ended is not None
             await asyncio.wait({self._ended})
-            await asyncio.sleep(self._pauses.next_s(loop.time()) * self._random.uniform(0.5, 1.0))
+            if loop.time() - begun_s >= STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, self._max_pause_s)
             self._restarts += 1
             try:
                 async with asyncio.timeout(OPEN_S):  # wait_for may swallow a cancellation
                     await self._begin()
             except (StorageError, ConfigError, TimeoutError, OSError) as error:
                 log.error("%s: its host could not be started again: %s", self.name, error)
-            self._pauses.begun(loop.time())
-
-    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
-        due_s = self._due_s()
-        self._timer = None if due_s is None else loop.call_at(due_s, self._look)
-
-    def _look(self) -> None:
-        """Kill a child that has been silent for too long, or look again later."""
-        loop = asyncio.get_running_loop()
-        if self._pipe is not None:
-            self._pipe.read()  # frames that came while the loop was busy count as signs of work
-        due_s = self._due_s()
-        if due_s is not None and due_s <= loop.time():
-            self._timer = None
-            self._broken(f"{len(self._requests)} operations under way, silent or slow for too long")
-        else:
-            self._look_later(loop)
-
-    def _due_s(self) -> float | None:
-        """When the child is to be killed if it sends nothing; None while it has no work with a time limit."""
-        if self._pipe is None:
-            return None
-        return self._requests.due_s(by_age=self.capabilities.quiesce == "never")
+            begun_s = loop.time()
 
 
-def _parts_of(items: Sequence[Any], places: Sequence[int]) -> Iterator[tuple[Sequence[int], dict[str, Any]]]:
-    """The places of each frame's items, and the fields of the Ask that they share."""
-
-    def ask_of(place: int) -> tuple[bool, bytes] | None:
-        ask: Ask | None = getattr(items[place], "ask", None)
-        return None if ask is None else (ask.each, ask.owner)
-
-    for asked, group in itertools.groupby(places, ask_of):
-        for part in frames.parts_of(list(group)):
-            yield part, {} if asked is None else {"each": asked[0], "owner": asked[1]}
+_LEADING = Ask()
