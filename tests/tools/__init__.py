@@ -1,1 +1,1 @@
-"""Commands of contributors: they prepare environments and run the demo, soak and chaos."""
+"""Commands of contributors: they prepare environments and run the demo and soak."""

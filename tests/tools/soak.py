@@ -14,20 +14,24 @@ to its end. The run fails
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
 import random
+import secrets
 import sys
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvstrata.cli import asking
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually
 from tests.harness.open_files import open_files
 from tests.harness.server_process import ServerProcess
-from tests.tools.ordeal import Journal, command
+from tests.tools.provision import ROOT
 
 L1_MB = 32
 MOST_CLIENTS = 6
@@ -42,6 +46,52 @@ SLACK_BYTES = 16 << 20
 """Allowed growth of anonymous memory whatever the number of sessions: the index of L2, bounded by L2's capacity."""
 LOG_SLACK_BYTES = 64 << 10
 """Pausing and resuming the tier is logged."""
+
+
+class Journal:
+    """Counts and failures of a run, and a line in a file for each event."""
+
+    def __init__(self, path: Path, seed: int, minutes: float) -> None:
+        self.seed = seed
+        self.minutes = minutes
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self.numbers: dict[str, Any] = {}
+        self.begin()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self.close = self._file.close
+
+    def begin(self) -> None:
+        """Start the time; called when the server under test is running."""
+        self._begun_s = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        return bool(self.failures) or self.elapsed_s >= 60 * self.minutes
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._begun_s
+
+    def note(self, what: str, **more: Any) -> None:
+        self.counts[what] += 1
+        self._file.write(json.dumps({"at_s": round(self.elapsed_s, 3), "what": what, **more}) + "\n")
+        self._file.flush()
+
+    def fail(self, what: str) -> None:
+        self.note("failure", message=what)
+        self.failures.append(what)
+
+    def verdict(self) -> dict[str, Any]:
+        return {
+            "passed": not self.failures,
+            "seed": self.seed,
+            "minutes": round(self.elapsed_s / 60, 2),
+            "counts": dict(sorted(self.counts.items())),
+            "numbers": self.numbers,
+            "failures": self.failures,
+        }
 
 
 class Sample(NamedTuple):
@@ -151,7 +201,7 @@ class Soak:
         if len(self._clients) < MOST_CLIENTS:
             engine = CacheEngine(self._server.socket_dir, group=self._draw.randbytes(16), num_blocks=256)
             self._clients.append(engine.__enter__().connect())
-            self._journal.add("session", 1)
+            self._journal.counts["session"] += 1
 
     def _leave(self) -> None:
         if self._clients:
@@ -171,20 +221,20 @@ class Soak:
         prompt = [*begin, *range(self._next_token, self._next_token + more)]
         self._next_token += more
         outcomes = self._draw.choice(self._clients).stored(prompt)
-        self._journal.add("chunks stored", outcomes.count("stored"))
+        self._journal.counts["chunks stored"] += outcomes.count("stored")
         self._conversations = [*self._conversations[1 - CONVERSATIONS :], prompt]
 
     def _ask(self) -> None:
         if self._clients and self._conversations:
             engine, prompt = self._draw.choice(self._clients), self._draw.choice(self._conversations)
             hit = engine.hit(prompt, sync=self._draw.random() < 0.5)
-            self._journal.add("chunks verified", hit)
+            self._journal.counts["chunks verified"] += hit
 
     def _change_tiers(self) -> None:
         self._paused = not self._paused
         path = f"/v1/l2/adapters/fs-1/{'pause' if self._paused else 'resume'}"
         asking.ask(self._server.url, asking.Ask(path, {}, "", timeout_s=60))
-        self._journal.add("tiers paused or resumed", 1)
+        self._journal.counts["tiers paused or resumed"] += 1
 
 
 def run(journal: Journal, draw: random.Random) -> None:
@@ -208,5 +258,35 @@ def run(journal: Journal, draw: random.Random) -> None:
                 journal.fail(f"the server ended with an error:\n{server.log_tail()}")
 
 
+def main() -> int:
+    """Exit status 0 when the run passed. The verdict goes to build/soak/verdict.json."""
+    parser = argparse.ArgumentParser(
+        prog="make soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long to run (default: %(default)g)")
+    parser.add_argument("--seed", type=int, help="seed of all random choices (default: a new one)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "soak", help="folder of the results")
+    arguments = parser.parse_args()
+    if arguments.minutes <= 0:
+        parser.error(f"--minutes: {arguments.minutes:g}, must be greater than 0")
+    seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
+    journal = Journal(arguments.out / "journal.jsonl", seed, arguments.minutes)
+    print(f"soak: seed {seed}, {arguments.minutes:g} minutes, journal in {arguments.out}", flush=True)
+    try:
+        run(journal, random.Random(seed))
+    except KeyboardInterrupt:
+        journal.fail("interrupted")
+    finally:
+        journal.close()
+    found = journal.verdict()
+    (arguments.out / "verdict.json").write_text(json.dumps(found, indent=1) + "\n")
+    for what, count in [*found["counts"].items(), *found["numbers"].items()]:
+        print(f"  {what:<32}{count}")
+    for failure in journal.failures:
+        print(f"  FAILED: {failure}", file=sys.stderr)
+    print(f"soak: {'passed' if found['passed'] else 'FAILED'} (seed {seed})", flush=True)
+    return 0 if found["passed"] else 1
+
+
 if __name__ == "__main__":
-    sys.exit(command("soak", __doc__, run))
+    sys.exit(main())

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvstrata.errors import StorageError
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
 from kvstrata.testing.strategies import Found, ask_for, key_of, lent_context, load_item, put_item, watched
 from kvstrata.tiers.base import Presence, PutOutcome, PutStatus
@@ -108,10 +107,3 @@ async def test_invalid_numbers_of_an_adapter_cost_only_these_numbers(bad) -> Non
     (orders / "numbers.raise").touch()
     await until(lambda: adapter.numbers() == {})
     assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
-
-
-async def test_an_error_of_clear_in_a_host_reaches_the_caller(bad) -> None:
-    adapter, orders = bad
-    (orders / "clear.refuse").touch()
-    with pytest.raises(StorageError, match="bad medium: mend it"):
-        await adapter.clear()

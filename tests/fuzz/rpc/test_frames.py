@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import platform
-import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -264,40 +257,3 @@ def test_a_real_server_survives_any_bytes_on_its_ports(server: ServerProcess, da
     observer.connect()
     assert observer.ping().epoch == server.ready["epoch"]
     observer.close()
-
-
-HAS_WHEEL = sys.version_info < (3, 14) and platform.machine() == "x86_64"
-"""The condition of `pyproject.toml` for atheris: where it holds, `make setup` has installed atheris."""
-FUZZED_S = 5
-
-
-@pytest.mark.long
-@pytest.mark.integration
-@pytest.mark.parametrize("target", ["rpc", "attach"])
-def test_atheris_finds_nothing_in_a_short_run(target: str, tmp_path: Path) -> None:
-    """Coverage-guided; `python -m tests.fuzz.rpc.coverage_guided rpc` alone runs until it is stopped."""
-    if importlib.util.find_spec("atheris") is None:
-        reason = "atheris is not installed: pip install '.[test]'"
-        if HAS_WHEEL and os.environ.get("CI") == "true":
-            pytest.fail(f"CI=true requires it: {reason}")
-        pytest.skip(reason)
-    (tmp_path / "corpus").mkdir()
-    ran = subprocess.run(
-        [
-            sys.executable,
-            *("-m", "tests.fuzz.rpc.coverage_guided", target),
-            *(f"-max_total_time={FUZZED_S}", "-seed=1", "-max_len=400"),
-            f"-artifact_prefix={tmp_path}/",
-            str(tmp_path / "corpus"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "PYTHONPATH": "src"},
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    assert (
-        int(re.findall(r"^Done (\d+) runs", ran.stderr, re.M)[-1]) > len(os.listdir(tmp_path / "corpus")) > 0
-    )

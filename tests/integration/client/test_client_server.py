@@ -51,17 +51,6 @@ def test_chunks_that_are_present_are_not_copied_again(engine):
     assert job.bytes == 2 * engine.blocks.plan.payload_bytes(2)
 
 
-def test_present_tells_for_each_chunk_whether_it_is_in_l1(engine):
-    tokens = prompt(3)
-    root, hasher = engine.identity().root, engine.hasher(tokens)
-    chunks = [(root, hasher.key(chunk)) for chunk in range(3)]
-    engine.stored(tokens[: 2 * CHUNK_TOKENS])
-    assert engine.client.pool.present(chunks) == [True, True, False]
-    assert engine.client.pool.present([chunks[2], chunks[0]]) == [False, True]
-    engine.client.close()
-    assert engine.client.pool.present(chunks) is None
-
-
 @pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_an_extent_with_another_chunks_bytes_is_never_loaded(engine, sync):
     tokens = prompt(3)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +85,6 @@ def test_ctl_lists_and_frees_extents_that_a_device_may_still_write(tmp_path: Pat
         assert ctl(server, "clear", "all") == {"cleared": [row]}
         assert ctl(server, "list") == {"stranded": []}
         assert server.get("/v1/status")["pool"]["quarantined_bytes"] == 0
-
-
-def test_a_chunk_damaged_while_no_server_ran_is_a_miss(start: Callable[..., ServerProcess]) -> None:
-    server = start()
-    with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        chain = chain_of(identity.root, 4)
-        client.store(identity, chain)
-        reply = client.lookup(identity.identity_id, chain)
-        extent = unpack_extents(reply.extents)[2]
-        server.kill()
-        assert client.extents is not None
-        client.extents.view(extent.offset_bytes, extent.length_bytes)[RECORD_BYTES - 1] ^= 0xFF
-        server.start()
-        client.attach()
-        found = client.lookup(client.identify().identity_id, chain)
-        assert found.n_chunks == 2
-        client.release([(client.session, found.seq)])
 
 
 def test_importing_server_and_benchmark_brings_neither_torch_nor_fastapi() -> None:

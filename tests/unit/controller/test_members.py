@@ -13,7 +13,7 @@ from kvstrata.controller.members import MAX_DEAD
 from kvstrata.errors import KvstrataError
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.known_members import KnownMembers
-from tests.unit.controller.member_messages import CURRENT, NEXT, OLD, events, heartbeat, in_state, register
+from tests.unit.controller.member_messages import CURRENT, NEXT, OLD, heartbeat, in_state, register
 
 REQUESTS: dict[str, Callable[..., Any]] = {
     "register": lambda known, who, **key: known.register(register(who), 33.0, **key),
@@ -75,20 +75,6 @@ def test_a_superseded_incarnation_comes_back_once_its_successor_is_dead_and_the_
     assert CURRENT not in known.get("a").superseded
 
 
-def test_events_count_only_from_the_living_incarnation_of_a_member():
-    for state, who, dropped in (
-        ("gone", CURRENT, "unknown_instance"),
-        ("restored", CURRENT, "restored_instance"),
-        ("dead", CURRENT, "dead_instance"),
-        ("live", OLD, "superseded"),
-        ("live", NEXT, "superseded"),
-        ("live", CURRENT, ""),
-    ):
-        known = in_state(state)
-        assert (known.events(events(1, who)) is None) == bool(dropped)
-        assert known.syncs.dropped == ({dropped: 1} if dropped else {})
-
-
 def test_the_keys_of_an_older_incarnation_are_forgotten_and_its_commands_end():
     known = in_state("confirmed")
     member = known.get("a")
@@ -144,16 +130,6 @@ def test_time_in_which_the_controller_stood_still_counts_as_no_members_silence(j
     for step in range(0, 40, 4):
         known.tick(1.5 + jump_s + step)
     assert known.get("a").state is MemberState.DEAD
-
-
-def test_members_are_bounded():
-    known = KnownMembers(max_instances=3)
-    for number in range(3):
-        known.register(register(name=f"i{number}"), 0.0)
-    with pytest.raises(KvstrataError) as denied:
-        known.register(register(name="more"), 0.0)
-    assert denied.value.code == "refused" and denied.value.retry_after_ms > 0
-    known.register(register(NEXT, name="i0"), 0.0)  # a member may restart
 
 
 @pytest.mark.parametrize("incarnation", [CURRENT, NEXT])

@@ -1,4 +1,4 @@
-"""The splicer's reading of chunked coding against the grammar; what it passes on is tested in ext/core/tests/splice."""
+"""The splicer's reading of chunked coding against the grammar; ext/core/tests/splice tests what it passes on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from kvstrata.native.core import decoded
 from tests.oracles.chunks import body_of
 
 PIECES = st.sampled_from(
-    [b"5\r\nhello\r\n", b"1;a=b\r\nx\r\n", b"0\r\n", b"\r\n", b"0\r\n\r\n", b"X: y\r\n", b"a", b";", b"\n"]
-)
+    [b"5\r\nhello\r\n", b"1;a=b\r\nx\r\n", b"0\r\n", b"\r\n", b"0\r\n\r\n", b"X: y\r\n", b"a", b";", b"\n", b"\r",
+     b"5 \r\n", b"-5\r\n", b"0x5\r\n", b"5;a\x01\r\n", b"1000000000000000\r\n", b"FFFFFFFFFFFFFFFFF\r\n"]
+)  # fmt: skip
 BODIES = st.lists(st.binary(min_size=1, max_size=40), max_size=6)
 
 
@@ -27,3 +28,12 @@ def test_whatever_comes_is_read_as_the_grammar_says(coded: bytes) -> None:
         assert body_of(coded) == (body, used)
     else:
         assert body_of(coded) is None
+
+
+def test_lines_and_trailers_are_bounded() -> None:
+    line, trailers = b"5;" + b"a" * (4096 - 1), b"X: 0123456789\r\n" * (4700)
+    assert [decoded(line)[2], decoded(line + b"a")[2], decoded(b"0\r\n" + trailers)[2]] == [
+        "more",
+        "broken",
+        "broken",
+    ]

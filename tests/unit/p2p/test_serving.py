@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import pytest
 import zmq
 import zmq.asyncio
 
 from kvstrata.errors import ClusterFailure, Refused
-from kvstrata.native.core import Pool
 from kvstrata.p2p import serving
 from kvstrata.p2p.lent import ABSENT, LIMIT
 from kvstrata.p2p.serving import DRAINING, MAX_LEASES, PeerLeases
@@ -247,18 +245,3 @@ async def test_garbage_is_answered_with_an_error_and_disturbs_no_other_reader(
     sender.destroy(linger=0)
     [key] = l1.store(chain("a", 1))
     assert (await link.ask(PeerLease(0, "reader", key, 1, 1_000), PeerLeased, LONG_S)).lease
-
-
-def test_records_leased_to_peers_by_a_server_that_was_killed_are_free_for_the_next() -> None:
-    fds = [os.memfd_create(name) for name in ("index", "extents")]
-    first = L1.__new__(L1)
-    first.pool = Pool.create(*fds, extents_bytes=L1_BYTES, entry_capacity=1024)
-    first.row = first.pool.claim_row(b"s" * 16, b"g" * 16, os.getpid())
-    [key] = first.store(chain("a", 1))
-    assert PeerLeases(first.pool).lease(key, 1, 60.0, 0.0).number
-    assert first.pool.remove(key) == 0
-    second = Pool.adopt(*fds)
-    assert second.verify(key) == (1, 0)
-    assert second.remove(key) == 1
-    for fd in fds:
-        os.close(fd)

@@ -17,9 +17,6 @@ from kvstrata.types import KEY_BYTES
 from tests.unit.tiers.host_double import (
     CAPABILITIES,
     PUT_DIED,
-    STORED,
-    all_stored,
-    opened_with,
     until,
 )
 
@@ -67,18 +64,6 @@ async def test_a_cancelled_wait_keeps_its_holds_until_the_child_has_dropped_them
     child.say(ended(request.number, bytes(2), [0]))
     await watched(items[0]).until_dropped()
     assert adapter.host_status()["requests"] == 0
-
-
-async def test_a_hold_may_be_dropped_after_its_batch_was_answered(pair) -> None:
-    adapter, child = pair
-    item = put_item(key_of(1), 100)
-    wait = asyncio.create_task(adapter.put([item]))
-    request = await child.request()
-    child.say(all_stored(request, dropped=False))
-    assert await wait == [STORED]
-    assert not watched(item).dropped.is_set()
-    child.say(frames.Dropped(request.number, [0]))
-    await watched(item).until_dropped()
 
 
 def packed(*values: object) -> bytes:
@@ -163,16 +148,6 @@ async def test_a_batch_larger_than_a_frame_is_asked_in_parts(pair) -> None:
         child.say(found(request.number, bytes([2]) * count, frames.word_of("r" * 99)))
     assert asked == b"".join(keys)
     assert await wait == [Found(Presence.UNKNOWN, "r" * frames.MAX_REASON_BYTES)] * len(keys)
-
-
-async def test_evicted_keys_are_passed_on() -> None:
-    evicted: list[bytes] = []
-    adapter, child = await opened_with(evicted.append)
-    child.say(frames.Evicted([key_of(1), key_of(2)]))
-    await until(lambda: evicted)
-    assert evicted == [key_of(1), key_of(2)]
-    child.reaps_at_once = True
-    await adapter.close()
 
 
 async def test_a_childs_numbers_are_shown_until_it_is_gone_and_are_no_sign_of_progress(pair) -> None:

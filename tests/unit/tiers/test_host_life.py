@@ -180,12 +180,3 @@ async def test_the_error_of_a_child_that_cannot_open_is_raised(raised, kind) -> 
     with pytest.raises(kind, match=str(raised).replace("[", r"\[")) as caught:
         await opening
     assert caught.value.field == getattr(raised, "field", "")
-
-
-async def test_a_child_that_ends_before_its_adapter_is_open_is_an_error_that_says_how() -> None:
-    adapter = HostedAdapter(CONFIG, kill_ms=1)
-    opening = asyncio.create_task(adapter.open(lent_context(lambda key: None)))
-    await until(lambda: Child.made)
-    Child.made[0].reap()
-    with pytest.raises(StorageError, match=r"hosted-0: its host process ended with SIGKILL before"):
-        await opening

@@ -143,57 +143,6 @@ TEST(a_record_that_cannot_be_unlinked_stays_counted) {
   fs.check_usage();
 }
 
-TEST(a_full_disk_evicts_what_can_leave_and_then_throttles) {
-  Fs fs;
-  std::atomic<std::size_t> room = 4;
-  fs.files.before = [&](const std::string& call, const std::string&) {
-    return call == "write" && on_disk(fs.base).records >= room ? error(ENOSPC) : Status();
-  };
-  for (int number = 0; number < 10; ++number)
-    CHECK(stored(*fs.connector, {number}, kPayload));
-  CHECK(exists(*fs.connector, 9));
-  CHECK(!exists(*fs.connector, 0));
-  std::vector<Digest> evicted;
-  fs.connector->take_evicted(&evicted);
-  CHECK_EQ(evicted.size(), 6U);
-  room = 0;
-  for (const int full : {ENOSPC, EDQUOT}) {
-    fs.fail("write", full);
-    const std::vector<PutItem> items = put_all(*fs.connector, records_of({99}, kPayload));
-    CHECK(items[0].status == PutStatus::kThrottled);
-    CHECK_EQ(std::string(items[0].reason), std::string("disk_full"));
-  }
-  fs.mend();
-  fs.check_usage();
-}
-
-TEST(a_file_system_with_fewer_names_than_records_evicts_and_never_stops) {
-  constexpr std::size_t kNames = 40;
-  Fs fs;
-  const auto names = [&] {
-    std::filesystem::recursive_directory_iterator all(fs.base);
-    return static_cast<std::size_t>(std::distance(begin(all), end(all)));
-  };
-  fs.files.before = [&](const std::string& call, const std::string&) {
-    const bool makes = call == "create" || call == "make_folder";
-    return makes && names() >= kNames ? error(ENOSPC) : Status();
-  };
-  for (int number = 0; number < 60; ++number) {
-    CHECK(stored(*fs.connector, {number}, kPayload));
-    CHECK(exists(*fs.connector, number));
-  }
-  CHECK(fs.connector->usage().records > kNames / 8);
-  std::vector<PutItem> items = put_all(*fs.connector, records_of({101, 102, 103, 104}, kPayload));
-  for (const PutItem& item : items)
-    CHECK(item.status == PutStatus::kStored);
-  fs.check_usage();
-  (void)fs.connector->clear();  // only empty directories are left, which take all names
-  for (int name = 10; names() < kNames; ++name)
-    std::filesystem::create_directories(fs.base + "/aa/" + std::to_string(name));
-  CHECK(stored(*fs.connector, {200}, kPayload));
-  fs.check_usage();
-}
-
 TEST(a_record_whose_access_time_cannot_be_set_is_loaded) {
   Fs fs;
   CHECK(stored(*fs.connector, {1}, kPayload));
@@ -469,30 +418,4 @@ TEST(whatever_threads_do_at_once_usage_is_what_lies_there_and_the_cap_holds) {
     CHECK(!wrong);
     fs.check_usage();
   }
-}
-
-// Servers that share a directory.
-
-namespace {
-
-std::unique_ptr<FsConnector> sharer(const std::string& base, std::uint64_t capacity_bytes = 0) {
-  FsOptions options = fs_options(base, capacity_bytes);
-  options.shared = true;
-  auto connector = std::make_unique<FsConnector>(options, posix_files());
-  CHECK_EQ(connector->open({.instance_id = "test"}), std::string());
-  return connector;
-}
-
-}  // namespace
-
-TEST(a_server_takes_the_folder_of_one_that_has_gone_and_caps_it) {
-  const TestFolder folder;
-  auto first = sharer(folder.path);
-  const auto second = sharer(folder.path);
-  CHECK(stored(*first, {1, 2, 3}, kPayload));
-  first.reset();
-  CHECK(exists(*second, 1));
-  first = sharer(folder.path, 2 * kCharge);
-  CHECK_EQ(first->usage().records, std::uint64_t{2});
-  CHECK_EQ(second->usage().records, std::uint64_t{0});
 }
