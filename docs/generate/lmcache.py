@@ -54,10 +54,12 @@ Flags of a server that mean more together, or with a value:
 
 - `--l1-size-gb` and `--eviction-policy`, which `lmcache server` requires, without `--l2-adapter`: no L2, as there.
   Without one of the two, a server makes its embedded disk tier.
-- `--eviction-policy noop --l2-store-policy skip_l1`: LRU. Chunks are put to L2 when they are stored, and leave L1 when
-  their room is needed.
+- `--eviction-policy noop --l2-store-policy skip_l1`: VALUE. Chunks are put to L2 when they are stored, and leave L1
+  when their room is needed.
 - `--eviction-policy noop` alone is kept: once L1 is full, every further store is refused.
-- `--eviction-policy IsolatedLRU`: LRU, with quotas by `kvstrata ctl quota` or `quotas_gb`. A tenant without a quota
+- `--eviction-policy` with another name of a policy: VALUE ([what is kept, and why](value.md)). In a file, `l1:
+  {{eviction_policy: LRU}}` evicts strictly by last use.
+- `--eviction-policy IsolatedLRU`: VALUE, with quotas by `kvstrata ctl quota` or `quotas_gb`. A tenant without a quota
   shares L1 with all others.
 - `--l2-adapter` of type `nixl_store` with `POSIX` and a `file_path`: type `fs`, in a folder of its own below that path.
 - `replica_num` and `nof_replica_num` of a `mooncake_store` adapter: options of its `replicate`.

@@ -327,6 +327,8 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t entry_capacity
         string policy
         uint32_t max_session_share
+        double depth_cost
+        string lessons
 
     cdef cppclass Id16 "std::array<std::uint8_t, 16>":
         uint8_t* data() noexcept
@@ -411,6 +413,11 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
 
     cdef cppclass CPool "kvstrata::Pool":
         void has(const uint8_t*, size_t, uint8_t*) noexcept
+        cbool learn() noexcept
+        string lessons() noexcept
+        @staticmethod
+        cbool are_lessons(string) noexcept
+        void set_time(uint64_t) noexcept
         @staticmethod
         Status create(int, int, const PoolOptions&, shared_ptr[CPool]*) noexcept
         @staticmethod

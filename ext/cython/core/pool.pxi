@@ -183,7 +183,7 @@ cdef class LoadBatch:
         return outcomes
 
 
-cdef PoolOptions _options(extents_bytes, entry_capacity, policy, max_session_share) except *:
+cdef PoolOptions _options(extents_bytes, entry_capacity, policy, max_session_share, depth_cost, lessons) except *:
     cdef PoolOptions options
     if not 0 <= extents_bytes < 1 << 63:
         raise ValueError(f"extents_bytes: must be positive, got {extents_bytes}")
@@ -195,6 +195,10 @@ cdef PoolOptions _options(extents_bytes, entry_capacity, policy, max_session_sha
     options.entry_capacity = entry_capacity
     options.policy = policy.encode()
     options.max_session_share = max_session_share
+    if not 0 <= depth_cost <= 1:
+        raise ValueError(f"depth_cost: must be between 0 and 1, got {depth_cost}")
+    options.depth_cost = depth_cost
+    options.lessons = lessons
     return options
 
 
@@ -206,10 +210,12 @@ cdef class Pool:
             raise TypeError("a Pool comes from Pool.create() or Pool.adopt()")
 
     @staticmethod
-    def create(int index_fd, int extents_fd, *, extents_bytes, entry_capacity, policy="LRU",
-               max_session_share=8):
+    def create(int index_fd, int extents_fd, *, extents_bytes, entry_capacity, policy="VALUE",
+               max_session_share=8, depth_cost=0.0085, lessons=b""):
         cdef Pool self = Pool.__new__(Pool, MADE_HERE)
-        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, max_session_share)
+        cdef PoolOptions options = _options(
+            extents_bytes, entry_capacity, policy, max_session_share, depth_cost, lessons
+        )
         cdef Status status
         with nogil:
             status = CPool.create(index_fd, extents_fd, options, &self.pool)
@@ -217,10 +223,12 @@ cdef class Pool:
         return self
 
     @staticmethod
-    def adopt(int index_fd, int extents_fd, *, policy="LRU", max_session_share=8, extents_bytes=0,
-              entry_capacity=0):
+    def adopt(int index_fd, int extents_fd, *, policy="VALUE", max_session_share=8, extents_bytes=0,
+              entry_capacity=0, depth_cost=0.0085, lessons=b""):
         cdef Pool self = Pool.__new__(Pool, MADE_HERE)
-        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, max_session_share)
+        cdef PoolOptions options = _options(
+            extents_bytes, entry_capacity, policy, max_session_share, depth_cost, lessons
+        )
         cdef Status status
         cdef FormatMismatch mismatch
         with nogil:
@@ -243,6 +251,24 @@ cdef class Pool:
     @property
     def extents_address(self):
         return <size_t>self.pool.get().extents_address()
+
+    # the policy
+
+    def learn(self):
+        cdef cbool learnt
+        with nogil:
+            learnt = self.pool.get().learn()
+        return learnt
+
+    def lessons(self):
+        return self.pool.get().lessons()
+
+    @staticmethod
+    def are_lessons(bytes lessons):
+        return CPool.are_lessons(lessons)
+
+    def set_time(self, monotonic_ns):
+        self.pool.get().set_time(monotonic_ns)
 
     # rows
 

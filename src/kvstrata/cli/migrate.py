@@ -25,6 +25,7 @@ import yaml
 from kvstrata.cli.boundary import guarded
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.demands import bare_type, canonical, nearest, problems
+from kvstrata.config.flags import CLASSIC_POLICIES
 from kvstrata.config.lmcache import READ_ON, VERSION
 from kvstrata.config.lmcache.fates import NEARLY, NO_NAMES, find, is_on, meant
 from kvstrata.config.lmcache.flags import odirect
@@ -285,10 +286,10 @@ class Migration:
         if self._on("local_cpu_use_hugepages"):
             self._set("l1.use_hugepages", True, "local_cpu_use_hugepages")
         policy = self._get("cache_policy")
-        if str(policy).upper() in ("LRU", "ARC"):
-            self._set("l1.eviction_policy", policy, "cache_policy")
+        if str(policy).lower() in CLASSIC_POLICIES:
+            self._set("l1.eviction_policy", "VALUE", "cache_policy")
         elif policy:
-            self.failed["cache_policy"] = f"{policy!r:.80} is neither LRU nor ARC; LRU is the default"
+            self.failed["cache_policy"] = f"{policy!r:.80} is no policy of LMCache; VALUE is the default"
         if self._get("numa_mode") not in (None, "auto"):
             self.failed["numa_mode"] = "set l1.numa"
 

@@ -30,8 +30,8 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
 
     def notes(settings: ServerSettings) -> list[str]:
         noop = (
-            "l1.eviction_policy is noop: nothing leaves L1, so once it is full every further store is refused; LRU "
-            "evicts what was used longest ago"
+            "l1.eviction_policy is noop: nothing leaves L1, so once it is full every further store is refused; VALUE "
+            "evicts what is worth least"
         )
         about = [noop] if settings.l1.eviction_policy == "noop" else []
         return [*server_notes(os.environ, ClientSettings.__struct_fields__), *about]

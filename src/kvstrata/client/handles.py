@@ -136,6 +136,7 @@ class StoreOutcome(enum.StrEnum):
     ENTRIES_FULL = "entries_full"
     FROZEN = "frozen"
     PARENT_ABSENT = "parent_absent"
+    WORTH_LESS = "worth_less"
     BACKLOG = "backlog"
     """Too many bytes were waiting to be gathered; nothing was read."""
     UNAVAILABLE = "unavailable"

@@ -32,6 +32,8 @@ from kvstrata.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)
 LMCACHE_NEEDS = {"size_gb", "eviction_policy"}
+CLASSIC_POLICIES = {"lru", "isolatedlru", "arc", "s3fifo", "fifo", "lfu", "mru"}
+"""Values of --eviction-policy, LMCache's among them, that are taken as VALUE."""
 """Settings of L1 whose flags `lmcache server` requires, and no command line of ours needs both."""
 
 
@@ -195,17 +197,22 @@ def parse(prog: str, arguments: Sequence[str]) -> Flags:
         flags.settings["engines"] = [{"url": url} for url in flags.settings["engines"]]
     l1 = flags.settings.get("l1", {})
     policy = str(l1.get("eviction_policy")).lower()
-    if policy == "isolatedlru":
-        l1["eviction_policy"] = "LRU"
+    if policy in CLASSIC_POLICIES:
+        l1["eviction_policy"] = "VALUE"
+        isolated = (
+            "; `kvstrata ctl quota` and quotas_gb say how much of L1 a tenant may have; a tenant without a quota "
+            "shares L1 with all others, where LMCache keeps nothing of it"
+        )
         flags.notes.append(
-            "--eviction-policy IsolatedLRU is taken as LRU: `kvstrata ctl quota` and quotas_gb say how much of L1 a "
-            "tenant may have; a tenant without a quota shares L1 with all others, where LMCache keeps nothing of it"
+            f"--eviction-policy {policy} is taken as VALUE, which learns what is used again; in the file, "
+            "`l1: {eviction_policy: LRU}` evicts strictly by last use"
+            + (isolated if policy == "isolatedlru" else "")
         )
     elif policy == "noop" and any(word.rpartition("=")[2] == BUFFER_ONLY for word in arguments):
-        l1["eviction_policy"] = "LRU"
+        l1["eviction_policy"] = "VALUE"
         flags.notes.append(
-            f"--eviction-policy noop with --l2-store-policy {BUFFER_ONLY} is taken as LRU: nothing is put to L2 twice, "
-            "and stores are never refused because L1 is full of chunks that are in L2"
+            f"--eviction-policy noop with --l2-store-policy {BUFFER_ONLY} is taken as VALUE: nothing is put to L2 "
+            "twice, and stores are never refused because L1 is full of chunks that are in L2"
         )
     return flags
 

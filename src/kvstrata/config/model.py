@@ -23,8 +23,9 @@ class L1Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     size_gb: Annotated[Annotated[float, Meta(gt=0, le=1 << 20)] | None, says(
         "Size of the pool in shared memory, in GB; empty: 4, or less if less fits.")] = None
-    eviction_policy: Annotated[Literal["LRU", "ARC", "S3FIFO", "noop"], says(
-        "Which chunks are evicted first; `noop` never evicts and refuses stores instead.")] = "LRU"
+    eviction_policy: Annotated[Literal["VALUE", "LRU", "noop"], says(
+        "Which chunks are evicted first: `VALUE`, those of least use, which it learns; `LRU`, those not used for "
+        "longest; `noop` never evicts and refuses stores instead.")] = "VALUE"
     entries: Annotated[Annotated[int, Meta(ge=1024, le=1 << 26)] | None, says(
         "Chunks that the index has room for; empty: derived from the size.")] = None
     segment_dir: Annotated[str, says(

@@ -1,6 +1,6 @@
 """Where an instance's sockets and files lie.
 
-    <socket dir>/   rpc.sock  server.pid                               one per instance; a container must share it
+    <socket dir>/   rpc.sock  server.pid  lessons                      one per instance; a container must share it
     <segment dir>/  index  extents  sessions.lock  server.pid          on /dev/shm, handed out as descriptors
 
 The default socket directory depends only on uid, port and XDG_RUNTIME_DIR, so that server and engine find the same one
@@ -19,6 +19,8 @@ from kvstrata.errors import ConfigError
 
 RPC_SOCKET = "rpc.sock"
 PID_FILE = "server.pid"
+LESSONS = "lessons"
+"""What the eviction policy learnt (`Pool.lessons`), for the next server."""
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel allows 107 bytes; the others are spare for longer names."""

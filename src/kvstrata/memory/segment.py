@@ -33,7 +33,7 @@ import msgspec
 from kvstrata.config.private_dir import make_private_dir, path_id
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux
-from kvstrata.memory.paths import PID_FILE
+from kvstrata.memory.paths import LESSONS, PID_FILE
 from kvstrata.memory.segment_files import (
     EXTENTS,
     HOSTS_BYTE,
@@ -260,6 +260,7 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
             max_session_share=settings.max_session_share,
             extents_bytes=settings.extents_bytes,
             entry_capacity=settings.entry_capacity or 0,
+            lessons=_lessons(settings),
         )
     except PoolFormatError as error:
         return f"its {error.field} is {error.found:#x} and should be {error.expected:#x}"
@@ -269,6 +270,22 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
         return str(error)
     except ValueError as error:
         raise ConfigError(f"pool: {error}", field="pool") from error
+
+
+def _lessons(settings: SegmentSettings) -> bytes:
+    """What the policy of an earlier server learnt, empty if there is nothing usable."""
+    path = settings.socket_dir / LESSONS
+    try:
+        lessons = path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        _log.warning("segment: %s: %s; the eviction policy learns anew", path, error)
+        return b""
+    if Pool.are_lessons(lessons):
+        return lessons
+    _log.warning("segment: %s is damaged or of another version; the eviction policy learns anew", path)
+    return b""
 
 
 def _host_left(sessions_lock_fd: int) -> int | None:
@@ -291,6 +308,7 @@ def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
             entry_capacity=settings.entries(),
             policy=settings.policy,
             max_session_share=settings.max_session_share,
+            lessons=_lessons(settings),
         )
     except ValueError as error:
         raise ConfigError(f"pool: {error}", field="pool") from error

@@ -135,7 +135,7 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the extents' file, a multiple of 4096."""
     entry_capacity: int | None = None
     """Entries of the index; None: one per 64 KiB of L1, at least 16 Ki, at most 4 Mi."""
-    policy: str = "LRU"
+    policy: str = "VALUE"
     max_session_share: int = 8
     huge_pages: bool = False
     """Make the extents of pages of 2 MiB; `extents_bytes` must then be a multiple of that."""

@@ -492,13 +492,17 @@ class Pool:
         *,
         extents_bytes: int,
         entry_capacity: int,
-        policy: str = "LRU",
+        policy: str = "VALUE",
         max_session_share: int = 8,
+        depth_cost: float = 0.0085,
+        lessons: bytes = b"",
     ) -> Pool:
         """Makes a pool in two empty files and sizes them.
 
         `extents_bytes`: a multiple of 4096.  `entry_capacity`: most extents (144 bytes of index each).
-        `policy`: LRU, ARC, S3FIFO or noop (never evicts).  The reserved and quarantined extents of one row may take at
+        `policy`: VALUE, LRU, or noop (never evicts).  `depth_cost`: by which share of the first chunk's cost each
+        further chunk of a prompt costs more to compute than the one before it.  `lessons`: those of an earlier pool.
+        The reserved and quarantined extents of one row may take at
         most 1/`max_session_share` of the pool, but one extent is always allowed.
         Raises ValueError naming a bad option, OSError when a file cannot be sized or mapped.
         """
@@ -507,10 +511,12 @@ class Pool:
         index_fd: int,
         extents_fd: int,
         *,
-        policy: str = "LRU",
+        policy: str = "VALUE",
         max_session_share: int = 8,
         extents_bytes: int = 0,
         entry_capacity: int = 0,
+        depth_cost: float = 0.0085,
+        lessons: bytes = b"",
     ) -> Pool:
         """Takes over the pool that another server left, in a new epoch.
 
@@ -530,6 +536,14 @@ class Pool:
         """The server's own mapping of the extents, valid until the pool and its last hold are gone."""
     @property
     def closed(self) -> bool: ...
+    def learn(self) -> bool:
+        """Learns what is worth keeping from the requests since the last time, in milliseconds; False: too few."""
+    def lessons(self) -> bytes:
+        """All that was learnt, at most 1 MiB, for a later pool. It names no prompt."""
+    @staticmethod
+    def are_lessons(lessons: bytes) -> bool: ...
+    def set_time(self, monotonic_ns: int) -> None:
+        """For a replay: the policy's time is this from now on, not the clock's."""
     def claim_row(self, session: bytes, group: bytes, pid: int, registers_memory: bool = False) -> int:
         """The row of a session, the old one if the session has one. Raises PoolError `sessions_full`.
 

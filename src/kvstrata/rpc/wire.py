@@ -356,6 +356,8 @@ class ReserveOutcome(enum.IntEnum):
     """The instance stores nothing new for some seconds, during a full sync with its cluster's controller."""
     PARENT_ABSENT = 10
     """The previous chunk was refused or evicted, so no lookup could reach this one; nothing is evicted for it."""
+    WORTH_LESS = 11
+    """L1 is full of chunks that are worth more than this one, and no L2 would take it."""
 
 
 class ReserveReply(Reply, frozen=True, tag="reserve"):

@@ -1,4 +1,4 @@
-"""The instance's own work: on L1 (verify adopted chunks, offer them to L2, get memory), on the
+"""The instance's own work: on L1 (verify adopted chunks, offer them to L2, learn, get memory), on the
 files by which processes find it, and on the events of the pool.
 
 Work on L1 runs on a lane of its own, so that requests cannot crowd it out, however many they are.
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from kvstrata.clock import Clock
 from kvstrata.config.private_dir import make_private_dir
+from kvstrata.config.private_file import write_private_file
 from kvstrata.errors import ConfigError, KvstrataError
-from kvstrata.memory.paths import RPC_SOCKET, socket_dir
+from kvstrata.memory.paths import LESSONS, RPC_SOCKET, socket_dir
 from kvstrata.native.core import Pool
 from kvstrata.observability.explain import Explainer
 from kvstrata.observability.logging import EventLog
@@ -39,8 +40,8 @@ ROUND_S = 0.1
 """Pause between two rounds, once all adopted chunks are verified."""
 VERIFY_BYTES = 64 << 20
 """Adopted bytes that one round verifies."""
-MISSING_S = 1.0
-"""Pause between two attempts to get the memory that L1's file system refused."""
+SECOND_S = 1.0
+"""Pause between two attempts to get the memory that L1's file system refused, and between two lessons of the policy."""
 FILES_S = 5.0
 TOUCH_ROUNDS = 720
 """Looks at the files, after which they are marked as used: once an hour."""
@@ -143,14 +144,23 @@ class Housekeeping:
             self._offering = self._parts.supervisor.job(self._put_adopted(), "puts of adopted chunks")
         if self._parts.tails is not None:
             self._parts.tails.tick()
-        await self._see_to_memory()
+        if (now_s := self._parts.clock.monotonic_s()) - self._looked_s >= SECOND_S:
+            self._looked_s = now_s
+            await asyncio.shield(lane.run(self._learn))
+            await self._see_to_memory()
+
+    def _learn(self) -> None:
+        """Let the policy learn what is worth keeping, and save it for the next server. Blocks for milliseconds."""
+        if self._parts.pool.learn():
+            with contextlib.suppress(
+                OSError
+            ):  # the next lesson tries again, and OwnFiles reports a lost folder
+                path = self._parts.facts.socket_dir / LESSONS
+                write_private_file(path, self._parts.pool.lessons(), overwrite=True)
 
     async def _see_to_memory(self) -> None:
         """Ask again for memory that L1 did not get, and log when memory starts or ceases to be missing."""
-        now_s, extents_bytes = self._parts.clock.monotonic_s(), self._parts.pool.extents_bytes
-        if now_s - self._looked_s < MISSING_S:
-            return
-        self._looked_s = now_s
+        extents_bytes = self._parts.pool.extents_bytes
         missing_bytes = await asyncio.shield(self._parts.own_lane.run(self._parts.pool.retry_missing))
         if missing_bytes and not self._missing_bytes:
             self._log.warning(

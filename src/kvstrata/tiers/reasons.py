@@ -97,6 +97,7 @@ MEANINGS: dict[str, Meaning] = {
     "entries_full": _REFUSED,
     "frozen": _REFUSED,
     "parent_absent": _REFUSED,
+    "worth_less": _REFUSED,
     CORRUPT: Meaning(MissReason.CORRUPT, blames_medium=False),
     "checksum": Meaning(MissReason.CORRUPT),
     "in_flight": Meaning(MissReason.IN_FLIGHT),

@@ -37,7 +37,7 @@ def chain(prompt: int, begin: int = 0, end: int = CHUNKS) -> list[bytes]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    policy = "LRU"
+    policy = "VALUE"
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,18 +401,12 @@ class PoolMachine(RuleBasedStateMachine):
         }
 
 
-class ArcMachine(PoolMachine):
-    policy = "ARC"
-
-
-class S3FifoMachine(PoolMachine):
-    policy = "S3FIFO"
+class LruMachine(PoolMachine):
+    policy = "LRU"
 
 
 STEPS = settings(stateful_step_count=50)
 PoolMachine.TestCase.settings = STEPS
-ArcMachine.TestCase.settings = STEPS
-S3FifoMachine.TestCase.settings = STEPS
-TestLru = PoolMachine.TestCase
-TestArc = ArcMachine.TestCase
-TestS3Fifo = S3FifoMachine.TestCase
+LruMachine.TestCase.settings = STEPS
+TestValue = PoolMachine.TestCase
+TestLru = LruMachine.TestCase

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.policies import POLICIES
 from kvstrata.native.core import Pool
 from tests.harness.amount import amount
 
 PAGE = 4096
 IDENTITY = bytes(32)
+POLICIES = ("VALUE", "LRU")
 REFUSED = range(3, 11)
 PARENT_ABSENT = 10
 
@@ -64,14 +64,11 @@ def use(pool: Pool, keys: Sequence[bytes]) -> int:
     pages=st.integers(60, 3000),
     sizes=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
     order=st.lists(st.integers(0, 3), min_size=4, max_size=40),
-    policy=st.sampled_from(POLICIES),
 )
 @settings(max_examples=amount(20, 60))
-def test_the_newest_chunks_survive_any_mix_of_sizes(
-    pages: int, sizes: list[float], order: list[int], policy: str
-) -> None:
+def test_the_newest_chunks_survive_any_mix_of_sizes(pages: int, sizes: list[float], order: list[int]) -> None:
     """Chunks of up to a 20th of the pool, in all four times its size: none is refused, the newest quarter stays."""
-    pool = make_pool(pages, policy)
+    pool = make_pool(pages, "LRU")
     chunk_pages = [1 + int(size**3 * (pages / 20 - 1)) for size in sizes]
     prompts: list[tuple[list[bytes], int]] = []
     stored = 0

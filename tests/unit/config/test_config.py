@@ -23,7 +23,7 @@ from tests.harness.amount import amount
 
 def test_later_sources_win_key_by_key(tmp_path):
     file = tmp_path / "k v.yaml"
-    file.write_text("port: 1111\nl1: {size_gb: 1.5, eviction_policy: ARC}\n")
+    file.write_text("port: 1111\nl1: {size_gb: 1.5, eviction_policy: LRU}\n")
     settings = loading.load(
         ServerSettings,
         file=file,
@@ -33,7 +33,7 @@ def test_later_sources_win_key_by_key(tmp_path):
     assert (settings.port, settings.l1.size_gb, settings.l1.eviction_policy, settings.http.port) == (
         1111,
         2.5,
-        "ARC",
+        "LRU",
         77,
     )
 
@@ -147,7 +147,7 @@ STRUCTS = (ServerSettings, ControllerSettings, ClientSettings)
 @pytest.mark.parametrize(
     ("text", "struct", "found"),
     [
-        ("l1: {eviction_policy: s3fifo}", ServerSettings, lambda one: one.l1.eviction_policy == "S3FIFO"),
+        ("l1: {eviction_policy: lru}", ServerSettings, lambda one: one.l1.eviction_policy == "LRU"),
         ("l1: {eviction_policy: NOOP}", ServerSettings, lambda one: one.l1.eviction_policy == "noop"),
         ("log_level: INFO", ControllerSettings, lambda one: one.log_level == "info"),
         ("load_mode: Sync", ClientSettings, lambda one: one.load_mode == "sync"),

@@ -76,7 +76,7 @@ def with_password(monkeypatch, tmp_path):
         (["--p2p-transfer-engine", "nixl"], "p2p.engine", "nixl"),
         (["--cpu-buffer-size", "60"], "l1.size_gb", 60),
         (["--l1-use-hugepages", "--no-l1-use-hugepages"], "l1.use_hugepages", False),
-        (["--eviction-policy", "lru"], "l1.eviction_policy", "LRU"),
+        (["--eviction-policy", "lru"], "l1.eviction_policy", "VALUE"),
     ],
 )
 def test_translated_values_mean_the_same(words, dotted, value):
@@ -91,19 +91,19 @@ NIXL = {"type": "nixl_store", "backend": "POSIX", "pool_size": 8, "backend_param
 @pytest.mark.parametrize(
     ("words", "policy", "adapters", "says"),
     [
-        ([*LINE, "LRU"], "LRU", [], ["nothing is kept on disk, as there"]),
-        (["--eviction-policy", "LRU"], "LRU", None, []),
+        ([*LINE, "LRU"], "VALUE", [], ["nothing is kept on disk, as there", "lru is taken as VALUE"]),
+        (["--eviction-policy", "ARC"], "VALUE", None, ["arc is taken as VALUE"]),
         (
             [*LINE, "NoOp", "--l2-store-policy=skip_l1", "--l2-adapter", json.dumps(FS)],
-            "LRU",
+            "VALUE",
             [FS],
-            ["--l2-store-policy has no effect", "taken as LRU"],
+            ["--l2-store-policy has no effect", "taken as VALUE"],
         ),
         ([*LINE, "noop", "--l2-adapter", json.dumps(FS)], "noop", [FS], []),
-        ([*LINE, "IsolatedLRU", "--l2-adapter", json.dumps(FS)], "LRU", [FS], ["quotas_gb say"]),
+        ([*LINE, "IsolatedLRU", "--l2-adapter", json.dumps(FS)], "VALUE", [FS], ["quotas_gb say"]),
         (
-            [*LINE, "LRU", "--l2-adapter", json.dumps(NIXL)],
-            "LRU",
+            [*LINE, "value", "--l2-adapter", json.dumps(NIXL)],
+            "VALUE",
             [FS],
             ["nixl_store with POSIX is taken as fs in /kv/kvstrata, without a cap"],
         ),
@@ -122,9 +122,9 @@ def test_adapters_of_a_file_or_variable_are_kept_beside_the_flags_of_lmcache(tmp
     file = tmp_path / "x.yaml"
     file.write_text("l2_adapters: [{type: fs, base_path: /x}]\n")
     for words, environment in (
-        ([*LINE, "LRU", "--config", str(file)], {}),
-        ([*LINE, "LRU"], {"KVSTRATA_CONFIG_FILE": str(file)}),
-        ([*LINE, "LRU"], {"KVSTRATA_L2_ADAPTERS": "[{type: fs, base_path: /x}]"}),
+        ([*LINE, "VALUE", "--config", str(file)], {}),
+        ([*LINE, "VALUE"], {"KVSTRATA_CONFIG_FILE": str(file)}),
+        ([*LINE, "VALUE"], {"KVSTRATA_L2_ADAPTERS": "[{type: fs, base_path: /x}]"}),
     ):
         flags, read = server_settings(words, environment)
         assert read().l2_adapters == [{"type": "fs", "base_path": "/x"}] and flags.notes == []
@@ -240,7 +240,7 @@ def test_a_remote_url_without_a_counterpart_is_refused(url):
         ("enable_pd: false", [], ""),
         ("chunk_sise: 1", ["chunk_sise"], "unknown key (did you mean 'chunk_size'?)"),
         ("chunk_size: many", ["chunk_size"], "must be a whole number from 1 to 65536, found 'many'"),
-        ("cache_policy: LFU", ["cache_policy"], "'LFU' is neither LRU nor ARC"),
+        ("cache_policy: MRV", ["cache_policy"], "'MRV' is no policy of LMCache"),
         ("remote_serde: cachegen", ["remote_serde"], "zstd"),
         ("enable_p2p: true", ["enable_p2p"], "controller.url"),
         ("local_disk: /x", [], ""),

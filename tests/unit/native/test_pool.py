@@ -83,18 +83,22 @@ def test_a_pool_is_made_in_empty_files_only(files: Files) -> None:
     assert refusal.value.reason == "exists"
 
 
-def test_version_4_of_the_index_is_frozen(files: Files) -> None:
+def test_version_5_of_the_index_is_frozen(files: Files) -> None:
     """A server adopts the pool that an older one left. Another layout is another version, and this test stays."""
     pool = files.create()
     store(pool, chain(1, 2))
     pool.close()
     data = os.pread(files.index, os.fstat(files.index).st_size, 0)
-    assert (data[:12], len(data)) == (b"KVINDEX1\x04\0\0\0", 90_112)
+    assert (data[:12], len(data)) == (b"KVINDEX1\x05\0\0\0", 90_112)
     for number in (0, 1):
         head, name, _, size, parent = struct.unpack_from("<Q32sQQQ", data, 73_728 + 64 * number)
         assert (head >> 32 & 0xFF, name, size, parent) == (2, key(1, number), 1 << 32 | RECORD, number)
         cold = data[81_920 + 64 * number :]
         assert (cold[24:40], cold[40:42]) == (IDENTITY[:16], b"\xff\xff")
+        assert (cold[56:60], cold[60:64] != bytes(4)) == (
+            bytes([number, 0, 4, 0]),
+            True,
+        )  # loaded, not used yet
 
 
 # administration

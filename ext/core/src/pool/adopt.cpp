@@ -207,9 +207,10 @@ void Adoption::place(std::uint32_t entry) {
   }
   SlabPlace found;
   std::uint32_t holder = kNoEntry;
-  const bool tail = load_word(cold.tail) == 1;
-  if (length == 0 || !slabs_.occupy(index_.offset(entry), SlabMap::round_up(length), tail, entry,
-                                    &found, &holder)) {
+  const std::uint64_t use = load_word(cold.use);
+  const auto traits = std::bit_cast<Traits>(static_cast<std::uint32_t>(use));
+  if (length == 0 || !slabs_.occupy(index_.offset(entry), SlabMap::round_up(length),
+                                    traits.is_tail != 0, entry, &found, &holder)) {
     pool_.adoption_counts_.adoption_dropped += 1;
     if (holder != kNoEntry) {
       // Two entries claim one extent: neither can be trusted, and the rows of both may touch it.
@@ -218,7 +219,7 @@ void Adoption::place(std::uint32_t entry) {
     }
     return set_free();
   }
-  entries_.init_local(entry, found, tail);
+  entries_.init_local(entry, found, traits, static_cast<std::uint32_t>(use >> 32));
   store_word(cold.owner, owner);
   placed_.push_back(entry);
   touchers_[entry] = touchers;
@@ -247,9 +248,10 @@ void Adoption::take_entries() {
   // The entries enter the policy oldest first, with stamps from 1: stamps in the file may be
   // anything.
   std::reverse(linked_.begin(), linked_.end());
+  pool_.tell_time();
   for (const std::uint32_t entry : linked_) {
     entries_.renew(entry, std::memory_order_relaxed);
-    entries_.policy.insert(entry, index_.key(entry).word[0], entries_.local[entry].cls);
+    entries_.policy.insert(entry);
   }
   pool_.checks_.queue = std::move(linked_);
 }

@@ -53,7 +53,7 @@ bool may_follow(EntryState from, EntryState to) noexcept {
 
 }  // namespace
 
-Entries::Entries(PoolSegment& segment, SlabMap& slabs, EvictionPolicy& policy) noexcept
+Entries::Entries(PoolSegment& segment, SlabMap& slabs, Value& policy) noexcept
     : segment(segment),
       slabs(slabs),
       policy(policy),
@@ -87,10 +87,12 @@ std::uint32_t Entries::take() noexcept {
   return entry;
 }
 
-void Entries::init_local(std::uint32_t entry, const SlabPlace& place, bool tail) noexcept {
+void Entries::init_local(std::uint32_t entry, const SlabPlace& place, Traits traits,
+                         std::uint32_t used_at) noexcept {
   EntryLocal& made = local[entry];
   made = EntryLocal{};
-  made.marks = tail ? kMarkTail : 0;
+  made.traits = traits;
+  made.used_at = used_at;
   made.cls = static_cast<std::uint8_t>(slabs.run(place.run).cls);
   made.run = static_cast<std::uint8_t>(place.run);
   made.slot = place.slot;
@@ -166,6 +168,7 @@ void Family::add(std::uint32_t parent, std::uint32_t child) noexcept {
   if (up.first_child != kNoEntry) local[up.first_child].previous_sibling = child;
   up.first_child = child;
   up.children += 1;
+  if (up.children == 2) entries.policy.branch(parent);
 }
 
 void Family::leave_parent(std::uint32_t entry) noexcept {

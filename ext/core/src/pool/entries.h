@@ -11,6 +11,7 @@
 // A part of Pool. REQUIRES, for everything here: the pool's mutex.
 #pragma once
 
+#include <bit>
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
@@ -22,9 +23,9 @@
 #include "base/status.h"
 #include "memory/backing.h"
 #include "pool/index.h"
-#include "pool/policy.h"
 #include "pool/slab.h"
 #include "pool/stats.h"
+#include "pool/value.h"
 
 namespace kvstrata {
 
@@ -100,7 +101,7 @@ struct PoolSegment {
   Backing extents_backing;
 };
 
-// The bits of EntryLocal::marks, beside kMarkTail.
+// The bits of EntryLocal::marks.
 inline constexpr std::uint8_t kMarkVisited = 1;       // by the walk of Room::evict_window
 inline constexpr std::uint8_t kMarkTenantListed = 2;  // in the list of its tenant
 inline constexpr std::uint8_t kMarkCleared = 4;       // quarantined by a clear
@@ -116,7 +117,7 @@ static_assert(sizeof(ExtentRecord) == 24);
 
 struct Entries {
   // All three must outlive the object.
-  Entries(PoolSegment& segment, SlabMap& slabs, EvictionPolicy& policy) noexcept;
+  Entries(PoolSegment& segment, SlabMap& slabs, Value& policy) noexcept;
 
   // The entry of each of these 32-byte keys, kNoEntry for one that is in no bucket; valid until the
   // next call.
@@ -125,8 +126,10 @@ struct Entries {
   // An unused entry with memory, kNoEntry when there is none. It stays FREE until change().
   std::uint32_t take() noexcept;
   void give(std::uint32_t entry) noexcept { free.push_back(entry); }
-  // Fills in the EntryLocal of an entry from take(), which gets the extent at this place.
-  void init_local(std::uint32_t entry, const SlabPlace& place, bool tail) noexcept;
+  // Fills in the EntryLocal of an entry from take(), which gets the extent at this place and was
+  // last used at this tick.
+  void init_local(std::uint32_t entry, const SlabPlace& place, Traits traits,
+                  std::uint32_t used_at) noexcept;
 
   // Changes the state, and the counts and blockers that follow from it. No other function but
   // adopt() changes a state. REQUIRES one of these moves:
@@ -208,9 +211,17 @@ struct Entries {
     store_word(index.cold(entry).stamp, stamp, order);
     slabs.run(local[entry].run).newest = stamp;
   }
+  // Writes what the policy knows of the entry into the index, for the next server.
+  void store_use(std::uint32_t entry) noexcept {
+    store_word(index.cold(entry).use,
+               std::uint64_t{local[entry].used_at} << 32 |
+                   std::bit_cast<std::uint32_t>(local[entry].traits),
+               std::memory_order_relaxed);
+  }
   void touch(std::uint32_t entry) noexcept {
     renew(entry, std::memory_order_relaxed);
     policy.touch(entry);
+    store_use(entry);
   }
 
   // Appends the first words of the keys that are READY among the next `max_entries` entries from
@@ -220,7 +231,7 @@ struct Entries {
 
   PoolSegment& segment;
   SlabMap& slabs;
-  EvictionPolicy& policy;
+  Value& policy;
   IndexView index;
   EntryLocal* const local;  // by entry
   std::vector<std::uint32_t> free;

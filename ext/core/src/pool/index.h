@@ -42,7 +42,7 @@
 namespace kvstrata {
 
 inline constexpr std::uint64_t kIndexMagic = 0x315845444E49564BULL;  // "KVINDEX1"
-inline constexpr std::uint32_t kIndexFormatVersion = 4;
+inline constexpr std::uint32_t kIndexFormatVersion = 5;
 inline constexpr std::size_t kKeyBytes = 32;
 inline constexpr std::uint32_t kRowCount = 1024;  // row 0 is the server's
 // Bits of ColdEntry::rows. Rows that are equal modulo this share a bit.
@@ -144,7 +144,7 @@ struct alignas(64) ColdEntry {
   std::uint8_t identity[16];  // the first half of the identity root
   std::uint64_t owner;        // row that reserved it, or Rows::kNoOwner
   std::uint64_t tenant;
-  std::uint64_t tail;  // 1: the record is a tail, the unfinished last chunk of a prompt; else 0
+  std::uint64_t use;  // Traits of the policy, and above them the tick of its last use
 };
 static_assert(sizeof(ColdEntry) == 64);
 

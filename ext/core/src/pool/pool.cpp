@@ -129,9 +129,10 @@ Status check_count(std::size_t n_keys) noexcept {
 // ---- making and closing a pool
 
 Status Pool::check_options(const PoolOptions& options) noexcept {
-  if (make_policy(options.policy, nullptr) == nullptr) {
-    return Status(StatusCode::kBadArgument, "policy: must be one of LRU, ARC, S3FIFO, noop");
-  }
+  if (!Value::is_name(options.policy))
+    return Status(StatusCode::kBadArgument, "policy: must be one of VALUE, LRU, noop");
+  if (!options.lessons.empty() && !are_lessons(options.lessons))
+    return Status(StatusCode::kBadArgument, "lessons: not those of a pool of this version");
   if (options.max_session_share == 0) {
     return Status(StatusCode::kBadArgument, "max_session_share: must be at least 1");
   }
@@ -192,8 +193,8 @@ Pool::Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std
       segment_(std::move(segment)),
       slabs_(segment_->index.header().extents_bytes, &segment_->index.header().slab_bytes,
              segment_->index.header().slab_table),
-      policy_(make_policy(options.policy, segment_->local())),
-      entries_(*segment_, slabs_, *policy_),
+      policy_(options.policy, options.depth_cost, segment_->local(), segment_->index.capacity()),
+      entries_(*segment_, slabs_, policy_),
       family_(entries_),
       tenants_(entries_),
       rows_(entries_, epoch),
@@ -201,7 +202,9 @@ Pool::Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std
       room_(entries_, departures_),
       leases_(departures_, extents_bytes(), next_ticket_),
       reservations_(room_, extents_bytes(), options.max_session_share, next_ticket_),
-      checks_(departures_, closed_) {}
+      checks_(departures_, closed_) {
+  if (learner_.restore(options.lessons)) policy_.resume(&learner_);
+}
 
 Pool::~Pool() {
   close();
@@ -340,6 +343,8 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
+  tell_time();
+  policy_.count_request();
   Sought sought(entries_, keys, n_keys, spans.size());
   leases_.take(sought, spans, holders, identity, result);
   return Status();
@@ -361,6 +366,8 @@ Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
+  tell_time();
+  policy_.count_request();
   Sought sought(entries_, keys);
   leases_.take(sought, spans, holders, identity, result);
   return Status();
@@ -379,6 +386,7 @@ Status Pool::holders_of(std::span<const std::uint32_t> rows, RowMask* holders) c
 
 bool Pool::release(std::uint64_t ticket, std::int64_t row) noexcept {
   const std::lock_guard lock(mutex_);
+  tell_time();
   return !is_closed() && leases_.release(ticket, row);
 }
 
@@ -433,6 +441,7 @@ Status Pool::reserve(const ReserveRequest& request, ReserveResult* result) noexc
   KVSTRATA_RETURN_IF_ERROR(check_open());
   if (!rows_.is_claimed(request.row))
     return Status(StatusCode::kNotFound, "row: not claimed", request.row);
+  tell_time();
   reservations_.reserve(request, result);
   return Status();
 }
@@ -461,6 +470,38 @@ std::uint64_t Pool::abort(std::uint64_t ticket, std::span<const std::uint32_t> i
                           bool all) noexcept {
   const std::lock_guard lock(mutex_);
   return is_closed() ? 0 : reservations_.abort(ticket, indices, all);
+}
+
+// ---- learning
+
+void Pool::tell_time() noexcept {
+  const std::uint64_t set_ns = time_ns_.load(std::memory_order_relaxed);
+  policy_.tell_time(set_ns != 0 ? set_ns : monotonic_ns());
+}
+
+bool Pool::learn() noexcept {
+  constexpr int kSamples = 2048;
+  constexpr int kAtOnce = 64;  // before other threads get the mutex
+  const std::lock_guard learning(learning_);
+  Lesson lesson;
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_closed() || !policy_.begin_lesson(&lesson)) return false;
+  }
+  for (int taken = 0; taken < kSamples; taken += kAtOnce) {
+    const std::lock_guard lock(mutex_);
+    const auto n_entries = static_cast<std::uint32_t>(entries_.touched);
+    policy_.sample(&lesson, kAtOnce, n_entries, static_cast<float>(n_entries) / kSamples);
+  }
+  std::vector<Row> rows = learner_.learn(lesson);
+  const std::lock_guard lock(mutex_);
+  policy_.teach(std::move(rows));
+  return true;
+}
+
+std::string Pool::lessons() noexcept {
+  const std::lock_guard learning(learning_);
+  return learner_.save();
 }
 
 // ---- administration
@@ -540,7 +581,7 @@ PoolStats Pool::stats() noexcept {
   stats.prefaulted_bytes = prefault_.done_bytes();
   stats.prefault_error = static_cast<std::uint64_t>(prefault_.error());
   stats.entry_capacity = entries_.index.capacity();
-  stats.policy = policy_->name();
+  stats.policy = policy_.name();
   stats.free_bytes = stats.extents_bytes - stats.used_bytes;
   stats.fragmentation = stats.free_bytes == 0
                             ? 0.0

@@ -45,12 +45,12 @@
 #include "pool/entries.h"
 #include "pool/index.h"
 #include "pool/leases.h"
-#include "pool/policy.h"
 #include "pool/reservations.h"
 #include "pool/room.h"
 #include "pool/rows.h"
 #include "pool/slab.h"
 #include "pool/stats.h"
+#include "pool/value.h"
 
 namespace kvstrata {
 
@@ -140,7 +140,9 @@ struct Checks {
 struct PoolOptions {
   std::uint64_t extents_bytes = 0;   // create: required; adopt: the expected value, or 0 for any
   std::uint64_t entry_capacity = 0;  // likewise
-  std::string policy = "LRU";
+  std::string policy = "VALUE";
+  double depth_cost = 0.0085;  // see Value
+  std::string lessons;         // of an earlier pool, or empty
   std::uint32_t max_session_share = 8;
 };
 
@@ -240,6 +242,16 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Bytes of the extents that have counted holds.
   std::uint64_t counted_bytes() noexcept;
 
+  // Learns what is worth keeping from the requests since the last time, if they are enough: a
+  // sample is taken under the mutex a few entries at a time, the rest is done without it. True if
+  // it did.
+  bool learn() noexcept;
+  // All that was learnt, at most 1 MiB, for PoolOptions::lessons of a later pool. It has no keys.
+  std::string lessons() noexcept;
+  static bool are_lessons(std::string_view bytes) noexcept { return Learner().restore(bytes); }
+  // For a replay: the policy's time is this from now on, not the clock's.
+  void set_time(std::uint64_t monotonic_ns) noexcept { time_ns_ = monotonic_ns; }
+
   // Administration.
   // Drops READY and UNVERIFIED entries that nobody uses.
   std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys) noexcept;
@@ -287,8 +299,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void fill_hold(std::uint32_t entry, bool reservation, Hold* out);
   void drop_hold(std::uint32_t entry, bool counted) noexcept;
   void uncount(std::uint32_t entry) noexcept;  // REQUIRES: the mutex
+  void tell_time() noexcept;                   // to the policy; REQUIRES: the mutex
 
   mutable std::mutex mutex_;
+  std::mutex learning_;  // taken before mutex_; guards learner_
+  Learner learner_;
+  std::atomic<std::uint64_t> time_ns_{0};  // 0: the clock's
   std::atomic<bool> closed_{false};
   const PoolOptions options_;
   const std::unique_ptr<PoolSegment> segment_;
@@ -300,7 +316,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::unordered_map<std::uint32_t, Counted> counted_;  // by entry
   std::uint64_t counted_bytes_ = 0;
   SlabMap slabs_;
-  const std::unique_ptr<EvictionPolicy> policy_;
+  Value policy_;
   Events events_;
   Entries entries_;
   Family family_;

@@ -27,16 +27,17 @@ void Reservations::reserve(const ReserveRequest& request, ReserveResult* result)
   std::uint32_t previous = kNoEntry;
   auto refusal = ReserveOutcome::kReserved;
   bool may_evict = entries.policy.evicts();
+  const bool has_l2 = (load_word(index.header().flags) & kIndexFlagHasL2) != 0;
   if (request.parent != nullptr) {
     const Key parent = Key::load(request.parent);
     previous = index.find(parent);
     if (previous != kNoEntry && !entries.is_of(previous, request.identity)) previous = kNoEntry;
     if (previous != kNoEntry) {
       own.push_back(previous);
-    } else if (request.row != 0 && refused.contains(parent.word[0])) {
+    } else if (request.row != 0 && refused.contains(parent)) {
       refusal = ReserveOutcome::kParentAbsent;
     } else {
-      may_evict &= (load_word(index.header().flags) & kIndexFlagHasL2) != 0;
+      may_evict &= has_l2;
     }
   }
   for (const std::uint32_t entry : found) {
@@ -55,6 +56,8 @@ void Reservations::reserve(const ReserveRequest& request, ReserveResult* result)
   reservation.row = request.row;
   reservation.identity = Key::load(request.identity);
   std::uint64_t relink_budget = kRelinkBudget;
+  // No chunk of the request is worth less than this; below zero: not known yet.
+  float worth = has_l2 || request.row == 0 ? std::numeric_limits<float>::infinity() : -1;
   for (std::size_t i = 0; i < request.n_keys; ++i) {
     const Key key = Key::load(request.keys + i * kKeyBytes);
     std::uint32_t entry = found[i];
@@ -80,36 +83,37 @@ void Reservations::reserve(const ReserveRequest& request, ReserveResult* result)
       continue;
     }
     if (refusal == ReserveOutcome::kReserved) {
-      refusal = reserve_one(request, key, bytes, previous, may_evict, &cls, &entry);
+      if (worth < 0) worth = best_worth(request, i, depth_below(previous));
+      refusal = reserve_one(request, key, bytes, previous, may_evict, worth, &cls, &entry);
       if (refusal == ReserveOutcome::kChainExceedsPool) {
         refusal = why_no_room(request, own, reservation);
       }
-      const bool for_room =
-          refusal != ReserveOutcome::kReserved && refusal != ReserveOutcome::kSessionLimit;
+      const bool for_room = refusal != ReserveOutcome::kReserved &&
+                            refusal != ReserveOutcome::kSessionLimit &&
+                            refusal != ReserveOutcome::kWorthLess;
       if (for_room && !may_evict && entries.policy.evicts())
         refusal = ReserveOutcome::kParentAbsent;
     }
     if (refusal != ReserveOutcome::kReserved) {
       result->outcomes[i] = static_cast<std::uint8_t>(refusal);
       counts.refused[static_cast<std::size_t>(refusal)] += 1;
-      if (request.row != 0) refused.add(key.word[0]);  // chunks that the server loads are in L2
+      if (refusal == ReserveOutcome::kWorthLess) entries.policy.refused(key.word[0]);
+      if (request.row != 0) refused.add(key);  // chunks that the server loads are in L2
       previous = kNoEntry;
       continue;
     }
-    if (refused.size() != 0) refused.erase(key.word[0]);
+    refused.erase(key);
     reservation.items.resize(request.n_keys, kNoEntry);
     reservation.items[i] = entry;
     reservation.left += 1;
     result->extents[i] = entries.extent_record(entry);
     previous = entry;
   }
-  refused.trim(kRefusedKeys);
   for (const std::uint32_t entry : own)
     entries.unpin(entry);
   for (std::size_t i = reservation.items.size(); i-- > 0;) {
     const std::uint32_t entry = reservation.items[i];
-    if (entry != kNoEntry)
-      entries.policy.insert(entry, index.key(entry).word[0], entries.local[entry].cls);
+    if (entry != kNoEntry) entries.policy.insert(entry);
   }
   if (reservation.left > 0) {
     result->ticket = next_ticket++;
@@ -117,9 +121,24 @@ void Reservations::reserve(const ReserveRequest& request, ReserveResult* result)
   }
 }
 
+std::size_t Reservations::depth_below(std::uint32_t parent) const noexcept {
+  return parent == kNoEntry ? 0 : entries.local[parent].traits.depth + std::size_t{1};
+}
+
+float Reservations::best_worth(const ReserveRequest& request, std::size_t first,
+                               std::size_t depth) const noexcept {
+  float best = 0;
+  for (std::size_t i = first; i < request.n_keys; ++i) {
+    const Key key = Key::load(request.keys + i * kKeyBytes);
+    const Traits traits = entries.policy.traits_of_new(key.word[0], depth + i - first);
+    best = std::max(best, entries.policy.worth_of_new(traits));
+  }
+  return best;
+}
+
 ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Key& key,
                                          std::uint64_t bytes, std::uint32_t parent, bool may_evict,
-                                         std::uint32_t* cls, std::uint32_t* out) {
+                                         float worth, std::uint32_t* cls, std::uint32_t* out) {
   if (reservations.size() >= kMaxReservations) return ReserveOutcome::kSessionLimit;
   // The server's own loads are bounded for each adapter, before they come here: a hung adapter must
   // not use up the share of another.
@@ -134,23 +153,30 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
     if (recycled) entries.policy.forget_class(*cls);
     if (*cls == kNoClass) return ReserveOutcome::kPoolPinned;
   }
-  entries.policy.admit(key.word[0], *cls);
   std::uint32_t entry = entries.take();
   if (entry == kNoEntry) {
-    if (may_evict && room.evict_one_entry()) entry = entries.take();
-    if (entry == kNoEntry) return ReserveOutcome::kEntriesFull;
+    const Room::Made made = may_evict ? room.evict_one_entry(worth) : Room::Made::kNone;
+    if (made == Room::Made::kPlace) entry = entries.take();
+    if (entry == kNoEntry)
+      return made == Room::Made::kWorthLess ? ReserveOutcome::kWorthLess
+                                            : ReserveOutcome::kEntriesFull;
   }
   SlabPlace place;
-  if (!room.make(*cls, entry, may_evict, &place)) {
+  const Room::Made made = room.make(*cls, entry, may_evict, worth, &place);
+  if (made != Room::Made::kPlace) {
     entries.give(entry);
-    return ReserveOutcome::kChainExceedsPool;
+    return made == Room::Made::kWorthLess ? ReserveOutcome::kWorthLess
+                                          : ReserveOutcome::kChainExceedsPool;
   }
-  entries.init_local(entry, place, request.tail);
+  Traits traits = entries.policy.traits_of_new(key.word[0], depth_below(parent));
+  traits.is_tail = request.tail ? 1 : 0;
+  traits.was_loaded = request.row == 0 ? 1 : 0;
+  entries.init_local(entry, place, traits, entries.policy.now());
+  entries.store_use(entry);
   ColdEntry& cold = entries.index.cold(entry);
   rows.set_rows(entry, RowBits{});
   store_word<std::uint64_t>(cold.owner, request.row);
   store_word<std::uint64_t>(cold.tenant, request.tenant);
-  store_word<std::uint64_t>(cold.tail, request.tail ? 1 : 0);
   std::memcpy(cold.identity, request.identity, sizeof cold.identity);
   entries.renew(entry);
   entries.index.write_entry(entry, key, place.offset,

@@ -14,6 +14,10 @@
 // - if there is no L2, the chunk gets free room or is refused likewise;
 // - otherwise L2 may have the parent, and the chunk is treated like any other.
 //
+// A new chunk that is worth less than every chunk that could leave for it is refused (kWorthLess),
+// unless L2 takes it, or the server itself loads it for a request. The best chunk of the request
+// speaks for all.
+//
 // A key whose entry is of another identity is refused like one that finds no place in the index:
 // the keys of two identities are never equal, unless a client has chosen them to be.
 //
@@ -23,6 +27,7 @@
 #include <cstdint>
 #include <span>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "pool/departures.h"
@@ -53,6 +58,28 @@ struct ReserveResult {
   std::uint64_t ticket = 0;
   std::vector<std::uint8_t> outcomes;
   std::vector<ExtentRecord> extents;
+};
+
+// The keys that were added last: at least kRefusedKeys / 2, at most kRefusedKeys.
+class RefusedKeys {
+ public:
+  void add(const Key& key) {
+    if (recent_.size() >= kRefusedKeys / 2) {
+      older_.swap(recent_);
+      recent_.clear();
+    }
+    recent_.insert(key.word[0]);
+  }
+  void erase(const Key& key) {
+    recent_.erase(key.word[0]);
+    older_.erase(key.word[0]);
+  }
+  bool contains(const Key& key) const {
+    return recent_.contains(key.word[0]) || older_.contains(key.word[0]);
+  }
+
+ private:
+  std::unordered_set<std::uint64_t> recent_, older_;  // first words
 };
 
 struct Reservations {
@@ -102,8 +129,13 @@ struct Reservations {
   // Reserves one key that is not in the pool. kReserved, or why not; here kChainExceedsPool means
   // only that there is no room, and why_no_room() then finds the cause.
   ReserveOutcome reserve_one(const ReserveRequest& request, const Key& key, std::uint64_t bytes,
-                             std::uint32_t parent, bool may_evict, std::uint32_t* cls,
+                             std::uint32_t parent, bool may_evict, float worth, std::uint32_t* cls,
                              std::uint32_t* out);
+  // Chunks before a child of this entry.
+  std::size_t depth_below(std::uint32_t parent) const noexcept;
+  // Of the new chunk of the request, from this key on and this depth, that is worth most.
+  float best_worth(const ReserveRequest& request, std::size_t first,
+                   std::size_t depth) const noexcept;
   // kChainExceedsPool if the request's own chain takes most of what cannot be evicted, else
   // kPoolPinned.
   ReserveOutcome why_no_room(const ReserveRequest& request, const std::vector<std::uint32_t>& own,
@@ -119,7 +151,7 @@ struct Reservations {
   const std::uint64_t row_limit;  // bytes
   std::uint64_t& next_ticket;
   std::unordered_map<std::uint64_t, Reservation> reservations;  // by ticket
-  GhostList refused;  // keys that were refused to processes and that nobody has stored since
+  RefusedKeys refused;  // keys that were refused to processes and that nobody has stored since
   ReservationCounts counts{};
 };
 

@@ -12,7 +12,7 @@ constexpr int kQuotaLookSteps = 256;
 
 }  // namespace
 
-bool Room::evict_window(const SlabMap::Window& window, std::uint64_t older_than) {
+bool Room::evict_window(const SlabMap::Window& window, std::uint64_t older_than, float worth) {
   family.clear();
   const auto visit = [&](std::uint32_t entry) {
     if ((local[entry].marks & kMarkVisited) != 0) return;
@@ -34,7 +34,7 @@ bool Room::evict_window(const SlabMap::Window& window, std::uint64_t older_than)
     const std::uint32_t entry = family[i];
     blocked = local[entry].is_blocked();
     newest = std::max(newest, load_word(index.cold(entry).stamp));
-    blocked |= newest >= older_than;
+    blocked |= newest >= older_than || policy.worth(entry) > worth;
     for (std::uint32_t child = local[entry].first_child; child != kNoEntry;
          child = local[child].next_sibling) {
       visit(child);
@@ -79,49 +79,48 @@ bool Room::take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place) 
   return slabs.allocate(cls, entry, &backing, place);
 }
 
-bool Room::make(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlace* place) {
+Room::Made Room::make(std::uint32_t cls, std::uint32_t entry, bool may_evict, float worth,
+                      SlabPlace* place) {
   std::uint64_t tried = 0;
   while (!take_place(cls, entry, place)) {
     operations += 1;
-    if (!may_evict) return false;
+    if (!may_evict) return Made::kNone;
     const std::uint32_t victim = policy.victim(cls);
-    const std::uint64_t stamp =
-        victim == kNoEntry ? std::numeric_limits<std::uint64_t>::max() : age_of(victim);
+    const float least =
+        victim == kNoEntry ? std::numeric_limits<float>::infinity() : policy.worth(victim);
+    // A tail leaves before anything else.
+    const std::uint64_t stamp = victim == kNoEntry ? std::numeric_limits<std::uint64_t>::max()
+                                : local[victim].is_tail() ? 0
+                                                          : load_word(index.cold(victim).stamp);
     const std::uint64_t now =
         victim == kNoEntry ? std::numeric_limits<std::uint64_t>::max() : operations;
     SlabMap::Window window;
     if (slabs.oldest_window(cls, now, tried, &window) && window.newest < stamp) {
       tried |= 1ULL << window.first;
-      static_cast<void>(evict_window(window, stamp));
-    } else if (victim != kNoEntry) {
-      departures.leave(victim, Cause::kPolicy);
+      static_cast<void>(evict_window(window, stamp, least));
+    } else if (victim == kNoEntry) {
+      return Made::kNone;
+    } else if (least > worth) {
+      return Made::kWorthLess;
     } else {
-      return false;
+      departures.leave(victim, Cause::kPolicy);
     }
   }
-  return true;
+  return Made::kPlace;
 }
 
-std::uint64_t Room::age_of(std::uint32_t victim) const noexcept {
-  return local[victim].is_tail() ? 0 : load_word(index.cold(victim).stamp);
-}
-
-std::uint32_t Room::oldest_victim() noexcept {
-  std::uint32_t oldest = kNoEntry;
+Room::Made Room::evict_one_entry(float worth) {
+  std::uint32_t least = kNoEntry;
   for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
     if (slabs.size_class(cls).used == 0) continue;
     const std::uint32_t victim = policy.victim(cls);
     if (victim == kNoEntry) continue;
-    if (oldest == kNoEntry || age_of(victim) < age_of(oldest)) oldest = victim;
+    if (least == kNoEntry || policy.worth(victim) < policy.worth(least)) least = victim;
   }
-  return oldest;
-}
-
-bool Room::evict_one_entry() {
-  const std::uint32_t victim = oldest_victim();
-  if (victim == kNoEntry) return false;
-  departures.leave(victim, Cause::kPolicy);
-  return true;
+  if (least == kNoEntry) return Made::kNone;
+  if (policy.worth(least) > worth) return Made::kWorthLess;
+  departures.leave(least, Cause::kPolicy);
+  return Made::kPlace;
 }
 
 bool Room::fit_quota(std::uint32_t id, std::uint64_t bytes, bool may_evict) {

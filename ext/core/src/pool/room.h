@@ -15,8 +15,8 @@
 
 #include "pool/departures.h"
 #include "pool/entries.h"
-#include "pool/policy.h"
 #include "pool/slab.h"
+#include "pool/value.h"
 
 namespace kvstrata {
 
@@ -32,24 +32,24 @@ struct Room {
         policy(entries.policy),
         backing(entries.segment.extents_backing) {}
 
-  // Finds an extent for the entry; evicts others for it, if that is allowed. False when that is not
-  // allowed, or when nothing more can be evicted.
-  [[nodiscard]] bool make(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlace* place);
+  enum class Made : std::uint8_t { kPlace, kNone, kWorthLess };
+  // Finds an extent for the entry; evicts others for it, if that is allowed. kNone when that is not
+  // allowed, or when nothing more can be evicted; kWorthLess when what could be is worth more than
+  // `worth`.
+  [[nodiscard]] Made make(std::uint32_t cls, std::uint32_t entry, bool may_evict, float worth,
+                          SlabPlace* place);
   // Evicts the tenant's own oldest leaves, if that is allowed, until `bytes` more are within its
   // quota. False when they cannot be.
   [[nodiscard]] bool fit_quota(std::uint32_t tenant, std::uint64_t bytes, bool may_evict);
-  // Evicts one entry of any class, to free an entry number. False when none can be evicted.
-  [[nodiscard]] bool evict_one_entry();
+  // Evicts one entry of any class, to free an entry number (kPlace); else as make().
+  [[nodiscard]] Made evict_one_entry(float worth);
 
   // A free extent that has memory. False when there is none.
   bool take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);
-  // Evicts everything in the window with all descendants, unless one of them is blocked or was used
-  // at or after the stamp `older_than`; then nothing changes and the window is left alone for a
-  // while.
-  bool evict_window(const SlabMap::Window& window, std::uint64_t older_than);
-  // The stamp of its last use; 0 for a tail, which is evicted before anything else.
-  std::uint64_t age_of(std::uint32_t victim) const noexcept;
-  std::uint32_t oldest_victim() noexcept;
+  // Evicts everything in the window with all descendants, unless one of them is blocked, was used
+  // at or after the stamp `older_than`, or is worth more than `worth`; then nothing changes and the
+  // window is left alone for a while.
+  bool evict_window(const SlabMap::Window& window, std::uint64_t older_than, float worth);
 
   Entries& entries;
   Departures& departures;
@@ -57,7 +57,7 @@ struct Room {
   IndexView& index;
   EntryLocal* const local;
   SlabMap& slabs;
-  EvictionPolicy& policy;
+  Value& policy;
   Backing& backing;
   std::uint64_t operations = 0;       // searches for room so far, the clock of Run::retry_at
   std::vector<std::uint32_t> family;  // scratch of evict_window

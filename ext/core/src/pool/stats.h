@@ -28,8 +28,9 @@ enum class ReserveOutcome : std::uint8_t {
   kEntriesFull = 8,
   // 9 (frozen) is answered by the server, never by the pool.
   kParentAbsent = 10,
+  kWorthLess = 11,
 };
-inline constexpr std::size_t kReserveOutcomes = 11;
+inline constexpr std::size_t kReserveOutcomes = 12;
 
 // By EntryState; FREE is not counted.
 struct EntryCounts {
@@ -101,9 +102,9 @@ inline constexpr const char* kEntryStates[] = {nullptr, "reserved", "ready", "un
                                                "quarantined"};
 inline constexpr const char* kEvictionCauses[] = {"policy", "window", "quota"};
 inline constexpr const char* kRefusals[kReserveOutcomes] = {
-    nullptr,        nullptr,         nullptr,        "chain_exceeds_pool",
-    "pool_pinned",  "session_limit", "quota",        "too_large",
-    "entries_full", nullptr,         "parent_absent"};
+    nullptr,        nullptr,         nullptr,         "chain_exceeds_pool",
+    "pool_pinned",  "session_limit", "quota",         "too_large",
+    "entries_full", nullptr,         "parent_absent", "worth_less"};
 
 struct PoolNumber {
   const char*

@@ -174,7 +174,8 @@ Status Validation::check_entry(std::uint32_t entry) {
   if (run.cls != local.cls || (local.is_tail() ? needed > bytes : needed != bytes)) {
     return broken("an entry is in a run of another size", entry, bytes);
   }
-  if (local.is_tail() != (load_word(cold.tail) == 1))
+  const auto traits = std::bit_cast<Traits>(static_cast<std::uint32_t>(load_word(cold.use)));
+  if (local.traits.is_tail != traits.is_tail)
     return broken("an entry and its mark as a tail do not agree", entry);
   if (local.is_tail()) {
     tails_.tail_entries += 1;
@@ -207,7 +208,7 @@ Status Validation::check_entry(std::uint32_t entry) {
     return broken("the set of quarantined entries is wrong", entry);
   }
   if (state == EntryState::kQuarantined) {
-    if (local.list != 0) return broken("a quarantined entry is in the policy", entry);
+    if (local.known) return broken("a quarantined entry is in the policy", entry);
     if (index_.parent(entry) != kNoEntry || local.children != 0)
       return broken("a quarantined entry has family", entry);
     if (local.pins == 0 && local.leases == 0 && !rows_.is_old(entry)) {
@@ -251,7 +252,7 @@ Status Validation::check_linked(std::uint32_t entry) {
   linked_ += 1;
   if (index_.find(index_.key(entry)) != entry)
     return broken("an entry is not found by its key", entry);
-  if (local.list == 0) return broken("an entry is not in the policy", entry);
+  if (!local.known) return broken("an entry is not in the policy", entry);
   class_listed_[local.cls] += 1;
   if (load_word(index_.cold(entry).stamp) > slabs_.run(local.run).newest)
     return broken("a run is older than its entries", entry);

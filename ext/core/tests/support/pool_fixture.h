@@ -60,7 +60,7 @@ struct Fixture {
   PoolOptions options;
   std::shared_ptr<Pool> pool;
 
-  explicit Fixture(std::uint64_t extents = 64, const char* policy = "LRU",
+  explicit Fixture(std::uint64_t extents = 64, const char* policy = "VALUE",
                    std::uint64_t entries = 256) {
     options.extents_bytes = extents * kRecordBytes;
     options.entry_capacity = entries;

@@ -1,0 +1,264 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The eviction policy: the leaf that is worth least goes first.
+//
+// An entry is of a kind: how long its last pause was, if it was used again at all (returned), how
+// deep in its prompt it lies, and whether several chunks continue it. Each kind learns its hazard
+// of return from the time that its entries were exposed; entries that were evicted, or that still
+// wait, count for the time that they waited (censoring). A key that comes back after it left, or
+// was refused, has its real pause, if it is still remembered. The worth of an entry is the Gittins
+// index of its kind at the entry's age, the highest rate of returns that keeping it can bring over
+// any time from now on, times the cost of computing a chunk so deep in a prompt. Among the entries
+// of one size class, which all take the same room, the least worth leaf is the victim. Measured
+// beside LRU, ARC and S3-FIFO: docs/decisions/0036-value.md and benchmarks/value.py.
+//
+// The entries of a kind lie in a list, last used first, so their worth is compared at the cold ends
+// only: by a heap of one bid a list. A bid's worth changes with time. The next victim's is computed
+// anew before it is believed; all of them are when a part of a victim's age has passed. An entry in
+// the way at a cold end (blocked, or with children) leaves the list ("parks"), and returns by
+// unblocked(). So a victim is found in amortised logarithmic time.
+//
+// Value is not thread-safe: called under the pool's lock. A lesson (what was seen since the last
+// one, and a sample of what waits) is taken under it, and the Learner makes rows of it without it.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pool/index.h"
+#include "pool/slab.h"
+
+namespace kvstrata {
+
+// What an entry is, of all that its kind depends on. It lies in the index too, for the next server.
+struct Traits {
+  std::uint16_t depth = 0;          // chunks before it in its prompt, at most 65,535
+  std::uint8_t is_branch : 1 = 0;   // two chunks continued it at once
+  std::uint8_t is_tail : 1 = 0;     // the unfinished last chunk of a prompt: worth nothing
+  std::uint8_t was_loaded : 1 = 0;  // from L2, for the request that uses it next
+  std::uint8_t pause = 0;           // its last pause in octaves, 1: less than a second; 0: none
+};
+static_assert(sizeof(Traits) == 4);
+
+// The part of an entry that lies in the server's own memory; made anew after a restart.
+struct alignas(64) EntryLocal {
+  // The policy's: the list of its kind, and what it knows of the entry.
+  std::uint32_t list_previous;
+  std::uint32_t list_next;
+  std::uint32_t used_at;  // ticks, see Value::tell_time
+  Traits traits;
+  std::uint16_t kind;
+  bool known;  // to the policy
+  bool parked;
+  // Everything below belongs to the pool. `held_back` counts the reasons against eviction that are
+  // not in the other counters: reserved, quarantined, touchable by rows of an earlier epoch.
+  std::uint8_t held_back;
+  std::uint8_t cls;
+  std::uint8_t run;
+  std::uint8_t marks;
+  std::uint32_t slot;
+  std::uint32_t pins;
+  std::uint32_t leases;
+  std::uint32_t children;
+  // Family: entries whose parent this is.
+  std::uint32_t first_child;
+  std::uint32_t next_sibling;
+  std::uint32_t previous_sibling;
+  // Entries of the same tenant by age, kept only for tenants with a quota.
+  std::uint32_t tenant_previous;
+  std::uint32_t tenant_next;
+
+  // Cannot be evicted, whatever its children.
+  bool is_blocked() const noexcept { return pins != 0 || leases != 0 || held_back != 0; }
+  bool is_victim() const noexcept { return !is_blocked() && children == 0; }
+  bool is_tail() const noexcept { return traits.is_tail != 0; }
+};
+static_assert(sizeof(EntryLocal) == 64);
+
+// Ages: the first is less than 2^kFirstOctave ticks (1 s), then half octaves; the last has no end.
+inline constexpr int kFirstOctave = 6;
+inline constexpr int kAges = 35;
+// Traits::pause of an entry that returned after a pause that nobody knows.
+inline constexpr std::uint8_t kNoPause = 31;
+// A tick is 2^24 ns (17 ms), so ticks wrap after two years of uptime.
+inline constexpr int kTickShift = 24;
+inline constexpr std::size_t kMaxKinds = 1'536;
+
+// Counts of waits by the age at which they ended (or are now), and of those among them that ended
+// with a return. `rest`: the ticks that they spent in the age where they ended.
+struct WaitCounts {
+  float ended[kAges] = {};
+  float rest[kAges] = {};
+  float back[kAges] = {};
+
+  void add(std::uint32_t age_ticks, bool returned, float weight) noexcept;
+  void add(const WaitCounts& other) noexcept;
+  void scale(float factor) noexcept;
+};
+
+// Features of a kind, from which its number follows: pause, depth (log2), branch.
+using Features = std::uint16_t;
+inline constexpr std::size_t kPauses = 32;
+constexpr std::size_t pause_of(Features features) noexcept {
+  return features % kPauses;
+}
+inline constexpr std::size_t kFeatures = std::size_t{1} << 10;
+
+// By age: the Gittins index at its beginning; at last, at the end of the last.
+using Row = std::array<float, kAges + 1>;
+
+// What a Learner learns from. All by the number of a kind.
+struct Lesson {
+  std::vector<Features> kinds;
+  std::vector<WaitCounts> ended;
+  std::vector<WaitCounts> waiting;  // a sample of the entries in the pool, weighted
+};
+
+// What was learnt of all kinds. Evidence fades: a lesson counts half after 34 further ones.
+class Learner {
+ public:
+  // Rows for Value::teach().
+  std::vector<Row> learn(const Lesson& lesson);
+  // All that was learnt, at most 1 MiB; and back. False, and nothing changes, if `bytes` are no
+  // such thing.
+  std::string save() const;
+  [[nodiscard]] bool restore(std::string_view bytes);
+  const std::vector<Features>& kinds() const noexcept { return kinds_; }
+
+  // Where Value finds the row of: all kinds, those of this pause, a kind.
+  static std::size_t row_of_all() noexcept { return 0; }
+  static std::size_t row_of_some(Features features) noexcept { return 1 + pause_of(features); }
+  static std::size_t row_of(std::size_t kind) noexcept { return 1 + kPauses + kind; }
+  // The row of all before anything was learnt: the hazard falls as the age grows.
+  static Row prior() noexcept;
+
+ private:
+  std::vector<Features> kinds_;
+  std::vector<WaitCounts> ended_;
+};
+
+class Value {
+ public:
+  // Kinds that no feature decides: tails, and everything of LRU or beyond kMaxKinds.
+  static constexpr std::uint16_t kTails = 0;
+  static constexpr std::uint16_t kAny = 1;
+  static constexpr std::uint32_t kLearnRequests = 512;
+
+  // `name`: VALUE; LRU, which has one kind, worth less the older it is; or noop, which has no
+  // victim, so nothing else may be evicted either. `depth_cost`: each chunk of a prompt costs this
+  // more than the one before it, as a share of the first one's cost. `entries` must outlive the
+  // policy. It remembers about as many keys that left as there are entries.
+  Value(std::string_view name, double depth_cost, EntryLocal* entries, std::size_t n_entries);
+  static bool is_name(std::string_view name) noexcept;
+
+  const char* name() const noexcept { return name_; }
+  bool evicts() const noexcept { return evicts_; }
+
+  // The time of all calls from now on.
+  void tell_time(std::uint64_t monotonic_ns) noexcept {
+    now_ = static_cast<std::uint32_t>(monotonic_ns >> kTickShift);
+  }
+  // The entry is in the pool now, as the hottest of its kind. Its traits, size class and time of
+  // use are set; a time that lies ahead becomes now.
+  void insert(std::uint32_t entry);
+  // It was used again.
+  void touch(std::uint32_t entry);
+  // A second chunk continues it.
+  void branch(std::uint32_t entry);
+  // It is about to leave the pool. `tag`: the first word of its key. `evicted`: for the sake of
+  // room.
+  void remove(std::uint32_t entry, std::uint64_t tag, bool evicted) noexcept;
+  // A parked entry may be a victim again. It goes to the hot end if it was in use until now
+  // (`used`), else to the cold end. Does nothing for an entry that is not parked.
+  void unblocked(std::uint32_t entry, bool used);
+  // The next entry of the size class to evict, or kNoEntry. It stays until remove().
+  std::uint32_t victim(std::uint32_t cls);
+  float worth(std::uint32_t entry) const noexcept;
+  // Those of a chunk that is not in the pool.
+  Traits traits_of_new(std::uint64_t tag, std::size_t depth) const noexcept;
+  // Infinite before anything was learnt.
+  float worth_of_new(Traits traits) const noexcept;
+  // It was not stored, since it was worth less.
+  void refused(std::uint64_t tag) noexcept { remember(tag, now_); }
+  std::uint32_t now() const noexcept { return now_; }
+  // The class id stands for another size from now on. REQUIRES: the class has no entry.
+  void forget_class(std::uint32_t cls) noexcept { classes_[cls] = SizeClass{}; }
+  // Sanity of the lists of one class: number of entries listed or parked, -1 when a list is broken.
+  std::int64_t count(std::uint32_t cls) const noexcept;
+
+  // Begins a lesson, if kLearnRequests requests have passed since the last one.
+  void count_request() noexcept { requests_ += 1; }
+  bool begin_lesson(Lesson* lesson);
+  // Adds `n` entries below `n_entries`, chosen at random, that stand for `weight` each.
+  void sample(Lesson* lesson, int n, std::uint32_t n_entries, float weight);
+  void teach(std::vector<Row> rows) noexcept;
+  // Takes over the kinds of what was restored, and its rows. REQUIRES: no entry was inserted yet.
+  void resume(Learner* learner);
+
+ private:
+  struct List {
+    std::uint32_t hot = kNoEntry;
+    std::uint32_t cold = kNoEntry;
+    float bid = kNoBid;
+  };
+  struct Bid {
+    float worth;
+    std::uint32_t kind;
+    bool operator<(const Bid& other) const noexcept { return worth > other.worth; }  // for a heap
+  };
+  struct SizeClass {
+    std::vector<List> lists;  // by kind
+    std::vector<Bid> bids;    // heap, the least worth first; a list's valid bid is List::bid
+    std::uint32_t parked = 0;
+    std::uint32_t fresh_until = 0;  // ticks
+    bool is_fresh = false;
+  };
+  static constexpr float kNoBid = std::numeric_limits<float>::infinity();
+
+  // A key that left the pool: part of its tag, and when it was used last.
+  struct Memory {
+    std::uint32_t tag;
+    std::uint32_t used_at;
+  };
+
+  void remember(std::uint64_t tag, std::uint32_t used_at) noexcept {
+    memories_[tag & (memories_.size() - 1)] = {static_cast<std::uint32_t>(tag >> 32), used_at};
+  }
+  std::uint16_t kind_of(Traits traits);
+  std::uint16_t add_kind(Features features);
+  float worth_of(std::size_t row, std::uint32_t age) const noexcept;
+  std::size_t row_of(std::uint16_t kind) const noexcept;
+  List& list_of(EntryLocal& local);
+  void push_hot(std::uint32_t entry);
+  void push_cold(std::uint32_t entry);
+  void take(std::uint32_t entry) noexcept;  // out of its list, or of the parked
+  void unlink(List& list, std::uint32_t entry) noexcept;
+  void offer(SizeClass& size, std::uint16_t kind, std::uint32_t entry);
+  std::uint32_t cold_leaf(SizeClass& size, std::uint32_t kind) noexcept;
+  void bid_anew(SizeClass& size);
+
+  EntryLocal* const entries_;
+  const char* name_;
+  bool evicts_;
+  bool is_lru_;
+  const float depth_cost_;
+  std::uint32_t now_ = 0;
+  std::uint32_t requests_ = 0;
+  std::uint64_t random_ = 88'172'645'463'325'252u;
+  std::vector<Features> kinds_;           // by number
+  std::vector<float> costs_;              // likewise
+  std::vector<std::uint16_t> number_of_;  // by features, 0: not seen yet
+  std::vector<WaitCounts> ended_;         // since the last lesson, by number
+  std::vector<Row> rows_;
+  std::size_t learnt_ = 0;        // kinds that have a row
+  std::vector<Memory> memories_;  // by the low bits of the tag
+  SizeClass classes_[kMaxClasses];
+};
+
+}  // namespace kvstrata
