@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvstrata.memory.paths import LESSONS
+from kvstrata.native.core import Pool
 from kvstrata.process.http_local import find_token
 from kvstrata.rpc import wire
 from kvstrata.types import unpack_extents
@@ -55,6 +57,28 @@ def test_after_sigkill_the_next_server_serves_the_chunks_of_the_last(start):
         for extent, key in zip(unpack_extents(reply.extents), keys_of(chain), strict=True):
             assert client.read(extent) == payload(key)
         assert client.release([(client.session, reply.seq)]) == 1
+
+
+def test_what_the_policy_learnt_survives_a_kill_and_damage_costs_only_the_lessons(
+    start: Callable[..., ServerProcess],
+) -> None:
+    server = start()
+    lessons = server.socket_dir / LESSONS
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        chain = chain_of(identity.root, 2)
+        client.store(identity, chain)
+        for _ in range(520):
+            found = client.lookup(identity.identity_id, chain)
+            client.release([(client.session, found.seq)])
+        eventually("a lesson is saved", lessons.exists)
+    assert Pool.are_lessons(lessons.read_bytes())
+    for damage, learns_anew in ((b"", False), (b"?", True)):
+        server.kill()
+        lessons.write_bytes(lessons.read_bytes() + damage)
+        server.start()
+        assert server.ready["adopted_chunks"] == 2
+        assert ("the eviction policy learns anew" in server.log_tail()) == learns_anew
 
 
 def test_ctl_lists_and_frees_extents_that_a_device_may_still_write(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux, segment, segment_files, segment_settings
+from kvstrata.memory.paths import LESSONS
 from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.memory.segment_settings import MemoryLimit, nodes_of
 from tests.harness.open_files import open_files
@@ -136,6 +137,23 @@ def test_a_segment_that_does_not_fit_is_replaced_as_a_whole_and_the_reason_told(
     found.close()
     linux.close_all(keep_inodes)
     assert not [path for path in open_files() if path.startswith(str(settings.directory))]
+
+
+@pytest.mark.parametrize("size", [4 << 20, 8 << 20])
+def test_an_adopted_or_new_segment_has_what_the_policy_of_the_last_one_learnt(
+    settings: SegmentSettings, size: int
+) -> None:
+    before = Segment.open(settings)
+    for _ in range(512):
+        before.pool.lease(bytes(32), 1, [0])
+    assert before.pool.learn() and not before.pool.learn()
+    lessons = before.pool.lessons()
+    (settings.socket_dir / LESSONS).write_bytes(lessons)
+    before.close()
+    after = reopen(settings, extents_bytes=size)
+    assert after.adopted == (size == settings.extents_bytes)
+    assert len(after.pool.lessons()) == len(lessons) > 100
+    after.close()
 
 
 def test_another_size_makes_a_new_segment_and_leaves_the_old_bytes_to_processes_that_map_them(
