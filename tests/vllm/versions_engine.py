@@ -281,13 +281,20 @@ class DryEngine:
         self.plans.clear()
 
     def add(
-        self, n_tokens: int, first: int = 0, max_tokens: int = 3, *, params: Any = None, **fields: Any
+        self,
+        n_tokens: int,
+        first: int = 0,
+        max_tokens: int = 3,
+        *,
+        prompt: Sequence[int] | None = None,
+        params: Any = None,
+        **fields: Any,
     ) -> Request:
         """Hand a request to the scheduler. `params`: its `kv_transfer_params`; `fields`: of vLLM's Request."""
         extra = None if params is None else {"kv_transfer_params": params}
         request = Request(
             f"r{next(self.names)}",
-            list(range(first, first + n_tokens)),
+            list(range(first, first + n_tokens) if prompt is None else prompt),
             SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra),
             None,
             block_hasher=get_request_block_hasher(BLOCK, sha256),

@@ -54,7 +54,7 @@ from kvstrata.connectors.vllm.identity import HARMLESS, engine_facts, layout_ide
 from kvstrata.connectors.vllm.metadata import StepPlan
 from kvstrata.connectors.vllm.weights import LoadedAdapters, find_runner, loaded_weights
 from kvstrata.errors import ConfigError
-from tests.vllm import versions_groups, versions_tenants
+from tests.vllm import versions_groups, versions_late, versions_tenants
 from tests.vllm.versions_engine import (
     BLOCK,
     CHUNK,
@@ -629,7 +629,7 @@ def main(folder: Path) -> None:
     build.CacheClient = Client  # type: ignore[misc,assignment]
     model = model_folder(folder)
     print(json.dumps({"version": vllm.__version__}), flush=True)
-    for module in (sys.modules[__name__], versions_groups, versions_tenants):
+    for module in (sys.modules[__name__], versions_groups, versions_late, versions_tenants):
         for name in [name for name in vars(module) if name.startswith("check_")]:
             try:
                 getattr(module, name)(model)

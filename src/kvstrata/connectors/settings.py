@@ -147,7 +147,12 @@ def _from_extra(extra: Mapping[str, Any], source: str, notes: list[str]) -> Laye
         mp, source=source, table=CONNECTOR_EXTRA, prefixes=CONNECTOR_EXTRA_PREFIXES, kinds=KINDS
     )
     notes.extend(said)
-    return settings | over, {key: f"lmcache.mp.{key}" for key in over}
+    names = {key: f"lmcache.mp.{key}" for key in over}
+    if "store" in over:
+        lazy = meant(over["store"], bool)
+        over["store"] = {True: "late", False: "commit"}.get(lazy, lazy) if isinstance(lazy, bool) else lazy
+        names["store"] = "lmcache.mp.lazy_offload"
+    return settings | over, names
 
 
 def _parse(key: str, text: str, name: str) -> Any:

@@ -20,6 +20,7 @@ CONNECTOR_EXTRA: dict[str, Name] = {
         f"lmcache.mp.{name}": entry
         for name, entry in kept(port="port", save_decode_cache="save_decode_cache").items()
     },
+    "lmcache.mp.lazy_offload": Name(Fate.KEPT, "store", "true: `late`, false: `commit`"),
     "lmcache.mp.server_urls": refused("an engine has one server; set lmcache.mp.port"),
     "lmcache.mp.transfer_intermediate_tensors": refused("intermediate tensors are not moved"),
     **each(
@@ -32,7 +33,7 @@ CONNECTOR_EXTRA: dict[str, Name] = {
 """Keys of `kv_connector_extra_config` with this prefix; those without it are the keys of CLIENT_KEYS."""
 
 CONNECTOR_EXTRA_PREFIXES: dict[str, Name] = {
-    "lmcache.mp.lazy_offload": TUNES,
+    "lmcache.mp.lazy_offload_": TUNES,
     "lmcache.mp.autostart": refused("start lmcache-server yourself, before or after the engine"),
 }
 

@@ -211,6 +211,8 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
     no_load = no_load_reason(config)
     if no_load:
         logger.warning("nothing is loaded by this engine: %s", no_load)
+    if settings.store == "late" and (reason := why_at_commit(setup)):
+        logger.warning("store: 'late' has no effect in this engine, chunks are stored at once: %s", reason)
     places = socket_dirs(settings.socket_dir, settings.port)
     events = config.kv_events_config
     wants_events = settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
@@ -235,9 +237,20 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
             removal=make.removed,
             server_seen=partial(_exists_one, [place / RPC_SOCKET for place in places]),
             pins=pins,
+            late=settings.store == "late" and not why_at_commit(setup),
+            step_tokens=config.scheduler_config.max_num_batched_tokens,
             read_here=partial(_read_here, setup),
         )
     )
+
+
+def why_at_commit(setup: Setup) -> str:
+    """Why this engine cannot store late; "" if it can."""
+    if whole_hits(setup.groups):
+        return "the model has layers with windows or states"
+    if not setup.vllm_config.cache_config.enable_prefix_caching:
+        return "vLLM's prefix caching is off, so it keeps no KV of ended requests"
+    return ""
 
 
 def _read_here(setup: Setup, request_id: str) -> bool:

@@ -31,13 +31,13 @@ class BlockPins:
 
     def __init__(self, block_pool: Callable[[], Any] = lambda: None) -> None:
         """`block_pool()` is vLLM's BlockPool; None in an engine whose stores pin nothing."""
-        self._block_pool = block_pool
+        self.block_pool = block_pool
         self._pinned: dict[int, tuple[Sequence[int], int]] = {}
         """Store → its blocks, and how many workers may still read them."""
 
     def pin(self, store_id: int, blocks: Sequence[int], n_workers: int) -> None:
         """Keep these blocks allocated, whether or not a request still has them, until no worker reads them."""
-        pool = self._block_pool()
+        pool = self.block_pool()
         pool.touch([pool.blocks[block] for block in blocks])
         self._pinned[store_id] = blocks, n_workers
 
@@ -56,7 +56,7 @@ class BlockPins:
 
     def _unpin(self, blocks: Sequence[int]) -> None:
         if blocks:
-            pool = self._block_pool()
+            pool = self.block_pool()
             pool.free_blocks([pool.blocks[block] for block in blocks])
 
 
@@ -89,6 +89,10 @@ class Engine(msgspec.Struct, eq=False):
     server_seen: Callable[[], bool] = lambda: False
     """Whether a server seems to run."""
     pins: BlockPins = msgspec.field(default_factory=BlockPins)
+    late: bool = False
+    """Chunks are stored when vLLM is about to reuse their blocks; not in an engine with windows or states."""
+    step_tokens: int = 0
+    """Maximum number of tokens that a step computes."""
     read_here: Callable[[str], bool] = lambda request_id: False
     """Waits a moment until the worker, in the same process, reads no block of a request for a store any more; returns
     whether that is so."""

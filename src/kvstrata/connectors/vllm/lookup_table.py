@@ -210,7 +210,7 @@ class Tracked(msgspec.Struct, eq=False):
     no_load: bool = False
     """The request asks for no load, or a load of it failed: the rest of it is computed."""
     next_store: int = 0
-    """All chunks before this one are stored, being stored, or were loaded."""
+    """All chunks before this one are stored, being stored, or were loaded; with late stores, recorded."""
     windows_next: int = 0
     """As `next_store`, for groups of which only windows are stored."""
     tail_end: int = 0
@@ -224,6 +224,10 @@ class Tracked(msgspec.Struct, eq=False):
     junction: int = 0
     """How many leading chunks the groups of full attention had in L1.  If the hit is shorter, another prompt shares
     these chunks, and this request stores the windows that were missing for a hit of that length."""
+    recorded: list[Any] = []
+    """With late stores, the records of the chunks before `next_store`."""
+    held_steps: int = 0
+    """Steps that the request's hit has waited for stores of the blocks that it will take."""
     stores: set[int] = set()
     """Stores that may still read this request's blocks."""
     deferred: bool = False

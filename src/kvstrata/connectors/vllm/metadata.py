@@ -42,11 +42,12 @@ class Load:
 
 @dataclasses.dataclass(slots=True)
 class Store:
-    """Chunks that this step completes, to be copied from blocks into L1 after the forward pass."""
+    """Chunks that are complete after this step, to be copied from blocks into L1 after the forward pass."""
 
     store_id: int
     """Unique in this engine; reports name it."""
     request_id: str
+    """Empty for a late store (`late`), which ends with no request."""
     identity: RequestIdentity
     parent: bytes
     """Chain key of the chunk before the first; empty at the start of a prompt."""
@@ -66,13 +67,15 @@ class Store:
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    """The plan of one step. Workers act on its fields in this order: preempted, loads, stores, awaited."""
+    """The plan of one step. Workers act on its fields in this order: preempted and cancel, loads, stores, awaited."""
 
     step: int
     loads: list[Load] = dataclasses.field(default_factory=list)
     stores: list[Store] = dataclasses.field(default_factory=list)
     preempted: set[str] = dataclasses.field(default_factory=set)
     """Requests whose blocks this step may overwrite: copies of these blocks must end before the step."""
+    cancel: set[int] = dataclasses.field(default_factory=set)
+    """Stores whose blocks this step may overwrite, though their requests were not preempted."""
     awaited: set[str] = dataclasses.field(default_factory=set)
     """Finished requests whose blocks the scheduler keeps until the worker reports them."""
     failures_seen: int = 0

@@ -45,6 +45,8 @@ class RequestKeys:
         """Whether this engine has had other weights than now."""
         self._prefix_cache = engine.prefix_cache
         self._prefix_cache_seen = engine.prefix_cache()
+        self.generation = 0
+        """Changes when KV that vLLM has may not be what keys that were made before say."""
         self.engine_stale = False
         """vLLM's own cache may still have KV from before the last reset, or from a load whose outcome is unknown."""
         self._stale_before: bool | None = None
@@ -135,6 +137,7 @@ class RequestKeys:
                 "the cache was reset while vLLM held blocks of its own: KV computed from these is not stored until "
                 "the cache is reset with no request running, or the weights prove to be the same"
             )
+        self.generation += 1
         self._weights.may_have_changed()
         self._prefix_cache_seen = self._prefix_cache()
         if self._stale_before is None:
@@ -149,6 +152,7 @@ class RequestKeys:
 
     def distrust_engine(self) -> None:
         """Store nothing that is computed from vLLM's present blocks: some may be bad without vLLM knowing it."""
+        self.generation += 1
         self.engine_stale = True
         if self._stale_before is not None:
             self._stale_before = True
@@ -158,6 +162,7 @@ class RequestKeys:
     def heard_adapter(self, number: int, digest: str) -> None:
         """Apply a worker's answer about a LoRA adapter; if it was replaced, its running requests mix two adapters."""
         replaced = self.adapters.heard(number, digest)
+        self.generation += bool(replaced)
         for tracked in self._lookups.tracked.values() if replaced else ():
             lora = tracked.request.lora_request
             if lora is not None and lora.lora_int_id == replaced:

@@ -32,6 +32,9 @@ from kvstrata.types import EXTENT, LeaseName, MissReason, RequestIdentity
 
 logger = logging.getLogger("vllm.kvstrata")
 
+DRAIN = "kvstrata.drain"
+"""True in a request's `kv_transfer_params`: an engine with late stores stores at once what L1 lacks."""
+
 
 class SchedulerSide:
     """Decisions for all requests of one engine. Belongs to the scheduler's thread."""
@@ -63,6 +66,9 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Begin to hash a new request and, if the queue is short, look it up already."""
         tracked = self._lookups.track(request)
+        params = request.kv_transfer_params
+        if isinstance(params, dict) and params.get(DRAIN) is True:
+            self.stores.drain()
         if tracked.skipped or tracked.no_load or not self._engine.may_load:
             return
         if (
@@ -123,6 +129,8 @@ class SchedulerSide:
         if tokens < self._settings.min_retrieve_tokens:
             self._lookups.count_miss(tracked, MissReason.REFUSED)
             return 0, False
+        if self.stores.hold(tracked, tokens):
+            return None, False
         promised = self._lookups.promise(tracked, now)
         if not promised:
             return (None if promised is None else 0), False
@@ -140,9 +148,7 @@ class SchedulerSide:
         hit = tracked.hit
         assert hit.lease is not None
         # Chunks that were found in L1 need not be stored again.
-        tracked.next_store = max(tracked.next_store, hit.n_chunks)
-        tracked.windows_next = max(tracked.windows_next, hit.n_chunks)
-        tracked.tail_end = max(tracked.tail_end, hit.n_chunks * self._chunk_tokens + hit.tail_tokens)
+        self.stores.took_hit(tracked, hit.n_chunks, hit.n_chunks * self._chunk_tokens + hit.tail_tokens)
         whole = True
         if external_tokens <= 0:
             self._client.release([hit.lease], group=True)
@@ -181,11 +187,11 @@ class SchedulerSide:
             tracked = self._lookups.tracked.get(request_id)
             if tracked is None:
                 continue
-            tracked.stores.clear()
-            tracked.deferred = False
+            self.stores.preempted(tracked)
             if request_id not in reloaded:
                 tracked.loaded_chunks = {}
                 self._lookups.forget(tracked)
+        plan.cancel = self.stores.overtaken()
         if self._engine.may_store:
             self.stores.plan(output, plan)
         # A worker that has no store of an awaited request reports the request as sent at once.  So a request whose
@@ -227,7 +233,7 @@ class SchedulerSide:
                     tracked.loaded_chunks = {}
                     tracked.no_load = True
             # KV of requests that ended in the failing step may be computed from the bad blocks.
-            self.stores.of_finished.clear()
+            self.stores.forget_deferred()
         for report in reports:
             if report.broken and (self._engine.may_load or self._engine.may_store):
                 logger.error(
@@ -261,8 +267,9 @@ class SchedulerSide:
 
     def take_counts(self) -> dict[str, int]:
         """Counts since the last call."""
-        counts = {**self._lookups.counts, **self._counts}
-        for table in (self._lookups.counts, self._counts):
+        tables = (self._lookups.counts, self._counts, self.stores.counts)
+        counts = {name: count for table in tables for name, count in table.items()}
+        for table in tables:
             table.update(dict.fromkeys(table, 0))
         return {name: count for name, count in counts.items() if count}
 
@@ -407,6 +414,7 @@ class SchedulerOff:
         self._loads, self._awaited = [*plan.loads, *side._loads], plan.awaited | side._awaited
         self._unsent = [store.store_id for store in (*plan.stores, *side.stores.of_finished)]
         """Planned stores that no worker gets."""
+        self._cancel = plan.cancel | side.stores.unprotected
         self._leased = list(self._tracked.values())
         """Requests whose leases are not given back yet."""
 
@@ -440,8 +448,8 @@ class SchedulerOff:
 
     def plan_step(self, output: Any) -> StepPlan:
         """A plan without stores."""
-        plan = StepPlan(next(self._steps), self._loads, awaited=self._awaited)
-        self._loads, self._awaited = [], set()
+        plan = StepPlan(next(self._steps), self._loads, cancel=self._cancel, awaited=self._awaited)
+        self._loads, self._cancel, self._awaited = [], set(), set()
         plan.preempted = set(output.preempted_req_ids or ())
         plan.computes = bool(output.num_scheduled_tokens)
         return plan

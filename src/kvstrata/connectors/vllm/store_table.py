@@ -9,6 +9,8 @@ Invariants
 3. Of groups with a window, only the windows at the prompt's end and where it parts from another prompt are stored
    (and, with `save_decode_cache`, those of the answer); of groups with a state, only the states that vLLM offers.
    vLLM frees their blocks while the request goes on, so they are pinned until no store reads them.
+4. With late stores, complete chunks and tails are recorded instead of stored, and stored when vLLM is about to reuse
+   their blocks (`late`).
 
 Notices what other connectors load, which share an engine with ours in vLLM's `MultiConnector`.
 
@@ -34,6 +36,7 @@ import msgspec
 
 from kvstrata.connectors.vllm.engine import Engine, MakeEvent
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule
+from kvstrata.connectors.vllm.late import HELD_STEPS, LateStores, Record
 from kvstrata.connectors.vllm.lookup_table import Tracked
 from kvstrata.connectors.vllm.metadata import StepPlan, Store, WorkerReport
 from kvstrata.connectors.vllm.request_keys import RequestKeys
@@ -175,6 +178,8 @@ class StoreTable:
         self._whole_of_events = next(iter(self._whole), None)
         """The group whose stores are told as vLLM's events."""
         self._tails = tails
+        self._late = LateStores(engine, keys, tails) if engine.late else None
+        self._block_tokens = groups[0].block_tokens
         self.pins = engine.pins
         self._world_size, self._now = engine.world_size, engine.now
         self._save_decode_cache = engine.settings.save_decode_cache
@@ -192,6 +197,8 @@ class StoreTable:
         self.of_finished: list[Store] = []
         """Stores of requests that ended while their chunks were deferred."""
         self._events: deque[Any] = deque(maxlen=REMEMBERED_STORES)
+        self.counts = self._late.counts if self._late is not None else {}
+        """Totals since the scheduler side last took them."""
 
     # -- steps whose synchronous loads are not confirmed -----------------------------------------------------
 
@@ -203,7 +210,8 @@ class StoreTable:
     @property
     def awaits_news(self) -> bool:
         """Whether vLLM should go on stepping without requests, since only a step brings the news of stores."""
-        return bool(self._in_flight) and self._now() < self._awaited_until_s
+        draining = self._late is not None and self._late.draining
+        return draining or (bool(self._in_flight) and self._now() < self._awaited_until_s)
 
     def await_reports(self, plan: StepPlan) -> None:
         """Remember the step if it has synchronous loads; give up on steps whose reports are lost.
@@ -221,7 +229,7 @@ class StoreTable:
                 self._forget_step(step)
             # vLLM was told of no bad block, so it may keep bad blocks and share them with other requests.
             self._keys.distrust_engine()
-            self.of_finished.clear()
+            self.forget_deferred()
         if plan.others_load:
             self._others_load.add(plan.step)
         if plan.others_load or any(not load.asynchronous for load in plan.loads):
@@ -244,6 +252,8 @@ class StoreTable:
 
     def plan(self, output: Any, plan: StepPlan) -> None:
         """Add the stores of the step that vLLM's SchedulerOutput describes."""
+        # Whether a record may be looked at follows from no report of workers, so records wait for any load.
+        waits = self.must_wait or (self._late is not None and bool(self._unconfirmed))
         if not self.must_wait:
             plan.stores, self.of_finished = self.of_finished, []
         scheduled, computed = output.num_scheduled_tokens, computed_before(output)
@@ -261,7 +271,7 @@ class StoreTable:
             ] + tokens >= tracked.request.num_prompt_tokens and self._tail_is_due(tracked, tail_end)
             if chunks <= done and not more_tail and not (self._windows and chunks > tracked.windows_next):
                 continue
-            if self.must_wait:
+            if waits:
                 tracked.deferred = True
                 continue
             tracked.deferred = False
@@ -272,6 +282,70 @@ class StoreTable:
                     self._add_tail(tracked, tables, tail_end, plan.stores)
         if self._states and not self.must_wait:
             self._plan_states(output, plan)
+        if self._late is not None:
+            if not waits:
+                self._late.confirm()
+            self._plan_late(self._late, sum(scheduled.values()), plan)
+
+    def overtaken(self) -> set[int]:
+        """Late stores whose blocks vLLM has reused since the last plan."""
+        return self._late.overtaken() if self._late is not None else set()
+
+    @property
+    def unprotected(self) -> set[int]:
+        """Late stores under way: they must be cancelled if no later plan asks for `overtaken`."""
+        return self._late.flying if self._late is not None else set()
+
+    def hold(self, tracked: Tracked, tokens: int) -> bool:
+        """Whether a hit of so many tokens waits for stores of what lies in the blocks that it will take."""
+        late, blocks = self._late, -(-tokens // self._block_tokens)
+        if late is None or tracked.held_steps >= HELD_STEPS or not late.must_hold(blocks):
+            return False
+        tracked.held_steps += 1
+        return True
+
+    def drain(self) -> None:
+        """Store all chunks that L1 lacks, however far from reuse their blocks are."""
+        if self._late is not None:
+            self._late.draining = True
+
+    def took_hit(self, tracked: Tracked, n_chunks: int, tokens: int) -> None:
+        """vLLM has allocated blocks for a request of which L1 had so many chunks, and tokens with a tail."""
+        tracked.windows_next = max(tracked.windows_next, n_chunks)
+        if self._late is None:  # late stores record such chunks too
+            tracked.next_store = max(tracked.next_store, n_chunks)
+            tracked.tail_end = max(tracked.tail_end, tokens)
+
+    def preempted(self, tracked: Tracked) -> None:
+        """The request has lost its blocks."""
+        tracked.stores.clear()
+        tracked.deferred = False
+        if self._late is not None:
+            tracked.next_store = tracked.tail_end = tracked.held_steps = 0
+
+    def forget_deferred(self) -> None:
+        """Drop what ended requests have left: a load that it may rest on has failed."""
+        self.of_finished.clear()
+        if self._late is not None:
+            self._late.forget_unconfirmed()
+
+    def _plan_late(self, late: LateStores, tokens: int, plan: StepPlan) -> None:
+        """Add the stores of chunks whose blocks vLLM is about to reuse."""
+        (group,) = self._whole
+        loaded = sum(len(load.blocks) for load in plan.loads)
+        for tracked, records in late.due(plan.step, -(-tokens // group.block_tokens) + loaded):
+            first, tail = records[0].number, records[0].tail
+            last = first + (len(records) if tail is None else 0)
+            replaces = (
+                self._tails.replaced_by(tracked, first, last)
+                if tail is None
+                else self._tails.replaced_by_tail(tracked, tail)
+            )
+            blocks = [block for record in records for block in record.blocks]
+            if self._add_store(
+                tracked, group, first, last, blocks, plan.stores, tail=tail, replaces=replaces, late=records
+            ):
+                late.planned(plan.stores[-1].store_id, records)
 
     def finish(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> None:
         """Keep a finished request's deferred chunks, and its tail, to store them with a later step. `tables`: of each
@@ -283,7 +357,7 @@ class StoreTable:
         request = tracked.request
         # The last token was sampled, not computed.
         end = self._complete_tokens(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
-        if tracked.deferred or self._lookahead_tokens:
+        if tracked.deferred or self._lookahead_tokens or self._late is not None:
             # The token behind the last chunk may have been sampled only now.
             chunks = self._complete_chunks(tracked, request.num_computed_tokens)
             self._add_stores(tracked, tables, chunks, self.of_finished)
@@ -334,7 +408,9 @@ class StoreTable:
         assert tracked.hasher is not None
         last = min(chunks, tracked.hasher.n_chunks)
         first = tracked.next_store
-        if last > first:
+        if self._late is not None:
+            self._late.record(tracked, tables[0], last, confirmed=not self._unconfirmed)
+        elif last > first:
             for group in self._whole:
                 blocks = tables[group.number][first * group.chunk_blocks : last * group.chunk_blocks]
                 if len(blocks) < (last - first) * group.chunk_blocks:
@@ -371,8 +447,12 @@ class StoreTable:
         blocks = list(table[indices.start : indices.stop])
         if tracked.next_store < tail.chunk or len(blocks) * group.block_tokens < tail.tokens:
             return
+        if self._late is not None:
+            recorded = self._late.record_tail(tracked, tail, blocks, confirmed=not self._unconfirmed)
+            if not recorded:
+                return
         tracked.tail_end = tail.chunk * self._chunk_tokens + tail.tokens
-        if not self._tails.in_l1(tracked, tail):
+        if self._late is None and not self._tails.in_l1(tracked, tail):
             replaces = self._tails.replaced_by_tail(tracked, tail)
             self._add_store(
                 tracked, group, tail.chunk, tail.chunk, blocks, stores, tail=tail, replaces=replaces
@@ -415,6 +495,7 @@ class StoreTable:
         *,
         tail: Tail | None = None,
         replaces: bytes = b"",
+        late: Sequence[Record] = (),
     ) -> bool:
         """Add the store of chunks [first, last) of a group, or of a tail; False if one of its blocks is not there.
 
@@ -426,7 +507,7 @@ class StoreTable:
         chain = tracked.hasher.chain
         store = Store(
             store_id=next(self._store_ids),
-            request_id=tracked.request.request_id,
+            request_id="" if late else tracked.request.request_id,
             identity=tracked.identity.request,
             parent=batch.before(chain, first),
             chain=batch.part(chain, first, last) if tail is None else tail.key,
@@ -437,8 +518,9 @@ class StoreTable:
             group=group.number,
             adapter=tracked.adapter,
         )
-        tracked.stores.add(store.store_id)
-        record = _StoreRecord(store.request_id, first, self._world_size, self._world_size)
+        if not late:
+            tracked.stores.add(store.store_id)
+        record = _StoreRecord(store.request_id, first, self._world_size, self._world_size, late=late)
         if group.rule is not Rule.PREFIX:
             self.pins.pin(store.store_id, blocks, self._world_size)
         if self._make_event is not None and group is self._whole_of_events and tail is None:
@@ -464,6 +546,8 @@ class StoreTable:
     def _dropped(self, store_id: int) -> None:
         """Note that a store was not made: its chunks may be planned again."""
         record = self._in_flight.pop(store_id, None)
+        for chunk in record.late if record is not None else ():
+            chunk.not_before = 0
         tracked = self._tracked.get(record.request_id) if record is not None else None
         if record is not None and tracked is not None:
             tracked.stores.discard(store_id)
@@ -483,6 +567,8 @@ class StoreTable:
             return
         record.not_gathered -= 1
         if record.not_gathered == 0:
+            if self._late is not None:
+                self._late.read(store_id)
             tracked = self._tracked.get(record.request_id)
             if tracked is not None:
                 tracked.stores.discard(store_id)
@@ -495,6 +581,8 @@ class StoreTable:
         record.mask &= mask
         if record.not_stored == 0:
             del self._in_flight[store_id]
+            for at, chunk in enumerate(record.late):
+                chunk.saved = bool(record.mask >> at & 1)
             if self._make_event is not None and record.chain:
                 self._events.extend(record.events(self._make_event, self._chunk_tokens))
                 keys = batch.split(record.chain)
@@ -527,6 +615,8 @@ class _StoreRecord(msgspec.Struct, eq=False):
     first_chunk: int
     not_gathered: int
     not_stored: int
+    late: Sequence[Record] = ()
+    """The chunks of a late store."""
     mask: int = -1
     """Chunks that are in L1 according to all reports so far, one bit each."""
     tokens: list[int] = []

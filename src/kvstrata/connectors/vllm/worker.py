@@ -8,7 +8,8 @@ they end even if vLLM stops stepping.
 
 Invariants
 1. A synchronous load writes blocks only until its step ends, an asynchronous one only until it is reported.
-2. A store reads blocks only until the step after its request was preempted, or until its request is reported as sent.
+2. A store reads blocks only until the step after its request was preempted, or until its request is reported as sent;
+   a late store, until the step whose plan cancels it.
 3. Nothing is stored that was computed in a step whose synchronous load failed, or in steps planned before the
    scheduler knew of that (they may rest on the failed blocks).
 4. A step is reported only after its synchronous loads have ended, so a failed load is never confirmed.
@@ -189,24 +190,26 @@ class WorkerSide(_Copies):
     # -- one step --------------------------------------------------------------------------------------------
 
     def before_step(self, plan: StepPlan) -> None:
-        """Called before any work of the step: end the copies of preempted requests."""
+        """Called before any work of the step: end the copies from blocks that the step may overwrite."""
         self._take_up(plan)
         if plan.weigh and self._weights is not None:
             self._report.weights = (plan.weigh, self._weights.initial, self._weights.digest())
         for number, lora in plan.weigh_adapters:
             digest = self._adapters.digest(number, lora) if self._adapters is not None else ""
             self._report.adapters.append((number, digest))
-        if not plan.preempted:
-            return
-        lost = [entry for entry in self._stores if entry.store.request_id in plan.preempted]
+        lost = [
+            entry
+            for entry in self._stores
+            if entry.store.request_id in plan.preempted or entry.store.store_id in plan.cancel
+        ]
         for entry in lost:
             entry.job.cancel()
         deadline = self._now() + patience(WAIT_S)
         for entry in lost:
             if not entry.job.wait_gathered(max(0.0, deadline - self._now())):
                 # Its job is cancelled and never commits, so a torn copy is never visible.
-                logger.warning("a copy from blocks of preempted request %s is slow", entry.store.request_id)
-            self._count("stores_preempted")
+                logger.warning("a copy from blocks that are reused is slow (store %d)", entry.store.store_id)
+            self._count("stores_preempted", entry.store.request_id in plan.preempted)
 
     def start_loads(self, *, layerwise: bool = False) -> None:
         """Begin the step's loads and make the forward pass wait for the synchronous ones.

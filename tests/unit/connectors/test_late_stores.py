@@ -1,0 +1,310 @@
+"""Late stores: which chunks are planned when, and what becomes of a store whose blocks vLLM reuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvstrata.connectors.vllm import late
+from kvstrata.connectors.vllm.engine import BlockPins
+from kvstrata.connectors.vllm.metadata import WorkerReport
+from kvstrata.keys import batch
+from tests.harness.scheduler_side import BLOCK, CHUNK, FakeClient, ask, make_request, make_side, step
+
+BLOCKS = 80
+
+
+class Pool:
+    """vLLM's block pool: a queue of free blocks, and a new hash object each time a block is filled."""
+
+    def __init__(self):
+        self.blocks = [SimpleNamespace(block_id=i, block_hash=None) for i in range(BLOCKS)]
+        self.free = list(range(1, BLOCKS))
+        self.free_block_queue = self
+
+    def iter_blocks_after(self, cursor):
+        assert cursor is None
+        return (self.blocks[i] for i in self.free)
+
+    def take(self, n, *, hashed=True):
+        taken, self.free = self.free[:n], self.free[n:]
+        for block in taken:
+            self.blocks[block].block_hash = object() if hashed else None
+        return taken
+
+    def reset(self):
+        for block in self.blocks:
+            block.block_hash = None
+
+
+class L1Client(FakeClient):
+    """A client that sees the chunks of `l1`."""
+
+    def __init__(self):
+        super().__init__()
+        self.l1 = set()
+
+    def peek(self, identity, hasher):
+        keys = batch.split(hasher.chain)
+        return next((at for at, key in enumerate(keys) if key not in self.l1), len(keys))
+
+    def present(self, chunks):
+        return [key in self.l1 for _, key in chunks]
+
+
+class World:
+    """A scheduler's side with late stores. vLLM computes CHUNK tokens in a step, so a look reaches few blocks."""
+
+    def __init__(self, **changes):
+        self.pool, self.client = Pool(), L1Client()
+        self.side = make_side(
+            self.client, late=True, step_tokens=CHUNK, pins=BlockPins(lambda: self.pool), **changes
+        )
+        self.tables = {}
+
+    def start(self, n_tokens, first=0, *, step_too=True):
+        """Compute a prompt in one step; returns (request, the step's plan)."""
+        request = make_request(n_tokens, all_token_ids=list(range(first, first + n_tokens)))
+        self.side.on_new_request(request)
+        assert ask(self.side, request)[0] == 0
+        self.tables[request.request_id] = self.pool.take(-(-n_tokens // BLOCK))
+        return request, self.step([(request, 0, n_tokens)]) if step_too else None
+
+    def step(self, scheduled=(), **more):
+        return step(self.side, scheduled, tables=self.tables, **more)
+
+    def end(self, request):
+        """End a request: vLLM frees its last block first."""
+        table = self.tables[request.request_id]
+        assert self.side.finished(request, [table]) is False, "a late store keeps no blocks allocated"
+        self.pool.free += table[::-1]
+
+    def ended(self, n_tokens, first=0):
+        request, plan = self.start(n_tokens, first)
+        assert plan.stores == []
+        self.end(request)
+        return request
+
+    def exhaust(self, left):
+        """Take all unused blocks in front of the queue until `left` of them are left, without a step."""
+        unused = next(i for i, block in enumerate(self.pool.free) if self.pool.blocks[block].block_hash)
+        self.pool.take(unused - left, hashed=False)
+
+    def outcome(self, plan, mask=-1, **fields):
+        stores = [store.store_id for store in plan.stores]
+        stored = [(store, mask) for store in stores] if not fields.get("dropped") else []
+        for store in plan.stores if stored and mask else ():
+            self.client.l1 |= set(batch.split(store.chain))
+        self.side.heard([WorkerReport(plan.step, gathered=stores, stored=stored, **fields)], [], [])
+
+
+def chunks(plan):
+    return sum(len(store.chain) // 32 for store in plan.stores)
+
+
+def test_a_chunk_is_stored_when_its_blocks_come_near_the_head_and_only_once():
+    world = World()
+    request = world.ended(3 * CHUNK)
+    assert world.step().stores == []
+    world.exhaust(left=1)
+    (store,) = (plan := world.step()).stores
+    # Root before leaf, though the last blocks are the first to be reused.
+    assert (store.parent, len(store.chain) // 32, store.request_id) == (b"", 3, "")
+    assert store.blocks == world.tables[request.request_id]
+    assert world.step().stores == [], "it is under way"
+    world.outcome(plan)
+    assert world.step().stores == [] and not world.side.awaits_news
+
+
+def test_only_what_l1_lacks_is_stored_and_nothing_behind_a_hole():
+    world = World()
+    world.ended(3 * CHUNK)
+    world.exhaust(left=0)
+    keys = batch.split(world.step().stores[0].chain)
+    for in_l1, reused, planned in (
+        (1, (), [(1, 3)]),
+        (0, (1,), [(0, 1)]),
+        (2, (0,), [(2, 3)]),
+        (0, (0,), []),
+    ):
+        world = World()
+        world.client.l1 = set(keys[:in_l1])
+        request = world.ended(3 * CHUNK)
+        table = world.tables[request.request_id]
+        world.exhaust(left=0)
+        for chunk in reused:
+            world.pool.blocks[table[2 * chunk]].block_hash = object()
+        assert [s.blocks for s in world.step().stores] == [table[2 * a : 2 * b] for a, b in planned]
+
+
+@pytest.mark.parametrize(
+    ("event", "planned", "cancelled"),
+    [
+        # (what happens after the chunk was recorded, chunks planned in the next look, whether a store is cancelled)
+        ("nothing", 2, False),
+        ("touched before the look", 0, False),
+        ("reused before the look", 0, False),
+        ("reset before the look", 0, False),
+        ("weights may have changed", 0, False),
+        ("preempted", 2, False),
+        ("l1 has it", 0, False),
+        ("server away", 0, False),
+        ("reused while copied", 2, True),
+        ("refilled with the same tokens while copied", 2, True),
+        ("reset while copied", 2, True),
+        ("touched while copied", 2, False),
+        ("copied before reuse", 2, False),
+        ("turned off while copied", 2, True),
+    ],
+)
+def test_what_becomes_of_a_chunk(event, planned, cancelled):
+    world = World()
+    pool = world.pool
+    request, _ = world.start(2 * CHUNK)
+    table = world.tables[request.request_id]
+    if event == "preempted":
+        pool.free += table[::-1]
+        assert world.step(preempted=[request.request_id]).stores == []
+    else:
+        world.end(request)
+    world.exhaust(left=0)
+    if event == "touched before the look":
+        pool.free = []
+    elif event == "reused before the look":
+        pool.take(4)
+    elif event == "reset before the look":
+        pool.reset()
+    elif event == "weights may have changed":
+        world.side.reset(engine_empty=False)
+    elif event == "l1 has it":
+        world.client.peek = lambda identity, hasher: 2
+    elif event == "server away":
+        world.client.connected = False
+    plan = world.step()
+    assert chunks(plan) == planned and plan.cancel == set()
+    if event == "copied before reuse":
+        world.outcome(plan)
+        pool.take(2)
+    elif event.startswith("re") and "while copied" in event:
+        pool.reset() if event.startswith("reset") else pool.take(1)
+    elif event == "touched while copied":
+        pool.free = []
+    elif event == "turned off while copied":
+        pool.take(1)
+        world.side = world.side.turn_off()
+    later = world.step()
+    assert later.cancel == ({plan.stores[0].store_id} if cancelled else set())
+    assert world.step().cancel == set(), "a store is cancelled once"
+
+
+def test_an_error_in_the_plan_that_cancels_a_store_cancels_it_with_the_next():
+    world = World()
+    world.ended(CHUNK)
+    world.exhaust(left=0)
+    (store,) = world.step().stores
+    world.pool.take(1)
+    world.side.stores.plan = lambda output, plan: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        world.step()
+    world.side = world.side.turn_off()
+    assert world.step().cancel == {store.store_id}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "again"), [("refused", False), ("dropped", True), ("report lost", False)]
+)
+def test_a_store_that_came_to_nothing_is_planned_again_only_where_that_may_help(outcome, again):
+    world = World()
+    world.ended(CHUNK)
+    world.exhaust(left=0)
+    plan = world.step()
+    if outcome == "refused":
+        world.outcome(plan, mask=0)
+    elif outcome == "dropped":
+        world.outcome(plan, dropped=[plan.stores[0].store_id])
+    assert bool(world.step().stores) is again
+    for _ in range(late.RETRY_STEPS - 2 if not again else 0):
+        assert world.step().stores == []
+    assert again or world.step().stores, "at its next approach"
+
+
+def test_nothing_is_recorded_on_top_of_a_load_that_may_have_failed():
+    for failed in (False, True):
+        world = World()
+        request = make_request(3 * CHUNK)
+        world.client.hits, world.client.has_l2 = 1, True
+        world.side.on_new_request(request)
+        tokens, _ = ask(world.side, request)
+        table = world.tables[request.request_id] = world.pool.take(6)
+        world.side.allocated(request, [table], tokens)
+        plan = world.step([(request, tokens, 3 * CHUNK - tokens)])
+        assert plan.loads and not plan.loads[0].asynchronous
+        world.end(request)
+        world.exhaust(left=0)
+        world.side.heard([WorkerReport(plan.step, failures=int(failed))], [], table[:2] if failed else [])
+        if failed:
+            for block in table[:4]:  # vLLM does so with a request that runs, and this one has ended
+                world.pool.blocks[block].block_hash = None
+        assert chunks(world.step()) == (0 if failed else 3)
+
+
+def test_a_tail_is_stored_after_the_chunks_before_it():
+    world = World(settings={"save_unfull_chunk": True})
+    request = world.ended(2 * CHUNK + BLOCK)
+    world.exhaust(left=0)
+    stores = world.step().stores
+    table = world.tables[request.request_id]
+    assert [(store.blocks, store.tail_tokens) for store in stores] == [(table[:4], 0), (table[4:], BLOCK)]
+    assert stores[1].parent == stores[0].chain[-32:]
+
+
+def test_a_hit_waits_at_most_two_steps_for_what_lies_in_the_blocks_that_it_will_take():
+    world = World()
+    world.ended(4 * CHUNK)
+    world.exhaust(left=6)
+    other = make_request(6 * CHUNK, all_token_ids=list(range(1000, 1000 + 6 * CHUNK)))
+    world.client.hits, world.client.has_l2 = 6, True
+    world.side.on_new_request(other)
+    assert ask(world.side, other) == (None, False)
+    plan = world.step()
+    assert chunks(plan) == 4, "a look reaches the blocks that the hit will take"
+    world.outcome(plan)
+    assert ask(world.side, other)[0] == 6 * CHUNK - 1
+    assert world.side.take_counts()["late_held_hits"] == 1
+
+
+def test_what_is_reused_before_it_is_planned_is_counted():
+    world = World()
+    world.ended(2 * CHUNK)
+    world.exhaust(left=0)
+    world.start(2 * CHUNK, first=500)
+    assert world.side.take_counts()["late_missed_chunks"] == 2
+
+
+def test_bounds_per_step_and_in_flight():
+    world = World()
+    world.pool.free = []
+    world.pool.blocks = [SimpleNamespace(block_id=i, block_hash=None) for i in range(4000)]
+    world.pool.free = list(range(1, 4000))
+    world.ended(200 * CHUNK)
+    world.exhaust(left=0)
+    sizes = []
+    for _ in range(4):
+        plan = world.step()
+        assert max([len(store.chain) // 32 for store in plan.stores], default=0) <= late.CHUNKS_PER_STORE
+        sizes.append(chunks(plan))
+    assert sizes == [late.CHUNKS_PER_STEP, late.CHUNKS_IN_FLIGHT - late.CHUNKS_PER_STEP, 0, 0]
+
+
+def test_a_drain_stores_the_whole_queue_and_keeps_an_idle_engine_stepping():
+    world = World()
+    for n in range(4):
+        world.ended(2 * CHUNK, first=n * 100)
+    assert world.step().stores == [] and not world.side.awaits_news
+    world.side.on_new_request(make_request(1, kv_transfer_params={"kvstrata.drain": True}))
+    assert world.side.awaits_news
+    plan = world.step()
+    assert chunks(plan) == 8
+    world.outcome(plan)
+    assert world.step().stores == [] and not world.side.awaits_news
