@@ -124,7 +124,6 @@ class CacheEngine:
         return self
 
     def identity(self, salt: str = "") -> Identity:
-        """Return the identity of requests with this salt."""
         return self.client.identity(RequestIdentity(adapter=self.adapter, tenant=self.tenant, salt=salt))
 
     def hasher(self, tokens: Sequence[int], salt: str = "") -> ChunkHasher:

@@ -36,7 +36,6 @@ class Said(NamedTuple):
 
 
 def said(session: bytes, request: wire.AnyRequest) -> Said:
-    """A request of a session."""
     return Said(session, wire.encode(request))
 
 
@@ -112,7 +111,6 @@ class InstanceInProcess:
         self.requests = Requests(parts)
 
     def status(self) -> dict[str, Any]:
-        """Return the status document."""
         return self.parts.board.document()
 
     def attach(

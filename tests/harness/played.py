@@ -235,8 +235,6 @@ class Copies:
 
 
 class NoPages:
-    """Prepares no pages."""
-
     def __getattr__(self, name: str) -> Any:
         return lambda *_: {} if name == "stats" else None
 

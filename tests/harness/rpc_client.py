@@ -55,7 +55,6 @@ class RpcError(Exception):
 
 
 def layout(model: str = "tiny", **fields: Any) -> LayoutIdentity:
-    """Make a layout identity."""
     return LayoutIdentity(model=model, kv_dtype="bf16", chunk_tokens=CHUNK_TOKENS, **fields)
 
 
@@ -63,7 +62,6 @@ FACTS: dict[str, Any] = {"payload_bytes": PAYLOAD_BYTES, "sections": SECTIONS}
 
 
 def part(first_head: int = 0, end_head: int = 8, facts: dict[str, Any] = FACTS) -> Slice:
-    """Make a slice."""
     return Slice(layers=(0, 2), kv_heads=(first_head, end_head), layout=facts_digest(facts))
 
 
@@ -188,7 +186,6 @@ class RpcClient:
     # --- frames ------------------------------------------------------------------------------------------
 
     def send_bytes(self, message: bytes) -> None:
-        """Send one message."""
         assert self._link is not None
         self._link.socket.settimeout(HANG_S)
         self._link.send(message)
@@ -210,7 +207,6 @@ class RpcClient:
         return self.seq
 
     def send(self, request: wire.Request) -> int:
-        """Send a request; return its seq."""
         self.send_bytes(wire.encode(request))
         return request.seq
 
@@ -243,7 +239,6 @@ class RpcClient:
         return self.ask(wire.Identify(self.next_seq(), RequestIdentity(**fields)), wire.IdentifyReply)
 
     def ping(self) -> wire.Pong:
-        """Ping the server."""
         return self.ask(wire.Ping(self.next_seq()), wire.Pong)
 
     def resume(self, live: list[int]) -> int:
@@ -259,7 +254,6 @@ class RpcClient:
         request_id: str = "",
         probe: bytes = b"",
     ) -> wire.Lookup:
-        """Make a lookup."""
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
         return wire.Lookup(self.next_seq(), deadline_ms, identity, request_id, groups, probe)
 
@@ -328,7 +322,6 @@ class RpcClient:
         seal_record(self.extents.address + extent.offset_bytes, extent.length_bytes, spec, SECTIONS)
 
     def read(self, extent: Extent) -> bytes:
-        """Return the payload in an extent."""
         assert self.extents is not None
         view = self.extents.view(extent.offset_bytes, extent.length_bytes)
         return bytes(view[RECORD_BYTES - PAYLOAD_BYTES : RECORD_BYTES])
@@ -359,7 +352,6 @@ def until(client: RpcClient, happened: Callable[[dict[str, Any]], bool]) -> None
 
 
 def payload(fill: bytes) -> bytes:
-    """Return the payload that `write` makes of `fill`."""
     return (fill * (PAYLOAD_BYTES // len(fill) + 1))[:PAYLOAD_BYTES]
 
 

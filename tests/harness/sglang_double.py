@@ -161,7 +161,6 @@ class HostPool:
         return b"".join(ctypes.string_at(address, length) for address, length in runs)
 
     def fill(self, page: int, name: str) -> bytes:
-        """Write the bytes of a page of this name, and return them."""
         data = random.Random(name).randbytes(self.page_bytes)
         self.write(page, data)
         return data

@@ -20,7 +20,6 @@ E4M3 = [
 
 
 def split_planes(data: bytes) -> bytes:
-    """Return bytes 0, 2, 4, …, then bytes 1, 3, 5, …"""
     return data[0::2] + data[1::2]
 
 
@@ -134,7 +133,6 @@ def single(value: float) -> float:
 
 
 def scale_of(magnitudes: list[float]) -> float:
-    """Return the scale of numbers of these magnitudes."""
     return max(single(max(magnitudes) / 448), 2.0**-126)
 
 
@@ -153,6 +151,5 @@ def to_e4m3(value: float, scale: float) -> int:
 
 
 def from_e4m3(code: int, scale: float, dtype: int) -> int:
-    """Return the 16-bit number of a code."""
     value = single(E4M3[code & 0x7F] * scale)
     return bits_of(-value if code & 0x80 else value, dtype)

@@ -6,7 +6,6 @@ POLYNOMIAL = 0x82F63B78
 
 
 def crc32c(data: bytes, crc: int = 0) -> int:
-    """Return the CRC of `data`, continued from `crc`."""
     register = crc ^ 0xFFFFFFFF
     for byte in data:
         register ^= byte

@@ -23,8 +23,6 @@ LEASE_NOT_FOUND = "requested lease not found"
 
 @dataclass
 class Lease:
-    """A lease that lives."""
-
     ttl_s: int
     ends_s: float = 0.0
 
@@ -59,7 +57,6 @@ class EtcdInMemory:
         self._next_lease = 1
 
     def connect(self, endpoint: Endpoint, settings: EtcdSettings, call_s: float) -> Connection:
-        """Make a connection."""
         return Connection(self, endpoint.target, call_s)
 
     def freeze(self) -> None:
@@ -127,7 +124,6 @@ class EtcdInMemory:
         return self._next_lease, lease.ttl_s
 
     def keep_alive(self, lease: int) -> int:
-        """Refresh a lease."""
         kept = self.data.leases.get(lease)
         if kept is None:
             return 0
@@ -166,27 +162,22 @@ class Connection:
     async def transact(
         self, compare: Sequence[Any], success: Sequence[Any], failure: Sequence[Any] = ()
     ) -> Answer:
-        """As Etcd.transact."""
         answer: Answer = await self._ask(
             lambda: self._server.transact(self._client, compare, success, failure)
         )
         return answer
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
-        """As Etcd.grant."""
         lease: tuple[int, int] = await self._ask(lambda: self._server.grant(ttl_s))
         return lease
 
     async def keep_alive(self, lease: int) -> int:
-        """As Etcd.keep_alive."""
         return int(await self._ask(lambda: self._server.keep_alive(lease)))
 
     async def revoke(self, lease: int) -> None:
-        """As Etcd.revoke."""
         await self._ask(lambda: self._server.revoke(lease))
 
     async def close(self) -> None:
-        """As Etcd.close."""
         self._closed = True
         for answer in self._waiting:
             _settle(answer, None, EtcdFailed("the connection was closed"))

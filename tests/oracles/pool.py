@@ -96,7 +96,6 @@ class PoolModel:
         }
 
     def ancestors(self, key: bytes | None) -> list[bytes]:
-        """Return `key` and its ancestors, as far as the index has them."""
         result = []
         while key is not None and key in self.index:
             result.append(key)

@@ -46,30 +46,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory, vllm_python: Path) -> Iterator
 
 
 @pytest.mark.long
-def test_requests_that_compete_for_blocks_give_the_same_tokens_and_all_blocks_back(rig: Rig) -> None:
-    rig.settle()
-    free = rig.vllm.ask("free_blocks")
-    prompts = [make_prompt(8_000 + n, n) for n in LENGTHS]
-    alone = [rig.vllm.generate(prompt, max_tokens=60, salt="alone")["tokens"] for prompt in prompts]
-    rig.settle()
-    rig.vllm.ask("preemptions")
-    together = rig.vllm.ask("generate", prompts=prompts, max_tokens=60)
-    assert rig.vllm.ask("preemptions") > 0, "there were enough blocks to test nothing"
-    assert [found["tokens"] for found in together] == alone
-    rig.settle()
-    again = rig.vllm.ask("generate", prompts=prompts, max_tokens=60)
-    assert [found["tokens"] for found in again] == alone
-    rig.settle()
-    for prompt, found, tokens in zip(prompts, again, alone, strict=True):
-        if not found["cached_tokens"]:  # preempted before its windows could be read, so they were not stored
-            assert rig.vllm.generate(prompt, max_tokens=60)["tokens"] == tokens
-            rig.settle()
-            assert rig.vllm.generate(prompt, max_tokens=60)["cached_tokens"] > 0
-            rig.settle()
-    assert rig.vllm.ask("free_blocks") == free
-
-
-@pytest.mark.long
 def test_a_prompt_that_parts_from_another_one_lets_the_next_hit_up_to_there(rig: Rig) -> None:
     """Only the windows at a prompt's end are stored; where two prompts part, the second one stores them."""
     rig.settle()

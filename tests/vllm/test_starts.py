@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_api import VllmApi
 from tests.harness.vllm_run import VllmFailed, VllmProcess
-from tests.vllm.conftest import API_FLAGS, OPTIONS, chunks_in_l1, make_prompt, rig_of, until
+from tests.vllm.conftest import OPTIONS, chunks_in_l1, make_prompt, rig_of, until
 
 pytestmark = pytest.mark.vllm
 
@@ -77,32 +76,6 @@ def test_processes_that_import_vllm_by_themselves_find_the_connector(
         vllm.generate(make_prompt(505, 700))
         until(lambda: chunks_in_l1(server) >= stored, "storing")
         vllm.quit()
-
-
-@pytest.mark.long
-def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
-    """vLLM's own prefix cache is off, so every hit is ours."""
-    with VllmApi(
-        small_model,
-        tmp_path,
-        extra=server.connector_config(),
-        flags=("--no-enable-prefix-caching", *API_FLAGS),
-    ) as api:
-        prompt = make_prompt(502, 1_100)
-        before = chunks_in_l1(server)
-        asked = {"max_tokens": 8, "cache_salt": "a", "detokenize": False}
-        _, cold = api.complete(prompt, **asked)
-        until(lambda: chunks_in_l1(server) == before + 4, "storing")
-        request_id, again = api.complete(prompt, **asked)
-        assert again == cold
-        explained = server.get(f"/v1/explain/{request_id}")
-        assert explained["request_id"].startswith(f"{request_id}-"), "vLLM appends an ending to the API's id"
-        assert explained["lookups"][-1]["hits"]["served"] == 4
-        metrics = api.get("/metrics")
-        loaded = [
-            line for line in metrics.splitlines() if line.startswith("vllm:kvstrata_loaded_chunks_total")
-        ]
-        assert loaded and float(loaded[0].split()[-1]) == 4, metrics
 
 
 @pytest.mark.long

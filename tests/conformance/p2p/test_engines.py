@@ -273,9 +273,7 @@ def test_a_reader_killed_in_mid_read_does_not_harm_the_owner(start: Start, engin
             happens()
 
 
-def test_a_read_from_a_stopped_peer_fails_in_time_and_writes_nothing_after_its_end(
-    pair: Pair, engine: Engine
-) -> None:
+def test_a_read_from_a_stopped_peer_fails_in_time_and_writes_nothing_after_its_end(pair, engine):
     owner, reader = pair
     owner.signal(signal.SIGSTOP)
     begin = {"peer": "owner", "items": whole(), "deadline_s": 0.3}
@@ -309,9 +307,7 @@ def test_a_read_whose_wait_was_cancelled_still_ends(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("ending", ["close", "disconnect"])
-def test_close_and_disconnect_end_reads_as_far_as_the_engine_can(
-    start: Start, engine: Engine, ending: str
-) -> None:
+def test_close_and_disconnect_end_reads_as_far_as_the_engine_can(start, engine, ending):
     owner, reader = start(5), start()
     connect(reader, "owner", metadata_of(owner))
     owner.signal(signal.SIGSTOP)
@@ -330,26 +326,6 @@ def test_close_and_disconnect_end_reads_as_far_as_the_engine_can(
         reader.ask("close")
         assert reader.ask("read", peer="owner", items=[[0, 0, 1]]) == ["closed", ENDED_ONCE]
     assert owner.finish() == 0
-
-
-def test_two_peers_read_each_other_at_once(pair: Pair) -> None:
-    one, two = pair
-    half = LENGTH // 2
-    one.ask("fill", seed=5)
-    two.ask("fill", seed=11)
-    connect(one, "owner", metadata_of(two))
-    # Each process reads the other's upper half into its own lower half.
-    items = [[half + at, at, MIB] for at in range(0, half, MIB)]
-    begun = [
-        (process, process.ask("begin_read", peer="owner", items=items, deadline_s=LONG_S))
-        for _ in range(4)
-        for process in pair
-    ]
-    for process, number in begun:
-        assert process.ask("finish_read", number=number) == ["", ENDED_ONCE]
-    for process, seed in ((one, 11), (two, 5)):
-        expected = zlib.crc32(pattern(seed, LENGTH)[half:])
-        assert process.ask("checksum", offset=0, length=half) == expected
 
 
 def test_a_read_over_a_cut_connection_fails_and_the_connection_can_be_made_again(pair: Pair) -> None:

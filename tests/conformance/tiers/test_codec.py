@@ -14,7 +14,6 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError
 from kvstrata.testing.adapter_contract import ABSENT, EXISTS, LOADED, SIZE, STORED, AdapterContract, Medium
 from kvstrata.testing.strategies import (
-    ask_for,
     key_of,
     load_item,
     put_item,
@@ -26,7 +25,6 @@ from kvstrata.tiers.base import (
     Capabilities,
     LoadOutcome,
     LoadStatus,
-    Presence,
     PutItem,
     PutOutcome,
     PutStatus,
@@ -56,7 +54,6 @@ def soft_put_item(key: bytes, length: int) -> PutItem:
 
 
 def tier_of(medium: StorageAdapter, chain: ChainSettings, staging_bytes: int = 8 << 20) -> Tier:
-    """A tier of this medium, not open."""
     config = TierConfig(medium.name, lambda: medium, chain=chain, codec_staging_bytes=staging_bytes)
     return Tier(config, TierLimits(max_stuck_bytes=1 << 40), SystemClock())
 
@@ -149,42 +146,13 @@ async def load_soft(adapter: Tier, records: dict[int, bytes], size: int = 200_00
 
 
 @pytest.mark.parametrize(
-    "chain",
-    [
-        pytest.param(BOTH, id="both"),
-        pytest.param(MAC, id="mac"),
-        pytest.param(ZSTD_BYTES, id="zstd1", marks=pytest.mark.long),
-    ],
-)
-async def test_an_encoded_record_comes_back_byte_for_byte_after_a_restart(
-    opened: Opener, tmp_path: Path, chain: ChainSettings
-) -> None:
-    folder = Folder(tmp_path / "kv")
-    async with opened(chain) as adapter:
-        records = await put_soft(adapter, 1, 2, 3)
-        assert await load_soft(adapter, records) == [LOADED] * 3
-    for n in records:
-        stored = folder.read(key_of(n))
-        assert any(stored[80:88])
-        assert (records[n][4096:] in stored) == (chain is MAC), "mac does not encrypt"
-        if chain.zstd is not None:
-            assert len(stored) < len(records[n]) * 0.8
-    async with opened(chain) as adapter:
-        found = await ask_for(adapter, [key_of(n) for n in (1, 9, 2, 3)])
-        assert [f.presence for f in found] == [Presence.PRESENT, Presence.ABSENT, *[Presence.PRESENT] * 2]
-        assert await load_soft(adapter, records) == [LOADED] * 3
-
-
-@pytest.mark.parametrize(
     ("before", "after"),
     [
         pytest.param(PLAIN, ZSTD, id="plain-zstd"),
         pytest.param(ZSTD, ZSTD_BYTES, id="zstd-zstd1", marks=pytest.mark.long),
     ],
 )
-async def test_a_change_of_the_chain_loses_nothing(
-    opened: Opener, before: ChainSettings, after: ChainSettings
-) -> None:
+async def test_a_change_of_the_chain_loses_nothing(opened, before, after):
     async with opened(before) as adapter:
         records = await put_soft(adapter, 1, 2)
     async with opened(after) as adapter:
@@ -192,9 +160,7 @@ async def test_a_change_of_the_chain_loses_nothing(
         assert await adapter.put([soft_put_item(key_of(1), 200_000)]) == [EXISTS]
 
 
-async def test_without_a_codec_an_encoded_record_is_a_counted_miss_and_stays(
-    opened: Opener, tmp_path: Path
-) -> None:
+async def test_without_a_codec_an_encoded_record_is_a_counted_miss_and_stays(opened, tmp_path):
     async with opened(ZSTD) as adapter:
         records = await put_soft(adapter, 1)
     before = Folder(tmp_path / "kv").read(key_of(1))
@@ -204,9 +170,7 @@ async def test_without_a_codec_an_encoded_record_is_a_counted_miss_and_stays(
     assert Folder(tmp_path / "kv").read(key_of(1)) == before
 
 
-async def test_a_record_that_does_not_become_shorter_is_stored_unencoded(
-    opened: Opener, tmp_path: Path
-) -> None:
+async def test_a_record_that_does_not_become_shorter_is_stored_unencoded(opened, tmp_path):
     async with opened(ZSTD) as adapter:
         item = put_item(key_of(1), SIZE)
         record = watched(item).bytes()
@@ -216,9 +180,7 @@ async def test_a_record_that_does_not_become_shorter_is_stored_unencoded(
 
 
 @pytest.mark.parametrize("after", [OTHER_KEY, ZSTD], ids=["other key", "no key"])
-async def test_a_wrong_key_is_a_counted_miss_that_deletes_nothing(
-    opened: Opener, tmp_path: Path, after: ChainSettings, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_wrong_key_is_a_counted_miss_that_deletes_nothing(opened, tmp_path, after, caplog):
     async with opened(BOTH) as adapter:
         records = await put_soft(adapter, 1, 2)
     before = {n: Folder(tmp_path / "kv").read(key_of(n)) for n in records}
@@ -236,53 +198,6 @@ async def test_a_wrong_key_is_a_counted_miss_that_deletes_nothing(
         assert await load_soft(adapter, records) == [LOADED] * 2
 
 
-@pytest.mark.parametrize("before", [ZSTD, pytest.param(PLAIN, marks=pytest.mark.long)], ids=["zstd", "plain"])
-async def test_with_a_key_a_record_that_nobody_authenticated_is_a_counted_miss_and_removed(
-    opened: Opener, tmp_path: Path, before: ChainSettings, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(before) as adapter:
-        records = await put_soft(adapter, 1, 2)
-    async with opened(BOTH) as adapter:
-        assert await load_soft(adapter, records) == [
-            LoadOutcome(LoadStatus.FAILED, "unauthenticated"),
-            LoadOutcome(LoadStatus.FAILED, "unauthenticated"),
-        ]
-        assert adapter.codec_stats()["unauthenticated"] == 2
-        assert sum("written without a key" in record.getMessage() for record in caplog.records) == 1
-        again = await put_soft(adapter, 1)
-        assert await load_soft(adapter, again) == [LOADED]
-    assert 5 in Folder(tmp_path / "kv").read(key_of(1))[80:88], "the record was replaced by an encrypted one"
-
-
-def other_values(record: bytes, other: bytes) -> dict[str, bytes]:
-    """Values that are no record of a key, by what they are: the key's own record and that of another key are given."""
-    return {
-        "another chunk's record": other,
-        "a longer one": resealed(other + bytes(8)),
-        "one as long as this record": resealed(other.ljust(len(record), b"\0")[: len(record)]),
-        "a record cut short": record[:5000],
-        "half a header": record[:100],
-        "a byte": b"x",
-    }
-
-
-@pytest.mark.parametrize("what", other_values(b"", b""))
-@pytest.mark.parametrize("chain", [BOTH, pytest.param(MAC, marks=pytest.mark.long)], ids=["both", "mac"])
-async def test_a_value_that_is_no_record_of_its_key_is_removed_by_a_load(
-    chain: ChainSettings, what: str
-) -> None:
-    shelf = Records()
-    adapter = tier_of(ShelfAdapter(shelf), chain)
-    await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
-    records = await put_soft(adapter, 1, 2)
-    shelf.write(key_of(1), other_values(shelf.read(key_of(1)), shelf.read(key_of(2)))[what])
-    assert await load_soft(adapter, {1: records[1]}) == [LoadOutcome(LoadStatus.CORRUPT)]
-    assert shelf.keys() == {key_of(2)}
-    records |= await put_soft(adapter, 1)
-    assert await load_soft(adapter, records) == [LOADED] * 2
-    await adapter.close()
-
-
 async def test_a_forged_record_is_never_served(opened: Opener, tmp_path: Path) -> None:
     """It claims to be stored without a codec, in place of a genuine record of the same length."""
     folder = Folder(tmp_path / "kv")
@@ -293,23 +208,6 @@ async def test_a_forged_record_is_never_served(opened: Opener, tmp_path: Path) -
         folder.write(key_of(1), resealed(bytes(forged)))
         [outcome] = await load_soft(adapter, records)
         assert outcome.status in (LoadStatus.FAILED, LoadStatus.CORRUPT)
-
-
-@pytest.mark.parametrize("number", [1, pytest.param(200, marks=pytest.mark.long)])
-async def test_an_unknown_codec_is_a_counted_miss_that_deletes_nothing(
-    opened: Opener, tmp_path: Path, number: int
-) -> None:
-    async with opened(ZSTD) as adapter:
-        await put_soft(adapter, 1)
-    folder = Folder(tmp_path / "kv")
-    stored = bytearray(folder.read(key_of(1)))
-    stored[80:88] = bytes([number]) + bytes(7)
-    stored = bytearray(resealed(bytes(stored)))
-    folder.write(key_of(1), bytes(stored))
-    async with opened(ZSTD) as adapter:
-        assert await load_soft(adapter, {1: b""}) == [LoadOutcome(LoadStatus.FAILED, "codec_unknown")]
-        assert adapter.codec_stats()["codec_unknown"] == 1
-    assert folder.read(key_of(1)) == bytes(stored)
 
 
 async def test_puts_wait_for_staging_and_leave_room_for_loads(opened: Opener) -> None:
@@ -347,9 +245,7 @@ async def test_a_codec_is_refused_to_an_adapter_that_turns_out_to_move_registere
     await adapter.close()
 
 
-async def test_the_hold_of_a_put_is_dropped_when_its_record_is_encoded(
-    opened: Opener, tmp_path: Path, monkeypatch
-) -> None:
+async def test_the_hold_of_a_put_is_dropped_when_its_record_is_encoded(opened, tmp_path, monkeypatch):
     """However long the medium keeps the staged bytes, the extent is free meanwhile."""
     async with opened(ZSTD) as adapter:
         begun, go_on = asyncio.Event(), asyncio.Event()

@@ -125,9 +125,7 @@ async def test_a_second_server_is_refused_and_told_who_has_the_directory(open_fs
     await open_fs()
 
 
-async def test_unfinished_files_of_a_dead_server_are_removed_and_foreign_ones_left(
-    open_fs, tmp_path: Path
-) -> None:
+async def test_unfinished_files_of_a_dead_server_are_removed_and_foreign_ones_left(open_fs, tmp_path):
     adapter = await open_fs()
     await adapter.put([put_item(key_of(1), SIZE)])
     await adapter.close()

@@ -79,9 +79,7 @@ async def test_holds_of_a_batch_whose_adapter_raised_end_with_their_last_referen
 
 
 @alone
-async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or_process(
-    tmp_path: Path,
-) -> None:
+async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or_process(tmp_path):
     lent = lent_context(lambda key: None)
     await asyncio.to_thread(int)  # makes the loop's own threads and descriptors
     descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())

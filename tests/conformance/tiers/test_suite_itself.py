@@ -121,9 +121,7 @@ class Claims(Forgets):
         (Claims, "test_records_survive_a_reopening_where_persistence_is_claimed"),
     ],
 )
-async def test_the_suite_notices_an_adapter_that_breaks_its_contract(
-    broken: type[Forgets], test: str
-) -> None:
+async def test_the_suite_notices_an_adapter_that_breaks_its_contract(broken, test):
     suite = TestShelf()
     suite.make_adapter = lambda medium, capacity_bytes=0: broken(medium)
     with pytest.raises((AssertionError, KeyError)):

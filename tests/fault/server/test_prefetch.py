@@ -14,10 +14,8 @@ import pytest
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.testing.strategies import IDENTITY, record_length
 from kvstrata.tiers import loads
-from kvstrata.tiers.base import Ask
 from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.loads import FetchOutcome
-from kvstrata.tiers.tier import TierLimits
 from kvstrata.types import MissReason
 from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, in_l2
 from tests.harness.amount import amount
@@ -188,36 +186,6 @@ async def test_at_the_deadline_a_fetch_answers_with_the_loaded_chunks_and_the_re
     assert l1.has(*keys)
 
 
-async def test_an_adapter_that_does_not_answer_exists_is_passed_over(l1: L1, tier: OpenTier) -> None:
-    near, far = await tier(), await tier()
-    keys = chain("a", 4)
-    await in_l2(l1, far, keys)
-    near.plan.schedule(Fault.HANG)
-    fetches = Loads(l1, near, far, patience_share=0.00001)
-    assert await fetches.fetch(keys) == FetchOutcome(4, 4, "")
-    near.faults.release()
-
-
-async def test_fetches_that_hang_on_one_adapter_do_not_stop_another(l1: L1, tier: OpenTier) -> None:
-    hung, good = await tier(), await tier()
-    prompts = [chain(f"p{n}", 1) for n in range(4)]
-    for keys in prompts:
-        await in_l2(l1, hung, keys)
-    other = chain("other", 3)
-    await in_l2(l1, good, other)
-    fetches = Loads(l1, hung, good, max_in_flight=2, in_flight_bytes=10 * RECORD)
-    hung.plan.schedule(*[None] * 4, Fault.HANG, Fault.HANG, None)
-    waits = [asyncio.create_task(fetches.fetch(keys)) for keys in prompts]
-    await until(lambda: hung.faults.hanging == 2)
-    assert await fetches.fetch(other) == FetchOutcome(3, 3, "")
-    assert hung.faults.hanging == 2, "no more than max_in_flight load from one adapter"
-    assert fetches.controller.document()["adapters"]["fs-0"]["waiting"] == 2
-    while not all(wait.done() for wait in waits):
-        hung.faults.release()
-        await asyncio.sleep(0.001)
-    assert [wait.result().n_chunks for wait in waits] == [1] * 4
-
-
 async def test_bytes_in_flight_are_bounded(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     keys = chain("a", 20)
@@ -234,38 +202,6 @@ async def test_bytes_in_flight_are_bounded(l1: L1, tier: OpenTier) -> None:
         one.faults.release()
         await asyncio.sleep(0.001)
     assert wait.result() == FetchOutcome(20, 20, "")
-
-
-async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_stay_safe(l1, tier):
-    one = await tier()
-    keys = chain("a", 2)
-    puts = Puts(l1, one)
-    puts.controller.committed(l1.store(keys))
-    await puts.controller.stop(LATER_S)
-    l1.lose(keys)
-    one.plan.schedule(None, Fault.HANG)
-    fetches = Loads(l1, one)
-    plain = one.exists
-
-    async def exists(keys: bytes, ask: Ask) -> bytes:
-        found = await plain(keys, ask)
-        one.limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=1)
-        return found
-
-    one.exists = exists
-    assert await fetches.fetch(keys) == FetchOutcome(0, 0, MissReason.DEADLINE, "deadline")
-    one.exists = plain
-    stats = l1.pool.stats()
-    assert stats["bytes"]["reserved"] == 0
-    assert stats["bytes"]["quarantined"] == 2 * 57_344
-    for n in range(10):
-        l1.store(chain(f"new {n}", 8))
-    one.faults.release()
-    await until(lambda: l1.pool.stats()["holds"] == 0)
-    assert l1.pool.stats()["bytes"]["quarantined"] == 0
-    one.limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
-    assert await fetches.fetch(keys) == FetchOutcome(2, 2, "")
-    assert l1.has(*keys)
 
 
 async def test_a_pool_without_room_ends_the_prefix_at_once_and_leaks_nothing(l1: L1, tier: OpenTier) -> None:
@@ -420,22 +356,6 @@ def random_prompt(rng: random.Random, name: str) -> Prompt:
     prompt.in_l1 = {place for place in prompt.places if rng.random() < often}
     prompt.in_l2 = {place for place in prompt.places if rng.random() < 0.8}
     return prompt
-
-
-@pytest.mark.parametrize("seed", range(amount(10, 40)))
-async def test_a_fetch_loads_what_the_longest_hit_needs_and_nothing_else(start, l1, seed):
-    rig = start()
-    await rig.open("a")
-    rng = random.Random(seed)
-    prompt = random_prompt(rng, f"prompt {seed}")
-    await prompt.lay(rig, l1)
-    budget = rng.choice([None, None, rng.randrange(8)])
-    n = prompt.longest(prompt.in_l1 | prompt.in_l2, budget)
-    outcome = await prompt.fetch(rig, None if budget is None else budget * RECORD)
-    assert outcome.n_chunks == n
-    assert bool(outcome.reason) is (n < prompt.n_chunks)
-    assert prompt.now_in(l1) == prompt.in_l1 | prompt.needs(n)
-    assert prompt.leased(l1) == n
 
 
 @pytest.mark.parametrize("seed", range(amount(5, 20)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from random import Random
 from typing import Any
 
 import msgspec
@@ -184,9 +183,7 @@ class World:
 
 @settings(max_examples=amount(60, 150))
 @given(stories, st.lists(frames, max_size=20), st.randoms(use_true_random=False))
-def test_every_frame_gets_one_reply_and_nothing_leaks(
-    story: list[list[Any]], garbage: list[bytes], random: Random
-) -> None:
+def test_every_frame_gets_one_reply_and_nothing_leaks(story, garbage, random):
     world = World()
     arriving: list[list[Any] | bytes] = list(story)
     for frame in garbage:

@@ -25,7 +25,6 @@ def frame(body: bytes, flags: int = 0) -> bytes:
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """One command."""
     return frame(bytes([len(name)]) + name + body, COMMAND)
 
 

@@ -135,9 +135,7 @@ def engine(server: ServerProcess) -> Iterator[Engine]:
         yield made
 
 
-def test_conversations_leave_one_tail_each_and_hit_their_last_block(
-    server: ServerProcess, engine: Engine
-) -> None:
+def test_conversations_leave_one_tail_each_and_hit_their_last_block(server, engine):
     seed = random.randrange(10_000)
     draw = random.Random(seed)
     all_of_them = [Conversation(engine, seed + number) for number in range(3)]
@@ -153,9 +151,7 @@ def test_conversations_leave_one_tail_each_and_hit_their_last_block(
     eventually("all leases end", lambda: server.get("/v1/status")["pool"]["leases"] == 0)
 
 
-def test_a_killed_server_serves_its_tails_again_and_replaces_them(
-    server: ServerProcess, engine: Engine
-) -> None:
+def test_a_killed_server_serves_its_tails_again_and_replaces_them(server, engine):
     one = Conversation(engine, 1)
     one.grow(CHUNK_TOKENS + 3 * BLOCK_TOKENS + 1)
     one.store()
@@ -170,9 +166,7 @@ def test_a_killed_server_serves_its_tails_again_and_replaces_them(
     eventually("the replaced tail leaves L1", lambda: tails(server) == 1)
 
 
-def test_a_prompt_that_comes_again_from_disk_hits_its_tail_and_its_next_turn_deletes_it(
-    server: ServerProcess, engine: Engine
-) -> None:
+def test_a_prompt_that_comes_again_from_disk_hits_its_tail_and_its_next_turn_deletes_it(server, engine):
     one = Conversation(engine, 2)
     one.grow(2 * CHUNK_TOKENS + 2 * BLOCK_TOKENS)
     one.store()
@@ -201,23 +195,6 @@ def test_a_prompt_that_comes_again_from_disk_hits_its_tail_and_its_next_turn_del
     server.start()
     eventually("the client attaches again", lambda: engine.client.connected)
     assert longer.hit(in_l2=True) == longer.whole
-
-
-@pytest.mark.long
-def test_a_leased_tail_outlives_its_replacement_until_it_is_read(
-    server: ServerProcess, engine: Engine
-) -> None:
-    one, other = Conversation(engine, 3), Conversation(engine, 3)
-    one.grow(2 * BLOCK_TOKENS)
-    one.store()
-    leased = one.look_up()
-    assert (leased.n_chunks, leased.tail_tokens) == (0, 2 * BLOCK_TOKENS)
-    other.grow(3 * BLOCK_TOKENS)
-    other.store()
-    assert tails(server) == 2, "a tail in use stays"
-    assert one.load(leased) == one.whole
-    eventually("the replaced tail leaves L1", lambda: tails(server) == 1)
-    assert other.hit() == other.whole
 
 
 def test_odd_requests_about_tails_are_refused(engine: Engine) -> None:

@@ -85,15 +85,6 @@ def test_a_prompt_is_found_by_its_tokens(controller, instance):
     assert controller.ask("/v1/models")["models"][0]["instances"] == ["a"]
 
 
-def test_a_drained_instance_that_left_can_be_undrained(controller, instance):
-    a = instance("a").join({})
-    controller.ask("/v1/instances/a/drain", {"wait_s": 0})
-    a.goodbye()
-    assert controller.ask("/v1/instances")["drained"] == ["a"]
-    assert controller.ask("/v1/instances/a/undrain", {})["commands"] == []
-    assert controller.ask("/v1/instances")["drained"] == []
-
-
 def test_only_pins_that_an_instance_keeps_are_listed(controller, instance):
     a = instance("a").join({"l1": tags_of(range(4))})
 

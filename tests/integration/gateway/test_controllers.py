@@ -15,7 +15,6 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from kvstrata.gateway.routing.load_rates import ASSUMED_LATENCY_S
 from kvstrata.types import canonical_json
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.cluster import Cluster
@@ -114,12 +113,6 @@ class Scene:
         async with self.session.get(path, headers=operators, raise_for_status=True) as response:
             return dict(await response.json())
 
-    async def l1_latencies(self, tokens: list[int], word: str) -> list[float]:
-        """The latency that the gateway takes a load from L1 to have, by engine."""
-        engines = (await self.decided(tokens, word))["record"]["engines"]
-        paths = {one["name"]: one["paths"]["l1"] for one in engines}
-        return [paths[engine.name].get("latency_s", 0.0) for engine in self.engines]
-
     async def known(self, tokens: list[int], word: str, **more: Any) -> set[tuple[str, str, int, str]]:
         """What the gateway knew of a prompt by its controller: engine, tier, tokens, source."""
         copies = (await self.decided(tokens, word, **more))["record"]["knowledge"].get("copies", [])
@@ -209,9 +202,7 @@ async def test_an_endpoint_picker_asks_too(scene: Scene) -> None:
     assert await asked_since(scene, before) == (6, 6)
 
 
-async def test_what_one_server_put_into_a_shared_tier_all_can_load_until_one_finds_it_gone(
-    tmp_path: Path,
-) -> None:
+async def test_what_one_server_put_into_a_shared_tier_all_can_load_until_one_finds_it_gone(tmp_path):
     async with opened(tmp_path, "shared") as scene:
         await shared_until_gone(scene, tmp_path)
 
@@ -242,9 +233,7 @@ async def shared_until_gone(scene: Scene, tmp_path: Path) -> None:
     await eventually_async("the directory has nothing of it any more", gone)
 
 
-async def test_while_the_holder_is_busy_a_prompt_goes_elsewhere_and_is_read_from_the_peer(
-    scene: Scene,
-) -> None:
+async def test_while_the_holder_is_busy_a_prompt_goes_elsewhere_and_is_read_from_the_peer(scene):
     tokens = await scene.store(0, 27)
     holder, other = scene.engines
     waits = asyncio.Event()
@@ -292,31 +281,6 @@ async def test_a_reload_changes_the_controllers(scene: Scene) -> None:
     assert await scene.known(tokens, "with")
     names = [row["name"] for row in scene.cluster.controller.ask("/v1/cluster")["gateways"]]
     assert names == ["gw", "renamed"]
-
-
-async def test_how_fast_engines_load_is_told_before_the_gateway_has_seen_a_load(scene: Scene) -> None:
-    tokens = await scene.store(0, 31)
-    assert await scene.l1_latencies(tokens, "before") == [ASSUMED_LATENCY_S, ASSUMED_LATENCY_S]
-    cache = scene.caches[0]
-    for _ in range(12):
-        assert await asyncio.to_thread(cache.hit, tokens) == CHUNKS
-    numbers = itertools.count()
-
-    async def told() -> bool:
-        one, other = await scene.l1_latencies(tokens, f"after-{next(numbers)}")
-        return other == ASSUMED_LATENCY_S != one
-
-    await eventually_async("the gateway knows how fast the first engine loads", told)
-    server = scene.cluster.servers[0]
-
-    def rates() -> list[dict[str, float]]:
-        return [rate for one in server.get("/v1/status")["peers"] if (rate := one["load_rate"])]
-
-    (rate,) = rates()
-    assert rate["bytes_s"] > 0 and rate["latency_s"] >= 0
-    await asyncio.to_thread(server.kill)
-    await asyncio.to_thread(server.start)
-    await asyncio.to_thread(eventually, "a new server is told as well", lambda: rates() == [rate])
 
 
 async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_ahead(tmp_path: Path) -> None:

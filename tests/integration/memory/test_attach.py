@@ -164,17 +164,6 @@ def test_other_facts_for_the_same_slice_are_refused_with_the_fact_and_both_value
         attach(other, place, session_name("four"), facts=other_facts)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("change", "field"), [({"model": "n"}, "layout.model"), ({"engine_slices": 2}, "engine_slices")]
-)
-def test_processes_of_one_group_declare_one_engine(server, place, worker, change, field):
-    attach(worker, place, session_name("one"))
-    with pytest.raises(ChildError) as caught:
-        attach(worker, place, session_name("two"), **change)
-    assert (caught.value.code, caught.value.field) == ("bad_request", field)
-
-
 def test_another_process_cannot_take_the_session_of_a_living_one(server, place, worker, log):
     row = attach(worker, place, session_name("one"))
     with new_worker(log) as other:
@@ -189,17 +178,6 @@ def test_another_process_cannot_take_the_session_of_a_living_one(server, place, 
     assert attach(worker, place, session_name("one")) == row
 
 
-@pytest.mark.long
-def test_a_session_that_attaches_again_must_send_the_same_request(server, place, worker):
-    attach(worker, place, session_name("one"))
-    with pytest.raises(ChildError) as caught:
-        attach(worker, place, session_name("one"), layers=[0, 1])
-    assert (caught.value.code, caught.value.field) == ("bad_request", "slice.layers")
-    with pytest.raises(ChildError) as caught:
-        attach(worker, place, session_name("one"), registers_memory=True)
-    assert (caught.value.code, caught.value.field) == ("bad_request", "registers_memory")
-
-
 @pytest.mark.fast
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
 def test_a_client_trusts_no_socket_directory_of_another_uid(server, place, worker):
@@ -207,19 +185,6 @@ def test_a_client_trusts_no_socket_directory_of_another_uid(server, place, worke
     with pytest.raises(ChildError) as caught:
         attach(worker, place, session_name("one"))
     assert caught.value.code == "bad_config" and "65534" in caught.value.message
-
-
-@pytest.mark.long
-def test_an_attach_is_refused_while_all_rows_are_taken_and_a_goodbye_frees_one(server, place, worker):
-    server.ask("claim", count=900)
-    rows = {attach(worker, place, session_name(str(number))) for number in range(123)}
-    assert rows == set(range(901, 1024))
-    with pytest.raises(ChildError) as caught:
-        attach(worker, place, session_name("one too many"))
-    assert caught.value.code == "refused"
-    assert worker.ask("goodbye", session=session_name("50"))
-    attach(worker, place, session_name("one too many"))
-    assert worker.ask("open_lock_files") == 1
 
 
 def test_silent_connections_keep_nobody_out(place: Place, log: Path, worker: Child) -> None:
@@ -283,21 +248,4 @@ def test_a_process_that_gives_up_after_it_has_locked_its_byte_is_counted_as_such
         until(lambda: server.ask("stats")["refused"])
         assert server.ask("stats")["refused"] == {"gave_up": 1}
         until(lambda: rows_of(server) == {})
-        attach(worker, place, session_name("good"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lives", [True, False])
-def test_a_process_that_gives_up_before_its_turn_is_counted_as_such(place, log, worker, lives):
-    with AttachServerChild(place, log=log) as server:
-        os.kill(server.pid, signal.SIGSTOP)
-        with new_worker(log) as loser, contextlib.ExitStack() as sockets:
-            asked = sockets.enter_context(RawLine(place.socket_dir))
-            pidfd = os.pidfd_open(os.getpid() if lives else loser.pid)
-            asked.send(GOOD_REQUEST, [pidfd])
-            os.close(pidfd)
-        os.kill(server.pid, signal.SIGCONT)
-        until(lambda: server.ask("stats")["refused"])
-        assert server.ask("stats")["refused"] == {"gave_up": 1}
-        assert rows_of(server) == {}
         attach(worker, place, session_name("good"))

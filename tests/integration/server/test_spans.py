@@ -5,12 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvstrata.client import LookupResult
-from kvstrata.types import MissReason
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, eventually, prompt
 from tests.harness.engine_groups import SPAN, Groups, open_groups
 from tests.harness.server_process import ServerProcess
@@ -78,34 +75,6 @@ def test_after_a_restart_with_an_empty_pool_l2_gives_what_the_hit_needs(server, 
     result = groups.whole.looked_up(prompt(5))
     assert (result.n_chunks, groups.windows_of(result)) == (5, [3, 4])
     groups.load(5, result)
-
-
-@pytest.mark.long
-def test_explain_names_the_slice_that_ended_the_hit(server: ServerProcess, groups: Groups) -> None:
-    engine = groups.whole
-
-    def explained(n_chunks: int, seed: int) -> tuple[LookupResult, dict[str, Any]]:
-        name = f"explained-{seed}-{n_chunks}"
-        call = engine.client.lookup(
-            engine.identity(), engine.hasher(prompt(n_chunks, seed)), request_id=name, deadline_ms=10_000
-        )
-        assert call.wait(PATIENCE_S)
-        if call.result.lease:
-            engine.client.release([call.result.lease], group=True)
-        [lookup] = server.get(f"/v1/explain/{name}")["lookups"]
-        return call.result, lookup["first_miss"]
-
-    shown = {part: part.client.slice_digest.hex()[:8] for part in groups}
-    groups.store(6, [(0, 4)])
-    result, miss = explained(6, seed=0)
-    assert (result.n_chunks, miss["reason"]) == (4, MissReason.UNKNOWN_KEY)
-    name = f"the window of slice {shown[groups.windowed]}… (group 1) at chunk 4 is absent: "
-    assert miss["detail"].startswith(name)
-    assert miss["chunk"] == 4
-    groups.store(3, [(0, 3)], seed=1)
-    result, miss = explained(5, seed=1)
-    assert result.n_chunks == 3
-    assert miss["detail"].startswith(f"slice {shown[groups.whole]}… (group 0) at chunk 3 is absent: ")
 
 
 def test_a_server_that_stops_in_the_middle_of_a_load_costs_the_deadline_and_its_windows_are_whole(

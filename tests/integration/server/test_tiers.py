@@ -23,7 +23,6 @@ from tests.harness.own_process import ServerFailed
 from tests.harness.redis_server import RedisServer
 from tests.harness.rpc_client import RpcClient, chain_of, until
 from tests.harness.server_process import ServerProcess
-from tests.integration.server import late_listing
 
 pytestmark = pytest.mark.integration
 
@@ -226,19 +225,3 @@ def test_chunks_on_disk_from_before_a_crash_are_known_to_the_controller_after_th
         assert engine.hit(tokens) == CHUNKS
         assert set(engine.stored(prompt(3, seed=1))) == {"stored"}
         eventually("what came since is told too", lambda: told(cluster, "keys", tier) == CHUNKS + 3)
-
-
-@pytest.mark.long
-def test_a_tier_that_cannot_be_listed_yet_delays_nothing_and_is_reported_once_it_can(tmp_path: Path) -> None:
-    lists_with = tmp_path / "may be listed"
-    entry = late_listing.entry(tmp_path / "l2", lists_with)
-    with cluster_with(tmp_path, entry) as (cluster, engine):
-        assert set(engine.stored(prompt(CHUNKS))) == {"stored"}
-        eventually("all of it is on disk", lambda: told(cluster, "keys", "plugin-0") == CHUNKS)
-        start_anew(cluster)
-        engine.connect()
-        assert set(engine.stored(prompt(5, seed=1))) == {"stored"}
-        eventually("L1 is told without it", lambda: told(cluster, "keys", "l1") == 5)
-        assert told(cluster, "keys", "plugin-0") <= 5
-        lists_with.touch()
-        eventually("it is told", lambda: told(cluster, "keys", "plugin-0") == CHUNKS + 5)

@@ -90,9 +90,7 @@ def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
 
 @given(requests, fleets(), knowledges, MAKES)
 @settings(max_examples=amount(30, 100))
-def test_a_decision_is_replayed_from_its_record_in_json(
-    request: Request, fleet: list[EngineState], knowledge: Knowledge, policy: AnyPolicy
-) -> None:
+def test_a_decision_is_replayed_from_its_record_in_json(request, fleet, knowledge, policy):
     decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
     record = Record(
         request=request, engines=fleet, knowledge=knowledge, now_s=NOW_S, policy=policy, decision=decision
@@ -104,9 +102,7 @@ def test_a_decision_is_replayed_from_its_record_in_json(
 
 @given(requests, fleets(), knowledges, MAKES)
 @settings(max_examples=amount(40, 100))
-def test_only_healthy_engines_are_chosen_and_named(
-    request: Request, fleet: list[EngineState], knowledge: Knowledge, policy: AnyPolicy
-) -> None:
+def test_only_healthy_engines_are_chosen_and_named(request, fleet, knowledge, policy):
     before = msgspec.json.encode(fleet)
     decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
     assert msgspec.json.encode(fleet) == before
@@ -133,9 +129,7 @@ def parts(decision: Decision) -> list[tuple[float, dict[str, float]]]:
 
 @given(requests, fleets(), knowledges)
 @settings(max_examples=amount(30, 100))
-def test_a_cost_of_ours_is_the_sum_of_its_terms(
-    request: Request, fleet: list[EngineState], knowledge: Knowledge
-) -> None:
+def test_a_cost_of_ours_is_the_sum_of_its_terms(request, fleet, knowledge):
     decision = choose(request, fleet, knowledge, NOW_S, policy=TTFT)
     for cost, terms in parts(decision):
         seconds = [value for name, value in terms.items() if name.endswith("_s")]
@@ -149,9 +143,7 @@ def test_a_cost_of_ours_is_the_sum_of_its_terms(
 
 
 @given(requests, engine("a", healthy=st.just(True)), knowledges, copies)
-def test_more_knowledge_never_makes_an_engine_dearer(
-    request: Request, state: EngineState, knowledge: Knowledge, more: Copy
-) -> None:
+def test_more_knowledge_never_makes_an_engine_dearer(request, state, knowledge, more):
     """An exact copy of the engine's own cache is at least as good as none."""
     fleet = [state]
     own = msgspec.structs.replace(more, engine="a", tier="l0", certainty="exact")

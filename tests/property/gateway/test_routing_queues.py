@@ -68,7 +68,6 @@ class Counters(RuleBasedStateMachine):
                 self.full.add(engine)
 
     def is_before(self, flight: dict[str, Any], engine: str) -> bool:
-        """Whether a request is one of ours that waits at the engine."""
         return flight["engine"] == engine and flight["ours"] and not flight["runs"]
 
     @rule(request=REQUESTS)

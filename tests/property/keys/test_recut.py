@@ -102,9 +102,7 @@ def looks(draw: st.DrawFn) -> dict[str, object]:
 
 
 @given(data=st.data(), layers=st.integers(1, 4), heads=st.integers(1, 6), seed=st.integers(0, 1 << 20))
-def test_a_recut_record_is_the_one_that_the_target_would_have_stored(
-    data: st.DataObject, layers: int, heads: int, seed: int
-) -> None:
+def test_a_recut_record_is_the_one_that_the_target_would_have_stored(data, layers, heads, seed):
     kv = kv_of(layers, heads)
     sources = []
     for layer_range in data.draw(cuts(layers)):
@@ -143,28 +141,6 @@ def parts(
     return found
 
 
-@pytest.mark.parametrize(
-    ("stored", "wanted", "copies", "runs"),
-    [
-        # Heads outermost in blocks of one size: whole heads of a block are one run.
-        ((4, 16, "LBHNC"), (2, 16, "LBHNC"), 2, {2 * 16}),
-        ((4, 16, "LBNHC"), (2, 48, "LBHNC"), 2, {1}),
-        ((4, 16, "LBNHC"), (2, 16, "LBNHC"), 2, {2}),
-        ((2, 16, "LBHNC"), (4, 48, "LBHNC"), 1, {16}),
-        ((1, 16, "BLNHC"), (1, 48, "LBNHC"), 1, {32 * 8 * CHUNK}),
-        # Blocks that do not nest are split into runs that are contiguous in both.
-        ((1, 32, "LBHNC"), (1, 48, "LBHNC"), 3, {16, 32}),
-    ],
-)
-def test_a_recut_is_few_copies_of_long_runs(
-    stored: tuple[int, int, str], wanted: tuple[int, int, str], copies: int, runs: set[int]
-) -> None:
-    made = plan_recut(parts(*stored), parts(*wanted)[0])
-    assert len(made.copies) == copies
-    # Lengths of runs in tokens of one head.
-    assert {copy.run_bytes // (2 * DIM * 2) for copy in made.copies} == runs
-
-
 def refused(sources: Sequence[Part], target: Part) -> tuple[RecutReason, str]:
     with pytest.raises(CannotRecut) as caught:
         plan_recut(sources, target)
@@ -190,9 +166,7 @@ def refused(sources: Sequence[Part], target: Part) -> tuple[RecutReason, str]:
         ("layers", [], RecutReason.FACTS),
     ],
 )
-def test_sources_that_cannot_be_recut_are_refused_with_a_reason(
-    name: str, value: object, reason: RecutReason
-) -> None:
+def test_sources_that_cannot_be_recut_are_refused_with_a_reason(name, value, reason):
     [source], [target] = parts(1, 16, "LBHNC"), parts(1, 48, "LBNHC")
     plan_recut([source], target)
     spoilt = source._replace(facts={**source.facts, name: value})

@@ -22,9 +22,7 @@ TOKENS = st.integers(0, 2**32 - 1)
     media=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=3),
     ahead=st.integers(0, 5),
 )
-def test_each_key_is_the_hash_that_formats_md_describes(
-    tokens: list[int], media: list[tuple[int, int]], ahead: int
-) -> None:
+def test_each_key_is_the_hash_that_formats_md_describes(tokens, media, ahead):
     items = [MediaItem(at, length, f"id {at}") for at, length in media]
     made = tail_keys(ROOT, tokens, BLOCK, items, first_token=8, lookahead_tokens=ahead)
     assert len(made) == max(0, len(tokens) - ahead) // BLOCK
@@ -41,9 +39,7 @@ def test_each_key_is_the_hash_that_formats_md_describes(
     chunk_blocks=st.integers(1, 5),
     ahead=st.integers(0, 2),
 )
-def test_equal_keys_mean_equal_tokens_and_no_tail_is_a_chunk(
-    prompts: list[list[int]], chunk_blocks: int, ahead: int
-) -> None:
+def test_equal_keys_mean_equal_tokens_and_no_tail_is_a_chunk(prompts, chunk_blocks, ahead):
     chunk = chunk_blocks * BLOCK
     seen: dict[bytes, tuple[bool, tuple[int, ...]]] = {}
     for prompt in prompts:

@@ -112,9 +112,7 @@ async def test_long_lists_of_tokens_and_of_keys_are_read() -> None:
         ),
     ],
 )
-async def test_a_long_list_of_anything_else_is_refused_by_its_first_wrong_item(
-    listed: bytes, says: str
-) -> None:
+async def test_a_long_list_of_anything_else_is_refused_by_its_first_wrong_item(listed, says):
     with pytest.raises(BadRequest) as refused:
         await read(b'{"model": "m", "tokens" : [' + listed + b"]}")
     assert says in refused.value.message

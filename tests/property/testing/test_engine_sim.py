@@ -104,9 +104,7 @@ def serve(model: EngineModel, arrivals: list[Arrival], *, looks_us: list[int], c
 
 
 @given(MODELS, ARRIVALS, st.lists(st.integers(0, 6000), max_size=40))
-def test_blocks_add_up_at_any_time_and_no_token_is_lost(
-    model: EngineModel, arrivals: list[Arrival], looks_us: list[int]
-) -> None:
+def test_blocks_add_up_at_any_time_and_no_token_is_lost(model, arrivals, looks_us):
     told = serve(model, arrivals, looks_us=looks_us, checked=True)
     for arrival, times, (end, ended_ps, _, _) in zip(arrivals, told.times, told.ends, strict=True):
         assert times == sorted(set(times))
@@ -119,16 +117,12 @@ def test_blocks_add_up_at_any_time_and_no_token_is_lost(
 
 
 @given(MODELS, ARRIVALS, st.lists(st.integers(0, 6000), max_size=40))
-def test_further_looks_change_nothing(
-    model: EngineModel, arrivals: list[Arrival], looks_us: list[int]
-) -> None:
+def test_further_looks_change_nothing(model, arrivals, looks_us):
     assert serve(model, arrivals, looks_us=looks_us) == serve(model, arrivals, looks_us=[])
 
 
 @given(MODELS, ARRIVALS)
-def test_who_follows_the_events_knows_which_blocks_are_stored(
-    model: EngineModel, arrivals: list[Arrival]
-) -> None:
+def test_who_follows_the_events_knows_which_blocks_are_stored(model, arrivals):
     told = serve(model, arrivals, looks_us=[])
     known: Counter[int] = Counter()
     for _, events in told.events:
@@ -146,9 +140,7 @@ def test_who_follows_the_events_knows_which_blocks_are_stored(
 
 
 @given(MODELS, ARRIVALS, st.lists(st.integers(0, 3000), min_size=1, max_size=6))
-def test_a_copy_goes_on_as_the_engine_does_and_changes_nothing_for_it(
-    model: EngineModel, arrivals: list[Arrival], looks_us: list[int]
-) -> None:
+def test_a_copy_goes_on_as_the_engine_does_and_changes_nothing_for_it(model, arrivals, looks_us):
     told = serve(model, arrivals, looks_us=[])
     engine, copies = SimEngine(model), []
     requests, now, leaves = [], 0, []

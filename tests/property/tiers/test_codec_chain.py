@@ -66,9 +66,7 @@ def payloads(draw: st.DrawFn) -> bytes:
 @pytest.mark.parametrize("name", CHAINS)
 @settings(max_examples=amount(10, 30))
 @given(payload=payloads())
-def test_the_chain_and_the_oracle_decode_an_encoded_record_to_the_same_bytes(
-    name: str, payload: bytes
-) -> None:
+def test_the_chain_and_the_oracle_decode_an_encoded_record_to_the_same_bytes(name, payload):
     chain = CHAINS[name]
     record, stored = encoded(chain, payload)
     if not stored:

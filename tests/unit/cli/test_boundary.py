@@ -14,16 +14,11 @@ import httpx
 import pytest
 
 from kvstrata import __version__, cli
-from kvstrata.cli.boundary import Exit, guarded, start_failed
+from kvstrata.cli.boundary import Exit, guarded
 from kvstrata.errors import (
     BadRequest,
     ConfigError,
-    KvstrataError,
-    MachineLacks,
-    MachineUnfit,
-    SegmentError,
     Unavailable,
-    together,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,9 +67,7 @@ def test_a_command_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) 
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )  # fmt: skip
-def test_an_error_is_one_line_with_the_command_and_has_its_status(
-    error: BaseException, status: int, says: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_line_with_the_command_and_has_its_status(error, status, says, capsys):
     @guarded("kvstrata x")
     def main(arguments: object) -> int:
         raise error
@@ -85,25 +78,6 @@ def test_an_error_is_one_line_with_the_command_and_has_its_status(
         assert told == ""
     else:
         assert told.startswith(f"kvstrata x: {says}") and told.count("\n") == 1, told
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ConfigError("http.port: wrong"), Exit.CONFIG),
-        (MachineLacks("http.port: 80 is taken"), Exit.LATER),
-        (MachineUnfit("l1_size_gb: more than the memory"), Exit.CONFIG),
-        (together([MachineLacks("a: missing"), ConfigError("b: wrong")]), Exit.CONFIG),
-        (together([MachineLacks("a: missing"), MachineUnfit("b: more than the memory")]), Exit.CONFIG),
-        (SegmentError("pool: belongs to process 12"), Exit.LATER),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
-)
-def test_a_start_that_may_succeed_later_has_a_status_of_its_own(
-    error: KvstrataError, status: Exit, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert start_failed("lmcache-server", error) is status
-    assert capsys.readouterr().err == "".join(f"lmcache-server: {line}\n" for line in error.lines)
 
 
 def test_the_path_in_an_error_may_be_any_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

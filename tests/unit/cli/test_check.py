@@ -69,9 +69,7 @@ def test_a_path_that_the_locale_cannot_spell_is_an_error_with_a_remedy(tmp_path:
         (("--l2-adapter", json.dumps(MOONCAKE)), {}, "l2_adapters[0]: mooncake_store-0: "),
     ],
 )  # fmt: skip
-def test_what_only_this_machine_lacks_has_a_status_of_its_own(
-    flags: tuple[str, ...], environment: dict[str, str], says: str
-) -> None:
+def test_what_only_this_machine_lacks_has_a_status_of_its_own(flags, environment, says):
     elsewhere = () if "--l2-adapter" in flags else ("--l2-adapter", "none")
     status, said = check(*flags, *elsewhere, "--http-port", "0", **environment)
     assert status == 75, said

@@ -14,7 +14,6 @@ from kvstrata.cli import doctor
 from kvstrata.cli.doctor import Finding
 from kvstrata.memory.segment import Segment, SegmentSettings
 from tests.harness.daemon import free_port
-from tests.harness.server_process import ServerProcess
 
 MIB = 1 << 20
 SMALL = ("--l1-size-gb", "0.0625")
@@ -35,9 +34,7 @@ def report(*flags: str) -> dict[str, Finding]:
     return {each.check: each for each in doctor.findings(flags)}
 
 
-def test_a_server_that_could_start_has_nothing_to_do(
-    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_could_start_has_nothing_to_do(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_file_system", lambda path: "ext4")
     found = report(*flags)
     for check in ("settings", "running server", "/dev/shm", "disk-0 folder"):
@@ -55,17 +52,13 @@ def test_a_server_that_could_start_has_nothing_to_do(
         (("--no-such-flag",), "settings", "fail", "--no-such-flag"),
     ],
 )
-def test_a_bad_state_has_a_line_with_a_remedy(
-    flags: tuple[str, ...], more: tuple[str, ...], check: str, state: str, says: str
-) -> None:
+def test_a_bad_state_has_a_line_with_a_remedy(flags, more, check, state, says):
     [found] = [each for each in doctor.findings((*flags, *more)) if each.check == check]
     assert found.state == state, found
     assert says in f"{found.found} {found.advice}" and found.advice
 
 
-def test_what_an_engine_would_read_is_looked_at(
-    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_engine_would_read_is_looked_at(flags, tmp_path, monkeypatch):
     file = tmp_path / "lmcache.yaml"
     file.write_text("local_device: cpu\n")
     for environment, state, says in (
@@ -96,19 +89,7 @@ def left() -> Iterator[Path]:
     shutil.rmtree(root)
 
 
-def test_a_pool_that_nobody_owns_is_named_with_the_command_that_frees_it(
-    flags: tuple[str, ...], left: Path
-) -> None:
+def test_a_pool_that_nobody_owns_is_named_with_the_command_that_frees_it(flags, left):
     found = [each for each in doctor.findings(flags) if each.check == "left pool"]
     [ours] = [each for each in found if str(left) in each.found]
     assert ours.advice.endswith(f"kvstrata ctl pool free {left}")
-
-
-def test_a_running_server_is_asked_how_it_is(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    with ServerProcess(tmp_path / "server", l1_mb=64) as server:
-        server.start()
-        where = (*SMALL, "--socket-dir", str(server.socket_dir), "--l2-adapter", "none")
-        found = report(*where, "--http-port", str(server.ready["http_port"]))
-        running = found["running server"]
-        assert running.found.startswith(f"process {server.pid} at {server.socket_dir}; ")
-        assert running.state == found["settings"].state == "ok", "its own ports are taken, as they should be"

@@ -71,7 +71,6 @@ def check(process: str, words: list[str], folder: Path) -> list[str]:
 
 
 def answer(line: str) -> str:
-    """The line and its answer."""
     process, _, rest = line.removeprefix("$ ").partition(" ")
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -86,7 +85,6 @@ def answer(line: str) -> str:
 
 
 def answers() -> str:
-    """All lines with their answers."""
     with mock.patch.dict("os.environ", {"KVSTRATA_TESTING": "1", "KUBERNETES_SERVICE_HOST": ""}):
         return "".join(answer(line) for line in GOLDEN.read_text().splitlines() if line.startswith("$ "))
 

@@ -98,8 +98,9 @@ def test_after_an_error_nothing_is_loaded_or_stored_and_what_vllm_waits_for_ends
 def test_preempted_requests_and_loads_are_passed_on_even_when_the_plan_fails():
     client = FakeClient()
     side = GuardedSide(make_side(client))
-    request = arrive(side, 40)
-    [_] = step(side, [(request, 0, 40)]).stores
+    request, ended = arrive(side, 40), arrive(side, 48)
+    assert len(step(side, [(request, 0, 40), (ended, 0, 48)]).stores) == 2
+    assert side.finished(ended, [list(range(1, 13))]) is True
     client.hits = 3
     loading = arrive(side, 43)
     side.allocated(loading, [list(range(1, 12))], ask(side, loading)[0])
@@ -107,3 +108,4 @@ def test_preempted_requests_and_loads_are_passed_on_even_when_the_plan_fails():
     plan = step(side, preempted=[request.request_id])
     assert plan.preempted == {request.request_id}
     assert [load.request_id for load in plan.loads] == [loading.request_id]
+    assert plan.awaited == {ended.request_id}, "vLLM keeps its blocks until the workers report it as sent"

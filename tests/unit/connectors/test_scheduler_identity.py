@@ -187,6 +187,9 @@ def test_kv_from_before_a_reset_is_stored_once_the_weights_prove_unchanged():
     workers.stored()
     (store,) = workers.step([(request, 56, 28)]).stores
     assert store.identity == RequestIdentity() and store.parent == b""
+    later = arrive(side, 84)  # finds blocks from before the reset in vLLM's cache
+    assert ask(side, later, computed=BLOCK) == (0, False) and not side._keys.is_stale(later)
+    assert len(workers.step([(later, BLOCK, 80)]).stores) == 1
     # KV of the old weights is not stored under other weights, nor when those prove unchanged after a reset.
     side.reset(engine_empty=False)
     workers.now = "other"

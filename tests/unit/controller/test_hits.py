@@ -53,9 +53,7 @@ async def lookups(registry: Registry) -> Iterator[Lookups]:
 
 
 @pytest.mark.parametrize("seed", range(amount(6, 40)))
-async def test_each_instance_is_found_with_the_hit_that_it_could_serve(
-    registry: Registry, lookups: Lookups, seed: int
-) -> None:
+async def test_each_instance_is_found_with_the_hit_that_it_could_serve(registry, lookups, seed):
     rng = random.Random(seed)
     spans = [rng.choice([0, 1, 2, 5]) for _ in range(rng.randrange(1, 4))]
     n_chunks = rng.randrange(1, 12)
@@ -84,9 +82,7 @@ async def test_each_instance_is_found_with_the_hit_that_it_could_serve(
     assert [one.n_chunks for one in found] == sorted((one.n_chunks for one in found), reverse=True)
 
 
-async def test_the_instances_with_the_first_of_single_keys_come_first(
-    registry: Registry, lookups: Lookups
-) -> None:
+async def test_the_instances_with_the_first_of_single_keys_come_first(registry, lookups):
     names = split(keys_of(random.Random(1), 8))
     for group, held in enumerate(([1, 2, 3], [5, 6, 7], [0], [])):
         slot = registry.open_slot(group)

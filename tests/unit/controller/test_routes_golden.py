@@ -125,7 +125,6 @@ def shown(answer: Any) -> str:
 
 
 async def requests(port: str, made: Port) -> AsyncIterator[str]:
-    """The requests to a port with their answers."""
     import httpx
 
     transport = httpx.ASGITransport(made.app)

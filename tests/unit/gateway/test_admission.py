@@ -80,7 +80,6 @@ class Scene:
         self.now_s = until_s
 
     def set_engines(self, count: int) -> None:
-        """Have so many engines, all of which serve."""
         places = [Place(f"e{number}", Address("127.0.0.1", number + 1, False)) for number in range(count)]
         self.fleet.set_places(places)
         for engine in self.fleet.engines.values():
@@ -144,7 +143,6 @@ def choice_of(ask: Ask) -> Choice:
 
 
 def refusal_of(ask: Ask) -> str:
-    """The code of a refusal."""
     assert ask.failure is not None and ask.failure.status == 429 and ask.failure.retry_after_s >= 1
     return ask.failure.code
 
@@ -234,9 +232,7 @@ def test_what_misses_its_deadline_without_shedding_lets_others_pass() -> None:
 
 
 @pytest.mark.parametrize("bound", ["requests", "bytes"])
-def test_a_full_queue_takes_its_place_from_the_tenant_that_has_most(
-    bound: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_takes_its_place_from_the_tenant_that_has_most(bound, monkeypatch):
     scene = Scene(**({"max_requests": 6} if bound == "requests" else {}))
     if bound == "bytes":
         monkeypatch.setattr("kvstrata.gateway.admission.MAX_BYTES", 6 * 4_000)

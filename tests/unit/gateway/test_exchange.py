@@ -115,9 +115,7 @@ LEGAL = st.tuples(
 
 
 @given(LEGAL, st.integers(0, 6), st.lists(MESSAGES, max_size=3))
-def test_everything_is_given_back_wherever_a_stream_ends(
-    legal: tuple[Any, ...], cut: int, more: list[Any]
-) -> None:
+def test_everything_is_given_back_wherever_a_stream_ends(legal, cut, more):
     scene = Scene()
     exchange = scene.exchange()
     with contextlib.suppress(OutOfTurn):

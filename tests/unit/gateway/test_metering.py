@@ -40,9 +40,7 @@ def finish(
 
 
 @given(st.integers(1, 40), st.floats(0.001, 1), st.floats(1, 5_000), st.floats(0.5, 500), st.floats(1, 9_000))
-def test_a_class_of_service_is_met_if_each_of_its_times_is(
-    events: int, step_s: float, ttft_ms: float, tpot_ms: float, e2e_ms: float
-) -> None:
+def test_a_class_of_service_is_met_if_each_of_its_times_is(events, step_s, ttft_ms, tpot_ms, e2e_ms):
     now = Now()
     slo = SloSettings(name="c", ttft_ms=ttft_ms, tpot_ms=tpot_ms, e2e_ms=e2e_ms)
     meters = Meters({"c": slo}, now)
@@ -60,9 +58,7 @@ def test_a_class_of_service_is_met_if_each_of_its_times_is(
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 6))
-def test_tokens_are_those_of_the_usage_at_the_end(
-    prompt: int, cached: int, completion: int, cuts: int
-) -> None:
+def test_tokens_are_those_of_the_usage_at_the_end(prompt, cached, completion, cuts):
     usage = {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
@@ -84,9 +80,7 @@ def test_tokens_are_those_of_the_usage_at_the_end(
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.none() | st.integers(0, 10**9))
-def test_prompts_of_messages_are_counted_with_what_was_cached(
-    new: int, cached: int, made: int | None
-) -> None:
+def test_prompts_of_messages_are_counted_with_what_was_cached(new, cached, made):
     usage = {
         "input_tokens": new,
         "output_tokens": 4,

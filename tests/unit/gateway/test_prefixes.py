@@ -22,9 +22,7 @@ def keys(text: str, context: bytes = b"m") -> list[bytes]:
 
 
 @given(CALLS, TEXTS)
-def test_an_engine_has_the_longest_beginning_that_it_was_sent(
-    calls: list[tuple[str, str, str]], asked_for: str
-) -> None:
+def test_an_engine_has_the_longest_beginning_that_it_was_sent(calls, asked_for):
     prefixes, generations = Prefixes(), {"x": 0, "y": 0}
     model: dict[str, dict[str, bool]] = {"x": {}, "y": {}}
     for number, (what, engine, text) in enumerate(calls):

@@ -75,9 +75,7 @@ REQUESTS = st.lists(
 
 
 @given(REQUESTS, st.floats(1.0, 1_000.0), st.integers(1, 5_000))
-def test_no_more_is_let_in_than_rate_and_burst_allow_and_all_drains(
-    requests: list[tuple[int, int, int, float, bool]], rate: float, burst: int
-) -> None:
+def test_no_more_is_let_in_than_rate_and_burst_allow_and_all_drains(requests, rate, burst):
     settings, quota, now_s, waiting = limits(rate, burst), Quota(0.0), 0.0, []
     for prompt, told, generated, step_s, settles in requests:
         now_s += step_s

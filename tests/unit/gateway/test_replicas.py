@@ -11,10 +11,9 @@ import pytest
 from kvstrata.gateway.controllers.directory import Kind
 from kvstrata.gateway.controllers.replicas import ORDER_S, Read, Replicas
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import KvKind, Replicate
-from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
+from kvstrata.types import KEY_BYTES, RequestIdentity
 from tests.harness.cache_engine import layout_identity
 
 CHUNK = 16
@@ -64,20 +63,6 @@ async def scene() -> AsyncIterator[Scene]:
     await made.supervisor.stop()
     assert not made.supervisor.failure.done()
     made.hashing.shutdown()
-
-
-async def test_the_second_read_of_a_prefix_orders_a_copy_with_all_its_keys(scene: Scene) -> None:
-    first, second = [*range(3 * CHUNK), 7], [*range(3 * CHUNK), 8, 9]
-    assert await scene.read(first, 3 * CHUNK, three=2.0, four=1.0) == []
-    assert await scene.read(second, 3 * CHUNK, three=2.0, four=1.0) == ["four"]
-    (order,) = scene.links[1].orders
-    assert scene.links[0].orders == [order], "the one that leads is found by asking"
-    root = identity_root(LAYOUT, RequestIdentity(tenant="t"))
-    hasher = ChunkHasher(root, CHUNK, lookahead_tokens=LAYOUT.lookahead)
-    hasher.feed(range(3 * CHUNK))
-    assert order.keys == hasher.storage_keys(tuple(SLICES))
-    assert (order.gateway, order.source, order.n_slices, order.identity) == ("gw", "one", 2, root)
-    assert scene.replicas.counts == {"ordered": 1, "failed": 0}
 
 
 async def test_one_copy_at_a_time_leaves_an_instance_and_none_goes_twice_to_one(scene: Scene) -> None:

@@ -41,7 +41,6 @@ TEXTS = st.lists(
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OwnTokenizer]:
-    """A tokenizer of each kind."""
     folder = tmp_path_factory.mktemp("tokenizers")
     return {
         name: OwnTokenizer(name, str(made.save(folder / name, make(), made.CHATML)), "path")
@@ -52,9 +51,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OwnTokenizer]:
 @pytest.mark.parametrize("kind", KINDS)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=6))
 @settings(max_examples=25)
-def test_parts_of_a_text_have_the_tokens_of_the_whole(
-    own: dict[str, OwnTokenizer], kind: str, texts: list[str]
-) -> None:
+def test_parts_of_a_text_have_the_tokens_of_the_whole(own, kind, texts):
     tokenizer, memory = own[kind], Memory()
     whole = tokenizer.tokenizer
     assert tokenizer.cut in made.SPECIAL
@@ -85,9 +82,7 @@ def test_only_tokens_that_nothing_can_cover_are_cuts() -> None:
     assert "".join(parts_of("a<e>b<e>", "<e>")) == "a<e>b<e>"
 
 
-def test_the_next_turn_tokenises_its_new_text_only(
-    own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_turn_tokenises_its_new_text_only(own, monkeypatch):
     tokenizer, memory = own["byte_level"], Memory()
     seen: list[str] = []
     plain = tokenizer._batch
@@ -173,7 +168,6 @@ Serve = Callable[..., Tokens]
 
 @pytest.fixture
 async def service(own: dict[str, OwnTokenizer]) -> AsyncIterator[Serve]:
-    """Makes services that end with the test."""
     made: list[Tokens] = []
 
     def serve(features: set[tuple[str, bool]] | None = None, **more: Any) -> Tokens:
@@ -196,9 +190,7 @@ def served(tokenizer: OwnTokenizer, features: set[tuple[str, bool]] | None, **mo
     return tokens
 
 
-async def test_ids_are_given_for_what_each_engine_agrees_on_only(
-    service: Serve, own: dict[str, OwnTokenizer]
-) -> None:
+async def test_ids_are_given_for_what_each_engine_agrees_on_only(service, own):
     body = json.dumps(BODY).encode()
     tokenizer = own["byte_level"]
     tokens = service()
@@ -216,9 +208,7 @@ async def test_ids_are_given_for_what_each_engine_agrees_on_only(
     }  # fmt: skip
 
 
-async def test_a_request_goes_on_when_its_time_is_over(
-    service: Serve, own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_goes_on_when_its_time_is_over(service, own, monkeypatch):
     import threading
 
     tokenizer, go_on = own["byte_level"], threading.Event()

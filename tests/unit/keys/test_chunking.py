@@ -8,7 +8,6 @@ import random
 import pytest
 
 from kvstrata.keys import ChunkHasher, MediaItem
-from kvstrata.types import canonical_json
 from tests.oracles import keys as oracle
 
 ROOT = hashlib.sha256(b"root").digest()
@@ -28,16 +27,6 @@ def test_gap_before_the_tail_is_refused():
     assert hasher.chain == before
 
 
-@pytest.mark.parametrize("bad", [-1, 1 << 32, 1 << 70])
-def test_token_out_of_range_is_refused_and_changes_nothing(bad):
-    hasher = ChunkHasher(ROOT, 16)
-    hasher.feed(some_tokens(16))
-    before = hasher.chain
-    with pytest.raises(ValueError):
-        hasher.feed([*some_tokens(16), *some_tokens(15), bad])
-    assert hasher.chain == before
-
-
 def test_hashed_tokens_are_not_read_again():
     tokens = some_tokens(64)
     hasher = ChunkHasher(ROOT, 16)
@@ -52,19 +41,6 @@ def test_probe_names_the_first_chunk_of_tokens_and_no_identity():
     one.feed(tokens)
     two.feed(tokens[:16])
     assert one.probe == two.probe == hashlib.sha256(oracle.token_bytes(tokens[:16])).digest()[:8]
-
-
-def test_media_enters_each_chunk_that_it_reaches_into():
-    tokens = [7] * 80
-    plain, media = ChunkHasher(ROOT, 16), ChunkHasher(ROOT, 16, [MediaItem(20, 20, "cat")])
-    plain.feed(tokens)
-    media.feed(tokens)
-    extras = {
-        1: hashlib.sha256(canonical_json([[4, "cat"]])).digest(),
-        2: hashlib.sha256(canonical_json([[-12, "cat"]])).digest(),
-    }
-    assert media.key(0) == plain.key(0)
-    assert media.chain == oracle.chain_keys(ROOT, tokens, 16, extras)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,7 @@ def test_runtime_dir_of_another_user_counts_as_unset(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
-def test_no_client_looks_in_a_login_folder_of_another_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_client_looks_in_a_login_folder_of_another_user(tmp_path, monkeypatch):
     login = tmp_path / str(os.geteuid())
     login.mkdir()
     os.chown(login, 12345, -1)
@@ -41,9 +39,7 @@ def test_no_client_looks_in_a_login_folder_of_another_user(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
-def test_names_that_another_user_has_taken_are_passed_over_and_told(
-    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_that_another_user_has_taken_are_passed_over_and_told(request, caplog):
     """Anybody may make any name in /tmp and /dev/shm: a server once never started again for that."""
     tmp_path = Path(tempfile.mkdtemp(prefix="kv-"))  # short, since sockets lie in it
     request.addfinalizer(partial(shutil.rmtree, tmp_path))
@@ -133,9 +129,7 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     ],
     ids=["v2-parent", "v2-other-mount", "v2-other-namespace", "v1", "hybrid"],
 )
-def test_least_limit_of_any_cgroup_above_us_counts(
-    tmp_path: Path, cgroup: str, files: dict[str, str]
-) -> None:
+def test_least_limit_of_any_cgroup_above_us_counts(tmp_path, cgroup, files):
     tree = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     limit = memory_limit(make_tree(tmp_path, {"proc/self/cgroup": cgroup + "\n", **tree}))
     assert limit.limit_bytes == 5000

@@ -49,9 +49,7 @@ def host_of(settings: SegmentSettings) -> Iterator[Callable[[], subprocess.Popen
         host.communicate()
 
 
-def test_a_segment_that_an_adapter_host_still_maps_is_not_adopted(
-    settings: SegmentSettings, host_of: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_that_an_adapter_host_still_maps_is_not_adopted(settings, host_of, monkeypatch):
     monkeypatch.setattr(segment, "_HOSTS_END_S", 0.0)
     Segment.open(settings).close()
     host, other, before = host_of(), host_of(), inodes(settings)
@@ -63,9 +61,7 @@ def test_a_segment_that_an_adapter_host_still_maps_is_not_adopted(
     found.close()
 
 
-def test_a_segment_is_adopted_once_the_adapter_host_that_maps_it_has_ended(
-    settings: SegmentSettings, host_of: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_is_adopted_once_the_adapter_host_that_maps_it_has_ended(settings, host_of, monkeypatch):
     monkeypatch.setattr(segment, "_HOSTS_END_S", 60.0)
     Segment.open(settings).close()
     host = host_of()
@@ -118,9 +114,7 @@ def damage_version(directory: Path) -> None:
     ],
     ids=["magic", "version", "cut", "short-extents", "no-extents", "no-index"],
 )
-def test_a_segment_that_does_not_fit_is_replaced_as_a_whole_and_the_reason_told(
-    settings: SegmentSettings, damage: object, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_segment_that_does_not_fit_is_replaced_as_a_whole_and_the_reason_told(settings, damage, caplog):
     Segment.open(settings).close()
     keep_inodes = [
         os.open(path, os.O_RDONLY) for path in settings.directory.iterdir()
@@ -156,9 +150,7 @@ def test_an_adopted_or_new_segment_has_what_the_policy_of_the_last_one_learnt(
     after.close()
 
 
-def test_another_size_makes_a_new_segment_and_leaves_the_old_bytes_to_processes_that_map_them(
-    settings: SegmentSettings,
-) -> None:
+def test_another_size_makes_a_new_segment_and_leaves_the_old_bytes_to_processes_that_map_them(settings):
     Segment.open(settings).close()
     with open(settings.directory / "extents", "r+b") as old:
         old.write(b"old bytes")
@@ -183,9 +175,7 @@ def test_a_segment_being_made_is_never_seen_unlocked(settings: SegmentSettings) 
     Segment.open(settings).close()  # the other server died before it made a pool
 
 
-def test_an_index_replaced_between_open_and_lock_is_not_taken_for_the_one_at_its_path(
-    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_replaced_between_open_and_lock_is_not_taken_for_the_one_at_its_path(settings, monkeypatch):
     Segment.open(settings).close()
     index = settings.directory / "index"
     lock = linux.lock_whole_file
@@ -210,9 +200,7 @@ def test_a_size_no_pool_has_is_refused(settings: SegmentSettings, size: int) -> 
     assert not settings.directory.exists()
 
 
-def test_a_pool_larger_than_the_cgroups_limit_is_refused_with_its_name(
-    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_larger_than_the_cgroups_limit_is_refused_with_its_name(settings, monkeypatch):
     monkeypatch.setattr(
         segment_settings, "memory_limit", lambda: MemoryLimit(4 * MIB, "the memory limit of cgroup /x")
     )

@@ -99,9 +99,7 @@ def test_the_last_event_of_a_key_is_its_reason_with_the_detail(scene: Scene) -> 
     assert scene.why()[0] == MissReason.UNKNOWN_KEY
 
 
-def test_once_notes_were_dropped_or_lost_unknown_keys_are_forgotten(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_once_notes_were_dropped_or_lost_unknown_keys_are_forgotten(scene, monkeypatch):
     monkeypatch.setattr(explain, "MAX_NOTES", 3)
     for number in range(10, 14):
         assert scene.why(number)[0] == MissReason.UNKNOWN_KEY
@@ -127,9 +125,7 @@ def stored_under(request: RequestIdentity, layout: LayoutIdentity = LAYOUT, prob
         ("adapter", LAYOUT, RequestIdentity(adapter="sql-lora")),
     ],
 )
-def test_the_same_tokens_under_another_identity_name_the_field_that_differs(
-    field: str, layout: LayoutIdentity, request_identity: RequestIdentity
-) -> None:
+def test_the_same_tokens_under_another_identity_name_the_field_that_differs(field, layout, request_identity):
     scene = stored_under(request_identity, layout)
     assert scene.why(first=False)[0] == MissReason.UNKNOWN_KEY, "only the first chunk is compared"
     reason, detail = scene.why()
@@ -174,9 +170,7 @@ def test_a_recent_request_is_explained_and_an_old_one_is_not_known(monkeypatch: 
 
 
 @pytest.mark.parametrize("of_engine", ["cmpl-7-1f2e3d4c", "cmpl-7-0-1f2e3d4c", "cmpl-7"])
-def test_the_id_that_the_client_of_the_api_saw_names_the_lookups_of_the_engine_oldest_first(
-    scene: Scene, of_engine: str
-) -> None:
+def test_the_id_that_the_client_of_the_api_saw_names_the_lookups_of_the_engine_oldest_first(scene, of_engine):
     told = scene.explainer
     told.lookups.append(explained(of_engine)._replace(unix_ms=1))
     told.lookups.append(explained("cmpl-71-0a0b0c0d"))
@@ -221,9 +215,7 @@ def test_a_hit_saves_what_computing_a_chunk_took(scene: Scene) -> None:
     assert scene.explainer.avoided_s == pytest.approx(4.0), "models have paces of their own"
 
 
-def test_time_that_an_engine_spends_on_several_prompts_counts_once_and_what_it_gives_up_not_at_all(
-    scene: Scene,
-) -> None:
+def test_time_that_an_engine_spends_on_several_prompts_counts_once_and_what_it_gives_up_not_at_all(scene):
     engine, computed = EngineUse(), scene.explainer.computed
     for at_s, last in ((0.0, 1), (1.0, 2), (1.5, 3)):
         scene.now_s = at_s

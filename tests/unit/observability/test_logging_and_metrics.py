@@ -1,9 +1,10 @@
-"""observability: lines of the log, their writer, histograms and the page /metrics."""
+"""Lines of the log, metrics and the line of loads."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.observability.explain import ServerNumbers
+from kvstrata.observability.load_line import LEAST_BATCHES, LoadLine
 from kvstrata.observability.logging import WINDOW_S, EventLog, LogWriter, _JsonFormatter
 from kvstrata.observability.numbers import (
     FRESH_S,
@@ -184,9 +186,7 @@ def test_further_readers_get_the_same_page_for_a_moment(monkeypatch: pytest.Monk
     assert b"kvstrata_lookup_chunks_total 7.0" in made.page()
 
 
-def test_a_descriptor_that_others_made_non_blocking_loses_nothing_and_a_line_without_a_format_fails_nobody() -> (
-    None
-):
+def test_a_descriptor_that_others_made_non_blocking_loses_nothing_and_a_line_without_a_format_fails_nobody():
     reader, fd = os.pipe()  # the writer's thread never ends, so `fd` stays its own
     writer, logger = LogWriter(fd), logging.Logger("scene")
     logger.addHandler(writer)
@@ -198,3 +198,32 @@ def test_a_descriptor_that_others_made_non_blocking_loses_nothing_and_a_line_wit
         assert [int(lines.readline()) for _ in range(2000)] == list(range(2000))
         assert lines.readline().startswith("scene: log line cannot be formatted: TypeError(")
     assert writer.flush_within(60) and writer.dropped_lines == 0
+
+
+def test_latency_and_rate_are_told_apart_by_batches_of_several_sizes() -> None:
+    line = LoadLine()
+    for n in range(1, LEAST_BATCHES + 1):
+        assert line.fitted() is None
+        line.add(n * 1_000_000, 0.004 + n * 0.001)
+    latency_s, bytes_s = line.fitted() or (0.0, 0.0)
+    assert latency_s == pytest.approx(0.004) and bytes_s == pytest.approx(1e9)
+
+
+def test_what_became_slower_is_told_soon() -> None:
+    line = LoadLine()
+    for _ in range(1_000):
+        line.add(1_000_000, 0.001)
+    for _ in range(200):
+        line.add(1_000_000, 0.01)
+    assert line.fitted() == (0.0, pytest.approx(1e8, rel=0.1))
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(1e-9, 1e6)), min_size=LEAST_BATCHES))
+def test_any_batches_give_what_a_load_can_follow(batches: list[tuple[int, float]]) -> None:
+    line = LoadLine()
+    for n_bytes, seconds in batches:
+        line.add(n_bytes, seconds)
+    found = line.fitted()
+    assert found is not None
+    latency_s, bytes_s = found
+    assert math.isfinite(latency_s) and latency_s >= 0 and math.isfinite(bytes_s) and bytes_s > 0

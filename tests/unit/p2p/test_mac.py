@@ -138,9 +138,7 @@ async def test_an_impossible_request_for_tags_is_refused_and_releases_nothing(l1
     assert (await owner.link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)).stood
 
 
-async def test_tags_take_no_more_memory_than_a_queue_and_the_reader_is_told(
-    l1: L1, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tags_take_no_more_memory_than_a_queue_and_the_reader_is_told(l1, owner, monkeypatch):
     leased = await owner.lease(l1.store(chain("a", 1)))
     assert owner.peers._lanes is not None
     monkeypatch.setattr(owner.peers._lanes, "submit", lambda *given, **more: None)

@@ -1,4 +1,4 @@
-"""p2p/serving.py: what is leased to other instances stays where it is until the lease ends, and no longer."""
+"""What an instance serves to its peers: leases and pins."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import asyncio
 import pytest
 import zmq
 import zmq.asyncio
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvstrata.errors import ClusterFailure, Refused
 from kvstrata.p2p import serving
+from kvstrata.p2p.leases import Lease, LeaseBook, LeaseState
 from kvstrata.p2p.lent import ABSENT, LIMIT
 from kvstrata.p2p.serving import DRAINING, MAX_LEASES, PeerLeases
 from kvstrata.rpc.cluster_wire import (
@@ -26,7 +29,8 @@ from kvstrata.rpc.cluster_wire import (
     encode,
 )
 from kvstrata.rpc.zmq_link import AskLink
-from kvstrata.types import FORMAT_VERSION, unpack_extents
+from kvstrata.testing.strategies import key_of
+from kvstrata.types import FORMAT_VERSION, Extent, unpack_extents
 from tests.harness.l1 import L1, L1_BYTES, RECORD, chain
 from tests.harness.waiting import until
 from tests.unit.p2p.conftest import Owner
@@ -59,26 +63,7 @@ def test_a_lease_names_the_leading_records_and_keeps_them(l1: L1, leases: PeerLe
     assert leases.leased_bytes == 0
 
 
-def test_only_whole_chunks_are_leased(l1: L1, leases: PeerLeases) -> None:
-    keys = chain("a", 2, 2)
-    l1.store(keys, 2)
-    l1.lose(keys[3:])
-    assert len(unpack_extents(leases.lease(b"".join(keys), 2, 1.0, 0.0).extents)) == 2
-
-
-def test_a_lease_ended_by_the_clock_no_longer_confirms_what_was_read(l1: L1, leases: PeerLeases) -> None:
-    [key] = l1.store(chain("a", 1))
-    leased = leases.lease(key, 1, 2.0, 10.0)
-    assert leases.expire(11.9) == 12.0
-    assert not evicts(l1, key)
-    assert leases.expire(12.0) is None
-    assert not leases.release(leased.number, 0, 12.0)
-    assert evicts(l1, key)
-
-
-def test_an_overdue_lease_that_nobody_has_ended_still_confirms_what_was_read(
-    l1: L1, leases: PeerLeases
-) -> None:
+def test_an_overdue_lease_that_nobody_has_ended_still_confirms_what_was_read(l1, leases):
     """As after the owner was frozen: no other record can have come to where it lies."""
     [key] = l1.store(chain("a", 1))
     leased = leases.lease(key, 1, 2.0, 10.0)
@@ -166,9 +151,7 @@ def test_a_pin_that_is_too_large_pins_nothing(l1: L1, leases: PeerLeases) -> Non
     assert l1.pool.stats()["leases"] == 0
 
 
-def test_a_pin_of_chunks_with_gaps_between_them_counts_as_one_lease(
-    l1: L1, leases: PeerLeases, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pin_of_chunks_with_gaps_between_them_counts_as_one_lease(l1, leases, monkeypatch):
     monkeypatch.setattr(serving, "MAX_LEASES", 2)
     keys = chain("green", 6)
     for key in keys[::2]:
@@ -185,9 +168,7 @@ def hello(**other: object) -> PeerHello:
     return PeerHello(0, reader="reader", **{**values, **other})  # type: ignore[arg-type]
 
 
-async def test_a_lease_of_a_reader_that_is_gone_ends_after_its_time(
-    l1: L1, owner: Owner, link: AskLink
-) -> None:
+async def test_a_lease_of_a_reader_that_is_gone_ends_after_its_time(l1, owner, link):
     keys = l1.store(chain("a", 1))
     await link.ask(PeerLease(0, "reader", b"".join(keys), 1, 60_000), PeerLeased, LONG_S)
     await link.ask(PeerLease(0, "reader", b"".join(keys), 1, 10), PeerLeased, LONG_S)
@@ -200,9 +181,7 @@ async def test_a_lease_of_a_reader_that_is_gone_ends_after_its_time(
     assert evicts(l1, keys[0])
 
 
-async def test_an_impossible_request_of_a_reader_is_refused_with_its_field(
-    owner: Owner, link: AskLink
-) -> None:
+async def test_an_impossible_request_of_a_reader_is_refused_with_its_field(owner, link):
     wrong = [
         (hello(protocol=9), "wrong_version", "protocol"),
         (hello(record_version=9), "wrong_version", "record_version"),
@@ -225,9 +204,7 @@ async def test_while_no_engine_is_up_the_reader_is_told_to_come_back(owner: Owne
     assert refused.value.retryable
 
 
-async def test_garbage_is_answered_with_an_error_and_disturbs_no_other_reader(
-    l1: L1, owner: Owner, link: AskLink
-) -> None:
+async def test_garbage_is_answered_with_an_error_and_disturbs_no_other_reader(l1, owner, link):
     sender = zmq.asyncio.Context()
     socket = sender.socket(zmq.DEALER)
     socket.connect(owner.endpoint)
@@ -245,3 +222,91 @@ async def test_garbage_is_answered_with_an_error_and_disturbs_no_other_reader(
     sender.destroy(linger=0)
     [key] = l1.store(chain("a", 1))
     assert (await link.ask(PeerLease(0, "reader", key, 1, 1_000), PeerLeased, LONG_S)).lease
+
+
+KEYS = [key_of(n) for n in range(8)]
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.lists(st.sampled_from(KEYS), min_size=1, unique=True)),
+        st.tuples(st.just("take"), st.lists(st.sampled_from(KEYS), min_size=1)),
+        st.tuples(st.just("read"), st.integers(0, 5)),
+        st.tuples(st.just("lost"), st.integers(0, 5)),
+        st.tuples(st.just("unused"), st.integers(0, 3)),
+        st.tuples(st.just("released"), st.integers(0, 5)),
+    )
+)
+
+
+@given(steps)
+@example([("add", KEYS[:1]), ("take", KEYS[:1]), ("lost", 0), ("read", 0)])
+def test_each_leased_key_is_given_out_once_and_each_lease_ends_once(history: list) -> None:
+    book = LeaseBook()
+    model: dict[bytes, Lease] = {}
+    over: list[Lease] = []
+    told: set[Lease] = set()
+    gone: set[Lease] = set()
+    reading: list[tuple[Lease, int]] = []
+    granted: list[Lease] = []
+    now_s = 0.0
+    for word, what in history:
+        now_s += 1.0
+        if word == "add":
+            extents = {key: Extent(0, 100, 0, 0) for key in what}
+            lease = Lease("a", len(granted) + 1, 1, extents, now_s + 4.0, now_s)
+            granted.append(lease)
+            replaced = book.add(lease)
+            model.update(dict.fromkeys(what, lease))
+            for older in replaced:
+                assert older not in model.values()
+                assert all(one is not older for one, _ in reading)
+            over += replaced
+        elif word == "take":
+            taken = book.take(what, now_s)
+            for lease, extents in taken.items():
+                for place, _ in extents:
+                    assert model.pop(what[place]) is lease
+                reading.append((lease, 100 * len(extents)))
+            missing = set(range(len(what))) - {place for extents in taken.values() for place, _ in extents}
+            for place in missing:
+                lease = model.get(what[place])
+                assert lease is None or lease.until_s <= now_s
+        elif word == "read" and reading:
+            lease, n_bytes = reading.pop(what % len(reading))
+            if book.read(lease, n_bytes, now_s):
+                assert lease not in gone and lease not in model.values()
+                assert all(one is not lease for one, _ in reading)
+                over.append(lease)
+        elif word == "lost" and granted:
+            lease = granted[what % len(granted)]
+            book.lost(lease)
+            gone.add(lease)
+            model = {key: one for key, one in model.items() if one is not lease}
+        elif word == "unused":
+            for lease in book.unused(now_s, float(what)):
+                model = {key: one for key, one in model.items() if one is not lease}
+                over.append(lease)
+        elif word == "released" and over:
+            lease = over[what % len(over)]
+            if lease not in told:
+                told.add(lease)
+                gone.add(lease)
+                book.released(lease)
+        assert len(over) == len(set(over)), "a lease is over twice"
+        assert len(book) == sum(lease not in gone for lease in granted)
+        assert book.under_way_bytes("a") == 100 * len(model) + sum(n for _, n in reading)
+        standing = book.leading(KEYS, now_s)
+        expected = 0
+        for key in KEYS:
+            if key not in model or model[key].until_s < now_s:
+                break
+            expected += 1
+        assert len(standing) == expected
+    for lease, n_bytes in reading:
+        over += [lease] if book.read(lease, n_bytes, now_s) else []
+    over += book.end_all()
+    assert len(over) == len(set(over))
+    for lease in set(over) - told:
+        book.released(lease)
+    assert {lease.state for lease in granted} <= {LeaseState.GONE}
+    assert (len(book), book.under_way_bytes("a"), book.leading(KEYS, 0.0)) == (0, 0, [])

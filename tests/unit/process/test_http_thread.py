@@ -172,9 +172,7 @@ def status(answer: bytes) -> int:
         ("nothing of HTTP\r\n\r\n", 400),
     ],
 )
-async def test_what_a_stranger_sends_is_answered_while_the_loop_stands_still(
-    process: Process, caplog: pytest.LogCaptureFixture, text: str, expected: int
-) -> None:
+async def test_what_a_stranger_sends_is_answered_while_the_loop_stands_still(process, caplog, text, expected):
     """Each of these connections ends by itself: those whose request did not end when its answer did, too."""
     assert status(read(process.send(text))) == expected
     assert threading.current_thread() not in process.threads
@@ -228,9 +226,7 @@ async def test_half_requests_keep_no_whole_one_out(process: Process, monkeypatch
         link.close()
 
 
-async def test_large_bodies_that_arrive_are_bounded_in_all(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_bodies_that_arrive_are_bounded_in_all(process, monkeypatch):
     monkeypatch.setattr(http_gate, "MAX_ARRIVING_BYTES", 100_000)
     length, part = "content-length: 200000\r\nconnection: close\r\n\r\n", "x" * 130_000
     first = await asyncio.to_thread(process.send, f"POST /echo HTTP/1.1\r\n{length}{part}", BEARER)
@@ -246,9 +242,7 @@ async def test_another_token_holds_from_now_on(process: Process) -> None:
     assert status(await process.ask(WHOLE, BEARER.replace("t" * 32, "u" * 32))) == 200
 
 
-async def test_a_stop_ends_the_routes_that_run_and_cuts_their_connections(
-    process: Process, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_stop_ends_the_routes_that_run_and_cuts_their_connections(process, caplog):
     assert await process.status_of("/file") == 200
     link = await asyncio.to_thread(process.send, "GET /hold HTTP/1.1\r\n\r\n", BEARER)
     half = await asyncio.to_thread(
@@ -276,9 +270,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
     return data
 
 
-async def test_silent_connections_keep_no_request_out_and_the_oldest_one_is_closed(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_connections_keep_no_request_out_and_the_oldest_one_is_closed(process, monkeypatch):
     monkeypatch.setattr(http_connections, "max_connections", lambda: 10)
     silent = [await process.connect() for _ in range(40)]
     for path in ("/healthz", "/readyz", "/metrics"):
@@ -291,9 +283,7 @@ async def test_silent_connections_keep_no_request_out_and_the_oldest_one_is_clos
         writer.close()
 
 
-async def test_requests_under_way_are_bounded_and_probes_are_not(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_under_way_are_bounded_and_probes_are_not(process, monkeypatch):
     monkeypatch.setattr(http_gate, "MAX_REQUESTS", 3)
     holding = [await process.connect(GET.format("/hold", "")) for _ in range(3)]
     for _ in holding:
@@ -312,9 +302,7 @@ async def test_requests_under_way_are_bounded_and_probes_are_not(
     assert await process.status_of("/hold") == 200
 
 
-async def test_a_connection_with_a_request_under_way_is_not_closed_for_a_new_one(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_connection_with_a_request_under_way_is_not_closed_for_a_new_one(process, monkeypatch):
     monkeypatch.setattr(http_connections, "max_connections", lambda: 4)
     reader, writer = await process.connect(GET.format("/hold", ""))
     await process.held.acquire()
@@ -346,9 +334,7 @@ async def test_a_connection_is_closed_if_its_request_does_not_arrive_whole_in_ti
     writer.close()
 
 
-async def test_an_idle_connection_between_requests_is_not_closed_as_late(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_idle_connection_between_requests_is_not_closed_as_late(process, monkeypatch):
     monkeypatch.setattr(http_connections, "REQUEST_S", SOON_S)
     reader, writer = await process.connect(GET.format("/hold", ""))
     await process.held.acquire()
@@ -364,9 +350,7 @@ async def test_an_idle_connection_between_requests_is_not_closed_as_late(
         one.close()
 
 
-async def test_a_client_that_does_not_read_its_answer_is_disconnected(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_does_not_read_its_answer_is_disconnected(process, monkeypatch):
     monkeypatch.setattr(http_connections, "STALLED_S", SOON_S)
     deaf = socket.socket()
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)

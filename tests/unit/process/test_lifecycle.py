@@ -28,9 +28,7 @@ async def test_the_first_task_that_crashes_is_reported_with_its_name() -> None:
     assert len(supervisor) == 0
 
 
-async def test_a_job_that_crashes_ends_alone_and_the_log_has_its_trace(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_job_that_crashes_ends_alone_and_the_log_has_its_trace(caplog):
     supervisor = Supervisor(asyncio.get_running_loop())
 
     async def crash() -> None:
@@ -105,9 +103,7 @@ def test_without_systemd_nothing_happens(path: str) -> None:
         ("soon", "", None),
     ],
 )
-def test_the_watchdog_is_fed_only_if_it_watches_this_process(
-    systemd: socket.socket, usec: str, pid: str, expected_s: float | None
-) -> None:
+def test_the_watchdog_is_fed_only_if_it_watches_this_process(systemd, usec, pid, expected_s):
     environment = {
         "NOTIFY_SOCKET": systemd.getsockname(),
         "WATCHDOG_USEC": usec,

@@ -8,7 +8,6 @@ import io
 import json
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,9 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from kvstrata import cli
-from kvstrata.cli import controller, gateway, server
 from kvstrata.config.flags import COMMANDS, parse
-from kvstrata.process.keeper import NOT_RESTARTED
 from tests.harness.cases import case
 from tests.unit.repository.test_pages import PAGES, ROOT
 
@@ -29,8 +26,6 @@ LABELS = re.compile(r"kvstrata (aes-gcm|mac|key id)\b")
 """Begin the names of keys in docs/formats.md, which are no commands."""
 LEFT_OUT = re.compile(r"[…|\[]|\.\.\.")
 """In a text between backticks: parts that are left out, choices and options. Such a text is no whole command."""
-HERE_OR_ELSEWHERE = (0, 1)
-"""Statuses of a `--check` that found nothing wrong: also where this machine lacks memory or a free port."""
 TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 PLACEHOLDER = re.compile(r"^[A-Z_]{2,}$")
 
@@ -146,19 +141,3 @@ def make_secrets(folder: Path) -> None:
     for secret in ("http.token", "engine.key", "red.key"):
         (folder / secret).touch(0o600)
         (folder / secret).write_text(f"{secret:_<40}")
-
-
-def test_the_commands_for_four_hosts_take_the_keys_and_the_settings_of_their_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commands, settings = four_hosts()
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(commands["kvstrata cluster init"]) == 0
-    shutil.copy("keys/host-a.keys", "cluster.keys")  # what scp does
-    make_secrets(tmp_path)
-    (tmp_path / "gateway.yaml").write_text(settings)
-    assert controller.serve([*commands["lmcache-controller"], "--check"], NOT_RESTARTED) in HERE_OR_ELSEWHERE
-    assert gateway.serve([*commands["lmcache-gateway"], "--check"], NOT_RESTARTED) in HERE_OR_ELSEWHERE
-    small = ("--l1-size-gb", "0.1", "--l2-adapter", "none")
-    assert server.serve([*commands["lmcache-server"], *small, "--check"], NOT_RESTARTED) in HERE_OR_ELSEWHERE
-    assert ".keys" not in capsys.readouterr().err  # --check only notes a file that is not here

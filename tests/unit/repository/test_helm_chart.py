@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +73,6 @@ def told() -> dict[str, dict[str, Any]]:
 
 
 def objects(told: dict[str, dict[str, Any]], case: str) -> list[dict[str, Any]]:
-    """The objects of a case."""
     texts = [text for name, text in told[case]["rendered"].items() if name.endswith(".yaml")]
     return [each for text in texts for each in yaml.safe_load_all(text) if each]
 
@@ -91,14 +89,11 @@ def part_of(found: dict[str, Any]) -> str:
 
 
 def pods(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The templates of all pods."""
     return (each["spec"]["template"] for each in found if "template" in each.get("spec", {}))
 
 
 @by_case
-def test_helm_finds_nothing_wrong_and_kubernetes_takes_what_it_makes(
-    told: dict[str, dict[str, Any]], case: str
-) -> None:
+def test_helm_finds_nothing_wrong_and_kubernetes_takes_what_it_makes(told, case):
     report = told[case]["report"]
     assert report["errors"] == []
     assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
@@ -134,9 +129,7 @@ def test_pods_are_confined_and_have_what_they_mount(told: dict[str, dict[str, An
 
 
 @by_case
-def test_services_and_policies_name_pods_and_ports_that_are_there(
-    told: dict[str, dict[str, Any]], case: str
-) -> None:
+def test_services_and_policies_name_pods_and_ports_that_are_there(told, case):
     found = objects(told, case)
     ports = {
         tuple(sorted(pod["metadata"]["labels"].items())): {
@@ -262,9 +255,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @by_case
-def test_each_command_takes_its_settings(
-    told: dict[str, dict[str, Any]], case: str, secrets: dict[str, str], tmp_path: Path
-) -> None:
+def test_each_command_takes_its_settings(told, case, secrets, tmp_path):
     found = objects(told, case)
     places = {
         **secrets,

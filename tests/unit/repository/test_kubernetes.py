@@ -29,13 +29,11 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def one(name: str, kind: str) -> dict[str, Any]:
-    """Its object of this kind."""
     [found] = [each for each in documents(name) if each["kind"] == kind]
     return found
 
 
 def pod(name: str) -> dict[str, Any]:
-    """The pod of a file."""
     if name == "engine":
         return dict(one(name, "Pod")["spec"])
     return dict(one(name, "DaemonSet" if name == "server" else "Deployment")["spec"]["template"]["spec"])
@@ -105,9 +103,7 @@ def test_engine_and_server_meet_in_one_folder_as_one_user() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_kubernetes_takes_it_and_no_container_can_gain_a_right_or_write_outside_its_volumes(
-    name: str,
-) -> None:
+def test_kubernetes_takes_it_and_no_container_can_gain_a_right_or_write_outside_its_volumes(name):
     kubernetes_schemas.check(documents(name))
     spec = pod(name)
     assert spec["securityContext"]["runAsNonRoot"] is True

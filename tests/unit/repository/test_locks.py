@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -63,9 +62,7 @@ def test_a_lock_pins_what_is_declared_on_every_python(name: str) -> None:
 
 
 @pytest.mark.parametrize("with_uv", [True, False])
-def test_a_file_whose_hash_is_not_in_the_lock_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_uv: bool
-) -> None:
+def test_a_file_whose_hash_is_not_in_the_lock_is_refused(tmp_path, monkeypatch, with_uv):
     steps = provision.Steps(tmp_path / "steps.log")
     tools = locked.installer(steps)
     assert tools.uv is not None

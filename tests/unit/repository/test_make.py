@@ -56,9 +56,7 @@ def test_a_second_clone_compiles_nothing(tree: Path, store: Path, tmp_path: Path
     assert (other / "out" / "one.o").read_bytes() == (tree / "out" / "one.o").read_bytes()
 
 
-def test_only_the_contents_of_the_files_that_the_compiler_read_decide_what_is_compiled(
-    tree: Path, store: Path
-) -> None:
+def test_only_the_contents_of_the_files_that_the_compiler_read_decide_what_is_compiled(tree, store):
     build(tree, store)
     (tree / "include" / "unused.h").write_text("changed\n")
     (tree / "include" / "used.h").touch()
@@ -71,9 +69,7 @@ def test_only_the_contents_of_the_files_that_the_compiler_read_decide_what_is_co
 
 
 @pytest.mark.parametrize("change", ["flag", "environment", "compiler"])
-def test_other_flags_or_another_compiler_are_another_entry(
-    tree: Path, store: Path, change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_other_flags_or_another_compiler_are_another_entry(tree, store, change, monkeypatch, tmp_path):
     build(tree, store)
     if change == "environment":
         monkeypatch.setenv("CPATH", str(tmp_path))

@@ -32,9 +32,7 @@ def test_the_command_line_of_each_unit_is_valid(path: Path) -> None:
     parser_of(command).parse_args(arguments)
 
 
-def test_no_other_user_can_take_a_units_names_and_the_unit_can_change_nothing_of_the_system(
-    path: Path,
-) -> None:
+def test_no_other_user_can_take_a_units_names_and_the_unit_can_change_nothing_of_the_system(path):
     service = unit(path)["Service"]
     folder = f"{UNITS_RUN.name}-%i" if path.stem.endswith("@") else UNITS_RUN.name
     assert (service["RuntimeDirectory"], service["RuntimeDirectoryMode"]) == (folder, "0700")

@@ -72,9 +72,7 @@ def replaced(port: Port, first: ZmtpPeer, own: int, identity: bytes) -> ZmtpPeer
 
 @pytest.mark.parametrize(("n_sent", "identity"), [(2 * MAX_REFUSED, "its own"), (20 * MAX_REFUSED, "")])
 @alone
-async def test_a_connection_is_not_cut_for_messages_of_the_one_that_had_its_descriptor(
-    n_sent: int, identity: str
-) -> None:
+async def test_a_connection_is_not_cut_for_messages_of_the_one_that_had_its_descriptor(n_sent, identity):
     port = Port()
     before = sockets()
     first = port.peer()

@@ -61,7 +61,6 @@ class ControllerDouble:
         self._fill: dict[str, set[bytes]] = {}
 
     def asked_for(self, kind: type[msgspec.Struct]) -> list[Any]:
-        """Return the requests of this kind so far."""
         return [one for one in self.asked if isinstance(one, kind)]
 
     def release(self) -> None:
@@ -70,7 +69,6 @@ class ControllerDouble:
         self._released.set()
 
     async def answer(self, request: Any) -> Any:
-        """The answer to a request."""
         self.asked.append(request)
         word = type(request).__name__
         if self.frozen or word in self.silent:
@@ -112,7 +110,6 @@ class ControllerDouble:
 
 
 def split(tags: bytes) -> list[bytes]:
-    """The single tags."""
     return [tags[at : at + TAG_BYTES] for at in range(0, len(tags), TAG_BYTES)]
 
 
@@ -189,7 +186,6 @@ class Member:
         self.run(make())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine to its end."""
         return self.loop.run_until_complete(work)
 
     def passes(self, seconds: float) -> None:
@@ -216,7 +212,6 @@ class Member:
         return chain_of(self._identity.root, 10, prompt)
 
     def store(self, prompt: int) -> None:
-        """Store a prompt."""
         number = next(self._numbers)
         next(self._numbers)
         self.instance.store(SESSION, number, self._identity, self._chain(prompt))

@@ -51,9 +51,7 @@ def test_cleared_chunks_that_a_put_holds_are_invisible_at_once_and_free_once_the
     server.loop.run_until_complete(clear_and_wait())
 
 
-def test_pinned_chunks_survive_a_clear_and_are_counted(
-    server: InstanceInProcess, identity: wire.IdentifyReply
-) -> None:
+def test_pinned_chunks_survive_a_clear_and_are_counted(server, identity):
     keys = keys_of(server, identity)
     ticket, *_ = server.pool.lease(keys[: 2 * KEY_BYTES], 1, [0])
     done = server.loop.run_until_complete(server.parts.clearing.clear("l1", None))
@@ -69,9 +67,7 @@ def test_pinned_chunks_survive_a_clear_and_are_counted(
         (lambda pool, keys: pool.remove(keys), "an evict of the controller"),
     ],
 )
-def test_explain_names_why_a_chunk_left(
-    server: InstanceInProcess, identity: wire.IdentifyReply, leaves, by: str
-) -> None:
+def test_explain_names_why_a_chunk_left(server, identity, leaves, by):
     keys = keys_of(server, identity)
     leaves(server.pool, keys)
     server.feed()  # hears of the pool's events

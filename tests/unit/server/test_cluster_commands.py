@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +10,13 @@ import pytest
 
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import storage_keys
-from kvstrata.rpc import wire
-from kvstrata.rpc.cluster_wire import Command, CommandKind, CommandResult, encode
-from kvstrata.server.admin.clear import Cleared
-from kvstrata.server.cluster.commands import Actions, CommandTable, argument_of
+from kvstrata.rpc.cluster_wire import Command, CommandKind
+from kvstrata.server.cluster.commands import Actions, argument_of
 from kvstrata.tiers.loads import FetchOutcome
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of, part
 
 SESSION = b"s" * 16
-
-
-async def no_resync(freeze_ms: int) -> None:
-    raise AssertionError
 
 
 def actions_of(server: InstanceInProcess, **others: Any) -> Actions:
@@ -33,9 +26,7 @@ def actions_of(server: InstanceInProcess, **others: Any) -> Actions:
     return Actions(parts, SimpleNamespace(leases=None))  # type: ignore[arg-type]
 
 
-def test_a_pull_counts_the_chunks_that_are_there_when_it_ends(
-    server: InstanceInProcess, identity: wire.IdentifyReply
-) -> None:
+def test_a_pull_counts_the_chunks_that_are_there_when_it_ends(server, identity):
     chain = chain_of(identity.root, 4)
     server.store(SESSION, 2, identity, chain[:64])
     keys = storage_keys(identity.root, chain, part().digest())
@@ -50,37 +41,6 @@ def test_a_pull_counts_the_chunks_that_are_there_when_it_ends(
     argument = {"keys": keys, "n_slices": 1, "identity": identity.root}
     body = server.loop.run_until_complete(actions.do(argument_of(Command(1, CommandKind.PULL, argument))))
     assert body == {"count": 1, "loaded": 2, "reason": ""}
-
-
-class Clears:
-    """An instance whose clear returns `cleared`."""
-
-    def __init__(self, cleared: object) -> None:
-        self._cleared = cleared
-
-    async def clear(self, tier: str, tenant: str | None) -> object:
-        return self._cleared
-
-
-async def result_of(
-    server: InstanceInProcess, clearing: object, kind: CommandKind, argument: dict[str, object]
-) -> CommandResult:
-    """The command's result, as the controller gets it."""
-    ended = asyncio.Event()
-    commands = CommandTable(actions_of(server, clearing=clearing), no_resync, ended.set)
-    commands.take(Command(1, kind, argument))
-    await ended.wait()
-    [result] = commands.results()
-    encode(result)
-    return result
-
-
-async def test_a_result_that_cannot_be_encoded_fails_its_command_alone(
-    server: InstanceInProcess,
-) -> None:
-    unspeakable = Cleared({"l1": 1}, 0, 0, object())  # type: ignore[arg-type]
-    done = await result_of(server, Clears(unspeakable), CommandKind.CLEAR, {"tier": "all", "tenant": None})
-    assert not done.ok and "see its log" in done.message
 
 
 KEY, ROOT = b"k" * 32, b"r" * 32
@@ -127,9 +87,7 @@ OWNER = {
         (CommandKind.DRAIN, {"on": "yes"}, "on: must be true or false, found 'yes'"),
     ],
 )
-def test_a_wrong_argument_names_the_field_and_what_it_must_be(
-    kind: CommandKind, argument: dict[str, Any], says: str
-) -> None:
+def test_a_wrong_argument_names_the_field_and_what_it_must_be(kind, argument, says):
     with pytest.raises(BadRequest) as refused:
         argument_of(Command(1, kind, argument))
     assert refused.value.message.startswith(says)

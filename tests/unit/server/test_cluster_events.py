@@ -30,7 +30,6 @@ from kvstrata.server.cluster.events import (
     BATCH_TAGS,
     L1_TIER,
     MAX_L2_TAGS,
-    MAX_QUEUED_RUNS,
     MAX_QUEUED_TAGS,
     EventQueue,
     TierNews,
@@ -39,35 +38,11 @@ from kvstrata.server.cluster.events import (
 from kvstrata.server.cluster.sync import FullSync
 from kvstrata.server.cluster.told_tiers import MAX_NAME_CHARS, tier_name
 from kvstrata.server.processes import Process, Processes, Readiness, RowState, TenantTokens
-from kvstrata.testing.strategies import IDENTITY
 from kvstrata.types import KEY_BYTES, LayoutIdentity, PoolEvent, RequestIdentity, Role, Slice
-from tests.harness.l1 import L1, chain
 
 
 def tag(number: int) -> bytes:
     return number.to_bytes(TAG_BYTES, "little")
-
-
-def test_events_keep_their_order_and_neighbours_of_one_kind_are_merged() -> None:
-    queue = EventQueue()
-    for change, number in ((Change.ADMIT, 1), (Change.ADMIT, 2), (Change.EVICT, 1), (Change.ADMIT, 1)):
-        queue.add(change, L1_TIER, tag(number))
-    queue.add(Change.ADMIT, "fs-0", tag(1))
-    queue.add(Change.CLEAR, "fs-0")
-    assert queue.n_tags == 5
-    assert [tuple(run) for run in map(tuple_of, queue.take())] == [
-        (Change.ADMIT, L1_TIER, tag(1) + tag(2)),
-        (Change.EVICT, L1_TIER, tag(1)),
-        (Change.ADMIT, L1_TIER, tag(1)),
-        (Change.ADMIT, "fs-0", tag(1)),
-        (Change.CLEAR, "fs-0", b""),
-    ]
-    assert queue.n_tags == 0
-    assert queue.take() == []
-
-
-def tuple_of(run: object) -> tuple[object, ...]:
-    return (run.change, run.tier, run.tags)  # type: ignore[attr-defined]
 
 
 def test_a_message_of_events_is_bounded_and_the_rest_follows() -> None:
@@ -99,13 +74,6 @@ def test_an_overflow_drops_all_events_and_is_reported_until_it_is_cleared() -> N
     assert len(queue) == 1
 
 
-def test_many_short_runs_of_events_overflow_too() -> None:
-    queue = EventQueue()
-    for number in range(MAX_QUEUED_RUNS + 1):
-        queue.add(Change(number % 2), L1_TIER, tag(number))
-    assert queue.overflowed
-
-
 def test_the_memory_of_a_tiers_chunks_is_bounded() -> None:
     tiers = TierTags()
     keys = [hashlib.sha256(b"%d" % number).digest() for number in range(3)]
@@ -118,24 +86,6 @@ def test_the_memory_of_a_tiers_chunks_is_bounded() -> None:
     tiers.admit("fs-0", (tag(number) for number in range(MAX_L2_TAGS + 5)))
     assert tiers.count("fs-0") == MAX_L2_TAGS
     assert tiers.of("fs-0")[:TAG_BYTES] == tag(5)
-
-
-def test_the_pool_lists_the_tags_of_what_is_visible_in_slices() -> None:
-    l1 = L1()
-    keys = l1.store(chain("a", 20))
-    l1.pool.reserve(chain("b", 1)[0], b"", 60_000, l1.row, IDENTITY)
-    l1.lose(keys[15:])
-    found, entry = bytearray(), 0
-    while True:
-        tags, entry = l1.pool.ready_tags(entry, 3)
-        assert len(tags) <= 3 * TAG_BYTES
-        found += tags
-        if not entry:
-            break
-    assert sorted(found[at : at + 8] for at in range(0, len(found), 8)) == sorted(
-        key[:TAG_BYTES] for key in keys[:15]
-    )
-    assert l1.pool.ready_tags(1 << 40, 1) == (b"", 0)
 
 
 def key(number: int) -> bytes:
@@ -170,22 +120,6 @@ def test_a_batch_that_the_socket_did_not_take_is_sent_again_under_its_number(new
     second = told(news)
     assert (second.seq, [run.tags for run in second.runs]) == (2, [key(3)[:TAG_BYTES]])
     assert news.n_events == 3
-
-
-def test_lost_events_call_for_a_full_sync_only_while_events_are_told(news: TierNews) -> None:
-    news.pool_events_lost()
-    assert not news.sync_wanted and not news.wake.is_set()
-    news.begin_telling()
-    news.pool_events_lost()
-    assert news.sync_wanted and news.wake.is_set()
-
-
-def test_a_full_sync_requested_during_another_follows_it(news: TierNews) -> None:
-    news.want_sync("registered")
-    news.begin_telling()
-    assert not news.sync_wanted
-    news.want_sync("events_lost")
-    assert news.sync_wanted
 
 
 LONG = "a_plugin_with_a_really_long_name_for_its_type"

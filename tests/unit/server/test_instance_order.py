@@ -110,17 +110,13 @@ async def whole_life(server: process.Server) -> None:
     assert await running == 0
 
 
-async def test_an_instance_binds_early_answers_late_and_closes_in_reverse(
-    said: dict[str, None], tmp_path: Path
-) -> None:
+async def test_an_instance_binds_early_answers_late_and_closes_in_reverse(said, tmp_path):
     server = process.Server("server", plan(settings(tmp_path), os.environ), lambda: settings(tmp_path))
     await whole_life(server)
     assert list(said) == [step for step, _, _ in STEPS]
 
 
-async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(
-    said: dict[str, None], tmp_path: Path
-) -> None:
+async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(said, tmp_path):
     taken = settings(tmp_path)
     (tmp_path / "l2").write_text("not a folder")
     server = process.Server("server", plan(taken, os.environ), lambda: taken)

@@ -35,9 +35,7 @@ def test_without_a_folder_for_state_the_key_lies_in_the_socket_directory(tmp_pat
 
 
 @pytest.mark.parametrize(("content", "mode", "says"), [("short", 0o600, "damaged"), ("", 0o640, "chmod 600")])
-def test_a_file_that_is_damaged_or_that_others_can_read_stops_the_start(
-    tmp_path: Path, content: str, mode: int, says: str
-) -> None:
+def test_a_file_that_is_damaged_or_that_others_can_read_stops_the_start(tmp_path, content, mode, says):
     environment = {"XDG_STATE_HOME": str(tmp_path)}
     own_secret("a", tmp_path, environment)
     path = tmp_path / "kvstrata" / "members" / "a.key"

@@ -313,9 +313,7 @@ async def test_a_connection_that_no_longer_speaks_for_its_row_detaches_nothing(l
     await table.ended()
 
 
-async def test_processes_of_an_engine_attach_again_one_by_one_after_their_token_opens_other_tenants(
-    locks: Locks,
-) -> None:
+async def test_processes_of_an_engine_attach_again_one_by_one_after_their_token_opens_other_tenants(locks):
     pool, tokens = Pool(), TenantTokens({"token": frozenset({"blue", "azure"})})
     table = await started_table(Requests(), pool, tokens)
     locks.locker = PID

@@ -7,8 +7,6 @@ import logging
 import tracemalloc
 import weakref
 
-import pytest
-
 from kvstrata.observability import explain
 from kvstrata.rpc import wire
 from kvstrata.tiers.base import log_broken_contract
@@ -19,33 +17,7 @@ from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import RECORD_BYTES, chain_of
 
 
-def test_a_hundred_sessions_and_their_requests_write_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="kvstrata")
-    server = InstanceInProcess()
-    for number in range(100):
-        session = number.to_bytes(16, "big")
-        session = b"s" + session[1:]
-        server.attach(session, b"g" * 16)
-        [identity] = server.feed(said(session, wire.Identify(1, RequestIdentity(salt=str(number)))))
-        assert isinstance(identity, wire.IdentifyReply)
-        chain = chain_of(identity.root, 2)
-        server.store(session, 2, identity, chain)
-        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-        server.feed(
-            said(session, wire.Lookup(4, 1000, identity.identity_id, f"r{number}", groups)),
-            said(session, wire.Release(5, [(session, 4)])),
-        )
-        server.gone(session)
-    server.close()
-    assert not caplog.records
-
-
-def test_an_adapter_that_raises_repeatedly_fills_no_log_and_keeps_nothing_alive(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_that_raises_repeatedly_fills_no_log_and_keeps_nothing_alive(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
     caplog.set_level(logging.INFO, logger="kvstrata")
 

@@ -106,9 +106,7 @@ CALLS = st.lists(
 
 
 @given(CALLS, st.integers(0, 40), st.integers(0, 40), st.booleans())
-def test_no_block_and_no_request_is_lost(
-    calls: list[tuple[str, int]], external: int, right: int, keeps: bool
-) -> None:
+def test_no_block_and_no_request_is_lost(calls, external, right, keeps):
     connector = Scripted(external, min(right, external))
     connector.keeps = keeps
     sim = engine(connector, kv_blocks=24, max_model_tokens=48, max_num_seqs=4, max_num_batched_tokens=32)

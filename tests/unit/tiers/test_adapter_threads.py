@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,9 +26,7 @@ def threads() -> set[str]:
     "entry", [{"type": "fs"}, {"type": "fs", "shared": True}, {"type": "disk", "capacity_gb": 1}]
 )
 @alone
-async def test_a_closed_adapter_leaves_no_thread_and_no_descriptor(
-    tmp_path: Path, entry: dict[str, Any]
-) -> None:
+async def test_a_closed_adapter_leaves_no_thread_and_no_descriptor(tmp_path, entry):
     context = lent_context(lambda key: None)
     before, open_before = threads(), len(os.listdir("/proc/self/fd"))
     adapter = configure_tier({**entry, "base_path": str(tmp_path)}, 0).make()
@@ -57,9 +54,7 @@ DESTRUCTOR = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_capsules_destructor_is_called_only_when_its_connector_was_not_taken(
-    tmp_path: Path, taken: bool
-) -> None:
+def test_a_capsules_destructor_is_called_only_when_its_connector_was_not_taken(tmp_path, taken):
     calls: list[int] = []
     # Whoever took the connector frees it: a destructor that did so too would free it twice.
     destructor = DESTRUCTOR(lambda _: calls.append(1))

@@ -126,9 +126,7 @@ def test_the_first_of_several_key_files_writes(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize(
     ("codec", "package"), [("zstd", "zstandard"), ("aes-gcm", "cryptography"), ("mac", "cryptography")]
 )
-def test_a_missing_library_is_named_with_the_line_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, codec: str, package: str
-) -> None:
+def test_a_missing_library_is_named_with_the_line_that_installs_it(monkeypatch, codec, package):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
     wanted = rf"codec\[0\]: '{codec}' needs the Python package '{package}'.*pip install '\.\[codecs\]'"
@@ -149,26 +147,6 @@ def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: floa
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"module_path": "no.such.module"}, "No module named"),
-        ({"class_name": "NoSuchClass"}, "AttributeError"),
-        ({"adapter_params": {"x": 1}}, "TypeError"),
-        ({"class_name": "HandClock"}, "must make a StorageAdapter, but made a HandClock"),
-    ],
-)
-def test_a_plugin_that_cannot_be_made_stops_the_start(change: dict[str, object], message: str) -> None:
-    entry = {
-        "type": "plugin",
-        "module_path": "tests.unit.tiers.test_tier",
-        "class_name": "Scripted",
-        **change,
-    }
-    with pytest.raises(ConfigError, match=rf"l2_adapters\[0\]: .*{message}"):
-        make_adapter(entry, 0)
-
-
-@pytest.mark.parametrize(
     ("code", "says"),
     [
         ("raise SystemExit(3)", "cannot be made: SystemExit: 3"),
@@ -177,13 +155,7 @@ def test_a_plugin_that_cannot_be_made_stops_the_start(change: dict[str, object],
         ("import os; os.fork(); print('hello')", "made a int"),
     ],
 )
-def test_a_plugin_that_exits_forks_or_prints_is_an_error_of_its_own(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    code: str,
-    says: str,
-) -> None:
+def test_a_plugin_that_exits_forks_or_prints_is_an_error_of_its_own(tmp_path, monkeypatch, capfd, code, says):
     name = f"plugin_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(f"{code}\nMade = int\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -93,9 +93,7 @@ UNTRUE: dict[str, Callable[[int], list[Any]]] = {
 
 
 @pytest.mark.parametrize("what", UNTRUE)
-async def test_a_child_that_breaks_the_protocol_is_killed_and_its_bytes_are_held_until_its_end(
-    pair, what
-) -> None:
+async def test_a_child_that_breaks_the_protocol_is_killed_and_its_bytes_are_held_until_its_end(pair, what):
     adapter, child = pair
     items = [put_item(key_of(n), 100) for n in range(2)]
     wait = asyncio.create_task(adapter.put(items))

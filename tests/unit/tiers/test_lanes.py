@@ -70,20 +70,6 @@ async def test_puts_that_block_every_thread_they_may_have_delay_no_lookup(num_wo
     await lanes.close()
 
 
-async def test_cancelling_the_wait_does_not_stop_the_work() -> None:
-    lanes = Lanes("t")
-    blocker = Blocker()
-    future = lanes.submit(Lane.PUT, blocker)
-    assert future is not None
-    await blocker.until_begun()
-    future.cancel()
-    ended = threading.Event()
-    lanes.submit(Lane.PUT, ended.set)
-    blocker.go.set()
-    await lanes.close()
-    assert ended.is_set()
-
-
 async def test_close_runs_what_was_taken_and_ends_the_threads() -> None:
     lanes = Lanes("t", num_workers=3, per_op_workers={Lane.LOAD: 2})
     ran: list[int] = []
@@ -140,27 +126,7 @@ asyncio.run(main())
         assert (ended.returncode, ended.stderr) == (0, "")
 
 
-async def test_a_cancelled_call_ends_its_wait_and_not_the_work() -> None:
-    work, go, done = Work("fs-0"), asyncio.Event(), asyncio.Event()
-
-    async def long() -> None:
-        await go.wait()
-        done.set()
-
-    call = asyncio.create_task(work.own(long()))
-    await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert not done.is_set()
-    go.set()
-    await work.ended()
-    assert done.is_set()
-
-
-async def test_work_in_the_background_that_fails_is_logged_and_remarked(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_work_in_the_background_that_fails_is_logged_and_remarked(caplog):
     work = Work("fs-0")
 
     async def fails() -> None:

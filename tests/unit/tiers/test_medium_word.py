@@ -15,9 +15,7 @@ from kvstrata.tiers.media.shared import medium_word
     "host",
     ["localhost:1", "http://127.0.0.1:1", "[::1]:1", "0.0.0.0:1", ""],
 )
-def test_what_only_this_host_reaches_is_another_medium_on_another_host(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_only_this_host_reaches_is_another_medium_on_another_host(host, monkeypatch):
     here, far = medium_word("a", hosts=[host]), medium_word("a", hosts=["10.0.0.1:1"])
     folder = medium_word("a", "/kv")
     monkeypatch.setattr(platform, "node", lambda: "other")
@@ -28,7 +26,6 @@ def test_what_only_this_host_reaches_is_another_medium_on_another_host(
 
 
 def word(entry: dict[str, object]) -> str:
-    """The word of the adapter of an entry."""
     capabilities = make_adapter(entry, 0).capabilities
     assert capabilities.shared
     return capabilities.medium
@@ -58,9 +55,7 @@ BUCKET: dict[str, object] = {"type": "object_store", "url": "s3://bucket/kv", "r
         (BUCKET, BUCKET, {**BUCKET, "endpoint": "https://minio.internal:9000"}),
     ],
 )
-def test_adapters_of_one_medium_have_one_word(
-    one: dict[str, object], same: dict[str, object], other: dict[str, object]
-) -> None:
+def test_adapters_of_one_medium_have_one_word(one, same, other):
     assert word(one) == word(same) != word(other)
     assert word(one)
 

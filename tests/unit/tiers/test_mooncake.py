@@ -141,13 +141,7 @@ async def test_mooncake_is_set_up_with_exactly_its_options_and_the_pool_is_regis
     ("answer", "kind", "what"),
     [("setup", StorageError, "setup answered -1"), ("register_buffer", ConfigError, "ulimit -l")],
 )
-async def test_a_call_that_mooncake_refuses_is_an_error_with_its_name(
-    package: Callable[[str], Path],
-    master: str,
-    answer: str,
-    kind: type[Exception],
-    what: str,
-) -> None:
+async def test_a_call_that_mooncake_refuses_is_an_error_with_its_name(package, master, answer, kind, what):
     package(RECORDER.replace(f'return self.note("{answer}"', f'return -1 + self.note("{answer}"'))
     adapter = adapter_of(configure(master_server_addr=master))
     with pytest.raises(kind, match=what):
@@ -166,9 +160,7 @@ def test_the_numbers_of_replicas_are_no_options_of_setup_as_in_entries_for_lmcac
 # --- what is not there, or not what it should be -----------------------------------------------------------
 
 
-async def test_rdma_without_a_network_card_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rdma_without_a_network_card_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sdk, "_NICS", tmp_path / "missing")
     with pytest.raises(ConfigError, match="protocol: 'rdma' needs an RDMA network card"):
         await adapter_of(configure(protocol="rdma")).open(lent_context(lambda key: None))
@@ -185,9 +177,7 @@ def test_names_of_mooncakes_own_configuration_file_are_those_of_setup() -> None:
 
 
 @pytest.mark.parametrize("field", ["master_server_addr", "metadata_server"])
-async def test_an_unreachable_server_is_named(
-    package: Callable[[str], Path], master: str, field: str
-) -> None:
+async def test_an_unreachable_server_is_named(package, master, field):
     package(RECORDER)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # it does not listen, and nobody else can
@@ -202,9 +192,7 @@ async def test_an_unreachable_server_is_named(
 # --- a client that raises ---
 
 
-async def test_one_exception_of_mooncakes_client_leaves_its_keys_to_later_puts(
-    package: Callable[[str], Path], master: str
-) -> None:
+async def test_one_exception_of_mooncakes_client_leaves_its_keys_to_later_puts(package, master):
     raises_once = """
     def batch_is_exist(self, names):
         if not self.calls or self.calls[-1][0] != "raised":
@@ -235,12 +223,7 @@ async def test_one_exception_of_mooncakes_client_leaves_its_keys_to_later_puts(
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-async def test_bytes_of_a_transfer_that_mooncake_gave_up_stay_held(
-    package: Callable[[str], Path],
-    master: str,
-    monkeypatch: pytest.MonkeyPatch,
-    given_up: bool,
-) -> None:
+async def test_bytes_of_a_transfer_that_mooncake_gave_up_stay_held(package, master, monkeypatch, given_up):
     package(RECORDER)
     if given_up:
         monkeypatch.setattr("kvstrata.tiers.media.mooncake.adapter.GIVEN_UP_S", 0.0)

@@ -29,7 +29,6 @@ from kvstrata.testing.strategies import (
 )
 from kvstrata.tiers.base import LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
 from kvstrata.tiers.config import configure_tier, make_adapter
-from kvstrata.tiers.lanes import Lane
 from kvstrata.tiers.media.object_store import adapter as module
 from kvstrata.tiers.media.object_store.adapter import (
     MARKER,
@@ -280,9 +279,7 @@ async def test_large_records_go_in_parts_and_come_back_whole(store: MemoryStore)
 
 
 @pytest.mark.parametrize("size", [1000, 17 * MB])
-async def test_an_unexpected_exception_ends_the_hold_too(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+async def test_an_unexpected_exception_ends_the_hold_too(store, monkeypatch, size):
     adapter = in_memory(store, part_bytes=5 * MB)
     await adapter.open(lent_context(lambda key: None))
     await adapter.put([put_item(key_of(1), size)])
@@ -295,34 +292,13 @@ async def test_an_unexpected_exception_ends_the_hold_too(
 
 
 @pytest.mark.parametrize("length", [0, 511])
-async def test_an_object_of_an_impossible_length_is_absent_and_replaced(
-    store: MemoryStore, length: int
-) -> None:
+async def test_an_object_of_an_impossible_length_is_absent_and_replaced(store, length):
     adapter = in_memory(store)
     await adapter.open(lent_context(lambda key: None))
     obstore.put(store, path_of(key_of(1)), bytes(length))
     assert await ask_for(adapter, [key_of(1)]) == [Found(Presence.ABSENT)]
     assert await adapter.put([put_item(key_of(1), 1000)]) == [PutOutcome(PutStatus.STORED)]
     assert await adapter.load([load_item(key_of(1), 1000)]) == [LoadOutcome(LoadStatus.LOADED)]
-    await adapter.close()
-
-
-async def test_simultaneous_questions_for_usage_share_one_listing(store: MemoryStore) -> None:
-    adapter = in_memory(store, per_op_workers={Lane.DELETE: 1})
-    await adapter.open(lent_context(lambda key: None))
-    await adapter.put([put_item(key_of(1), 1000)])
-    go_on = threading.Event()
-    blocked = adapter._lanes.submit(Lane.DELETE, lambda: go_on.wait(WAIT_S))
-    assert blocked is not None
-    asked = [asyncio.create_task(adapter.usage()) for _ in range(100)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    asked[0].cancel()
-    assert adapter._lanes.waiting(Lane.DELETE) <= 2, "the one that blocks, and a listing"
-    go_on.set()
-    await blocked
-    answers = await asyncio.gather(*asked[1:])
-    assert {usage.records for usage in answers} == {1}
     await adapter.close()
 
 
@@ -337,9 +313,7 @@ async def test_foreign_objects_below_the_prefix_are_left_alone(store: MemoryStor
     await adapter.close()
 
 
-async def test_a_listing_that_never_ends_ends_the_clear_as_incomplete(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_listing_that_never_ends_ends_the_clear_as_incomplete(store, monkeypatch):
     """The time of a listing is over after its first page."""
     monkeypatch.setattr(module, "LIST_S", -1.0)
     adapter = in_memory(store)
@@ -348,43 +322,3 @@ async def test_a_listing_that_never_ends_ends_the_clear_as_incomplete(
     with pytest.raises(StorageError, match="cannot be cleared: incomplete: the listing did not end"):
         await adapter.clear()
     await adapter.close()
-
-
-async def test_operations_refused_by_a_full_lane_fail_with_the_reason_and_drop_their_holds(
-    store: MemoryStore,
-) -> None:
-    adapter = in_memory(
-        store, part_bytes=5 * MB, multipart_bytes=5 * MB,
-        per_op_workers={Lane.LOOKUP: 1, Lane.LOAD: 1, Lane.PUT: 1},
-    )  # fmt: skip
-    await adapter.open(lent_context(lambda key: None))
-    large = 17 << 20
-    for number, size in enumerate((1000, large)):
-        assert await adapter.put([put_item(key_of(number), size)]) == [PutOutcome(PutStatus.STORED)]
-    go_on = threading.Event()
-    filled = []
-    for lane in (Lane.LOOKUP, Lane.LOAD, Lane.PUT):
-        begun = threading.Event()
-        filled.append(adapter._lanes.submit(lane, lambda begun=begun: (begun.set(), go_on.wait(WAIT_S))))
-        assert await asyncio.to_thread(begun.wait, WAIT_S)
-        while (waiting := adapter._lanes.submit(lane, lambda: None)) is not None:
-            filled.append(waiting)
-    try:
-        keys = [key_of(number) for number in range(3)]
-        assert await ask_for(adapter, keys) == [Found(Presence.UNKNOWN, "throttled")] * 3
-        puts = [put_item(key_of(number), 1000) for number in (2, 3)]
-        assert await adapter.put(puts) == [PutOutcome(PutStatus.THROTTLED, "queue_full")] * 2
-        loads = [load_item(key_of(0), 1000), load_item(key_of(1), large)]
-        assert await adapter.load(loads) == [LoadOutcome(LoadStatus.FAILED, "throttled")] * 2
-        for item in (*puts, *loads):
-            watched(item).check()
-    finally:
-        go_on.set()
-    await asyncio.gather(*filled)
-    assert [each.presence for each in await ask_for(adapter, keys)] == [
-        Presence.PRESENT, Presence.PRESENT, Presence.ABSENT,
-    ]  # fmt: skip
-    for number, size in enumerate((1000, large)):
-        assert await adapter.load([load_item(key_of(number), size)]) == [LoadOutcome(LoadStatus.LOADED)]
-    await adapter.close()
-    assert await ask_for(adapter, keys) == [Found(Presence.UNKNOWN, "closed")] * 3

@@ -151,9 +151,7 @@ async def test_a_server_at_a_unix_socket(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("username", "own"), [("", ""), ("of-the-servers", ""), ("of-the-servers", "own")])
-async def test_a_sentinel_that_wants_a_password_gets_its_own_or_that_of_the_servers(
-    username: str, own: str, tmp_path: Path
-) -> None:
+async def test_a_sentinel_that_wants_a_password_gets_its_own_or_that_of_the_servers(username, own, tmp_path):
     file = tmp_path / "password"
     file.write_text(own)
     file.chmod(0o600)
@@ -223,9 +221,7 @@ def array(count: int, items: bytes) -> Iterator[bytes]:
         (1, b"$%d\r\n" % (MAX_BULK_BYTES + 1)),
     ],
 )
-def test_the_memory_that_a_reply_takes_is_bounded(
-    count: int, items: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_that_a_reply_takes_is_bounded(count, items, monkeypatch):
     monkeypatch.setattr(connection_module, "MAX_ARRAY_BYTES", 1 << 23)
     ours, theirs = socket.socketpair()
     sent = 0

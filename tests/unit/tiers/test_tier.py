@@ -228,9 +228,7 @@ async def test_the_deadline_of_a_batch_grows_with_its_bytes() -> None:
     ],
 )
 @on_virtual_time
-async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
-    operation: str, failure: str
-) -> None:
+async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(operation, failure):
     inner, clock = Scripted(), HandClock()
     tier = await opened(inner, clock, failures=3, open_s=1.0)
 
@@ -320,9 +318,7 @@ async def test_close_gives_up_waiting_for_a_stuck_operation() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 5)), max_size=60))
-def test_the_breaker_lets_one_probe_through_at_a_time_and_never_stays_open(
-    steps: list[tuple[bool, float]],
-) -> None:
+def test_the_breaker_lets_one_probe_through_at_a_time_and_never_stays_open(steps):
     breaker = Breaker(3, 1.0, 4.0)
     now_s = 0.0
     for well, passed_s in steps:
@@ -377,9 +373,7 @@ async def test_a_page_of_keys_that_is_late_or_fails_is_none_and_opens_no_breaker
     [None, 1.5, "many", (1, 2), Usage(1, 2.0, 3), Usage(-1, 0, 0), Usage(True, 0, 1 << 64)],  # type: ignore[arg-type]
 )
 @on_virtual_time
-async def test_invalid_counts_of_an_adapter_are_logged_once_and_ignored(
-    answer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_invalid_counts_of_an_adapter_are_logged_once_and_ignored(answer, caplog):
     inner = Scripted()
     tier = await opened(inner)
 

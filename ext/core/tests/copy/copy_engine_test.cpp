@@ -81,11 +81,6 @@ std::shared_ptr<CopyEngine> start(int threads, std::size_t queue) {
   return engine;
 }
 
-bool readable(int fd) {
-  pollfd p{fd, POLLIN, 0};
-  return poll(&p, 1, 0) == 1;
-}
-
 bool all(const std::vector<CopyResult>& results, CopyOutcome outcome) {
   for (const CopyResult& r : results) {
     if (r.outcome != outcome) return false;
@@ -94,33 +89,6 @@ bool all(const std::vector<CopyResult>& results, CopyOutcome outcome) {
 }
 
 }  // namespace
-
-TEST(jobs_complete_once_each_and_signal_the_descriptor) {
-  World world(8, 2, 1, 4096);
-  const auto engine = start(2, 8);
-  CHECK(!readable(engine->event_fd()));
-  for (std::size_t c = 0; c < 8; ++c) {
-    CHECK_OK(engine->submit(100 + c, CopyKind::kGather, world.plan, world.items(c, c + 1)));
-  }
-  engine->drain();
-  CHECK(readable(engine->event_fd()));
-  std::vector<CopyCompletion> done;
-  engine->completions(&done);
-  CHECK(!readable(engine->event_fd()));
-  CHECK_EQ(done.size(), 8u);
-  std::vector<bool> seen(8);
-  for (const CopyCompletion& c : done) {
-    CHECK(c.job_id >= 100 && c.job_id < 108 && !seen[c.job_id - 100]);
-    seen[c.job_id - 100] = true;
-    CHECK(all(c.results, CopyOutcome::kOk));
-  }
-  engine->completions(&done);
-  CHECK(done.empty());
-  for (std::size_t c = 0; c < 8; ++c) {
-    const Digest key = key_of(c);
-    CHECK_OK(verify_record(world.item(c).record, world.extent_bytes, &key));
-  }
-}
 
 TEST(every_item_is_either_copied_or_cancelled_never_both) {
   // One thread, one long job in front: the jobs behind it race with their cancellation, and then

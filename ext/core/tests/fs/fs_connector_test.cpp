@@ -291,17 +291,6 @@ TEST(a_late_report_about_a_corrupt_copy_does_not_touch_the_one_put_since) {
   CHECK(!exists(*fs.connector, 1));
 }
 
-TEST(a_record_of_another_length_is_replaced) {
-  Fs fs;
-  CHECK(stored(*fs.connector, {1}, kPayload));
-  CHECK(stored(*fs.connector, {1}, 3 * kPayload));
-  fs.check_usage();
-  CHECK(load_one(*fs.connector, 1, 3 * kPayload) == LoadStatus::kLoaded);
-  std::string reason;
-  CHECK(load_one(*fs.connector, 1, kPayload, &reason) == LoadStatus::kFailed);
-  CHECK_EQ(reason, std::string("length"));
-}
-
 TEST(batches_that_put_each_others_keys_end_in_one_thread) {
   Fs fs;
   std::vector<Record> one = records_of({1, 2}, kPayload);

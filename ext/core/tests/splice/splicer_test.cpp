@@ -120,37 +120,6 @@ TEST(bytes_after_the_end_make_it_not_exact) {
   CHECK(!run.splice->exact);
 }
 
-TEST(an_engine_that_closes_or_sends_garbage_leaves_whole_chunks) {
-  for (const bool garbage : {false, true}) {
-    Running run;
-    run.start(chunk("data: 1\n\n"));
-    run.engine.say("10\r\ndata: ");
-    CHECK_EQ(run.client.heard("data: \r\n"), kHead + chunk("data: 1\n\n") + chunk("data: "));
-    if (garbage) {
-      run.engine.say("0123456789garbage");
-      CHECK_EQ(run.client.heard("\r\n"), chunk("0123456789"));
-    } else {
-      run.engine.hang_up();
-    }
-    CHECK(run.ended() == (garbage ? SpliceEnd::kNotChunked : SpliceEnd::kEngineClosed));
-    CHECK_EQ(::send(run.client.ours, "x", 1, MSG_NOSIGNAL), 1);
-    CHECK_EQ(run.client.heard("x"), "x");
-  }
-}
-
-TEST(a_client_that_goes_ends_it) {
-  for (const bool half : {false, true}) {
-    Running run;
-    run.start(chunk("data: 1\n\n"));
-    if (half) {
-      CHECK_EQ(::shutdown(run.client.theirs, SHUT_WR), 0);
-    } else {
-      run.client.hang_up();
-    }
-    CHECK(run.ended() == SpliceEnd::kClientGone);
-  }
-}
-
 TEST(stop_and_close_end_it_and_a_closed_splicer_takes_none) {
   Running stopped;
   stopped.start("");

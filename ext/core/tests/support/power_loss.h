@@ -29,26 +29,13 @@
 // The folder kPowerLossFolder is there, durable and empty, at the beginning.
 #pragma once
 
-#include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <set>
-#include <string>
-#include <thread>
-#include <utility>
 #include <vector>
 
 #include "kvstrata/connector.h"
-#include "record/record.h"
 #include "support/check.h"
 #include "support/volatile_files.h"
 
