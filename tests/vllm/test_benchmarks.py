@@ -12,6 +12,7 @@ from tests.harness.vllm_run import VllmProcess
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 WITH_VLLM = (
+    "late_stores",
     "mooncake_frozen_master",
     "p2p_serve",
     "serve_tiers",

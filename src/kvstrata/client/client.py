@@ -80,12 +80,14 @@ class CacheClient:
         engine: BlockCopyEngine | None = None,
         pages: Pages | None = None,
         registers_memory: bool = False,
+        kv_bytes: int = 0,
     ) -> None:
         """`group`: 16 bytes that all processes of one engine share; `engine_slices`: number of slices of that engine.
 
         `slice` is the part that this process reads and writes, None for a scheduler.  `engine` is the copy engine, and
         `pages` prepares the pool's pages for it (the client closes both); by default blocks are in host memory.
         With `registers_memory` a device may access the pool on behalf of this process, see `wire.AttachRequest`.
+        `kv_bytes` is what the engine's own cache would take in L1; a scheduler tells it.
         Raises ValueError for invalid arguments and ConfigError for unusable settings; never because of the server.
         """
         if len(group) != wire.SESSION_BYTES:
@@ -134,6 +136,7 @@ class CacheClient:
             slice=slice,
             facts=facts,
             registers_memory=registers_memory,
+            kv_bytes=kv_bytes,
             engine_url="" if role is Role.WORKER else settings.engine_url,
         )
         """It lacks the old epoch and the token."""
@@ -191,6 +194,10 @@ class CacheClient:
     def epoch(self) -> int:
         """Epoch of the server attached last; 0 before the first attachment."""
         return self._link.epoch
+
+    def sizes(self) -> tuple[int, int]:
+        """(Bytes of L1, bytes that the own caches of all its engines would take in it); 0: not known yet."""
+        return self.pool.l1_bytes, self._link.engines_kv_bytes
 
     @property
     def has_l2(self) -> bool:

@@ -308,6 +308,8 @@ class Link:
         self.epoch = 0
         """Epoch of the last attachment, even after that attachment was lost."""
         self.error = "not started"
+        self.engines_kv_bytes = 0
+        """See `wire.Pong`; 0: not known."""
         self.closing = False
         """The client takes no more calls: it is being closed, or this is a forked child. Any thread may set it."""
         self.forked = False
@@ -584,6 +586,8 @@ class Link:
                     self._owner.link_orphaned(reply.orphaned)
                 if reply.revoked:
                     self._owner.link_revoked(reply.revoked)
+                if reply.engines_kv_bytes is not None:
+                    self.engines_kv_bytes = reply.engines_kv_bytes
             else:
                 self.table.reply(reply)
 

@@ -34,6 +34,8 @@ class PoolView(msgspec.Struct, eq=False):
     _identities: IdentityTable
     _pages: Pages | None
     """Prepares the pool's pages for copies; None in a process that copies nothing."""
+    l1_bytes: int = 0
+    """Size of the pool that was attached last."""
     _prepared_pool: bytes = b""
     _index: IndexReader | None = None
     _chains: OrderedDict[bytes, bytes] = msgspec.field(default_factory=OrderedDict)
@@ -105,7 +107,7 @@ class PoolView(msgspec.Struct, eq=False):
         )
         if self._link.closing:
             return
-        self._index = mapping.index
+        self._index, self.l1_bytes = mapping.index, seen.extents_bytes
         if self._pages is not None and self._prepared_pool != seen.pool_id:
             self._prepared_pool = seen.pool_id
             self._pages.warm(mapping)

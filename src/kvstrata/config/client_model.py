@@ -27,10 +27,11 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     save_unfull_chunk: Annotated[bool, says(
         "Store the unfinished last chunk of a prompt too, up to the engine's last full block, so that hits reach it. "
         "Models with sliding windows or states store whole chunks only.")] = True
-    store: Annotated[Literal["commit", "late"], says(
+    store: Annotated[Literal["auto", "commit", "late"], says(
         "When chunks are stored: `commit` as soon as they are complete, `late` when vLLM is about to reuse their "
-        "blocks, so that L1 adds to vLLM's own cache instead of repeating it. Models with sliding windows or states "
-        "always store at once.")] = "commit"
+        "blocks, so that L1 adds to vLLM's own cache instead of repeating it, `auto` late while L1 is smaller than "
+        "twice the KV caches of all engines of its server. Models with sliding windows or states always store at "
+        "once.")] = "commit"
     enable_kv_events: Annotated[bool, says("Hand stored and removed chunks to vLLM as events.")] = False
     engine_url: Annotated[str, says(
         "Where gateways reach this engine over HTTP. By it the gateways that ask `controllers` know which server the "

@@ -98,6 +98,8 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     Such access may outlast the locks of a process that dies, but not its pidfd."""
     token: Annotated[str, Meta(max_length=256)] = ""
     """Proves which tenants this process may use, if the server has a tenants file."""
+    kv_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Bytes that the chunks in the engine's own cache would take in L1, for its scheduler to tell; 0: not known."""
     engine_url: Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)] = ""
     """Where gateways reach the engine over HTTP, for its scheduler to tell; empty: they are not told of it."""
     held_locks: Annotated[list[tuple[int, int]], Meta(max_length=MAX_HELD_LOCKS)] = []
@@ -250,6 +252,8 @@ class Pong(Reply, frozen=True, tag="ping"):
     """Leases (session that looked up, seq) of sessions that have ended: release your own share once no copy runs."""
     revoked: list[int] = []
     """Your own lookups whose leases the server wants back: release, for the group, those promised to no request."""
+    engines_kv_bytes: int | None = None
+    """The sum of `AttachRequest.kv_bytes` over all attached engines, for one that has told its own."""
 
 
 class Rule(enum.StrEnum):

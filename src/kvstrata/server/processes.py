@@ -467,6 +467,11 @@ class Processes:
         """All attached processes, detached ones included."""
         return iter([process for process in self._living.values() if process.state in KNOWN])
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the chunks in all engines' own caches would take in L1, as far as engines have told."""
+        return sum(one.request.kv_bytes for one in self if one.request is not None)
+
     def get(self, session: bytes) -> Process | None:
         """The attached process of a session."""
         process = self._living.get(session)

@@ -59,7 +59,11 @@ class World:
     def __init__(self, **changes):
         self.pool, self.client = Pool(), L1Client()
         self.side = make_side(
-            self.client, late=True, step_tokens=CHUNK, pins=BlockPins(lambda: self.pool), **changes
+            self.client,
+            store_late=lambda: True,
+            step_tokens=CHUNK,
+            pins=BlockPins(lambda: self.pool),
+            **changes,
         )
         self.tables = {}
 
@@ -308,3 +312,30 @@ def test_a_drain_stores_the_whole_queue_and_keeps_an_idle_engine_stepping():
     assert chunks(plan) == 8
     world.outcome(plan)
     assert world.step().stores == [] and not world.side.awaits_news
+
+
+def test_auto_stores_late_only_while_l1_is_small_and_does_not_swing():
+    sizes = [0, 0]
+    auto = late.LateWhileSmall(lambda: (sizes[0], sizes[1]))
+    for l1, engines, expected in (
+        (0, 0, False),
+        (199, 100, True),
+        (249, 100, True),
+        (250, 100, False),
+        (200, 100, False),
+        (250, 126, True),
+        (250, 0, True),  # the server does not answer
+    ):
+        sizes[:] = l1, engines
+        assert auto() is expected, (l1, engines)
+
+
+def test_chunks_recorded_before_a_switch_are_stored_late_and_those_after_it_at_once():
+    world = World()
+    is_late = [True]
+    world.side.stores._store_late = lambda: is_late[0]
+    world.ended(2 * CHUNK)
+    is_late[0] = False
+    world.exhaust(left=4)
+    request, plan = world.start(2 * CHUNK, first=500)
+    assert [store.request_id for store in plan.stores] == [request.request_id, ""] and chunks(plan) == 4

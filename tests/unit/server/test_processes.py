@@ -56,6 +56,7 @@ def attach(
     tenants: frozenset[str] | None = None,
     layout: LayoutIdentity = LAYOUT,
     payload_bytes: int = 4096,
+    kv_bytes: int = 0,
 ) -> Process:
     request = AttachRequest(
         protocol=PROTOCOL_VERSION,
@@ -66,6 +67,7 @@ def attach(
         engine_slices=slices,
         slice=None if role is Role.SCHEDULER else part or held(number),
         facts={"payload_bytes": payload_bytes, "sections": 1},
+        kv_bytes=kv_bytes,
     )
     process = table.get(name(number)) or Process(number, name(number), group, 1000 + number, request)
     process.tenants = tenants
@@ -85,6 +87,18 @@ def test_an_engine_loads_as_fast_as_the_slowest_of_its_processes_lets_it() -> No
     assert group.load_rate == (0.003, 2e9)
     table.leave(other)
     assert group.load_rate is None
+
+
+def test_the_caches_of_all_attached_engines_are_summed() -> None:
+    table = a_table()
+    attach(table, 1, role=Role.SCHEDULER, kv_bytes=100)
+    other = attach(table, 2, role=Role.SCHEDULER, group=b"o" * 16, kv_bytes=30)
+    attach(table, 3, part=held(1))
+    assert table.kv_bytes == 130
+    other.move(RowEvent.LOST)
+    assert table.kv_bytes == 130, "it lives, and comes back"
+    table.leave(other)
+    assert table.kv_bytes == 100
 
 
 def test_facts_tell_the_length_of_each_slices_records() -> None:

@@ -51,6 +51,7 @@ from kvstrata.connectors.vllm.kv_view import (
     layer_kinds,
     layers_of_groups,
 )
+from kvstrata.connectors.vllm.late import LateWhileSmall
 from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import LoadedAdapters, WeightsVersion, find_runner, loaded_weights
@@ -197,6 +198,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
         layout=setup.layout,
         group=setup.group,
         engine_slices=setup.engine_slices,
+        kv_bytes=own_kv_bytes(setup),
     )
     client.start()
     unusable = no_reuse_reason(config)
@@ -211,8 +213,6 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
     no_load = no_load_reason(config)
     if no_load:
         logger.warning("nothing is loaded by this engine: %s", no_load)
-    if settings.store == "late" and (reason := why_at_commit(setup)):
-        logger.warning("store: 'late' has no effect in this engine, chunks are stored at once: %s", reason)
     places = socket_dirs(settings.socket_dir, settings.port)
     events = config.kv_events_config
     wants_events = settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
@@ -222,8 +222,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
             client,
             settings,
             setup.groups,
-            chunk_bytes(setup.kv_cache_config.kv_cache_groups[0], setup.groups[0].record_blocks)
-            // (2 if settings.fidelity == "fp8" else 1),
+            stored_chunk_bytes(setup),
             parallel.world_size,
             WeightsVersion(parallel.world_size, named=weights_are_named(config)),
             prefix_cache=prefix_cache,
@@ -237,20 +236,41 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
             removal=make.removed,
             server_seen=partial(_exists_one, [place / RPC_SOCKET for place in places]),
             pins=pins,
-            late=settings.store == "late" and not why_at_commit(setup),
+            store_late=store_late(setup, client),
             step_tokens=config.scheduler_config.max_num_batched_tokens,
             read_here=partial(_read_here, setup),
         )
     )
 
 
-def why_at_commit(setup: Setup) -> str:
-    """Why this engine cannot store late; "" if it can."""
+def store_late(setup: Setup, client: CacheClient) -> Callable[[], bool] | None:
+    """See `Engine`. Logs why `late` has no effect in this engine, if so."""
+    wanted, config = setup.settings.store, setup.vllm_config
+    reason = ""
     if whole_hits(setup.groups):
-        return "the model has layers with windows or states"
-    if not setup.vllm_config.cache_config.enable_prefix_caching:
-        return "vLLM's prefix caching is off, so it keeps no KV of ended requests"
-    return ""
+        reason = "the model has layers with windows or states"
+    elif not config.cache_config.enable_prefix_caching:
+        reason = "vLLM's prefix caching is off, so it keeps no KV of ended requests"
+    if reason and wanted == "late":
+        logger.warning("store: 'late' has no effect in this engine, chunks are stored at once: %s", reason)
+    # An engine that only prefills computes for others, which find nothing in its own cache.
+    if reason or wanted == "commit" or (wanted == "auto" and not config.kv_transfer_config.is_kv_consumer):
+        return None
+    return LateWhileSmall(client.sizes) if wanted == "auto" else lambda: True
+
+
+def own_kv_bytes(setup: Setup) -> int:
+    """The bytes that the chunks in this engine's own cache would take in L1; 0 for models of several groups."""
+    if whole_hits(setup.groups):
+        return 0
+    chunks = (setup.kv_cache_config.num_blocks - 1) // setup.groups[0].chunk_blocks
+    return int(chunks * stored_chunk_bytes(setup) * setup.engine_slices)
+
+
+def stored_chunk_bytes(setup: Setup) -> int:
+    """The bytes of a chunk that one worker moves."""
+    group = setup.kv_cache_config.kv_cache_groups[0]
+    return chunk_bytes(group, setup.groups[0].record_blocks) // (2 if setup.settings.fidelity == "fp8" else 1)
 
 
 def _read_here(setup: Setup, request_id: str) -> bool:

@@ -89,8 +89,9 @@ class Engine(msgspec.Struct, eq=False):
     server_seen: Callable[[], bool] = lambda: False
     """Whether a server seems to run."""
     pins: BlockPins = msgspec.field(default_factory=BlockPins)
-    late: bool = False
-    """Chunks are stored when vLLM is about to reuse their blocks; not in an engine with windows or states."""
+    store_late: Callable[[], bool] | None = None
+    """Whether chunks that are complete now are stored when vLLM is about to reuse their blocks, and not at once. None:
+    never, as in an engine with windows or states."""
     step_tokens: int = 0
     """Maximum number of tokens that a step computes."""
     read_here: Callable[[str], bool] = lambda request_id: False

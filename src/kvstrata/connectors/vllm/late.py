@@ -20,7 +20,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -46,8 +46,28 @@ CHUNKS_IN_FLIGHT = 128
 CHUNKS_PER_STORE = 16
 """A store that is overtaken loses all chunks that it has not copied yet, so stores are small."""
 RETRY_STEPS = 64
+LATE_BELOW, LATE_UNTIL = 2.0, 2.5
+"""With `store: auto`, chunks are stored late once L1 is smaller than twice the KV of all its engines, and at once again
+when it is 2.5 times as large."""
 HELD_STEPS = 2
 """A hit waits at most so many steps until the chunks in the blocks that it will take are copied."""
+
+
+class LateWhileSmall:
+    """`store: auto`: late while L1 adds little to the caches of the engines that share it. At once until that is known.
+
+    Twice, because an L1 of that size holds what they have once more and as much beside it.
+    """
+
+    def __init__(self, sizes: Callable[[], tuple[int, int]]) -> None:
+        """`sizes()`: bytes of L1, and bytes of KV that its engines hold by themselves; 0: not known."""
+        self._sizes, self._late = sizes, False
+
+    def __call__(self) -> bool:
+        l1_bytes, engine_bytes = self._sizes()
+        if l1_bytes and engine_bytes:
+            self._late = l1_bytes < engine_bytes * (LATE_UNTIL if self._late else LATE_BELOW)
+        return self._late
 
 
 class Record(msgspec.Struct, eq=False):
@@ -102,9 +122,9 @@ class LateStores:
         """
         assert tracked.hasher is not None
         pool, size, keys = self._pool(), self._group.chunk_blocks, tracked.hasher.chain
-        if len(tracked.recorded) != tracked.next_store:
+        if len(tracked.recorded) > tracked.next_store:
             tracked.recorded = tracked.recorded[: tracked.next_store]
-        chain = tracked.recorded
+        chain = tracked.recorded  # shorter than `next_store` if chunks were stored at once before
         for number in range(len(chain), min(last, len(chain) + RECORDED_PER_CALL)):
             blocks = list(table[number * size : (number + 1) * size])
             key = batch.nth(keys, number)

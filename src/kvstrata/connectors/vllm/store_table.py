@@ -178,7 +178,8 @@ class StoreTable:
         self._whole_of_events = next(iter(self._whole), None)
         """The group whose stores are told as vLLM's events."""
         self._tails = tails
-        self._late = LateStores(engine, keys, tails) if engine.late else None
+        self._store_late = engine.store_late
+        self._late = LateStores(engine, keys, tails) if engine.store_late is not None else None
         self._block_tokens = groups[0].block_tokens
         self.pins = engine.pins
         self._world_size, self._now = engine.world_size, engine.now
@@ -253,7 +254,7 @@ class StoreTable:
     def plan(self, output: Any, plan: StepPlan) -> None:
         """Add the stores of the step that vLLM's SchedulerOutput describes."""
         # Whether a record may be looked at follows from no report of workers, so records wait for any load.
-        waits = self.must_wait or (self._late is not None and bool(self._unconfirmed))
+        waits = self.must_wait or (self._records is not None and bool(self._unconfirmed))
         if not self.must_wait:
             plan.stores, self.of_finished = self.of_finished, []
         scheduled, computed = output.num_scheduled_tokens, computed_before(output)
@@ -283,9 +284,14 @@ class StoreTable:
         if self._states and not self.must_wait:
             self._plan_states(output, plan)
         if self._late is not None:
-            if not waits:
+            if not self._unconfirmed:
                 self._late.confirm()
             self._plan_late(self._late, sum(scheduled.values()), plan)
+
+    @property
+    def _records(self) -> LateStores | None:
+        """Where chunks that are complete now are recorded; None while they are stored at once."""
+        return self._late if self._store_late is not None and self._store_late() else None
 
     def overtaken(self) -> set[int]:
         """Late stores whose blocks vLLM has reused since the last plan."""
@@ -312,7 +318,7 @@ class StoreTable:
     def took_hit(self, tracked: Tracked, n_chunks: int, tokens: int) -> None:
         """vLLM has allocated blocks for a request of which L1 had so many chunks, and tokens with a tail."""
         tracked.windows_next = max(tracked.windows_next, n_chunks)
-        if self._late is None:  # late stores record such chunks too
+        if self._records is None:  # late stores record such chunks too
             tracked.next_store = max(tracked.next_store, n_chunks)
             tracked.tail_end = max(tracked.tail_end, tokens)
 
@@ -357,7 +363,7 @@ class StoreTable:
         request = tracked.request
         # The last token was sampled, not computed.
         end = self._complete_tokens(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
-        if tracked.deferred or self._lookahead_tokens or self._late is not None:
+        if tracked.deferred or self._lookahead_tokens or self._records is not None:
             # The token behind the last chunk may have been sampled only now.
             chunks = self._complete_chunks(tracked, request.num_computed_tokens)
             self._add_stores(tracked, tables, chunks, self.of_finished)
@@ -408,8 +414,8 @@ class StoreTable:
         assert tracked.hasher is not None
         last = min(chunks, tracked.hasher.n_chunks)
         first = tracked.next_store
-        if self._late is not None:
-            self._late.record(tracked, tables[0], last, confirmed=not self._unconfirmed)
+        if (late := self._records) is not None:
+            late.record(tracked, tables[0], last, confirmed=not self._unconfirmed)
         elif last > first:
             for group in self._whole:
                 blocks = tables[group.number][first * group.chunk_blocks : last * group.chunk_blocks]
@@ -447,12 +453,11 @@ class StoreTable:
         blocks = list(table[indices.start : indices.stop])
         if tracked.next_store < tail.chunk or len(blocks) * group.block_tokens < tail.tokens:
             return
-        if self._late is not None:
-            recorded = self._late.record_tail(tracked, tail, blocks, confirmed=not self._unconfirmed)
-            if not recorded:
-                return
+        late = self._records
+        if late is not None and not late.record_tail(tracked, tail, blocks, confirmed=not self._unconfirmed):
+            return
         tracked.tail_end = tail.chunk * self._chunk_tokens + tail.tokens
-        if self._late is None and not self._tails.in_l1(tracked, tail):
+        if late is None and not self._tails.in_l1(tracked, tail):
             replaces = self._tails.replaced_by_tail(tracked, tail)
             self._add_store(
                 tracked, group, tail.chunk, tail.chunk, blocks, stores, tail=tail, replaces=replaces

@@ -189,7 +189,10 @@ class Requests:
         if request.loads is not None:
             process.load_rate = request.loads.latency_us / 1e6, float(request.loads.bytes_s)
         grants = self._grants
-        return Pong(request.seq, self._epoch, grants.orphans(process), grants.revoked(process))
+        engines_kv_bytes = self._processes.kv_bytes if process.declared.kv_bytes else None
+        return Pong(
+            request.seq, self._epoch, grants.orphans(process), grants.revoked(process), engines_kv_bytes
+        )
 
     def _identify(self, process: Process, request: Identify) -> Reply:
         """Give the process a number for an identity, which its later requests use."""
