@@ -54,7 +54,6 @@ cdef extern from "disk/log.h" namespace "kvstrata" nogil:
         uint64_t capacity_bytes, segment_bytes, min_free_bytes
         cbool direct
         uint32_t reinsert_percent
-        uint64_t scrub_bytes_per_s
 
     cdef cppclass DiskLog(CConnector):
         DiskLog(DiskOptions) except +
@@ -66,7 +65,7 @@ MIN_CAPACITY_BYTES = kMinDiskBytes
 
 
 def disk_connector(
-    folder, *, capacity_bytes, segment_bytes=0, min_free_bytes=0, direct=True, reinsert_percent=20, scrub_bytes_per_s=0
+    folder, *, capacity_bytes, segment_bytes=0, min_free_bytes=0, direct=True, reinsert_percent=20
 ):
     cdef DiskOptions options
     options.folder = folder.encode("utf-8", "surrogateescape")
@@ -75,6 +74,5 @@ def disk_connector(
     options.min_free_bytes = min_free_bytes
     options.direct = direct
     options.reinsert_percent = reinsert_percent
-    options.scrub_bytes_per_s = scrub_bytes_per_s
     cdef CConnector* made = <CConnector*>new DiskLog(options)
     return PyCapsule_New(made, connector_capsule_name, NULL)

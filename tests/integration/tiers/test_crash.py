@@ -58,9 +58,7 @@ class Disk:
         self.capacity_bytes = 256 * MIB if self.all_stay else 4 * MIB
 
     def adapter(self) -> NativeAdapter:
-        return disk_adapter(
-            base_path=str(self.base), capacity_bytes=self.capacity_bytes, scrub_bytes_per_s=8 << 20
-        )
+        return disk_adapter(base_path=str(self.base), capacity_bytes=self.capacity_bytes)
 
     async def check(self, adapter: NativeAdapter) -> None:
         assert disk_log.used_bytes(self.base) <= self.capacity_bytes

@@ -70,8 +70,6 @@ class Finder {
   // Takes the record at this place of a retiring segment out of the index, if it is still there,
   // and reports it as evicted.
   void evict_at(const Segment& segment, const FramePlace& place);
-  // Reports a key as evicted. REQUIRES: the key is not in the index.
-  void report_evicted(const Digest& key) { evicted_.push_back(key); }
   void take_evicted(std::vector<Digest>* keys);
 
   // Called by recovery, in any order, for each record that no later tombstone or clear removes.

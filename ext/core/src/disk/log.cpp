@@ -56,11 +56,7 @@ std::string DiskLog::open(const ConnectorContext& context) {
     folder_lock_.reset();
     return failed;
   }
-  if (shared_.options.own_threads) {
-    threads_.push_back(start_thread([this] { keep_maintaining(); }));
-    if (shared_.options.scrub_bytes_per_s > 0)
-      threads_.push_back(start_thread([this] { scrubber_.run(); }));
-  }
+  if (shared_.options.own_threads) maintainer_ = start_thread([this] { keep_maintaining(); });
   return "";
 }
 
@@ -122,9 +118,7 @@ void DiskLog::close() noexcept {
     shared_.changed.notify_all();
     shared_.due.notify_all();
   }
-  for (std::thread& thread : threads_)
-    thread.join();
-  threads_.clear();
+  if (maintainer_.joinable()) maintainer_.join();
   {
     Lock lock(shared_.mutex);
     retirer_.write_last_tables(lock);
@@ -201,11 +195,6 @@ std::uint64_t DiskLog::clear() noexcept {
   return remover_.clear();
 }
 
-std::uint64_t DiskLog::scrub(std::uint64_t bytes) noexcept {
-  Lock lock(shared_.mutex);
-  return scrubber_.scrub(lock, bytes);
-}
-
 // -- numbers
 
 ConnectorUsage DiskLog::usage() noexcept {
@@ -229,7 +218,6 @@ void DiskLog::counts(std::vector<ConnectorCount>* out) noexcept {
   out->push_back({"loaded_records", counts.loaded_records});
   out->push_back({"retired_segments", counts.retired_segments});
   out->push_back({"unreadable_segments", counts.unreadable_segments});
-  out->push_back({"scrubbed_bytes", counts.scrubbed_bytes});
   out->push_back({"syncs", counts.syncs});
   out->push_back({"read_only", appender_.read_only() ? 1u : 0u});
 }

@@ -16,7 +16,7 @@
 //   append     places, writes and syncs of frames; the log's mode
 //   find       the index, and loads
 //   retire     makes segments free: writes tables, writes some records again, evicts the others
-//   put, remove, scrub
+//   put, remove
 //
 // A part calls only parts named before it, never DiskLog. The index lies in memory. A lock file
 // makes sure that only one log uses a folder.
@@ -30,7 +30,6 @@
 
 #include "disk/put.h"
 #include "disk/remove.h"
-#include "disk/scrub.h"
 #include "kvstrata/connector.h"
 
 namespace kvstrata {
@@ -58,9 +57,6 @@ class DiskLog final : public Connector {
   void take_notes(std::vector<ConnectorNote>* notes) noexcept override;
   void close() noexcept override;
 
-  // See disk::Scrubber::scrub().
-  std::uint64_t scrub(std::uint64_t bytes) noexcept;
-
   // The length of the longest record that can be put.
   [[nodiscard]] std::uint64_t max_record_bytes() const noexcept;
 
@@ -76,9 +72,8 @@ class DiskLog final : public Connector {
   disk::Retirer retirer_{shared_, segments_, appender_, finder_};
   disk::Putter putter_{shared_, appender_, finder_, retirer_};
   disk::Remover remover_{shared_, appender_, finder_, retirer_};
-  disk::Scrubber scrubber_{shared_, segments_, appender_, finder_, remover_};
   std::unique_ptr<FileLock> folder_lock_;
-  std::vector<std::thread> threads_;
+  std::thread maintainer_;
 };
 
 }  // namespace kvstrata

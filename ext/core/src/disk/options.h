@@ -17,9 +17,7 @@ struct DiskOptions {
   bool direct = true;  // bypass the page cache where the file system can
   // Share of a segment that is written again when it retires: its most recently loaded records.
   std::uint32_t reinsert_percent = 20;
-  std::uint64_t scrub_bytes_per_s = 0;  // 0: no scrubber
-  // True: the log makes segments ready and scrubs in threads of its own. False: put_end() makes
-  // segments ready, and only calls of DiskLog::scrub() scrub.
+  // True: the log makes segments ready in a thread of its own. False: put_end() makes them ready.
   bool own_threads = true;
 };
 

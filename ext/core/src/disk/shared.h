@@ -41,7 +41,6 @@ struct Counts {
   std::uint64_t loaded_records = 0;
   std::uint64_t retired_segments = 0;
   std::uint64_t unreadable_segments = 0;
-  std::uint64_t scrubbed_bytes = 0;
   std::uint64_t syncs = 0;
 };
 
@@ -54,7 +53,7 @@ struct Shared {
   // Guards the counts and all state of all parts. Never held over I/O.
   std::mutex mutex{};
   std::condition_variable changed{};  // frames were written or synced, segments ready or unpinned
-  std::condition_variable due{};      // the log's own threads may have work
+  std::condition_variable due{};      // the log's own thread may have work
   Counts counts{};
 };
 

@@ -133,10 +133,6 @@ class FileLayer {
   virtual Status unlink(const std::string& path) noexcept = 0;
   // The new folder is private to this user (0700). EEXIST: the path exists.
   virtual Status make_folder(const std::string& path) noexcept = 0;
-  // ENOTEMPTY, EEXIST: something is in the folder. kUnsupported: this layer removes no folders.
-  virtual Status remove_folder(const std::string& /*path*/) noexcept {
-    return Status(StatusCode::kUnsupported, "this file layer removes no folders");
-  }
   // Returns OK when the names in the folder are on the medium.
   virtual Status sync_folder(const std::string& path) noexcept = 0;
 

@@ -309,10 +309,6 @@ class PosixFiles final : public FileLayer {
     return ::mkdir(path.c_str(), 0700) == 0 ? Status() : os_error("mkdir");
   }
 
-  Status remove_folder(const std::string& path) noexcept override {
-    return ::rmdir(path.c_str()) == 0 ? Status() : os_error("rmdir");
-  }
-
   Status sync_folder(const std::string& path) noexcept override {
     constexpr int kHow = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
     const Descriptor folder(uninterrupted([&] { return ::open(path.c_str(), kHow); }));

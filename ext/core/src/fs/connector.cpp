@@ -160,8 +160,7 @@ Status FsConnector::write_part(Lock& lock, const FsFiles::NewPart& file, std::ui
     lock.unlock();
     const Status status = files_.write_part(file, file.length, min_free_bytes_, &missing_bytes);
     lock.lock();
-    if (is_no_space(status) && !again && make_space(lock, std::max(missing_bytes, charge), 1))
-      continue;
+    if (is_no_space(status) && !again && evict(lock, std::max(missing_bytes, charge))) continue;
     return status;
   }
 }

@@ -22,17 +22,14 @@
 //    marked it touches the file. So the removal of a corrupt record cannot unlink the record that
 //    replaces it, and a late report about an old copy cannot remove a newer one (FsRecord::copy).
 // 5. A thread that waits (for a mark or for room) has no mark, and no part that only this thread
-//    could publish (but for the end of a prune, invariant 8). It waits only for threads that are
-//    running: no batch depends on a batch that is queued behind it. Therefore a delete does not
-//    wait for a put of its key but cancels the part.
+//    could publish. It waits only for threads that are running: no batch depends on a batch that is
+//    queued behind it. Therefore a delete does not wait for a put of its key but cancels the part.
 // 6. Files whose names are not ours are never touched.
 // 7. remove() and clear() count a record as removed when its directory was synced without it. An
 //    evicted record may be back after a power cut. If the medium does not say whether a record
 //    still exists, the record counts as existing, and is also reported as evicted.
 // 8. Where the file system has less room than the cap, or fewer names (inodes), records are evicted
-//    for what is missing, and a put is refused only when that does not help. Directories that are
-//    empty then are removed, since each takes a name; nothing is published meanwhile, so that
-//    nobody takes the name of a directory that was made again for durable.
+//    for what is missing, and a put is refused only when that does not help.
 #pragma once
 
 #include <condition_variable>
@@ -93,9 +90,7 @@ class FsConnector final : public Connector {
 
   // room.cpp
   bool take_room(Lock& lock, std::uint64_t charge);
-  bool evict(Lock& lock, std::uint64_t need_bytes);
-  std::vector<Digest> evict_oldest(Lock& lock, std::uint64_t need_bytes, std::size_t count);
-  bool make_space(Lock& lock, std::uint64_t need_bytes, std::size_t count);
+  bool evict(Lock& lock, std::uint64_t need_bytes, std::size_t count = 1);
   std::vector<FsFiles::Removal> remove_records(Lock& lock, const std::vector<Digest>& keys,
                                                Leaving how);
 
@@ -118,8 +113,6 @@ class FsConnector final : public Connector {
   std::unordered_map<Digest, Mark, KeyHash> marks_;
   FsParts parts_{changed_};  // numbered in the order in which they took room
   std::uint64_t next_part_ = 0;
-  std::size_t publishing_ = 0;        // threads in FsFiles::publish()
-  bool pruning_ = false;              // a thread is in FsFiles::prune()
   std::uint64_t parts_charge_ = 0;    // of parts that are not settled
   std::uint64_t leaving_charge_ = 0;  // of records that are being unlinked
   std::vector<Digest> evicted_;       // not taken yet

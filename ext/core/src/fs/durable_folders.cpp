@@ -2,7 +2,6 @@
 #include "fs/durable_folders.h"
 
 #include <cerrno>
-#include <string>
 
 namespace kvstrata {
 
@@ -55,42 +54,6 @@ void FsDurableFolders::forget_known() {
   const std::lock_guard lock(known_mutex_);
   known_.reset();
   known_outer_.reset();
-}
-
-void FsDurableFolders::prune(std::span<const Digest> keys) {
-  {
-    const std::lock_guard lock(known_mutex_);
-    for (const Digest& key : keys) {
-      known_.reset(shard_of(key));
-      known_outer_.reset(key[0]);
-    }
-  }
-  for (const Digest& key : keys) {
-    (void)layer_.remove_folder(paths_.folder(key));
-    (void)layer_.remove_folder(paths_.outer_folder(key));
-  }
-}
-
-void FsDurableFolders::prune_all() {
-  const auto shards = [&](const std::string& path) {
-    std::vector<FolderEntry> found;
-    (void)layer_.list(path, &found);
-    std::erase_if(found, [](const FolderEntry& entry) { return !is_fs_shard(entry.name); });
-    return found;
-  };
-  const auto byte = [](const FolderEntry& entry) {
-    return static_cast<unsigned char>(std::stoi(entry.name, nullptr, 16));
-  };
-  std::vector<Digest> keys;
-  for (const FolderEntry& outer : shards(paths_.base())) {
-    Digest key{};
-    key[0] = byte(outer);
-    for (const FolderEntry& inner : shards(paths_.base() + "/" + outer.name)) {
-      key[1] = byte(inner);
-      keys.push_back(key);
-    }
-  }
-  prune(keys);
 }
 
 void FsDurableFolders::note_unlinked(const Digest& key) {

@@ -38,14 +38,8 @@ class FsDurableFolders {
   Status make(const Digest& key, std::vector<std::string>* made);
   // Remembers that the names of the two directories of this key are durable.
   void know(const Digest& key);
-  // Forgets all that know() has remembered, because some directories were removed.
+  // Forgets all that know() has remembered, because another process removed some directories.
   void forget_known();
-
-  // Removes the directories of these keys that are empty, and forgets all these directories.
-  // REQUIRES: nothing is published meanwhile, for which make() was called before.
-  void prune(std::span<const Digest> keys);
-  // As prune(), for all directories that exist.
-  void prune_all();
 
   // Remembers that a file was unlinked in the directory of this key. Called after the unlink,
   // because a sync that began before the unlink does not count.

@@ -2,14 +2,12 @@
 #include "fs/files.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <map>
 #include <set>
 #include <utility>
 
 #include "files/block.h"
-#include "record/record.h"
 
 namespace kvstrata {
 
@@ -19,8 +17,6 @@ LoadOutcome FsFiles::outcome_of(Read read) noexcept {
       return {LoadStatus::kLoaded, Reason::kNone};
     case Read::kAbsent:
       return {LoadStatus::kAbsent, Reason::kNone};
-    case Read::kTooLong:
-      return {LoadStatus::kFailed, Reason::kLength};
     case Read::kTorn:
       return {LoadStatus::kCorrupt, Reason::kLength};
     case Read::kFailed:
@@ -157,7 +153,11 @@ FsFiles::Read FsFiles::read(LoadItem& item, const SeeFile& see) {
   if (status.ok()) status = file->stat(&found);
   if (status.ok()) {
     accessed_unix_ns = see(found);
-    if (found.length > item.length) return read_too_long(path, item.key, found.length, item.length);
+    if (found.length > item.length) {
+      notes_.add(
+          true, path + " has " + std::to_string(found.length) + " bytes, too many, and is removed");
+      return Read::kTorn;
+    }
     const std::uint64_t length = found.length;
     item.length = static_cast<std::uint32_t>(length);
     const std::uint64_t tail = file->direct() ? length % kFileBlockBytes : 0;
@@ -184,33 +184,6 @@ FsFiles::Read FsFiles::read(LoadItem& item, const SeeFile& see) {
   // The load is good even if the record's use cannot be recorded.
   if (accessed_unix_ns != 0) (void)file->set_access_time(accessed_unix_ns);
   return Read::kWhole;
-}
-
-// Distinguishes a whole record, for which the caller has too little room, from other bytes.
-FsFiles::Read FsFiles::read_too_long(const std::string& path, const Digest& key,
-                                     std::uint64_t found, std::uint64_t room) {
-  const std::string lengths = path + " has " + std::to_string(found) + " bytes";
-  if (found >= kOuterHeaderBytes) {
-    std::array<std::uint8_t, kOuterHeaderBytes> header;
-    std::unique_ptr<File> file;
-    const ReadPart part{header.data(), header.size()};
-    Status status = layer_.open(path, FileMode::kRead, false, &file);
-    if (is_not_there(status)) return Read::kAbsent;
-    if (status.ok()) status = file->read(std::span(&part, 1), 0);
-    if (!status.ok() && status.code() != StatusCode::kOutOfRange) {
-      notes_.add(true, "cannot read " + describe_file_error(path, status));
-      return Read::kFailed;
-    }
-    Digest stored{};
-    std::uint64_t record_bytes = 0;
-    if (status.ok()) status = read_outer_header(header.data(), &stored, &record_bytes);
-    if (status.ok() && stored == key && record_bytes == found) {
-      notes_.add(true, lengths + ", and there is room for " + std::to_string(room));
-      return Read::kTooLong;
-    }
-  }
-  notes_.add(true, lengths + ", is torn, and is removed");
-  return Read::kTorn;
 }
 
 void FsFiles::unlink(std::span<Removal> items, bool durable) {

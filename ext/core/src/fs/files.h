@@ -60,11 +60,11 @@ class FsFiles {
   // changed. If an item fails, neither the part nor the name is left, but for `keeps_part`.
   void publish(std::span<Publication> items);
 
-  enum class Read : std::uint8_t { kWhole, kAbsent, kTooLong, kTorn, kFailed };
+  enum class Read : std::uint8_t { kWhole, kAbsent, kTorn, kFailed };
   // Gets the stat of the file that is read, and returns the access time to set, or 0 for none.
   using SeeFile = std::function<std::int64_t(const FileStat& file)>;
-  // Reads the file of item.key, and sets item.length to the file's length. kTooLong: the file is a
-  // whole record, and longer than item.length.
+  // Reads the file of item.key, and sets item.length to the file's length. kTorn: the file is no
+  // record of the key that fits into item.length.
   Read read(LoadItem& item, const SeeFile& see);
   static LoadOutcome outcome_of(Read read) noexcept;
 
@@ -84,9 +84,6 @@ class FsFiles {
 
   // Syncs the directories in which a power cut may bring unlinked files back.
   void sync_unlinked() { folders_.sync_unlinked(); }
-  // Removes the directories of these keys that are empty. REQUIRES: no publish() runs.
-  void prune(std::span<const Digest> keys) { folders_.prune(keys); }
-  void prune_all() { folders_.prune_all(); }
 
   // Unlinks the file that a failed operation has left. If the unlink fails too, it becomes a note;
   // a later start removes parts.
@@ -96,8 +93,6 @@ class FsFiles {
   Status open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out);
   Status write_file(const NewPart& part);
   Status rename_into_place(const Publication& item, std::vector<std::string>* made);
-  Read read_too_long(const std::string& path, const Digest& key, std::uint64_t found,
-                     std::uint64_t room);
 
   FileLayer& layer_;
   const FsPaths& paths_;

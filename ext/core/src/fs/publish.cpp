@@ -23,7 +23,7 @@ void FsConnector::publish(Lock& lock, std::vector<std::uint64_t> claimed) {
   for (;;) {
     if (claimed.empty()) {
       if (unnamed.empty()) return;
-      (void)make_space(lock, 0, unnamed.size() * kNamesOfRecord);
+      (void)evict(lock, 0, unnamed.size() * kNamesOfRecord);
       claimed = std::exchange(unnamed, {});
       again = true;
     }
@@ -64,14 +64,11 @@ void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> mark
       item.keeps_part = unnamed != nullptr;
     }
   }
-  changed_.wait(lock, [&] { return !pruning_; });
-  publishing_ += 1;
   lock.unlock();
   for (const std::string& path : needless)
     files_.discard(path);
   files_.publish(items);
   lock.lock();
-  publishing_ -= 1;
   const std::int64_t now_ns = now_unix_ns();
   for (std::size_t i = 0; i < chosen.size(); ++i) {
     FsPart& part = parts_.at(chosen[i]);

@@ -39,16 +39,10 @@ bool FsConnector::take_room(Lock& lock, std::uint64_t charge) {
   return true;
 }
 
-// Evicts the least recently used records, at least `need_bytes` in all. False: too few bytes can be
-// evicted now, or no record could be unlinked.
-bool FsConnector::evict(Lock& lock, std::uint64_t need_bytes) {
-  return !evict_oldest(lock, need_bytes, 1).empty();
-}
-
-// As evict(), and at least `count` records if there are so many. Returns the keys of the records;
-// none where evict() returns false.
-std::vector<Digest> FsConnector::evict_oldest(Lock& lock, std::uint64_t need_bytes,
-                                              std::size_t count) {
+// Evicts the least recently used records, at least `need_bytes` in all, and at least `count`
+// records if there are so many. False: too few bytes can be evicted now, or no record could be
+// unlinked.
+bool FsConnector::evict(Lock& lock, std::uint64_t need_bytes, std::size_t count) {
   std::vector<Digest> victims;
   std::uint64_t victims_bytes = 0;
   for (const Digest& key : index_.ages()) {
@@ -58,31 +52,10 @@ std::vector<Digest> FsConnector::evict_oldest(Lock& lock, std::uint64_t need_byt
     victims.push_back(key);
     victims_bytes += fs_charge(record->length);
   }
-  if (victims_bytes < need_bytes) return {};
-  const bool any = std::ranges::any_of(
+  if (victims_bytes < need_bytes) return false;
+  return std::ranges::any_of(
       remove_records(lock, victims, Leaving::kEvicted),
       [](const FsFiles::Removal& removal) { return removal.after == FsFiles::After::kGone; });
-  return any ? victims : std::vector<Digest>();
-}
-
-// Because the file system is full: evicts records, as evict_oldest(), and removes the directories
-// that are empty then; where no record is left, all that are empty. False: there is no hope.
-// REQUIRES: this thread has no mark.
-bool FsConnector::make_space(Lock& lock, std::uint64_t need_bytes, std::size_t count) {
-  const std::vector<Digest> gone = evict_oldest(lock, need_bytes, count);
-  if (gone.empty() && index_.size() != 0) return false;
-  changed_.wait(lock, [&] { return !pruning_; });
-  pruning_ = true;
-  changed_.wait(lock, [&] { return publishing_ == 0; });
-  lock.unlock();
-  if (gone.empty())
-    files_.prune_all();
-  else
-    files_.prune(gone);
-  lock.lock();
-  pruning_ = false;
-  changed_.notify_all();
-  return true;
 }
 
 // Takes records out of the index and unlinks their files. Puts back the records whose files still

@@ -127,26 +127,6 @@ TEST(garbage_is_left_alone_and_costs_nothing_but_itself) {
   CHECK(read_file(disk.options.folder + "/0000002a.seg") == garbage);
 }
 
-TEST(the_scrubber_finds_flipped_bits_and_reports_them) {
-  Disk disk;
-  disk.open();
-  disk.put(1, 40);
-  disk.log.reset();
-  const std::string path = disk.options.folder + "/00000000.seg";
-  std::string bytes = read_file(path);
-  bytes[bytes.find(std::string(Extent(5).payload(), kPayload)) + 5] ^= 1;
-  write_file(path, bytes);
-  disk.open();
-  CHECK(disk.present(5));
-  while (disk.count("scrubbed_bytes") < 39 * Extent(1).length)
-    CHECK(disk.log->scrub(20'000) > 0);
-  CHECK(!disk.present(5));
-  CHECK_EQ(disk.log->usage().records, 38u);
-  std::vector<Digest> evicted;
-  disk.log->take_evicted(&evicted);
-  CHECK(evicted == std::vector({Disk::key_of(5)}));
-}
-
 TEST(removing_a_bad_copy_spares_the_one_that_healed_it) {
   Disk disk;
   disk.open();
@@ -189,7 +169,6 @@ TEST(a_smaller_capacity_drops_the_oldest_and_a_larger_one_keeps_all) {
 TEST(many_threads_put_load_and_remove_at_once) {
   Disk disk;
   disk.options.own_threads = true;
-  disk.options.scrub_bytes_per_s = 50 << 20;
   disk.open();
   std::vector<std::thread> threads;
   std::vector<int> wrong(4);

@@ -38,7 +38,7 @@ class UnsyncedLoss {
 class HookedFiles final : public FileLayer {
  public:
   // `call` is one of open, create, read, write, sync, allocate, truncate, access_time, rename,
-  // unlink, make_folder, remove_folder, sync_folder, stat, list. Called by several threads at a
+  // unlink, make_folder, sync_folder, stat, list. Called by several threads at a
   // time.
   using Before = std::function<Status(const std::string& call, const std::string& path)>;
   using After = std::function<void(const std::string& call, const std::string& path)>;
@@ -84,9 +84,6 @@ class HookedFiles final : public FileLayer {
   }
   Status make_folder(const std::string& path) noexcept override {
     return hooked("make_folder", path, [&] { return inner_.make_folder(path); });
-  }
-  Status remove_folder(const std::string& path) noexcept override {
-    return hooked("remove_folder", path, [&] { return inner_.remove_folder(path); });
   }
   Status sync_folder(const std::string& path) noexcept override {
     return hooked("sync_folder", path, [&] { return inner_.sync_folder(path); });

@@ -24,7 +24,6 @@ def disk_adapter(
     min_free_bytes: int = 0,
     use_odirect: bool = True,
     reinsert_percent: int = 20,
-    scrub_bytes_per_s: int = 0,
     num_workers: int = 4,
     per_op_workers: Mapping[Lane, int] | None = None,
     name: str = "disk",
@@ -40,6 +39,5 @@ def disk_adapter(
         min_free_bytes=min_free_bytes,
         direct=use_odirect,
         reinsert_percent=reinsert_percent,
-        scrub_bytes_per_s=scrub_bytes_per_s,
     )
     return NativeAdapter(capsule, name=name, num_workers=num_workers, per_op_workers=per_op_workers)

@@ -36,8 +36,6 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
     use_odirect: Annotated[bool, says("Write and read past the page cache.")] = True
     reinsert_percent: Annotated[int, says(
         "Percent of a retiring segment that is written again: its most recently loaded records.", ge=0, le=50)] = 20
-    scrub_mb_s: Annotated[float, says(
-        "MB per second that a background thread reads and checks; 0: none.", ge=0, le=1 << 20)] = 4
     # fmt: on
     num_workers: NumWorkers = 4
     per_op_workers: PerOpWorkers = {}
@@ -58,7 +56,6 @@ def _prepare(config: DiskConfig, place: Place, name: str) -> Make:
         min_free_bytes=int(config.min_free_gb * GB),
         use_odirect=config.use_odirect,
         reinsert_percent=config.reinsert_percent,
-        scrub_bytes_per_s=int(config.scrub_mb_s * MB),
         num_workers=config.num_workers,
         per_op_workers=config.per_op_workers,
         name=name,
