@@ -34,8 +34,8 @@ def module() -> Any:
 class _OneQueue(Lanes):
     """Lanes that serve operations in the order in which they came: all operations go into one lane."""
 
-    def number(self, lane: Lane) -> int:
-        return super().number(Lane.PUT)
+    def submit_native(self, submit: Any, lane: Lane, *what: Any) -> Any:
+        return super().submit_native(submit, Lane.PUT, *what)
 
 
 def make(

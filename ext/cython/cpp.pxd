@@ -30,15 +30,6 @@ cdef extern from "base/reason.h" namespace "kvstrata" nogil:
     enum class Reason(unsigned char):
         kNone
 
-    struct CReasonRow "kvstrata::ReasonRow":
-        Reason reason
-        const char* word
-        bint retryable
-        bint blames_medium
-        const char* meaning
-
-    const CReasonRow* kReasons
-    size_t kReasonCount "std::size(kvstrata::kReasons)"
     const char* word_of(Reason) noexcept
 
 
@@ -553,3 +544,8 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
         cbool ready() noexcept
         void take_notes(vector[ConnectorNote]*) noexcept
         void counts(vector[ConnectorCount]*) noexcept
+        string open(const ConnectorContext&) except +
+        uint64_t list(uint64_t, size_t, vector[Digest]*) noexcept
+        uint64_t clear() noexcept
+        ConnectorUsage usage() noexcept
+        void close() noexcept

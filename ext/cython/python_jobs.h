@@ -78,10 +78,6 @@ inline std::unique_ptr<LaneJob> make_exists(PyObject* token, std::shared_ptr<Con
                                             std::vector<ExistsItem>& items) {
   return make_job<ExistsJob>(token, std::move(connector), std::move(items));
 }
-inline std::unique_ptr<LaneJob> make_list(PyObject* token, std::shared_ptr<Connector> connector,
-                                          std::uint64_t cursor, std::size_t most) {
-  return make_job<ListJob>(token, std::move(connector), cursor, most);
-}
 
 // A record to put, or the memory for a record to load, as Python passes it.
 struct BytesItem {
@@ -102,17 +98,6 @@ std::unique_ptr<LaneJob> make_batch(PyObject* token, std::shared_ptr<Connector> 
     items[i].hold = std::move(given[i].hold);
   }
   return make_job<Job>(token, std::move(connector), std::move(items), per_piece);
-}
-
-inline std::unique_ptr<LaneJob> make_delete(PyObject* token, std::shared_ptr<Connector> connector,
-                                            std::vector<DeleteItem>& items) {
-  return make_job<DeleteJob>(token, std::move(connector), std::move(items));
-}
-inline std::unique_ptr<LaneJob> make_connector_call(PyObject* token,
-                                                    std::shared_ptr<Connector> connector, int call,
-                                                    const ConnectorContext& context) {
-  return make_job<CallConnectorJob>(token, std::move(connector),
-                                    static_cast<CallConnectorJob::Call>(call), context);
 }
 
 inline PyObject* token_of(LaneJob* job) noexcept {

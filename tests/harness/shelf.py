@@ -27,7 +27,6 @@ from kvstrata.tiers.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.types import KEY_BYTES
 
 MADE_S = 60.0
 GATES = ("open", "exists", "put", "load", "close")
@@ -94,7 +93,6 @@ class ShelfAdapter(StorageAdapter):
         self.name = "shelf"
         self.capabilities = Capabilities(persistent=False, shared=False, max_batch=4)
         self.shelf = SHELVES[shelf] if isinstance(shelf, str) else shelf
-        self._is_open = False
         self.shelf.making += 1
         assert self.shelf.may_be_made.wait(MADE_S), "the test never set may_be_made"
         self.shelf.making -= 1
@@ -105,12 +103,9 @@ class ShelfAdapter(StorageAdapter):
         if self.shelf.fails_to_open is not None:
             raise self.shelf.fails_to_open
         self.shelf.opened += 1
-        self._is_open = True
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         there = self.shelf.records
-        if not self._is_open:
-            return ask.unknown(keys, "closed")
         return await self._own("exists", lambda: bytes([key in there for key in split(keys)]))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
@@ -120,8 +115,6 @@ class ShelfAdapter(StorageAdapter):
         return await self._own("load", lambda: [self._load_one(item) for item in items])
 
     async def delete(self, keys: bytes) -> int:
-        if not self._is_open:
-            return 0
         return sum(self.shelf.records.pop(key, None) is not None for key in split(keys))
 
     async def usage(self) -> Usage:
@@ -131,7 +124,6 @@ class ShelfAdapter(StorageAdapter):
         await self._own("close", lambda: None)
         while pending := self._tasks - {asyncio.current_task()}:
             await asyncio.wait(pending)
-        self._is_open = False
         self.shelf.closed += 1
 
     async def _own(self, gate: str, work: Callable[[], Any]) -> Any:
@@ -153,8 +145,6 @@ class ShelfAdapter(StorageAdapter):
 
     def _put_one(self, item: PutItem) -> PutOutcome:
         try:
-            if not self._is_open or len(item.key) != KEY_BYTES:
-                return PutOutcome(PutStatus.FAILED, "bad_item" if self._is_open else "closed")
             if item.key in self.shelf.records:
                 return PutOutcome(PutStatus.EXISTS)
             with item.hold.view() as view:
@@ -166,8 +156,6 @@ class ShelfAdapter(StorageAdapter):
     def _load_one(self, item: LoadItem) -> LoadOutcome:
         try:
             stored = self.shelf.records.get(item.key)
-            if not self._is_open:
-                return LoadOutcome(LoadStatus.FAILED, "closed")
             if stored is None:
                 return LoadOutcome(LoadStatus.ABSENT)
             if len(stored) <= item.hold.length:

@@ -6,8 +6,12 @@ cdef extern from *:
     static void exists_now(kvstrata::Connector& connector, std::vector<kvstrata::ExistsItem>& items) {
       connector.exists(items);
     }
+    static void remove_now(kvstrata::Connector& connector, std::vector<kvstrata::DeleteItem>& items) {
+      connector.remove(items);
+    }
     """
     void exists_now(CConnector&, vector[ExistsItem]&) noexcept nogil
+    void remove_now(CConnector&, vector[DeleteItem]&) noexcept nogil
 
 
 cdef int set_key(Digest& key, object value) except -1:
@@ -40,6 +44,10 @@ cdef Py_ssize_t count_keys(const unsigned char[::1] keys) except -1:
     if keys.shape[0] % 32:
         raise ValueError(f"keys: must have 32 bytes each, not {keys.shape[0]} in all")
     return keys.shape[0] // 32
+
+
+cdef object keys_of(vector[Digest]& keys):
+    return [(<char*>keys[i].data())[:32] for i in range(keys.size())]
 
 
 cdef class NativeConnector:
@@ -87,6 +95,53 @@ cdef class NativeConnector:
         with nogil:
             exists_now(self.connector.get()[0], items)
         return presences_of(items)
+
+    # The rest runs in a thread of a lane.
+
+    def open(self, instance_id, region, region_bytes):
+        cdef ConnectorContext context
+        cdef string wrong
+        context.instance_id = (<str>instance_id).encode()
+        context.region = <uint8_t*><size_t>region
+        context.region_bytes = region_bytes
+        try:
+            with nogil:
+                wrong = self.connector.get().open(context)
+        except Exception as error:
+            return str(error) or "opening failed"
+        return wrong.decode(errors="replace")
+
+    def list_keys(self, uint64_t cursor, size_t most):
+        cdef vector[Digest] keys
+        with nogil:
+            cursor = self.connector.get().list(cursor, most, &keys)
+        return keys_of(keys), cursor
+
+    def remove(self, const unsigned char[::1] keys):
+        cdef vector[DeleteItem] items
+        cdef size_t i
+        items.resize(count_keys(keys))
+        for i in range(items.size()):
+            memcpy(items[i].key.data(), &keys[32 * i], 32)
+        with nogil:
+            remove_now(self.connector.get()[0], items)
+        return sum([items[i].removed for i in range(items.size())])
+
+    def clear(self):
+        cdef uint64_t removed
+        with nogil:
+            removed = self.connector.get().clear()
+        return removed
+
+    def usage(self):
+        cdef ConnectorUsage usage
+        with nogil:
+            usage = self.connector.get().usage()
+        return usage.used_bytes, usage.capacity_bytes, usage.records
+
+    def close(self):
+        with nogil:
+            self.connector.get().close()
 
     def counts(self):
         cdef vector[ConnectorCount] counts

@@ -14,16 +14,12 @@ cdef extern from "lanes/lanes.h" namespace "kvstrata" nogil:
         uint32_t* own_workers "own_workers.data()"
         uint32_t queue_limit
 
-    cdef cppclass LaneCounts:
-        uint64_t waiting, running, refused, done
-
     cdef cppclass CLanes "kvstrata::Lanes":
         @staticmethod
         Status create(const LaneOptions&, unique_ptr[CLanes]*) noexcept
         int event_fd() noexcept
         Status submit(CLane, unique_ptr[LaneJob]&, cbool) noexcept
         Status take_done(vector[unique_ptr[LaneJob]]*) noexcept
-        LaneCounts counts(CLane) noexcept
         void stop() noexcept
         cbool idle() noexcept
         void close() noexcept
@@ -34,27 +30,17 @@ cdef extern from "lanes/lanes.h" namespace "kvstrata" nogil:
 cdef extern from "lanes/connector_jobs.h" namespace "kvstrata" nogil:
     cdef cppclass ExistsJob:
         vector[ExistsItem] items
-    cdef cppclass ListJob:
-        uint64_t cursor
-        vector[Digest] keys
     cdef cppclass PutJob:
         vector[PutItem] items
         vector[Digest] evicted
     cdef cppclass LoadJob:
         vector[LoadItem] items
         vector[Digest] evicted
-    cdef cppclass DeleteJob:
-        vector[DeleteItem] items
-    cdef cppclass CallConnectorJob:
-        string wrong
-        uint64_t cleared
-        ConnectorUsage usage
 
 
 cdef extern from "python_jobs.h" namespace "kvstrata::python":
     unique_ptr[LaneJob] make_call(PyObject*, void (*)(PyObject*) noexcept) except +
     unique_ptr[LaneJob] make_exists(PyObject*, shared_ptr[CConnector], vector[ExistsItem]&) except +
-    unique_ptr[LaneJob] make_list(PyObject*, shared_ptr[CConnector], uint64_t, size_t) except +
     cdef cppclass BytesItem:
         Digest key
         uint8_t* bytes
@@ -64,10 +50,6 @@ cdef extern from "python_jobs.h" namespace "kvstrata::python":
     unique_ptr[LaneJob] make_batch[Job](
         PyObject*, shared_ptr[CConnector], vector[BytesItem]&, size_t
     ) except +
-    unique_ptr[LaneJob] make_delete(PyObject*, shared_ptr[CConnector], vector[DeleteItem]&) except +
-    unique_ptr[LaneJob] make_connector_call(
-        PyObject*, shared_ptr[CConnector], int, const ConnectorContext&
-    ) except +
     PyObject* token_of(LaneJob*) noexcept
     T* job_as[T](LaneJob*) noexcept
     BytesHold hold_of(shared_ptr[CHold]) except +
@@ -75,7 +57,7 @@ cdef extern from "python_jobs.h" namespace "kvstrata::python":
 
 
 cdef enum Kind:
-    CALL, EXISTS, LIST, PUT, LOAD, DELETE, OPEN, CLEAR, USAGE, CLOSE
+    CALL, EXISTS, PUT, LOAD
 
 
 cdef class _Token:
@@ -104,10 +86,6 @@ cdef void run_call(PyObject* owned) noexcept with gil:
     call.work = None  # frees the objects of the call now, and not when the event loop reads the result
 
 
-cdef object _keys(vector[Digest]& keys):
-    return [(<char*>keys[i].data())[:32] for i in range(keys.size())]
-
-
 cdef BytesHold _hold(object hold) except *:
     if isinstance(hold, Hold):
         return hold_of((<Hold>hold).held)
@@ -130,41 +108,19 @@ cdef vector[BytesItem] _batch(object items) except *:
 
 cdef object _outcome(_Token token, LaneJob* job):
     """The result of an ended job, as connector.pyi describes it."""
-    cdef ListJob* listed
     cdef PutJob* put
     cdef LoadJob* load
-    cdef DeleteJob* gone
-    cdef CallConnectorJob* called
     if token.kind == CALL:
         return token.result
     if token.kind == EXISTS:
         return presences_of(job_as[ExistsJob](job).items)
-    if token.kind == LIST:
-        listed = job_as[ListJob](job)
-        return _keys(listed.keys), listed.cursor
     if token.kind == PUT:
         put = job_as[PutJob](job)
-        outcomes = [
-            (<int>put.items[i].status, put.items[i].reason.decode()) for i in range(put.items.size())
-        ]
-        return outcomes, _keys(put.evicted)
-    if token.kind == LOAD:
-        load = job_as[LoadJob](job)
-        outcomes = [
-            (<int>load.items[i].status, load.items[i].reason.decode()) for i in range(load.items.size())
-        ]
-        return outcomes, _keys(load.evicted)
-    if token.kind == DELETE:
-        gone = job_as[DeleteJob](job)
-        return sum([gone.items[i].removed for i in range(gone.items.size())])
-    called = job_as[CallConnectorJob](job)
-    if token.kind == OPEN:
-        return called.wrong.decode(errors="replace")
-    if token.kind == CLEAR:
-        return called.cleared
-    if token.kind == USAGE:
-        return called.usage.used_bytes, called.usage.capacity_bytes, called.usage.records
-    return None
+        outcomes = [(<int>put.items[i].status, put.items[i].reason.decode()) for i in range(put.items.size())]
+        return outcomes, keys_of(put.evicted)
+    load = job_as[LoadJob](job)
+    outcomes = [(<int>load.items[i].status, load.items[i].reason.decode()) for i in range(load.items.size())]
+    return outcomes, keys_of(load.evicted)
 
 
 cdef class NativeLanes:
@@ -205,7 +161,7 @@ cdef class NativeLanes:
             return False
         raise_for(status, LANES)
 
-    def submit(self, int lane, work, token, beyond_limit):
+    def submit(self, int lane, work, beyond_limit, token):
         cdef _Token call = _Token(token, CALL)
         cdef unique_ptr[LaneJob] job
         call.work = work
@@ -217,14 +173,6 @@ cdef class NativeLanes:
         cdef _Token owner = _Token(token, EXISTS)
         cdef unique_ptr[LaneJob] job
         job = make_exists(<PyObject*>owner, connector.connector, items)
-        return self._submit(lane, job, False)
-
-    def submit_list(self, int lane, NativeConnector connector not None, cursor, most, token):
-        cdef _Token owner = _Token(token, LIST)
-        cdef unique_ptr[LaneJob] job
-        if most < 1:
-            raise ValueError(f"most: must be at least 1, not {most}")
-        job = make_list(<PyObject*>owner, connector.connector, cursor, most)
         return self._submit(lane, job, False)
 
     def submit_put(self, int lane, NativeConnector connector not None, items, token):
@@ -241,42 +189,6 @@ cdef class NativeLanes:
         job = make_batch[LoadJob](<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)
 
-    def submit_delete(self, int lane, NativeConnector connector not None, const unsigned char[::1] keys, token):
-        cdef vector[DeleteItem] batch
-        cdef _Token owner = _Token(token, DELETE)
-        cdef Py_ssize_t i
-        cdef unique_ptr[LaneJob] job
-        batch.resize(count_keys(keys))
-        for i in range(<Py_ssize_t>batch.size()):
-            memcpy(batch[i].key.data(), &keys[32 * i], 32)
-        job = make_delete(<PyObject*>owner, connector.connector, batch)
-        return self._submit(lane, job, True)
-
-    def submit_open(self, int lane, NativeConnector connector not None, instance_id, region, region_bytes, token):
-        cdef ConnectorContext context
-        context.instance_id = (<str>instance_id).encode()
-        context.region = <uint8_t*><size_t>region
-        context.region_bytes = region_bytes
-        return self._submit_call(lane, connector, OPEN, context, token)
-
-    def submit_clear(self, int lane, NativeConnector connector not None, token):
-        return self._submit_call(lane, connector, CLEAR, ConnectorContext(), token)
-
-    def submit_usage(self, int lane, NativeConnector connector not None, token):
-        return self._submit_call(lane, connector, USAGE, ConnectorContext(), token)
-
-    def submit_close(self, int lane, NativeConnector connector not None, token):
-        return self._submit_call(lane, connector, CLOSE, ConnectorContext(), token)
-
-    cdef object _submit_call(
-        self, int lane, NativeConnector connector, Kind kind, ConnectorContext context, object token
-    ):
-        cdef _Token owner = _Token(token, kind)
-        cdef unique_ptr[LaneJob] job = make_connector_call(
-            <PyObject*>owner, connector.connector, kind - OPEN, context
-        )
-        return self._submit(lane, job, True)
-
     def take_done(self):
         cdef vector[unique_ptr[LaneJob]] jobs
         cdef Status status
@@ -290,18 +202,6 @@ cdef class NativeLanes:
             done.append((token.token, _outcome(token, jobs[i].get()), token.error))
             jobs[i].reset()
         return done
-
-    def counts(self, int lane):
-        cdef LaneCounts counts
-        if not 0 <= lane < 4:
-            raise ValueError(f"lane: must be 0 to 3, not {lane}")
-        counts = self.lanes.get().counts(<CLane>lane)
-        return {
-            "waiting": counts.waiting,
-            "running": counts.running,
-            "refused": counts.refused,
-            "done": counts.done,
-        }
 
     def stop(self):
         with nogil:

@@ -1,28 +1,6 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # The exceptions that the native modules raise for a Status of the core.
 
-class ReasonRow(NamedTuple):
-    word: str
-    retryable: bool
-    blames_medium: bool
-    meaning: str
-
-
-def reasons():
-    cdef size_t i
-    rows = []
-    for i in range(1, kReasonCount):
-        rows.append(
-            ReasonRow(
-                kReasons[i].word.decode(),
-                bool(kReasons[i].retryable),
-                bool(kReasons[i].blames_medium),
-                kReasons[i].meaning.decode(),
-            )
-        )
-    return rows
-
-
 cdef str message_of(const Status& status):
     cdef str text = status.message().decode()
     cdef list parts = []

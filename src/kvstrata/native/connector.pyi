@@ -18,8 +18,7 @@ class NativeConnector:
     """The fields of `kvstrata::ConnectorCapabilities` by name, without `items_per_piece`."""
 
     ready: bool
-    """Whether the connector has read its medium's index, so that `exists_now` answers at once and
-    `NativeLanes.submit_list` may be called."""
+    """Whether the connector has read its medium's index, so that `exists_now` and `list_keys` answer at once."""
 
     def exists_now(self, keys: bytes) -> tuple[bytes, str] | None:
         """A presence for each of the 32-byte keys, and the reason why some are unknown.
@@ -27,6 +26,26 @@ class NativeConnector:
         Asks in the calling thread, without the GIL; returns None if the connector would have to wait.  Raises
         ValueError if the keys do not have 32 bytes each.
         """
+
+    # For threads of lanes; none of these keeps the GIL.
+
+    def open(self, instance_id: str, region: int, region_bytes: int) -> str:
+        """Open the connector; returns an error message, or an empty string."""
+
+    def list_keys(self, cursor: int, most: int) -> tuple[list[bytes], int]:
+        """Keys, and the next cursor: 0 after the last. REQUIRES: `ready`, and `most` is at least 1."""
+
+    def remove(self, keys: bytes) -> int:
+        """Delete keys; returns how many records were removed."""
+
+    def clear(self) -> int:
+        """Remove all records; returns how many were removed."""
+
+    def usage(self) -> tuple[int, int, int]:
+        """(used bytes, capacity in bytes, records)"""
+
+    def close(self) -> None:
+        """Close the connector. REQUIRES: no other call of it runs."""
 
     def counts(self) -> dict[str, int]:
         """The connector's counters, by name."""
@@ -56,7 +75,7 @@ class NativeLanes:
     idle: bool
     """Whether the lanes were stopped and no thread is left."""
 
-    def submit(self, lane: int, work: Callable[[], Any], token: object, beyond_limit: bool) -> bool:
+    def submit(self, lane: int, work: Callable[[], Any], beyond_limit: bool, token: object) -> bool:
         """Queue `work`, to be called once in a thread of that lane; False, and nothing happens, when the lane is full.
 
         `token` names the work in `take_done`.  With `beyond_limit` the work is queued even if the lane is full.
@@ -64,24 +83,8 @@ class NativeLanes:
         likewise.
         """
 
-    def submit_open(
-        self,
-        lane: int,
-        connector: NativeConnector,
-        instance_id: str,
-        region: int,
-        region_bytes: int,
-        token: object,
-    ) -> bool:
-        """Open the connector; the result is an error message, or an empty string. A full lane does not refuse it."""
-
     def submit_exists(self, lane: int, connector: NativeConnector, keys: bytes, token: object) -> bool:
         """Ask which keys exist; the result is that of `NativeConnector.exists_now`."""
-
-    def submit_list(
-        self, lane: int, connector: NativeConnector, cursor: int, most: int, token: object
-    ) -> bool:
-        """List keys; the result is (keys, next cursor: 0 after the last). REQUIRES: `connector.ready`."""
 
     def submit_put(
         self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
@@ -100,26 +103,8 @@ class NativeLanes:
         The result is ([(LoadStatus, reason)], keys that the connector's cap dropped since it was last asked).
         """
 
-    def submit_delete(self, lane: int, connector: NativeConnector, keys: bytes, token: object) -> bool:
-        """Delete keys; the result is how many records were removed.
-
-        A full lane does not refuse this job, nor those of the next three methods.
-        """
-
-    def submit_clear(self, lane: int, connector: NativeConnector, token: object) -> bool:
-        """Remove all records; the result is how many were removed."""
-
-    def submit_usage(self, lane: int, connector: NativeConnector, token: object) -> bool:
-        """Ask for the usage; the result is (used bytes, capacity in bytes, records)."""
-
-    def submit_close(self, lane: int, connector: NativeConnector, token: object) -> bool:
-        """Close the connector. REQUIRES: no other job of it is queued or runs."""
-
     def take_done(self) -> list[tuple[Any, Any, BaseException | None]]:
         """(token, result, error) of each job that has ended and was not taken yet, in the order of their ends."""
-
-    def counts(self, lane: int) -> dict[str, int]:
-        """By name: `waiting` and `running` (pieces now), `refused` and `done` (jobs so far)."""
 
     def stop(self) -> None:
         """Accept no more work; work accepted before runs to its end."""
@@ -140,7 +125,6 @@ def disk_connector(
     min_free_bytes: int = 0,
     direct: bool = True,
     reinsert_percent: int = 20,
-    scrub_bytes_per_s: int = 0,
 ) -> object:
     """A capsule for `NativeConnector`; its log is not opened yet.
 
@@ -148,7 +132,7 @@ def disk_connector(
     `segment_bytes`: a multiple of 4096, at most a sixteenth of the capacity; 0: by the capacity.
     `min_free_bytes`: the log grows only if it leaves this much free on the file system.  `direct`: use O_DIRECT if the
     file system supports it.  `reinsert_percent`: when a segment retires, this share of it is written again: its most
-    recently loaded records.  `scrub_bytes_per_s`: 0 turns scrubbing off.
+    recently loaded records.
     """
 
 # The native connector of `fs` (ext/core/src/fs/connector.h).

@@ -35,19 +35,6 @@ else:
 #
 # PoolError and RegistryError have a stable `reason`.
 
-class ReasonRow(NamedTuple):
-    """A row of ext/core/src/base/reason.h."""
-
-    word: str
-    retryable: bool
-    """The same request may succeed later; a put that is refused with it is THROTTLED."""
-    blames_medium: bool
-    """Whether the reason blames the medium, as `tiers.reasons.blames_medium` defines it."""
-    meaning: str
-
-def reasons() -> list[ReasonRow]:
-    """The reasons that the native adapters and the pool report."""
-
 # Chunk keys in batches (SHA-256; definitions in `docs/formats.md`).
 
 def chain_keys(

@@ -1,5 +1,8 @@
 """The storage contract: what every L2 medium implements.
 
+The server calls an adapter between the return of `open` and the call of `close` only (`remarks` at any time), with keys
+of 32 bytes (tiers/tier.py).
+
 Invariants
 1. All calls are batches; outcomes are per item and in order; one bad item never fails its batch.
 2. Each item carries a hold on its extent.  The lowest layer that touches the bytes drops the hold when the
@@ -292,7 +295,7 @@ class StorageAdapter(ABC):
 
     @abstractmethod
     async def usage(self) -> Usage:
-        """The bytes and records that the medium holds now."""
+        """The bytes and records that the medium holds now; a shared one may count only those of this server."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -64,7 +64,6 @@ from kvstrata.tiers.base import (
 )
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.reasons import (
-    BAD_ITEM,
     CODEC,
     LENGTH,
     QUEUE_FULL,
@@ -74,7 +73,6 @@ from kvstrata.tiers.reasons import (
 )
 from kvstrata.tiers.staging import Block, Staging, StagingHold
 from kvstrata.tiers.structs import Place
-from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.native.core import Hold
@@ -583,7 +581,6 @@ class Codec:
         self._chain = Chain(settings)
         self._staging = Staging(staging_bytes)
         self._lanes = Lanes(f"{name[:5]}-codec", num_workers=workers)
-        self._closed = False
         self._undecodable: set[str] = set()
         """The reasons with which records could not be decoded, and which are logged."""
 
@@ -592,8 +589,7 @@ class Codec:
         return {"staging_used_bytes": self._staging.used_bytes, **self.counts}
 
     async def close(self) -> None:
-        """End the threads; the medium answers from now on. REQUIRES: no batch is under way. Idempotent."""
-        self._closed = True
+        """End the threads. REQUIRES: no batch is under way. Idempotent."""
         await self._lanes.close()
 
     async def _room(
@@ -616,19 +612,14 @@ class Codec:
 
     async def put(self, medium: StorageAdapter, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Encode the records that the medium lacks, and put them into it. See `StorageAdapter.put`."""
-        if self._closed:
-            return await medium.put(items)
-        outcomes = [PutOutcome(PutStatus.FAILED, BAD_ITEM)] * len(items)
-        good = [i for i, item in enumerate(items) if len(item.key) == KEY_BYTES]
-        found = await medium.exists(b"".join(items[i].key for i in good), Ask())
+        outcomes = [PutOutcome(PutStatus.EXISTS)] * len(items)
+        found = await medium.exists(b"".join([item.key for item in items]), Ask())
         lacking = []
-        for i, presence in zip(good, found, strict=True):
+        for i, presence in enumerate(found):
             if presence == Presence.PRESENT:
-                outcomes[i] = PutOutcome(PutStatus.EXISTS)
+                items[i].hold.drop()
             else:
                 lacking.append(i)
-        for i in set(range(len(items))).difference(lacking):
-            items[i].hold.drop()
         staged: list[tuple[int, Block, asyncio.Future[int]]] = []
 
         async def flush() -> None:
@@ -704,8 +695,6 @@ class Codec:
 
     async def load(self, medium: StorageAdapter, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """Load from the medium into staging, then decode into the extents. See `StorageAdapter.load`."""
-        if self._closed:
-            return await medium.load(items)
         outcomes = [LoadOutcome(LoadStatus.FAILED, THROTTLED)] * len(items)
         staged: list[tuple[int, Block]] = []
 

@@ -69,28 +69,19 @@ class Lanes:
         `beyond_limit` is for finishing work that was admitted before (one piece per admitted batch).
         Cancelling the future ends the wait only. Raises RuntimeError after `close`.
         """
-        number = _NUMBER[lane]
-        return self.submit_native(lambda native, future: native.submit(number, work, future, beyond_limit))
+        return self.submit_native(NativeLanes.submit, lane, work, beyond_limit)
 
     def submit_native(
-        self, submit: Callable[[NativeLanes, asyncio.Future[Any]], bool]
+        self, submit: Callable[..., bool], lane: Lane, *what: Any
     ) -> asyncio.Future[Any] | None:
-        """As `submit`, for work that `submit(native, future)` puts into the native lanes itself."""
+        """As `submit`, for the work that a method of NativeLanes makes of its arguments."""
         if self._native is None:
             raise RuntimeError("the lanes are closed")
         if self._loop is None:
             self._watch()
         assert self._loop is not None
         future: asyncio.Future[Any] = self._loop.create_future()
-        return future if submit(self._native, future) else None
-
-    def waiting(self, lane: Lane) -> int:
-        """How many pieces of work in a lane still wait for a thread."""
-        return 0 if self._native is None else self._native.counts(_NUMBER[lane])["waiting"]
-
-    def number(self, lane: Lane) -> int:
-        """The lane's number in the native lanes."""
-        return _NUMBER[lane]
+        return future if submit(self._native, _NUMBER[lane], *what, future) else None
 
     async def close(self) -> None:
         """Take no more work, finish all that was taken, end the threads. Idempotent.

@@ -17,8 +17,8 @@ Invariants
    that blame the medium (tiers/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an
    answer, not a failure.  While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot
    be loaded is not a hit.
-3. A paused tier's medium is asked nothing, nor is one whose directory is gone.  A medium whose directory cannot be
-   written to serves its records and gets no new ones.
+3. A medium is asked nothing before it is open or after its close began, nor while its tier is paused or its
+   directory is gone.  A medium whose directory cannot be written to serves its records and gets no new ones.
 
 The log has a line when a breaker opens (`tier_down`) and when it closes again (`tier_up`), none for probes that fail;
 when the medium has no room for a put (`tier_full`), and when it has stored again (`tier_has_room`); and for each change
@@ -35,7 +35,7 @@ import ctypes
 import enum
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -78,6 +78,7 @@ from kvstrata.tiers.host.parent import HostedAdapter
 from kvstrata.tiers.numbers import TierNumbers
 from kvstrata.tiers.reasons import (
     BREAKER_OPEN,
+    CLOSED,
     DEADLINE,
     ENCODED,
     FULL,
@@ -92,7 +93,6 @@ from kvstrata.types import KEY_BYTES
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Moved = TypeVar("Moved", PutOutcome, LoadOutcome)
 
 STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 divided by this."""
@@ -108,6 +108,7 @@ FULL_REASONS = frozenset({FULL, "capacity", "disk_full", "no_room"})
 """Reasons of puts for which the medium had no room."""
 CODECS_AT = 80
 """The place in a record's header of the eight numbers of the codecs that encoded its payload, zero for none."""
+_CANCELLED = "cancelled"
 MEANINGS = {
     "exists": "lookups count its chunks as absent",
     "put": "it gets no new chunks",
@@ -117,10 +118,12 @@ MEANINGS = {
 """What an open breaker of an operation means, for the log."""
 
 
-_FAILED: dict[type[Any], enum.IntEnum] = {
-    PutOutcome: PutStatus.FAILED,
-    LoadOutcome: LoadStatus.FAILED,
+_KINDS: dict[str, tuple[type[Any], Any, Any]] = {
+    "exists": (Presence, None, None),
+    "put": (PutOutcome, PutStatus.FAILED, PutStatus.STORED),
+    "load": (LoadOutcome, LoadStatus.FAILED, LoadStatus.LOADED),
 }
+"""By operation, what the medium answers for each key or item, and the statuses of failure and of success."""
 
 
 class TierState(enum.StrEnum):
@@ -390,7 +393,7 @@ class Tier(TierNumbers):
 
     def medium_numbers(self) -> dict[str, int]:
         """The medium's own numbers; empty if it breaks its contract."""
-        return read_checked(self.name, "numbers", self.medium.numbers, Counts)
+        return read_checked(self.name, "numbers", self.medium.numbers, Counts) if self.is_open else {}
 
     def codec_stats(self) -> dict[str, int]:
         """The codec's numbers; empty without one."""
@@ -465,81 +468,86 @@ class Tier(TierNumbers):
         async def work() -> tuple[bytes, str]:
             return await self.medium.exists(keys, own), own.reason
 
-        with _Span(self, "exists", n_keys) as span:
+        begun_s, outcomes = self._clock.monotonic_s(), {_CANCELLED: n_keys}
+        try:
             try:
-                if not self._breakers["load"].would_admit(self._clock.monotonic_s()):
+                if not self._breakers["load"].would_admit(begun_s):
                     raise _Failed(self._refusal("exists") or BREAKER_OPEN)
-                found, ask.reason = await self._bounded("exists", work, n_keys, 0, Presence)
+                found, ask.reason = await self._bounded("exists", work, n_keys, 0)
             except _Failed as failed:
                 found = ask.unknown(keys, failed.reason)
-            for presence in Presence:
-                if count := found.count(presence):
-                    reason = ask.reason if presence is Presence.UNKNOWN else ""
-                    span.outcomes[_word(presence.name, reason)] = count
+            outcomes = {
+                _word(presence.name, ask.reason if presence is Presence.UNKNOWN else ""): count
+                for presence in Presence
+                if (count := found.count(presence))
+            }
+        finally:
+            self._count("exists", begun_s, 0, outcomes)
         return found
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the medium; FAILED at the deadline, while the breaker is open and while the medium takes no puts."""
         medium, codec = self.medium, self.codec
-        put = (
-            functools.partial(medium.put, items)
-            if codec is None
-            else functools.partial(codec.put, medium, items)
-        )
-        return await self._move("put", put, items, PutOutcome, PutStatus.FAILED, PutStatus.STORED)
+        put = functools.partial(medium.put if codec is None else functools.partial(codec.put, medium), items)
+        return await self._move("put", put, items)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """As the medium; FAILED at the deadline, while the breaker is open and while the medium is asked nothing."""
         medium, codec = self.medium, self.codec
-        if codec is None:
-            load = functools.partial(medium.load, items)
-            check = functools.partial(_refuse_encoded, [item.hold.address for item in items])
-        else:
-            load, check = functools.partial(codec.load, medium, items), None
-        return await self._move("load", load, items, LoadOutcome, LoadStatus.FAILED, LoadStatus.LOADED, check)
+        places = [item.hold.address for item in items] if codec is None else []
+        load = functools.partial(
+            medium.load if codec is None else functools.partial(codec.load, medium), items
+        )
+        return await self._move("load", load, items, places)
 
     async def _move(
         self,
         operation: str,
-        work: Callable[[], Coroutine[Any, Any, list[Moved]]],
+        work: Callable[[], Coroutine[Any, Any, list[Any]]],
         items: Sequence[PutItem] | Sequence[LoadItem],
-        kind: type[Moved],
-        failed: Any,
-        moved: object,
-        check: Callable[[list[Moved]], list[Moved]] | None = None,
-    ) -> list[Moved]:
+        places: Sequence[int] = (),
+    ) -> list[Any]:
+        """`places`: of a load without a codec, see `_refuse_encoded`."""
+        kind, failed, moved = _KINDS[operation]
         lengths = [item.hold.length for item in items]
-        with _Span(self, operation, len(items)) as span:
+        begun_s, moved_bytes = self._clock.monotonic_s(), 0
+        words = collections.Counter({_CANCELLED: len(items)})
+        try:
             try:
-                outcomes = await self._bounded(operation, work, len(items), sum(lengths), kind)
-                if check is not None:
-                    outcomes = check(outcomes)
-            except _Refused as refused:
-                for item in items:
-                    item.hold.drop()
-                outcomes = [kind(failed, refused.reason)] * len(items)
+                outcomes = await self._bounded(operation, work, len(items), sum(lengths))
+                if places:
+                    outcomes = _refuse_encoded(places, outcomes)
             except _Failed as error:
+                if isinstance(error, _Refused):
+                    for item in items:
+                        item.hold.drop()
                 outcomes = [kind(failed, error.reason)] * len(items)
+            words = collections.Counter()
             for (status, reason), length in zip(outcomes, lengths, strict=True):
-                span.outcomes[_word(status.name, reason)] += 1
-                span.moved_bytes += length if status is moved else 0
+                words[_word(status.name, reason)] += 1
+                moved_bytes += length if status is moved else 0
+        finally:
+            self._count(operation, begun_s, moved_bytes, words)
         return outcomes
 
     async def delete(self, keys: bytes) -> int:
         """As the medium; 0 at the deadline, while the breaker is open and while the medium takes no puts."""
         count, n_keys = 0, len(keys) // KEY_BYTES
-        with _Span(self, "delete", n_keys) as span:
+        begun_s, outcomes = self._clock.monotonic_s(), {_CANCELLED: n_keys}
+        try:
             with contextlib.suppress(_Failed):
-                answer = await self._bounded("delete", lambda: self.medium.delete(keys), 0, 0, None)
+                answer = await self._bounded("delete", lambda: self.medium.delete(keys), 0, 0)
                 count = answer if self._is_answer("delete", answer, _is_count(answer)) else 0
-            span.outcomes.update({"deleted": count, "absent": n_keys - count})
+            outcomes = {"deleted": count, "absent": n_keys - count}
+        finally:
+            self._count("delete", begun_s, 0, outcomes)
         return count
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the medium; None if it does not answer in time, its answer is not a page, or it is asked nothing."""
         page: KeyPage | None = None
         with contextlib.suppress(_Failed):
-            page = await self._bounded("list_keys", lambda: self.medium.list_keys(cursor, most), 0, 0, None)
+            page = await self._bounded("list_keys", lambda: self.medium.list_keys(cursor, most), 0, 0)
         if page is None or _is_page(page, most):
             return page
         log.error("%s: list_keys answered %.200r, which is not a page of %d keys", self.name, page, most)
@@ -548,7 +556,7 @@ class Tier(TierNumbers):
     async def usage(self) -> Usage:
         """As the medium; all zero if it is paused or does not answer in time, or its answer is not a usage."""
         with contextlib.suppress(_Failed):
-            usage = await self._bounded("usage", self.medium.usage, 0, 0, None)
+            usage = await self._bounded("usage", self.medium.usage, 0, 0)
             counts = (
                 isinstance(usage, tuple) and len(usage) == len(Usage._fields) and all(map(_is_count, usage))
             )
@@ -587,6 +595,8 @@ class Tier(TierNumbers):
 
     def _refusal(self, operation: str) -> str:
         """Why the medium is not asked this; empty: it is asked."""
+        if not self.is_open:
+            return CLOSED
         if self.paused:
             return PAUSED
         state = FolderState.WELL if self.folder is None else self.folder.state
@@ -602,13 +612,11 @@ class Tier(TierNumbers):
         work: Callable[[], Coroutine[Any, Any, T]],
         items: int,
         payload_bytes: int,
-        kind: type[Any] | None,
     ) -> T:
         """The result of `work` if it comes in time. Raises _Refused if nothing was asked, _Failed otherwise.
 
-        With a `kind` the result must be a list of so many outcomes of this kind, or for Presence (their bytes, why some
-        are unknown).  An operation without a breaker always
-        goes through.
+        The result of an operation in _KINDS must be a list of so many outcomes of its kind, or for `exists` (presences,
+        why some are unknown).  An operation without a breaker always goes through.
 
         After the deadline, and when the caller is cancelled, the work goes on and its bytes count as stuck until it
         ends.  In any case the breaker hears how the work ended, or that its deadline passed.
@@ -635,7 +643,7 @@ class Tier(TierNumbers):
             reason = (
                 RAISED
                 if task.cancelled() or task.exception() is not None
-                else _failure(task.result(), items, kind)
+                else _failure(task.result(), items, operation)
             )
             if not reason and late.done() and breaker is not None:
                 breaker.late_but_well(self._clock.monotonic_s())
@@ -658,10 +666,10 @@ class Tier(TierNumbers):
             log_broken_contract(self.name, operation, error)
             raise _Failed(RAISED)
         result = task.result()
-        if kind is not None and not _fits(result, items, kind):
+        if operation in _KINDS and not _fits(result, items, operation):
             log.error(
                 "%s: %s answered %d items with %.200r, which is not a list of one %s each",
-                self.name, operation, items, result, kind.__name__,
+                self.name, operation, items, result, _KINDS[operation][0].__name__,
             )  # fmt: skip
             raise _Failed(RAISED)
         return result
@@ -692,10 +700,13 @@ class Tier(TierNumbers):
 
         task.add_done_callback(unstick)
 
-    def _count(
-        self, operation: str, seconds: float, moved_bytes: int, outcomes: collections.Counter[str]
-    ) -> None:
-        """Count a batch that has ended; log that the medium is full, or has room again, if that has changed."""
+    def _count(self, operation: str, begun_s: float, moved_bytes: int, outcomes: Mapping[str, int]) -> None:
+        """Count a batch that has ended; log that the medium is full, or has room again, if that has changed.
+
+        `outcomes`: items by outcome in lower case (`stored`, `absent`, …), by `status:reason` where there is a reason,
+        _CANCELLED if the caller went away.
+        """
+        seconds = self._clock.monotonic_s() - begun_s
         counted = self.by_operation[operation]
         counted.seconds.add(seconds)
         counted.bytes += moved_bytes
@@ -715,27 +726,6 @@ class Tier(TierNumbers):
         elif not reason and self._is_full and moved_bytes:
             self._is_full = False
             self._log.repeated(logging.INFO, f"room {self.name}", "tier_has_room", adapter=self.name)
-
-
-class _Span:
-    """Times one batch, and counts it however it ends."""
-
-    def __init__(self, tier: Tier, operation: str, items: int) -> None:
-        self._tier, self._operation, self._items = tier, operation, items
-        self.moved_bytes = 0
-        self.outcomes: collections.Counter[str] = collections.Counter()
-        """Items by outcome in lower case (`stored`, `absent`, …), by `status:reason` where there is a reason,
-        `cancelled` when the caller went away."""
-
-    def __enter__(self) -> _Span:
-        self._begun_s = self._tier._clock.monotonic_s()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is not None:
-            self.outcomes = collections.Counter({"cancelled": self._items})
-        seconds = self._tier._clock.monotonic_s() - self._begun_s
-        self._tier._count(self._operation, seconds, self.moved_bytes, self.outcomes)
 
 
 class _Failed(Exception):
@@ -771,7 +761,8 @@ def _parted(word: str) -> tuple[str, str, str]:
     return word.partition(":")
 
 
-def _fits(outcomes: Any, items: int, kind: type[Any]) -> bool:
+def _fits(outcomes: Any, items: int, operation: str) -> bool:
+    kind = _KINDS[operation][0]
     if kind is Presence:
         found = outcomes[0]
         return isinstance(found, bytes) and len(found) == items and not found.translate(None, bytes(Presence))
@@ -782,12 +773,13 @@ def _fits(outcomes: Any, items: int, kind: type[Any]) -> bool:
     )
 
 
-def _failure(result: Any, items: int, kind: type[Any] | None) -> str:
+def _failure(result: Any, items: int, operation: str) -> str:
     """Why a result means that the medium failed; "" if it does not."""
-    if kind is None:
+    if operation not in _KINDS:
         return ""
-    if not _fits(result, items, kind):
+    if not _fits(result, items, operation):
         return RAISED
+    kind, failed, _ = _KINDS[operation]
     if kind is Presence:
         found, reason = result
         all_unknown = items and found.count(Presence.UNKNOWN) == items and blames_medium(reason)
@@ -795,7 +787,7 @@ def _failure(result: Any, items: int, kind: type[Any] | None) -> str:
     first = ""
     for outcome in result:
         reason = outcome[-1]
-        if outcome[0] is not _FAILED[kind] or not blames_medium(reason):
+        if outcome[0] is not failed or not blames_medium(reason):
             return ""
         first = first or reason or "failed"
     return first

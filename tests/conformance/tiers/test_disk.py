@@ -125,7 +125,6 @@ class TestOpening:
 @pytest.mark.asyncio
 async def test_numbers_count_the_bytes_put_and_the_bytes_written_for_them(tmp_path: Path) -> None:
     adapter = disk_adapter(base_path=str(tmp_path), capacity_bytes=64 << 20)
-    assert adapter.numbers() == {}
     await adapter.open(AdapterContext("one", SystemClock(), 0, 0, lambda key: None))
     await adapter.put([put_item(key_of(n), 50_000) for n in range(10)])
     await adapter.delete(key_of(3))

@@ -1,4 +1,4 @@
-"""Each place in the code that gives up a chunk names a reason, and reasons of the native code have a meaning."""
+"""Each place in the code that gives up a chunk names a reason, and the pool's refusals have a meaning."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstrata.native.core import reasons
 from kvstrata.rpc.wire import ReserveOutcome
-from kvstrata.tiers.reasons import MEANINGS, OTHER, blames_medium
+from kvstrata.tiers.reasons import MEANINGS, OTHER
 
 SRC = Path(__file__).resolve().parents[3] / "src" / "kvstrata"
 GIVEN_UP = {
     ("PutOutcome", "FAILED"): 1, ("PutOutcome", "THROTTLED"): 1, ("LoadOutcome", "FAILED"): 1,
 }  # fmt: skip
 """(Class, its status) of an outcome that gives a chunk up → place of the reason among its arguments."""
-ONLY_OF_PUTS = {"capacity", "disk_full", "no_room"}
-"""Words that end puts only: the chunk stays in L1, and is `put_skipped` when it has left."""
-OF_THE_POOL = {"sessions_full"}
-"""Words that no adapter gives."""
 
 
 def outcomes() -> Iterator[tuple[str, ast.Call, int]]:
@@ -47,14 +42,6 @@ def test_no_outcome_gives_a_chunk_up_without_a_reason() -> None:
     assert silent == []
 
 
-def test_each_reason_of_the_native_code_has_a_meaning_or_ends_puts_only() -> None:
-    words = {row.word for row in reasons()} - OF_THE_POOL
-    assert {word for word in words if (word in MEANINGS) == (word in ONLY_OF_PUTS)} == set()
+def test_each_refusal_of_the_pool_has_a_meaning() -> None:
     given_up = set(ReserveOutcome) - {ReserveOutcome.RESERVED, ReserveOutcome.PRESENT}
     assert [one for one in given_up if MEANINGS.get(one.name.lower(), OTHER) is OTHER] == []
-
-
-def test_each_reason_of_the_native_code_blames_what_the_policy_blames() -> None:
-    for row in reasons():
-        if row.word not in OF_THE_POOL:
-            assert row.blames_medium == blames_medium(row.word), row.word

@@ -118,6 +118,20 @@ async def opened(inner: Scripted, clock: HandClock | None = None, **limits: Any)
     return tier
 
 
+async def test_a_closed_tier_answers_in_place_of_its_medium_and_ends_the_holds() -> None:
+    inner = Scripted()
+    tier = await opened(inner)
+    await tier.close()
+    item, load = put_item(key_of(1), SIZE), load_item(key_of(1), SIZE)
+    assert await tier.put([item]) == [PutOutcome(PutStatus.FAILED, "closed")]
+    assert await tier.load([load]) == [LoadOutcome(LoadStatus.FAILED, "closed")]
+    assert await ask_for(tier, [key_of(1)]) == [Found(Presence.UNKNOWN, "closed")]
+    assert (await tier.delete(key_of(1)), await tier.usage()) == (0, Usage(0, 0, 0))
+    assert inner.calls == []
+    watched(item).check()
+    watched(load).check()
+
+
 @on_virtual_time
 async def test_a_deadline_answers_while_the_hold_stays_with_the_medium() -> None:
     inner = Scripted()

@@ -46,7 +46,6 @@ T = TypeVar("T")
 
 KEY_BYTES = 32
 GB = 1 << 30
-CLOSED = "closed"
 
 
 def from_fields(fields: Mapping[str, Any], path: str) -> SqliteAdapter:
@@ -82,7 +81,6 @@ class SqliteAdapter(StorageAdapter):
         self._context: AdapterContext | None = None
         self._connections: list[sqlite3.Connection] = []
         self._connections_lock = threading.Lock()
-        self._closed = True
 
     # Life.
 
@@ -100,7 +98,6 @@ class SqliteAdapter(StorageAdapter):
                 field="path",
             ) from None
         self._used_bytes = sum(self._index.values())
-        self._closed = False
         async with self._changing:
             victims = self._victims(0)
             if victims:  # the cap is smaller than it was
@@ -109,7 +106,6 @@ class SqliteAdapter(StorageAdapter):
 
     async def close(self) -> None:
         """Wait until all work has ended; all holds are then dropped."""
-        self._closed = True
         while self._running:
             await asyncio.wait(set(self._running))
         if self._lanes is not None:
@@ -121,14 +117,10 @@ class SqliteAdapter(StorageAdapter):
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Answer from the index, without disk or queue."""
-        if self._closed:
-            return ask.unknown(keys, CLOSED)
         return bytes([Presence.PRESENT if key in self._index else Presence.ABSENT for key in split(keys)])
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """List keys by row number, which a record keeps as long as it exists."""
-        if self._closed:
-            return None
         return await self._own(self._in_lane(Lane.LOOKUP, lambda: self._read_keys(cursor, most)))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
@@ -165,16 +157,10 @@ class SqliteAdapter(StorageAdapter):
 
     async def _put_one(self, item: PutItem) -> PutOutcome:
         key, length = item.key, item.hold.length
-        refusal = ""
-        if self._closed:
-            refusal = CLOSED
-        elif len(key) != KEY_BYTES:
-            refusal = "bad_item"
-        elif 0 < self._capacity_bytes < length:
-            refusal = "larger_than_cap"
-        if refusal or self._index.get(key) == length:
+        if self._index.get(key) == length or 0 < self._capacity_bytes < length:
             item.hold.drop()  # no thread will touch its bytes
-            return PutOutcome(PutStatus.FAILED, refusal) if refusal else PutOutcome(PutStatus.EXISTS)
+            exists = self._index.get(key) == length
+            return PutOutcome(PutStatus.EXISTS) if exists else PutOutcome(PutStatus.FAILED, "larger_than_cap")
         victims = self._victims(length - self._index.get(key, 0))
         failure = await self._in_lane(Lane.PUT, lambda: self._write_row(item, victims))
         if failure is not None:
@@ -211,9 +197,6 @@ class SqliteAdapter(StorageAdapter):
         return list(await asyncio.gather(*map(self._load_one, items)))
 
     async def _load_one(self, item: LoadItem) -> LoadOutcome:
-        if self._closed:
-            item.hold.drop()
-            return LoadOutcome(LoadStatus.FAILED, CLOSED)
         outcome, row = await self._in_lane(Lane.LOAD, lambda: self._read_row(item))
         if outcome.status is LoadStatus.LOADED and item.key in self._index:
             self._index.move_to_end(item.key)
@@ -227,8 +210,6 @@ class SqliteAdapter(StorageAdapter):
     async def _delete_batch(self, keys: list[bytes] | None) -> int:
         """Delete these keys (None: all); returns how many records were deleted."""
         async with self._changing:
-            if self._closed:
-                return 0
             chosen = list(self._index) if keys is None else keys
             if not await self._in_lane(Lane.DELETE, lambda: self._delete_rows(chosen)):
                 return 0

@@ -60,7 +60,7 @@ struct LoadItem {
   std::uint8_t* bytes = nullptr;
   // Before the load the room at `bytes`, after kLoaded the number of bytes that the medium has
   // stored, which the connector sets. If they are more than there is room for, the outcome is
-  // kFailed with the reason "length" for a whole record, and kCorrupt for other bytes.
+  // kFailed or kCorrupt.
   std::uint32_t length = 0;
   BytesHold hold;
   LoadStatus status = LoadStatus::kFailed;

@@ -1,8 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #include "lanes/connector_jobs.h"
 
-#include <exception>
-
 #include "base/reason.h"
 #include "record/record.h"
 
@@ -22,10 +20,6 @@ void drop_holds(std::span<Item> items) noexcept {
 
 void ExistsJob::run(std::size_t /*index*/) {
   connector_->exists(items);
-}
-
-void ListJob::run(std::size_t /*index*/) {
-  cursor = connector_->list(cursor, most_, &keys);
 }
 
 void PutJob::run(std::size_t index) {
@@ -67,32 +61,6 @@ void LoadJob::run(std::size_t index) {
 
 void LoadJob::end() noexcept {
   connector().take_evicted(&evicted);
-}
-
-void DeleteJob::run(std::size_t /*index*/) {
-  connector_->remove(items);
-}
-
-void CallConnectorJob::run(std::size_t /*index*/) {
-  switch (call) {
-    case Call::kOpen:
-      try {
-        wrong = connector_->open(context);
-      } catch (const std::exception& error) {
-        wrong = error.what();
-        if (wrong.empty()) wrong = "opening failed";
-      }
-      break;
-    case Call::kClear:
-      cleared = connector_->clear();
-      break;
-    case Call::kUsage:
-      usage = connector_->usage();
-      break;
-    case Call::kClose:
-      connector_->close();
-      break;
-  }
 }
 
 }  // namespace kvstrata

@@ -1,7 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The calls of a connector as jobs of a lane. A job owns its items. When the job is done, every
-// item has its outcome, and only holds that the connector has copied still exist.
+// The calls of a connector that serve lookups, puts and loads, as jobs of a lane. A job owns its
+// items. When the job is done, every item has its outcome, and only holds that the connector has
+// copied still exist.
 #pragma once
 
 #include <algorithm>
@@ -26,21 +27,6 @@ class ExistsJob : public LaneJob {
 
  private:
   std::shared_ptr<Connector> connector_;
-};
-
-class ListJob : public LaneJob {
- public:
-  ListJob(std::shared_ptr<Connector> connector, std::uint64_t cursor, std::size_t most) noexcept
-      : cursor(cursor), connector_(std::move(connector)), most_(most) {}
-  void run(std::size_t index) override;
-
-  // Before run(), the cursor of this call; afterwards, of the next call.
-  std::uint64_t cursor;
-  std::vector<Digest> keys;
-
- private:
-  std::shared_ptr<Connector> connector_;
-  std::size_t most_;
 };
 
 // A batch of puts or loads, cut into pieces that run on several threads at the same time.
@@ -88,38 +74,6 @@ class LoadJob : public BatchJob<LoadItem> {
   using BatchJob::BatchJob;
   void run(std::size_t index) override;
   void end() noexcept override;
-};
-
-class DeleteJob : public LaneJob {
- public:
-  DeleteJob(std::shared_ptr<Connector> connector, std::vector<DeleteItem> items) noexcept
-      : items(std::move(items)), connector_(std::move(connector)) {}
-  void run(std::size_t index) override;
-
-  std::vector<DeleteItem> items;
-
- private:
-  std::shared_ptr<Connector> connector_;
-};
-
-// Runs one of the connector's other calls: open, clear, usage or close.
-class CallConnectorJob : public LaneJob {
- public:
-  enum class Call : std::uint8_t { kOpen = 0, kClear = 1, kUsage = 2, kClose = 3 };
-
-  CallConnectorJob(std::shared_ptr<Connector> connector, Call call,
-                   ConnectorContext context) noexcept
-      : call(call), context(std::move(context)), connector_(std::move(connector)) {}
-  void run(std::size_t index) override;
-
-  Call call;
-  ConnectorContext context;
-  std::string wrong;  // the result of open(): empty on success
-  std::uint64_t cleared = 0;
-  ConnectorUsage usage;
-
- private:
-  std::shared_ptr<Connector> connector_;
 };
 
 }  // namespace kvstrata

@@ -10,7 +10,6 @@ void DoneJobs::push(QueuedJob* job) noexcept {
   {
     const std::lock_guard lock(mutex_);
     queue_.push(job);
-    counts_[index_of(job->lane)] += 1;
     unread_ += 1;
   }
   signal();
@@ -30,11 +29,6 @@ Status DoneJobs::take(std::vector<std::unique_ptr<LaneJob>>* out) noexcept {
     out->push_back(std::move(done->job));
   }
   return Status();
-}
-
-std::uint64_t DoneJobs::count(Lane lane) noexcept {
-  const std::lock_guard lock(mutex_);
-  return counts_[index_of(lane)];
 }
 
 }  // namespace kvstrata

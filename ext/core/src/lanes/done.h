@@ -1,8 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <array>
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -28,15 +26,11 @@ class DoneJobs {
   // See Lanes::take_done().
   Status take(std::vector<std::unique_ptr<LaneJob>>* out) noexcept;
 
-  // How many jobs of this lane have ever been done.
-  [[nodiscard]] std::uint64_t count(Lane lane) noexcept;
-
  private:
   EventFd event_;
   std::mutex mutex_;
   JobQueue queue_;
   std::size_t unread_ = 0;
-  std::array<std::uint64_t, kLaneCount> counts_{};
 };
 
 }  // namespace kvstrata

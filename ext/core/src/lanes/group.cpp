@@ -27,13 +27,11 @@ Status LaneGroup::submit(Lane lane, std::unique_ptr<LaneJob>& job, bool beyond_l
   if (queued == nullptr) return Status(StatusCode::kNoSpace, "no memory for the job");
   {
     const std::lock_guard lock(mutex_);
-    LaneCounts& counts = counts_[index_of(lane)];
+    Pieces& counts = counts_[index_of(lane)];
     if (closing_) return Status(StatusCode::kClosed, "the lanes are closed");
-    if (counts.waiting >= queue_limit_ && !beyond_limit) {
-      counts.refused += 1;
+    if (counts.waiting >= queue_limit_ && !beyond_limit)
       return Status(StatusCode::kQueueFull, "the lane is full",
                     static_cast<std::int64_t>(counts.waiting), queue_limit_);
-    }
     KVSTRATA_RETURN_IF_ERROR(start_threads(pieces));
     queued->job = std::move(job);
     counts.waiting += pieces;
@@ -45,11 +43,6 @@ Status LaneGroup::submit(Lane lane, std::unique_ptr<LaneJob>& job, bool beyond_l
   else
     changed_.notify_one();
   return Status();
-}
-
-LaneCounts LaneGroup::counts(Lane lane) noexcept {
-  const std::lock_guard lock(mutex_);
-  return counts_[index_of(lane)];
 }
 
 void LaneGroup::stop() noexcept {
@@ -66,7 +59,7 @@ void LaneGroup::stop() noexcept {
 bool LaneGroup::busy() noexcept {
   const std::lock_guard lock(mutex_);
   return waiting_ > 0 || std::any_of(counts_.begin(), counts_.end(),
-                                     [](const LaneCounts& counts) { return counts.running > 0; });
+                                     [](const Pieces& counts) { return counts.running > 0; });
 }
 
 bool LaneGroup::idle() noexcept {

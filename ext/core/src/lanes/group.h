@@ -26,9 +26,6 @@ class LaneGroup {
 
   // See Lanes::submit().
   Status submit(Lane lane, std::unique_ptr<LaneJob>& job, bool beyond_limit) noexcept;
-  // All counts except `done`, which DoneJobs counts.
-  [[nodiscard]] LaneCounts counts(Lane lane) noexcept;
-
   // See Lanes::stop().
   void stop() noexcept;
   // True while pieces are waiting or running.
@@ -39,6 +36,11 @@ class LaneGroup {
   void join() noexcept;
 
  private:
+  struct Pieces {
+    std::uint64_t waiting = 0;  // no thread has begun them
+    std::uint64_t running = 0;
+  };
+
   Status start_threads(std::size_t more) noexcept;
   QueuedJob* take(std::size_t* piece) noexcept;
   void work();
@@ -51,10 +53,10 @@ class LaneGroup {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::array<JobQueue, kLaneCount> queues_;
-  std::array<LaneCounts, kLaneCount> counts_{};  // all but `done`
-  std::size_t waiting_ = 0;                      // pieces that no thread has begun, of all lanes
-  std::size_t idle_ = 0;                         // threads that wait for work
-  std::size_t present_ = 0;                      // threads that have not left
+  std::array<Pieces, kLaneCount> counts_{};
+  std::size_t waiting_ = 0;  // pieces that no thread has begun, of all lanes
+  std::size_t idle_ = 0;     // threads that wait for work
+  std::size_t present_ = 0;  // threads that have not left
   bool closing_ = false;
   std::vector<std::thread> threads_;
 };

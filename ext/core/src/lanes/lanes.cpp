@@ -82,12 +82,6 @@ Status Lanes::take_done(std::vector<std::unique_ptr<LaneJob>>* out) noexcept {
   return done_->take(out);
 }
 
-LaneCounts Lanes::counts(Lane lane) const noexcept {
-  LaneCounts counts = by_lane_[index_of(lane)]->counts(lane);
-  counts.done = done_->count(lane);
-  return counts;
-}
-
 void Lanes::stop() noexcept {
   for (const auto& group : groups_)
     group->stop();

@@ -62,13 +62,6 @@ struct LaneOptions {
   std::uint32_t queue_limit = 1024;                     // pieces that may wait in one lane
 };
 
-struct LaneCounts {
-  std::uint64_t waiting = 0;  // pieces that no thread has begun
-  std::uint64_t running = 0;
-  std::uint64_t refused = 0;  // jobs, since the start
-  std::uint64_t done = 0;     // jobs, since the start
-};
-
 class Lanes {
  public:
   static constexpr std::uint32_t kMaxWorkers = 256;
@@ -93,8 +86,6 @@ class Lanes {
   // Replaces `*out` with the jobs that are done and not read, in the order in which they ended; the
   // caller owns them. kNoSpace: no memory; `*out` is empty, and the jobs can still be taken.
   Status take_done(std::vector<std::unique_ptr<LaneJob>>* out) noexcept;
-
-  [[nodiscard]] LaneCounts counts(Lane lane) const noexcept;
 
   // Refuses new jobs from now on; accepted jobs still run to their end. When the last thread has
   // left, idle() becomes true and event_fd() becomes readable once more.

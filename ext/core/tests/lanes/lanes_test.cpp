@@ -116,7 +116,6 @@ TEST(every_piece_runs_once_and_the_end_after_all_of_them) {
   CHECK_EQ(seen_at_end.load(), static_cast<int>(kPieces));
   for (auto& run : runs)
     CHECK_EQ(run.load(), 1);
-  CHECK_EQ(lanes->counts(Lane::kPut).done, 1U);
 }
 
 TEST(pieces_of_one_job_run_at_the_same_time) {
@@ -124,7 +123,6 @@ TEST(pieces_of_one_job_run_at_the_same_time) {
   Gate gate;
   submit(*lanes, Lane::kLoad, job([&](std::size_t) { gate.pass(); }, 3));
   gate.await_arrived(3);
-  CHECK_EQ(lanes->counts(Lane::kLoad).running, 3U);
   gate.open();
   done(*lanes, 1);
 }
@@ -140,7 +138,6 @@ TEST(in_the_common_group_lookups_go_first_then_loads_deletes_puts) {
   std::vector<Lane> order;  // of one thread: the other one stays where it is
   for (const Lane lane : {Lane::kPut, Lane::kDelete, Lane::kLoad, Lane::kLookup})
     submit(*lanes, lane, job([&order, lane](std::size_t) { order.push_back(lane); }));
-  CHECK_EQ(lanes->counts(Lane::kDelete).waiting, 1U);
   gate.open();
   done(*lanes, 5);
   CHECK(order == (std::vector<Lane>{Lane::kLookup, Lane::kLoad, Lane::kDelete, Lane::kPut}));

@@ -62,7 +62,7 @@ from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.host import frames
 from kvstrata.tiers.host.frames import MAX_ITEMS, Call, Channel, ChannelError, Message
 from kvstrata.tiers.host.process import HostProcess
-from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, HOST_DIED, HOST_DOWN, QUEUE_FULL
+from kvstrata.tiers.reasons import HOST_DIED, HOST_DOWN, QUEUE_FULL
 from kvstrata.tiers.work import Work
 from kvstrata.types import KEY_BYTES
 
@@ -270,17 +270,13 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
 
     async def _move(self, operation: frames.Operation, items: Sequence[Any]) -> list[Any]:
         """For each item of a put or load its outcome, or a reason (str) why there is none."""
-        found: list[Any] = [BAD_ITEM] * len(items)
-        places = [i for i, item in enumerate(items) if len(item.key) == KEY_BYTES]
-        for i in set(range(len(items))).difference(places):
-            items[i].hold.drop()
-        parts = [places[at : at + MAX_ITEMS] for at in range(0, len(places), MAX_ITEMS)]
-        futures = [self._call(operation, [items[i] for i in part]) for part in parts]
-        del items
-        for part, future in zip(parts, futures, strict=True):
+        parts = [items[at : at + MAX_ITEMS] for at in range(0, len(items), MAX_ITEMS)]
+        calls = [(len(part), self._call(operation, part)) for part in parts]
+        del items, parts  # the table of requests has the holds now
+        found: list[Any] = []
+        for count, future in calls:
             outcomes = await future
-            for number, i in enumerate(part):
-                found[i] = outcomes if isinstance(outcomes, str) else outcomes[number]
+            found += [outcomes] * count if isinstance(outcomes, str) else outcomes
         return found
 
     def _call(
@@ -291,9 +287,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         future: asyncio.Future[Any] = loop.create_future()
         holds = [item.hold for item in items]
         channel, why = self._channel, ""
-        if self._closed:
-            why = CLOSED
-        elif channel is None or self.state != "up":
+        if channel is None or self.state != "up":
             why = HOST_DOWN
         elif channel.is_full or len(self._requests) >= MAX_REQUESTS:
             why = QUEUE_FULL

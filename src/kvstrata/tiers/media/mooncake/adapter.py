@@ -31,10 +31,9 @@ from urllib.parse import urlsplit
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.keys.batch import split
-from kvstrata.native.core import CopyOutcome, RecordError, Verifier, names_of, record_header
+from kvstrata.native.core import CopyOutcome, Verifier, names_of
 from kvstrata.observability.logging import Thinning
 from kvstrata.tiers.base import (
-    MIN_RECORD_BYTES,
     AdapterContext,
     Ask,
     Capabilities,
@@ -51,9 +50,8 @@ from kvstrata.tiers.base import (
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.media.mooncake.sdk import check_answers, check_nics, import_store
 from kvstrata.tiers.media.shared import medium_word
-from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, FULL, LENGTH, QUEUE_FULL, RAISED, THROTTLED
+from kvstrata.tiers.reasons import FULL, QUEUE_FULL, RAISED, THROTTLED
 from kvstrata.tiers.work import Work
-from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.native.core import Hold
@@ -215,8 +213,6 @@ class MooncakeAdapter(StorageAdapter):
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Ask the store once for all keys."""
-        if reason := self._not_ready():
-            return ask.unknown(keys, reason)
         names = names_of(KEY_PREFIX, split(keys))
         if not names:
             return b""
@@ -233,31 +229,19 @@ class MooncakeAdapter(StorageAdapter):
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """Load all records in one call. A cancelled wait lets the batch go on to its end."""
-        outcomes = [LoadOutcome(LoadStatus.FAILED, self._not_ready() or BAD_ITEM)] * len(items)
-        places = self._acceptable(items)
-        if not places:
-            return outcomes
-        batch = [items[place] for place in places]
-        future = self._lanes.submit(Lane.LOAD, lambda: self._read(batch))
+        batch = list(items)
+        future = self._lanes.submit(Lane.LOAD, lambda: self._read(batch)) if batch else None
         if future is None:
             self._drop(batch)
-            loaded = [LoadOutcome(LoadStatus.FAILED, THROTTLED)] * len(batch)
-        else:
-            loaded = await self._work.own(future)
-        for place, outcome in zip(places, loaded, strict=True):
-            outcomes[place] = outcome
-        return outcomes
+            return [LoadOutcome(LoadStatus.FAILED, THROTTLED)] * len(batch)
+        return await self._work.own(future)
 
     async def delete(self, keys: bytes) -> int:
         """Remove records, even those that the store has leased to readers."""
-        if self._not_ready() or not keys:
-            return 0
         return await self._work.own(self._in_lane(Lane.DELETE, lambda: self._remove(split(keys)).count(_OK)))
 
     async def clear(self) -> int:
         """Remove the records of all instances. Raises StorageError if the store refuses."""
-        if self._not_ready():
-            return 0
         removed = await self._work.own(self._in_lane(Lane.DELETE, self._remove_all))
         if removed < 0:
             raise StorageError(f"{self.name}: not cleared: {_reason(removed)}", field=self.name)
@@ -271,14 +255,13 @@ class MooncakeAdapter(StorageAdapter):
     # --- on the event loop -------------------------------------------------------------------------------
 
     async def _put_batch(self, items: list[PutItem]) -> list[PutOutcome]:
-        outcomes = [PutOutcome(PutStatus.FAILED, self._not_ready() or BAD_ITEM)] * len(items)
+        outcomes = [PutOutcome(PutStatus.FAILED, RAISED)] * len(items)
         loop = asyncio.get_running_loop()
         firsts: list[int] = []
         others: list[tuple[int, asyncio.Future[PutStatus]]] = []
-        for place in self._acceptable(items):
-            key = items[place].key
+        for place, (key, hold) in enumerate(items):
             if key in self._putting:
-                items[place].hold.drop()
+                hold.drop()
                 others.append((place, self._putting[key]))
             else:
                 self._putting[key] = loop.create_future()
@@ -302,17 +285,6 @@ class MooncakeAdapter(StorageAdapter):
                 PutOutcome(PutStatus.EXISTS) if there else PutOutcome(PutStatus.THROTTLED, THROTTLED)
             )
         return outcomes
-
-    def _acceptable(self, items: Sequence[PutItem | LoadItem]) -> list[int]:
-        """Indices of the items that the store gets; the holds of the others are dropped."""
-        ready = not self._not_ready()
-        places = [place for place, item in enumerate(items) if ready and len(item.key) == KEY_BYTES]
-        for place in set(range(len(items))).difference(places):
-            items[place].hold.drop()
-        return places
-
-    def _not_ready(self) -> str:
-        return "" if self._opened and not self._closed else CLOSED
 
     async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
         future = self._lanes.submit(lane, work, beyond_limit=True)
@@ -346,7 +318,7 @@ class MooncakeAdapter(StorageAdapter):
             codes = [code for batch in batches for code in self._transfer(self._store.batch_get_into, batch)]
             sound = self._sound(items, codes)
             return [
-                _LOADED if place in sound else self._not_loaded(items[place].key, items[place].hold, code)
+                _LOADED if place in sound else self._not_loaded(items[place].key, code)
                 for place, code in enumerate(codes)
             ]
         finally:
@@ -382,33 +354,16 @@ class MooncakeAdapter(StorageAdapter):
         outcomes = self._verifier.verify_stored(records)
         return {place for place, outcome in zip(read, outcomes, strict=True) if outcome == CopyOutcome.OK}
 
-    def _not_loaded(self, key: bytes, hold: Hold, code: int) -> LoadOutcome:
+    def _not_loaded(self, key: bytes, code: int) -> LoadOutcome:
         """The outcome of an item that is absent or not sound; `code` is the number of bytes read, or an error."""
         if code in (_NO_OBJECT, _NO_REPLICA_YET, _REPLICA_GONE):
             return LoadOutcome(LoadStatus.ABSENT)
         if code < 0 and code != _PARAMETERS:
             return LoadOutcome(LoadStatus.FAILED, _reason(code))
-        if code < 0 and self._is_longer_record(key, hold):
-            return LoadOutcome(LoadStatus.FAILED, LENGTH)
         [removed] = self._remove([key])
         if removed == _NO_OBJECT:  # somebody else removed the value while it was being read
             return LoadOutcome(LoadStatus.ABSENT)
         return LoadOutcome(LoadStatus.CORRUPT)
-
-    def _is_longer_record(self, key: bytes, hold: Hold) -> bool:
-        """Whether the stored value's headers are those of a record of that key; overwrites the start of the extent."""
-        name = _name(key)
-        stored_bytes = self._store.get_size(name)
-        if not MIN_RECORD_BYTES <= hold.length < stored_bytes:
-            return False
-        ranges = ([hold.address], [[name]], [[[0]]], [[[0]]], [[[MIN_RECORD_BYTES]]])
-        if self._store.get_into_ranges(*ranges) != [[[MIN_RECORD_BYTES]]]:
-            return False
-        try:
-            header = record_header(hold.address, stored_bytes)
-        except RecordError:
-            return False
-        return header.key == key and header.header_bytes + header.stored_bytes == stored_bytes
 
     def _remove(self, keys: Sequence[bytes]) -> list[int]:
         with self._counting:

@@ -55,9 +55,8 @@ from kvstrata.tiers.base import (
 )
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.media.object_store.failures import LATER, RANGE, advice, is_wrong, plain, reason_of
-from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, MISMATCH, QUEUE_FULL, THROTTLED
+from kvstrata.tiers.reasons import MISMATCH, QUEUE_FULL, THROTTLED
 from kvstrata.tiers.work import Work
-from kvstrata.types import KEY_BYTES
 
 try:
     import obstore
@@ -73,9 +72,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DEFAULT_WORKERS = {Lane.LOOKUP: 16, Lane.LOAD: 16, Lane.PUT: 8}
-COUNTED_FOR_S = 600.0
-MAX_COUNTED = 100_000
-"""Most objects that `usage` lists; in a larger store it counts only these and the puts since."""
 NOTE_EVERY_S = 60.0
 LONGEST_BYTES = (1 << 32) - 1
 """Longest record that its header can describe."""
@@ -142,12 +138,8 @@ class ObjectStoreAdapter(StorageAdapter):
         self._creates = True
         """Whether the store can refuse to replace an object."""
         self._work = Work(name)
-        self._closed = True
         self._counting = threading.Lock()
-        self._listing: asyncio.Task[Usage] | None = None
-        """The one listing that runs; all callers of `usage` wait for it."""
         self._usage = Usage(0, 0, 0)
-        self._counted_s: float | None = None
         self._noted: dict[str, float] = {}
         self._bad_objects = 0
 
@@ -166,7 +158,6 @@ class ObjectStoreAdapter(StorageAdapter):
         except ConfigError:
             await self._lanes.close()
             raise
-        self._closed = False
 
     def _reach(self) -> None:
         self._store = self.settings.connect()
@@ -194,7 +185,6 @@ class ObjectStoreAdapter(StorageAdapter):
 
     async def close(self) -> None:
         """Wait for the operations in flight. Idempotent."""
-        self._closed = True
         await self._work.ended()
         await self._lanes.close()
 
@@ -202,8 +192,6 @@ class ObjectStoreAdapter(StorageAdapter):
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Send a HEAD for each key, concurrently in the lookup lane."""
-        if self._closed:
-            return ask.unknown(keys, CLOSED)
         full = Presence.UNKNOWN, THROTTLED
         found = await self._work.own(self._each(Lane.LOOKUP, self._find, split(keys), lambda key: full))
         ask.reason = next((reason for _, reason in found if reason), "")
@@ -211,8 +199,6 @@ class ObjectStoreAdapter(StorageAdapter):
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Put the records, divided among the threads of the lane."""
-        if self._closed:
-            return [dropped(item, PutOutcome(PutStatus.FAILED, CLOSED)) for item in items]
         full = PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)
         return await self._work.own(
             self._each(Lane.PUT, self._write, items, lambda item: dropped(item, full))
@@ -220,36 +206,24 @@ class ObjectStoreAdapter(StorageAdapter):
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """Load the records, divided among the threads of the lane; parts of a large one are loaded concurrently."""
-        if self._closed:
-            return [dropped(item, LoadOutcome(LoadStatus.FAILED, CLOSED)) for item in items]
         return await self._work.own(asyncio.gather(*map(self._load_one, items)))
 
     async def delete(self, keys: bytes) -> int:
         """Remove in bulk the records that a HEAD finds."""
-        if self._closed:
-            return 0
         paths = [path_of(key) for key in dict.fromkeys(split(keys))]
         return await self._work.own(self._in_lane(Lane.DELETE, lambda: self._delete(paths)))
 
     async def clear(self) -> int:
         """List the records below the prefix and remove them. Raises StorageError."""
-        if self._closed:
-            return 0
         try:
             return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
         except _ERRORS as error:
             raise StorageError(f"{self.name}: cannot be cleared: {plain(error)}", field=self.name) from None
 
     async def usage(self) -> Usage:
-        """The records of the last listing, and this server's changes since then.
-
-        A listing stops after MAX_COUNTED records, and is repeated once it is COUNTED_FOR_S old.
-        """
-        if self._closed:
-            return Usage(0, 0, 0)
-        if self._listing is None or self._listing.done():
-            self._listing = self._work.start(self._in_lane(Lane.DELETE, self._count))
-        return await asyncio.shield(self._listing)
+        """The records that this server has put since its start and not removed; nothing lists the bucket for it."""
+        with self._counting:
+            return self._usage
 
     def numbers(self) -> dict[str, int]:
         """The number of objects since the start that had a record's name but were not a sound record."""
@@ -301,8 +275,6 @@ class ObjectStoreAdapter(StorageAdapter):
         return Presence.PRESENT, ""
 
     def _write(self, item: PutItem) -> PutOutcome:
-        if len(item.key) != KEY_BYTES:
-            return dropped(item, PutOutcome(PutStatus.FAILED, BAD_ITEM))
         path, length = path_of(item.key), item.hold.length
         view = item.hold.view()
         weakref.finalize(view, item.hold.drop).atexit = False  # invariant 2
@@ -364,8 +336,6 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def _read(self, item: LoadItem, begin: int, end: int) -> Part:
         """Read one part of a record into its extent."""
-        if len(item.key) != KEY_BYTES:
-            return Part(LoadStatus.FAILED, BAD_ITEM)
         room = item.hold.length
         try:
             size, e_tag = self._fetch(path_of(item.key), begin, item.hold.view()[begin:end], room)
@@ -446,7 +416,7 @@ class ObjectStoreAdapter(StorageAdapter):
                 self._remove([meta["path"] for meta in ours])
                 removed += len(ours)
         with self._counting:
-            self._counted_s = None
+            self._usage = Usage(0, 0, 0)
         return removed
 
     def _pages(self) -> Iterator[list[Any]]:
@@ -457,28 +427,10 @@ class ObjectStoreAdapter(StorageAdapter):
             if time.monotonic() > until_s:
                 raise TimeoutError(f"incomplete: the listing did not end within {LIST_S:g} s")
 
-    def _count(self) -> Usage:
-        with self._counting:
-            if self._counted_s is not None and time.monotonic() - self._counted_s < COUNTED_FOR_S:
-                return self._usage
-        used_bytes = records = 0
-        try:
-            for ours in self._pages():
-                used_bytes, records = used_bytes + sum(meta["size"] for meta in ours), records + len(ours)
-                if records >= MAX_COUNTED:
-                    break
-        except _ERRORS as error:
-            self._note(error)
-            return self._usage
-        with self._counting:
-            self._usage, self._counted_s = Usage(used_bytes, 0, records), time.monotonic()
-            return self._usage
-
     def _count_change(self, record_bytes: int, records: int) -> None:
         with self._counting:
-            if self._counted_s is not None:
-                used_bytes, _, known = self._usage
-                self._usage = Usage(max(0, used_bytes + record_bytes), 0, max(0, known + records))
+            used_bytes, _, known = self._usage
+            self._usage = Usage(max(0, used_bytes + record_bytes), 0, max(0, known + records))
 
     def _note(self, error: Exception) -> str:
         """The short reason of an error, which is logged at most once a minute per reason."""

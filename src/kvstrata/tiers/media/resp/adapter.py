@@ -62,7 +62,7 @@ from kvstrata.tiers.media.resp.pipeline import Answer, BadValue, Pipelines
 from kvstrata.tiers.media.resp.replies import fields_of, number_in, reason_of
 from kvstrata.tiers.media.resp.servers import Address, RespServers, Servers
 from kvstrata.tiers.media.shared import medium_word
-from kvstrata.tiers.reasons import BAD_ITEM, CLOSED, FULL, MISMATCH, QUEUE_FULL, THROTTLED, TOO_LARGE
+from kvstrata.tiers.reasons import FULL, MISMATCH, QUEUE_FULL, THROTTLED, TOO_LARGE
 from kvstrata.tiers.work import Work
 from kvstrata.types import KEY_BYTES
 
@@ -120,7 +120,6 @@ class RespAdapter(StorageAdapter):
         )
         self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
         self._work = Work(name)
-        self._closed = True
         self._room = (0.0, True)
         """Monotonic time until which the last answer of `_has_room` is reused, and that answer."""
         self._full = 0
@@ -137,11 +136,9 @@ class RespAdapter(StorageAdapter):
         except (StorageError, ConfigError):
             await self._lanes.close()
             raise
-        self._closed = False
 
     async def close(self) -> None:
         """Wait for the operations in flight, which their time limits end; close the connections. Idempotent."""
-        self._closed = True
         await self._work.ended()
         await self._lanes.close()
         self._servers.close()
@@ -164,42 +161,27 @@ class RespAdapter(StorageAdapter):
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Ask for the STRLEN of each key."""
-        if self._closed:
-            return ask.unknown(keys, CLOSED)
-        words = await self._work.own(
-            self._batch(
-                Lane.LOOKUP,
-                split(keys),
-                self._find,
-                (Presence.UNKNOWN, CLOSED),
-                (Presence.UNKNOWN, THROTTLED),
-            )
-        )
+        full = Presence.UNKNOWN, THROTTLED
+        words = await self._work.own(self._batch(Lane.LOOKUP, split(keys), self._find, full))
         ask.reason = next((reason for _, reason in words if reason), "")
         return bytes([presence for presence, _ in words])
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """SET the records that are absent."""
-        bad = PutOutcome(PutStatus.FAILED, CLOSED if self._closed else BAD_ITEM)
-        return await self._work.own(
-            self._batch(Lane.PUT, items, self._put, bad, PutOutcome(PutStatus.THROTTLED, QUEUE_FULL))
-        )
+        full = PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)
+        return await self._work.own(self._batch(Lane.PUT, items, self._put, full))
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """GET the values into the extents."""
-        bad = LoadOutcome(LoadStatus.FAILED, CLOSED if self._closed else BAD_ITEM)
-        return await self._work.own(
-            self._batch(Lane.LOAD, items, self._load, bad, LoadOutcome(LoadStatus.FAILED, THROTTLED))
-        )
+        full = LoadOutcome(LoadStatus.FAILED, THROTTLED)
+        return await self._work.own(self._batch(Lane.LOAD, items, self._load, full))
 
     async def delete(self, keys: bytes) -> int:
         """UNLINK."""
-        return sum(await self._work.own(self._batch(Lane.DELETE, split(keys), self._unlink, 0, 0)))
+        return sum(await self._work.own(self._batch(Lane.DELETE, split(keys), self._unlink, 0)))
 
     async def clear(self) -> int:
         """Remove the records under our prefix, which SCAN finds. Raises StorageError if a server does not answer."""
-        if self._closed:
-            return 0
         return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
 
     async def usage(self) -> Usage:
@@ -207,23 +189,18 @@ class RespAdapter(StorageAdapter):
 
         Only reading all keys could tell which are ours.
         """
-        if self._closed:
-            return Usage(0, 0, 0)
         return await self._work.own(self._in_lane(Lane.LOOKUP, self._usage))
 
     async def _batch(
-        self, lane: Lane, asked: Sequence[Any], work: Callable[[Any], list[T]], bad: T, refused: T
+        self, lane: Lane, asked: Sequence[Any], work: Callable[[Any], list[T]], refused: T
     ) -> list[T]:
-        """Outcomes of `work` on the pieces of a batch; `bad` for an invalid item, `refused` where the lane is full."""
-        outcomes = [bad] * len(asked)
+        """Outcomes of `work` on the pieces of a batch; `refused` where the lane is full."""
+        outcomes = [refused] * len(asked)
         pieces: list[list[int]] = []
         filling: dict[Address | None, tuple[list[int], int]] = {}
         clustered = self.settings.servers.cluster
         for i, one in enumerate(asked):
             key = one if isinstance(one, bytes) else one.key
-            if self._closed or len(key) != KEY_BYTES:
-                _drop(one)
-                continue
             length = 0 if one is key else one.hold.length
             server = self._servers.known(self._pipelines.name_of(key)) if clustered else None
             piece, piece_bytes = filling.get(server, ([], 0))
@@ -238,9 +215,8 @@ class RespAdapter(StorageAdapter):
             wait = self._lanes.submit(lane, functools.partial(work, items), beyond_limit=lane is Lane.DELETE)
             if wait is None:
                 for one in items:
-                    _drop(one)
-                for i in places:
-                    outcomes[i] = refused
+                    if not isinstance(one, bytes):
+                        one.hold.drop()
             else:
                 waits.append((places, wait))
         for places, wait in waits:
@@ -389,10 +365,7 @@ class RespAdapter(StorageAdapter):
     def _loaded(self, item: LoadItem, answer: Answer) -> LoadOutcome:
         if isinstance(answer, BadValue) and answer.why is not CopyOutcome.MISMATCH:
             self._bad_values += 1
-            try:
-                answer = self._remove_bad(item)
-            except LinkLost as lost:
-                answer = lost
+            self._unlink([item.key])
         match answer:
             case int():
                 return LoadOutcome(LoadStatus.LOADED)
@@ -406,22 +379,6 @@ class RespAdapter(StorageAdapter):
                 return LoadOutcome(LoadStatus.FAILED, answer.reason)
             case _:
                 return LoadOutcome(LoadStatus.FAILED, self._refused(answer))
-
-    def _remove_bad(self, item: LoadItem) -> Answer:
-        """Read the value again under WATCH. If it is still bad, remove it; if somebody has replaced it, load it."""
-        name = self._pipelines.name_of(item.key)
-        with self._servers.link(self._servers.of(name), self._pipelines.deadline_s(item.hold.length)) as link:
-            link.send([command(b"WATCH", name), command(b"GET", name)])
-            watched = link.reply()
-            answer = self._read(link, item)
-            if isinstance(watched, ServerError) or not isinstance(answer, BadValue):
-                link.send([command(b"UNWATCH")])
-                link.reply()
-                return watched if isinstance(watched, ServerError) else answer
-            link.send([command(b"MULTI"), command(b"UNLINK", name), command(b"EXEC")])
-            replies = [link.reply() for _ in range(3)]
-        wrong = [reply for reply in replies if isinstance(reply, ServerError)]
-        return wrong[-1] if wrong else answer
 
     def _scan(self, most_s: float) -> Iterator[tuple[Address, list[bytes]]]:
         """The names of our records, in pages, each with its server. Raises LinkLost, also after `most_s`."""
@@ -488,8 +445,3 @@ class RespAdapter(StorageAdapter):
             return Usage(0, 0, 0)
         caps = [cap for cap in (min(capacity_bytes, LARGEST_NUMBER), self.settings.capacity_bytes) if cap]
         return Usage(min(used_bytes, LARGEST_NUMBER), min(caps, default=0), min(records, LARGEST_NUMBER))
-
-
-def _drop(one: Any) -> None:
-    if not isinstance(one, bytes):
-        one.hold.drop()
