@@ -30,6 +30,8 @@ class World:
         self.l1: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
         self.copying: deque[tuple[StoreJob, int, bytes, list[int]]] = deque()
         self.stored = self.cancelled = self.hit_tokens = 0
+        if (late := self.engine.side.stores._late) is not None:
+            late._shared = lambda: True
         client, copies = self.engine.client, self.engine.copies
         client.peek, client.present, client.lookup = self.peek, self.present, self.lookup
         copies.store, copies.load = self.store, self.load  # type: ignore[method-assign]

@@ -314,6 +314,28 @@ def test_a_drain_stores_the_whole_queue_and_keeps_an_idle_engine_stepping():
     assert world.step().stores == [] and not world.side.awaits_news
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_point_where_two_prompts_part_is_stored_at_once_if_other_engines_share_l1(shared):
+    world = World(shares_l1=lambda: shared)
+    head = list(range(2 * CHUNK))
+
+    def asked(*rest, table=()):
+        tokens = [*head, *rest]
+        request = make_request(len(tokens), all_token_ids=tokens)
+        world.side.on_new_request(request)
+        ask(world.side, request)
+        more = world.pool.take(len(tokens) // BLOCK - len(table))
+        world.tables[request.request_id] = [*table, *more]
+        return request, world.step([(request, 0, len(tokens))])
+
+    first, _ = asked(*range(100, 100 + CHUNK))
+    table = world.tables[first.request_id]
+    _, plan = asked(*range(100, 100 + 2 * CHUNK), table=table)
+    assert plan.stores == [], "the next turn of the same session"
+    _, plan = asked(*range(300, 300 + CHUNK), table=table[:4])
+    assert [store.blocks for store in plan.stores] == ([table[:4]] if shared else [])
+
+
 def test_auto_stores_late_only_while_l1_is_small_and_does_not_swing():
     sizes = [0, 0]
     auto = late.LateWhileSmall(lambda: (sizes[0], sizes[1]))

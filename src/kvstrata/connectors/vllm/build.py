@@ -192,13 +192,14 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
             '"recompute" in --kv-transfer-config to have it computed instead',
             policy,
         )
+    kv_bytes = own_kv_bytes(setup)
     client = CacheClient(
         settings,
         role=Role.SCHEDULER,
         layout=setup.layout,
         group=setup.group,
         engine_slices=setup.engine_slices,
-        kv_bytes=own_kv_bytes(setup),
+        kv_bytes=kv_bytes,
     )
     client.start()
     unusable = no_reuse_reason(config)
@@ -237,6 +238,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
             server_seen=partial(_exists_one, [place / RPC_SOCKET for place in places]),
             pins=pins,
             store_late=store_late(setup, client),
+            shares_l1=lambda: client.sizes()[1] > kv_bytes,
             step_tokens=config.scheduler_config.max_num_batched_tokens,
             read_here=partial(_read_here, setup),
         )

@@ -92,6 +92,8 @@ class Engine(msgspec.Struct, eq=False):
     store_late: Callable[[], bool] | None = None
     """Whether chunks that are complete now are stored when vLLM is about to reuse their blocks, and not at once. None:
     never, as in an engine with windows or states."""
+    shares_l1: Callable[[], bool] = lambda: False
+    """Whether other engines are known to use the same server."""
     step_tokens: int = 0
     """Maximum number of tokens that a step computes."""
     read_here: Callable[[str], bool] = lambda request_id: False

@@ -8,7 +8,9 @@ record is *intact* as long as each of its blocks has the same object.  No block 
 queue and comes back at its end, and pins keep vLLM from resetting its cache.
 
 Each step looks at the first blocks of the queue, always from the head, and plans the stores of their chunks and of the
-chunks before them.  What is reused before it is planned is lost for L1 and counted (`late_missed_chunks`).
+chunks before them.  What is reused before it is planned is lost for L1 and counted (`late_missed_chunks`).  While other
+engines share L1, the chunks up to a point where two prompts part are planned at once, since another engine may get the
+next prompt that begins so.
 
 Invariants
 1. A chunk is looked at only once no synchronous load is unconfirmed on which its KV may rest.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -75,7 +78,7 @@ class Record(msgspec.Struct, eq=False):
 
     tracked: Tracked
     chain: list[Record]
-    """The chunks of the same prompt from the first one."""
+    """The chunks of the last prompt that has it, from the first one."""
     number: int
     key: bytes
     blocks: list[int]
@@ -96,11 +99,14 @@ class LateStores:
         (self._group,) = engine.groups
         self._pins, self._keys, self._tails = engine.pins, keys, tails
         self._client = engine.client
+        self._shared = engine.shares_l1
         self._step_blocks = -(-engine.step_tokens // self._group.block_tokens)
         self._by_block: dict[int, Record] = {}
         """Block → the chunk recorded last that it is part of, intact or not."""
         self._unconfirmed: list[Record] = []
         """Chunks of ended requests that may rest on a load whose outcome is not known."""
+        self._branches: list[Record] = []
+        """Chunks behind which two prompts have parted since the last look."""
         self._flying: dict[int, list[Record]] = {}
         """Store whose blocks a worker may read → its chunks."""
         self._generation = keys.generation
@@ -125,16 +131,23 @@ class LateStores:
         if len(tracked.recorded) > tracked.next_store:
             tracked.recorded = tracked.recorded[: tracked.next_store]
         chain = tracked.recorded  # shorter than `next_store` if chunks were stored at once before
+        other: list[Record] = []
+        """A prompt that has the same chunk before."""
         for number in range(len(chain), min(last, len(chain) + RECORDED_PER_CALL)):
             blocks = list(table[number * size : (number + 1) * size])
             key = batch.nth(keys, number)
+            if number < len(other) and other[number].key != key and self._shared():
+                self._branches.append(chain[-1])
             found = self._by_block.get(blocks[-1])
             if found is None or found.key != key or found.blocks != blocks or not _intact(pool, found):
+                other = []
                 hashes = [pool.blocks[block].block_hash for block in blocks]
                 if None in hashes:
                     break
                 found = Record(tracked, chain, number, key, blocks, hashes)
                 self._add(pool, found, confirmed=confirmed)
+            else:
+                other, found.chain, found.tracked = found.chain, chain, tracked
             chain.append(found)
         tracked.next_store = len(chain)
 
@@ -181,6 +194,7 @@ class LateStores:
         self._generation = self._keys.generation
         self._by_block.clear()
         self._unconfirmed.clear()
+        self._branches.clear()
 
     # -- planning --------------------------------------------------------------------------------------------
 
@@ -214,9 +228,10 @@ class LateStores:
         left = min(CHUNKS_PER_STEP, CHUNKS_IN_FLIGHT - sum(map(len, self._flying.values())))
         if not self._client.connected or left <= 0:
             return
-        chains = self._near_head(pool, len(pool.blocks) if self.draining else depth)
-        self.draining &= bool(chains or self._flying)
-        for records in chains.values():
+        near = self._near_head(pool, len(pool.blocks) if self.draining else depth)
+        self.draining &= bool(near or self._flying)
+        branches, self._branches = self._branches, []
+        for records in (*([branch] for branch in branches), *near.values()):
             for run in self._runs(pool, records):
                 yield records[0].tracked, run[:left]
                 left -= len(run)
@@ -232,15 +247,23 @@ class LateStores:
     def _near_head(self, pool: Any, depth: int) -> dict[int, list[Record]]:
         """The intact chunks among the first blocks that may be planned, by prompt, the most imminent prompt first."""
         found: dict[int, list[Record]] = {}
-        seen = set()
-        for block in islice(pool.free_block_queue.iter_blocks_after(None), depth):
-            record = self._by_block.get(block.block_id)
-            if record is None or record.not_before > self._step or id(record) in seen:
-                continue
-            seen.add(id(record))
-            if _intact(pool, record):
+        for record in self._first(pool, depth):
+            if record.not_before <= self._step and _intact(pool, record):
                 found.setdefault(id(record.chain), []).append(record)
         return found
+
+    def _first(self, pool: Any, depth: int) -> Iterator[Record]:
+        """The chunks recorded for the first blocks of the queue, each named once."""
+        seen, last = set(), None
+        by_block = self._by_block
+        for block in islice(pool.free_block_queue.iter_blocks_after(None), depth):
+            record = by_block.get(block.block_id)
+            if record is last or record is None:  # most neighbours in the queue are of one chunk
+                continue
+            last = record
+            if id(record) not in seen:
+                seen.add(id(record))
+                yield record
 
     def _runs(self, pool: Any, due: list[Record]) -> Iterator[list[Record]]:
         """What L1 lacks of the prompt of these records, up to its last due chunk, and then its due tail."""
@@ -284,12 +307,8 @@ class LateStores:
         The next look reaches these blocks.
         """
         self._waiting_blocks = max(self._waiting_blocks, blocks)
-        pool, checked = self._pool(), None
-        for block in islice(pool.free_block_queue.iter_blocks_after(None), min(blocks, 2 * MAX_DEPTH)):
-            record = self._by_block.get(block.block_id)
-            if record is None or record is checked:
-                continue
-            checked = record
+        pool = self._pool()
+        for record in self._first(pool, min(blocks, 2 * MAX_DEPTH)):
             may_be_saved = record.not_before <= self._step or record.store_id in self._flying
             if not record.saved and may_be_saved and _intact(pool, record):
                 self.counts["late_held_hits"] += 1
@@ -313,6 +332,4 @@ class LateStores:
 
 def _intact(pool: Any, record: Record) -> bool:
     blocks = pool.blocks
-    return all(
-        blocks[block].block_hash is found for block, found in zip(record.blocks, record.hashes, strict=True)
-    )
+    return all(map(is_, [blocks[block].block_hash for block in record.blocks], record.hashes))
