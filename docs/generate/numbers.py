@@ -27,7 +27,7 @@ from kvstrata.p2p.serving import PeerLeases, PeerServer
 from kvstrata.process.http_connections import Bounds, UnderWay
 from kvstrata.process.lifecycle import ProcessNumbers
 from kvstrata.rpc.zmq_server import ZmqServer
-from kvstrata.server.admin.status import InstanceNumbers, PoolNumbers, SessionNumbers
+from kvstrata.server.admin.status import ForecastNumbers, InstanceNumbers, PoolNumbers, SessionNumbers
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.listener import AttachServer, Traffic
 from kvstrata.server.recuts.recuts import Recuts
@@ -41,7 +41,7 @@ Parts = dict[str, tuple[type[Numbers], ...]]
 SERVER: Parts = {
     "instance": (InstanceNumbers,),
     "counters": (ServerNumbers,),
-    "pool": (PoolNumbers,),
+    "pool": (PoolNumbers, ForecastNumbers),
     "sessions": (SessionNumbers,),
     "l2_store": (StoreController,),
     "tails": (TailPuts,),
@@ -84,6 +84,7 @@ def families_of(process: Parts) -> dict[str, Family]:
 
 
 LABELS = {
+    "size": "`0.5`, `1`, `2`, `4`: times the present size of L1",
     "instance_id": "`instance_id` of the configuration",
     "op": "[operations](protocol.md#operations)",
     "code": "[error codes](protocol.md#errors)",

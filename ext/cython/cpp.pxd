@@ -402,9 +402,13 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t done_bytes() noexcept
         int error() noexcept
 
+    cdef cppclass Forecast "kvstrata::Shadows::Forecast":
+        double factor, hits, seconds
+
     cdef cppclass CPool "kvstrata::Pool":
         void has(const uint8_t*, size_t, uint8_t*) noexcept
         cbool learn() noexcept
+        vector[Forecast] forecasts() noexcept
         string lessons() noexcept
         @staticmethod
         cbool are_lessons(string) noexcept

@@ -260,6 +260,12 @@ cdef class Pool:
             learnt = self.pool.get().learn()
         return learnt
 
+    def forecasts(self):
+        cdef vector[Forecast] found
+        with nogil:
+            found = self.pool.get().forecasts()
+        return [(found[i].factor, found[i].hits, found[i].seconds) for i in range(found.size())]
+
     def lessons(self):
         return self.pool.get().lessons()
 

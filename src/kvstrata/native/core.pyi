@@ -525,6 +525,10 @@ class Pool:
     def closed(self) -> bool: ...
     def learn(self) -> bool:
         """Learns what is worth keeping from the requests since the last time, in milliseconds; False: too few."""
+    def forecasts(self) -> list[tuple[float, float, float]]:
+        """What requests of late would have hit in a pool of another size: (size ÷ this one's, share of chunks, share
+        of prefill seconds); empty as long as nothing is known. A sample of the chunks tells, by the pool's own policy.
+        """
     def lessons(self) -> bytes:
         """All that was learnt, at most 1 MiB, for a later pool. It names no prompt."""
     @staticmethod

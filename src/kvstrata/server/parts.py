@@ -16,6 +16,7 @@ from kvstrata.process.supervisor import PoolLane, Supervisor
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import (
+    ForecastNumbers,
     InstanceNumbers,
     PoolNumbers,
     SessionNumbers,
@@ -123,7 +124,7 @@ class Parts:
     def _board(self) -> StatusBoard:
         board = StatusBoard()
         board.put("instance", InstanceNumbers(self))
-        board.put("pool", PoolNumbers(self.pool))
+        board.put("pool", PoolNumbers(self.pool), ForecastNumbers(self.pool))
         board.put("counters", self.counters)
         board.put_facts("trend", self.trend.section)
         board.put("sessions", SessionNumbers(self))

@@ -248,7 +248,7 @@ void Adoption::take_entries() {
   // The entries enter the policy oldest first, with stamps from 1: stamps in the file may be
   // anything.
   std::reverse(linked_.begin(), linked_.end());
-  pool_.tell_time();
+  pool_.policy_.tell_time(pool_.time_ns());
   for (const std::uint32_t entry : linked_) {
     entries_.renew(entry, std::memory_order_relaxed);
     entries_.policy.insert(entry);

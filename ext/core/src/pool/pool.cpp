@@ -190,6 +190,7 @@ Status Pool::create(int index_fd, int extents_fd, const PoolOptions& options,
 
 Pool::Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std::uint64_t epoch)
     : options_(options),
+      shadows_(options_.policy, options_.depth_cost),
       segment_(std::move(segment)),
       slabs_(segment_->index.header().extents_bytes, &segment_->index.header().slab_bytes,
              segment_->index.header().slab_table),
@@ -340,11 +341,12 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
                   static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(spans.size()));
   }
   KVSTRATA_RETURN_IF_ERROR(check_count(n_keys));
+  const std::vector<SampledChunk> sampled =
+      shadows_.sample(keys, n_keys / spans.size(), spans.size());
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
-  tell_time();
-  policy_.count_request();
+  begin_request(sampled, n_keys / spans.size());
   Sought sought(entries_, keys, n_keys, spans.size());
   leases_.take(sought, spans, holders, identity, result);
   return Status();
@@ -363,11 +365,14 @@ Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
     result->exceeded = true;
     return Status();
   }
+  const std::size_t n_whole = keys.whole_slices().size();
+  const std::vector<SampledChunk> sampled =
+      shadows_.sample(reinterpret_cast<const std::uint8_t*>(keys.whole().data()),
+                      n_whole == 0 ? 0 : keys.n_chunks(), n_whole);
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
-  tell_time();
-  policy_.count_request();
+  begin_request(sampled, n_whole == 0 ? 0 : keys.n_chunks());
   Sought sought(entries_, keys);
   leases_.take(sought, spans, holders, identity, result);
   return Status();
@@ -386,7 +391,7 @@ Status Pool::holders_of(std::span<const std::uint32_t> rows, RowMask* holders) c
 
 bool Pool::release(std::uint64_t ticket, std::int64_t row) noexcept {
   const std::lock_guard lock(mutex_);
-  tell_time();
+  policy_.tell_time(time_ns());
   return !is_closed() && leases_.release(ticket, row);
 }
 
@@ -441,7 +446,7 @@ Status Pool::reserve(const ReserveRequest& request, ReserveResult* result) noexc
   KVSTRATA_RETURN_IF_ERROR(check_open());
   if (!rows_.is_claimed(request.row))
     return Status(StatusCode::kNotFound, "row: not claimed", request.row);
-  tell_time();
+  policy_.tell_time(time_ns());
   reservations_.reserve(request, result);
   return Status();
 }
@@ -474,19 +479,44 @@ std::uint64_t Pool::abort(std::uint64_t ticket, std::span<const std::uint32_t> i
 
 // ---- learning
 
-void Pool::tell_time() noexcept {
+std::uint64_t Pool::time_ns() const noexcept {
   const std::uint64_t set_ns = time_ns_.load(std::memory_order_relaxed);
-  policy_.tell_time(set_ns != 0 ? set_ns : monotonic_ns());
+  return set_ns != 0 ? set_ns : monotonic_ns();
+}
+
+void Pool::begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks) noexcept {
+  const std::uint64_t now_ns = time_ns();
+  policy_.tell_time(now_ns);
+  policy_.count_request();
+  shadows_.add(sampled, n_chunks, now_ns);
 }
 
 bool Pool::learn() noexcept {
   constexpr int kSamples = 2048;
   constexpr int kAtOnce = 64;  // before other threads get the mutex
+  constexpr std::uint64_t kMinShadowed = 64;
   const std::lock_guard learning(learning_);
   Lesson lesson;
+  Shadows::Waiting waiting;
+  std::size_t capacity = 0;  // chunks, if all are as long as those that are in use now
+  bool is_due = false;
+  bool has_l2 = false;
   {
     const std::lock_guard lock(mutex_);
-    if (is_closed() || !policy_.begin_lesson(&lesson)) return false;
+    if (is_closed()) return false;
+    is_due = policy_.begin_lesson(&lesson);
+    waiting = shadows_.take();
+    has_l2 = (load_word(entries_.index.header().flags) & kIndexFlagHasL2) != 0;
+    const std::uint64_t in_use = entries_.touched - entries_.free.size();
+    if (in_use >= kMinShadowed)
+      capacity = static_cast<std::size_t>(extents_bytes() / (entries_.used_bytes / in_use));
+  }
+  shadows_.run(waiting, capacity, !has_l2);
+  std::vector<Shadows::Forecast> forecasts = shadows_.forecasts();
+  if (!is_due) {
+    const std::lock_guard lock(mutex_);
+    forecasts_.swap(forecasts);
+    return false;
   }
   for (int taken = 0; taken < kSamples; taken += kAtOnce) {
     const std::lock_guard lock(mutex_);
@@ -495,8 +525,14 @@ bool Pool::learn() noexcept {
   }
   std::vector<Row> rows = learner_.learn(lesson);
   const std::lock_guard lock(mutex_);
+  forecasts_.swap(forecasts);
   policy_.teach(std::move(rows));
   return true;
+}
+
+std::vector<Shadows::Forecast> Pool::forecasts() noexcept {
+  const std::lock_guard lock(mutex_);
+  return forecasts_;
 }
 
 std::string Pool::lessons() noexcept {

@@ -48,6 +48,7 @@
 #include "pool/reservations.h"
 #include "pool/room.h"
 #include "pool/rows.h"
+#include "pool/shadow.h"
 #include "pool/slab.h"
 #include "pool/stats.h"
 #include "pool/value.h"
@@ -244,8 +245,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // Learns what is worth keeping from the requests since the last time, if they are enough: a
   // sample is taken under the mutex a few entries at a time, the rest is done without it. True if
-  // it did.
+  // it did. Lets the shadows see these requests, too.
   bool learn() noexcept;
+  // By the size of a pool; empty as long as nothing is known.
+  std::vector<Shadows::Forecast> forecasts() noexcept;
   // All that was learnt, at most 1 MiB, for PoolOptions::lessons of a later pool. It has no keys.
   std::string lessons() noexcept;
   static bool are_lessons(std::string_view bytes) noexcept { return Learner().restore(bytes); }
@@ -299,14 +302,18 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void fill_hold(std::uint32_t entry, bool reservation, Hold* out);
   void drop_hold(std::uint32_t entry, bool counted) noexcept;
   void uncount(std::uint32_t entry) noexcept;  // REQUIRES: the mutex
-  void tell_time() noexcept;                   // to the policy; REQUIRES: the mutex
+  std::uint64_t time_ns() const noexcept;
+  // REQUIRES: the mutex.
+  void begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks) noexcept;
 
   mutable std::mutex mutex_;
-  std::mutex learning_;  // taken before mutex_; guards learner_
+  std::mutex learning_;  // taken before mutex_; guards learner_, and the shadows where they run
   Learner learner_;
   std::atomic<std::uint64_t> time_ns_{0};  // 0: the clock's
   std::atomic<bool> closed_{false};
   const PoolOptions options_;
+  Shadows shadows_;
+  std::vector<Shadows::Forecast> forecasts_;  // as of the last learn()
   const std::unique_ptr<PoolSegment> segment_;
   std::uint64_t next_ticket_ = 1;
   std::uint64_t holds_ = 0;

@@ -97,6 +97,25 @@ class PoolNumbers(Numbers):
         return {**super().document(), "policy": stats["policy"], "classes": stats["classes"]}
 
 
+class ForecastNumbers(Numbers):
+    """The part of the section `pool` on L1s of other sizes, which a sample of the chunks tells (`Pool.forecasts`)."""
+
+    forecast_hits = gauge(
+        "Share of the chunks of requests of late that an L1 of another size would have had, by its size in units of "
+        "the present one.",
+        lambda self: {f"{size:g}": round(hits, 4) for size, hits, _ in self._pool.forecasts()},
+        "size",
+    )
+    forecast_seconds = gauge(
+        "Share of the prefill seconds of requests of late that an L1 of another size would have saved, likewise.",
+        lambda self: {f"{size:g}": round(seconds, 4) for size, _, seconds in self._pool.forecasts()},
+        "size",
+    )
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+
 def _of_pool(field: str, metric: str, kind: str, label: str, meaning: str) -> Number:
     number = Number(kind, meaning, (label,) if label else (), name=metric)
     number.__set_name__(PoolNumbers, field)

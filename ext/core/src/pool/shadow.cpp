@@ -1,0 +1,185 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "pool/shadow.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+namespace kvstrata {
+
+Shadow::Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses)
+    : locals_(capacity),
+      tags_(capacity),
+      parents_(capacity, kNoEntry),
+      policy_(policy, depth_cost, locals_.data(), capacity),
+      depth_cost_(depth_cost),
+      refuses_(refuses) {
+  entry_of_.reserve(capacity);
+  for (std::size_t entry = capacity; entry-- > 0;)
+    free_.push_back(static_cast<std::uint32_t>(entry));
+}
+
+std::size_t Shadow::request(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns) {
+  policy_.tell_time(monotonic_ns);
+  policy_.count_request();
+  path_.clear();
+  for (const SampledChunk& chunk : chunks) {
+    const auto found = entry_of_.find(chunk.tag);
+    if (found == entry_of_.end()) break;
+    path_.push_back(found->second);
+    sums_.hit_cost += cost(chunk.depth);
+  }
+  for (const SampledChunk& chunk : chunks)
+    sums_.cost += cost(chunk.depth);
+  const std::size_t hits = path_.size();
+  sums_.chunks += static_cast<double>(chunks.size());
+  sums_.hit_chunks += static_cast<double>(hits);
+  for (std::size_t i = hits; i-- > 0;) {
+    locals_[path_[i]].leases = 1;
+    policy_.touch(path_[i]);
+  }
+  float worth = std::numeric_limits<float>::infinity();
+  if (refuses_ && free_.empty()) {
+    worth = 0;
+    for (const SampledChunk& chunk : chunks.subspan(hits)) {
+      const Traits traits = policy_.traits_of_new(chunk.tag, chunk.depth);
+      worth = std::max(worth, policy_.worth_of_new(traits));
+    }
+  }
+  for (std::size_t i = hits; i < chunks.size(); ++i) {
+    const std::uint32_t entry = make_room(worth);
+    if (entry == kNoEntry) {
+      for (const SampledChunk& chunk : chunks.subspan(i))
+        policy_.refused(chunk.tag);
+      break;
+    }
+    EntryLocal& local = locals_[entry];
+    local = EntryLocal{};
+    local.traits = policy_.traits_of_new(chunks[i].tag, chunks[i].depth);
+    local.used_at = policy_.now();
+    local.leases = 1;
+    tags_[entry] = chunks[i].tag;
+    entry_of_[chunks[i].tag] = entry;
+    parents_[entry] = path_.empty() ? kNoEntry : path_.back();
+    if (!path_.empty() && ++locals_[path_.back()].children == 2) policy_.branch(path_.back());
+    path_.push_back(entry);
+  }
+  for (std::size_t i = path_.size(); i-- > 0;) {
+    locals_[path_[i]].leases = 0;
+    if (i < hits) {
+      policy_.unblocked(path_[i], true);
+    } else {
+      policy_.insert(path_[i]);
+    }
+  }
+  learn();
+  return hits;
+}
+
+std::uint32_t Shadow::make_room(float worth) {
+  if (free_.empty()) {
+    const std::uint32_t victim = policy_.victim(0);
+    if (victim == kNoEntry || policy_.worth(victim) > worth) return kNoEntry;
+    policy_.remove(victim, tags_[victim], true);
+    entry_of_.erase(tags_[victim]);
+    const std::uint32_t parent = parents_[victim];
+    if (parent != kNoEntry && --locals_[parent].children == 0 && locals_[parent].is_victim())
+      policy_.unblocked(parent, false);
+    free_.push_back(victim);
+  }
+  const std::uint32_t entry = free_.back();
+  free_.pop_back();
+  return entry;
+}
+
+void Shadow::learn() {
+  constexpr int kSamples = 2048;
+  Lesson lesson;
+  if (!policy_.begin_lesson(&lesson)) return;
+  const auto n_entries = static_cast<std::uint32_t>(locals_.size());
+  policy_.sample(&lesson, kSamples, n_entries, static_cast<float>(n_entries) / kSamples);
+  policy_.teach(learner_.learn(lesson));
+}
+
+void Shadow::fade(double factor) noexcept {
+  for (double* sum : {&sums_.chunks, &sums_.hit_chunks, &sums_.cost, &sums_.hit_cost})
+    *sum *= factor;
+}
+
+Shadows::Shadows(std::string_view policy, double depth_cost)
+    : policy_(policy), depth_cost_(depth_cost) {}
+
+std::vector<SampledChunk> Shadows::sample(const std::uint8_t* keys, std::size_t n_chunks,
+                                          std::size_t stride) const {
+  const std::uint64_t below = below_.load(std::memory_order_relaxed);
+  std::vector<SampledChunk> sampled;
+  for (std::size_t chunk = 0; chunk < n_chunks && below != 0; ++chunk) {
+    std::uint64_t tag;
+    std::memcpy(&tag, keys + chunk * stride * kKeyBytes, sizeof tag);
+    // Not the bits of the tag that choose the chunk's place in tables.
+    if ((tag * 0x9E37'79B9'7F4A'7C15u) >> 32 < below)
+      sampled.push_back({tag, static_cast<std::uint32_t>(chunk)});
+  }
+  return sampled;
+}
+
+void Shadows::add(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
+                  std::uint64_t monotonic_ns) {
+  if (below_.load(std::memory_order_relaxed) == 0 ||
+      waiting_.chunks.size() + sampled.size() > kMaxWaiting ||
+      waiting_.requests.size() >= kMaxWaiting) {
+    return;
+  }
+  waiting_.chunks.insert(waiting_.chunks.end(), sampled.begin(), sampled.end());
+  waiting_.requests.push_back({waiting_.chunks.size(), n_chunks, monotonic_ns});
+}
+
+Shadows::Waiting Shadows::take() noexcept {
+  return std::exchange(waiting_, {});
+}
+
+void Shadows::run(const Waiting& waiting, std::size_t capacity, bool refuses) {
+  constexpr double kFade = 0.9999;  // a request: figures are those of the last 10,000 or so
+  if (shadows_.empty()) {
+    if (capacity == 0) return;
+    const double rate = std::min(1.0, static_cast<double>(kChunks) / static_cast<double>(capacity));
+    shadows_.reserve(kFactors.size());
+    for (const double factor : kFactors) {
+      const double chunks = factor * rate * static_cast<double>(capacity);
+      shadows_.emplace_back(static_cast<std::size_t>(std::max(1.0, chunks)), policy_, depth_cost_,
+                            refuses);
+    }
+    below_.store(static_cast<std::uint64_t>(rate * 0x1p32), std::memory_order_relaxed);
+    return;
+  }
+  const double rate = static_cast<double>(below_.load(std::memory_order_relaxed)) / 0x1p32;
+  std::size_t begin = 0;
+  for (const Waiting::Request& request : waiting.requests) {
+    const auto n = static_cast<double>(request.n_chunks);
+    expected_.chunks = kFade * expected_.chunks + rate * n;
+    expected_.cost = kFade * expected_.cost + rate * (n + depth_cost_ * n * (n - 1) / 2);
+    for (Shadow& shadow : shadows_) {
+      shadow.fade(kFade);
+      shadow.request(std::span(waiting.chunks).subspan(begin, request.end - begin),
+                     request.monotonic_ns);
+    }
+    begin = request.end;
+  }
+}
+
+std::vector<Shadows::Forecast> Shadows::forecasts() const {
+  std::vector<Forecast> found;
+  for (std::size_t i = 0; i < shadows_.size() && expected_.chunks > 0; ++i) {
+    const ShadowSums& sums = shadows_[i].sums();
+    // What a sample has too little or too much of are hot chunks, that is, hits.
+    const auto share = [](double hit, double all, double expected) {
+      return std::clamp((hit + expected - all) / expected, 0.0, 1.0);
+    };
+    found.push_back({kFactors[i], share(sums.hit_chunks, sums.chunks, expected_.chunks),
+                     share(sums.hit_cost, sums.cost, expected_.cost)});
+  }
+  return found;
+}
+
+}  // namespace kvstrata

@@ -1,0 +1,120 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Shadows: what the pool would hit if it were of another size. A shadow is a cache without bytes
+// that the pool's own policy manages. It sees a sample of the chunks of every request, chosen by a
+// hash of their keys, and has room for as large a share of the chunks (SHARDS, Waldspurger et al.,
+// FAST 2015). Without sampling it is a replay of the requests.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "pool/value.h"
+
+namespace kvstrata {
+
+// A chunk of a prompt: the first word of its key, and the number of chunks before it.
+struct SampledChunk {
+  std::uint64_t tag;
+  std::uint32_t depth;
+};
+
+// Chunks, and their costs in units of a prompt's first chunk.
+struct ShadowSums {
+  double chunks = 0;
+  double hit_chunks = 0;
+  double cost = 0;
+  double hit_cost = 0;
+};
+
+// Not thread-safe.
+class Shadow {
+ public:
+  // `capacity`: chunks. `policy`, `depth_cost`: see Value. `refuses`: see kWorthLess.
+  Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses);
+
+  // A lookup of a prompt, and the store of what it misses. Returns the hits among `chunks`, and
+  // adds to the sums. Learns now and then.
+  std::size_t request(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns);
+  const ShadowSums& sums() const noexcept { return sums_; }
+  void fade(double factor) noexcept;
+
+ private:
+  double cost(std::size_t depth) const noexcept {
+    return 1 + depth_cost_ * static_cast<double>(depth);
+  }
+  // An entry for a new chunk, kNoEntry if nothing may leave for it.
+  std::uint32_t make_room(float worth);
+  void learn();
+
+  std::vector<EntryLocal> locals_;
+  std::vector<std::uint64_t> tags_;     // by entry
+  std::vector<std::uint32_t> parents_;  // likewise
+  std::vector<std::uint32_t> free_;
+  std::unordered_map<std::uint64_t, std::uint32_t> entry_of_;
+  Value policy_;
+  Learner learner_;
+  const double depth_cost_;
+  const bool refuses_;
+  ShadowSums sums_;
+  std::vector<std::uint32_t> path_;  // scratch of request()
+};
+
+// A pool's shadows. The pool tells them of its requests; run() lets the shadows see them, on a
+// thread that may take its time.
+class Shadows {
+ public:
+  static constexpr std::array<double, 4> kFactors = {0.5, 1, 2, 4};  // of the pool's size
+  static constexpr std::size_t kChunks = 512;                        // of the shadow of factor 1
+  static constexpr std::size_t kMaxWaiting = 1 << 18;  // chunks; further ones are left out
+
+  // What the requests of late would have hit at a size; shares of chunks, and of seconds.
+  struct Forecast {
+    double factor;
+    double hits;
+    double seconds;
+  };
+
+  Shadows(std::string_view policy, double depth_cost);
+
+  // The sampled ones of a prompt's keys, of which each `stride`-th counts, starting with the first.
+  // Any thread.
+  std::vector<SampledChunk> sample(const std::uint8_t* keys, std::size_t n_chunks,
+                                   std::size_t stride) const;
+  // A request of `n_chunks` chunks. REQUIRES: the pool's mutex.
+  void add(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
+           std::uint64_t monotonic_ns);
+
+  // REQUIRES: the pool's mutex. Gives all that was added.
+  struct Waiting {
+    struct Request {
+      std::size_t end;  // of its chunks
+      std::size_t n_chunks;
+      std::uint64_t monotonic_ns;
+    };
+    std::vector<SampledChunk> chunks;
+    std::vector<Request> requests;
+  };
+  Waiting take() noexcept;
+  // `capacity`: chunks that the pool has room for, as far as it is known now; the first call with a
+  // positive one decides. One thread at a time.
+  void run(const Waiting& waiting, std::size_t capacity, bool refuses);
+  std::vector<Forecast> forecasts() const;
+
+ private:
+  const std::string_view policy_;
+  const double depth_cost_;
+  // A chunk is sampled if its hash is below this, 2^32 being all; 0 until the capacity is known.
+  std::atomic<std::uint64_t> below_{0};
+  Waiting waiting_;
+  std::vector<Shadow> shadows_;  // by factor
+  ShadowSums expected_;          // what a sample without luck would have had, by chunks and cost
+};
+
+}  // namespace kvstrata
