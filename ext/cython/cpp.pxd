@@ -405,7 +405,21 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
     cdef cppclass Forecast "kvstrata::Shadows::Forecast":
         double factor, hits, seconds
 
+    cdef cppclass RequestLog "kvstrata::RequestLog":
+        void start(uint64_t) noexcept
+        string take() except +
+
+    cdef cppclass ShadowSums "kvstrata::ShadowSums":
+        double chunks, hit_chunks, cost, hit_cost
+
+    cdef cppclass CShadow "kvstrata::Shadow":
+        CShadow(size_t, string, double, cbool) except +
+        cbool replay(string) except +
+        const ShadowSums& sums() noexcept
+
     cdef cppclass CPool "kvstrata::Pool":
+        RequestLog& request_log() noexcept
+        void missed(const uint8_t*, size_t) noexcept
         void has(const uint8_t*, size_t, uint8_t*) noexcept
         cbool learn() noexcept
         vector[Forecast] forecasts() noexcept
@@ -428,8 +442,8 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         Status row_quiesced(uint32_t) noexcept
         size_t peek(const uint8_t*, size_t, size_t) noexcept
         size_t peek_windows(const uint8_t*, size_t, U32Span) noexcept
-        Status lease(const uint8_t*, size_t, U32Span, U32Span, const uint8_t*, LeaseResult*) noexcept
-        Status lease_chain(CChainKeys&, U32Span, U32Span, const uint8_t*, LeaseResult*) noexcept
+        Status lease(const uint8_t*, size_t, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*) noexcept
+        Status lease_chain(CChainKeys&, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*) noexcept
         cbool release(uint64_t, int64_t) noexcept
         size_t leases_to_end(U64Span, uint64_t) noexcept
         Status verify(const uint8_t*, size_t, uint64_t*, uint64_t*) noexcept

@@ -202,6 +202,29 @@ cdef PoolOptions _options(extents_bytes, entry_capacity, policy, max_session_sha
     return options
 
 
+cdef class Shadow:
+    cdef unique_ptr[CShadow] shadow
+
+    def __cinit__(self, *, capacity, policy="VALUE", depth_cost=0.0085, refuses=True):
+        if not 1 <= capacity <= 1 << 30:
+            raise ValueError(f"capacity: must be between 1 and {1 << 30} chunks, got {capacity}")
+        if policy not in ("VALUE", "LRU"):
+            raise ValueError(f"policy: must be VALUE or LRU, got {policy!r}")
+        self.shadow.reset(new CShadow(capacity, policy.encode(), depth_cost, refuses))
+
+    def replay(self, bytes log):
+        cdef string requests = log
+        cdef cbool complete
+        with nogil:
+            complete = self.shadow.get().replay(requests)
+        return complete
+
+    @property
+    def sums(self):
+        cdef ShadowSums sums = self.shadow.get().sums()
+        return sums.chunks, sums.hit_chunks, sums.cost, sums.hit_cost
+
+
 cdef class Pool:
     cdef shared_ptr[CPool] pool
 
@@ -259,6 +282,19 @@ cdef class Pool:
         with nogil:
             learnt = self.pool.get().learn()
         return learnt
+
+    def missed(self, keys):
+        cdef BorrowedBuffer batch
+        cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
+        cdef const uint8_t* data = batch.data()
+        with nogil:
+            self.pool.get().missed(data, n_keys)
+
+    def log_requests(self, uint64_t salt):
+        self.pool.get().request_log().start(salt)
+
+    def take_requests(self):
+        return self.pool.get().request_log().take()
 
     def forecasts(self):
         cdef vector[Forecast] found
@@ -348,7 +384,7 @@ cdef class Pool:
         cdef vector[uint32_t] each = spans_of(spans, n_keys)
         return self.pool.get().peek_windows(batch.data(), n_keys // each.size(), U32Span(each.data(), each.size()))
 
-    def lease(self, keys, size_t n_slices, rows, identity=b"", spans=()):
+    def lease(self, keys, size_t n_slices, rows, identity=b"", spans=(), cbool again=False):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
         cdef vector[uint32_t] numbers = _rows(rows)
@@ -360,12 +396,12 @@ cdef class Pool:
         with nogil:
             status = self.pool.get().lease(
                 batch.data(), n_keys, U32Span(each.data(), each.size()), U32Span(numbers.data(), numbers.size()),
-                wanted, &result
+                wanted, again, &result
             )
         raise_for(status, POOL)
         return result.ticket, result.n_chunks, _packed(result.extents), result.unverified, result.short_bytes
 
-    def lease_chain(self, root, chain, slices, rows, spans, size_t max_keys):
+    def lease_chain(self, root, chain, slices, rows, spans, size_t max_keys, cbool again=False):
         cdef BorrowedBuffer chain_batch, slice_batch
         cdef size_t n_chunks = borrow(chain_batch, chain, KEY_BYTES, "chain")
         cdef size_t n_slices = borrow(slice_batch, slices, KEY_BYTES, "slices")
@@ -383,7 +419,7 @@ cdef class Pool:
         with nogil:
             status = self.pool.get().lease_chain(
                 dereference(keys), U32Span(each.data(), each.size()), U32Span(numbers.data(), numbers.size()),
-                identity.data(), &result
+                identity.data(), again, &result
             )
         raise_for(status, POOL)
         if result.exceeded:

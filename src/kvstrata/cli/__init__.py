@@ -20,6 +20,7 @@ usage: kvstrata COMMAND [arguments]
   ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster` asks the controller,
               `ctl pool` lists and frees pools without a server
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines
+  replay      say what L1s of other sizes would have hit on recorded requests
   sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   migrate     print LMCache's configuration files as a configuration of kvstrata

@@ -95,8 +95,9 @@ class Lookups(msgspec.Struct, eq=False):
         """See `CacheClient.missed`. `absent`: number of the absent chunk in `chain`."""
         chain = chain[: wire.MAX_CHUNKS * KEY_BYTES]
         seen = wire.Miss(
-            0, request_id[:256], batch.count(chain), batch.nth(chain, absent), chain[-KEY_BYTES:], probe
-        )
+            0, request_id[:256], batch.count(chain), batch.nth(chain, absent), chain[-KEY_BYTES:], probe,
+            chain[: wire.MAX_MISSED_CHUNKS * KEY_BYTES],
+        )  # fmt: skip
         self._link.post(lambda: self._untold.append((identity, seen)))
 
     def untold_misses(self) -> list[wire.Miss]:

@@ -126,6 +126,14 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 DEFAULT_PORT = 5555
 
 
+class ObservabilitySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a server writes down of its requests."""
+
+    record: Annotated[str, says(
+        "Folder for a log of requests, for `kvstrata replay`: 16 files of 64 MB, without prompts or keys; empty: none.")
+    ] = ""
+
+
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `lmcache-server`."""
 
@@ -146,6 +154,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     security: SecuritySettings = SecuritySettings()
     controller: ControllerLinkSettings = ControllerLinkSettings()
     p2p: P2pSettings = P2pSettings()
+    observability: ObservabilitySettings = ObservabilitySettings()
     quotas_gb: Annotated[dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]], says(
         "GB that a tenant may have in L1, by tenant name.")] = {}
     log_level: LogLevel = "info"

@@ -469,6 +469,19 @@ class LoadBatch:
         For each item its wire.CommitOutcome, or 255 if it was given back.  Extents in use stay in quarantine.
         """
 
+class Shadow:
+    """A cache without bytes under the pool's eviction policy, through which logged requests pass. Not thread-safe."""
+
+    def __init__(
+        self, *, capacity: int, policy: str = "VALUE", depth_cost: float = 0.0085, refuses: bool = True
+    ) -> None:
+        """`capacity`: chunks. `policy`: VALUE or LRU. `refuses`: as without an L2. Raises ValueError."""
+    def replay(self, log: bytes) -> bool:
+        """Requests as `Pool.take_requests` returns them; False if the last one is incomplete. Releases the GIL."""
+    @property
+    def sums(self) -> tuple[float, float, float, float]:
+        """Chunks, hits among them, and both in costs (units of a prompt's first chunk)."""
+
 class Pool:
     """The one writer of a segment. Descriptors passed in stay the caller's and may be closed afterwards."""
 
@@ -525,6 +538,12 @@ class Pool:
     def closed(self) -> bool: ...
     def learn(self) -> bool:
         """Learns what is worth keeping from the requests since the last time, in milliseconds; False: too few."""
+    def missed(self, keys: bytes) -> None:
+        """A request that found none of these chunks in the index, and sent no lookup; keys of its first slice."""
+    def log_requests(self, salt: int) -> None:
+        """From now on logs requests for `take_requests`, the keys mixed with the random number `salt`."""
+    def take_requests(self) -> bytes:
+        """The requests since the last call, at most 64 MiB: docs/formats.md has the form."""
     def forecasts(self) -> list[tuple[float, float, float]]:
         """What requests of late would have hit in a pool of another size: (size ÷ this one's, share of chunks, share
         of prefill seconds); empty as long as nothing is known. A sample of the chunks tells, by the pool's own policy.
@@ -558,14 +577,20 @@ class Pool:
     def peek_windows(self, keys: Buffer, spans: Sequence[int]) -> int:
         """As `IndexReader.peek_windows`."""
     def lease(
-        self, keys: Buffer, n_slices: int, rows: list[int], identity: bytes = b"", spans: Sequence[int] = ()
+        self,
+        keys: Buffer,
+        n_slices: int,
+        rows: list[int],
+        identity: bytes = b"",
+        spans: Sequence[int] = (),
+        again: bool = False,
     ) -> tuple[int, int, bytes, int, int]:
         """(ticket, n_chunks, extents, unverified, short_bytes): pins the leading READY chunks for these rows.
 
         `extents`: n_chunks × n_slices packed `types.EXTENT`.  Ticket 0 when n_chunks is 0.  Trimmed where leased
         bytes would pass half of the pool; `short_bytes` is then what other leases would have to give back for the
         rest of the prefix.  `unverified` counts entries that `verify` must see before a longer answer is possible.
-        Counts as a use of the chunks.
+        Counts as a use of the chunks, but with `again` not as a return: the request leases them once more, or a peer.
 
         `spans`: for each slice 0 if every leading chunk must be READY in it, or how many of the last leading chunks
         must be; other chunks of such a slice are not leased, and their extents are zero.  () means 0 for all.
@@ -574,7 +599,14 @@ class Pool:
         identity count as absent.
         """
     def lease_chain(
-        self, root: bytes, chain: Buffer, slices: Buffer, rows: list[int], spans: Sequence[int], max_keys: int
+        self,
+        root: bytes,
+        chain: Buffer,
+        slices: Buffer,
+        rows: list[int],
+        spans: Sequence[int],
+        max_keys: int,
+        again: bool = False,
     ) -> tuple[int, int, bytes, int, int, bytes] | None:
         """As `lease` of `storage_keys(root, chain, slices)` and identity `root`; the keys are derived here.
 

@@ -47,7 +47,7 @@ class LentPool:
 
     def take(self, keys: bytes, n_slices: int) -> tuple[Taken | None, str]:
         """Lease leading chunks: None if there are none, and the reason why not all of them ("" if all)."""
-        ticket, n_chunks, extents, _, short_bytes = self._pool.lease(keys, n_slices, [SERVER_ROW])
+        ticket, n_chunks, extents, _, short_bytes = self._pool.lease(keys, n_slices, [SERVER_ROW], again=True)
         if not ticket:
             return None, LIMIT if short_bytes else ABSENT
         room, fits, more = self.limit_bytes - self.leased_bytes, 0, 0
@@ -64,7 +64,7 @@ class LentPool:
                 return None, LIMIT
             # The same records are leased again, unless another thread has removed some since the release.
             ticket, n_chunks, extents, _, _ = self._pool.lease(
-                keys[: fits * KEY_BYTES], n_slices, [SERVER_ROW]
+                keys[: fits * KEY_BYTES], n_slices, [SERVER_ROW], again=True
             )
             if not ticket:
                 return None, ABSENT

@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvstrata.errors import BadRequest
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, Role, Slice
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 4 << 20
 """The server closes the connection of a process that sends a longer request."""
 MAX_CHUNKS = 65_536
@@ -31,6 +31,7 @@ server's loop for about 1.5 ms."""
 MAX_LIVE = 16_384
 """Lookups and reserves named in one resume."""
 MAX_MISSES = 32
+MAX_MISSED_CHUNKS = 1_024
 """Misses told in one ping."""
 MAX_RELEASES = 1_024
 """Leases in one release."""
@@ -232,6 +233,8 @@ class Miss(msgspec.Struct, array_like=True, frozen=True):
     """Chain key of the last chunk that was wanted."""
     probe: Probe = b""
     """As in a lookup; empty if the first absent chunk is not the prompt's first."""
+    chain: Annotated[bytes, Meta(max_length=MAX_MISSED_CHUNKS * KEY_BYTES)] = b""
+    """Chain keys of the prompt's first chunks, for what the server learns of requests."""
 
 
 class Ping(Request, frozen=True, tag="ping"):

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstrata.clock import Clock
@@ -26,6 +27,7 @@ from kvstrata.native.core import Pool
 from kvstrata.observability.explain import Explainer
 from kvstrata.observability.logging import EventLog
 from kvstrata.server.cluster.events import TierNews
+from kvstrata.server.request_log import RequestLog
 from kvstrata.types import PoolEvent
 
 if TYPE_CHECKING:
@@ -126,6 +128,8 @@ class Housekeeping:
         self._log = EventLog("server")
         self._missing_bytes = 0
         self._looked_s = float("-inf")
+        folder = parts.settings.observability.record
+        self._requests = RequestLog(parts.pool, Path(folder), parts.settings.chunk_size) if folder else None
 
     async def run(self) -> None:
         """Run rounds until cancelled."""
@@ -150,7 +154,12 @@ class Housekeeping:
             await self._see_to_memory()
 
     def _learn(self) -> None:
-        """Let the policy learn what is worth keeping, and save it for the next server. Blocks for milliseconds."""
+        """Let the policy learn what is worth keeping, and save it for the next server. Blocks for milliseconds.
+
+        Write the log of requests.
+        """
+        if self._requests is not None:
+            self._requests.write()
         if self._parts.pool.learn():
             with contextlib.suppress(
                 OSError

@@ -218,9 +218,9 @@ struct Entries {
                    std::bit_cast<std::uint32_t>(local[entry].traits),
                std::memory_order_relaxed);
   }
-  void touch(std::uint32_t entry) noexcept {
+  void touch(std::uint32_t entry, bool same) noexcept {
     renew(entry, std::memory_order_relaxed);
-    policy.touch(entry);
+    policy.touch(entry, same);
     store_use(entry);
   }
 

@@ -124,7 +124,7 @@ bool is_needed(std::uint32_t span, std::size_t chunk, std::size_t n_chunks) noex
 }  // namespace
 
 void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const RowMask& holders,
-                  const std::uint8_t* identity, LeaseResult* result) {
+                  const std::uint8_t* identity, bool again, LeaseResult* result) {
   const std::size_t n_slices = spans.size();
   IndexView& index = entries.index;
   EntryLocal* const local = entries.local;
@@ -200,14 +200,15 @@ void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const Ro
       RowBits present = rows.rows_of(entry);
       present |= bits;
       rows.set_rows(entry, present);
-      touch(entry);
+      touch(entry, again);
       result->extents[chunk * n_slices + slice] = entries.extent_record(entry);
       lease.entries.push_back(entry);
     }
   }
   for (std::size_t slice = 0; slice < n_slices; ++slice) {
     if (windows && !is_needed(spans[slice], 0, n_chunks)) continue;
-    departures.family.each_ancestor(sought.at(0, slice), [this](std::uint32_t up) { touch(up); });
+    departures.family.each_ancestor(sought.at(0, slice),
+                                    [&](std::uint32_t up) { touch(up, again); });
   }
   std::reverse(lease.entries.begin(), lease.entries.end());
   items += lease.entries.size();

@@ -335,26 +335,26 @@ std::size_t Pool::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
 
 Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
                    std::span<const std::uint32_t> spans, std::span<const std::uint32_t> rows,
-                   const std::uint8_t* identity, LeaseResult* result) noexcept {
+                   const std::uint8_t* identity, bool again, LeaseResult* result) noexcept {
   if (spans.empty() || n_keys % spans.size() != 0) {
     return Status(StatusCode::kBadArgument, "keys: their count must be a multiple of n_slices",
                   static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(spans.size()));
   }
   KVSTRATA_RETURN_IF_ERROR(check_count(n_keys));
   const std::vector<SampledChunk> sampled =
-      shadows_.sample(keys, n_keys / spans.size(), spans.size());
+      note_keys(keys, again ? 0 : n_keys / spans.size(), spans.size());
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
-  begin_request(sampled, n_keys / spans.size());
+  begin_request(sampled, again ? 0 : n_keys / spans.size());
   Sought sought(entries_, keys, n_keys, spans.size());
-  leases_.take(sought, spans, holders, identity, result);
+  leases_.take(sought, spans, holders, identity, again, result);
   return Status();
 }
 
 Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
                          std::span<const std::uint32_t> rows, const std::uint8_t* identity,
-                         LeaseResult* result) noexcept {
+                         bool again, LeaseResult* result) noexcept {
   if (spans.empty() || spans.size() != keys.n_slices()) {
     return Status(StatusCode::kBadArgument, "spans: one for each of one or more slices",
                   static_cast<std::int64_t>(spans.size()));
@@ -367,14 +367,14 @@ Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
   }
   const std::size_t n_whole = keys.whole_slices().size();
   const std::vector<SampledChunk> sampled =
-      shadows_.sample(reinterpret_cast<const std::uint8_t*>(keys.whole().data()),
-                      n_whole == 0 ? 0 : keys.n_chunks(), n_whole);
+      note_keys(reinterpret_cast<const std::uint8_t*>(keys.whole().data()),
+                again || n_whole == 0 ? 0 : keys.n_chunks(), n_whole);
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
-  begin_request(sampled, n_whole == 0 ? 0 : keys.n_chunks());
+  begin_request(sampled, again || n_whole == 0 ? 0 : keys.n_chunks());
   Sought sought(entries_, keys);
-  leases_.take(sought, spans, holders, identity, result);
+  leases_.take(sought, spans, holders, identity, again, result);
   return Status();
 }
 
@@ -484,9 +484,22 @@ std::uint64_t Pool::time_ns() const noexcept {
   return set_ns != 0 ? set_ns : monotonic_ns();
 }
 
+std::vector<SampledChunk> Pool::note_keys(const std::uint8_t* keys, std::size_t n_chunks,
+                                          std::size_t n_slices) {
+  request_log_.add(keys, n_chunks, n_slices, time_ns());
+  return shadows_.sample(keys, n_chunks, n_slices);
+}
+
+void Pool::missed(const std::uint8_t* keys, std::size_t n_keys) noexcept {
+  const std::vector<SampledChunk> sampled = note_keys(keys, n_keys, 1);
+  const std::lock_guard lock(mutex_);
+  if (!is_closed()) begin_request(sampled, n_keys);
+}
+
 void Pool::begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks) noexcept {
   const std::uint64_t now_ns = time_ns();
   policy_.tell_time(now_ns);
+  if (n_chunks == 0) return;
   policy_.count_request();
   shadows_.add(sampled, n_chunks, now_ns);
 }

@@ -186,18 +186,20 @@ class Pool : public std::enable_shared_from_this<Pool> {
                            std::span<const std::uint32_t> spans) const noexcept;
   // Leases the leading chunks that are READY for these rows, in each slice as far as its span needs
   // (see Leases::take). Here and below `identity` is the root of the identity for which the caller
-  // asks, 32 bytes, or nullptr for any: entries of another identity count as absent.
+  // asks, 32 bytes, or nullptr for any: entries of another identity count as absent. `again`: not
+  // the first lease of a request; the policy does not take it for a return.
   [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys,
                              std::span<const std::uint32_t> spans,
                              std::span<const std::uint32_t> rows, const std::uint8_t* identity,
-                             LeaseResult* result) noexcept;
+                             bool again, LeaseResult* result) noexcept;
   // The same for the keys of a prompt, which are derived here, those of slices with a span only as
   // far as the answer needs them. With `result->exceeded` nothing was leased, since that would take
   // more keys than `keys` may derive. The lock is held for the lease, not for the derivation of
   // keys of slices without a span.
   [[nodiscard]] Status lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
                                    std::span<const std::uint32_t> rows,
-                                   const std::uint8_t* identity, LeaseResult* result) noexcept;
+                                   const std::uint8_t* identity, bool again,
+                                   LeaseResult* result) noexcept;
   // Ends one row's share, or all with row < 0. False when the ticket has no such share (any more).
   bool release(std::uint64_t ticket, std::int64_t row) noexcept;
   // How many of these leases, in this order, would have to end before `need_bytes` more can be
@@ -247,6 +249,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // sample is taken under the mutex a few entries at a time, the rest is done without it. True if
   // it did. Lets the shadows see these requests, too.
   bool learn() noexcept;
+  // A request that found none of its chunks in the index, and therefore leases nothing. `keys`:
+  // those of its first slice.
+  void missed(const std::uint8_t* keys, std::size_t n_keys) noexcept;
+  // The requests from now on are logged, for take(); see RequestLog.
+  RequestLog& request_log() noexcept { return request_log_; }
   // By the size of a pool; empty as long as nothing is known.
   std::vector<Shadows::Forecast> forecasts() noexcept;
   // All that was learnt, at most 1 MiB, for PoolOptions::lessons of a later pool. It has no keys.
@@ -305,6 +312,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::uint64_t time_ns() const noexcept;
   // REQUIRES: the mutex.
   void begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks) noexcept;
+  // A sample of the first slice's keys, for begin_request(); logs them all.
+  std::vector<SampledChunk> note_keys(const std::uint8_t* keys, std::size_t n_chunks,
+                                      std::size_t n_slices);
 
   mutable std::mutex mutex_;
   std::mutex learning_;  // taken before mutex_; guards learner_, and the shadows where they run
@@ -313,6 +323,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::atomic<bool> closed_{false};
   const PoolOptions options_;
   Shadows shadows_;
+  RequestLog request_log_;
   std::vector<Shadows::Forecast> forecasts_;  // as of the last learn()
   const std::unique_ptr<PoolSegment> segment_;
   std::uint64_t next_ticket_ = 1;

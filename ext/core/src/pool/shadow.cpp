@@ -93,6 +93,26 @@ std::uint32_t Shadow::make_room(float worth) {
   return entry;
 }
 
+bool Shadow::replay(std::string_view log) {
+  std::vector<SampledChunk> chunks;
+  while (!log.empty()) {
+    LoggedRequest request;
+    if (log.size() < sizeof request) return false;
+    std::memcpy(&request, log.data(), sizeof request);
+    log.remove_prefix(sizeof request);
+    if (log.size() / sizeof(std::uint64_t) < request.n_chunks) return false;
+    chunks.resize(request.n_chunks);
+    for (std::uint32_t depth = 0; depth < request.n_chunks; ++depth) {
+      std::memcpy(&chunks[depth].tag, log.data() + depth * sizeof(std::uint64_t),
+                  sizeof(std::uint64_t));
+      chunks[depth].depth = depth;
+    }
+    log.remove_prefix(request.n_chunks * sizeof(std::uint64_t));
+    this->request(chunks, request.monotonic_ns);
+  }
+  return true;
+}
+
 void Shadow::learn() {
   constexpr int kSamples = 2048;
   Lesson lesson;
@@ -105,6 +125,33 @@ void Shadow::learn() {
 void Shadow::fade(double factor) noexcept {
   for (double* sum : {&sums_.chunks, &sums_.hit_chunks, &sums_.cost, &sums_.hit_cost})
     *sum *= factor;
+}
+
+void RequestLog::add(const std::uint8_t* keys, std::size_t n_chunks, std::size_t stride,
+                     std::uint64_t monotonic_ns) {
+  const std::uint64_t salt = salt_.load(std::memory_order_relaxed);
+  if (salt == 0 || n_chunks == 0) return;
+  const std::lock_guard lock(mutex_);
+  const std::size_t begin = bytes_.size();
+  const std::size_t length = sizeof(LoggedRequest) + n_chunks * sizeof(std::uint64_t);
+  if (begin + length > kMaxBytes) return;
+  bytes_.resize(begin + length);
+  const LoggedRequest request{monotonic_ns, static_cast<std::uint32_t>(n_chunks), 0};
+  std::memcpy(bytes_.data() + begin, &request, sizeof request);
+  char* out = bytes_.data() + begin + sizeof request;
+  for (std::size_t chunk = 0; chunk < n_chunks; ++chunk, out += sizeof(std::uint64_t)) {
+    std::uint64_t tag;
+    std::memcpy(&tag, keys + chunk * stride * kKeyBytes, sizeof tag);
+    tag = (tag ^ salt) * 0xBF58'476D'1CE4'E5B9u;  // the mixer of splitmix64 by S. Vigna
+    tag = (tag ^ tag >> 27) * 0x94D0'49BB'1331'11EBu;
+    tag ^= tag >> 31;
+    std::memcpy(out, &tag, sizeof tag);
+  }
+}
+
+std::string RequestLog::take() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(bytes_, {});
 }
 
 Shadows::Shadows(std::string_view policy, double depth_cost)

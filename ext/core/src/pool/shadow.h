@@ -10,7 +10,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <span>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -23,6 +25,31 @@ namespace kvstrata {
 struct SampledChunk {
   std::uint64_t tag;
   std::uint32_t depth;
+};
+
+// A request in a log: 16 bytes, then the tags of its chunks, 8 bytes each (docs/formats.md).
+struct LoggedRequest {
+  std::uint64_t monotonic_ns;
+  std::uint32_t n_chunks;
+  std::uint32_t zero;
+};
+static_assert(sizeof(LoggedRequest) == 16);
+
+// The requests since the last call of take(), if it was started. Thread-safe; its mutex is a leaf.
+class RequestLog {
+ public:
+  static constexpr std::size_t kMaxBytes = 64 << 20;  // further requests are left out
+
+  // `salt`: a random number, with which tags are mixed so that nobody can tell the keys.
+  void start(std::uint64_t salt) noexcept { salt_.store(salt | 1, std::memory_order_relaxed); }
+  void add(const std::uint8_t* keys, std::size_t n_chunks, std::size_t stride,
+           std::uint64_t monotonic_ns);
+  std::string take();
+
+ private:
+  std::atomic<std::uint64_t> salt_{0};  // 0: not started
+  std::mutex mutex_;
+  std::string bytes_;
 };
 
 // Chunks, and their costs in units of a prompt's first chunk.
@@ -42,6 +69,8 @@ class Shadow {
   // A lookup of a prompt, and the store of what it misses. Returns the hits among `chunks`, and
   // adds to the sums. Learns now and then.
   std::size_t request(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns);
+  // All requests of a log. False, having seen those before it, if one is incomplete.
+  [[nodiscard]] bool replay(std::string_view log);
   const ShadowSums& sums() const noexcept { return sums_; }
   void fade(double factor) noexcept;
 

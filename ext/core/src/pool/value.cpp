@@ -336,7 +336,7 @@ void Value::insert(std::uint32_t entry) {
   push_hot(entry);
 }
 
-void Value::touch(std::uint32_t entry) {
+void Value::touch(std::uint32_t entry, bool same) {
   EntryLocal& local = entries_[entry];
   if (!local.known) return;
   take(entry);
@@ -345,7 +345,7 @@ void Value::touch(std::uint32_t entry) {
   if (traits.was_loaded) {
     traits.was_loaded = 0;
     if (traits.pause == 0) traits.pause = kNoPause;
-  } else if (age > 1) {  // else it is the same use
+  } else if (!same) {
     ended_[local.kind].add(age, true, 1);
     traits.pause = pause_after(age);
   }

@@ -167,8 +167,8 @@ class Value {
   // The entry is in the pool now, as the hottest of its kind. Its traits, size class and time of
   // use are set; a time that lies ahead becomes now.
   void insert(std::uint32_t entry);
-  // It was used again.
-  void touch(std::uint32_t entry);
+  // It was used again, unless `same`: by the request that used it last, or by a peer.
+  void touch(std::uint32_t entry, bool same = false);
   // A second chunk continues it.
   void branch(std::uint32_t entry);
   // It is about to leave the pool. `tag`: the first word of its key. `evicted`: for the sake of

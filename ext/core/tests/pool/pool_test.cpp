@@ -124,7 +124,7 @@ TEST(threads_may_do_everything_at_once) {
             LeaseResult lease;
             const std::uint32_t row = rows[t];
             if (!pool.lease(raw.data(), keys.size(), std::array<std::uint32_t, 1>{}, {&row, 1},
-                            nullptr, &lease)
+                            nullptr, false, &lease)
                      .ok())
               wrong += 1;
             for (std::size_t i = 0; i < lease.extents.size(); ++i) {

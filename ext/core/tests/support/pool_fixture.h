@@ -131,7 +131,7 @@ struct Fixture {
                     const std::uint8_t* identity = nullptr,
                     std::vector<std::uint32_t> spans = {0}) {
     LeaseResult result;
-    CHECK_OK(pool->lease(packed(keys).data(), keys.size(), spans, rows, identity, &result));
+    CHECK_OK(pool->lease(packed(keys).data(), keys.size(), spans, rows, identity, false, &result));
     return result;
   }
   void adopt() {

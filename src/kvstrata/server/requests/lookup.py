@@ -134,32 +134,37 @@ class Answered(NamedTuple):
     now_s: float
 
 
-def _lease(pool: Pool, asked: Asked, rows: list[int]) -> Granted:
-    """Derive all keys, and lease the leading chunks and the tail that follows them. Any thread."""
+def _lease(pool: Pool, asked: Asked, rows: list[int], again: bool) -> Granted:
+    """Derive all keys, and lease the leading chunks and the tail that follows them. Any thread.
+
+    `again`: this is not the first lease of the request.
+    """
     keys, tails, n_chunks = asked.keys, asked.tails, asked.n_chunks
     of_chunks = keys.derive()
     if tails is None:
-        return Granted(*pool.lease(of_chunks, keys.n_slices, rows, keys.root, keys.spans), rows)
+        return Granted(*pool.lease(of_chunks, keys.n_slices, rows, keys.root, keys.spans, again), rows)
 
-    def take(all_keys: bytes) -> Granted:
-        return Granted(*pool.lease(all_keys, keys.n_slices, rows, keys.root), rows) if all_keys else NOTHING
+    def take(all_keys: bytes, again: bool) -> Granted:
+        if not all_keys:
+            return NOTHING
+        return Granted(*pool.lease(all_keys, keys.n_slices, rows, keys.root, again=again), rows)
 
     # Most hits have all chunks that they ask for, so the tail behind the last one is tried at once.
     wanted = next(tails.after(n_chunks), None)
-    granted = take(of_chunks + wanted.keys if wanted else of_chunks)
+    granted = take(of_chunks + wanted.keys if wanted else of_chunks, again)
     if wanted and granted.n_chunks == n_chunks + 1:
         return granted._replace(n_chunks=n_chunks, tail_tokens=wanted.tokens)
     found = granted.n_chunks
     for tail in tails.after(found):
         if tail == wanted or pool.peek(tail.keys, keys.n_slices) != 1:
             continue
-        again = take(of_chunks[: found * len(tail.keys)] + tail.keys)
-        with_tail = again.n_chunks == found + 1
-        given_up = granted if with_tail else again
+        other = take(of_chunks[: found * len(tail.keys)] + tail.keys, again=True)
+        with_tail = other.n_chunks == found + 1
+        given_up = granted if with_tail else other
         if given_up.ticket:
             pool.release(given_up.ticket, -1)
         if with_tail:
-            return again._replace(n_chunks=found, tail_tokens=tail.tokens)
+            return other._replace(n_chunks=found, tail_tokens=tail.tokens)
         break  # chunks have left L1 meanwhile, or leases may cover no more
     return granted
 
@@ -182,11 +187,17 @@ def _named(asked: Asked, number: int) -> str:
     return f"{what} {digest.hex()[:8]}…{whose} at chunk {chunk} is absent: "
 
 
+def _note_missed(pool: Pool, root: bytes, chain: bytes, first_slice: bytes) -> None:
+    """Let the pool learn of a request that missed all its chunks. Any thread."""
+    pool.missed(storage_keys(root, chain, first_slice))
+
+
 class Lookups:
     """Answers lookups. Belongs to the event loop."""
 
     def __init__(self, parts: Parts) -> None:
         self._pool, self._lane, self._clock = parts.pool, parts.lane, parts.clock
+        self._own_lane = parts.own_lane
         self._processes, self._grants = parts.processes, parts.grants
         self._tiers, self._prefetch, self._store = parts.tiers, parts.prefetch, parts.store
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
@@ -221,20 +232,23 @@ class Lookups:
             return self._answer(asked, granted, granted.n_chunks)
         return self._more(asked, granted)
 
-    def _lease_now(self, asked: Asked, rows: list[int]) -> Granted | None:
+    def _lease_now(self, asked: Asked, rows: list[int], *, again: bool = False) -> Granted | None:
         """Lease on the loop; None, and nothing is leased, if that takes more than `KEYS_ON_LOOP` keys."""
         keys = asked.keys
         if keys.all or asked.tails:
-            return None if asked.n_chunks * keys.n_slices > KEYS_ON_LOOP else _lease(self._pool, asked, rows)
-        leased = self._pool.lease_chain(keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
+            too_many = asked.n_chunks * keys.n_slices > KEYS_ON_LOOP
+            return None if too_many else _lease(self._pool, asked, rows, again)
+        leased = self._pool.lease_chain(
+            keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP, again
+        )
         if leased is None:
             return None
         keys.know(leased[5])
         return Granted(*leased[:5], rows)
 
-    async def _lease_on_lane(self, asked: Asked, rows: list[int]) -> Granted:
+    async def _lease_on_lane(self, asked: Asked, rows: list[int], *, again: bool = False) -> Granted:
         """Lease what would block the loop for too long. Raises Refused. When cancelled, nothing stays leased."""
-        future = self._lane.run(_lease, self._pool, asked, rows)
+        future = self._lane.run(_lease, self._pool, asked, rows, again)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -307,14 +321,14 @@ class Lookups:
         When cancelled, nothing new stays leased.
         """
         rows = list(asked.process.group.rows)
-        again = self._lease_now(asked, rows)
-        if again is None:
+        more = self._lease_now(asked, rows, again=True)
+        if more is None:
             try:
-                again = await self._lease_on_lane(asked, rows)
+                more = await self._lease_on_lane(asked, rows, again=True)
             except Refused:
                 return held
         self._give_up(held)
-        return again
+        return more
 
     async def _recut(self, asked: Asked, held: Granted, *, of_l2: bool = False) -> int:
         """Make chunks behind these of records of other geometries in L1, or in L2; how many."""
@@ -516,6 +530,8 @@ class Lookups:
                 miss.chunks, 0, 0, 0, str(reason), detail, key,
             )  # fmt: skip
             self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
+            if len(miss.chain) % KEY_BYTES == 0:
+                self._own_lane.run(_note_missed, self._pool, identity.root, miss.chain, slices[:KEY_BYTES])
 
     def _note(self, answered: Answered) -> None:
         asked, n, tail_tokens, l1_chunks, reason, detail, missing_key, now_s = answered
