@@ -129,23 +129,6 @@ async def test_a_foreign_value_is_a_miss_and_replaced_by_the_next_put_in_redis(s
             assert await load(adapter, 1) == [LOADED]
 
 
-async def test_a_bad_value_that_another_put_has_replaced_is_loaded_and_stays(server: RedisServer) -> None:
-    async with opened(server.entry()) as adapter:
-        await put(adapter, 1)
-        with server.client() as client:
-            good = client.get(name_of(1))
-            assert isinstance(good, bytes)
-            client.set(name_of(1), good[:-1] + b"?")
-            gate = threading.Event()
-            item = load_item(key_of(1), SIZE, gate=gate)
-            wait = asyncio.create_task(adapter.load([item]))
-            await watched(item).until_asked()  # the bad value is on its way
-            client.set(name_of(1), good)
-            gate.set()
-            assert await wait == [LOADED]
-            assert client.get(name_of(1)) == good
-
-
 @pytest.mark.parametrize("foreign", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_a_put_that_another_instance_overtook_stores_only_missing_records(server, foreign):
     async with opened(server.entry(ttl_seconds=1000)) as adapter, opened(server.entry()) as other:
