@@ -23,10 +23,6 @@ class Hostile:
             b"PING": b"+PONG\r\n",
             b"INFO": bulk(INFO),
             b"DBSIZE": b":1\r\n",
-            b"WATCH": b"+OK\r\n",
-            b"UNWATCH": b"+OK\r\n",
-            b"MULTI": b"+OK\r\n",
-            b"EXEC": b"*0\r\n",
             b"UNLINK": b":1\r\n",
         }
         self.asked: list[bytes] = []

@@ -44,7 +44,7 @@ BUCKET: dict[str, object] = {"type": "object_store", "url": "s3://bucket/kv", "r
     ("one", "same", "other"),
     [
         (REDIS, {**REDIS, "port": 6379, "num_workers": 2}, {**REDIS, "key_prefix": "mine:"}),
-        (REDIS, {"type": "resp", "url": "redis://redis.internal/0"}, {**REDIS, "database_id": 1}),
+        (REDIS, {**REDIS, "database_id": 0}, {**REDIS, "database_id": 1}),
         (REDIS, REDIS, {**REDIS, "port": 6380}),
         (
             {**MOONCAKE, "master_server_addr": "m:50051"},

@@ -66,14 +66,6 @@ def test_sentinels() -> None:
     assert servers.addresses == (Address("a", 26379), Address("b", 7)) and servers.master_name == "mymaster"
 
 
-def test_a_url_sets_all_its_fields() -> None:
-    servers = made(url="rediss://u%40@redis.example:7000/3", password=SECRET).servers
-    assert servers.addresses == (Address("redis.example", 7000),)
-    assert (servers.username, servers.password, servers.database) == ("u@", SECRET, 3)
-    assert servers.tls is not None
-    assert made(url="redis://h").servers.addresses == (Address("h", 6379),)
-
-
 def test_a_password_comes_from_a_private_file(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text(SECRET + "\n")

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Self
 
 import pytest
@@ -37,16 +36,12 @@ def bulk(value: bytes) -> bytes:
 class Peer:
     """Greets as Redis does, and answers every other command with what `answer` makes of its words."""
 
-    def __init__(self, answer: Callable[[list[bytes]], bytes], *, path: Path | None = None) -> None:
-        """`path`: of a unix socket, in place of a port."""
+    def __init__(self, answer: Callable[[list[bytes]], bytes]) -> None:
         self.answer = answer
         self.pong = b"+PONG\r\n"
         self.accepted = 0
-        if path is None:
-            self._listener = socket.create_server(("127.0.0.1", 0))
-            self.port: int = self._listener.getsockname()[1]
-        else:
-            self._listener = socket.create_server(str(path), family=socket.AF_UNIX)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept)]
 
     def _accept(self) -> None:
@@ -137,19 +132,6 @@ async def test_a_clear_that_a_server_refuses_raises_in_its_words() -> None:
         await adapter.close()
 
 
-async def test_a_server_at_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "redis.sock"
-    with Peer(stores, path=path):
-        adapter = make_adapter({"type": "resp", "url": f"unix://{path}"}, 0)
-        await adapter.open(lent_context(lambda key: None))
-        assert await adapter.put([put_item(key_of(1), 1000)]) == [PutOutcome(PutStatus.STORED)]
-        await adapter.close()
-    adapter = make_adapter({"type": "resp", "url": f"unix://{path}x"}, 0)
-    with pytest.raises(StorageError, match="cannot be reached: No such file"):
-        await adapter.open(lent_context(lambda key: None))
-    await adapter.close()
-
-
 @pytest.mark.parametrize(("username", "own"), [("", ""), ("of-the-servers", ""), ("of-the-servers", "own")])
 async def test_a_sentinel_that_wants_a_password_gets_its_own_or_that_of_the_servers(username, own, tmp_path):
     file = tmp_path / "password"
@@ -185,22 +167,6 @@ def test_a_node_that_does_not_know_its_own_name_redirects_to_where_it_was_asked(
     for host in ("?", ""):
         assert _directed(ServerError(f"MOVED 3999 {host}:7001"), by) == (Address("10.0.0.7", 7001), False)
     assert _directed(ServerError("ASK 3999 10.0.0.8:7001"), by) == (Address("10.0.0.8", 7001), True)
-
-
-async def test_no_server_names_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "private.sock"
-    with Peer(stores, path=path) as private:
-
-        def sentinel(words: list[bytes]) -> bytes:
-            return b"*2\r\n" + bulk(str(path).encode()) + bulk(b"6379")
-
-        with Peer(sentinel) as peer:
-            entry = {"sentinels": f"127.0.0.1:{peer.port}", "sentinel_master": "m", "password": "secret"}
-            adapter = make_adapter({"type": "resp", **entry}, 0)
-            with pytest.raises(StorageError, match="cannot be reached"):
-                await adapter.open(lent_context(lambda key: None))
-            await adapter.close()
-        assert private.accepted == 0
 
 
 # -- what one connection reads

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import ssl
-from typing import Annotated, Any, NamedTuple
-from urllib.parse import SplitResult, unquote, urlsplit
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -23,12 +22,10 @@ from kvstrata.tiers.structs import Place
 from kvstrata.types import GB
 
 PORT, SENTINEL_PORT = 6379, 26379
-MAX_SOCKET_PATH_BYTES = 107
-"""The kernel has room for no longer path of a unix socket."""
 DEADLINE_MS = 5_000
 PREFIX = re.compile(r"[A-Za-z0-9_.:/@-]{1,64}")
 """A valid `key_prefix`: no wildcards of SCAN, and no braces, which would put all keys of a cluster into one slot."""
-PLACES = ("url", "host", "startup_nodes", "sentinels")
+PLACES = ("host", "startup_nodes", "sentinels")
 PASSWORDS = ("password", "password_file")
 TLS_FIELDS = ("tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name")
 
@@ -37,11 +34,9 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A Redis or Valkey server, a cluster of them, or the master that sentinels name."""
 
     # fmt: off
-    url: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
-        "`redis://[user@]host[:port][/database]`, `rediss://` for TLS, `unix:///path/of/a.sock`. Exactly one of "
-        "`url`, `host`, `startup_nodes` and `sentinels` is required.", extra={"secret": True, "empty": True})] = None
     host: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
-        "Host of the server.", extra={"empty": True})] = None
+        "Host of the server. Exactly one of `host`, `startup_nodes` and `sentinels` is required.",
+        extra={"empty": True})] = None
     port: Annotated[Annotated[int, Meta(ge=1, le=65535)] | None, says("Port of `host`; not set: 6379.")] = None
     startup_nodes: Annotated[Any, says(
         "Addresses of a cluster's servers: `\"host:port\"`, several separated by commas or as a list.")] = None
@@ -58,7 +53,7 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
     password: Annotated[str | None, says("Password, in plain text.", extra={"secret": True, "empty": True})] = None
     password_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
         "Private file with the password.", extra={"empty": True})] = None
-    tls_enable: Annotated[bool | None, says("Use TLS; not set: only if `url` says so.")] = None
+    tls_enable: Annotated[bool, says("Use TLS.")] = False
     tls_ca_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
         "File with the CA certificates that verify the server's certificate; not set: the system's.")] = None
     tls_cert_file: Annotated[Annotated[str, Meta(min_length=1)] | None, says(
@@ -103,28 +98,22 @@ def settings_of(config: RespConfig, place: Place) -> RespSettings:
     )
 
 
-class _Url(NamedTuple):
-    address: Address
-    username: str
-    database: int | None
-    tls: bool
-
-
 def _servers(config: RespConfig, place: Place) -> RespServers:
     source, addresses = _named(config, place)
     _check_mode(config, source, addresses, place)
     _check_sentinel_name(config, source, place)
-    url = _url(config.url, place) if config.url is not None else None
-    database, tls = _database(config, url, place), _tls(config, url, place)
-    username, password = _credentials(config, url, place)
+    if config.cluster_mode and config.database_id:
+        raise place.hidden("database_id", "must be 0 or not set, since a cluster has only database 0")
+    tls = _tls(config, place)
+    password = _password(config, place)
     return RespServers(
         addresses=addresses,
         cluster=config.cluster_mode,
         master_name=config.sentinel_master or "",
-        username=username,
+        username=config.username or "",
         password=password,
         sentinel_password=_password_in("sentinel_password_file", config, place),
-        database=database,
+        database=config.database_id or 0,
         tls=tls,
         tls_server_name=config.tls_server_name or "",
         connection_timeout_s=patience(config.connection_timeout),
@@ -135,13 +124,11 @@ def _named(config: RespConfig, place: Place) -> tuple[str, tuple[Address, ...]]:
     """The field that says where the servers are, and their addresses. Raises ConfigError."""
     source = _one_of(config, place, PLACES)
     if source is None:
-        must = f"must name the server, or give {', '.join(PLACES[2:])} or url instead"
+        must = f"must name the server, or give {' or '.join(PLACES[1:])} instead"
         raise place.wrong("host", config.host, must)
     if source != "host" and config.port is not None:
         must = f"belongs to host; remove it, {source} already says where the server is"
         raise place.wrong("port", config.port, must)
-    if config.url is not None:
-        return source, (_url(config.url, place).address,)
     if config.host is not None:
         return source, (Address(config.host, config.port or PORT),)
     default_port = SENTINEL_PORT if source == "sentinels" else PORT
@@ -150,8 +137,6 @@ def _named(config: RespConfig, place: Place) -> tuple[str, tuple[Address, ...]]:
 
 def _check_mode(config: RespConfig, source: str, addresses: tuple[Address, ...], place: Place) -> None:
     """Raises ConfigError unless `cluster_mode` fits the field that says where the servers are."""
-    if config.cluster_mode and addresses[0].is_path:
-        raise place.wrong("cluster_mode", True, "must not be true with a unix socket: give startup_nodes")
     if source == "startup_nodes" and len(addresses) > 1 and not config.cluster_mode:
         must = "must be one server unless cluster_mode is true"
         raise place.wrong("startup_nodes", config.startup_nodes, must)
@@ -169,55 +154,6 @@ def _check_sentinel_name(config: RespConfig, source: str, place: Place) -> None:
             raise place.wrong(name, value, "needs sentinels, the addresses of the sentinels")
 
 
-def _database(config: RespConfig, url: _Url | None, place: Place) -> int:
-    database = config.database_id or 0
-    if url is not None and url.database is not None:
-        if config.database_id is not None:
-            raise place.wrong("database_id", config.database_id, "is in url too; give one of them")
-        database = url.database
-    if config.cluster_mode and database:
-        named = "url" if url is not None and url.database else "database_id"
-        raise place.hidden(named, "must be 0 or not set, since a cluster has only database 0")
-    return database
-
-
-def _url(text: str, place: Place) -> _Url:
-    """Parse a URL. A URL with a password is refused and not shown, since status pages show the entry's URL."""
-    try:
-        parts: SplitResult = urlsplit(text)
-        host, port = parts.hostname, parts.port or PORT
-    except ValueError:
-        raise place.hidden("url", "its port must be a number from 1 to 65535") from None
-    if parts.scheme == "unix" and not parts.netloc and not parts.query and not parts.fragment:
-        return _Url(Address(_socket_path(parts.path, place), 0), "", None, False)
-    if (
-        parts.scheme not in ("redis", "rediss", "valkey", "valkeys")
-        or not host
-        or parts.query
-        or parts.fragment
-    ):
-        must = "must be redis://[user@]host[:port][/database], rediss:// for TLS, or unix:///path/of/a.sock"
-        raise place.hidden("url", must)
-    if parts.password is not None:
-        raise place.hidden("url", "must hold no password: use password_file or password")
-    database = parts.path.strip("/")
-    if database and not (database.isascii() and database.isdigit()):
-        raise place.hidden("url", "its path must be empty or the number of a database")
-    return _Url(
-        Address(host, port),
-        unquote(parts.username or ""),
-        int(database) if database else None,
-        parts.scheme in ("rediss", "valkeys"),
-    )
-
-
-def _socket_path(text: str, place: Place) -> str:
-    path = unquote(text)
-    if not path.startswith("/") or "\0" in path or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise place.hidden("url", f"its path must be absolute, of at most {MAX_SOCKET_PATH_BYTES} bytes")
-    return path
-
-
 def _addresses(value: Any, default_port: int, place: Place, name: str) -> tuple[Address, ...]:
     texts = value.split(",") if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -233,19 +169,15 @@ def _addresses(value: Any, default_port: int, place: Place, name: str) -> tuple[
     return tuple(addresses)
 
 
-def _credentials(config: RespConfig, url: _Url | None, place: Place) -> tuple[str, str]:
-    source = _one_of(config, place, PASSWORDS)
-    username, password = config.username or "", _password_in("password_file", config, place)
-    if source == "password":
-        password = config.password or ""
+def _password(config: RespConfig, place: Place) -> str:
+    password = config.password or ""
+    if _one_of(config, place, PASSWORDS) == "password":
         remember_secret(password)
-    if url is not None and url.username:
-        if username:
-            raise place.wrong("username", username, "is in url too; give one of them")
-        username = url.username
-    if username and not password:
+    else:
+        password = _password_in("password_file", config, place)
+    if config.username and not password:
         raise place.hidden("username", "a username needs a password: give password_file or password")
-    return username, password
+    return password
 
 
 def _password_in(name: str, config: RespConfig, place: Place) -> str:
@@ -259,25 +191,19 @@ def _password_in(name: str, config: RespConfig, place: Place) -> str:
     return password
 
 
-def _tls(config: RespConfig, url: _Url | None, place: Place) -> ssl.SSLContext | None:
-    by_url = url is not None and url.tls
-    if url is not None and url.address.is_path and config.tls_enable:
-        raise place.wrong("tls_enable", True, "must not be true with a unix socket, which has no TLS")
-    uses_tls = by_url if config.tls_enable is None else config.tls_enable
-    if by_url and not uses_tls:
-        raise place.wrong("tls_enable", False, "must not be false with a rediss:// URL")
+def _tls(config: RespConfig, place: Place) -> ssl.SSLContext | None:
     given: dict[str, str] = {}
     for name in TLS_FIELDS:
         if (value := getattr(config, name)) is None:
             continue
-        if not uses_tls:
-            raise place.wrong(name, value, "needs tls_enable true, or a rediss:// URL")
+        if not config.tls_enable:
+            raise place.wrong(name, value, "needs tls_enable true")
         if name == "tls_key_file" and config.tls_cert_file is None:
             raise place.wrong(name, value, "needs tls_cert_file")
         if name != "tls_server_name" and not os.path.isfile(os.path.expanduser(value)):
             raise place.wrong(name, value, "must be an existing file")
         given[name] = value
-    if not uses_tls:
+    if not config.tls_enable:
         return None
     files = {name: os.path.expanduser(path) for name, path in given.items()}
     name = "tls_ca_file"

@@ -49,16 +49,9 @@ _WRONG = ("denied", "protocol", "settings", "tls")
 
 class Address(NamedTuple):
     host: str
-    """Or, if `port` is 0, the path of a unix socket, which only settings can name."""
     port: int
 
-    @property
-    def is_path(self) -> bool:
-        return not self.port
-
     def __str__(self) -> str:
-        if self.is_path:
-            return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -314,14 +307,13 @@ class Servers:
         settings = self._settings
         deadline_s = time.monotonic() + settings.connection_timeout_s
         try:
-            connected = _connected(address, settings.connection_timeout_s)
+            connected = socket.create_connection(address, settings.connection_timeout_s)
         except (OSError, ValueError) as error:  # ValueError: a server has named an impossible host
             sentence = f"cannot be reached: {getattr(error, 'strerror', None) or error}"
             raise LinkLost("unreachable", sentence) from None
         try:
-            if not address.is_path:
-                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if settings.tls is not None:
                 try:
                     connected = settings.tls.wrap_socket(
@@ -392,20 +384,6 @@ class Servers:
         except LinkLost as lost:
             kind = ConfigError if lost.reason in _WRONG else StorageError
             raise kind(f"{self._name}: {lost}", field=self._name) from None
-
-
-def _connected(address: Address, timeout_s: float) -> socket.socket:
-    """A connected socket. Raises OSError, and ValueError for an impossible host."""
-    if not address.is_path:
-        return socket.create_connection(address, timeout_s)
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connected.settimeout(timeout_s)
-        connected.connect(address.host)
-    except BaseException:
-        connected.close()
-        raise
-    return connected
 
 
 def slot_of(name: bytes) -> int:
