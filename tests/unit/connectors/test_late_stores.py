@@ -202,6 +202,16 @@ def test_what_becomes_of_a_chunk(event, planned, cancelled):
     assert world.step().cancel == set(), "a store is cancelled once"
 
 
+def test_a_store_may_be_cancelled_until_every_worker_has_read_its_blocks():
+    world = World(world_size=2)
+    world.ended(2 * CHUNK)
+    world.exhaust(left=0)
+    (store,) = world.step().stores
+    world.side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
+    world.pool.take(1)
+    assert world.step().cancel == {store.store_id}
+
+
 def test_an_error_in_the_plan_that_cancels_a_store_cancels_it_with_the_next():
     world = World()
     world.ended(CHUNK)
@@ -312,6 +322,10 @@ def test_a_drain_stores_the_whole_queue_and_keeps_an_idle_engine_stepping():
     assert chunks(plan) == 8
     world.outcome(plan)
     assert world.step().stores == [] and not world.side.awaits_news
+    world.side.on_new_request(make_request(1, kv_transfer_params={"kvstrata.drain": True}))
+    world.client.connected = False
+    world.step()
+    assert not world.side.awaits_news, "the engine rests while the server is away"
 
 
 @pytest.mark.parametrize("shared", [True, False])

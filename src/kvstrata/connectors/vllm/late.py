@@ -43,7 +43,7 @@ MAX_DEPTH = 4_096
 """Maximum number of blocks of a look; twice as many while a hit waits for blocks."""
 FLOOR_PART = 8
 """A look reaches at least what the next step may take, or this fraction of all blocks if that is less."""
-RECORDED_PER_CALL = 256
+RECORDED_PER_CALL = 128
 CHUNKS_PER_STEP = 64
 CHUNKS_IN_FLIGHT = 128
 CHUNKS_PER_STORE = 16
@@ -52,6 +52,8 @@ RETRY_STEPS = 64
 LATE_BELOW, LATE_UNTIL = 2.0, 2.5
 """With `store: auto`, chunks are stored late once L1 is smaller than twice the KV of all its engines, and at once again
 when it is 2.5 times as large."""
+DRAIN_S = 60.0
+"""A drain ends after this time: a report of a store may be lost, and an engine that drains never rests."""
 HELD_STEPS = 2
 """A hit waits at most so many steps until the chunks in the blocks that it will take are copied."""
 
@@ -115,9 +117,17 @@ class LateStores:
         """Smoothed number of blocks that a step takes."""
         self._waiting_blocks = 0
         """Blocks that hits will take which vLLM has been promised, or will be, since the last look."""
-        self.draining = False
-        """The whole queue is copied, as fast as the bounds allow."""
+        self._now, self._drains_until_s = engine.now, 0.0
         self.counts = {"late_missed_chunks": 0, "late_overtaken_stores": 0, "late_held_hits": 0}
+
+    @property
+    def draining(self) -> bool:
+        """Whether the whole queue is being copied, as fast as the bounds allow."""
+        return self._now() < self._drains_until_s
+
+    def drain(self) -> None:
+        """Copy the whole queue."""
+        self._drains_until_s = self._now() + DRAIN_S
 
     # -- recording -------------------------------------------------------------------------------------------
 
@@ -226,10 +236,13 @@ class LateStores:
         depth = max(floor, int(AHEAD * max(self._taken, taken_blocks)) + 1)
         depth = min(depth + waiting, MAX_DEPTH * (2 if waiting else 1))
         left = min(CHUNKS_PER_STEP, CHUNKS_IN_FLIGHT - sum(map(len, self._flying.values())))
+        if not self._client.connected:
+            self._drains_until_s = 0.0
         if not self._client.connected or left <= 0:
             return
         near = self._near_head(pool, len(pool.blocks) if self.draining else depth)
-        self.draining &= bool(near or self._flying)
+        if not (near or self._flying):
+            self._drains_until_s = 0.0
         branches, self._branches = self._branches, []
         for records in (*([branch] for branch in branches), *near.values()):
             for run in self._runs(pool, records):

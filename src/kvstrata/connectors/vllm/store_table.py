@@ -313,7 +313,7 @@ class StoreTable:
     def drain(self) -> None:
         """Store all chunks that L1 lacks, however far from reuse their blocks are."""
         if self._late is not None:
-            self._late.draining = True
+            self._late.drain()
 
     def took_hit(self, tracked: Tracked, n_chunks: int, tokens: int) -> None:
         """vLLM has allocated blocks for a request of which L1 had so many chunks, and tokens with a tail."""
