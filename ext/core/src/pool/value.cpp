@@ -264,9 +264,11 @@ Value::Value(std::string_view name, double depth_cost, EntryLocal* entries, std:
       depth_cost_(static_cast<float>(depth_cost)),
       number_of_(kFeatures),
       rows_{Learner::prior()},
-      memories_(is_lru_ ? 1 : std::bit_ceil(n_entries)) {
-  add_kind(0);                  // kTails
-  number_of_[0] = add_kind(0);  // kAny: never used again, at no depth
+      n_memories_(is_lru_ ? 1 : std::bit_ceil(n_entries)),
+      memories_(static_cast<Memory*>(std::calloc(n_memories_, sizeof(Memory))), &std::free) {
+  if (memories_ == nullptr) std::abort();  // out of memory
+  add_kind(0);                             // kTails
+  number_of_[0] = add_kind(0);             // kAny: never used again, at no depth
 }
 
 std::uint16_t Value::add_kind(Features features) {
@@ -310,7 +312,7 @@ float Value::worth(std::uint32_t entry) const noexcept {
 Traits Value::traits_of_new(std::uint64_t tag, std::size_t depth) const noexcept {
   Traits traits;
   traits.depth = static_cast<std::uint16_t>(std::min<std::size_t>(depth, 65'535));
-  const Memory& memory = memories_[tag & (memories_.size() - 1)];
+  const Memory& memory = memories_[tag & (n_memories_ - 1)];
   if (memory.tag == static_cast<std::uint32_t>(tag >> 32) && memory.used_at != 0)
     traits.pause = pause_after(now_ - memory.used_at);
   return traits;

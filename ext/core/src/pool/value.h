@@ -26,7 +26,9 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -228,7 +230,7 @@ class Value {
   };
 
   void remember(std::uint64_t tag, std::uint32_t used_at) noexcept {
-    memories_[tag & (memories_.size() - 1)] = {static_cast<std::uint32_t>(tag >> 32), used_at};
+    memories_[tag & (n_memories_ - 1)] = {static_cast<std::uint32_t>(tag >> 32), used_at};
   }
   std::uint16_t kind_of(Traits traits);
   std::uint16_t add_kind(Features features);
@@ -256,8 +258,10 @@ class Value {
   std::vector<std::uint16_t> number_of_;  // by features, 0: not seen yet
   std::vector<WaitCounts> ended_;         // since the last lesson, by number
   std::vector<Row> rows_;
-  std::size_t learnt_ = 0;        // kinds that have a row
-  std::vector<Memory> memories_;  // by the low bits of the tag
+  std::size_t learnt_ = 0;  // kinds that have a row
+  // By the low bits of the tag. Pages that were never written take no memory.
+  std::size_t n_memories_;
+  std::unique_ptr<Memory[], decltype(&std::free)> memories_;
   SizeClass classes_[kMaxClasses];
 };
 
