@@ -190,7 +190,7 @@ Status Pool::create(int index_fd, int extents_fd, const PoolOptions& options,
 
 Pool::Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std::uint64_t epoch)
     : options_(options),
-      shadows_(options_.policy, options_.depth_cost),
+      shadows_(options_.depth_cost),
       segment_(std::move(segment)),
       slabs_(segment_->index.header().extents_bytes, &segment_->index.header().slab_bytes,
              segment_->index.header().slab_table),
@@ -346,7 +346,7 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
-  begin_request(sampled, again ? 0 : n_keys / spans.size());
+  begin_request(sampled, again ? 0 : n_keys / spans.size(), spans);
   Sought sought(entries_, keys, n_keys, spans.size());
   leases_.take(sought, spans, holders, identity, again, result);
   return Status();
@@ -372,7 +372,7 @@ Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
-  begin_request(sampled, again || n_whole == 0 ? 0 : keys.n_chunks());
+  begin_request(sampled, again || n_whole == 0 ? 0 : keys.n_chunks(), spans);
   Sought sought(entries_, keys);
   leases_.take(sought, spans, holders, identity, again, result);
   return Status();
@@ -493,12 +493,15 @@ std::vector<SampledChunk> Pool::note_keys(const std::uint8_t* keys, std::size_t 
 void Pool::missed(const std::uint8_t* keys, std::size_t n_keys) noexcept {
   const std::vector<SampledChunk> sampled = note_keys(keys, n_keys, 1);
   const std::lock_guard lock(mutex_);
-  if (!is_closed()) begin_request(sampled, n_keys);
+  if (!is_closed()) begin_request(sampled, n_keys, {});
 }
 
-void Pool::begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks) noexcept {
+void Pool::begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
+                         std::span<const std::uint32_t> spans) noexcept {
   const std::uint64_t now_ns = time_ns();
   policy_.tell_time(now_ns);
+  if (std::any_of(spans.begin(), spans.end(), [](auto span) { return span != 0; }))
+    policy_.use_age_alone();
   if (n_chunks == 0) return;
   policy_.count_request();
   shadows_.add(sampled, n_chunks, now_ns);
@@ -514,17 +517,19 @@ bool Pool::learn() noexcept {
   std::size_t capacity = 0;  // chunks, if all are as long as those that are in use now
   bool is_due = false;
   bool has_l2 = false;
+  bool ages_alone = false;
   {
     const std::lock_guard lock(mutex_);
     if (is_closed()) return false;
     is_due = policy_.begin_lesson(&lesson);
+    ages_alone = policy_.uses_age_alone();
     waiting = shadows_.take();
     has_l2 = (load_word(entries_.index.header().flags) & kIndexFlagHasL2) != 0;
     const std::uint64_t in_use = entries_.touched - entries_.free.size();
     if (in_use >= kMinShadowed)
       capacity = static_cast<std::size_t>(extents_bytes() / (entries_.used_bytes / in_use));
   }
-  shadows_.run(waiting, capacity, !has_l2);
+  shadows_.run(waiting, capacity, ages_alone ? "LRU" : "VALUE", !has_l2);
   std::vector<Shadows::Forecast> forecasts = shadows_.forecasts();
   if (!is_due) {
     const std::lock_guard lock(mutex_);

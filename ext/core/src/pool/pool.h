@@ -311,7 +311,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void uncount(std::uint32_t entry) noexcept;  // REQUIRES: the mutex
   std::uint64_t time_ns() const noexcept;
   // REQUIRES: the mutex.
-  void begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks) noexcept;
+  void begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
+                     std::span<const std::uint32_t> spans) noexcept;
   // A sample of the first slice's keys, for begin_request(); logs them all.
   std::vector<SampledChunk> note_keys(const std::uint8_t* keys, std::size_t n_chunks,
                                       std::size_t n_slices);

@@ -154,9 +154,6 @@ std::string RequestLog::take() {
   return std::exchange(bytes_, {});
 }
 
-Shadows::Shadows(std::string_view policy, double depth_cost)
-    : policy_(policy), depth_cost_(depth_cost) {}
-
 std::vector<SampledChunk> Shadows::sample(const std::uint8_t* keys, std::size_t n_chunks,
                                           std::size_t stride) const {
   const std::uint64_t below = below_.load(std::memory_order_relaxed);
@@ -186,7 +183,8 @@ Shadows::Waiting Shadows::take() noexcept {
   return std::exchange(waiting_, {});
 }
 
-void Shadows::run(const Waiting& waiting, std::size_t capacity, bool refuses) {
+void Shadows::run(const Waiting& waiting, std::size_t capacity, std::string_view policy,
+                  bool refuses) {
   constexpr double kFade = 0.9999;  // a request: figures are those of the last 10,000 or so
   if (shadows_.empty()) {
     if (capacity == 0) return;
@@ -194,7 +192,7 @@ void Shadows::run(const Waiting& waiting, std::size_t capacity, bool refuses) {
     shadows_.reserve(kFactors.size());
     for (const double factor : kFactors) {
       const double chunks = factor * rate * static_cast<double>(capacity);
-      shadows_.emplace_back(static_cast<std::size_t>(std::max(1.0, chunks)), policy_, depth_cost_,
+      shadows_.emplace_back(static_cast<std::size_t>(std::max(1.0, chunks)), policy, depth_cost_,
                             refuses);
     }
     below_.store(static_cast<std::uint64_t>(rate * 0x1p32), std::memory_order_relaxed);

@@ -110,7 +110,7 @@ class Shadows {
     double seconds;
   };
 
-  Shadows(std::string_view policy, double depth_cost);
+  explicit Shadows(double depth_cost) noexcept : depth_cost_(depth_cost) {}
 
   // The sampled ones of a prompt's keys, of which each `stride`-th counts, starting with the first.
   // Any thread.
@@ -132,12 +132,11 @@ class Shadows {
   };
   Waiting take() noexcept;
   // `capacity`: chunks that the pool has room for, as far as it is known now; the first call with a
-  // positive one decides. One thread at a time.
-  void run(const Waiting& waiting, std::size_t capacity, bool refuses);
+  // positive one decides, and `policy` and `refuses` with it. One thread at a time.
+  void run(const Waiting& waiting, std::size_t capacity, std::string_view policy, bool refuses);
   std::vector<Forecast> forecasts() const;
 
  private:
-  const std::string_view policy_;
   const double depth_cost_;
   // A chunk is sampled if its hash is below this, 2^32 being all; 0 until the capacity is known.
   std::atomic<std::uint64_t> below_{0};

@@ -319,7 +319,7 @@ Traits Value::traits_of_new(std::uint64_t tag, std::size_t depth) const noexcept
 }
 
 float Value::worth_of_new(Traits traits) const noexcept {
-  if (learnt_ == 0) return std::numeric_limits<float>::infinity();
+  if (is_lru_ || learnt_ == 0) return std::numeric_limits<float>::infinity();
   const Features features = features_of(traits);
   const std::uint16_t kind = number_of_[features];
   const std::size_t row = kind != 0 ? row_of(kind) : Learner::row_of_some(features);

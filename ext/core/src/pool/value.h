@@ -160,6 +160,10 @@ class Value {
   static bool is_name(std::string_view name) noexcept;
 
   const char* name() const noexcept { return name_; }
+  // From now on as LRU: for a pool with windows or states, which are worth something only together
+  // with what precedes them (docs/decisions/0025-eviction-of-groups.md).
+  void use_age_alone() noexcept { is_lru_ = true; }
+  bool uses_age_alone() const noexcept { return is_lru_; }
   bool evicts() const noexcept { return evicts_; }
 
   // The time of all calls from now on.

@@ -150,6 +150,21 @@ TEST(a_deeper_chunk_costs_more_to_compute_and_a_tail_is_worth_nothing) {
     CHECK_EQ(f.evict(), entry);
 }
 
+TEST(age_alone_orders_all_kinds_and_refuses_nothing) {
+  Fixture f("VALUE");
+  Learner learner;
+  live(f, &learner);
+  f.insert(1, 100);
+  f.pass(1);
+  f.insert(2, 1);
+  f.policy.use_age_alone();
+  CHECK(f.best_of_new(100) > f.policy.worth(2));
+  f.pass(1);
+  f.policy.touch(1);
+  CHECK_EQ(f.evict(), 2);
+  CHECK_EQ(f.evict(), 1);
+}
+
 TEST(a_load_that_is_used_at_once_is_no_return) {
   Fixture f("VALUE");
   f.insert(1);
