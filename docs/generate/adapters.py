@@ -9,7 +9,7 @@ import msgspec
 
 from docs.generate.configuration import rows as setting_rows
 from docs.generate.source import GENERATED, table
-from kvstrata.tiers.config import CommonFields, Medium, load, own_points
+from kvstrata.tiers.config import TYPES, CommonFields, Medium, load
 
 ADAPTERS = """# Types of L2 adapters
 
@@ -25,11 +25,11 @@ NOT_FOR_USERS = ("peer",)
 
 
 def media() -> dict[str, tuple[Medium, list[str]]]:
-    """Our own media by the target of their entry points, each with all names of its type."""
+    """Our own media by their places, each with all names of its type."""
     found: dict[str, tuple[Medium, list[str]]] = {}
-    for name, point in sorted(own_points().items()):
+    for name, place in sorted(TYPES.items()):
         if name not in NOT_FOR_USERS:
-            found.setdefault(point.value, (load(point.value), []))[1].append(name)
+            found.setdefault(place, (load(place), []))[1].append(name)
     return found
 
 

@@ -90,7 +90,7 @@ def small_folders(tiers: list[TierConfig]) -> Iterator[str]:
     """The new folders of tiers that have more capacity than their file systems have free."""
     for tier in tiers:
         capacity_gb = tier.entry.get("capacity_gb")
-        if tier.folder is None or not isinstance(capacity_gb, int | float):
+        if not tier.folder or not isinstance(capacity_gb, int | float):
             continue
         folder = Path(tier.folder)
         existing_folder = existing(folder.absolute())

@@ -1,27 +1,25 @@
 """The settings of tiers: from an entry of `l2_adapters` (the JSON of `--l2-adapter`) to a checked TierConfig.
 
-The fields that all types have are `CommonFields`.  The types are entry points of installed packages in the group
-`kvstrata.l2_adapters`; kvstrata's own are in that group too (pyproject.toml), and this module names none of them.
+The fields that all types have are `CommonFields`.  A type is one of
 
-    kvstrata's own      names a `Medium`; its fields are checked when the server reads its settings
-    another package's   names a callable `(fields: dict, path: str) -> StorageAdapter`, which raises ConfigError for
-                        wrong fields; it is imported and called when the adapter is made (for an isolated tier, in its
-                        child process)
+    kvstrata's own      TYPES names its `Medium`; its fields are checked when the server reads its settings
+    another package's   an entry point in the group `kvstrata.l2_adapters` names a callable
+                        `(fields: dict, path: str) -> StorageAdapter`, which raises ConfigError for wrong fields; it is
+                        imported and called when the adapter is made (for an isolated tier, in its child process)
 
 kvstrata's own type wins over another package's type of the same name.  A wrong entry stops the start with an error that
-names the field's path, its value and what to write instead.  `importlib.metadata` is imported where it is needed, since
-a server without tiers starts 10 ms sooner without it.
+names the field's path, its value and what to write instead.  `importlib.metadata` is imported where another package's
+type is, since a server starts 10 ms sooner without it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import json
 import os
+import pkgutil
 import sys
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -38,12 +36,23 @@ from kvstrata.tiers.base import StorageAdapter
 from kvstrata.tiers.codec import ChainSettings, read_chain
 from kvstrata.tiers.structs import Place
 
-if typing.TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
 GROUP = "kvstrata.l2_adapters"
-OWN_PACKAGE = "kvstrata"
 MB = 1 << 20
+
+TYPES = {
+    "disk": "kvstrata.tiers.media.disk.config:MEDIUM",
+    "fs": "kvstrata.tiers.media.fs.config:MEDIUM",
+    "fs_native": "kvstrata.tiers.media.fs.config:MEDIUM",
+    "mooncake_store": "kvstrata.tiers.media.mooncake.config:MEDIUM",
+    "object_store": "kvstrata.tiers.media.object_store.config:MEDIUM",
+    "s3": "kvstrata.tiers.media.object_store.config:MEDIUM",
+    "resp": "kvstrata.tiers.media.resp.config:MEDIUM",
+    "redis": "kvstrata.tiers.media.resp.config:MEDIUM",
+    "valkey": "kvstrata.tiers.media.resp.config:MEDIUM",
+    "plugin": "kvstrata.tiers.media.plugin:MEDIUM",
+    "peer": "kvstrata.p2p.medium:MEDIUM",
+}
+"""kvstrata's own types: MODULE:ATTRIBUTE of each one's Medium, which is imported when an entry names the type."""
 
 ELSEWHERE = (
     "raw_block", "dax", "hf3fs",
@@ -124,7 +133,7 @@ class Medium(NamedTuple):
     look: Callable[[Any, str], None] | None = None
     """Looks for what entries need of this machine, for (config, name of the adapter). Raises StorageError."""
     folder: Callable[[Any], str] = _no_folder
-    """The directory of this host that keeps the records of an entry with these fields; None if there is none.
+    """The directory of this host that keeps the records of an entry with these fields; empty: there is none.
 
     The server probes it while the tier is in service (tiers/tier.py).
     """
@@ -289,15 +298,13 @@ def find(kind: str, where: str) -> tuple[Medium, str, str]:
 
     Raises ConfigError for the field `where` if the name is unknown or the type is refused.
     """
-    from importlib.metadata import entry_points
-
-    own = own_points()
-    if kind in own:
-        reference = own[kind].value
-        medium = load(reference)
+    if kind in TYPES:
+        medium = load(TYPES[kind])
         if advice := medium.refusal():
             raise ConfigError(f"{where}: {kind!r:.80} is not supported: {advice}", field=where)
-        return medium, reference, ""
+        return medium, TYPES[kind], ""
+    from importlib.metadata import entry_points
+
     others: dict[str, str] = {}
     for point in entry_points(group=GROUP):
         value = others.setdefault(point.name, point.value)
@@ -308,48 +315,24 @@ def find(kind: str, where: str) -> tuple[Medium, str, str]:
             )
     if kind in others:
         return INSTALLED, f"{__name__}:INSTALLED", others[kind]
-    if not own:
-        raise ConfigError(
-            f"{where}: the installation of {OWN_PACKAGE} names no types of adapter; reinstall it (`make setup` "
-            "in the clone, or pip install --force-reinstall with a wheel file)",
-            field=where,
-        )
     if kind in ELSEWHERE:
         raise ConfigError(
             f"{where}: {kind!r} is not part of this version; a plugin can provide it: install a package with"
             f" an entry point {kind!r} in the group {GROUP!r}, or use type 'plugin'",
             field=where,
         )
-    here = sorted({*own, *others})
+    here = sorted({*TYPES, *others})
     hint = nearest(kind, [*here, *ELSEWHERE])
     raise ConfigError(
         f"{where}: unknown adapter {kind!r:.80}{hint}; known types: {', '.join(here)}", field=where
     )
 
 
-@functools.cache
-def own_points() -> dict[str, EntryPoint]:
-    """kvstrata's own types, by name. Reads only kvstrata's metadata, which is quicker than that of all packages."""
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    try:
-        installed = distribution(OWN_PACKAGE)
-    except PackageNotFoundError:
-        return {}
-    return {point.name: point for point in installed.entry_points if point.group == GROUP}
-
-
 def load(reference: str) -> Medium:
     """The type at MODULE:ATTRIBUTE."""
-    medium = _named(reference)
+    medium = pkgutil.resolve_name(reference)
     assert isinstance(medium, Medium), reference
     return medium
-
-
-def _named(reference: str) -> Any:
-    from importlib.metadata import EntryPoint
-
-    return EntryPoint("", reference, GROUP).load()
 
 
 @contextlib.contextmanager
@@ -395,7 +378,9 @@ class InstalledConfig(msgspec.Struct, frozen=True):
 def _prepare_installed(config: InstalledConfig, place: Place, name: str) -> Make:
     def make() -> StorageAdapter:
         with plugin_boundary(place.path, f"plugin {config.point}"):
-            return checked(_named(config.point)(config.fields, place.path), place.path, config.point)
+            return checked(
+                pkgutil.resolve_name(config.point)(config.fields, place.path), place.path, config.point
+            )
 
     return make
 

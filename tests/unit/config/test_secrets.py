@@ -37,7 +37,7 @@ from kvstrata.config.secrets import (
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
 from kvstrata.rpc import wire
-from kvstrata.tiers.config import CommonFields, load, own_points
+from kvstrata.tiers.config import TYPES, CommonFields, load
 from kvstrata.types import Role
 from tests.harness.cache_engine import layout_identity
 
@@ -66,7 +66,7 @@ def fields_with_text(struct: type[msgspec.Struct]) -> set[str]:
 
 def test_every_field_of_ours_is_shown_or_secret_or_names_a_place_on_purpose() -> None:
     structs: list[Any] = [ServerSettings, ControllerSettings, GatewaySettings, ClientSettings, CommonFields]
-    structs += [load(point.value).config for point in own_points().values()]
+    structs += [load(place).config for place in TYPES.values()]
     fields = set().union(*map(fields_with_text, structs)) - OBJECTS
     known = {name for name in fields if name in SHOWN or SECRET.search(name) or REFERENCE.search(name)}
     assert fields - known == set(), "decide whether pages may show these fields: config/secrets.py"
