@@ -90,6 +90,10 @@ ROWS = (
         Panel("Reserves", {"reserve_outcomes": ""}, ("outcome",)),
         Panel("Evictions", {"pool_evictions": ""}, ("cause",)),
         Panel("Refused", {"pool_refused_entries": ""}, ("reason",)),
+        Panel(
+            "Prefill seconds that L1s of other sizes would save", {"pool_forecast_seconds": "{{size}} ×"}, ("size",),
+            unit="percentunit", query=f"avg by (size) (kvstrata_pool_forecast_seconds{SELECTED})",
+        ),
         Panel("Revoked leases that are not given back", {"sessions_leases_revoked": ""}),
     )),
     Row("L2", 8, (
