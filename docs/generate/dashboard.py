@@ -92,7 +92,7 @@ ROWS = (
         Panel("Refused", {"pool_refused_entries": ""}, ("reason",)),
         Panel(
             "Prefill seconds that L1s of other sizes would save", {"pool_forecast_seconds": "{{size}} ×"}, ("size",),
-            unit="percentunit", query=f"avg by (size) (kvstrata_pool_forecast_seconds{SELECTED})",
+            unit="percentunit", quantiles=(), query=f"avg by (size) (kvstrata_pool_forecast_seconds{SELECTED})",
         ),
         Panel("Revoked leases that are not given back", {"sessions_leases_revoked": ""}),
     )),
@@ -192,7 +192,7 @@ def _queries(panel: Panel, short: str, legend: str) -> list[tuple[str, str]]:
 def _panel(panel: Panel, place: dict[str, int], number: int) -> dict[str, Any]:
     queries = [query for short, legend in panel.families.items() for query in _queries(panel, short, legend)]
     if panel.query:
-        queries = [(panel.query, "")]
+        queries = [(panel.query, queries[0][1] if panel.by else "")]
     described = dict.fromkeys(FAMILIES[f"kvstrata_{short}"].meaning for short in panel.families)
     if any(short.endswith("_seconds") for short in panel.families) and len(panel.quantiles) == 1:
         described["The 99th percentile is shown."] = None

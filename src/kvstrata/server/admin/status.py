@@ -107,7 +107,8 @@ class ForecastNumbers(Numbers):
         "size",
     )
     forecast_seconds = gauge(
-        "Share of the prefill seconds of requests of late that an L1 of another size would have saved, likewise.",
+        "Share of the prefill seconds of requests of late that an L1 of another size would have saved, by its size in "
+        "units of the present one.",
         lambda self: {f"{size:g}": round(seconds, 4) for size, _, seconds in self._pool.forecasts()},
         "size",
     )
