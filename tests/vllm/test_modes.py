@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvstrata.cli import asking
-from tests.harness.amount import amount
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
 from tests.vllm.conftest import Rig, rig_of, until
@@ -54,20 +53,6 @@ def test_asynchronous_load_that_fails_is_computed(rig):
     assert bad["tokens"] == cold["tokens"]
     healed = until(lambda: rig.full_hit(prompt, 1_280), "storing the chunks again")
     assert healed["tokens"] == cold["tokens"]
-
-
-@pytest.mark.parametrize("steps", amount([1], [0, 1, 2, 3]))
-def test_abort_around_an_asynchronous_load_leaks_nothing(rig, steps):
-    prompt = rig.fresh_prompt(2_600)
-    cold = rig.stored(prompt)
-    until(rig.forget, "letting all blocks go")
-    request = rig.vllm.ask("submit", prompt=prompt)
-    rig.vllm.ask("step", n=steps)
-    rig.vllm.ask("abort", request=request)
-    warm = rig.again(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (2_560, cold["tokens"])
-    rig.settle()
-    assert rig.vllm.ask("free_blocks") == BLOCKS - 1, "all blocks are free again, but the null block"
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import hashlib
-import random
 import sys
 from types import FrameType
 
@@ -17,11 +16,9 @@ from kvstrata.tiers import loads
 from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.loads import FetchOutcome
 from kvstrata.types import MissReason
-from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, in_l2
-from tests.harness.amount import amount
+from tests.fault.server.conftest import Loads, OpenTier, Puts, Start, in_l2
 from tests.harness.faulty import Fault
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD, chain
-from tests.harness.shelf import SHELVES
 from tests.harness.waiting import until
 
 
@@ -280,100 +277,3 @@ async def test_stop_is_bounded_and_its_bytes_stay_until_the_medium_has_finished(
     assert (await fetches.fetch(keys)).reason == MissReason.BREAKER_OPEN
     one.faults.release()
     await until(lambda: l1.pool.stats()["holds"] == 0)
-
-
-Places = set[tuple[int, int]]
-
-
-class Prompt:
-    """A prompt of some chunks and slices. `in_l1`, `in_l2`: the (chunk, slice) that are there."""
-
-    def __init__(self, name: str, n_chunks: int, spans: list[int]) -> None:
-        self.n_chunks, self.spans = n_chunks, spans
-        self.keys = chain(name, n_chunks, len(spans))
-        self.places = [(chunk, number) for chunk in range(n_chunks) for number in range(len(spans))]
-        self.in_l1: Places = set()
-        self.in_l2: Places = set()
-
-    def key(self, place: tuple[int, int]) -> bytes:
-        return self.keys[place[0] * len(self.spans) + place[1]]
-
-    async def lay(self, rig: Rig, l1: L1) -> None:
-        """Put the records where they are to be."""
-        stored = l1.store(self.keys, len(self.spans))
-        assert set(stored) == set(self.keys)
-        rig.store.committed(stored)
-        await rig.store.idle()
-        for place in reversed(self.places):
-            if place not in self.in_l1:
-                assert l1.pool.remove(self.key(place))
-            if place not in self.in_l2:
-                del SHELVES["a"].records[self.key(place)]
-
-    def needs(self, n: int) -> Places:
-        return {
-            (chunk, number)
-            for number, span in enumerate(self.spans)
-            for chunk in (range(n)[-span:] if span else range(n))
-        }
-
-    def longest(self, there: Places, max_loads: int | None = None) -> int:
-        """The longest hit of what is there; with `max_loads` needing no more loads than these."""
-        return max(
-            n
-            for n in range(self.n_chunks + 1)
-            if self.needs(n) <= there and (max_loads is None or len(self.needs(n) - self.in_l1) <= max_loads)
-        )
-
-    async def fetch(self, rig: Rig, budget_bytes: int | None = None) -> FetchOutcome:
-        return await rig.prefetch.fetch(
-            b"".join(self.keys),
-            len(self.spans),
-            identity=IDENTITY,
-            tenant=1,
-            deadline_s=CLOCK.monotonic_s() + LATER_S,
-            limits=[RECORD] * len(self.spans),
-            budget_bytes=budget_bytes,
-            spans=self.spans,
-        )
-
-    def now_in(self, l1: L1) -> Places:
-        return {place for place in self.places if l1.pool.peek(self.key(place))}
-
-    def leased(self, l1: L1) -> int:
-        """Lease what L1 has, and return the length."""
-        ticket, n_chunks, *_ = l1.pool.lease(
-            b"".join(self.keys), len(self.spans), [l1.row], IDENTITY, self.spans
-        )
-        assert not ticket or l1.pool.release(ticket, l1.row)
-        return n_chunks
-
-
-def random_prompt(rng: random.Random, name: str) -> Prompt:
-    spans = [rng.choice([0, 0, 1, 2, 3, 12]) for _ in range(rng.randrange(1, 4))]
-    prompt = Prompt(name, rng.randrange(1, 9), [*spans, rng.randrange(1, 4)][-3:])
-    often = rng.choice([0.2, 0.5, 0.8])
-    prompt.in_l1 = {place for place in prompt.places if rng.random() < often}
-    prompt.in_l2 = {place for place in prompt.places if rng.random() < 0.8}
-    return prompt
-
-
-@pytest.mark.parametrize("seed", range(amount(5, 20)))
-async def test_a_fetch_whose_loads_fail_tells_the_hit_that_l1_then_leases(start, l1, seed):
-    rig = start()
-    await rig.open("a")
-    rng = random.Random(seed)
-    prompt = random_prompt(rng, f"prompt {seed}")
-    prompt.in_l2 = set(prompt.places)
-    await prompt.lay(rig, l1)
-    shelf = SHELVES["a"]
-    shelf.shut("load")
-    fetch = asyncio.create_task(prompt.fetch(rig))
-    await until(lambda: fetch.done() or shelf.waiting["load"] > 0)
-    lost = rng.sample(sorted(prompt.needs(prompt.n_chunks)), 1)
-    for place in lost:
-        del shelf.records[prompt.key(place)]
-    shelf.let_go()
-    outcome = await fetch
-    assert outcome.n_chunks == prompt.longest(prompt.now_in(l1)) == prompt.leased(l1)
-    assert (outcome.n_chunks < prompt.n_chunks) is bool(set(lost) - prompt.in_l1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import stat
 from pathlib import Path
@@ -229,23 +228,3 @@ def test_an_unfinished_handshake_is_ended_after_its_time_limit(place, log, worke
         until(lambda: rows_of(server) == {})
         attach(worker, place, session_name("one"), timeout_s=HANG_S)
         assert server.event("attached")["pid"] == worker.pid
-
-
-def test_a_process_that_gives_up_after_it_has_locked_its_byte_is_counted_as_such(place, log, worker):
-    """Seen where 200 engines attached at once: its wait ends, and the server, still busy, finds the byte unlocked."""
-    with AttachServerChild(place, log=log) as server:
-        with RawLine(place.socket_dir) as asked:
-            pidfd = os.pidfd_open(os.getpid())
-            asked.send(GOOD_REQUEST, [pidfd])
-            reply, fds = asked.receive()
-            row = msgspec.msgpack.decode(reply, type=AttachReply).row
-            os.kill(server.pid, signal.SIGSTOP)
-            assert linux.lock_byte(fds[2], row)
-            asked.send(b"locked")
-        linux.unlock_byte(fds[2], row)
-        linux.close_all([pidfd, *fds])
-        os.kill(server.pid, signal.SIGCONT)
-        until(lambda: server.ask("stats")["refused"])
-        assert server.ask("stats")["refused"] == {"gave_up": 1}
-        until(lambda: rows_of(server) == {})
-        attach(worker, place, session_name("good"))

@@ -40,8 +40,6 @@ SETTINGS = {
     "KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "2000",
     "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "3000",
 }
-FLAPS, FLAP_S, SLOW_ENOUGH_BYTES_PER_S = 8, 0.5, 4 * MIB
-"""Prompts that are read meanwhile, how long the link is up or down, and how fast it is: one of them takes longer."""
 FREED_S = 120.0
 """NIXL cannot end a read: the adapter host is killed for it after a while."""
 
@@ -156,33 +154,6 @@ def test_a_link_that_is_cut_in_mid_read_is_a_miss_and_is_used_again_once_it_is_m
     rig.freed()
     rig.network.hosts[0].mend()
     rig.goes_on(seed=3)
-
-
-@pytest.mark.long
-def test_a_link_that_flaps_in_mid_read_costs_misses(rig: Rig) -> None:
-    prompts, host, enough = (
-        [rig.known(seed) for seed in range(2, 2 + FLAPS)],
-        rig.network.hosts[0],
-        threading.Event(),
-    )
-
-    def flap() -> None:
-        while not enough.wait(FLAP_S):
-            host.cut()
-            enough.wait(FLAP_S)
-            host.mend()
-
-    host.slow(SLOW_ENOUGH_BYTES_PER_S)
-    thread = threading.Thread(target=flap)
-    thread.start()
-    try:
-        for tokens in prompts:
-            rig.reader.hit(tokens)  # right in every byte, or a miss
-    finally:
-        enough.set()
-        thread.join()
-    rig.goes_on(seed=50)
-    rig.freed()
 
 
 @pytest.mark.parametrize("rig", ["ucx"], indirect=True)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -72,44 +69,6 @@ def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(star
         until(client, lambda status: status["counters"]["put_skipped"].get("medium_gone") == 2)
         folder.mkdir()
         assert "restart the server" in said(server, "medium_replaced")
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("nsenter") is None,
-    reason="only root can mount, with util-linux's nsenter",
-)
-@pytest.mark.parametrize("kind", ["disk", "fs"])
-def test_a_directory_that_is_read_only_or_hidden_comes_back_by_itself(start, folder, kind):
-    own_mounts = cast(
-        Any, SimpleNamespace(under=("unshare", "--mount", "--propagation", "private"), http=read)
-    )
-    server, name = start(entry(kind, folder), host=own_mounts), f"{kind}-0"
-
-    def inside(*command: str) -> None:
-        entered = ["nsenter", "--target", str(server.pid), "--mount", *command, str(folder)]
-        subprocess.run(entered, check=True, capture_output=True, timeout=300)
-
-    with RpcClient(server.socket_dir) as client:
-        identity, chain = stored(client, 4)
-        until_stored(client)
-        clear_l1(client)
-        inside("mount", "--bind", str(folder))
-        inside("mount", "-o", "remount,bind,ro")
-        said(server, "medium_read_only")
-        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
-        assert reply.l2_chunks == 4, "records of a medium that cannot be written to are served"
-        more(client, 2)
-        until(client, lambda status: status["counters"]["put_skipped"].get("read_only") == 2)
-        inside("umount")
-        said(server, "medium_back")
-        more(client, 3)
-        until(client, lambda status: status["l2_store"]["adapters"][name]["outcomes"]["stored"] == 7)
-        inside("mount", "-t", "tmpfs", "tmpfs")
-        said(server, "medium_replaced")
-        assert tier(server, name)["medium"] == "replaced"
-        inside("umount")
-        eventually("the tier is back", lambda: tier(server, name)["medium_well"])
 
 
 def test_a_refused_password_stops_the_start(start, tmp_path):

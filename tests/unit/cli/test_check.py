@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -76,19 +75,6 @@ def test_what_only_this_machine_lacks_has_a_status_of_its_own(flags, environment
     [lack] = [line for line in said if line.startswith(HERE)]
     assert lack.startswith(HERE + says)
     assert said[-1].startswith("these settings can be used on a machine that has what this one lacks: L1 of ")
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        status, said = check("--http-port", str(port))
-        for command, flags in (("controller", ()), ("gateway", ("--engine", "http://127.0.0.1:1"))):
-            taken_too, why = check("--port", str(port), *flags, command=command)
-            assert taken_too == 75, why
-    assert status == 75
-    assert any(line.startswith(f"{HERE}http.port: {port} is held by pid {os.getpid()} ") for line in said)
 
 
 def test_plugins_are_imported(tmp_path: Path) -> None:

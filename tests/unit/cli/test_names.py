@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from kvstrata.cli.names import NAMES, main
+from kvstrata.cli.names import main
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -22,30 +22,6 @@ def ran(command: list[str], *path: Path) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": os.pathsep.join(map(str, path)),
     }
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_scripts_are_installed_and_removed(tmp_path, capsys):
-    folder = tmp_path / "with space"
-    folder.mkdir()
-    for step, status, says in (
-        ("install", 0, "runs kvstrata"),
-        ("install", 0, "runs kvstrata"),
-        ("remove", 0, "not there"),
-        ("remove", 0, "not there"),
-    ):
-        assert names(step, folder) == status
-        assert capsys.readouterr().out.splitlines() == [f"{folder / name}: {says}" for name in NAMES]
-    assert list(folder.iterdir()) == []
-
-
-def test_a_command_of_another_package_is_neither_overwritten_nor_removed(tmp_path, capsys):
-    theirs = tmp_path / "lmcache"
-    theirs.write_text("#!/bin/sh\necho theirs\n")
-    assert names("install", tmp_path) == 1
-    assert f"{theirs}: belongs to another package" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(NAMES)
-    assert names("remove", tmp_path) == 0
-    assert theirs.read_text() == "#!/bin/sh\necho theirs\n" and list(tmp_path.iterdir()) == [theirs]
 
 
 def test_the_scripts_run_our_server_and_controller(tmp_path):

@@ -60,21 +60,6 @@ def test_without_lmcache_the_names_are_ours_and_the_log_says_so(registry, monkey
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [(name, module) for name, modules in CONNECTORS.items() for module in modules]
-)
-def test_the_published_modules_have_our_connector_and_lmcache_stays_uninstalled(
-    registry, monkeypatch, name, module
-):
-    installed(monkeypatch, False)
-    monkeypatch.delenv("KVSTRATA_TAKEOVER", raising=False)
-    plugin.register()
-    assert getattr(importlib.import_module(module), name) is OURS
-    with pytest.raises(AttributeError, match="provided by kvstrata, which has no 'Adapter'"):
-        _ = importlib.import_module(module).Adapter
-    assert "lmcache" not in sys.modules and importlib.util.find_spec("lmcache") is None
-
-
 def test_an_installed_lmcache_keeps_its_names(registry, monkeypatch, caplog):
     installed(monkeypatch, True)
     monkeypatch.delenv("KVSTRATA_TAKEOVER", raising=False)

@@ -78,9 +78,35 @@ def begun() -> tuple[KnownMembers, Member]:
     return known, member
 
 
+def test_a_wrong_part_is_refused_and_changes_nothing():
+    for wrong, field in (
+        (part(0, 3), "sync"),
+        (part(0, 2, tier="disk-9"), "tier"),
+        (part(0, 2, tags=b"1234567"), "tags"),
+        (part(0, 2, crc=0), "crc"),
+        (part(1 << 30, 2), "index"),
+    ):
+        known, member = begun()
+        with pytest.raises(KvstrataError) as denied:
+            known.sync_part(wrong, 1.0)
+        assert (denied.value.code, denied.value.field) == ("bad_sync", field)
+        assert member.sync is not None and member.sync.parts == 0 and not member.sync.tags
+
+
 def test_parts_that_arrive_ahead_of_a_missing_one_are_bounded():
     known, _ = begun()
     for index in range(1, MAX_PARTS_AHEAD + 1):
         known.sync_part(part(index, 2), 1.0)
     with pytest.raises(KvstrataError, match="part 0 is missing"):
         known.sync_part(part(MAX_PARTS_AHEAD + 1, 2), 1.0)
+
+
+def test_an_end_with_wrong_counts_does_not_end_the_full_sync():
+    for parts, count, sent in ((1, 1, []), (1, 2, [0]), (0, 0, [0])):
+        known, member = begun()
+        for index in sent:
+            known.sync_part(part(index, 2), 1.0)
+        with pytest.raises(KvstrataError) as denied:
+            known.sync_end(end(parts, count, 2), 1.0)
+        assert (denied.value.code, denied.value.retryable) == ("bad_sync", True)
+        assert member.sync is None and not member.confirmed and member.synced_number == 1

@@ -16,18 +16,6 @@ from kvstrata.process.lifecycle import Systemd
 from kvstrata.process.supervisor import PoolLane, Supervisor
 
 
-async def test_the_first_task_that_crashes_is_reported_with_its_name() -> None:
-    supervisor = Supervisor(asyncio.get_running_loop())
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-
-    async def crash() -> None:
-        raise ZeroDivisionError("oh no")
-
-    supervisor.spawn(crash(), "heart")
-    assert await asyncio.wait_for(supervisor.failure, 30) == "task heart crashed: ZeroDivisionError('oh no')"
-    assert len(supervisor) == 0
-
-
 async def test_a_job_that_crashes_ends_alone_and_the_log_has_its_trace(caplog):
     supervisor = Supervisor(asyncio.get_running_loop())
 

@@ -13,7 +13,6 @@ import pytest
 from kvstrata.observability.explain import ServerNumbers
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
-    MAX_ADAPTER_CHARS,
     MAX_RUNS,
     TAG_BYTES,
     Change,
@@ -24,8 +23,6 @@ from kvstrata.rpc.cluster_wire import (
     SyncPart,
     tags_of,
 )
-from kvstrata.rpc.wire import PROTOCOL_VERSION, AttachRequest
-from kvstrata.server.cluster.condition import _adapters
 from kvstrata.server.cluster.events import (
     BATCH_TAGS,
     L1_TIER,
@@ -37,8 +34,7 @@ from kvstrata.server.cluster.events import (
 )
 from kvstrata.server.cluster.sync import FullSync
 from kvstrata.server.cluster.told_tiers import MAX_NAME_CHARS, tier_name
-from kvstrata.server.processes import Process, Processes, Readiness, RowState, TenantTokens
-from kvstrata.types import KEY_BYTES, LayoutIdentity, PoolEvent, RequestIdentity, Role, Slice
+from kvstrata.types import KEY_BYTES
 
 
 def tag(number: int) -> bytes:
@@ -106,22 +102,6 @@ def told(news: TierNews) -> Events:
     return msgspec.msgpack.decode(frame, type=Events)
 
 
-def test_a_batch_that_the_socket_did_not_take_is_sent_again_under_its_number(news: TierNews) -> None:
-    news.begin_telling()
-    news.pool_events([(PoolEvent.INSERTED, key(1), 0), (PoolEvent.EVICTED, key(2), 0)])
-    first = told(news)
-    assert [(run.change, run.tags) for run in first.runs] == [
-        (Change.ADMIT, key(1)[:TAG_BYTES]),
-        (Change.EVICT, key(2)[:TAG_BYTES]),
-    ]
-    news.pool_events([(PoolEvent.VERIFIED, key(3), 0)])
-    assert told(news) == first and (first.seq, news.seq) == (1, 0)
-    news.sent()
-    second = told(news)
-    assert (second.seq, [run.tags for run in second.runs]) == (2, [key(3)[:TAG_BYTES]])
-    assert news.n_events == 3
-
-
 LONG = "a_plugin_with_a_really_long_name_for_its_type"
 
 
@@ -183,38 +163,3 @@ async def test_a_tier_that_comes_or_goes_during_a_sync_does_not_end_the_server(t
     assert all(isinstance(part, SyncPart) and part.tier == "disk-0" for part in sent)
     assert set(end.tags) == {"l1", "disk-0"}
     assert not news.telling, "the registration then wants another sync"
-
-
-LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)
-
-
-def engine(table: Processes, number: int, tenants: frozenset[str] | None = None) -> Process:
-    name = bytes([number]) * 16
-    request = AttachRequest(
-        protocol=PROTOCOL_VERSION,
-        session=name,
-        group=name,
-        role=Role.WORKER,
-        layout=LAYOUT,
-        engine_slices=1,
-        slice=Slice(layers=(0, 8), kv_heads=(0, 1), layout="f"),
-    )
-    process = Process(number, name, name, number, request, tenants, RowState.CLAIMED)
-    table.announce(process)
-    return process
-
-
-def test_the_newest_adapters_of_all_engines_are_told_once() -> None:
-    table = Processes(None, 1, TenantTokens(), Readiness())  # type: ignore[arg-type]
-    one, other, limited = engine(table, 1), engine(table, 2), engine(table, 3, frozenset({"t"}))
-    for process, adapter in (
-        (one, "a"),
-        (one, "b"),
-        (other, "c"),
-        (other, "b"),
-        (one, "x" * MAX_ADAPTER_CHARS + "x"),
-    ):
-        table.identify(process, RequestIdentity(adapter=adapter))
-    table.identify(limited, RequestIdentity(adapter="theirs", tenant="t"))
-    told = _adapters(process.group for process in (one, other, limited))
-    assert told == ["b", "c", "a"]

@@ -15,6 +15,7 @@ from kvstrata.memory import linux
 from kvstrata.rpc import wire
 from kvstrata.rpc.wire import MAX_SLICES, PROTOCOL_VERSION, AttachRequest
 from kvstrata.server import processes
+from kvstrata.server.cluster.condition import _adapters
 from kvstrata.server.processes import (
     ADAPTERS_REMEMBERED,
     MAX_IDENTITIES,
@@ -101,15 +102,6 @@ def test_the_caches_of_all_attached_engines_are_summed() -> None:
     assert table.kv_bytes == 100
 
 
-def test_facts_tell_the_length_of_each_slices_records() -> None:
-    table = a_table()
-    group = attach(table, 1, role=Role.SCHEDULER).group
-    lengths = {
-        attach(table, number, payload_bytes=4096 * number).digest: 4096 * (1 + number) for number in (2, 3)
-    }
-    assert group.record_limits == [lengths[digest] for digest in group.slices]
-
-
 def test_a_process_that_attaches_again_keeps_its_identities() -> None:
     table = a_table()
     member = attach(table, 1)
@@ -178,6 +170,16 @@ def test_an_engine_has_the_adapters_that_were_declared_last() -> None:
     for number in range(ADAPTERS_REMEMBERED - 1):
         table.identify(first, RequestIdentity(adapter=f"{number}"))
     assert first.group.adapters[-1] == "b" and len(first.group.adapters) == ADAPTERS_REMEMBERED
+
+
+def test_the_newest_adapters_of_all_engines_are_told_once_and_none_of_engines_for_some_tenants() -> None:
+    table = a_table()
+    one, other = (attach(table, number, group=name(number)) for number in (1, 2))
+    limited = attach(table, 3, group=name(3), tenants=frozenset({"t"}))
+    for process, adapter in ((one, "a"), (one, "b"), (other, "c"), (other, "b"), (one, "x" * 1_025)):
+        table.identify(process, RequestIdentity(adapter=adapter))
+    table.identify(limited, RequestIdentity(adapter="theirs", tenant="t"))
+    assert _adapters(process.group for process in (one, other, limited)) == ["b", "c", "a"]
 
 
 @given(st.text(min_size=1), st.text(min_size=1))

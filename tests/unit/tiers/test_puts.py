@@ -9,27 +9,13 @@ from hypothesis import strategies as st
 
 from kvstrata.native.core import Hold
 from kvstrata.testing.strategies import key_of
-from kvstrata.tiers.puts import RecentKeys, RetryRule, StoreController
+from kvstrata.tiers.puts import StoreController
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import KEYS_PER_ROUND, TailPuts
 from tests.harness.l1 import CLOCK, L1, chain
 
 A, B = (key_of(n) for n in range(2))
 EXTENT = 57_344
-
-
-@given(st.lists(st.integers(0, 30), max_size=80), st.integers(1, 10))
-def test_remembered_keys_are_the_newest_and_never_more_than_the_limit(numbers: list[int], limit: int) -> None:
-    recent = RecentKeys(limit)
-    for number in numbers:
-        recent.add(key_of(number))
-    newest: list[int] = []
-    for number in reversed(numbers):
-        if number not in newest:
-            newest.append(number)
-    assert len(recent) == min(limit, len(newest))
-    assert all(key_of(number) in recent for number in newest[:limit])
-    assert not any(key_of(number) in recent for number in newest[limit:])
 
 
 @given(st.lists(st.tuples(st.sampled_from("hud"), st.integers(0, 7)), max_size=100))
@@ -73,8 +59,3 @@ async def test_replaced_tails_in_use_do_not_keep_others_behind_them_from_being_d
     for _ in range(2):
         tails.tick()
     assert tails.lingering == len(used) and not l1.pool.peek(free) and l1.pool.peek(used[0])
-
-
-def test_throttled_puts_are_retried_a_bounded_number_of_times_after_growing_pauses() -> None:
-    rule = RetryRule(retries=4, first_s=0.5, longest_s=2.0)
-    assert [rule.delay_s(attempts) for attempts in range(1, 7)] == [0.5, 1.0, 2.0, 2.0, None, None]

@@ -95,6 +95,38 @@ void sweep_all(Registry& registry) {
   }
 }
 
+TEST(a_tag_that_all_hold_is_one_and_shrinks_again) {
+  const auto registry = make(256 << 20, 5000);
+  std::vector<Slot> slots;
+  for (int i = 0; i < 5000; ++i)
+    slots.push_back(open(*registry, static_cast<std::uint16_t>(i)));
+  const std::vector<Tag> tags = tags_of(0, 3);
+  for (const Slot slot : slots) {
+    CHECK_EQ(admit(*registry, slot, tags), 3u);
+    CHECK_EQ(admit(*registry, slot, tags), 0u);
+  }
+  std::sort(slots.begin(), slots.end());
+  for (const Tag tag : tags)
+    CHECK(holders_of(*registry, tag) == slots);
+  CHECK_EQ(registry->usage().shared_tags, 3u);
+  const std::vector<Candidate> best = registry->lookup_prefix(std::span(tags), {.best = 5000});
+  CHECK_EQ(best.size(), 5000u);
+  for (const Candidate& each : best)
+    CHECK_EQ(each.chunks, 3u);
+  for (std::size_t at = 0; at < slots.size(); ++at) {
+    if (at % 2 == 0) {
+      CHECK_EQ(evict(*registry, slots[at], tags), 3u);
+      CHECK_EQ(evict(*registry, slots[at], tags), 0u);
+    } else {
+      CHECK(registry->retire(slots[at]).ok());
+    }
+  }
+  CHECK(holders_of(*registry, tags[0]).empty());
+  sweep_all(*registry);
+  CHECK_EQ(registry->usage().shared_tags, 0u);
+  CHECK_EQ(registry->usage().placements, 0u);
+}
+
 TEST(no_more_is_taken_than_the_bound_and_what_is_there_stays) {
   constexpr std::uint64_t kBound = 24 << 20;
   const auto registry = make(kBound);
