@@ -228,3 +228,25 @@ def test_the_rate_is_right(prompts, waiting, at_once, rests):
     rate, samples = measured(random.Random(seed), sizes, step_tokens, at_once, waiting, rests)
     assert samples >= 8, seed
     assert rate == pytest.approx(RATE, rel=0.04), seed
+
+
+def test_a_single_sample_makes_no_engine_different() -> None:
+    rates = Rates(1.0)
+    for number in range(30):
+        for engine in ("a", "b"):
+            rates.observe(engine, 1_000 + number, 0.1, 0)
+    rates.observe("c", 500, 5.0, 0)
+    rates.observe("d", 500, 0.001, 0)
+    assert rates.rate("c", 0) == rates.rate("d", 0) == rates.rate("a", 0) == rates.rate("new", 0)
+    assert (rates.samples("c"), rates.samples("new")) == (1, 0)
+
+
+def test_a_forgotten_engine_has_the_usual_rate() -> None:
+    rates = Rates(1.0)
+    for number in range(20):
+        rates.observe("a", 1_000 + number, 1.0, 0)
+        rates.observe("b", 1_000 + number, 1.1, 0)
+        rates.observe("slow", 1_000 + number, 10.0, 0)
+    assert rates.rate("slow", 0) < 0.2 * rates.rate("a", 0)
+    rates.forget("slow")
+    assert rates.rate("slow", 0) == rates.rate("new", 0)

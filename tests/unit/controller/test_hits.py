@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.controller.lookups import Found, Lookups, Place
-from kvstrata.controller.operations import _placement
+from kvstrata.controller.operations import _placement, _pulls
 from kvstrata.controller.prompts import Named
-from kvstrata.keys.batch import split
+from kvstrata.keys.batch import count, split
 from kvstrata.native.core import Registry
-from kvstrata.rpc.cluster_wire import tags_of
+from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, tags_of
 from kvstrata.types import KEY_BYTES
 from tests.harness.amount import amount
 
@@ -121,3 +121,21 @@ def test_the_longest_hit_of_all_places_needs_each_part_once(seed: int) -> None:
     ]
     found = _placement(named, [], rows)
     assert found.held_chunks == hit(held, n_chunks, spans)
+
+
+@pytest.mark.parametrize(("n_chunks", "spans"), [(3, (0, 2)), (5_000, (0, 0, 4)), (9_000, (7, 2))])
+def test_only_the_last_command_of_a_copy_names_windows(n_chunks: int, spans: tuple[int, ...]) -> None:
+    n_slices = len(spans)
+    keys = keys_of(random.Random(3), n_chunks * n_slices)
+    *before, (last, last_spans) = _pulls(keys, n_slices, spans)
+    whole = spans.count(0)
+    assert last_spans == spans
+    assert keys.endswith(last)
+    assert count(last, n_slices) >= min(n_chunks, max(spans))
+    assert all(len(part) <= MAX_PEER_KEYS * KEY_BYTES for part, _ in [*before, (last, spans)])
+    assert all(part_spans == (0,) * whole for _, part_spans in before)
+    if whole:
+        n_before = sum(count(part, whole) for part, _ in before)
+        assert n_before + count(last, n_slices) == n_chunks
+    plain = _pulls(keys, n_slices, ())
+    assert b"".join(part for part, _ in plain) == keys

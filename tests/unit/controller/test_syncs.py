@@ -110,3 +110,13 @@ def test_an_end_with_wrong_counts_does_not_end_the_full_sync():
             known.sync_end(end(parts, count, 2), 1.0)
         assert (denied.value.code, denied.value.retryable) == ("bad_sync", True)
         assert member.sync is None and not member.confirmed and member.synced_number == 1
+
+
+def test_a_full_sync_that_has_ended_cannot_begin_again_but_its_end_may_be_repeated():
+    known, member = begun()
+    _, sync = known.sync_end(end(0, 0, 2), 1.0)
+    assert known.sync_end(end(0, 0, 2), 1.0)[1] is None
+    assert known.syncs.done(member, sync, 1.0) and not known.syncs.done(member, sync, 1.0)
+    assert known.sync_end(end(0, 0, 2), 1.0)[1] is None
+    with pytest.raises(KvstrataError, match="greater"):
+        known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 2, 4), 1.0)

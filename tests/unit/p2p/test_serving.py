@@ -310,3 +310,20 @@ def test_each_leased_key_is_given_out_once_and_each_lease_ends_once(history: lis
         book.released(lease)
     assert {lease.state for lease in granted} <= {LeaseState.GONE}
     assert (len(book), book.under_way_bytes("a"), book.leading(KEYS, 0.0)) == (0, 0, [])
+
+
+def test_only_whole_chunks_are_leased(l1: L1, leases: PeerLeases) -> None:
+    keys = chain("a", 2, 2)
+    l1.store(keys, 2)
+    l1.lose(keys[3:])
+    assert len(unpack_extents(leases.lease(b"".join(keys), 2, 1.0, 0.0).extents)) == 2
+
+
+def test_a_lease_ended_by_the_clock_no_longer_confirms_what_was_read(l1: L1, leases: PeerLeases) -> None:
+    [key] = l1.store(chain("a", 1))
+    leased = leases.lease(key, 1, 2.0, 10.0)
+    assert leases.expire(11.9) == 12.0
+    assert not evicts(l1, key)
+    assert leases.expire(12.0) is None
+    assert not leases.release(leased.number, 0, 12.0)
+    assert evicts(l1, key)

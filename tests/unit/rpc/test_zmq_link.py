@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import stat
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -202,3 +204,31 @@ async def test_a_handshake_that_is_refused_once_and_for_all_is_told_on_a_busy_ma
         links.ask(guarded.endpoint, refused=told.set)
         async with asyncio.timeout(LONG_S):
             await told.wait()
+
+
+def connections_of(port: int) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Connections that this process has accepted on `port`, and those that it has opened to it."""
+    accepted: list[socket.socket] = []
+    opened: list[socket.socket] = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    if found.getpeername()[1] == port:
+                        opened.append(found.dup())
+                    elif found.getsockname()[1] == port:
+                        accepted.append(found.dup())
+    return accepted, opened
+
+
+async def test_a_host_that_vanishes_is_noticed_by_both_ends(link: AskLink, other: Other) -> None:
+    """By TCP, since there are no ZMTP heartbeats: keepalive while nothing is sent, a time limit while something is."""
+    await link.ask(QUESTION, Done, LONG_S)
+    [accepted], [opened] = connections_of(other.port)
+    with accepted, opened:
+        for connection, idle_s, limit_ms in ((accepted, 10, 30_000), (opened, 2, 6_000)):
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle_s
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == limit_ms

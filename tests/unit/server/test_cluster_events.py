@@ -27,6 +27,7 @@ from kvstrata.server.cluster.events import (
     BATCH_TAGS,
     L1_TIER,
     MAX_L2_TAGS,
+    MAX_QUEUED_RUNS,
     MAX_QUEUED_TAGS,
     EventQueue,
     TierNews,
@@ -163,3 +164,26 @@ async def test_a_tier_that_comes_or_goes_during_a_sync_does_not_end_the_server(t
     assert all(isinstance(part, SyncPart) and part.tier == "disk-0" for part in sent)
     assert set(end.tags) == {"l1", "disk-0"}
     assert not news.telling, "the registration then wants another sync"
+
+
+def test_many_short_runs_of_events_overflow_too() -> None:
+    queue = EventQueue()
+    for number in range(MAX_QUEUED_RUNS + 1):
+        queue.add(Change(number % 2), L1_TIER, tag(number))
+    assert queue.overflowed
+
+
+def test_lost_events_call_for_a_full_sync_only_while_events_are_told(news: TierNews) -> None:
+    news.pool_events_lost()
+    assert not news.sync_wanted and not news.wake.is_set()
+    news.begin_telling()
+    news.pool_events_lost()
+    assert news.sync_wanted and news.wake.is_set()
+
+
+def test_a_full_sync_requested_during_another_follows_it(news: TierNews) -> None:
+    news.want_sync("registered")
+    news.begin_telling()
+    assert not news.sync_wanted
+    news.want_sync("events_lost")
+    assert news.sync_wanted

@@ -125,6 +125,24 @@ asyncio.run(main())
         assert (ended.returncode, ended.stderr) == (0, "")
 
 
+async def test_a_cancelled_call_ends_its_wait_and_not_the_work() -> None:
+    work, go, done = Work("fs-0"), asyncio.Event(), asyncio.Event()
+
+    async def long() -> None:
+        await go.wait()
+        done.set()
+
+    call = asyncio.create_task(work.own(long()))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not done.is_set()
+    go.set()
+    await work.ended()
+    assert done.is_set()
+
+
 async def test_work_in_the_background_that_fails_is_logged_and_remarked(caplog):
     work = Work("fs-0")
 

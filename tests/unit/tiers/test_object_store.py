@@ -29,6 +29,7 @@ from kvstrata.testing.strategies import (
 )
 from kvstrata.tiers.base import LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
 from kvstrata.tiers.config import configure_tier, make_adapter
+from kvstrata.tiers.lanes import Lane
 from kvstrata.tiers.media.object_store import adapter as module
 from kvstrata.tiers.media.object_store.adapter import (
     MARKER,
@@ -321,4 +322,41 @@ async def test_a_listing_that_never_ends_ends_the_clear_as_incomplete(store, mon
     await adapter.put([put_item(key_of(1), 1000)])
     with pytest.raises(StorageError, match="cannot be cleared: incomplete: the listing did not end"):
         await adapter.clear()
+    await adapter.close()
+
+
+async def test_operations_refused_by_a_full_lane_fail_with_the_reason_and_drop_their_holds(store):
+    adapter = in_memory(
+        store, part_bytes=5 * MB, multipart_bytes=5 * MB,
+        per_op_workers={Lane.LOOKUP: 1, Lane.LOAD: 1, Lane.PUT: 1},
+    )  # fmt: skip
+    await adapter.open(lent_context(lambda key: None))
+    large = 17 << 20
+    for number, size in enumerate((1000, large)):
+        assert await adapter.put([put_item(key_of(number), size)]) == [PutOutcome(PutStatus.STORED)]
+    go_on = threading.Event()
+    filled = []
+    for lane in (Lane.LOOKUP, Lane.LOAD, Lane.PUT):
+        begun = threading.Event()
+        filled.append(adapter._lanes.submit(lane, lambda begun=begun: (begun.set(), go_on.wait(WAIT_S))))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        while (waiting := adapter._lanes.submit(lane, lambda: None)) is not None:
+            filled.append(waiting)
+    try:
+        keys = [key_of(number) for number in range(3)]
+        assert await ask_for(adapter, keys) == [Found(Presence.UNKNOWN, "throttled")] * 3
+        puts = [put_item(key_of(number), 1000) for number in (2, 3)]
+        assert await adapter.put(puts) == [PutOutcome(PutStatus.THROTTLED, "queue_full")] * 2
+        loads = [load_item(key_of(0), 1000), load_item(key_of(1), large)]
+        assert await adapter.load(loads) == [LoadOutcome(LoadStatus.FAILED, "throttled")] * 2
+        for item in (*puts, *loads):
+            watched(item).check()
+    finally:
+        go_on.set()
+    await asyncio.gather(*filled)
+    assert [each.presence for each in await ask_for(adapter, keys)] == [
+        Presence.PRESENT, Presence.PRESENT, Presence.ABSENT,
+    ]  # fmt: skip
+    for number, size in enumerate((1000, large)):
+        assert await adapter.load([load_item(key_of(number), size)]) == [LoadOutcome(LoadStatus.LOADED)]
     await adapter.close()

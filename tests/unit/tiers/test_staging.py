@@ -30,3 +30,18 @@ async def test_a_wait_that_is_cancelled_while_room_becomes_free_takes_nothing_an
     assert block is not None
     del block
     assert staging.used_bytes == 0
+
+
+async def test_loads_that_wait_are_served_before_puts() -> None:
+    staging, whole = await full()
+    put = asyncio.create_task(staging.take(SIZE // 2, for_put=True))
+    await asyncio.sleep(0)
+    load = asyncio.create_task(staging.take(SIZE, for_put=False))
+    await asyncio.sleep(0)
+    del whole
+    block = await load
+    assert block is not None
+    assert not put.done()
+    del block, load
+    block = await put
+    assert block is not None
