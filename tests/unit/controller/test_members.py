@@ -13,7 +13,7 @@ from kvstrata.controller.members import MAX_DEAD
 from kvstrata.errors import KvstrataError
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.known_members import KnownMembers
-from tests.unit.controller.member_messages import CURRENT, NEXT, OLD, heartbeat, in_state, register
+from tests.unit.controller.member_messages import CURRENT, NEXT, OLD, events, heartbeat, in_state, register
 
 REQUESTS: dict[str, Callable[..., Any]] = {
     "register": lambda known, who, **key: known.register(register(who), 33.0, **key),
@@ -158,3 +158,17 @@ def test_dead_members_are_bounded():
         and known.get("i0") is None
         and known.get(f"i{MAX_DEAD + 9}") is not None
     )
+
+
+def test_events_count_only_from_the_living_incarnation_of_a_member():
+    for state, who, dropped in (
+        ("gone", CURRENT, "unknown_instance"),
+        ("restored", CURRENT, "restored_instance"),
+        ("dead", CURRENT, "dead_instance"),
+        ("live", OLD, "superseded"),
+        ("live", NEXT, "superseded"),
+        ("live", CURRENT, ""),
+    ):
+        known = in_state(state)
+        assert (known.events(events(1, who)) is None) == bool(dropped)
+        assert known.syncs.dropped == ({dropped: 1} if dropped else {})

@@ -120,3 +120,11 @@ def test_a_full_sync_that_has_ended_cannot_begin_again_but_its_end_may_be_repeat
     assert known.sync_end(end(0, 0, 2), 1.0)[1] is None
     with pytest.raises(KvstrataError, match="greater"):
         known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 2, 4), 1.0)
+
+
+def test_no_full_sync_begins_while_another_is_being_applied():
+    known, member = begun()
+    _, sync = known.sync_end(end(0, 0, 2), 1.0)
+    with pytest.raises(KvstrataError) as denied:
+        known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 3, 4), 1.0)
+    assert denied.value.retryable and member.sync is sync

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 import zmq
@@ -11,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstrata.errors import ClusterFailure, Refused
+from kvstrata.native.core import Pool
 from kvstrata.p2p import serving
 from kvstrata.p2p.leases import Lease, LeaseBook, LeaseState
 from kvstrata.p2p.lent import ABSENT, LIMIT
@@ -327,3 +329,18 @@ def test_a_lease_ended_by_the_clock_no_longer_confirms_what_was_read(l1: L1, lea
     assert leases.expire(12.0) is None
     assert not leases.release(leased.number, 0, 12.0)
     assert evicts(l1, key)
+
+
+def test_records_leased_to_peers_by_a_server_that_was_killed_are_free_for_the_next() -> None:
+    fds = [os.memfd_create(name) for name in ("index", "extents")]
+    first = L1.__new__(L1)
+    first.pool = Pool.create(*fds, extents_bytes=L1_BYTES, entry_capacity=1024)
+    first.row = first.pool.claim_row(b"s" * 16, b"g" * 16, os.getpid())
+    [key] = first.store(chain("a", 1))
+    assert PeerLeases(first.pool).lease(key, 1, 60.0, 0.0).number
+    assert first.pool.remove(key) == 0
+    second = Pool.adopt(*fds)
+    assert second.verify(key) == (1, 0)
+    assert second.remove(key) == 1
+    for fd in fds:
+        os.close(fd)
