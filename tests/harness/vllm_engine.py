@@ -240,8 +240,8 @@ class Engine:
         return [finished[name] for name in names]
 
     def replay(self, prompts: list[list[int]], max_tokens: int, at_once: int) -> dict[str, Any]:
-        """Answer prompts in their order, so many at a time; return tokens and cached tokens of each, the tokens and
-        seconds of each step, and the sums of our connector's counts; in process only."""
+        """Answer prompts in their order, so many at a time; return tokens and cached tokens of each, the tokens,
+        seconds and CPU seconds of each step, and the sums of our connector's counts; in process only."""
         scheduler = self.scheduler()
         schedule, counts, tokens = scheduler.schedule, dict[str, float](), [0]
 
@@ -261,9 +261,9 @@ class Engine:
         while len(done) < len(prompts):
             while waiting and len(self.live) < at_once:
                 names.append(self.submit(waiting.pop(), max_tokens=max_tokens))
-            begun = time.perf_counter()
+            cpu, begun = time.thread_time(), time.perf_counter()
             finished = self.step()
-            steps.append((tokens[0], time.perf_counter() - begun))
+            steps.append((tokens[0], time.perf_counter() - begun, time.thread_time() - cpu))
             done.update({one["request"]: one for one in finished})
         scheduler.schedule = schedule
         answers = [done[name] for name in names]
