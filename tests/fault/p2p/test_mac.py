@@ -233,3 +233,12 @@ async def test_instances_with_and_without_the_setting_do_not_read_each_other_and
     assert caplog.text.count(said) == 1
     assert one.path.reads == 0
     assert one.owner.leases.granted == 0
+
+
+async def test_reads_of_parts_of_a_lease_have_macs_of_their_own_and_the_lease_ends_with_the_last(scene):
+    one = await scene(reader=True)
+    await ask_for(one.reader, KEYS)
+    for part in (KEYS[:1], KEYS[5:], KEYS[1:5]):
+        assert await one.load(part) == [(LOADED, payload_of(key, SIZE)) for key in part]
+    assert len(one.owner.leases) == 0
+    assert one.owner.leases.leased_bytes == 0

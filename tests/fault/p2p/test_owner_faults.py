@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -20,6 +22,19 @@ from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, NOT_THERE, THERE, Net, failed, metadata_of, unknown
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.waiting import until
+
+
+async def test_a_silent_owner_costs_one_deadline_and_is_then_skipped(net) -> None:
+    one = await net(limits=OwnerLimits(open_s=600, max_open_s=600))
+    assert await one.ask(KEYS[:1]) == [THERE]
+    one.owner.silent = True
+    one.patience(lookup_timeout_ms=500)
+    # The reader gives up the connection and with it the lease.
+    assert await one.ask(KEYS) == [unknown("peer_deadline")] * 8
+    asked = one.owner.asked["PeerLease"]
+    assert await one.ask(KEYS) == [unknown("peer_skipped")] * 8
+    assert one.owner.asked["PeerLease"] == asked
+    assert one.counted("owners_skipped") == 1
 
 
 @pytest.mark.parametrize(
@@ -93,6 +108,22 @@ async def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_its_bytes_stay_he
     assert await one.load(items=items) == [failed("peer_deadline")] * 8
     assert all(watched(item).drops == 0 for item in items)
     one.engine.let_go()
+    for item in items:
+        watched(item).check()
+
+
+async def test_a_cancelled_load_keeps_its_holds_until_the_read_has_ended(net) -> None:
+    one = await net()
+    await one.ask(KEYS)
+    one.engine.held = True
+    items = [load_item(key, SIZE) for key in KEYS]
+    load = asyncio.create_task(one.adapter.load(items))
+    await until(lambda: one.engine.waiting)
+    load.cancel()
+    await asyncio.wait({load})
+    assert all(watched(item).drops == 0 for item in items)
+    one.engine.let_go()
+    await until(lambda: all(watched(item).drops for item in items))
     for item in items:
         watched(item).check()
 
@@ -240,6 +271,13 @@ async def test_each_of_scattered_keys_is_found_with_one_question_and_read(net, l
     assert await made.load(KEYS[5], KEYS[2], KEYS[1]) == [LOADED] * 3
     assert made.owner.asked["PeerLease"] == 1
     await until(lambda: not made.owner.leases)
+
+
+async def test_keys_of_a_prefix_are_still_found_up_to_the_first_gap(net) -> None:
+    made = await net()
+    assert await made.ask([KEYS[0], ABSENT_KEYS[0], KEYS[1]]) == [THERE, NOT_THERE, NOT_THERE]
+    assert len(made.owner.leases) == 1
+    assert set(made.owner.leases.values()) == {1}
 
 
 async def test_what_one_owner_lacks_is_asked_of_the_next_one(second, net) -> None:

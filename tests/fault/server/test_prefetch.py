@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import hashlib
+import random
 import sys
 from types import FrameType
 
@@ -13,12 +14,16 @@ import pytest
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.testing.strategies import IDENTITY, record_length
 from kvstrata.tiers import loads
+from kvstrata.tiers.base import Ask
 from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.loads import FetchOutcome
+from kvstrata.tiers.tier import TierLimits
 from kvstrata.types import MissReason
-from tests.fault.server.conftest import Loads, OpenTier, Puts, Start, in_l2
-from tests.harness.faulty import Fault
+from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, in_l2
+from tests.harness.amount import amount
+from tests.harness.faulty import Fault, FaultPlan
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD, chain
+from tests.harness.shelf import SHELVES
 from tests.harness.waiting import until
 
 
@@ -32,6 +37,16 @@ async def test_only_holes_are_loaded(l1: L1, tier: OpenTier) -> None:
     assert await fetches.fetch(keys) == FetchOutcome(8, 5, "")
     assert set(one.faults.loaded) == {*keys[2:4], *keys[5:]}
     assert l1.has(*keys)
+
+
+async def test_the_prefix_ends_at_the_first_chunk_that_is_nowhere(l1: L1, tier: OpenTier) -> None:
+    one = await tier()
+    keys = chain("a", 9)
+    await in_l2(l1, one, keys[:4])
+    await in_l2(l1, one, keys[6:])
+    fetches = Loads(l1, one)
+    assert await fetches.fetch(keys) == FetchOutcome(4, 4, MissReason.NEVER_STORED)
+    assert set(one.faults.loaded) == set(keys[:4])
 
 
 async def test_fetches_of_the_same_keys_load_them_once(l1: L1, tier: OpenTier) -> None:
@@ -51,6 +66,36 @@ async def test_fetches_of_the_same_keys_load_them_once(l1: L1, tier: OpenTier) -
     assert one.faults.loaded == dict.fromkeys(keys, 1)
 
 
+@pytest.mark.parametrize("damage", ["flip", "gone", "another's"])
+async def test_a_bad_record_ends_the_prefix_and_is_healed_by_the_next_store(l1, tier, damage):
+    one = await tier()
+    keys = chain("a", 6)
+    other = chain("b", 1)
+    await in_l2(l1, one, keys + other)
+    path = one.path(keys[3])
+    if damage == "flip":
+        stored = bytearray(path.read_bytes())
+        stored[-7] ^= 1
+        path.write_bytes(stored)
+    elif damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(one.path(other[0]).read_bytes())
+    fetches = Loads(l1, one)
+    outcome = await fetches.fetch(keys)
+    assert outcome[:2] == (3, 3)
+    assert outcome.reason == (MissReason.EVICTED if damage == "gone" else MissReason.CORRUPT)
+    await fetches.controller.idle()
+    assert l1.has(*keys[:3])
+    assert l1.read(keys[3]) is None
+    puts = Puts(l1, one)
+    puts.controller.committed(l1.store(keys, first=3))
+    await puts.controller.stop(LATER_S)
+    l1.lose(keys)
+    assert (await fetches.fetch(keys)).n_chunks == 6
+    assert l1.has(*keys)
+
+
 @pytest.mark.parametrize("damage", ["flip", "gone", "foreign"])
 async def test_every_policy_puts_a_chunk_again_whose_record_was_bad(l1, tier, damage):
     """A policy that puts a chunk once must learn that the adapter does not have the chunk."""
@@ -67,10 +112,9 @@ async def test_every_policy_puts_a_chunk_again_whose_record_was_bad(l1, tier, da
     elif damage == "gone":
         path.unlink()
     fetches = Loads(l1, one)
-    reason = MissReason.EVICTED if damage == "gone" else MissReason.CORRUPT
-    assert (await fetches.fetch(keys))[:3] == (0, 0, reason)
+    assert (await fetches.fetch(keys)).n_chunks == 0
     await fetches.controller.idle()
-    assert fetches.lost == [("fs-0", key)] and l1.read(key) is None
+    assert fetches.lost == [("fs-0", key)]
     assert one.records == set()
     for name, lost in fetches.lost:
         puts.controller.dropped(name, [lost])
@@ -183,6 +227,36 @@ async def test_at_the_deadline_a_fetch_answers_with_the_loaded_chunks_and_the_re
     assert l1.has(*keys)
 
 
+async def test_an_adapter_that_does_not_answer_exists_is_passed_over(l1: L1, tier: OpenTier) -> None:
+    near, far = await tier(), await tier()
+    keys = chain("a", 4)
+    await in_l2(l1, far, keys)
+    near.plan.schedule(Fault.HANG)
+    fetches = Loads(l1, near, far, patience_share=0.00001)
+    assert await fetches.fetch(keys) == FetchOutcome(4, 4, "")
+    near.faults.release()
+
+
+async def test_fetches_that_hang_on_one_adapter_do_not_stop_another(l1: L1, tier: OpenTier) -> None:
+    hung, good = await tier(), await tier()
+    prompts = [chain(f"p{n}", 1) for n in range(4)]
+    for keys in prompts:
+        await in_l2(l1, hung, keys)
+    other = chain("other", 3)
+    await in_l2(l1, good, other)
+    fetches = Loads(l1, hung, good, max_in_flight=2, in_flight_bytes=10 * RECORD)
+    hung.plan.schedule(*[None] * 4, Fault.HANG, Fault.HANG, None)
+    waits = [asyncio.create_task(fetches.fetch(keys)) for keys in prompts]
+    await until(lambda: hung.faults.hanging == 2)
+    assert await fetches.fetch(other) == FetchOutcome(3, 3, "")
+    assert hung.faults.hanging == 2, "no more than max_in_flight load from one adapter"
+    assert fetches.controller.document()["adapters"]["fs-0"]["waiting"] == 2
+    while not all(wait.done() for wait in waits):
+        hung.faults.release()
+        await asyncio.sleep(0.001)
+    assert [wait.result().n_chunks for wait in waits] == [1] * 4
+
+
 async def test_bytes_in_flight_are_bounded(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     keys = chain("a", 20)
@@ -199,6 +273,38 @@ async def test_bytes_in_flight_are_bounded(l1: L1, tier: OpenTier) -> None:
         one.faults.release()
         await asyncio.sleep(0.001)
     assert wait.result() == FetchOutcome(20, 20, "")
+
+
+async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_stay_safe(l1, tier):
+    one = await tier()
+    keys = chain("a", 2)
+    puts = Puts(l1, one)
+    puts.controller.committed(l1.store(keys))
+    await puts.controller.stop(LATER_S)
+    l1.lose(keys)
+    one.plan.schedule(None, Fault.HANG)
+    fetches = Loads(l1, one)
+    plain = one.exists
+
+    async def exists(keys: bytes, ask: Ask) -> bytes:
+        found = await plain(keys, ask)
+        one.limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=1)
+        return found
+
+    one.exists = exists
+    assert await fetches.fetch(keys) == FetchOutcome(0, 0, MissReason.DEADLINE, "deadline")
+    one.exists = plain
+    stats = l1.pool.stats()
+    assert stats["bytes"]["reserved"] == 0
+    assert stats["bytes"]["quarantined"] == 2 * 57_344
+    for n in range(10):
+        l1.store(chain(f"new {n}", 8))
+    one.faults.release()
+    await until(lambda: l1.pool.stats()["holds"] == 0)
+    assert l1.pool.stats()["bytes"]["quarantined"] == 0
+    one.limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
+    assert await fetches.fetch(keys) == FetchOutcome(2, 2, "")
+    assert l1.has(*keys)
 
 
 async def test_a_pool_without_room_ends_the_prefix_at_once_and_leaks_nothing(l1: L1, tier: OpenTier) -> None:
@@ -244,6 +350,39 @@ async def test_loads_from_several_adapters_may_take_more_than_a_sessions_share(l
     assert "reserve:session_limit" not in fetches.controller.document()["counts"]
 
 
+async def test_reservations_of_hung_adapters_do_not_stop_loads_from_others(l1: L1, tier: OpenTier) -> None:
+    """Together the hung adapters hold more than a session may reserve."""
+    plans = [FaultPlan(), FaultPlan()]
+    hung = [await tier(plan=plan) for plan in plans]
+    sound = await tier()
+    prompts = [chain(name, 5) for name in "ab"]
+    for one, keys in zip(hung, prompts, strict=True):
+        await in_l2(l1, one, keys)
+    keys = chain("c", 10)
+    await in_l2(l1, sound, keys)
+    fetches = Loads(l1, *hung, sound, in_flight_bytes=10 * RECORD, batch_bytes=5 * RECORD)
+    waits = []
+    for one, plan, stuck in zip(hung, plans, prompts, strict=True):
+        plan.schedule(None, Fault.HANG)
+        waits.append(asyncio.create_task(fetches.fetch(stuck)))
+        await until(lambda one=one: one.faults.hanging == 1)
+    assert l1.pool.stats()["bytes"]["reserved"] > L1_BYTES // 8
+    assert await fetches.fetch(keys) == FetchOutcome(10, 10, "")
+    for one in hung:
+        one.faults.release()
+    assert [outcome.n_chunks for outcome in await asyncio.gather(*waits)] == [5, 5]
+
+
+async def test_a_budget_bounds_what_a_prewarm_loads(l1: L1, tier: OpenTier) -> None:
+    one = await tier()
+    keys = chain("a", 8)
+    await in_l2(l1, one, keys)
+    fetches = Loads(l1, one)
+    outcome = await fetches.fetch(keys, budget_bytes=3 * RECORD + 1)
+    assert outcome == FetchOutcome(3, 3, MissReason.REFUSED, "budget")
+    assert l1.pool.peek(b"".join(keys), 1) == 3
+
+
 async def test_a_cancelled_fetch_begins_no_more_loads(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     keys = chain("a", 10)
@@ -277,3 +416,138 @@ async def test_stop_is_bounded_and_its_bytes_stay_until_the_medium_has_finished(
     assert (await fetches.fetch(keys)).reason == MissReason.BREAKER_OPEN
     one.faults.release()
     await until(lambda: l1.pool.stats()["holds"] == 0)
+
+
+Places = set[tuple[int, int]]
+
+
+class Prompt:
+    """A prompt of some chunks and slices. `in_l1`, `in_l2`: the (chunk, slice) that are there."""
+
+    def __init__(self, name: str, n_chunks: int, spans: list[int]) -> None:
+        self.n_chunks, self.spans = n_chunks, spans
+        self.keys = chain(name, n_chunks, len(spans))
+        self.places = [(chunk, number) for chunk in range(n_chunks) for number in range(len(spans))]
+        self.in_l1: Places = set()
+        self.in_l2: Places = set()
+
+    def key(self, place: tuple[int, int]) -> bytes:
+        return self.keys[place[0] * len(self.spans) + place[1]]
+
+    async def lay(self, rig: Rig, l1: L1) -> None:
+        """Put the records where they are to be."""
+        stored = l1.store(self.keys, len(self.spans))
+        assert set(stored) == set(self.keys)
+        rig.store.committed(stored)
+        await rig.store.idle()
+        for place in reversed(self.places):
+            if place not in self.in_l1:
+                assert l1.pool.remove(self.key(place))
+            if place not in self.in_l2:
+                del SHELVES["a"].records[self.key(place)]
+
+    def needs(self, n: int) -> Places:
+        return {
+            (chunk, number)
+            for number, span in enumerate(self.spans)
+            for chunk in (range(n)[-span:] if span else range(n))
+        }
+
+    def longest(self, there: Places, max_loads: int | None = None) -> int:
+        """The longest hit of what is there; with `max_loads` needing no more loads than these."""
+        return max(
+            n
+            for n in range(self.n_chunks + 1)
+            if self.needs(n) <= there and (max_loads is None or len(self.needs(n) - self.in_l1) <= max_loads)
+        )
+
+    async def fetch(self, rig: Rig, budget_bytes: int | None = None) -> FetchOutcome:
+        return await rig.prefetch.fetch(
+            b"".join(self.keys),
+            len(self.spans),
+            identity=IDENTITY,
+            tenant=1,
+            deadline_s=CLOCK.monotonic_s() + LATER_S,
+            limits=[RECORD] * len(self.spans),
+            budget_bytes=budget_bytes,
+            spans=self.spans,
+        )
+
+    def now_in(self, l1: L1) -> Places:
+        return {place for place in self.places if l1.pool.peek(self.key(place))}
+
+    def leased(self, l1: L1) -> int:
+        """Lease what L1 has, and return the length."""
+        ticket, n_chunks, *_ = l1.pool.lease(
+            b"".join(self.keys), len(self.spans), [l1.row], IDENTITY, self.spans
+        )
+        assert not ticket or l1.pool.release(ticket, l1.row)
+        return n_chunks
+
+
+def random_prompt(rng: random.Random, name: str) -> Prompt:
+    spans = [rng.choice([0, 0, 1, 2, 3, 12]) for _ in range(rng.randrange(1, 4))]
+    prompt = Prompt(name, rng.randrange(1, 9), [*spans, rng.randrange(1, 4)][-3:])
+    often = rng.choice([0.2, 0.5, 0.8])
+    prompt.in_l1 = {place for place in prompt.places if rng.random() < often}
+    prompt.in_l2 = {place for place in prompt.places if rng.random() < 0.8}
+    return prompt
+
+
+@pytest.mark.parametrize("seed", range(amount(10, 40)))
+async def test_a_fetch_loads_what_the_longest_hit_needs_and_nothing_else(start, l1, seed):
+    rig = start()
+    await rig.open("a")
+    rng = random.Random(seed)
+    prompt = random_prompt(rng, f"prompt {seed}")
+    await prompt.lay(rig, l1)
+    budget = rng.choice([None, None, rng.randrange(8)])
+    n = prompt.longest(prompt.in_l1 | prompt.in_l2, budget)
+    outcome = await prompt.fetch(rig, None if budget is None else budget * RECORD)
+    assert outcome.n_chunks == n
+    assert bool(outcome.reason) is (n < prompt.n_chunks)
+    assert prompt.now_in(l1) == prompt.in_l1 | prompt.needs(n)
+    assert prompt.leased(l1) == n
+
+
+@pytest.mark.parametrize("seed", range(amount(5, 20)))
+async def test_a_fetch_whose_loads_fail_tells_the_hit_that_l1_then_leases(start, l1, seed):
+    rig = start()
+    await rig.open("a")
+    rng = random.Random(seed)
+    prompt = random_prompt(rng, f"prompt {seed}")
+    prompt.in_l2 = set(prompt.places)
+    await prompt.lay(rig, l1)
+    shelf = SHELVES["a"]
+    shelf.shut("load")
+    fetch = asyncio.create_task(prompt.fetch(rig))
+    await until(lambda: fetch.done() or shelf.waiting["load"] > 0)
+    lost = rng.sample(sorted(prompt.needs(prompt.n_chunks)), 1)
+    for place in lost:
+        del shelf.records[prompt.key(place)]
+    shelf.let_go()
+    outcome = await fetch
+    assert outcome.n_chunks == prompt.longest(prompt.now_in(l1)) == prompt.leased(l1)
+    assert (outcome.n_chunks < prompt.n_chunks) is bool(set(lost) - prompt.in_l1)
+
+
+async def test_windows_that_no_hit_needs_are_neither_loaded_nor_missed(start: Start, l1: L1) -> None:
+    rig = start()
+    await rig.open("a")
+    prompt = Prompt("long", 12, [0, 2])
+    prompt.in_l2 = {(chunk, 0) for chunk in range(12)} | {(10, 1), (11, 1)}
+    await prompt.lay(rig, l1)
+    outcome = await prompt.fetch(rig)
+    assert (outcome.n_chunks, outcome.reason) == (12, "")
+    assert prompt.now_in(l1) == prompt.in_l2
+
+
+async def test_a_window_with_a_gap_is_not_loaded(start: Start, l1: L1) -> None:
+    rig = start()
+    await rig.open("a")
+    prompt = Prompt("gap", 6, [0, 3])
+    prompt.in_l2 = set(prompt.places) - {(3, 1), (1, 1)}
+    await prompt.lay(rig, l1)
+    outcome = await prompt.fetch(rig)
+    assert (outcome.n_chunks, outcome.reason) == (1, MissReason.NEVER_STORED)
+    assert prompt.now_in(l1) == {(0, 0), (0, 1)}

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvstrata import failpoints
-from kvstrata.errors import BadRequest, StorageError
+from kvstrata.errors import BadRequest, ConfigError, StorageError
 from kvstrata.tiers import tier as tier_module
 from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.loads import FetchOutcome
@@ -152,6 +152,16 @@ async def test_stop_is_bounded_and_reports_the_chunks_it_did_not_put(l1: L1, tie
     await until(lambda: l1.pool.stats()["holds"] == 0)
 
 
+async def test_stop_puts_the_waiting_chunks_while_its_time_lasts(l1: L1, tier: OpenTier) -> None:
+    one = await tier()
+    puts = Puts(l1, one)
+    keys = l1.store(chain("a", 14))
+    puts.controller.committed(keys)
+    await puts.controller.stop(LATER_S)
+    assert one.records == set(keys)
+    assert puts.skipped == []
+
+
 async def test_more_keys_than_one_turn_takes_are_all_put_or_accounted_for(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     puts = Puts(l1, one, max_waiting_keys=100)
@@ -247,6 +257,17 @@ async def test_a_tier_that_cannot_be_reached_stops_nothing_and_is_used_once_it_c
     )
 
 
+async def test_a_tier_that_is_wrong_stops_the_start(start: Start) -> None:
+    rig = start()
+    SHELVES["a"].fails_to_open = ConfigError("plugin-0: password: refused")
+    with pytest.raises(ConfigError, match="password: refused"):
+        await rig.open("a")
+    SHELVES["b"].fails_to_open = StorageError("plugin-0: away")
+    with pytest.raises(StorageError, match="away"):
+        await rig.open("b", must=True)
+    assert rig.states() == {}
+
+
 async def test_the_end_of_the_server_ends_an_opening(start: Start) -> None:
     rig = start(opening_s=0.0)
     SHELVES["a"].shut("open", "close")
@@ -287,6 +308,25 @@ async def test_a_paused_tier_is_asked_nothing_until_it_is_resumed(start: Start, 
     assert set(SHELVES["a"].records) == {*before, *after}, "chunks that were skipped meanwhile stay skipped"
     assert (await rig.fetch(before)).n_chunks == 3
     assert rig.adapters.pause("nobody") is None
+
+
+async def test_operations_under_way_end_well_in_a_pause_and_waiting_chunks_are_skipped(start, l1):
+    rig = start()
+    name = await rig.open("a")
+    loaded, waited = chain("loaded", 2), chain("waited", 10)
+    await rig.put(loaded)
+    l1.lose(loaded)
+    SHELVES["a"].shut("put", "load")
+    l1.store(waited)
+    rig.store.committed(waited)
+    fetching = asyncio.create_task(rig.fetch(loaded))
+    await until(lambda: SHELVES["a"].waiting["put"] == 2 and SHELVES["a"].waiting["load"] == 1)
+    row = rig.adapters.pause(name)
+    assert row is not None and row["under_way"] == 3
+    SHELVES["a"].let_go()
+    assert await fetching == FetchOutcome(2, 2, "")
+    await rig.store.idle()
+    assert len(SHELVES["a"].records) == 10 and [reason for _, reason in rig.skipped] == ["paused"] * 2
 
 
 @pytest.mark.parametrize("seed", range(amount(2, 8)))

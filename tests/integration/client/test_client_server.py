@@ -81,6 +81,17 @@ def test_a_store_with_inconsistent_arguments_is_refused(engine, change, says):
         engine.client.store(engine.identity(), plan=engine.blocks.plan, **arguments)
 
 
+def test_present_tells_for_each_chunk_whether_it_is_in_l1(engine):
+    tokens = prompt(3)
+    root, hasher = engine.identity().root, engine.hasher(tokens)
+    chunks = [(root, hasher.key(chunk)) for chunk in range(3)]
+    engine.stored(tokens[: 2 * CHUNK_TOKENS])
+    assert engine.client.pool.present(chunks) == [True, True, False]
+    assert engine.client.pool.present([chunks[2], chunks[0]]) == [False, True]
+    engine.client.close()
+    assert engine.client.pool.present(chunks) is None
+
+
 @pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_blocks_outside_the_engines_cache_are_refused(server, engine, sync):
     tokens = prompt(2)

@@ -10,6 +10,7 @@ import pytest
 
 from kvstrata.client import LoadItem
 from kvstrata.client.handles import LookupResult
+from kvstrata.keys import batch
 from kvstrata.rpc.wire import TailSet
 from kvstrata.types import unpack_extents
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually
@@ -195,6 +196,16 @@ def test_a_prompt_that_comes_again_from_disk_hits_its_tail_and_its_next_turn_del
     server.start()
     eventually("the client attaches again", lambda: engine.client.connected)
     assert longer.hit(in_l2=True) == longer.whole
+
+
+@pytest.mark.long
+def test_an_engine_that_knows_no_tails_meets_none(server: ServerProcess, engine: Engine) -> None:
+    one = Conversation(engine, 4)
+    one.grow(CHUNK_TOKENS + 3 * BLOCK_TOKENS)
+    one.store()
+    assert engine.looked_up(one.tokens).n_chunks == 1 and engine.looked_up(one.tokens).tail_tokens == 0
+    # Another size of chunks is another identity: nothing is found under it.
+    assert batch.count(engine.hasher(one.tokens).chain) == 1
 
 
 def test_odd_requests_about_tails_are_refused(engine: Engine) -> None:

@@ -85,6 +85,60 @@ def test_a_prompt_is_found_by_its_tokens(controller, instance):
     assert controller.ask("/v1/models")["models"][0]["instances"] == ["a"]
 
 
+def test_pin_replicate_move_and_evict_ask_the_right_instances(controller, instance):
+    a, b = instance("a").join({"l1": tags_of(range(4))}), instance("b").join({})
+    keys = [key_of(number) for number in range(4)]
+    pinned = controller.ask("/v1/pin", {"keys": keys[:2], "instance": "a", "ttl_s": 60, "wait_s": 0})
+    assert a.nudged()
+    (pin,) = a.heartbeat()
+    assert pin.argument == {
+        "keys": bytes.fromhex("".join(keys[:2])),
+        "ttl_ms": 60_000,
+        "claim": pinned["claim"],
+    }
+    a.heartbeat([wire.CommandResult(pin.number, True, "", {"count": 1})])
+
+    def pins() -> list[tuple[int, str]]:
+        return [(row["keys"], row["state"]) for row in controller.ask("/v1/pins")["pins"]]
+
+    eventually("the pin is listed with the number of kept keys", lambda: pins() == [(1, "kept")])
+    controller.ask("/v1/unpin", {"claim": pinned["claim"], "wait_s": 0})
+    (unpin,) = a.heartbeat()
+    a.heartbeat([wire.CommandResult(unpin.number, False, "not now", {})])
+    assert pins() == [(1, "kept")], "a pin whose end failed is still listed"
+    controller.ask("/v1/unpin", {"claim": pinned["claim"], "wait_s": 0})
+    (unpin,) = a.heartbeat()
+    a.heartbeat([wire.CommandResult(unpin.number, True, "", {"count": 1})])
+    eventually("the ended pin is not listed", lambda: pins() == [])
+
+    moved = controller.ask("/v1/move", {"keys": [keys[0]], "to": "b", "wait_s": 0})
+    assert not moved["done"]
+    (pull,) = b.heartbeat()
+    assert pull.kind is wire.CommandKind.PULL and pull.argument["owner"]["instance"] == "a"
+    assert a.heartbeat() == []
+    b.heartbeat([wire.CommandResult(pull.number, True, "", {"count": 1})])
+    (drop,) = eventually("the source is told to drop the chunk", a.heartbeat)
+    assert (drop.kind, drop.argument) == (wire.CommandKind.EVICT, {"keys": bytes.fromhex(keys[0])})
+    a.heartbeat([wire.CommandResult(drop.number, True, "", {"count": 1})])
+
+    controller.ask("/v1/move", {"keys": keys[:2], "to": "b", "source": "a", "wait_s": 0})
+    (pull,) = b.heartbeat()
+    b.heartbeat([wire.CommandResult(pull.number, True, "", {"count": 1, "reason": "evicted"})])
+    eventually(
+        "the incomplete move is announced",
+        lambda: "move_incomplete" in {row["kind"] for row in controller.ask("/v1/events")["events"]},
+    )
+    assert a.heartbeat() == [], "chunks that did not arrive stay at their source"
+
+    controller.ask("/v1/replicate", {"keys": [keys[1]], "to": "b", "source": "a", "wait_s": 0})
+    (pull,) = b.heartbeat()
+    b.heartbeat([wire.CommandResult(pull.number, False, "absent", {})])
+    assert a.heartbeat() == []
+
+    told = controller.ask("/v1/evict", {"keys": [keys[3]], "wait_s": 0})
+    assert [row["instance"] for row in told["commands"]] == ["a"]
+
+
 def test_only_pins_that_an_instance_keeps_are_listed(controller, instance):
     a = instance("a").join({"l1": tags_of(range(4))})
 

@@ -8,9 +8,11 @@ import zmq
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.zmq_curve import SharedKey
 from tests.harness.cache_engine import eventually
-from tests.harness.cluster_instance import Refused, holders, tags_of
+from tests.harness.cluster_instance import ClusterInstance, Refused, holders, tags_of
+from tests.harness.controller_process import ControllerProcess
 
 pytestmark = pytest.mark.integration
+QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "1")
 
 
 def test_where_lists_the_holders_of_the_longest_prefix_and_never_the_asker(controller, instance):
@@ -54,6 +56,36 @@ def test_a_full_sync_replaces_the_known_keys_only_when_it_ends(controller, insta
     assert holders(b.where(tags_of(range(100, 400)))) == {"a": 300}
 
 
+@pytest.mark.silence
+def test_a_silent_instance_is_dead_within_the_timeout_and_may_come_back(tmp_path):
+    with ControllerProcess(tmp_path, flags=QUICK) as controller:
+        port = controller.ports["reply"]
+        with ClusterInstance(port, "a") as a, ClusterInstance(port, "b") as b:
+            a.join({"l1": tags_of([1])})
+            b.join({})
+            assert b.where(tags_of([1]))
+
+            def forgotten() -> bool:
+                try:
+                    b.heartbeat()
+                except Refused:  # it was silent, too, on a busy machine
+                    b.join({})
+                return not b.where(tags_of([1]))
+
+            eventually("the silent instance is forgotten", forgotten)
+            assert {row["id"]: row["state"] for row in controller.ask("/v1/instances")["instances"]} == {
+                "a": "dead",
+                "b": "live",
+            }
+            with pytest.raises(Refused, match="unknown_instance"):
+                a.heartbeat()
+            a.admit(tags_of([1]))
+            a.join({"l1": tags_of([1])})
+            assert b.where(tags_of([1]))[0].confirmed
+            kinds = [event["kind"] for event in controller.ask("/v1/events")["events"]]
+            assert "died" in kinds
+
+
 @pytest.mark.parametrize("socket", ["reply", "pull", pytest.param("heartbeat", marks=pytest.mark.long)])
 def test_garbage_on_a_port_is_answered_with_an_error_and_disturbs_nobody_else(controller, instance, socket):
     a = instance("a").join({"l1": tags_of([1])})
@@ -90,6 +122,15 @@ def test_garbage_on_a_port_is_answered_with_an_error_and_disturbs_nobody_else(co
         assert holders(b.where(tags_of([1]))) == {"a": 1}
     finally:
         context.destroy(linger=0)
+
+
+def test_bytes_that_are_not_zmq_disturb_nobody(controller, instance):
+    import socket as plain
+
+    for port in controller.ports.values():
+        with plain.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    instance("a").join({})
 
 
 def test_wrong_registrations_name_their_field(controller, instance):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 
 import pytest
@@ -117,6 +118,18 @@ def test_orders_that_cannot_be_read_are_ignored_counted_and_announced(tmp_path):
         controller.kill()
         controller.start()
         assert [row["claim"] for row in controller.ask("/v1/pins")["pins"]] == [claim]
+
+
+def test_an_expired_pin_is_not_listed_after_a_restart(tmp_path):
+    with ControllerProcess(tmp_path / "controller") as controller:
+        controller.kill()
+        pins = controller.snapshot.with_name("orders.json")
+        rows = [("over", 1), ("left", 1 << 50)]
+        told = [{"claim": claim, "instance": "a", "n_keys": 1, "expires_unix_ms": end} for claim, end in rows]
+        pins.write_text(json.dumps({"version": 1, "pins": told}))
+        controller.start()
+        (row,) = controller.ask("/v1/pins")["pins"]
+        assert (row["claim"], row["state"]) == ("left", "unknown")
 
 
 def test_orders_survive_a_controller_that_is_killed_right_after_its_answer(tmp_path):

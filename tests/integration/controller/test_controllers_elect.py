@@ -240,6 +240,42 @@ def test_orders_of_admins_survive_the_leader_that_took_them(controllers):
         assert [owner.instance for owner in c.where(tags_of([1]))] == ["a"]
 
 
+def test_an_instance_that_has_seen_a_greater_token_is_led_again_by_a_greater_cluster_id(shared):
+    leader = shared[leader_of(shared)]
+    seen = leader.ask("/v1/cluster")["election"]
+    with ClusterInstance(leader.ports["reply"], "c") as instance:
+        instance.join({})
+        instance.heartbeat(obeys=(seen["cluster_id"], seen["token"] + 1_000_000))
+
+        def greater() -> bool:
+            now = leader.ask("/v1/cluster")["election"]
+            return bool(now["leads"] and now["cluster_id"] > seen["cluster_id"])
+
+        eventually("it has a greater cluster id", greater)
+
+
+@pytest.mark.silence
+@pytest.mark.long
+def test_without_etcd_lookups_go_on_and_writes_are_refused_with_the_reason(controllers, etcd):
+    leader_of(controllers)
+    etcd.kill()
+    one = controllers["one"]
+    eventually("nobody leads", lambda: not one.ask("/v1/cluster")["election"]["leads"])
+    with ClusterInstance(one.ports["reply"], "a") as a, ClusterInstance(one.ports["reply"], "b") as b:
+        a.join({"l1": tags_of(range(3))})
+        b.join({})
+        assert [owner.instance for owner in b.where(tags_of(range(3)))] == ["a"]
+        eventually("nobody is said to lead", lambda: posted(one, "/v1/instances/a/drain")[0] == 503)
+    election = one.ask("/v1/cluster")["election"]
+    assert election["no_leader_s"] > 0 and "failed to connect" in election["problem"]
+    values = dict(line.split() for line in one.text("/metrics").splitlines() if line.count(" ") == 1)
+    assert float(values["kvstrata_controller_leads"]) == 0
+    assert float(values["kvstrata_controller_no_leader_seconds"]) > 0
+    assert float(values["kvstrata_controller_election_failures_total"]) > 0
+    etcd.start()
+    leader_of(controllers)
+
+
 @pytest.mark.silence
 def test_an_instance_tells_each_of_several_controllers(controllers, tmp_path):
     leader = leader_of(controllers)

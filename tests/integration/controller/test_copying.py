@@ -114,6 +114,20 @@ def test_the_named_owner_is_read_when_there_are_several(scene: Scene, source: in
     assert engines[2].hit(tokens) == CHUNKS
 
 
+def test_a_move_from_an_instance_that_does_not_answer_drops_nothing(scene: Scene) -> None:
+    cluster, (one, other, _) = scene
+    tokens = prompt(CHUNKS, seed=30)
+    store(cluster, one, tokens, 0)
+    before = ready(cluster, 0)
+    cluster.servers[0].freeze()
+    [pull] = copy(cluster, "move", tokens, to="instance-1", source="instance-0")
+    assert pull["result"]["count"] == 0
+    cluster.servers[0].thaw()
+    assert ready(cluster, 0) == before
+    assert one.hit(tokens) == CHUNKS
+    eventually("it is read again", lambda: other.hit(tokens) == CHUNKS)
+
+
 def test_a_replica_is_served_from_its_own_l1_with_the_source_killed(scene: Scene) -> None:
     cluster, (one, _, other) = scene
     tokens = prompt(CHUNKS, seed=40)

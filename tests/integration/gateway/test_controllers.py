@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from kvstrata.types import canonical_json
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
-from tests.harness.cluster import Cluster
+from tests.harness.cluster import Cluster, key_files
 from tests.harness.ext_proc import endpoints
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
@@ -125,11 +125,16 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def opened(folder: Path, kind: str = "none", n_servers: int = 2) -> AsyncIterator[Scene]:
-    """A scene. `kind`: `shared` for one L2 of all servers."""
-    l2, more = kind, dict[str, Any]()
+    """A scene. `kind`: `keys` for key files, `fs` for an L2 at each server, `shared` for one of both."""
+    l2, more, keys = kind, dict[str, Any](), dict[str, str]()
     if kind == "shared":
         entry = {"type": "fs", "base_path": str(folder / "shared"), "shared": True, "capacity_gb": 1}
         l2, more = "embedded", {"flags": ("--l2-adapter", json.dumps(entry))}
+    if kind == "keys":
+        controllers, members = key_files(folder)
+        l2, keys = "none", {"curve_file": str(members)}
+        more["flags"] = ("--cluster-curve-file", str(members))
+        more["controller_flags"] = ("--curve-secret-file", str(controllers), "--heartbeat-s", "1")
     async with contextlib.AsyncExitStack() as stack:
         cluster = stack.enter_context(
             Cluster(folder, l1_mb=64, n_servers=n_servers, chunk_tokens=CHUNK_TOKENS, l2=l2, **more)
@@ -152,7 +157,7 @@ async def opened(folder: Path, kind: str = "none", n_servers: int = 2) -> AsyncI
             folder / "gateway",
             [one.url for one in engines],
             policy="ttft",
-            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw"},
+            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw", **keys},
             picker={"listen": "127.0.0.1:0"},
         )
         await asyncio.to_thread(made.gateway.start)
@@ -191,6 +196,33 @@ async def asked_since(scene: Scene, before: dict[str, Any]) -> tuple[int, int]:
     return now["asked"] - before["asked"], now["answered"] - before["answered"]
 
 
+async def test_with_key_files_a_gateway_with_other_keys_is_told_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path, "keys") as scene:
+        await other_keys_are_told_nothing(scene, tmp_path)
+
+
+async def other_keys_are_told_nothing(scene: Scene, tmp_path: Path) -> None:
+    tokens = await scene.store(1, 2)
+    assert ("l1", TOKENS, "instance-1") in {one[1:] for one in await scene.known(tokens, "own-keys")}
+    _, others = key_files(tmp_path / "others")
+    stranger = GatewayProcess(
+        tmp_path / "stranger",
+        [one.url for one in scene.engines],
+        policy="ttft",
+        controllers={"urls": [scene.url], "name": "stranger", "curve_file": str(others)},
+    )
+    try:
+        await asyncio.to_thread(stranger.start)
+        scene.gateway, before = stranger, scene.gateway
+        for number in range(10):
+            assert not await scene.known(tokens, f"other-keys-{number}")
+        assert not (await scene.page())["connected"]
+        assert [row["name"] for row in scene.cluster.controller.ask("/v1/cluster")["gateways"]] == ["gw"]
+        scene.gateway = before
+    finally:
+        stranger.kill()
+
+
 async def test_an_endpoint_picker_asks_too(scene: Scene) -> None:
     before = await scene.page()
     for seed in range(10, 16):
@@ -200,6 +232,19 @@ async def test_an_endpoint_picker_asks_too(scene: Scene) -> None:
         chosen, *_ = await endpoints(scene.gateway.ready["picker_port"], body, _path=COMPLETIONS)
         assert chosen == scene.engines[number].name
     assert await asked_since(scene, before) == (6, 6)
+
+
+async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l2_only(tmp_path: Path) -> None:
+    async with opened(tmp_path, "fs") as scene:
+        for seed in range(4):
+            number = seed % 2
+            tokens = await scene.store(number, seed)
+            await scene.only_in_l2(number)
+            decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
+            assert decision["engine"] == scene.engines[number].name, decision
+            way = decision["way"]
+            found = way["tier"], way["source"], way["cached_tokens"]
+            assert found == ("l2", f"instance-{number}", TOKENS - 1)
 
 
 async def test_what_one_server_put_into_a_shared_tier_all_can_load_until_one_finds_it_gone(tmp_path):

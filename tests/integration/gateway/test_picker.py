@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
+from tests.harness import tokenizer_folder
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, delta
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway import envoy as envoy_program
 from tests.integration.gateway.conftest import Start, status_of
 from tests.integration.gateway.envoy import Envoy
+from tests.integration.gateway.test_kv_events import Sim, is_whole, operators
 
 pytestmark = pytest.mark.integration
 
@@ -197,3 +199,56 @@ async def test_without_a_picker_requests_go_on(scene, session, how):
         scene.picker.thaw()
         await eventually_async("the picker is asked again", picked)
         await is_idle(scene, session)
+
+
+async def test_text_goes_where_kv_events_say_that_it_is_cached(start, session, tmp_path):
+    folder = tokenizer_folder.bytes_only(tmp_path / "model")
+    sims = [Sim(), Sim(ranks=2)]
+    program = envoy_program.program()
+    assert program.exists()
+    try:
+        await asyncio.gather(*(one.start(session) for one in sims))
+        picker = await start(
+            urls=[one.url for one in sims],
+            policy="ttft",
+            picker={"listen": "127.0.0.1:0"},
+            tokens={"tokenizers": [{"model": "m", "path": str(folder)}], "deadline_ms": 10_000},
+        )
+        async with Envoy(tmp_path, picker.ready["picker_port"], [one.port for one in sims]) as envoy:
+
+            def heard(status: dict[str, Any]) -> bool:
+                page = status["kv_events"]
+                return len(page) == 3 and all(map(is_whole, page.values()))
+
+            await picker.until(session, "all ranks are heard", heard)
+            words = itertools.count()
+            for sim, rank in ((sims[0], ""), (sims[1], "@0"), (sims[1], "@1")):
+
+                async def goes_there(sim: Sim = sim, rank: str = rank) -> bool:
+                    """Let the rank compute a new conversation, and send its next turn through Envoy."""
+                    word, name = f"text-{next(words)}", sim.name + rank
+                    first = {"role": "user", "content": f"{word} " * 400}
+                    body = {"model": "m", "messages": [first], "max_tokens": 1}
+                    direct = {"X-data-parallel-rank": rank[1:] or "0"}
+                    async with session.post(sim.url + CHAT, json=body, headers=direct) as response:
+                        answer = (await response.json())["choices"][0]["message"]
+                    body["messages"] = [first, answer, {"role": "user", "content": "and then?"}]
+                    await asyncio.sleep(0.1)  # for its events; otherwise the next try will do
+                    async with session.post(
+                        envoy.url + CHAT, json=body, headers={"X-Request-ID": word}
+                    ) as response:
+                        assert response.status == 200, await response.text()
+                        usage = (await response.json())["usage"]
+                    page = await operators(picker, session, f"/gateway/decisions/{word}")
+                    known = page["record"]["knowledge"]["cached"].get(name, 0)
+                    if page["decision"]["engine"] != name or known < 2_800:
+                        return False
+                    assert usage["prompt_tokens_details"]["cached_tokens"] >= known
+                    return True
+
+                await eventually_async(f"what {sim.name}{rank} has is known", goes_there)
+            prompts = (await picker.status(session))["tokens"]["prompts"]
+            assert set(prompts) == {"m/tokenizer"}, prompts
+    finally:
+        for one in sims:
+            await one.kill()

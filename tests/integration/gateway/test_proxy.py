@@ -20,7 +20,7 @@ from yarl import URL
 
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat, delta
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.conftest import status_of
+from tests.integration.gateway.conftest import Start, status_of
 
 pytestmark = pytest.mark.integration
 
@@ -69,6 +69,26 @@ async def test_the_engine_gets_the_clients_bytes_and_the_client_the_engines(star
 def engine_model_outcome(engine: ScriptedEngine, outcome: str) -> str:
     """Labels of a series of `kvstrata_gateway_requests_total`."""
     return f'engine="{engine.name}",model="m",outcome="{outcome}",tenant=""'
+
+
+async def test_parts_of_a_stream_come_as_they_are_made(start: Start, session: aiohttp.ClientSession) -> None:
+    heard = asyncio.Event()
+
+    async def stepwise(got: Got, line: Line) -> None:
+        await line.begin()
+        for text in "ab":
+            await line.event(delta(text))
+            await heard.wait()
+            heard.clear()
+        await line.end()
+
+    gateway = await start(ScriptedEngine(behaviour=stepwise))
+    async with session.post(gateway.url + CHAT, json=ask(stream=True)) as response:
+        for text in "ab":
+            part = await response.content.readuntil(b"\n\n")
+            assert json.loads(part[6:]) == delta(text)
+            heard.set()
+        assert await response.content.read() == b""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -223,6 +243,26 @@ def certificate(path: Path) -> Path:
         key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain) + built.public_bytes(pem)
     )
     return path
+
+
+async def test_policies_choose_as_they_say(start: Start, session: aiohttp.ClientSession) -> None:
+    engines = [ScriptedEngine() for _ in range(3)]
+    gateway = await start(*engines, policy="session")
+    for session_id in ("s1", "s2", "s3", "s4"):
+        for body in (ask(), ask(user="somebody else")):
+            headers = {"x-session-id": session_id}
+            assert await status_of(session.post(gateway.url + CHAT, json=body, headers=headers)) == 200
+    by_session: dict[str, set[str]] = {}
+    for engine in engines:
+        for got in engine.got:
+            by_session.setdefault(got.headers["x-session-id"], set()).add(engine.name)
+    assert [len(names) for names in by_session.values()] == [1] * 4
+    gateway.reload(policy="round_robin")
+    await eventually_async("reloaded", lambda: "reloaded changed=policy" in gateway.log.read_text())
+    before = [len(engine.got) for engine in engines]
+    for _ in range(6):
+        assert await status_of(session.post(gateway.url + CHAT, json=ask(user="one session"))) == 200
+    assert [len(engine.got) - count for engine, count in zip(engines, before, strict=True)] == [2, 2, 2]
 
 
 async def test_a_reload_brings_engines_and_lets_others_finish(start, session):

@@ -154,6 +154,26 @@ def test_a_body_without_a_token_is_refused_before_it_arrives(server: ServerProce
     assert status == 413 and json.loads(answer)["field"] == "body"
 
 
+def rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_chunked_body_that_goes_on_and_on_takes_no_memory(server: ServerProcess) -> None:
+    before = rss_bytes(server.ready["pid"])
+    with socket.create_connection(("127.0.0.1", port_of(server)), 30) as link:
+        link.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
+        chunk = b"10000\r\n" + b"{}" * (1 << 15) + b"\r\n"
+        sent = 0
+        try:
+            while sent < 60 << 20:
+                link.sendall(chunk)
+                sent += len(chunk)
+        except ConnectionError:
+            pass
+    assert rss_bytes(server.ready["pid"]) - before < 16 << 20
+    assert send(port_of(server), {}, request="GET /healthz")[0] == 200
+
+
 def test_ctl_of_the_same_user_finds_the_token_which_ends_with_its_process(begin):
     process = begin()
     words = ("status",) if isinstance(process, ServerProcess) else ("cluster", "status")
@@ -221,7 +241,14 @@ def test_connections_up_to_the_descriptor_limit_end_no_server(tmp_path: Path) ->
         assert server.stop() == 0
 
 
+MOST = (32 << 20) - 100
 TOKENS = b'{"model": "%s", "tokens": [' + b"4294967295," * 2_900_000 + b"1]}"
+BODIES = (
+    (b"[" * MOST, 413, "beside its list"),
+    (b'{"tokens": [' + b"1.5e9," * (MOST // 6) + b"1]}", 400, "tokens[0]: Expected `int`"),
+    (b'{"tokens": [' + b"9" * MOST + b"]}", 400, "has more than 65536 bytes"),
+    (TOKENS % b"nobody", 400, "'nobody' must name the one attached engine"),
+)
 
 
 def while_pinging(server: ServerProcess, work: Callable[[], Any]) -> Any:
@@ -234,6 +261,16 @@ def while_pinging(server: ServerProcess, work: Callable[[], Any]) -> Any:
             engine.ping()
         thread.join()
     return done[0]
+
+
+def test_a_large_body_is_answered_while_an_engine_pings(server: ServerProcess) -> None:
+    right = {"authorization": f"Bearer {token_of(server)}"}
+    for body, expected, says in BODIES:
+        status, answer = while_pinging(
+            server, lambda body=body: send(port_of(server), right, body, request="POST /v1/prefetch")
+        )
+        assert (status, json.loads(answer)["code"]) == (expected, "bad_request"), says
+        assert says in json.loads(answer)["message"]
 
 
 def test_millions_of_tokens_are_prefetched(server: ServerProcess) -> None:

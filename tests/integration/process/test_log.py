@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvstrata.observability.logging import MAX_LINES
 from tests.harness import own_commands
 from tests.harness.bad_adapter import entry_of
 from tests.harness.cache_engine import eventually
+from tests.harness.controller_process import ControllerProcess
 from tests.harness.daemon import free_port
 from tests.harness.http_read import read
 from tests.harness.server_process import ServerProcess
@@ -257,3 +259,16 @@ def test_an_adapter_host_follows_the_level_of_its_server(tmp_path: Path) -> None
         with pytest.raises(urllib.error.HTTPError) as refused:
             read(f"{server.url}/v1/log-level", token="wrong")
         assert refused.value.code == 401
+
+
+def test_a_controller_changes_its_level(tmp_path: Path) -> None:
+    settings = tmp_path / "controller.yaml"
+    settings.write_text(yaml.safe_dump({"log_level": "warning"}))
+    flags = ("--config", str(settings))
+    with ControllerProcess(tmp_path / "controller", flags=flags) as controller:
+        cluster = ("--url", controller.url, "cluster", "log-level")
+        assert ctl(*cluster).split() == ["level", "warning"]
+        assert ctl(*cluster, "info").split() == ["level", "info"]
+        controller.expect("log_level_changed", "level=info was=warning")
+        controller.signal(signal.SIGHUP)
+        eventually("the level of the settings", lambda: ctl(*cluster).split() == ["level", "warning"])

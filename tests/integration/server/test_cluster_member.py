@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from kvstrata.native.core import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire, wire
@@ -175,6 +176,49 @@ def test_commands_are_carried_out_and_answered(controller, server, client):
     controller.ask("/v1/instances/ours/undrain", {})
     until(lambda: ours(controller)["reported_state"] == "ready")
     assert controller.ask("/v1/instances/ours/resync", {})["commands"][0]["state"] == "done"
+
+
+@pytest.mark.long
+def test_a_pin_outlives_the_controller_that_made_it_and_can_be_ended_by_the_next(controller, server, client):
+    prompt = Prompt(client, 1, 5)
+    prompt.store()
+    until(lambda: keys_in(controller, "l1") == 5)
+    keys = [key.hex() for key in split(prompt.keys)]
+    kept = controller.ask("/v1/pin", {"keys": keys, "instance": "ours", "ttl_s": 600})["claim"]
+    ended = controller.ask("/v1/pin", {"keys": keys[:1], "instance": "ours", "ttl_s": 600})["claim"]
+    controller.ask("/v1/unpin", {"claim": ended})
+    controller.kill()
+    controller.start()
+    until(lambda: confirmed(controller))
+    (pin,) = controller.ask("/v1/pins")["pins"]
+    assert (pin["claim"], pin["instance"], pin["keys"]) == (kept, "ours", 5)
+    assert 0 < pin["left_s"] <= 600
+    dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
+    assert dropped["commands"][0]["result"]["count"] == 0, "the instance has kept the chunks all the time"
+    assert controller.ask("/v1/unpin", {"claim": kept, "wait_s": 30})["done"]
+    assert controller.ask("/v1/pins")["pins"] == []
+    dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
+    assert dropped["commands"][0]["result"]["count"] == 5
+
+
+def test_off_loopback_only_members_with_the_clusters_key_are_let_in(start, tmp_path):
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    keys, ours_alone = tmp_path / "controller.keys", tmp_path / "member.keys"
+    for path, text in ((keys, f"secret {secret}\nclient {public}\n"), (ours_alone, f"secret {secret}\n")):
+        path.write_text(text)
+        path.chmod(0o600)
+    flags = (*QUICK, "--monitor-host", "0.0.0.0", "--curve-secret-file", str(keys))
+    with ControllerProcess(tmp_path / "controller", flags=flags) as controller:
+        for name, key in (("ours", ("--cluster-curve-file", str(ours_alone))), ("outside", ())):
+            flags = (*joins(controller, name), *key, "--p2p-listen", "localhost:0")
+            one = start(l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags)
+        until(lambda: confirmed(controller))
+        assert [row["id"] for row in controller.ask("/v1/instances")["instances"]] == ["ours"]
+        assert not cluster_of(one)["member"]
+        with RpcClient(one.socket_dir) as client:
+            prompt = Prompt(client, 1, 5)
+            prompt.store()
+            assert prompt.hits() == 5
 
 
 @needs_ucx

@@ -16,6 +16,7 @@ from kvstrata.rpc import wire
 from kvstrata.server.listener import MAX_REFUSED
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import (
+    CHUNK_TOKENS,
     PAYLOAD_BYTES,
     RECORD_BYTES,
     RpcClient,
@@ -103,6 +104,22 @@ def test_a_lease_of_another_group_cannot_be_released(server: ServerProcess, clie
         assert (caught.value.code, caught.value.field) == ("not_permitted", "leases")
         assert stranger.release([(stranger.session, lease.seq)]) == 1, "the refused message released nothing"
     assert client.release([(client.session, own.seq), (client.session, other.seq)]) == 2
+
+
+def test_a_lookup_with_no_time_left_still_gets_what_l1_has(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 2)
+    client.store(identity, chain)
+    reply = client.lookup(identity.identity_id, chain, deadline_ms=0)
+    assert reply.n_chunks == 2
+    client.release([(client.session, reply.seq)])
+
+
+def test_long_prompts_are_looked_up_off_the_loop_with_the_same_answer(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 5_000)
+    client.store(identity, chain[: 20 * KEY_BYTES])
+    reply = client.lookup(identity.identity_id, chain)
+    assert (reply.n_chunks, reply.reason) == (20, "unknown_key")
+    assert client.release([(client.session, reply.seq)]) == 1
 
 
 def test_retrieve_gives_the_record_in_pieces(client: RpcClient) -> None:
@@ -264,6 +281,16 @@ def test_a_wrong_field_is_named(client: RpcClient) -> None:
         reply = client.receive()
         assert isinstance(reply, wire.Error)
         assert (reply.code, reply.field, reply.seq) == ("bad_request", field, number), reply
+
+
+def test_layouts_with_other_chunk_sizes_share_one_server(server: ServerProcess) -> None:
+    other = layout("tiny").__class__(model="tiny", kv_dtype="bf16", chunk_tokens=2 * CHUNK_TOKENS)
+    with RpcClient(server.socket_dir) as small, RpcClient(server.socket_dir, identity=other) as large:
+        a, b = small.identify(), large.identify()
+        assert a.root != b.root
+        small.store(a, chain_of(a.root, 2))
+        found = large.lookup(b.identity_id, chain_of(b.root, 2))
+        assert found.n_chunks == 0
 
 
 def test_an_attach_with_another_format_version_is_refused(server: ServerProcess) -> None:

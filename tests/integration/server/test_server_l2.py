@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from kvstrata.types import KEY_BYTES
 from tests.harness.faulty import faulty
 from tests.harness.http_read import read
-from tests.harness.l2_load import check_bytes, clear_l1, served, stored, until_stored
+from tests.harness.l2_load import check_and_release, check_bytes, clear_l1, served, stored, until_stored
 from tests.harness.rpc_client import (
     CHUNK_TOKENS,
     HANG_S,
@@ -30,6 +31,19 @@ from tests.harness.rpc_client import (
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
+
+
+def test_chunks_that_left_l1_come_back_from_l2_in_one_reply(start: Callable[..., ServerProcess]) -> None:
+    server = start(l2="fs")
+    with RpcClient(server.socket_dir) as client:
+        identity, chain = stored(client, 6)
+        until_stored(client)
+        assert clear_l1(client) == 6
+        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000, request_id="back")
+        assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (6, 0, 6, "")
+        check_and_release(client, reply, chain)
+        assert served(client, identity, chain) == (6, 0), "loaded chunks stay in L1"
+        assert client.explain("back")["lookups"][0]["hits"] == {"l1": 0, "l2": 6, "served": 6}
 
 
 def test_what_a_killed_server_had_not_put_is_put_by_the_next_also_while_leased(start, tmp_path):
@@ -65,6 +79,19 @@ def test_a_clean_stop_puts_waiting_chunks_and_l2_survives_the_loss_of_l1(start):
     with RpcClient(server.socket_dir) as client:
         identity = client.identify()
         assert served(client, identity, chain) == (0, 8)
+
+
+def test_a_process_that_ends_while_its_lookup_waits_leaves_no_lease(start, tmp_path):
+    server = start(faulty(tmp_path / "faulty", "hang"))
+    with RpcClient(server.socket_dir) as leaving, RpcClient(server.socket_dir) as observer:
+        identity = leaving.identify()
+        chain = chain_of(identity.root, 3)
+        leaving.store(identity, chain[: 2 * KEY_BYTES])
+        leaving.send(leaving.lookup_request(identity.identity_id, chain, deadline_ms=60_000))
+        leaving.ping()
+        until(observer, lambda status: status["pool"]["leases"] == 1)
+        leaving.goodbye()
+        until(observer, lambda status: status["pool"]["leases"] == status["sessions"]["leases"] == 0)
 
 
 def test_a_server_without_any_flag_runs(tmp_path: Path) -> None:

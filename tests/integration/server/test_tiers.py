@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,10 @@ from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.cluster import Cluster
 from tests.harness.http_read import read
-from tests.harness.l2_load import clear_l1, stored, until_stored
+from tests.harness.l2_load import clear_l1, served, stored, until_stored
 from tests.harness.own_process import ServerFailed
 from tests.harness.redis_server import RedisServer
-from tests.harness.rpc_client import RpcClient, chain_of, until
+from tests.harness.rpc_client import RpcClient, chain_of, new_prompt, until
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -71,6 +72,27 @@ def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(star
         assert "restart the server" in said(server, "medium_replaced")
 
 
+def test_a_server_serves_l1_while_redis_is_away_and_uses_it_once_it_is_there(start, tmp_path):
+    with RedisServer(tmp_path / "redis", password="right") as medium:
+        entry = medium.entry()
+        medium.kill()
+        server = start(entry)
+        [row] = server.get("/v1/l2/adapters")["adapters"]
+        assert (row["state"], row["medium_well"], row["takes_loads"]) == ("unreachable", False, False)
+        assert "cannot be reached: Connection refused" in row["reason"]
+        assert "tier_unreachable adapter=resp-0" in server.log_tail()
+        with RpcClient(server.socket_dir) as client:
+            identity, chain = stored(client, 2)
+            assert served(client, identity, chain) == (2, 0)
+            medium.start()
+            eventually("it is reached", lambda: "tier_reached adapter=resp-0" in server.log_tail())
+            identity, chain = new_prompt(client, 3)
+            client.store(identity, chain)
+            until_stored(client)
+            clear_l1(client)
+            assert served(client, identity, chain) == (0, 3), "what was put since is found"
+
+
 def test_a_refused_password_stops_the_start(start, tmp_path):
     with (
         RedisServer(tmp_path / "redis", password="right") as medium,
@@ -113,6 +135,33 @@ def test_an_adapter_paused_by_ctl_is_not_used_until_it_is_resumed(start):
 
         assert "active" in ctl("l2", "resume", "fs-0")
         assert engine.hit(prompt(4, seed=1)) == 4
+
+
+def test_a_wrong_key_file_is_a_miss_with_its_reason(start, tmp_path):
+    base, key_file = tmp_path / "encoded", tmp_path / "key"
+    key_file.touch(0o600)
+    key_file.write_text(secrets.token_hex(32))
+    adapter = {
+        "type": "fs",
+        "base_path": str(base),
+        "codec": [{"name": "aes-gcm", "key_file": str(key_file)}],
+    }
+    server = start(adapter)
+    with RpcClient(server.socket_dir) as client:
+        _, chain = stored(client, 3)
+        until_stored(client)
+        clear_l1(client)
+        server.kill()
+        server.wipe_segment()
+    key_file.write_text(secrets.token_hex(32))
+    server.start()
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        for _ in range(2):
+            reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+            assert (reply.n_chunks, reply.l2_chunks) == (0, 0)
+        assert client.status()["l2_adapters"]["fs-0"]["codec"]["wrong_key"] >= 1
+    assert len(list(base.glob("??/??/*.kvc"))) == 3
 
 
 CHUNKS = 40

@@ -61,3 +61,16 @@ def test_a_rank_that_dies_ends_its_own_share_of_a_lease_alone(server, ranks):
     ranks[1].kill()
     assert ranks[0].ask("load", result=result, n_chunks=5) == []
     eventually("the lease ends", lambda: leased_bytes(server) == 0)
+
+
+def test_both_ranks_come_back_after_a_restart(server, ranks):
+    for rank in ranks:
+        rank.ask("store", n_chunks=5)
+    server.kill()
+    server.start()
+    for rank in ranks:
+        rank.ask("connect")
+    found = eventually("a hit", lambda: (r := ranks[1].ask("lookup", n_chunks=5))["n_chunks"] == 5 and r)
+    for rank in ranks:
+        assert rank.ask("load", result=found, n_chunks=5) == []
+    eventually("the lease ends", lambda: leased_bytes(server) == 0)

@@ -116,6 +116,20 @@ def read(path: str, whole: Any, data: list[Any]) -> tuple[int, str, str, str, in
     return whole["usage"]["completion_tokens"], said, text, pieces[-1]["finish_reason"], cached
 
 
+def test_errors_have_openais_shape(client: httpx.Client) -> None:
+    bad = client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": "x"}')
+    assert bad.status_code == 400
+    error = bad.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("BadRequestError", "max_tokens", 400)
+    unknown = client.post("/v1/chat/completions", json={"model": "x", "messages": [{"role": "user"}]})
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "NotFoundError")
+    assert client.get("/nowhere").json()["error"]["code"] == 404
+    assert client.get("/v1/completions").status_code == 405
+    render = client.post("/v1/completions/render", json={"prompt": "a"})
+    assert (render.status_code, render.json()["error"]["type"]) == (403, "PermissionDeniedError")
+    assert metric(client, "num_requests_running") == 0
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_ends_when_its_client_goes(client: httpx.Client, stream: bool) -> None:
     ended = 'request_success_total{engine="0",finished_reason="abort",model_name="m"}'

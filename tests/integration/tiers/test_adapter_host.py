@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import pytest
 
 from kvstrata.memory import linux
 from kvstrata.memory.segment_files import HOSTS_BYTE
+from kvstrata.types import KEY_BYTES
 from tests.harness.bad_adapter import entry_of
 from tests.harness.cache_engine import eventually
 from tests.harness.l2_load import clear_l1, served
 from tests.harness.open_files import open_files
-from tests.harness.rpc_client import RpcClient, chain_of, until
+from tests.harness.own_process import ServerFailed
+from tests.harness.rpc_client import HANG_S, RpcClient, chain_of, until
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
 
@@ -171,6 +174,31 @@ def test_bytes_that_a_stopped_host_may_touch_are_free_when_it_is_reaped_and_not_
         assert client.status()["l2_adapters"][NAME]["stuck_bytes"] == 0
 
 
+def test_a_host_that_was_stopped_for_a_while_goes_on(start: Callable[..., HostedServer]) -> None:
+    server = start(host_kill_ms=3_600_000)
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        pid = host_of(client.status())["pid"]
+        send(pid, signal.SIGSTOP)
+        client.store(identity, chain_of(identity.root, 4))
+        until(client, lambda status: host_of(status)["requests"] > 0)
+        assert client.lookup(identity.identity_id, chain_of(identity.root, 4)).l1_chunks == 4
+        os.kill(pid, signal.SIGCONT)
+        until(client, lambda status: outcomes_of(status).get("stored") == 4)
+        assert host_of(client.status()) == {"pid": pid, "state": "up", "restarts": 0, "requests": 0}
+
+
+@pytest.mark.long
+@pytest.mark.silence
+def test_a_server_with_a_stopped_host_stops(start: Callable[..., HostedServer]) -> None:
+    server = start(host_kill_ms=3_600_000)
+    with RpcClient(server.socket_dir) as client:
+        pid = host_of(client.status())["pid"]
+    send(pid, signal.SIGSTOP)
+    assert server.stop() == 0, server.log_tail()
+    until_gone(pid)
+
+
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGCONT, marks=pytest.mark.long), signal.SIGSTOP])
 def test_a_killed_server_leaves_no_host_behind(start, number):
     server = start()
@@ -179,6 +207,19 @@ def test_a_killed_server_leaves_no_host_behind(start, number):
         send(pid, number)
         server.kill()
     until_gone(pid)
+
+
+@pytest.mark.long
+def test_the_next_server_adopts_the_pool_and_starts_its_own_host(start: Callable[..., HostedServer]) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        _, chain = stored_in_l2(client, 3)
+        server.kill()
+    assert server.start()["adopted"]
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        reply = client.lookup(identity.identity_id, chain)
+        assert reply.l1_chunks == len(chain) // KEY_BYTES
 
 
 @pytest.mark.long
@@ -200,6 +241,51 @@ def test_a_pool_that_a_host_of_the_server_before_may_still_write_to_is_not_adopt
             assert server.get("/v1/status")["pool"]["adopted_entries"] == 0
         finally:
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("operation", "how", "says"),
+    [
+        ("open", "refuse", "bad medium: mend it"),
+        ("make", "null", "plugin-0: its host process ended with SIGSEGV before the adapter was open"),
+        ("open", "exit", "plugin-0: its host process ended with exit status 3 before the adapter was open"),
+    ],
+)
+def test_an_adapter_that_cannot_be_opened_in_its_host_is_told_and_tried_again_while_l1_serves(
+    tmp_path: Path, operation: str, how: str, says: str
+) -> None:
+    with HostedServer(tmp_path) as server:
+        server.order(operation, how)
+        server.start()
+        said = "tier_unreachable adapter=plugin-0"
+        eventually("it is told", lambda: said in server.log.read_text() and says in server.log.read_text())
+        assert "Task exception" not in server.log.read_text()
+
+
+@pytest.mark.long
+def test_an_adapter_that_cannot_be_made_in_its_host_stops_the_start(tmp_path: Path) -> None:
+    says = r"l2_adapters\[0\]: tests.harness.bad_adapter.BadAdapter cannot be made: RuntimeError: ordered to raise"
+    with HostedServer(tmp_path) as server:
+        server.order("make", "raise")
+        with pytest.raises(ServerFailed, match=says) as failed:
+            server.start()
+        assert "Task exception" not in str(failed.value)
+
+
+@pytest.mark.long
+def test_what_the_host_logs_and_prints_is_in_the_servers_log(start: Callable[..., HostedServer]) -> None:
+    server = start(deadline_ms=2_000, host_kill_ms=4_000)
+    with RpcClient(server.socket_dir) as client:
+        server.order("put", "raise")
+        identity = client.identify()
+        client.store(identity, chain_of(identity.root, 1))
+        until(client, lambda status: sum(outcomes_of(status).values()) == 1)
+    end_s = time.monotonic() + HANG_S
+    by_the_host = "ERROR kvstrata.tiers.host.process plugin-0: host: "
+    # The server's own line about the put has the same error, and may come first.
+    while "RuntimeError: ordered to raise" not in (text := server.log.read_text()).partition(by_the_host)[2]:
+        assert time.monotonic() < end_s, text
 
 
 def test_a_host_has_nothing_of_the_servers_but_the_extents_and_a_shared_lock(start):
