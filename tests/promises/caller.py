@@ -221,6 +221,7 @@ class Caller:
 
 
 def prompts(world: World, count: int, most_chunks: int) -> list[list[int]]:
+    """Prompts that share no chunk."""
     return [prompt(world.random.randrange(1, most_chunks + 1), number) for number in range(count)]
 
 

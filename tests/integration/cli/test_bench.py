@@ -231,6 +231,65 @@ def test_the_disk_adapter_is_measured_like_any_other(tmp_path):
     assert again["notes"] == [], "all records of the first run were deleted, or the second were refused"
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="here"),
+        pytest.param({"isolation": "process"}, id="in a host"),
+        pytest.param({"codec": ["zstd"]}, id="compressed"),
+        pytest.param({"use_odirect": False, "num_workers": 1}, id="buffered", marks=pytest.mark.long),
+    ],
+)
+def test_every_size_is_measured_verified_and_deleted(tmp_path, more):
+    report = measured(of_l2(entry(tmp_path, **more)))
+    assert [size["chunk_mb"] for size in report["sizes"]] == [0.25, 1]
+    for size in report["sizes"]:
+        assert size["verified_bytes"] == 2 * 5 * size["record_bytes"]
+        for name in ("put", "load"):
+            found = size[name]["gb_per_s"]
+            assert 0 < found["least"] <= found["median"] <= found["greatest"]
+            assert size[name]["ms"]["calls"] == 2 * 3
+        ms = size["exists"]["ms"]
+        assert 0 < ms["p50"] <= ms["p95"] <= ms["p99"] <= ms["greatest"]
+    assert files(tmp_path) == []
+
+
+def test_a_capacity_without_room_for_a_pass_is_refused(tmp_path):
+    done = own_commands.run("kvstrata", *of_l2(entry(tmp_path, capacity_gb=0.003)))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--count: 5 MiB do not fit in the 3 MiB" in done.stderr
+    assert files(tmp_path) == []
+
+
+def test_a_directory_of_a_running_server_is_refused(tmp_path):
+    other = begun(of_l2(entry(tmp_path), "--rounds", "1000", "--chunk-mb", "1"))
+    try:
+        eventually("records are stored", lambda: files(tmp_path))
+        done = own_commands.run("kvstrata", *of_l2(entry(tmp_path)))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert str(tmp_path) in done.stderr and "Traceback" not in done.stderr
+    finally:
+        other.terminate()
+        ended(other)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "isolation"),
+    [
+        (signal.SIGINT, "process"),
+        pytest.param(signal.SIGINT, "in_process", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "process", marks=pytest.mark.long),
+    ],
+)
+def test_an_interrupted_run_over_l2_leaves_nothing(tmp_path, number, isolation):
+    running = begun(of_l2(entry(tmp_path, isolation=isolation), "--rounds", "1000", "--chunk-mb", "1"))
+    eventually("records are stored", lambda: files(tmp_path))
+    os.killpg(running.pid, number)
+    assert ended(running) == (130, "", "kvstrata bench l2: interrupted\n")
+    assert files(tmp_path) == []
+
+
 class Endpoint:
     """Streams as many pieces as asked for; caches whole prompts by their first 64 tokens, like an engine with L0."""
 
@@ -367,6 +426,20 @@ def test_hits_of_a_round_count_though_a_cache_server_shows_a_page_for_a_while(ca
         arguments = ["--documents", "2", "--document-tokens", "80", "--output-tokens", "1"]
         report = report_of(capsys, "long-doc-qa", "--url", url, "--cache-server", server, *arguments)
     assert [each["sources"]["L1 chunks"] for each in report["rounds"]] == [2, 2]
+
+
+def test_with_several_endpoints_a_document_moves_on(capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = Endpoint(), Endpoint()
+    with served(one.app) as first, served(other.app) as second:
+        report_of(
+            capsys, "long-doc-qa", "--url", first, "--url", second, "--documents", "4", "--document-tokens",
+            "80", "--output-tokens", "1",
+        )  # fmt: skip
+
+    def documents(endpoint: Endpoint) -> list[tuple[int, ...]]:
+        return [tuple(body["prompt"][:80]) for body in endpoint.bodies]
+
+    assert len(set(documents(one))) == 4 and sorted(documents(one)) == sorted(documents(other))
 
 
 def test_a_request_that_fails_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,23 @@ def test_without_a_server_everything_is_answered_at_once(server):
         use_until_it_works(engine, seed=1)
 
 
+@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_lease_of_a_dead_server_still_loads_right_bytes(server, sync):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        tokens = prompt(8)
+        engine.stored(tokens)
+        result = engine.looked_up(tokens)
+        server.kill()
+        eventually("the loss is seen", lambda: not engine.client.connected)
+        assert engine.check_load(tokens, result, sync=sync) == set()
+        server.start()
+        engine.connect()
+        assert engine.hit(tokens) == 8
+        eventually("old and new leases are ended", lambda: nothing_leased(server))
+
+
 def test_a_lease_from_before_the_restart_loads_nothing_once_the_client_has_quiesced(server):
     server.start()
     with CacheEngine(server.socket_dir) as engine:

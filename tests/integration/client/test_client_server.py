@@ -51,6 +51,57 @@ def test_chunks_that_are_present_are_not_copied_again(engine):
     assert job.bytes == 2 * engine.blocks.plan.payload_bytes(2)
 
 
+@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_an_extent_with_another_chunks_bytes_is_never_loaded(engine, sync):
+    tokens = prompt(3)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    items = engine.items(tokens, result, first_block=100)
+    swapped = [items[1]._replace(key=items[0].key), items[0]._replace(key=items[1].key), items[2]]
+    before = engine.blocks.read(items[0].block_ids)
+    job = engine.client.load(engine.identity(), result.lease, swapped, engine.blocks.plan, sync=sync)
+    assert job.wait(PATIENCE_S)
+    assert job.failed == {0, 1}
+    assert engine.blocks.read(items[0].block_ids) == before
+
+
+@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_block_named_by_a_negative_number_is_not_written(engine, sync):
+    tokens = prompt(2)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    items = engine.items(tokens, result, first_block=100)
+    first, second = items[0].block_ids
+    before = engine.blocks.read([first])
+    items[0] = items[0]._replace(block_ids=[-1, second])
+    job = engine.client.load(engine.identity(), result.lease, items, engine.blocks.plan, sync=sync)
+    assert job.wait(PATIENCE_S)
+    assert job.failed == set()
+    assert engine.blocks.read([first]) == before
+    engine.compute(engine.hasher(tokens), [0], first_block=200)
+    assert engine.blocks.read([second]) == engine.blocks.read([engine.blocks_of(0, 200)[1]])
+
+
+@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_damaged_chunk_is_a_miss_and_is_dropped(server, engine, sync):
+    tokens = prompt(5)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    item = engine.items(tokens, result)[2]
+    with open(server.segment_dir / "extents", "r+b") as extents:
+        extents.seek(item.offset_bytes + 5000)
+        byte = extents.read(1)[0]
+        extents.seek(item.offset_bytes + 5000)
+        extents.write(bytes([byte ^ 4]))
+    assert engine.check_load(tokens, result, sync=sync) == {2}
+    eventually(
+        "the bad chunk is dropped", lambda: engine.client.peek(engine.identity(), engine.hasher(tokens)) == 2
+    )
+    assert engine.looked_up(tokens).reason == "corrupt"
+    assert "stored" in engine.stored(tokens), "the next store replaces the damaged chunk"
+    assert engine.hit(tokens) == 5
+
+
 def test_a_backlog_too_large_is_refused_and_frees_the_blocks(server, request, monkeypatch):
     monkeypatch.setattr(stores, "BACKLOG_BYTES", 100_000)
     with CacheEngine(server.socket_dir, model=request.node.name) as engine:
@@ -131,6 +182,25 @@ def test_other_facts_for_the_same_layout_are_refused_with_the_field(server, engi
         assert "block_bytes" in said
         assert not refused.client.connected
         assert refused.lookup(prompt(1)).result.reason == "breaker_open"
+
+
+def test_calls_return_before_the_server_answers(server, engine):
+    """A call hands its message to a thread: all 200 lookups are made before the server, frozen, can answer any."""
+    tokens = prompt(512)
+    hasher = engine.hasher(tokens)
+    identity = engine.identity()
+    server.freeze()
+    try:
+        calls, answered = [], []
+        for number in range(200):
+            calls.append(engine.client.lookup(identity, hasher, request_id=str(number), deadline_ms=60_000))
+            # From here on only the client's breaker answers, and at once.
+            answered.append(calls[-1].done and engine.client.connected)
+    finally:
+        server.thaw()
+    assert not any(answered), "a call waited for its answer"
+    assert all(call.wait(PATIENCE_S) for call in calls)
+    eventually("connected again", lambda: engine.client.connected)
 
 
 def test_a_closed_client_refuses_everything(engine):

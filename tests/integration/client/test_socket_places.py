@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,3 +70,16 @@ def test_a_configured_place_is_the_only_one(server, login):
         eventually("it has looked", lambda: "no server" in engine.client.error)
         assert str(login / "mine") in engine.client.error
         assert "/tmp/" + OURS not in engine.client.error
+
+
+@pytest.mark.long
+def test_the_tools_of_a_login_find_the_server_of_systemd(server, login):
+    server.start()
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "kvstrata", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert server.ready["instance_id"] in run("ctl", "--url", server.url, "status")
+    small = ("--layers", "1", "--kv-heads", "1", "--head-dim", "8", "--chunks", "1", "--rounds", "1")
+    assert "store" in run("bench", "--port", str(server.port), "--url", server.url, *small, "--json")

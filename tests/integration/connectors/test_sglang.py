@@ -68,6 +68,44 @@ def stored(storage, pool: HostPool, names, first_page: int = 0) -> list[bytes]:
     return data
 
 
+@pytest.mark.parametrize(
+    ("layout", "latent"),
+    [
+        ("layer_first", False),
+        ("page_first", True),
+        *(
+            pytest.param(*rare, marks=pytest.mark.long)
+            for rare in (("layer_first", True), ("page_first", False))
+        ),
+    ],
+)
+def test_pages_come_back_and_prefixes_are_counted(open_storage, layout, latent):
+    pool = HostPool(layout, latent=latent)
+    storage = open_storage(pool, is_mla_model=latent)
+    data = stored(storage, pool, NAMES[:4])
+    assert storage.batch_exists(NAMES) == 4
+    assert storage.batch_exists([NAMES[6], *NAMES[:4]]) == 0, "behind a missing page nothing counts"
+    assert storage.batch_exists([*NAMES[:2], NAMES[6], *NAMES[2:4]]) == 2
+    assert storage.exists(NAMES[3]) and not storage.exists(NAMES[4])
+    for page in range(10, 16):
+        pool.fill(page, "not loaded")
+    untouched = pool.read(14)
+    assert storage.batch_get_v1(NAMES[:6], pool.slots(10, 6)) == [True] * 4 + [False] * 2
+    assert [pool.read(10 + i) for i in range(4)] == data
+    assert pool.read(14) == untouched, "a missing page's place keeps its bytes"
+
+
+@pytest.mark.long
+def test_slots_that_are_not_whole_pages_are_refused(open_storage):
+    pool = HostPool()
+    storage = open_storage(pool)
+    assert storage.batch_set_v1(NAMES[:2], pool.slots(0, 1)) == [False] * 2
+    crooked = pool.slots(0, 2)
+    crooked[:] = [slot + 1 for slot in crooked]
+    assert storage.batch_set_v1(NAMES[:2], crooked) == [False] * 2
+    assert storage.batch_exists(NAMES[:2]) == 0
+
+
 def records(server: ServerProcess) -> list[Path]:
     return [path for path in (server.folder / "l2").rglob("*") if path.is_file()]
 

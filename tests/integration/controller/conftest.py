@@ -17,6 +17,7 @@ from tests.harness.controller_process import ControllerProcess
 
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
+    """A running controller."""
     with ControllerProcess(tmp_path) as process:
         yield process
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Browser, expect
 
 from kvstrata.native.core import chain_keys
 from kvstrata.types import shown_name
@@ -39,7 +39,9 @@ def server(tmp_path: Path, controller: ControllerProcess) -> Iterator[ServerProc
         yield process
 
 
-async def test_server_is_seen_from_its_first_word_and_drained(browser, controller, server):
+async def test_server_is_seen_from_its_first_word_and_drained(
+    browser: Browser, controller: ControllerProcess, server: ServerProcess
+) -> None:
     async with chromium.visit(browser, f"{controller.url}/", link=controller.dashboard_link()) as page:
         line = f"lmcache-server --controller-url tcp://127.0.0.1:{controller.ports['reply']}"
         await expect(page.locator(".empty")).to_contain_text(line)

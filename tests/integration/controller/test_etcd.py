@@ -116,7 +116,9 @@ async def answers(connection: Any, calls: list[Any]) -> list[object]:
 
 @settings(max_examples=amount(15, 500), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=CALLS)
-def test_a_real_etcd_and_the_one_in_memory_give_the_same_answers(server, calls):
+def test_a_real_etcd_and_the_one_in_memory_give_the_same_answers(
+    server: EtcdServer, calls: list[Any]
+) -> None:
     endpoint = etcd.read_endpoint(server.address)
     of_tests = EtcdSettings(endpoints=[server.address])
     real = asyncio.run(answers(etcd.Etcd(endpoint, of_tests, 60.0), calls))

@@ -633,6 +633,7 @@ BEHAVIOURS: list[Behaviour] = [*FAILURES.values(), breaks, waits, much, *[chat] 
 async def reads(
     gateway: GatewayProcess, session: aiohttp.ClientSession, name: str, draw: random.Random
 ) -> None:
+    """A client that reads its answer."""
     with contextlib.suppress(aiohttp.ClientError):
         body = ask(draw.random() < 0.5)
         async with session.post(gateway.url + CHAT, json=body, headers=bearer(name)) as response:

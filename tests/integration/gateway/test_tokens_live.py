@@ -121,6 +121,20 @@ async def test_an_engine_with_other_tokens_is_noticed_before_and_after(start, se
     assert "tokens_degraded" in gateway.log.read_text()
 
 
+async def test_an_engine_that_does_not_render_is_left_alone(start, session):
+    async def engine(got: Got, line: Line) -> None:
+        refuses = got.target.endswith("/render")
+        await line.answer({"choices": []}, status=403 if refuses else 200)
+
+    scripted = ScriptedEngine("m", behaviour=engine)
+    gateway = await start(scripted, policy="ttft", tokens={"render": True, "deadline_ms": 10_000})
+    for _ in range(3):
+        await ask(gateway, session, messages=user("x"))
+    asked = [got.target for got in scripted.got if got.target.startswith(CHAT)]
+    assert asked == [f"{CHAT}/render", CHAT, CHAT, CHAT]
+    assert await prompts(gateway, session) == {"unknown_model": 3}
+
+
 async def test_engines_that_take_ids_get_them(sim, start, session, tmp_path):
     folder = tokenizer_folder.bytes_only(tmp_path / "model")
     tokens = {"tokenizers": [{"model": "m", "path": str(folder)}], "deadline_ms": 10_000, "pass_ids": True}
@@ -153,6 +167,25 @@ async def test_engines_that_take_ids_get_them(sim, start, session, tmp_path):
         assert await prompts(gateway, session) == {"tokenizer": 1}
         gateway.kill()
     assert [got.document.get("kv_transfer_params") for got in scripted.got if got.target == CHAT] == [None]
+
+
+async def test_ids_that_an_engine_rendered_go_back_to_it(sim, start, session):
+    async def passes(got: Got, line: Line) -> None:
+        if got.method == "GET":
+            await line.answer({})
+            return
+        async with session.post(sim + got.target, json=got.document) as answer:
+            await line.answer(await answer.read(), answer.status)
+
+    scripted = ScriptedEngine("m", behaviour=passes)
+    tokens = {"render": True, "deadline_ms": 10_000, "pass_ids": True}
+    gateway = await start(scripted, policy="ttft", tokens=tokens)
+    await _until_logged(gateway, f"takes_ids={CHAT},/v1/completions")
+    scripted.got.clear()
+    answer = await ask(gateway, session, messages=user("Was kostet 5 € in ¥?"))
+    assert await prompts(gateway, session) == {"render": 1}
+    [got] = [got.document for got in scripted.got if got.target == CHAT]
+    assert len(got["kv_transfer_params"]["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
 
 
 async def _until_logged(gateway: GatewayProcess, words: str) -> None:

@@ -61,6 +61,19 @@ def test_worker_in_other_namespaces_attaches_maps_and_is_seen_to_die(place, log,
         assert pool_bytes(server, "reserved") == 0
 
 
+@pytest.mark.long
+def test_server_restart_finds_the_lock_of_a_worker_in_other_namespaces(place, log, contained):
+    with AttachServerChild(place, log=log) as first:
+        row = attach(contained, place, session_name("one"))
+        reserve(first, row, 1)
+        first.kill()
+    with AttachServerChild(place, log=log) as second:
+        assert rows_of(second) == {row: True}
+        assert attach(contained, place, session_name("one")) == row
+        second.ask("quiesced", row=row)
+        assert pool_bytes(second, "quarantined") == 0
+
+
 def test_server_and_worker_in_sibling_containers(place: Place, log: Path, contained: Child) -> None:
     """Neither sees the other's process number: pidfd and lock must do without."""
     # The server keeps the host's /dev/shm: only workers have another one.

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from tests.harness.attach_scene import (
+    GOOD_REQUEST,
     RECORD_BYTES,
     attach,
     b64,
     new_worker,
     pool_bytes,
+    raw_reply,
     reserve,
     rows_of,
     session_name,
@@ -112,6 +114,16 @@ def test_a_stopping_server_tells_its_processes(server, place, worker):
     assert not (place.socket_dir / "rpc.sock").exists()
 
 
+@pytest.mark.long
+def test_without_a_server_attach_is_unavailable_and_leaves_nothing(place: Place, worker: Child) -> None:
+    with pytest.raises(ChildError, match="unavailable"):
+        attach(worker, place, session_name("one"))
+    place.socket_dir.mkdir(mode=0o700)
+    with pytest.raises(ChildError, match="unavailable"):
+        attach(worker, place, session_name("one"))
+    assert worker.ask("open_lock_files") == 0
+
+
 def test_a_stopped_server_makes_attach_unavailable_within_its_time(server, place, worker):
     server.signal(signal.SIGSTOP)
     with pytest.raises(ChildError, match="unavailable"):
@@ -157,6 +169,23 @@ def test_the_next_server_frees_extents_of_dead_processes_before_it_listens(place
         assert pool_bytes(second, "quarantined") == 0
 
 
+@pytest.mark.parametrize("attach_again", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_next_server_notices_when_a_process_of_the_last_one_dies(place, worker, log, attach_again):
+    with AttachServerChild(place, log=log) as first:
+        row = attach(worker, place, session_name("one"))
+        reserve(first, row, 1)
+        first.kill()
+    with AttachServerChild(place, log=log) as second:
+        if attach_again:
+            attach(worker, place, session_name("one"))
+        assert rows_of(second).keys() == {row}
+        assert pool_bytes(second, "quarantined") == RECORD_BYTES
+        worker.kill()
+        assert second.event("gone")["row"] == row
+        until(lambda: rows_of(second) == {})
+        assert pool_bytes(second, "quarantined") == 0
+
+
 def server_restarted_after_unseen_death(
     place: Place, log: Path, servers: contextlib.ExitStack, **request: Any
 ) -> tuple[AttachServerChild, int]:
@@ -197,6 +226,14 @@ def test_extents_that_a_dead_processs_device_may_write_are_kept_until_an_admin_c
             third.ask("validate")
 
 
+@pytest.mark.long
+def test_only_extents_of_registered_memory_are_stranded(place: Place, log: Path) -> None:
+    with contextlib.ExitStack() as servers:
+        second, _ = server_restarted_after_unseen_death(place, log, servers)
+        until(lambda: rows_of(second) == {})
+        assert (second.ask("stranded"), pool_bytes(second, "quarantined")) == ([], 0)
+
+
 @pytest.mark.parametrize("end", ["kill", pytest.param("goodbye", marks=pytest.mark.long)])
 def test_a_death_or_goodbye_that_the_server_sees_strands_nothing(place: Place, log: Path, end: str) -> None:
     with AttachServerChild(place, log=log) as first, new_worker(log) as worker:
@@ -210,6 +247,53 @@ def test_a_death_or_goodbye_that_the_server_sees_strands_nothing(place: Place, l
             assert second.event("gone")["row"] == row
             until(lambda: rows_of(second) == {})
             assert (second.ask("stranded"), pool_bytes(second, "quarantined")) == ([], 0)
+
+
+@pytest.mark.long
+def test_another_process_cannot_take_a_session_from_before_the_restart(place, worker, log):
+    with AttachServerChild(place, log=log) as first:
+        row = attach(worker, place, session_name("one"))
+        first.kill()
+    with AttachServerChild(place, log=log) as second, new_worker(log) as thief:
+        with pytest.raises(ChildError) as caught:
+            attach(thief, place, session_name("one"))
+        assert (caught.value.code, caught.value.field) == ("not_permitted", "session")
+        assert rows_of(second) == {row: True}
+        assert attach(worker, place, session_name("one")) == row
+
+
+@pytest.mark.long
+def test_a_session_that_fails_to_attach_again_loses_nothing(place: Place, log: Path) -> None:
+    with AttachServerChild(place, log=log) as first, new_worker(log) as worker:
+        row = attach(worker, place, b64(b"raw".ljust(16, b".")))
+        reserve(first, row, 1)
+        first.kill()
+        with AttachServerChild(place, log=log) as second:
+            # The worker claims its row again and breaks off before it reports that it holds the lock.
+            assert raw_reply(worker, place, [GOOD_REQUEST], ["self"]).row == row
+            until(lambda: second.ask("stats")["pending"] == 0)
+            assert rows_of(second).keys() == {row}
+            assert pool_bytes(second, "quarantined") == RECORD_BYTES
+            worker.kill()
+            assert second.event("gone")["row"] == row
+            until(lambda: rows_of(second) == {})
+
+
+@pytest.mark.long
+def test_processes_of_a_replaced_segment_attach_to_the_new_one(place, worker, log):
+    with AttachServerChild(place, log=log) as first:
+        attach(worker, place, session_name("one"))
+        worker.ask("map", session=session_name("one"))
+        worker.ask("write", session=session_name("one"), offset=0, data=b64(b"old bytes"))
+        first.kill()
+    with AttachServerChild(place, log=log, extents_bytes=32 << 20) as second:
+        assert not second.start["adopted"]
+        assert rows_of(second) == {}
+        attach(worker, place, session_name("one"))
+        assert worker.ask("open_lock_files") == 2
+        assert len(worker.ask("locks")) == 2
+        # The old segment, which it still maps, is neither truncated nor changed.
+        assert worker.ask("read", session=session_name("one"), offset=0, length=9) == b64(b"old bytes")
 
 
 def test_a_second_server_in_the_same_place_is_refused_and_told_the_pid_of_the_first(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def cluster(tmp_path: Path, engine: dict[str, str]) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def engines(cluster: Cluster) -> Iterator[list[CacheEngine]]:
+    """An engine at each server."""
     with contextlib.ExitStack() as stack:
         made = [
             stack.enter_context(CacheEngine(server.socket_dir, block_bytes=32_768))
@@ -106,7 +108,9 @@ def listening_on(pid: int) -> set[tuple[str, int]]:
     return {(address, int(port, 16)) for address, port in found}
 
 
-def test_on_loopback_ucx_opens_no_port_and_nixl_none_that_other_hosts_reach(cluster, engine):
+def test_on_loopback_ucx_opens_no_port_and_nixl_none_that_other_hosts_reach(
+    cluster: Cluster, engine: dict[str, str]
+) -> None:
     with engines(cluster) as (one, other):
         read(other, stored_and_known(cluster, one))
         for server in cluster.servers:
@@ -138,7 +142,9 @@ def test_off_loopback_ucx_opens_ports_only_if_p2p_tcp_is_set(tmp_path: Path, *, 
         assert ("p2p_this_host_only" in process.log_tail()) == (not tcp)
 
 
-def test_nixl_refuses_to_start_where_it_would_need_tcp_unasked(tmp_path, nixl_environment):
+def test_nixl_refuses_to_start_where_it_would_need_tcp_unasked(
+    tmp_path: Path, nixl_environment: dict[str, str]
+) -> None:
     process = ServerProcess(
         tmp_path,
         l1_mb=64,
@@ -150,7 +156,9 @@ def test_nixl_refuses_to_start_where_it_would_need_tcp_unasked(tmp_path, nixl_en
         process.start()
 
 
-def test_an_owner_that_is_stopped_costs_a_deadline_and_is_read_again_when_it_goes_on(cluster):
+def test_an_owner_that_is_stopped_costs_a_deadline_and_is_read_again_when_it_goes_on(
+    cluster: Cluster,
+) -> None:
     with engines(cluster) as (one, other):
         tokens = stored_and_known(cluster, one)
         cluster.servers[0].freeze()
@@ -161,7 +169,9 @@ def test_an_owner_that_is_stopped_costs_a_deadline_and_is_read_again_when_it_goe
         settled(cluster, 1)
 
 
-def test_without_the_controller_everything_local_goes_on_and_peers_are_read_again_afterwards(cluster):
+def test_without_the_controller_everything_local_goes_on_and_peers_are_read_again_afterwards(
+    cluster: Cluster,
+) -> None:
     with engines(cluster) as (one, other):
         stored_and_known(cluster, one)
         cluster.controller.kill()
@@ -172,3 +182,38 @@ def test_without_the_controller_everything_local_goes_on_and_peers_are_read_agai
         cluster.controller.start()
         eventually("both are registered again", lambda: cluster.member(0) and cluster.member(1))
         read(other, fresh)
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
+def test_an_owner_that_goes_while_it_is_read_costs_misses_and_frees_every_byte(
+    tmp_path: Path, engine: dict[str, str], how: str
+) -> None:
+    settings = {**engine, "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "1000"}
+    with (
+        Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, settings=settings) as cluster,
+        engines(cluster) as (one, other),
+    ):
+        prompts = [stored_and_known(cluster, one, seed) for seed in range(8)]
+        first = stored_and_known(cluster, one, seed=50)
+        hits: list[int] = []
+
+        def read_all() -> None:
+            for tokens in prompts:
+                hits.append(other.hit(tokens))  # compares every byte
+
+        read(other, first)
+        reading = threading.Thread(target=read_all)
+        reading.start()
+        before = cluster.peer_records(1)
+        eventually("it reads", lambda: cluster.peer_records(1) > before or not reading.is_alive())
+        owner = cluster.servers[0]
+        owner.kill() if how == "killed" else owner.freeze()
+        reading.join()
+        assert len(hits) == 8
+        settled(cluster, 1)
+        store(other, prompt(CHUNKS, seed=99))
+        read(other, prompt(CHUNKS, seed=99))
+        if how == "stopped":
+            owner.thaw()
+            late = stored_and_known(cluster, one, seed=100)
+            read(other, late)

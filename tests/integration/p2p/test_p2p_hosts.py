@@ -157,7 +157,9 @@ def test_a_link_that_is_cut_in_mid_read_is_a_miss_and_is_used_again_once_it_is_m
 
 
 @pytest.mark.parametrize("rig", ["ucx"], indirect=True)
-def test_a_server_that_starts_without_its_link_reads_and_is_read_once_the_link_is_up(rig, monkeypatch):
+def test_a_server_that_starts_without_its_link_reads_and_is_read_once_the_link_is_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(rig.cluster.servers[0]._environment, "UCX_NET_DEVICES", "eth0")
     rig.start_without_link(0)
     rig.goes_on_fast(seed=3)
@@ -201,7 +203,9 @@ def test_late_bytes_of_an_owner_frozen_in_mid_read_are_written_into_no_extent_in
 @pytest.mark.long
 @pytest.mark.parametrize("rig", ["nixl"], indirect=True)
 @pytest.mark.parametrize("whose", [0, 1], ids=["owner", "reader"])
-def test_an_adapter_host_killed_in_mid_read_is_a_miss_and_another_one_takes_its_place(rig, whose):
+def test_an_adapter_host_killed_in_mid_read_is_a_miss_and_another_one_takes_its_place(
+    rig: Rig, whose: int
+) -> None:
     pid = rig.host_pid(whose)
     assert rig.in_the_midst(rig.known(seed=2), lambda: send(pid, signal.SIGKILL)) < CHUNKS
     rig.freed()

@@ -39,7 +39,9 @@ def until_hit(groups: Groups, asked: int, n_chunks: int, windows: list[int], see
     groups.load(asked, result, seed)
 
 
-def test_a_peer_gives_the_windows_of_a_hit_that_ends_in_the_middle_of_its_prompt(cluster, engines):
+def test_a_peer_gives_the_windows_of_a_hit_that_ends_in_the_middle_of_its_prompt(
+    cluster: Cluster, engines: tuple[Groups, Groups]
+) -> None:
     here, there = engines
     here.store(12, [(2, 4)], seed=1)
     here.store(12, [(0, 1), (3, 6), (11, 12)], seed=2)
@@ -50,7 +52,9 @@ def test_a_peer_gives_the_windows_of_a_hit_that_ends_in_the_middle_of_its_prompt
     assert cluster.peer_records(1) - before == (4 + 2) + (6 + 2), "only what the hits need is read"
 
 
-def test_a_controller_counts_hits_and_copies_windows_too(cluster, engines):
+def test_a_controller_counts_hits_and_copies_windows_too(
+    cluster: Cluster, engines: tuple[Groups, Groups]
+) -> None:
     here, there = engines
     here.store(8, [(2, 4)], seed=3)
     cluster.until_known(0)

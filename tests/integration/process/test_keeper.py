@@ -21,6 +21,7 @@ import pytest
 from kvstrata.process.keeper import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, keep, pause_s
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.controller_process import ControllerProcess
 from tests.harness.daemon import free_port
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
@@ -301,6 +302,23 @@ def test_a_killed_server_serves_again_by_itself_and_its_keeper_stays_small(tmp_p
         )
         assert server.stop() == 0
     assert not server.socket_dir.exists()
+
+
+def test_a_killed_controller_serves_again_by_itself(tmp_path: Path) -> None:
+    with ControllerProcess(tmp_path, supervised=True) as controller:
+        epoch = controller.ready["epoch"]
+        send(controller.ready["pid"], signal.SIGKILL)
+
+        def cluster() -> dict:
+            try:
+                return controller.ask("/v1/cluster")
+            except OSError:
+                return {"epoch": epoch}
+
+        eventually("it serves again", lambda: cluster()["epoch"] != epoch)
+        assert (cluster()["restarts"], cluster()["last_end"]) == (1, "SIGKILL")
+        assert "kvstrata_controller_restarts_total 1.0" in controller.text("/metrics")
+        assert controller.stop() == 0
 
 
 def test_commands_that_only_print_are_not_started_again() -> None:

@@ -28,6 +28,7 @@ def recuts(server: ServerProcess) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def two_engines(server: ServerProcess, **more: Any) -> Iterator[tuple[GeometryEngine, GeometryEngine]]:
+    """An engine of one rank and one of two."""
     with (
         GeometryEngine(server.socket_dir, **more) as first,
         GeometryEngine(server.socket_dir, heads_by=2, **more) as second,
@@ -149,6 +150,21 @@ def test_a_lookup_without_time_gets_none_or_some_and_a_later_one_all(server: Ser
         assert second.hit(tokens) == 6
 
 
+@pytest.mark.long
+def test_a_mistake_of_ours_while_a_chunk_is_made_shortens_the_hit(start):
+    environment = {**os.environ, "KVSTRATA_FAILPOINTS": "recut.made=crash@3"}
+    server = start(chunk_tokens=CHUNK, environment=environment)
+    with two_engines(server) as (first, second):
+        tokens = prompt(4)
+        first.stored(tokens)
+        eventually("it is planned", lambda: recuts(server)["plans"] == 2)
+        assert second.hit(tokens) == 2
+        assert recuts(server)["ended"] == {"crashed": 1}
+        eventually("the log says where", lambda: "failpoint recut.made" in server.log.read_text())
+        assert second.hit(tokens) == 4
+        eventually("nothing stays held", lambda: server.get("/v1/status")["pool"]["holds"] == 0)
+
+
 def test_a_server_that_is_killed_while_it_makes_a_chunk_has_lost_nothing(start):
     environment = {**os.environ, "KVSTRATA_FAILPOINTS": "recut.made=kill@3"}
     server = start(chunk_tokens=CHUNK, environment=environment)
@@ -165,3 +181,17 @@ def test_a_server_that_is_killed_while_it_makes_a_chunk_has_lost_nothing(start):
         eventually("it is planned", lambda: recuts(server)["plans"] == 2)
         assert second.hit(tokens) == 4
         assert recuts(server)["chunks"] == 2, "two were made before"
+
+
+@pytest.mark.long
+def test_a_recut_for_which_l1_has_no_room_gives_the_leading_chunks(start):
+    """What is made takes the place of the sources of later chunks, and of nothing that is being read."""
+    server = start(chunk_tokens=CHUNK)
+    with two_engines(server, chunks=200) as (first, second):
+        tokens = prompt(200)
+        assert set(first.stored(tokens)) == {"stored"}
+        found = second.hit(tokens)
+        assert 50 < found < 200
+        assert 1 <= first.hit(tokens) < 200
+        assert second.hit(tokens) >= 1
+    eventually("all leases are given back", lambda: server.get("/v1/status")["pool"]["leased_bytes"] == 0)

@@ -147,6 +147,16 @@ def test_ctl_lists_and_frees_extents_that_a_device_may_still_write(tmp_path: Pat
         assert server.get("/v1/status")["pool"]["quarantined_bytes"] == 0
 
 
+def test_importing_server_and_benchmark_brings_neither_torch_nor_fastapi() -> None:
+    script = (
+        "import sys, kvstrata.server.process, kvstrata.cli.bench.engine\n"
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'numpy', 'numba', 'prometheus_client'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
 def test_a_server_leaves_no_sockets_segment_or_descriptors_behind(tmp_path: Path) -> None:
     def start_and_stop(number: int) -> None:
         with ServerProcess(tmp_path / f"server{number}", l1_mb=16, flags=("--no-http",)).started() as process:

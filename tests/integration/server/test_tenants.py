@@ -93,6 +93,20 @@ def test_green_s_chunks_and_absent_ones_are_reserved_alike(blue, green):
     green.reads_its_own(chain)
 
 
+@pytest.mark.parametrize("first", ["green", pytest.param("blue", marks=pytest.mark.long)])
+def test_what_blue_stores_under_green_s_keys_is_never_green_s(blue, green, first):
+    chain = chain_of(green.root, 4)
+    if first == "green":
+        green.store(green.identity, chain)
+    blue.store(blue.identity, chain)
+    if first == "blue":
+        assert green.looks_up(chain).n_chunks == 0
+        assert set(green.store(green.identity, chain)) == {wire.ReserveOutcome.RESERVED}
+    green.reads_its_own(chain)
+    assert blue.cleared() >= 4
+    green.reads_its_own(chain)
+
+
 def test_a_record_in_green_s_name_is_not_committed(blue, green):
     key = chain_of(green.root, 1)
     assert blue.slice is not None and blue.extents is not None
@@ -276,6 +290,13 @@ def engine(server, request, tmp_path) -> Callable[[str, str], CacheEngine]:
     return make
 
 
+@pytest.mark.parametrize("tenant", ["azure", pytest.param("blue", marks=pytest.mark.long)])
+def test_the_right_token_opens_its_tenants(engine, tenant):
+    with_token = engine(tenant, BLUE).connect()
+    assert with_token.stored(prompt(4)) == ["stored"] * 4
+    assert with_token.hit(prompt(4)) == 4
+
+
 def computes_without_the_cache(engine: CacheEngine) -> None:
     """Assert that a lookup is a miss and that a store ends without a chunk in the pool."""
     assert engine.looked_up(prompt(4)).n_chunks == 0
@@ -293,6 +314,19 @@ def test_a_wrong_token_is_refused_and_the_engine_goes_on_without_the_cache(engin
     assert not wrong.client.connected
     assert "token: not in this server's tenants file" in caplog.text
     assert "not-a-token-of-anybody" not in caplog.text + wrong.client.error
+
+
+@pytest.mark.parametrize("token", [GREEN, pytest.param("", marks=pytest.mark.long)])
+def test_a_tenant_without_its_token_is_refused_and_the_engine_goes_on_without_the_cache(
+    engine, token, caplog
+):
+    caplog.set_level(logging.ERROR)
+    without = engine("blue", token)
+    eventually("it attaches", lambda: without.client.connected)
+    identity = without.identity()
+    eventually("the identity is refused", lambda: identity.error)
+    assert "may not use tenant 'blue'" in identity.error and "may not use tenant 'blue'" in caplog.text
+    computes_without_the_cache(without)
 
 
 def test_a_corrected_token_file_takes_effect_without_a_restart_of_the_engine(engine, tmp_path, monkeypatch):

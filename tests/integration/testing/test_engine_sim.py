@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+import zmq
 
+from kvstrata.testing.engine_sim.kv_events import BlockStored, KVEventBatch
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -156,6 +159,57 @@ def test_a_request_ends_when_its_client_goes(client: httpx.Client, stream: bool)
         pass
     assert metric(client, "num_requests_running") == metric(client, "num_requests_waiting") == 0
     assert metric(client, "kv_cache_usage_perc") == 0
+
+
+def test_events_tell_the_blocks_and_a_gap_is_replayed(client: httpx.Client, sim: Sim) -> None:
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    with zmq.Context() as context, context.socket(zmq.SUB) as live, context.socket(zmq.REQ) as unused:
+        unused.close()
+        live.rcvtimeo = HANG_MS
+        live.subscribe(b"kv")
+        live.connect(sim.events)
+        # A new subscriber misses what is published before it is known, so ask until an event arrives.
+        while not live.poll(100):
+            client.post("/v1/completions", json={"prompt": "until one arrives", "max_tokens": 1})
+            client.post("/reset_prefix_cache")
+        tokens = list(range(2000, 2010))
+        client.post("/v1/completions", json={"prompt": tokens, "max_tokens": 6})
+        client.post("/v1/completions", json={"prompt": "last", "max_tokens": 1})
+        numbers, stored, parents = [], [], []
+        while list(b"last") not in stored:
+            topic, number, payload = live.recv_multipart()
+            assert topic == b"kv"
+            numbers.append(int.from_bytes(number, "big"))
+            for event in decoder.decode(payload).events:
+                if isinstance(event, BlockStored) and event.token_ids != list(b"until one arrives")[:16]:
+                    stored.append(event.token_ids)
+                    parents.append((event.parent_block_hash, event.block_hashes[-1]))
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
+        assert stored[0] == tokens[:8]
+        assert [len(each) for each in stored[1:-1]] == [BLOCK]  # 15 tokens have KV: three blocks
+        assert parents[0][0] is None
+        assert parents[1][0] == parents[0][1]
+        assert replayed(context, sim.replay, numbers[1]) == numbers[1:]
+        assert replayed(context, sim.replay, 0)[: numbers[-1] + 1] == list(range(numbers[-1] + 1))
+        assert replayed(context, sim.replay, numbers[-1] + 1) == []
+
+
+def replayed(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int) -> list[int]:
+    """Ask for the batches from `first` on, as vLLM's example does; returns the numbers of those that came."""
+    with context.socket(zmq.DEALER) as asking:
+        asking.linger = 0
+        asking.rcvtimeo = HANG_MS
+        asking.connect(endpoint)
+        asking.send_multipart([b"", b"not a request", b"at all"])
+        asking.send_multipart([b"", first.to_bytes(8, "big")])
+        numbers: list[int] = []
+        while True:
+            _, topic, number, payload = asking.recv_multipart()
+            if int.from_bytes(number, "big", signed=True) == -1:
+                assert (topic, payload) == (b"", b"")
+                return numbers
+            assert isinstance(msgspec.msgpack.decode(payload, type=KVEventBatch), KVEventBatch)
+            numbers.append(int.from_bytes(number, "big"))
 
 
 CHUNK = 16

@@ -15,6 +15,7 @@ from kvstrata.tiers.native_adapter import NativeAdapter
 
 
 def compile_probe(folder: Path) -> Path:
+    """The module, in this folder."""
     module = folder / "probe.so"
     includes = [f"-I{native_include_dir()}", f"-I{sysconfig.get_paths()['include']}"]
     source = Path(__file__).with_name("probe_connector.cpp")

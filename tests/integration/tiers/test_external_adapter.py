@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,8 +13,24 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvstrata.testing.adapter_contract import SIZE, STORED
+from kvstrata.testing.strategies import (
+    WAIT_S,
+    Found,
+    ask_for,
+    key_of,
+    lent_context,
+    load_item,
+    put_item,
+    watched,
+)
+from kvstrata.tiers.base import LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.config import configure_tier
+from kvstrata.tiers.host.parent import HostedAdapter
+from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.http_read import read
+from tests.harness.own_process import ServerFailed
 from tests.harness.server_process import ServerProcess
 from tests.integration.tiers.probe_adapter import compile_probe, entry_of, probe_adapter
 
@@ -69,6 +86,12 @@ def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.long
+def test_the_include_folder_has_what_a_connector_needs() -> None:
+    done = own_commands.run("kvstrata", "--native-include-dir")
+    assert (Path(done.stdout.strip()) / "kvstrata" / "connector.h").is_file()
+
+
+@pytest.mark.long
 def test_the_packages_own_tests_pass(package: Installed, tmp_path: Path) -> None:
     settings = tmp_path / "pytest.ini"
     settings.write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
@@ -111,6 +134,35 @@ def test_a_server_finds_the_adapter_by_its_type_and_keeps_chunks_in_it(package, 
         with CacheEngine(server.socket_dir, model="external") as engine:
             engine.connect()
             assert engine.hit(prompt(7)) == 6
+
+
+@pytest.mark.long
+def test_wrong_fields_stop_the_start_by_name(package: Installed, tmp_path: Path) -> None:
+    wrong = json.dumps({"type": package.type, "capacity_gb": "much"})
+    with (
+        ServerProcess(
+            tmp_path, l1_mb=64, l2="embedded", flags=("--l2-adapter", wrong), environment=package.environment
+        ) as server,
+        pytest.raises(ServerFailed, match=r"l2_adapters\[0\]\.(path|base_path|capacity_gb): must"),
+    ):
+        server.start()
+
+
+@pytest.mark.long
+def test_a_class_of_a_module_on_the_path_serves_without_packaging(tmp_path: Path) -> None:
+    adapter = {
+        "type": "plugin",
+        "module_path": "kvstrata_sqlite",
+        "class_name": "SqliteAdapter",
+        "adapter_params": {"path": str(tmp_path / "kv.sqlite"), "capacity_gb": 1},
+    }
+    source = EXAMPLES / "external_python_adapter" / "src"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), *sys.path])}
+    flags = ("--l2-adapter", json.dumps(adapter))
+    with ServerProcess(
+        tmp_path, l1_mb=16, l2="embedded", flags=flags, environment=environment
+    ).started() as server:
+        assert list(server.get("/v1/status")["l2_store"]["adapters"]) == ["plugin-0"]
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -161,6 +213,31 @@ def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(prob
         }  # fmt: skip
     warned = "l2_adapter_may_hang" in server.log.read_text()
     assert warned == (isolation == "in_process")
+
+
+@pytest.mark.silence
+@pytest.mark.long
+async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_answered(probe, tmp_path):
+    hang = tmp_path / "hang"
+    entry = entry_of(probe, hang, isolation="process")
+    adapter = HostedAdapter(configure_tier(entry, 0), kill_ms=300, max_pause_s=0.1)
+    await adapter.open(lent_context(lambda key: None))
+    assert adapter.capabilities.quiesce == "never"
+    assert adapter.capabilities.wants_registered_memory
+    assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
+    hang.touch()
+    item = load_item(key_of(1), SIZE)
+    load = asyncio.create_task(adapter.load([item]))
+    answered = 0
+    async with asyncio.timeout(WAIT_S):
+        while not load.done():
+            answered += await ask_for(adapter, [key_of(2)]) == [Found(Presence.ABSENT)]
+            await asyncio.sleep(0)  # once there is no child it is answered at once
+    assert answered
+    assert await load == [LoadOutcome(LoadStatus.FAILED, "host_died")]
+    watched(item).check()
+    hang.unlink()
+    await adapter.close()
 
 
 @pytest.mark.parametrize("drains", [False, True])

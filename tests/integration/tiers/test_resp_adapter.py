@@ -193,6 +193,14 @@ async def test_prefixes_and_databases_keep_records_apart(server: RedisServer) ->
         assert await load(adapters[1], 1) == await load(adapters[2], 1) == [LOADED]
 
 
+@pytest.mark.long
+async def test_nothing_is_put_above_the_configured_capacity(server: RedisServer) -> None:
+    async with opened(server.entry(max_capacity_gb=1e-6)) as adapter:
+        assert await put(adapter, 1, 2) == [PutOutcome(PutStatus.THROTTLED, "full")] * 2
+        assert adapter.numbers()["full"] == 2
+        assert (await adapter.usage()).capacity_bytes == 1073
+
+
 async def test_the_documented_rights_of_the_redis_user_are_enough(server: RedisServer) -> None:
     page = (Path(__file__).parents[3] / "docs" / "remote-tiers.md").read_text()
     begin = page.index("ACL SETUSER kvstrata")
@@ -322,6 +330,15 @@ async def test_a_server_behind_tls_that_is_stopped_costs_the_time_limit_and_come
                 return await load(adapter, 1) == [LOADED]
 
             await eventually_async("the condition holds", is_back)
+
+
+async def test_a_connection_that_the_server_closed_while_idle_is_not_used(server: RedisServer) -> None:
+    async with opened(server.entry()) as adapter:
+        await put(adapter, 1)
+        with server.client() as client:
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert await load(adapter, 1) == [LOADED]
+        assert adapter.numbers()["connections_lost"] == 0
 
 
 async def test_a_server_that_is_gone_is_told_once_in_the_log_and_tried_with_pauses(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from array import array
 from collections.abc import Callable
 
@@ -59,3 +60,39 @@ def test_tags_collide_as_seldom_as_the_page_says() -> None:
     registry.admit(slot, array("Q", [tag]))
     found = [bit for bit in range(64) if registry.lookup(tag ^ 1 << bit)]
     assert found == list(range(7))
+
+
+def test_other_threads_can_look_up_while_a_report_is_applied() -> None:
+    registry = Registry()
+    steady = visible(registry, group=1)
+    known = array("Q", [number * 0x9E3779B97F4A7C15 % 2**64 for number in range(1, 513)])
+    registry.admit(steady, known)
+    begun, wrong = threading.Event(), []
+
+    def look() -> None:
+        while not done.is_set():
+            best = registry.lookup_prefix(known, except_group=2)
+            if [(each.group, each.chunks) for each in best] != [(1, 512)]:
+                wrong.append(best)
+            begun.set()
+
+    done = threading.Event()
+    reader = threading.Thread(target=look)
+    reader.start()
+    try:
+        assert begun.wait(60)
+        for report in range(5):
+            slot = registry.open_slot(2)
+            assert slot is not None
+            numbers = range(report << 32, (report << 32) + 5000)
+            registry.admit(slot, known)
+            registry.admit(slot, array("Q", [number * 0xD6E8FEB86659FD93 % 2**64 for number in numbers]))
+            registry.publish(slot)
+            registry.retire(slot)
+            while registry.sweep():
+                pass
+    finally:
+        done.set()
+        reader.join()
+    assert not wrong
+    assert registry.usage().placements == 512
