@@ -40,6 +40,7 @@ def open_segment(name: str) -> Segment:
             directory=Path("/dev/shm") / name,
             extents_bytes=EXTENTS_BYTES,
             max_session_share=1,
+            policy="LRU",  # what was stored last is present
         )
     )
 
