@@ -134,7 +134,9 @@ class Caller:
             return
         lookup = self.held.pop(self.random.randrange(len(self.held)))
         self.note(f"releases {lookup.tokens[0]}")
-        self.engine.client.release([lookup.call.result.lease], group=self.random.random() < 0.5)
+        # A scheduler gives back for its workers too: they were not told of this lease, so they would keep it.
+        group = self.random.random() < 0.5 or not self.engine.client.slice_digest
+        self.engine.client.release([lookup.call.result.lease], group=group)
         blocks = (
             self.engine.take_blocks(lookup.call.result.n_chunks) if self.engine.client.slice_digest else None
         )
