@@ -84,6 +84,8 @@ class NamedTails:
 
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
+MAX_NOTING = 64
+"""Prompts of misses that wait for the pool to learn of them, 32 KiB each at most; it learns of no further ones."""
 KEYS_ON_LOOP = 1_024
 """A lookup that needs up to this many storage keys runs on the loop (about 0.2 ms); a larger one goes to a lane."""
 
@@ -197,7 +199,7 @@ class Lookups:
 
     def __init__(self, parts: Parts) -> None:
         self._pool, self._lane, self._clock = parts.pool, parts.lane, parts.clock
-        self._own_lane = parts.own_lane
+        self._own_lane, self._noting = parts.own_lane, 0
         self._processes, self._grants = parts.processes, parts.grants
         self._tiers, self._prefetch, self._store = parts.tiers, parts.prefetch, parts.store
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
@@ -530,8 +532,15 @@ class Lookups:
                 miss.chunks, 0, 0, 0, str(reason), detail, key,
             )  # fmt: skip
             self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
-            if len(miss.chain) % KEY_BYTES == 0:
-                self._own_lane.run(_note_missed, self._pool, identity.root, miss.chain, slices[:KEY_BYTES])
+            if len(miss.chain) % KEY_BYTES == 0 and self._noting < MAX_NOTING:
+                self._noting += 1
+                noted = self._own_lane.run(
+                    _note_missed, self._pool, identity.root, miss.chain, slices[:KEY_BYTES]
+                )
+                noted.add_done_callback(self._noted)
+
+    def _noted(self, done: asyncio.Future[None]) -> None:
+        self._noting -= 1
 
     def _note(self, answered: Answered) -> None:
         asked, n, tail_tokens, l1_chunks, reason, detail, missing_key, now_s = answered
