@@ -420,6 +420,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
     cdef cppclass CPool "kvstrata::Pool":
         RequestLog& request_log() noexcept
         void missed(const uint8_t*, size_t) noexcept
+        size_t hint(const uint8_t*, size_t, uint8_t) noexcept
         void has(const uint8_t*, size_t, uint8_t*) noexcept
         cbool learn() noexcept
         vector[Forecast] forecasts() noexcept

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import json
+import math
 import re
 import struct
 from collections.abc import Iterable
@@ -193,6 +195,46 @@ class PoolEvent(enum.IntEnum):
     REMOVED = 7
     """`Pool.remove` removed the chunk, or it was cleared with its identity."""
     """`Pool.remove` removed the chunk because it was read from another instance and is not kept here."""
+
+
+class Next(enum.IntEnum):
+    """What is said to come after a request (a hint). The pool learns what each is worth, and trusts nobody."""
+
+    NOTHING_SAID = 0
+    END = 1
+    """No request will use these chunks again."""
+    TOOL = 2
+    """The answer ended with a call of tools."""
+    TURN = 3
+    """The answer ended a turn."""
+    SOON = 4
+    """The next request is expected within 4 s; the numbers after this one: within 16, 64, 256, 1,024 s, later."""
+
+
+LATEST = Next.SOON + 5
+_SAID = {
+    **dict.fromkeys(("end",), Next.END),
+    **dict.fromkeys(("tool_calls", "tool_use", "function_call"), Next.TOOL),
+    **dict.fromkeys(("stop", "end_turn", "stop_sequence"), Next.TURN),
+    **dict.fromkeys(("length", "max_tokens", "content_filter", "refusal"), Next.NOTHING_SAID),
+}
+
+
+def next_of(said: object) -> int:
+    """The number of `end`, of an API's reason why an answer ended, or of the seconds until the next request.
+
+    Raises ValueError saying what is expected.
+    """
+    if isinstance(said, str) and said in _SAID:
+        return _SAID[said]
+    if isinstance(said, int | float | str) and not isinstance(said, bool):
+        with contextlib.suppress(ValueError):
+            if 0 <= float(said) < math.inf:
+                return int(Next.SOON) + sum(1 for octave in range(1, 6) if float(said) > 4**octave)
+    words = ", ".join(map(repr, _SAID))
+    raise ValueError(
+        f"must be the expected seconds until the next request, or one of {words}; got {said!r:.80}"
+    )
 
 
 class MissReason(enum.StrEnum):

@@ -64,6 +64,7 @@ class FakeClient:
 
     `forbidden`: tenants that the server refuses.  `hits`: chunks that lookups find; `whole`: chunks that L1 has in the
     slices that are needed in every chunk.  `ahead`: tokens behind a chunk that its key covers.
+    `hints`: what was said at requests' ends.
     `missed_chunks`: request and number of chunks of each miss that was told without a lookup.
     `leases`: held by the scheduler; `handed_on`: given to the workers; `revoked`: taken back by the server.
     """
@@ -81,6 +82,7 @@ class FakeClient:
         self.ahead = 0
         self.whole = 0
         self.missed_chunks = []
+        self.hints = []
 
     def may_fail(self, method):
         """Raise once if `fails` names the method."""
@@ -106,6 +108,9 @@ class FakeClient:
 
     def missed(self, identity, chain, *, request_id, probe):
         self.missed_chunks.append((request_id, chunks_of(chain)))
+
+    def hint(self, identity, last, next_):
+        self.hints.append((last, next_))
 
     def peek_whole(self, identity, chain):
         return min(self.whole, chunks_of(chain))

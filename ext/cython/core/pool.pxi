@@ -290,6 +290,15 @@ cdef class Pool:
         with nogil:
             self.pool.get().missed(data, n_keys)
 
+    def hint(self, keys, uint8_t next):
+        cdef BorrowedBuffer batch
+        cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
+        cdef const uint8_t* data = batch.data()
+        cdef size_t hinted
+        with nogil:
+            hinted = self.pool.get().hint(data, n_keys, next)
+        return hinted
+
     def log_requests(self, uint64_t salt):
         self.pool.get().request_log().start(salt)
 

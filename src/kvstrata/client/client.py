@@ -263,6 +263,13 @@ class CacheClient:
         end = self.pool.peek_whole(identity, chain) if identity.spans else 0
         self.lookups.missed(identity, chain, max(0, end - 1), request_id, probe)
 
+    def hint(self, identity: Identity, last: bytes, next_: int) -> None:
+        """Tell the server with the next ping what comes after a request (`types.Next`). Never blocks.
+
+        `last`: chain key of the last chunk of the request that was stored or loaded.
+        """
+        self.lookups.hint(identity, last, next_)
+
     def release(self, leases: Sequence[LeaseName], *, group: bool = False) -> None:
         """End this process's share of these leases. Never blocks.
 

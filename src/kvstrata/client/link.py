@@ -511,7 +511,7 @@ class Link:
         return max(0.0, due_s - now_s)
 
     def _ping_due_s(self) -> float:
-        return self.silence.ping_due_s(self.table.awaited, bool(self._owner.lookups.untold_misses()))
+        return self.silence.ping_due_s(self.table.awaited, bool(self._owner.lookups.untold()))
 
     def _may_send(self, attachment: Attachment) -> bool:
         """Whether requests are sent, not only pings: not to a silent server, nor while the socket has no room."""
@@ -537,11 +537,13 @@ class Link:
             news = None if copies == self._copies_told else copies
             rate = self._owner.loads.rate()
             new_rate = None if rate == self._rate_told else rate
-            misses = self._owner.lookups.untold_misses()
-            ping = wire.Ping(self.table.next_seq(), news, new_rate, misses)
+            told = self._owner.lookups.untold()
+            misses = [one for one in told if isinstance(one, wire.Miss)]
+            hints = [one for one in told if isinstance(one, wire.Hint)]
+            ping = wire.Ping(self.table.next_seq(), news, new_rate, misses, hints)
             if link.send(wire.encode(ping)):
                 self._copies_told, self._rate_told = copies, rate
-                self._owner.lookups.misses_told(len(misses))
+                self._owner.lookups.told(len(told))
             self.silence.pinged(time.monotonic())
 
     def _watch(self, attachment: Attachment) -> None:

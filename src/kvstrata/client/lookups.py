@@ -2,7 +2,7 @@
 
 `Lookups` carries each lookup from its call to its answer or its end.  It knows the lookups that this process still
 wants: the process names them when it attaches again to the same server, which ends the leases of all others.  It also
-keeps the misses that a caller saw without a lookup, until a ping has told the server of them.
+keeps the misses that a caller saw without a lookup, and its hints, until a ping has told the server of them.
 
 `ReleaseQueue` gives leases back, many in one message.  While a caller waits for a lookup or a reserve, leases stay here
 for up to `HOLD_S`: the server answers the caller first, and one message then gives back the leases of several requests.
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 LOOKUP_MARGIN_MS = 10
 """The server's deadline is this much shorter than the caller's, so that its answer arrives in time."""
 MAX_UNTOLD = 256
-"""Misses that wait for a ping; the oldest ones beyond are never told."""
+"""Misses and hints that wait for a ping; the oldest ones beyond are never told."""
 LEASES_PER_MESSAGE = 1024
 HOLD_S = 0.002
 WAITING_LEASES = 65_536
@@ -57,7 +57,7 @@ class Lookups(msgspec.Struct, eq=False):
     hit_chunks: int = 0
     revoked: int = 0
     _asking: dict[LookupCall, Pending] = {}
-    _untold: deque[tuple[Identity, wire.Miss]] = msgspec.field(
+    _untold: deque[tuple[Identity, wire.Miss | wire.Hint]] = msgspec.field(
         default_factory=lambda: deque(maxlen=MAX_UNTOLD)
     )
     _told_of_unknown_reason: bool = False
@@ -100,9 +100,13 @@ class Lookups(msgspec.Struct, eq=False):
         )  # fmt: skip
         self._link.post(lambda: self._untold.append((identity, seen)))
 
-    def untold_misses(self) -> list[wire.Miss]:
-        """What the next ping tells: misses of identities that the server knows, as far as one message takes them."""
-        misses: list[wire.Miss] = []
+    def hint(self, identity: Identity, last: bytes, next_: int) -> None:
+        """See `CacheClient.hint`."""
+        self._link.post(lambda: self._untold.append((identity, wire.Hint(0, last, next_))))
+
+    def untold(self) -> list[wire.Miss | wire.Hint]:
+        """What the next ping tells of identities that the server knows, as far as one message takes it."""
+        news: list[wire.Miss | wire.Hint] = []
         for identity, seen in list(self._untold)[: wire.MAX_MISSES]:
             try:
                 declared = self._identities.declared(identity)
@@ -113,11 +117,11 @@ class Lookups(msgspec.Struct, eq=False):
                 continue
             if declared is None:
                 break
-            misses.append(msgspec.structs.replace(seen, identity_id=declared.identity_id))
-        return misses
+            news.append(msgspec.structs.replace(seen, identity_id=declared.identity_id))
+        return news
 
-    def misses_told(self, count: int) -> None:
-        """Forget the first misses of `untold_misses`."""
+    def told(self, count: int) -> None:
+        """Forget the first ones of `untold`."""
         for _ in range(count):
             self._untold.popleft()
 

@@ -540,6 +540,10 @@ class Pool:
         """Learns what is worth keeping from the requests since the last time, in milliseconds; False: too few."""
     def missed(self, keys: bytes) -> None:
         """A request that found none of these chunks in the index, and sent no lookup; keys of its first slice."""
+    def hint(self, keys: bytes, next: int) -> int:
+        """Says what comes next (`types.Next`) after a request that used the first of these chunks that is present, and
+        those before it in its prompt. How many those are.
+        """
     def log_requests(self, salt: int) -> None:
         """From now on logs requests for `take_requests`, the keys mixed with the random number `salt`."""
     def take_requests(self) -> bytes:

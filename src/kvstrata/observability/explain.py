@@ -50,7 +50,7 @@ MAX_NOTES = 32_768
 MAX_PROBES = 8_192
 """Some 950 bytes each, if each probe has an identity of its own."""
 MAX_IDENTITIES_PER_PROBE = 8
-MAX_LOOKUPS = 1_024
+MAX_LOOKUPS = 4_096
 MAX_COMPUTING, MAX_LAYOUTS = 1_024, 64
 MAX_LISTED_IDS = 8
 """Most request ids that an error lists where several match."""
@@ -108,6 +108,7 @@ class ServerNumbers(Numbers, prefix=""):
         "Lookups that engines answered themselves as misses, from the shared index. All numbers of lookups, chunks and "
         "misses contain them; `kvstrata_lookup_seconds` does not."
     )
+    hinted_chunks = counter("Chunks in L1 of which somebody said when they will be used again.")
     lookup_chunks = counter("Chunks that lookups asked for.")
     l1_hit_chunks = counter("Chunks served from L1.")
     l2_hit_chunks = counter("Chunks served after a load from L2.")
@@ -166,6 +167,10 @@ class Explained(NamedTuple):
     reason: str
     detail: str
     missing_key: bytes
+    ends: bytes = b""
+    """Chain keys of its last chunk, and of the last one that was served."""
+    slice: bytes = b""
+    """Digest of the engine's last slice."""
 
 
 class EngineUse:
@@ -413,6 +418,17 @@ class Explainer:
         the latter, or `-NUMBER-RANDOM` for a completion.) Raises BadRequest if several of the engine's ids begin with
         it.
         """
+        request_id = self._whole_id(request_id)
+        found = [_document(lookup) for lookup in self.lookups if lookup.request_id == request_id]
+        return {"request_id": request_id, "known": bool(found), "lookups": found}
+
+    def newest(self, request_id: str) -> Explained | None:
+        """The newest lookup of a request, by an id that `explain` takes; None if it is not known. Raises BadRequest."""
+        request_id = self._whole_id(request_id)
+        return next((one for one in reversed(self.lookups) if one.request_id == request_id), None)
+
+    def _whole_id(self, request_id: str) -> str:
+        """The engine's id of a request that is named by it or by the API's id. Raises BadRequest."""
         names = {lookup.request_id for lookup in self.lookups}
         if request_id not in names:
             longer = sorted(name for name in names if name.startswith(f"{request_id}-"))
@@ -424,8 +440,7 @@ class Explainer:
                     field="request_id",
                 )
             request_id = longer[0] if longer else request_id
-        found = [_document(lookup) for lookup in self.lookups if lookup.request_id == request_id]
-        return {"request_id": request_id, "known": bool(found), "lookups": found}
+        return request_id
 
     def recent(self, count: int) -> list[dict[str, Any]]:
         """Documents of the newest lookups, newest first."""

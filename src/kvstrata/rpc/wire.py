@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.errors import BadRequest
-from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, Role, Slice
+from kvstrata.types import KEY_BYTES, LATEST, LayoutIdentity, RequestIdentity, Role, Slice
 
 PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 4 << 20
@@ -31,8 +31,8 @@ server's loop for about 1.5 ms."""
 MAX_LIVE = 16_384
 """Lookups and reserves named in one resume."""
 MAX_MISSES = 32
+"""Misses, and hints, told in one ping."""
 MAX_MISSED_CHUNKS = 1_024
-"""Misses told in one ping."""
 MAX_RELEASES = 1_024
 """Leases in one release."""
 MAX_RETRIEVE_BYTES = 256 << 10
@@ -237,6 +237,16 @@ class Miss(msgspec.Struct, array_like=True, frozen=True):
     """Chain keys of the prompt's first chunks, for what the server learns of requests."""
 
 
+class Hint(msgspec.Struct, array_like=True, frozen=True):
+    """What comes after a request of the process; a list."""
+
+    identity_id: Count
+    last: Key
+    """Chain key of the last chunk of the request that was stored or loaded."""
+    next: Annotated[int, Meta(ge=1, le=LATEST)]
+    """A number of `types.Next`."""
+
+
 class Ping(Request, frozen=True, tag="ping"):
     """Says that the process is alive."""
 
@@ -246,6 +256,8 @@ class Ping(Request, frozen=True, tag="ping"):
     """Sent when it is known and has changed by more than a tenth, and once to each new server."""
     misses: Annotated[list[Miss], Meta(max_length=MAX_MISSES)] = []
     """Misses since the last ping; the server counts and explains them as it does those of lookups."""
+    hints: Annotated[list[Hint], Meta(max_length=MAX_MISSES)] = []
+    """What is to be said of requests that have ended since the last ping."""
 
 
 class Pong(Reply, frozen=True, tag="ping"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import urllib.error
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvstrata.client import LookupCall
+from kvstrata.types import Next
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
 from tests.harness.http_read import read
 from tests.harness.server_process import ServerProcess
@@ -86,3 +88,35 @@ def test_misses_of_identities_that_the_server_has_yet_to_learn_are_told_too(star
             "identity_differs",
             "salt",
         )
+
+
+def test_hints_of_engines_and_of_the_admin_port_reach_the_chunks_of_their_request(start: Start) -> None:
+    server = start(l1_mb=64, chunk_tokens=CHUNK_TOKENS)
+
+    def hinted() -> int:
+        return int(server.get("/v1/status")["counters"]["hinted_chunks"])
+
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        assert ask(engine, "chatcmpl-1-0123abcd", 0) == 0
+        assert engine.stored(prompt(CHUNKS)) == ["stored"] * CHUNKS
+        last = engine.hasher(prompt(CHUNKS)).chain[-32:]
+        engine.client.hint(engine.identity(), last, Next.END)
+        engine.client.hint(engine.identity(), bytes(32), Next.END)  # a chunk that nobody stored
+        engine.client.hint(engine.identity("new"), last, Next.END)  # nor one of this identity
+        eventually("the hint is counted", lambda: hinted() == CHUNKS)
+        eventually("the miss is counted", lambda: server.get("/v1/status")["counters"]["peeked_misses"] == 1)
+        for number, said in enumerate(("tool_calls", 30), 2):
+            answer = server.post("/v1/hint", {"request_id": "chatcmpl-1", "next": said})
+            assert answer == {"chunks": CHUNKS} and hinted() == number * CHUNKS
+        assert server.post("/v1/hint", {"request_id": "chatcmpl-1", "next": "length"}) == {"chunks": 0}
+        for body, status, words in (
+            ({"request_id": "other", "next": "end"}, 404, "'other' is not among the recent requests"),
+            ({"request_id": "chatcmpl-1", "next": "later"}, 400, "next: must be the expected seconds"),
+            ({"request_id": "chatcmpl-1", "next": -1}, 400, "got -1"),
+            ({"request_id": "chatcmpl-1"}, 400, "next"),
+        ):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                server.post("/v1/hint", body)
+            assert refused.value.code == status
+            assert words in refused.value.read().decode()

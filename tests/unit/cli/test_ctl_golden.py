@@ -37,6 +37,7 @@ CASES: dict[str, Any] = {
     "ready": {"ready": True, "why": ""},
     "explain": {"recent": [LOOKUP]},
     "explain a/b": {"request_id": "cmpl-7", "lookups": [LOOKUP, {**LOOKUP, "first_miss": None}]},
+    "hint a/b 30": {"chunks": 4},
     "clear --tier all --tenant t --wait": {"dropped": 3},
     "prefetch TOKENS --model m --budget-bytes 5": {"job": 4},
     "job 4": {"state": "done"},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvstrata.connectors.vllm.metadata import WorkerReport
 from kvstrata.connectors.vllm.store_table import AWAITED_S, UNCONFIRMED_STEPS
 from tests.harness.scheduler_side import (
+    CHUNK,
     Clock,
     FakeClient,
     arrive,
@@ -196,3 +199,35 @@ def test_an_engine_without_requests_steps_until_it_has_heard_of_its_stores_or_th
             side.heard([WorkerReport(2, stored=[(store.store_id, 0b11111)])], [], [])
         clock.now_s += AWAITED_S if lost else 0.0
         assert not side.stores.awaits_news
+
+
+@pytest.mark.parametrize(
+    ("said", "next_"),
+    [("end", 1), ("tool_calls", 2), ("stop", 3), (0, 4), (4.1, 5), (1e9, 9), ("length", 0), ("17", 6), ("soon", 0),
+     (-1, 0), (True, 0), (float("nan"), 0), (["end"], 0)],
+)  # fmt: skip
+def test_what_a_request_says_of_the_next_one_is_told_with_its_last_chunk_when_it_ends(said, next_, caplog):
+    for changes in (
+        {"kv_transfer_params": {"kvstrata.next": said}},
+        {"kv_hints": SimpleNamespace(actions=[SimpleNamespace(action_type="other", payload={}),
+                                              SimpleNamespace(action_type="kvstrata.next", payload={"next": said})])},
+    ):  # fmt: skip
+        caplog.clear()
+        client = FakeClient()
+        side = make_side(client)
+        request = arrive(side, 5 * CHUNK, **changes)
+        (store,) = step(side, [(request, 0, 5 * CHUNK)]).stores
+        assert client.hints == []
+        side.finished(request, [list(range(1, 11))])
+        assert client.hints == ([(store.chain[-32:], next_)] if next_ else [])
+        assert ("'kvstrata.next' is ignored: it must be" in caplog.text) == (not next_ and said != "length")
+
+
+def test_requests_that_say_nothing_or_stored_nothing_tell_nothing():
+    client = FakeClient()
+    side = make_side(client)
+    for tokens, params in ((5 * CHUNK, None), (5 * CHUNK, {}), (CHUNK - 1, {"kvstrata.next": "end"})):
+        request = arrive(side, tokens, kv_transfer_params=params)
+        step(side, [(request, 0, tokens)])
+        side.finished(request, [list(range(1, 11))])
+    assert client.hints == []

@@ -66,6 +66,9 @@ def admin(ready: bool) -> Any:
     async def clear_stranded(sessions: list[bytes] | None) -> list[Any]:
         return [stranded]
 
+    async def hint(request_id: str, next_: int) -> int:
+        return next_
+
     stranded = SimpleNamespace(session=b"ab", group_name=b"", pid=1, row=0, kept_bytes=2)
     processes = SimpleNamespace(stranded=lambda: [stranded], clear_stranded=clear_stranded)
     instance, tiers = InstanceInProcess(), {"fs-0": {"name": "fs-0"}}
@@ -82,6 +85,7 @@ def admin(ready: bool) -> Any:
         prewarms=SimpleNamespace(prewarm=prewarm, job={7: {"job": 7}}.get),
         clearing=SimpleNamespace(clear=clear),
         processes=processes,
+        requests=SimpleNamespace(lookups=SimpleNamespace(hint=hint)),
         tiers=SimpleNamespace(rows=rows, pause=tiers.get, resume=tiers.get, names=lambda: list(tiers)),
         pool=SimpleNamespace(set_quota=lambda tenant, quota_bytes: None),
     )

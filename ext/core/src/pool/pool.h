@@ -252,6 +252,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // A request that found none of its chunks in the index, and therefore leases nothing. `keys`:
   // those of its first slice.
   void missed(const std::uint8_t* keys, std::size_t n_keys) noexcept;
+  // What is said of the next request that will use the chunks of a prompt: `next` of Hint, for the
+  // first of these entries that is present and all before it in its prompt. How many those are.
+  std::size_t hint(const std::uint8_t* keys, std::size_t n_keys, std::uint8_t next) noexcept;
   // The requests from now on are logged, for take(); see RequestLog.
   RequestLog& request_log() noexcept { return request_log_; }
   // By the size of a pool; empty as long as nothing is known.

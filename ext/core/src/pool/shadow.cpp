@@ -77,6 +77,14 @@ std::size_t Shadow::request(std::span<const SampledChunk> chunks, std::uint64_t 
   return hits;
 }
 
+void Shadow::hint(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns, Hint hint) {
+  policy_.tell_time(monotonic_ns);
+  for (std::size_t i = chunks.size(); i-- > 0;) {
+    const auto found = entry_of_.find(chunks[i].tag);
+    if (found != entry_of_.end()) policy_.hint(found->second, hint);
+  }
+}
+
 std::uint32_t Shadow::make_room(float worth) {
   if (free_.empty()) {
     const std::uint32_t victim = policy_.victim(0);
@@ -108,7 +116,11 @@ bool Shadow::replay(std::string_view log) {
       chunks[depth].depth = depth;
     }
     log.remove_prefix(request.n_chunks * sizeof(std::uint64_t));
-    this->request(chunks, request.monotonic_ns);
+    if (request.hint.next != 0) {
+      hint(chunks, request.monotonic_ns, request.hint);
+    } else {
+      this->request(chunks, request.monotonic_ns);
+    }
   }
   return true;
 }
@@ -128,7 +140,7 @@ void Shadow::fade(double factor) noexcept {
 }
 
 void RequestLog::add(const std::uint8_t* keys, std::size_t n_chunks, std::size_t stride,
-                     std::uint64_t monotonic_ns) {
+                     std::uint64_t monotonic_ns, Hint hint) {
   const std::uint64_t salt = salt_.load(std::memory_order_relaxed);
   if (salt == 0 || n_chunks == 0) return;
   const std::lock_guard lock(mutex_);
@@ -136,7 +148,7 @@ void RequestLog::add(const std::uint8_t* keys, std::size_t n_chunks, std::size_t
   const std::size_t length = sizeof(LoggedRequest) + n_chunks * sizeof(std::uint64_t);
   if (begin + length > kMaxBytes) return;
   bytes_.resize(begin + length);
-  const LoggedRequest request{monotonic_ns, static_cast<std::uint32_t>(n_chunks), 0};
+  const LoggedRequest request{monotonic_ns, static_cast<std::uint32_t>(n_chunks), hint};
   std::memcpy(bytes_.data() + begin, &request, sizeof request);
   char* out = bytes_.data() + begin + sizeof request;
   for (std::size_t chunk = 0; chunk < n_chunks; ++chunk, out += sizeof(std::uint64_t)) {
@@ -169,14 +181,14 @@ std::vector<SampledChunk> Shadows::sample(const std::uint8_t* keys, std::size_t 
 }
 
 void Shadows::add(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
-                  std::uint64_t monotonic_ns) {
+                  std::uint64_t monotonic_ns, Hint hint) {
   if (below_.load(std::memory_order_relaxed) == 0 ||
       waiting_.chunks.size() + sampled.size() > kMaxWaiting ||
       waiting_.requests.size() >= kMaxWaiting) {
     return;
   }
   waiting_.chunks.insert(waiting_.chunks.end(), sampled.begin(), sampled.end());
-  waiting_.requests.push_back({waiting_.chunks.size(), n_chunks, monotonic_ns});
+  waiting_.requests.push_back({waiting_.chunks.size(), n_chunks, monotonic_ns, hint});
 }
 
 Shadows::Waiting Shadows::take() noexcept {
@@ -201,15 +213,20 @@ void Shadows::run(const Waiting& waiting, std::size_t capacity, std::string_view
   const double rate = static_cast<double>(below_.load(std::memory_order_relaxed)) / 0x1p32;
   std::size_t begin = 0;
   for (const Waiting::Request& request : waiting.requests) {
+    const auto sampled = std::span(waiting.chunks).subspan(begin, request.end - begin);
+    begin = request.end;
+    if (request.hint.next != 0) {
+      for (Shadow& shadow : shadows_)
+        shadow.hint(sampled, request.monotonic_ns, request.hint);
+      continue;
+    }
     const auto n = static_cast<double>(request.n_chunks);
     expected_.chunks = kFade * expected_.chunks + rate * n;
     expected_.cost = kFade * expected_.cost + rate * (n + depth_cost_ * n * (n - 1) / 2);
     for (Shadow& shadow : shadows_) {
       shadow.fade(kFade);
-      shadow.request(std::span(waiting.chunks).subspan(begin, request.end - begin),
-                     request.monotonic_ns);
+      shadow.request(sampled, request.monotonic_ns);
     }
-    begin = request.end;
   }
 }
 

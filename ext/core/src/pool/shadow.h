@@ -27,11 +27,13 @@ struct SampledChunk {
   std::uint32_t depth;
 };
 
-// A request in a log: 16 bytes, then the tags of its chunks, 8 bytes each (docs/formats.md).
+// A request in a log, or a hint, which has a `next` other than 0: 16 bytes, then the tags of its
+// chunks, 8 bytes each (docs/formats.md).
 struct LoggedRequest {
   std::uint64_t monotonic_ns;
   std::uint32_t n_chunks;
-  std::uint32_t zero;
+  Hint hint;
+  std::uint16_t zero = 0;
 };
 static_assert(sizeof(LoggedRequest) == 16);
 
@@ -43,7 +45,7 @@ class RequestLog {
   // `salt`: a random number, with which tags are mixed so that nobody can tell the keys.
   void start(std::uint64_t salt) noexcept { salt_.store(salt | 1, std::memory_order_relaxed); }
   void add(const std::uint8_t* keys, std::size_t n_chunks, std::size_t stride,
-           std::uint64_t monotonic_ns);
+           std::uint64_t monotonic_ns, Hint hint = {});
   std::string take();
 
  private:
@@ -69,6 +71,8 @@ class Shadow {
   // A lookup of a prompt, and the store of what it misses. Returns the hits among `chunks`, and
   // adds to the sums. Learns now and then.
   std::size_t request(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns);
+  // What is said of the next request that will use these chunks.
+  void hint(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns, Hint hint);
   // All requests of a log. False, having seen those before it, if one is incomplete.
   [[nodiscard]] bool replay(std::string_view log);
   const ShadowSums& sums() const noexcept { return sums_; }
@@ -116,9 +120,9 @@ class Shadows {
   // Any thread.
   std::vector<SampledChunk> sample(const std::uint8_t* keys, std::size_t n_chunks,
                                    std::size_t stride) const;
-  // A request of `n_chunks` chunks. REQUIRES: the pool's mutex.
+  // A request of `n_chunks` chunks, or a hint. REQUIRES: the pool's mutex.
   void add(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
-           std::uint64_t monotonic_ns);
+           std::uint64_t monotonic_ns, Hint hint = {});
 
   // REQUIRES: the pool's mutex. Gives all that was added.
   struct Waiting {
@@ -126,6 +130,7 @@ class Shadows {
       std::size_t end;  // of its chunks
       std::size_t n_chunks;
       std::uint64_t monotonic_ns;
+      Hint hint;
     };
     std::vector<SampledChunk> chunks;
     std::vector<Request> requests;

@@ -103,7 +103,8 @@ Row index_of(const Hazard& hazard) noexcept {
 
 Features features_of(Traits traits) noexcept {
   const int depth = std::min(15, static_cast<int>(std::bit_width(traits.depth)));
-  return static_cast<Features>(traits.pause | depth << 5 | traits.is_branch << 9);
+  return static_cast<Features>(traits.pause | depth << 5 | traits.is_branch << 9 |
+                               traits.hint << 10);
 }
 
 std::uint8_t pause_after(std::uint32_t ticks) noexcept {
@@ -155,7 +156,7 @@ std::vector<Row> Learner::learn(const Lesson& lesson) {
   kinds_ = lesson.kinds;
   ended_.resize(n);
   WaitCounts all;
-  std::vector<WaitCounts> some(kPauses), each(n);
+  std::vector<WaitCounts> some(kSomes), each(n);
   for (std::size_t kind = 0; kind < n; ++kind) {
     ended_[kind].scale(kFade);
     ended_[kind].add(lesson.ended[kind]);
@@ -163,7 +164,7 @@ std::vector<Row> Learner::learn(const Lesson& lesson) {
     each[kind] = ended_[kind];
     each[kind].add(lesson.waiting[kind]);
     all.add(each[kind]);
-    some[pause_of(kinds_[kind])].add(each[kind]);
+    some[some_of(kinds_[kind])].add(each[kind]);
   }
   std::vector<Row> rows;
   rows.reserve(row_of(n));
@@ -175,7 +176,7 @@ std::vector<Row> Learner::learn(const Lesson& lesson) {
     rows.push_back(index_of(of_some.back()));
   }
   for (std::size_t kind = 0; kind < n; ++kind)
-    rows.push_back(index_of(hazard_of(each[kind], of_some[pause_of(kinds_[kind])])));
+    rows.push_back(index_of(hazard_of(each[kind], of_some[some_of(kinds_[kind])])));
   return rows;
 }
 
@@ -346,10 +347,12 @@ void Value::touch(std::uint32_t entry, bool same) {
   Traits& traits = local.traits;
   if (traits.was_loaded) {
     traits.was_loaded = 0;
-    if (traits.pause == 0) traits.pause = kNoPause;
+    if (traits.pause == 0 || traits.hint != 0) traits.pause = kNoPause;
+    traits.hint = 0;
   } else if (!same) {
     ended_[local.kind].add(age, true, 1);
     traits.pause = pause_after(age);
+    traits.hint = 0;
   }
   local.used_at = now_;
   local.kind = kind_of(traits);
@@ -360,6 +363,21 @@ void Value::branch(std::uint32_t entry) {
   EntryLocal& local = entries_[entry];
   if (!local.known || local.traits.is_branch) return;
   local.traits.is_branch = 1;
+  change_kind(entry);
+}
+
+bool Value::hint(std::uint32_t entry, Hint hint) {
+  Traits& traits = entries_[entry].traits;
+  if (!entries_[entry].known || is_lru_ || (traits.hint == hint.next && traits.pause == hint.group))
+    return false;
+  traits.hint = hint.next & Hint::kNext;
+  traits.pause = std::min(hint.group, Hint::kGroups);
+  change_kind(entry);
+  return true;
+}
+
+void Value::change_kind(std::uint32_t entry) {
+  EntryLocal& local = entries_[entry];
   if (local.parked) {
     local.kind = kind_of(local.traits);
     return;

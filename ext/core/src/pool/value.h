@@ -3,14 +3,15 @@
 // The eviction policy: the leaf that is worth least goes first.
 //
 // An entry is of a kind: how long its last pause was, if it was used again at all (returned), how
-// deep in its prompt it lies, and whether several chunks continue it. Each kind learns its hazard
-// of return from the time that its entries were exposed; entries that were evicted, or that still
-// wait, count for the time that they waited (censoring). A key that comes back after it left, or
-// was refused, has its real pause, if it is still remembered. The worth of an entry is the Gittins
-// index of its kind at the entry's age, the highest rate of returns that keeping it can bring over
-// any time from now on, times the cost of computing a chunk so deep in a prompt. Among the entries
-// of one size class, which all take the same room, the least worth leaf is the victim. Measured
-// beside LRU, ARC and S3-FIFO: docs/decisions/0036-value.md and benchmarks/value.py.
+// deep in its prompt it lies, and whether several chunks continue it. If somebody has said what
+// comes next (a hint), this and who says so take the place of the last pause. Each kind learns its
+// hazard of return from the time that its entries were exposed; entries that were evicted, or that
+// still wait, count for the time that they waited (censoring). A key that comes back after it left,
+// or was refused, has its real pause, if it is still remembered. The worth of an entry is the
+// Gittins index of its kind at the entry's age, the highest rate of returns that keeping it can
+// bring over any time from now on, times the cost of computing a chunk so deep in a prompt. Among
+// the entries of one size class, which all take the same room, the least worth leaf is the victim.
+// Measured beside LRU, ARC and S3-FIFO: docs/decisions/0036-value.md and benchmarks/value.py.
 //
 // The entries of a kind lie in a list, last used first, so their worth is compared at the cold ends
 // only: by a heap of one bid a list. A bid's worth changes with time. The next victim's is computed
@@ -44,7 +45,9 @@ struct Traits {
   std::uint8_t is_branch : 1 = 0;   // two chunks continued it at once
   std::uint8_t is_tail : 1 = 0;     // the unfinished last chunk of a prompt: worth nothing
   std::uint8_t was_loaded : 1 = 0;  // from L2, for the request that uses it next
-  std::uint8_t pause = 0;           // its last pause in octaves, 1: less than a second; 0: none
+  std::uint8_t hint : 4 = 0;        // what comes next, as far as is said; 0: nothing is
+  std::uint8_t pause = 0;           // its last pause in octaves, 1: less than a second; 0: none;
+                                    // with a hint, the group of those who say it
 };
 static_assert(sizeof(Traits) == 4);
 
@@ -90,7 +93,18 @@ inline constexpr int kAges = 35;
 inline constexpr std::uint8_t kNoPause = 31;
 // A tick is 2^24 ns (17 ms), so ticks wrap after two years of uptime.
 inline constexpr int kTickShift = 24;
-inline constexpr std::size_t kMaxKinds = 1'536;
+inline constexpr std::size_t kMaxKinds = 2'048;
+
+// What is said of the next request that will use the chunks of a prompt. Nobody is trusted: a hint
+// is a feature of a kind, so what it is worth is learnt, by groups of tenants. In the index and in
+// the log of requests (docs/formats.md).
+struct Hint {
+  static constexpr std::uint8_t kNext = 15;   // Traits::hint; the names are in kvstrata.types.Next
+  static constexpr std::uint8_t kGroups = 7;  // tenants fall into them by their numbers
+
+  std::uint8_t next;
+  std::uint8_t group;
+};
 
 // Counts of waits by the age at which they ended (or are now), and of those among them that ended
 // with a return. `rest`: the ticks that they spent in the age where they ended.
@@ -104,13 +118,16 @@ struct WaitCounts {
   void scale(float factor) noexcept;
 };
 
-// Features of a kind, from which its number follows: pause, depth (log2), branch.
+// Features of a kind, from which its number follows: pause or group, depth (log2), branch, hint.
 using Features = std::uint16_t;
 inline constexpr std::size_t kPauses = 32;
-constexpr std::size_t pause_of(Features features) noexcept {
-  return features % kPauses;
+inline constexpr std::size_t kSomes = kPauses + Hint::kNext + 1;
+// The pause, or the hint whoever says it.
+constexpr std::size_t some_of(Features features) noexcept {
+  const std::size_t hint = features >> 10;
+  return hint == 0 ? features % kPauses : kPauses + hint;
 }
-inline constexpr std::size_t kFeatures = std::size_t{1} << 10;
+inline constexpr std::size_t kFeatures = std::size_t{1} << 14;
 
 // By age: the Gittins index at its beginning; at last, at the end of the last.
 using Row = std::array<float, kAges + 1>;
@@ -133,10 +150,10 @@ class Learner {
   [[nodiscard]] bool restore(std::string_view bytes);
   const std::vector<Features>& kinds() const noexcept { return kinds_; }
 
-  // Where Value finds the row of: all kinds, those of this pause, a kind.
+  // Where Value finds the row of: all kinds, those of this pause or hint, a kind.
   static std::size_t row_of_all() noexcept { return 0; }
-  static std::size_t row_of_some(Features features) noexcept { return 1 + pause_of(features); }
-  static std::size_t row_of(std::size_t kind) noexcept { return 1 + kPauses + kind; }
+  static std::size_t row_of_some(Features features) noexcept { return 1 + some_of(features); }
+  static std::size_t row_of(std::size_t kind) noexcept { return 1 + kSomes + kind; }
   // The row of all before anything was learnt: the hazard falls as the age grows.
   static Row prior() noexcept;
 
@@ -177,6 +194,9 @@ class Value {
   void touch(std::uint32_t entry, bool same = false);
   // A second chunk continues it.
   void branch(std::uint32_t entry);
+  // Somebody has said what comes next; until the entry is used again. False if this changes
+  // nothing.
+  bool hint(std::uint32_t entry, Hint hint);
   // It is about to leave the pool. `tag`: the first word of its key. `evicted`: for the sake of
   // room.
   void remove(std::uint32_t entry, std::uint64_t tag, bool evicted) noexcept;
@@ -237,6 +257,7 @@ class Value {
     memories_[tag & (n_memories_ - 1)] = {static_cast<std::uint32_t>(tag >> 32), used_at};
   }
   std::uint16_t kind_of(Traits traits);
+  void change_kind(std::uint32_t entry);  // its traits have changed
   std::uint16_t add_kind(Features features);
   float worth_of(std::size_t row, std::uint32_t age) const noexcept;
   std::size_t row_of(std::uint16_t kind) const noexcept;

@@ -191,3 +191,63 @@ TEST(a_key_that_comes_back_after_it_left_has_its_real_pause) {
   CHECK_EQ(f.policy.traits_of_new(cleared, 3).pause + 0, 0);
   CHECK_EQ(f.policy.traits_of_new(evicted ^ 1ULL << 40, 3).pause + 0, 0);
 }
+
+// Those with hint 4 of the first group return after a minute and those with hint 1 never do; what
+// the second group says is the opposite of what comes.
+void live_with_hints(Fixture& f, Learner* learner) {
+  constexpr Hint kSaid[] = {{4, 0}, {1, 1}, {1, 0}, {4, 1}};
+  for (int round = 0; round < 400; ++round) {
+    for (std::uint32_t i = 0; i < 40; ++i) {
+      f.insert(i);
+      CHECK(f.policy.hint(i, kSaid[i / 10]));
+    }
+    f.pass(60);
+    for (std::uint32_t i = 0; i < 20; ++i)
+      f.policy.touch(i);
+    f.pass(600);
+    for (std::uint32_t i = 0; i < 40; ++i)
+      f.policy.remove(i, i, false);
+  }
+  f.learn(learner);
+}
+
+TEST(a_hint_is_worth_what_became_of_chunks_that_the_same_group_said_it_of) {
+  Fixture f("VALUE");
+  Learner learner;
+  live_with_hints(f, &learner);
+  for (const std::uint8_t liar : {0, 1}) {
+    f.insert(1);
+    f.insert(2);
+    CHECK(f.policy.hint(1, {4, liar}));
+    CHECK(f.policy.hint(2, {1, liar}));
+    CHECK(!f.policy.hint(2, {1, liar}));
+    f.pass(30);
+    CHECK_EQ(f.policy.worth(1) > f.policy.worth(2), liar == 0);
+    CHECK_EQ(f.evict(), liar == 0 ? 2 : 1);
+    CHECK_EQ(f.evict(), liar == 0 ? 1 : 2);
+  }
+}
+
+TEST(a_hint_holds_until_the_chunk_is_used_again_and_not_for_the_same_request) {
+  Fixture f("VALUE");
+  f.insert(1);
+  CHECK(f.policy.hint(1, {15, 6}));
+  f.policy.touch(1, true);
+  CHECK_EQ(f.entries[1].traits.hint, 15);
+  f.pass(100);
+  f.policy.touch(1);
+  CHECK_EQ(f.entries[1].traits.hint, 0);
+  CHECK_EQ(f.entries[1].traits.pause, 8);
+  CHECK(!f.policy.hint(2, {1, 0}));  // not in the pool
+  f.insert(3);
+  f.entries[3].traits.was_loaded = 1;
+  CHECK(f.policy.hint(3, {1, 5}));
+  f.policy.touch(3);
+  CHECK_EQ(f.entries[3].traits.pause, kNoPause);
+  for (const std::uint32_t entry : {1u, 3u})
+    f.policy.remove(entry, entry, false);
+  CHECK_EQ(f.policy.count(0), 0);
+  Fixture lru("LRU");
+  lru.insert(1);
+  CHECK(!lru.policy.hint(1, {1, 0}));
+}

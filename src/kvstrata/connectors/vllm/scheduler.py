@@ -28,12 +28,17 @@ from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.store_table import OtherLoads, StoreTable
 from kvstrata.connectors.vllm.tails import PromptTails
 from kvstrata.keys import batch
-from kvstrata.types import EXTENT, LeaseName, MissReason, RequestIdentity
+from kvstrata.observability.logging import Thinning
+from kvstrata.types import EXTENT, LeaseName, MissReason, RequestIdentity, next_of
 
 logger = logging.getLogger("vllm.kvstrata")
 
 DRAIN = "kvstrata.drain"
 """True in a request's `kv_transfer_params`: an engine with late stores stores at once what L1 lacks."""
+
+
+NEXT = "kvstrata.next"
+"""In a request's `kv_transfer_params`, or the type of one of its `kv_hints`: what comes after it, see `next_of`."""
 
 
 class SchedulerSide:
@@ -51,6 +56,7 @@ class SchedulerSide:
         self._keys = RequestKeys(engine, self._lookups, tenants)
         self.stores = StoreTable(engine, self._lookups.tracked, self._keys, self._tails)
         self._other_loads = OtherLoads(self._lookups.tracked, self._keys)
+        self._thinning = Thinning()
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
         """The plan that is being made; what `turn_off` needs of it."""
@@ -250,6 +256,7 @@ class SchedulerSide:
             return False
         self._lookups.forget(tracked)
         del self._lookups.tracked[request.request_id]
+        self._tell_next(tracked)
         if tracked.loading:
             # vLLM keeps the blocks by itself until the load is reported.
             return False
@@ -353,6 +360,33 @@ class SchedulerSide:
             group=group.number,
             adapter=tracked.adapter,
         )
+
+    def _tell_next(self, tracked: Tracked) -> None:
+        """Tell the server what comes after a request that has ended, if the request says it."""
+        request, params = tracked.request, tracked.request.kv_transfer_params
+        said = params.get(NEXT) if isinstance(params, dict) else None
+        for action in getattr(getattr(request, "kv_hints", None), "actions", ()):
+            if action.action_type == NEXT:
+                said = action.payload.get("next", "")
+        if said is None or tracked.skipped or tracked.identity is None or tracked.hasher is None:
+            return
+        try:
+            next_ = next_of(said)
+        except ValueError as error:
+            self._thinning.log(
+                logger,
+                logging.WARNING,
+                NEXT,
+                "request %r: %r is ignored: it %s",
+                request.request_id,
+                NEXT,
+                error,
+            )
+            return
+        if next_ and (
+            last := batch.nth(tracked.hasher.chain, tracked.next_store - 1) if tracked.next_store else b""
+        ):
+            self._client.hint(tracked.identity, last, next_)
 
     def _ended_loads(self, received: Iterable[str]) -> None:
         """Note that the asynchronous loads of these requests have ended."""

@@ -13,7 +13,7 @@ from kvstrata.errors import BadRequest, NotFound
 from kvstrata.observability.logging import EventLog
 from kvstrata.process import operations
 from kvstrata.process.operations import Reply, Tokens, Weights, operation, operations_of
-from kvstrata.types import GB, shown_name
+from kvstrata.types import GB, next_of, shown_name
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.server.parts import Parts
@@ -39,6 +39,19 @@ class Explain(msgspec.Struct):
     """A request of an engine."""
 
     request_id: Annotated[str, Meta(description="As the API returned it, or as the engine logs it.")] = ""
+
+
+class Hint(msgspec.Struct):
+    """What comes after a request of an engine."""
+
+    request_id: Annotated[
+        str, Meta(min_length=1, description="As the API returned it, or as the engine logs it.")
+    ]
+    next: Annotated[
+        str | float,
+        Meta(description="end: no request will use its prompt again; the API's finish_reason (tool_calls, stop, …); or "
+        "the seconds until the next request that goes on from it.", extra={"demand": "must be text or a number"}),
+    ]  # fmt: skip
 
 
 class Prompt(Weights, kw_only=True):
@@ -115,6 +128,20 @@ def explain(admin: Admin, ask: Explain) -> Document:
     if not found["known"]:
         raise NotFound(f"request_id: {ask.request_id!r:.80} is not among the recent requests")
     return found
+
+
+@operation("POST", "/v1/hint", ctl="hint")
+async def hint(admin: Admin, ask: Hint) -> Document:
+    """Say what comes after a recent request, so that L1 keeps its chunks as long as such chunks are worth it.
+
+    Nobody is trusted: what a hint is worth is learnt by what became of the chunks that had it. `chunks`: how many
+    chunks of the request are in L1.
+    """
+    try:
+        said = next_of(ask.next)
+    except ValueError as error:
+        raise BadRequest(f"next: {error}", field="next") from None
+    return {"chunks": await admin.parts.requests.lookups.hint(ask.request_id, said)}
 
 
 @operation("POST", "/v1/prefetch", ctl="prefetch", status=202)

@@ -27,15 +27,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from kvstrata.errors import BadRequest, Refused
+from kvstrata.errors import BadRequest, NotFound, Refused
 from kvstrata.keys.batch import nth, part, split
 from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.explain import Explained, with_advice
-from kvstrata.rpc.wire import Lookup, LookupReply, Miss, Reply, TailSet, check_keys
+from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, check_keys
 from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
@@ -189,9 +189,15 @@ def _named(asked: Asked, number: int) -> str:
     return f"{what} {digest.hex()[:8]}…{whose} at chunk {chunk} is absent: "
 
 
-def _note_missed(pool: Pool, root: bytes, chain: bytes, first_slice: bytes) -> None:
-    """Let the pool learn of a request that missed all its chunks. Any thread."""
+def _note_missed(pool: Pool, root: bytes, chain: bytes, first_slice: bytes) -> int:
+    """Let the pool learn of a request that missed all its chunks; 0. Any thread."""
     pool.missed(storage_keys(root, chain, first_slice))
+    return 0
+
+
+def _note_hint(pool: Pool, root: bytes, ends: bytes, last_slice: bytes, next_: int) -> int:
+    """Tell the pool what comes after a request that ended with the first of these chunks that L1 has. Any thread."""
+    return pool.hint(storage_keys(root, ends, last_slice), next_) if next_ and ends and last_slice else 0
 
 
 class Lookups:
@@ -529,18 +535,41 @@ class Lookups:
             last_key = storage_keys(identity.root, miss.last, slices[:KEY_BYTES])
             found = Explained(
                 miss.request_id, identity.request.tenant, identity.root, self._clock.unix_ms(), 0.0,
-                miss.chunks, 0, 0, 0, str(reason), detail, key,
+                miss.chunks, 0, 0, 0, str(reason), detail, key, miss.last, slices[-KEY_BYTES:],
             )  # fmt: skip
             self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
-            if len(miss.chain) % KEY_BYTES == 0 and self._noting < MAX_NOTING:
-                self._noting += 1
-                noted = self._own_lane.run(
-                    _note_missed, self._pool, identity.root, miss.chain, slices[:KEY_BYTES]
-                )
-                noted.add_done_callback(self._noted)
+            self._learn(_note_missed, identity.root, miss.chain, slices[:KEY_BYTES])
 
-    def _noted(self, done: asyncio.Future[None]) -> None:
+    def note_hints(self, process: Process, hints: Sequence[Hint]) -> None:
+        """Let the pool know what a process says of the chunks of its requests."""
+        for hint in hints:
+            identity, slices = process.identities.get(hint.identity_id), process.group.packed_slices
+            if identity is not None and slices:
+                self._learn(_note_hint, identity.root, hint.last, slices[-KEY_BYTES:], hint.next)
+
+    def hint(self, request_id: str, next_: int) -> asyncio.Future[int]:
+        """Say what comes after a request; how many of its chunks are in L1. Raises NotFound, BadRequest, Refused."""
+        found = self._explainer.newest(request_id)
+        if found is None:
+            raise NotFound(f"request_id: {request_id!r:.80} is not among the recent requests")
+        hinted = self._learn(_note_hint, found.root, found.ends, found.slice, next_)
+        if hinted is None:
+            raise Refused(f"{MAX_NOTING} prompts wait to be noted; try again")
+        return hinted
+
+    def _learn(self, note: Callable[..., int], *keys: Any) -> asyncio.Future[int] | None:
+        """Let the pool learn beside the loop; None if too much waits already."""
+        if self._noting >= MAX_NOTING:
+            return None
+        self._noting += 1
+        noted = self._own_lane.run(note, self._pool, *keys)
+        noted.add_done_callback(self._noted)
+        return noted
+
+    def _noted(self, done: asyncio.Future[int]) -> None:
         self._noting -= 1
+        if not done.cancelled() and done.exception() is None:
+            self._counters.hinted_chunks += done.result()
 
     def _note(self, answered: Answered) -> None:
         asked, n, tail_tokens, l1_chunks, reason, detail, missing_key, now_s = answered
@@ -552,6 +581,7 @@ class Lookups:
             request.request_id, identity.request.tenant, identity.root, self._clock.unix_ms(),
             (now_s - asked.started_s) * 1000, asked.n_chunks, l1_chunks, n - l1_chunks, n, str(reason),
             detail or (f"a tail of {tail_tokens} tokens follows" if tail_tokens else ""), missing_key,
+            keys.chain[-KEY_BYTES:] + keys.chain[max(0, n - 1) * KEY_BYTES : n * KEY_BYTES], keys.slices[-KEY_BYTES:],
         )  # fmt: skip
         group = asked.process.group
         self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)

@@ -62,6 +62,7 @@ from kvstrata.rpc.wire import (
     Reserve,
     Resume,
     Retrieve,
+    check_keys,
     decode_request,
     encode,
 )
@@ -106,14 +107,14 @@ class Requests:
         self._loop, self._supervisor = parts.loop, parts.supervisor
         self._grace_s = patience(GRACE_S)
         self._processes, self._grants = parts.processes, parts.grants
-        self._lookups, self._plain = Lookups(parts), PlainClients(parts)
+        self.lookups, self._plain = Lookups(parts), PlainClients(parts)
         reserving = Reserving(parts)
         self.on_attached = parts.recuts.attached
         self._log = EventLog("rpc")
         self._verbs: dict[type[Request], Verb] = {
             Ping: self._ping,
             Identify: self._identify,
-            Lookup: self._lookups.lookup,
+            Lookup: self.lookups.lookup,
             Release: self._release,
             Reserve: reserving.reserve,
             Commit: reserving.commit,
@@ -160,9 +161,10 @@ class Requests:
         self._send(sender, op, answer, started_s)
         if process is not None:
             if kind is Lookup:
-                self._lookups.note_answered()
-            elif type(request) is Ping and request.misses:
-                self._lookups.note_missed(process, request.misses)
+                self.lookups.note_answered()
+            elif type(request) is Ping:
+                self.lookups.note_missed(process, request.misses)
+                self.lookups.note_hints(process, request.hints)
         return True
 
     async def on_gone(self, process: Process) -> None:
@@ -182,7 +184,10 @@ class Requests:
     # --- verbs; those of lookups are in lookup.py, and those of writers in reserve.py ----------------------
 
     def _ping(self, process: Process, request: Ping) -> Reply:
-        """The process is alive; it hears which leases it should give back."""
+        """The process is alive; it hears which leases it should give back. Raises BadRequest."""
+        for miss in request.misses:
+            if miss.chain:
+                check_keys(miss.chain, "misses.chain")
         process.pinged_s = time.monotonic()
         if request.copies is not None:
             process.copies = msgspec.structs.asdict(request.copies)
