@@ -76,6 +76,7 @@ ROWS = (
         Panel("Time of a lookup", {"lookup_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
         Panel("Time of a store", {"store_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
         Panel("Lookups' wait for L2", {"l2_prefetch_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
+        Panel("Phases of lookups' loads", {"l2_prefetch_phase_seconds": ""}, ("phase",)),
     )),
     Row("L1", 8, (
         Panel("Bytes", {

@@ -76,7 +76,7 @@ _HTTP = """
 | `/status`, `/meta`, `/backends`, `/hot_cache` | `GET /v1/status` |
 | `/conf`, `/config` | `lmcache-server --check` |
 | `/clear-cache`, `/cache/clear`; the controller's `/clear` | `POST /v1/clear` |
-| `/cache/prefetches` | `POST /v1/prefetch` |
+| `/cache/prefetches` | `POST /v1/prewarm` |
 | `/quota` | `PUT /v1/tenants/{tenant}/quota` with `{"quota_gb": GB}` |
 | `/config/adapters`, `/reconfigure/{backend}/l2/{operation}` | `GET /v1/l2/adapters`, `POST \
 /v1/l2/adapters/{name}/pause` and `…/resume` |

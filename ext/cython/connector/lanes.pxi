@@ -36,6 +36,8 @@ cdef extern from "lanes/connector_jobs.h" namespace "kvstrata" nogil:
     cdef cppclass LoadJob:
         vector[LoadItem] items
         vector[Digest] evicted
+        double wait_s
+        double verify_s
 
 
 cdef extern from "python_jobs.h" namespace "kvstrata::python":
@@ -120,7 +122,7 @@ cdef object _outcome(_Token token, LaneJob* job):
         return outcomes, keys_of(put.evicted)
     load = job_as[LoadJob](job)
     outcomes = [(<int>load.items[i].status, load.items[i].reason.decode()) for i in range(load.items.size())]
-    return outcomes, keys_of(load.evicted)
+    return outcomes, keys_of(load.evicted), load.wait_s, load.verify_s
 
 
 cdef class NativeLanes:

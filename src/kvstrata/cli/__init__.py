@@ -17,8 +17,9 @@ usage: kvstrata COMMAND [arguments]
   server      run a cache server (also: lmcache-server)
   controller  run a cluster's controller (also: lmcache-controller)
   gateway     run a proxy before several engines (also: lmcache-gateway)
-  ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster` asks the controller,
-              `ctl pool` lists and frees pools without a server
+  ctl         ask a running server: status, explain, clear; `ctl cluster` asks the controller, `ctl pool` lists
+              and frees pools without a server
+  prewarm     load a prompt's KV into L1 before anybody asks, and report what that cost and saved
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines
   replay      say what L1s of other sizes would have hit on recorded requests
   sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines

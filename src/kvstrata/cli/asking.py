@@ -34,7 +34,7 @@ class Ask(NamedTuple):
     timeout_s: float = TIMEOUT_S
 
 
-def _check_answers(url: str, base: str) -> None:
+def _check_answers(url: str, base: str, flag: str) -> None:
     """Raise Unavailable if the process behind this URL does not answer a probe within ALIVE_S.
 
     A request may take longer, but a process that is stopped or hangs should cost nobody more.  For one on this host the
@@ -47,7 +47,7 @@ def _check_answers(url: str, base: str) -> None:
         if isinstance(getattr(error, "reason", error), TimeoutError):
             here = is_loopback(urllib.parse.urlsplit(url).hostname or "")
             raise Unavailable(
-                f"--url: {url} has not answered for {ALIVE_S} s: its process is stopped or hangs"
+                f"{flag}: {url} has not answered for {ALIVE_S} s: its process is stopped or hangs"
                 f"{_pools() if here else ', or its host is not reachable'}"
             ) from None
         # Any other failure is told by the request itself.
@@ -69,8 +69,8 @@ def _pools() -> str:
     )
 
 
-def ask(url: str, asked: Ask, *, token: str = "") -> Any:
-    """Ask the admin port; returns its JSON.
+def ask(url: str, asked: Ask, *, token: str = "", flag: str = "--url") -> Any:
+    """Ask the admin port, or another port that the user has named by `flag`; returns its JSON.
 
     Raises ConfigError for a wrong URL, BadRequest for an HTTP error, Unavailable without an answer.
 
@@ -78,9 +78,9 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
     """
     body = asked.body
     method = asked.method or ("GET" if body is None else "POST")
-    _check_url(url)
+    _check_url(url, flag)
     base = url.rstrip("/")
-    _check_answers(url, base)
+    _check_answers(url, base, flag)
     request = urllib.request.Request(base + asked.path, method=method)
     if body is not None:
         request.data = json.dumps(body).encode()
@@ -95,10 +95,10 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
         raise BadRequest(_message(error)) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        raise Unavailable(f"--url: {url} does not answer ({reason}); is a server running there?") from None
+        raise Unavailable(f"{flag}: {url} does not answer ({reason}); is a server running there?") from None
 
 
-def _check_url(url: str) -> None:
+def _check_url(url: str, flag: str) -> None:
     """Raise ConfigError unless this is the URL of a port."""
     try:
         parts = urllib.parse.urlsplit(url)
@@ -106,7 +106,7 @@ def _check_url(url: str) -> None:
     except ValueError:
         known = False
     if not known or not url.isprintable() or " " in url:
-        raise ConfigError(f"--url: {url!a:.200} must be http://HOST:PORT or https://HOST:PORT", field="--url")
+        raise ConfigError(f"{flag}: {url!a:.200} must be http://HOST:PORT or https://HOST:PORT", field=flag)
 
 
 def usual_url(http: ListenSettings) -> str:

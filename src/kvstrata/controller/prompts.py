@@ -12,6 +12,7 @@ from kvstrata.controller.member import MemberState
 from kvstrata.controller.members import Members
 from kvstrata.errors import BadRequest
 from kvstrata.keys.chunking import ChunkHasher
+from kvstrata.process.operations import keys_of
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, adapter_of, identity_root
 
 
@@ -114,15 +115,4 @@ def from_tokens(kind: Kind, request: RequestIdentity, tokens: Sequence[int]) -> 
 
 def from_keys(texts: Sequence[str], tenant: str) -> Named:
     """Storage keys of a tenant in hexadecimal digits, which need not be of one chain. Raises BadRequest."""
-    keys = []
-    for index, text in enumerate(texts):
-        try:
-            key = bytes.fromhex(text)
-        except ValueError:
-            key = b""
-        if len(key) != KEY_BYTES:
-            raise BadRequest(
-                f"keys[{index}]: must be {2 * KEY_BYTES} hexadecimal digits, found {text!r:.80}", field="keys"
-            )
-        keys.append(key)
-    return Named(b"".join(keys), 1, b"", tenant, 0)
+    return Named(keys_of(texts), 1, b"", tenant, 0)

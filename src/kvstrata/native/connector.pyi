@@ -100,7 +100,8 @@ class NativeLanes:
     ) -> bool:
         """Load records into the extents of (key, hold, …), with holds as in `submit_put`.
 
-        The result is ([(LoadStatus, reason)], keys that the connector's cap dropped since it was last asked).
+        The result is ([(LoadStatus, reason)], keys that the connector's cap dropped since it was last asked, seconds
+        until a thread of the lane began, seconds of the rest in which records were verified).
         """
 
     def take_done(self) -> list[tuple[Any, Any, BaseException | None]]:

@@ -97,6 +97,12 @@ class Histograms(dict[Any, Histogram]):
         made = self[word] = Histogram(self._bounds)
         return made
 
+    def add_each(self, seconds: Mapping[Any, float]) -> None:
+        """Count one duration of each of these words."""
+        for word, duration_s in seconds.items():
+            self[word].counts[bisect_left(self._bounds, duration_s)] += 1
+            self[word].sum_s += duration_s
+
 
 class Number:
     """The declaration of one number, or (`parts`) of the numbers of several parts, each with its own label."""

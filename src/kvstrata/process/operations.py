@@ -19,7 +19,7 @@ import inspect
 import json
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, ModuleType, UnionType
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin
 
@@ -32,7 +32,7 @@ from kvstrata.config.load import odd_value
 from kvstrata.errors import BadRequest
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.numbers import MEDIA_TYPE
-from kvstrata.types import RequestIdentity
+from kvstrata.types import KEY_BYTES, RequestIdentity
 
 MAX_TOKENS = 4_194_304
 """Maximum number of token ids in one request."""
@@ -258,6 +258,21 @@ async def _items(name: bytes, body: bytes, start: int, end: int) -> list[str] | 
         start = stop + 1
         await asyncio.sleep(0)
     return items
+
+
+def keys_of(texts: Sequence[str]) -> bytes:
+    """The keys that are spelled in hexadecimal. Raises BadRequest, which names the wrong item."""
+    keys = []
+    for index, text in enumerate(texts):
+        try:
+            key = bytes.fromhex(text)
+        except ValueError:
+            key = b""
+        if len(key) != KEY_BYTES:
+            what = f"keys[{index}]: must be {2 * KEY_BYTES} hexadecimal digits, found {text!r:.80}"
+            raise BadRequest(what, field="keys")
+        keys.append(key)
+    return b"".join(keys)
 
 
 def _refused(kind: type[msgspec.Struct], value: Any, error: msgspec.ValidationError) -> BadRequest:

@@ -108,10 +108,10 @@ class Parts:
 
         # What serves processes.
         self.recuts = Recuts(self, self._recut_lane)
+        self.prewarms = Prewarms(self)
         self.requests = Requests(self)
 
         # Operations of admins, which controllers use too.
-        self.prewarms = Prewarms(self)
         self.clearing = Clearing(self)
         self.tenants = TenantRows(self)
         self.board = self._board()

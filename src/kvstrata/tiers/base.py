@@ -50,18 +50,28 @@ class Presence(enum.IntEnum):
     """The medium did not answer, or not in time; treat the key as a miss now, and ask again next time."""
 
 
+PHASES = ("lookup", "wait", "medium", "verify", "promote")
+"""Where the time of loads goes: asking what is stored; waiting, at the tier, in the adapter's lane, or for another load
+of the same record; reading; verifying checksums; making the records visible in L1."""
+
+
 class Ask:
     """How the keys of a question belong together, and why its answer is not complete. One object for one question."""
 
-    __slots__ = ("each", "owner", "reason")
+    __slots__ = ("each", "owner", "phases", "reason")
 
-    def __init__(self, *, each: bool = False, owner: bytes = b"") -> None:
+    def __init__(
+        self, *, each: bool = False, owner: bytes = b"", phases: dict[str, float] | None = None
+    ) -> None:
         self.each = each
         """Whether each key is useful by itself; else key i is useful only if keys 0..i-1 are present."""
         self.owner = owner
         """The instance that is to be asked first, as only a medium that reads other instances understands it."""
         self.reason = ""
         """Set by the adapter: a short word (deadline, breaker_open, throttled, io, …) why some keys are UNKNOWN."""
+        self.phases = phases or dict.fromkeys(PHASES, 0.0)
+        """Seconds of each phase of the loads.  Whoever calls `load` counts all of it as `medium`; an adapter that can
+        measure its other phases moves their seconds from there."""
 
     def unknown(self, keys: bytes, reason: str) -> bytes:
         """The answer that says of no key whether it is present, for this reason."""

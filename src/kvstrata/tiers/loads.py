@@ -21,7 +21,9 @@ Invariants
    back stays quarantined until the tier has dropped the hold.
 4. At most `max_in_flight` fetches whose callers wait load from one tier at a time, with at most `in_flight_bytes` under
    way.  These bytes and those stuck in tiers bound the server's own reservations: the pool sets no limit for row 0.  A
-   fetch past its deadline goes on only while no other fetch waits at the gate.
+   fetch past its deadline goes on only while no other fetch waits at the gate.  A fetch for which no user waits
+   (prewarm) loads one small batch at a time, only while no other fetch loads from the tier or waits there, and begins
+   none after its deadline.
 5. A tier that does not answer `exists` within its share of the time (`PrefetchLimits`) is passed over.
 6. A fetch asks the tiers that are active when it begins, in their order.
 7. No turn of the loop looks at more than about PART_KEYS keys: a fetch keeps a byte for each key, and everything that
@@ -35,6 +37,7 @@ import collections
 import functools
 import logging
 import re
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -45,9 +48,9 @@ from kvstrata.clock import Clock
 from kvstrata.keys.batch import split
 from kvstrata.keys.spans import longest
 from kvstrata.native.core import LoadBatch, LoadRequest, Pool
-from kvstrata.observability.numbers import Numbers, counter, gauge, parts_by
+from kvstrata.observability.numbers import Numbers, counter, gauge, histogram, parts_by
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.tiers.base import Ask, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.base import PHASES, Ask, LoadItem, LoadOutcome, LoadStatus, Presence
 from kvstrata.tiers.reasons import DEADLINE, LENGTH, miss_reason
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, TierState
@@ -64,6 +67,9 @@ WINDOW_CHUNKS = 128
 MAX_WAITING = 1024
 """Fetches that may wait at one gate; more are refused."""
 TIER_PATIENCE_S = 0.5
+QUIET_S, PREWARM_SHARE = 0.05, 0.25
+"""A prewarm waits until QUIET_S after the last fetch of a user.  Since a user may come then and wait for its batch, it
+loads a single record at first, and a quarter of the bytes of other batches after a second without users."""
 
 # What a fetch knows of a key (`Fetch.known`), and how far its loading has come (`Fetch.state`).  A number from
 # _TIER on stands for a tier: `known`: the nearest tier that has the key; `state`: the tier from which it waits to be
@@ -95,6 +101,16 @@ class PrefetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the remaining time that a tier gets to answer `exists` if other tiers come after it."""
     patience_s: float = TIER_PATIENCE_S
     """Longest time that `patience_share` may give."""
+
+
+class Spent(msgspec.Struct, kw_only=True):
+    """What the loads of one fetch have cost so far."""
+
+    keys: int = 0
+    """Records that were loaded, and their bytes."""
+    bytes: int = 0
+    phases: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Seconds, see PHASES; phases of several batches at a time overlap."""
 
 
 class FetchOutcome(NamedTuple):
@@ -132,6 +148,7 @@ class Fetch:
         spans: Sequence[int] = (),
         tails: bool = False,
         owner: bytes = b"",
+        prewarm: Spent | None = None,
     ) -> None:
         self.pool = pool
         self.keys = keys
@@ -149,7 +166,12 @@ class Fetch:
         """The keys are those of tails."""
         self.owner = owner
         """See Ask."""
-        self._leading, self._each = Ask(each=tails, owner=owner), Ask(each=True, owner=owner)
+        self.is_prewarm = prewarm is not None
+        """No user waits for it."""
+        self.spent = prewarm or Spent()
+        phases = self.spent.phases
+        self._leading = Ask(each=tails, owner=owner, phases=phases)
+        self._each = Ask(each=True, owner=owner, phases=phases)
         self.known = bytearray(self.n_keys)
         self.unknown: dict[int, str] = {}
         """For keys of which a tier did not say whether it has them: why."""
@@ -222,13 +244,14 @@ class Fetch:
         self._at = at = waiting.start() if waiting else len(state)
         numbers: list[int] = []
         batch_bytes = 0
+        max_items = min(MAX_ITEMS, self.tier_of(at).capabilities.max_batch) if waiting else 0
         while waiting and state[waiting.start()] == state[at]:
             number = waiting.start()
             batch_bytes += limits[number % self.n_slices]
             if numbers and batch_bytes > max_bytes:
                 break
             numbers.append(number)
-            if len(numbers) >= min(MAX_ITEMS, self.tier_of(at).capabilities.max_batch):
+            if len(numbers) >= max_items:
                 break
             waiting = _WAITING.search(state, number + 1)
         return numbers
@@ -302,7 +325,8 @@ class Gate(Numbers):
     """Bounds how many fetches load from one tier at a time, and how many bytes they load; first come, first served.
 
     A fetch enters the gate before it reserves room in L1, so that no fetch waits while it holds a reservation.  A fetch
-    past its deadline gives up its place to any other fetch.
+    past its deadline gives up its place to any other fetch.  Prewarms wait behind all other fetches, take no slot, and
+    pass only while nothing else is loaded.
     """
 
     loading_bytes = gauge("Bytes being loaded from this adapter.")
@@ -322,12 +346,13 @@ class Gate(Numbers):
         """Wait for a place. False if the fetch's time is over first or too many fetches wait."""
         if not fetch.expired:
             self._give_up(lambda waiter: waiter.expired)
-        if not self._waiters and self._try(fetch, need_bytes):
+        n_before = len([1 for other, _, _ in self._waiters if fetch.is_prewarm or not other.is_prewarm])
+        if not n_before and self._try(fetch, need_bytes):
             return True
         if len(self._waiters) >= MAX_WAITING or (fetch.expired and self._waiters):
             return False
         place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiters.append((fetch, need_bytes, place))
+        self._waiters.insert(n_before, (fetch, need_bytes, place))
         return await place
 
     def expire(self, fetch: Fetch) -> None:
@@ -347,11 +372,13 @@ class Gate(Numbers):
         self._admit()
 
     def _try(self, fetch: Fetch, need_bytes: int) -> bool:
+        if fetch.is_prewarm and (self._inside or self.loading_bytes):
+            return False
         if fetch not in self._inside and len(self._inside) >= self._slots:
             return False
         if self.loading_bytes and self.loading_bytes + need_bytes > self._limit_bytes:
             return False
-        if not fetch.expired:
+        if not (fetch.expired or fetch.is_prewarm):
             self._inside.add(fetch)
         self.loading_bytes += need_bytes
         return True
@@ -392,6 +419,12 @@ class PrefetchController(Numbers):
         "outcome",
         name="outcomes",
     )
+    phases = histogram(
+        "Time that the loads of one lookup took in each phase. Adapters in Python or in a host do not tell `wait` in "
+        "their lanes and `verify` from `medium`.",
+        "phase",
+        name="phase_seconds",
+    )
     adapters = parts_by("adapter", Gate, lambda self: self._gates)
 
     def __init__(
@@ -418,6 +451,7 @@ class PrefetchController(Numbers):
         """By key, the load under way."""
         self._fetches: dict[Fetch, asyncio.Task[None]] = {}
         self._stopping = False
+        self._user_ended_s = 0.0
         tiers.use(self._use)
 
     def _use(self, tier: Tier) -> None:
@@ -440,15 +474,16 @@ class PrefetchController(Numbers):
         budget_bytes: int | None = None,
         spans: Sequence[int] = (),
         owner: bytes = b"",
+        prewarm: Spent | None = None,
     ) -> FetchOutcome:
         """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into L1.
 
         `identity` is the 32-byte root that the records must name, `tenant` the tenant that the bytes count for,
         `parent` the keys of the chunk before (one per slice, empty at the start of a prompt), `deadline_s` a time of
-        the prefetch controller's clock.  `budget_bytes` limits the bytes that are loaded (prewarm).  `limits` has for
+        the prefetch controller's clock.  `budget_bytes` limits the bytes that are loaded.  `limits` has for
         each slice the length of a whole chunk's record, which is the room for each record; 0 if it is not known, and
         then nothing can be loaded.  Of slices with a span (`spans`, see keys/spans.py) only what a hit needs is loaded.
-        `owner`: see Ask.
+        `owner`: see Ask.  `prewarm`: no user waits, so users' loads go first; what the loads cost is added to it.
         Cancelling ends the wait and every load that has not begun.
         """
         assert len(limits) == n_slices
@@ -457,7 +492,9 @@ class PrefetchController(Numbers):
         if not all(limits):
             return FetchOutcome(0, 0, miss_reason(LENGTH), LENGTH)
         request = LoadRequest(keys, parent, limits, identity, tenant)
-        fetch = Fetch(self._pool, keys, request, limits, deadline_s, self._active(), spans=spans, owner=owner)
+        fetch = Fetch(
+            self._pool, keys, request, limits, deadline_s, self._active(), spans=spans, owner=owner, prewarm=prewarm
+        )  # fmt: skip
         return await self._fetch(fetch, budget_bytes)
 
     async def _fetch(self, fetch: Fetch, budget_bytes: int | None) -> FetchOutcome:
@@ -473,6 +510,10 @@ class PrefetchController(Numbers):
             raise
         finally:
             fetch.expired = True
+            if fetch.is_prewarm:
+                fetch.abandoned = True
+            else:
+                self._user_ended_s = time.perf_counter()
             for tier in fetch.tiers:
                 self._gates[tier.name].expire(fetch)
         if fetch.plan is not None:
@@ -547,13 +588,19 @@ class PrefetchController(Numbers):
         del self._fetches[fetch]
         for tier in fetch.tiers:
             self._gates[tier.name].leave(fetch)
+        if fetch.spent.keys and not fetch.is_prewarm:
+            self.phases.add_each(fetch.spent.phases)
         if not task.cancelled() and task.exception() is not None:
             log.error("a fetch failed because of a bug in kvstrata", exc_info=task.exception())
 
     async def _run(self, fetch: Fetch, budget_bytes: int | None) -> None:
+        phases, begun_s = fetch.spent.phases, time.perf_counter()
         fetch.planned(await self._plan(fetch, budget_bytes))
+        phases["lookup"] += time.perf_counter() - begun_s
         while True:
-            numbers = fetch.next_batch(self._batch_bytes)
+            is_prewarm = fetch.is_prewarm and not fetch.decided.done()
+            max_bytes = await self._prewarm_bytes(fetch) if is_prewarm else self._batch_bytes
+            numbers = fetch.next_batch(max_bytes)
             if not numbers or self._is_in_vain(fetch, numbers):
                 fetch.give_up()
                 if not fetch.running:
@@ -562,14 +609,26 @@ class PrefetchController(Numbers):
                 continue
             if numbers := self._join(fetch, numbers):
                 tier, size = fetch.tier_of(numbers[0]), fetch.bytes_of(numbers)
-                gate = self._gates[tier.name]
-                if not await gate.enter(fetch, size):
+                gate, waits_s = self._gates[tier.name], time.perf_counter()
+                may_load = await gate.enter(fetch, size)
+                phases["wait"] += time.perf_counter() - waits_s
+                if not may_load:
                     fetch.failed(numbers[:1], DEADLINE)
                 elif self._is_in_vain(fetch, numbers):  # it has become so while the fetch waited
                     gate.ended(size)
                 else:
                     self._start(fetch, tier, self._join(fetch, numbers), size)
             await asyncio.sleep(0)
+
+    async def _prewarm_bytes(self, fetch: Fetch) -> int:
+        """Wait until the last batch of a prewarm has ended, and a little beside users; the bytes of its next batch."""
+        if fetch.running:
+            await asyncio.wait(fetch.running)
+        quiet_s = time.perf_counter() - self._user_ended_s
+        if (waits_s := QUIET_S - quiet_s) > 0:
+            await asyncio.sleep(waits_s)
+            fetch.spent.phases["wait"] += waits_s
+        return int(self._batch_bytes * min(quiet_s, 1.0) * PREWARM_SHARE)
 
     def _is_in_vain(self, fetch: Fetch, numbers: Sequence[int]) -> bool:
         """Whether it is useless to load these holes: the prefix ends before them, or the caller has gone."""
@@ -589,7 +648,9 @@ class PrefetchController(Numbers):
         return [number for number in numbers if fetch.state[number] >= _TIER] if joined else numbers
 
     async def _wait_for(self, fetch: Fetch, load: _Load, numbers: list[int]) -> None:
+        waits_s = time.perf_counter()
         await asyncio.wait({load.done})
+        fetch.spent.phases["wait"] += time.perf_counter() - waits_s
         reasons = [(number, load.reasons.get(fetch.key(number), "")) for number in numbers]
         fetch.filled([number for number, reason in reasons if not reason])
         self._not_filled(fetch, [(number, reason) for number, reason in reasons if reason])
@@ -779,7 +840,9 @@ class PrefetchController(Numbers):
 
     def _start(self, fetch: Fetch, tier: Tier, numbers: list[int], size: int) -> None:
         """Reserve the chunks of a batch that fit now, and begin to load them. The gate has counted `size` bytes."""
+        begun_s = time.perf_counter()
         batch = self._pool.reserve_batch(fetch.request, numbers)
+        fetch.spent.phases["promote"] += time.perf_counter() - begun_s
         fetch.busy(numbers)
         fetch.filled(batch.present)
         if left := set(numbers).difference(batch.numbers, batch.present):
@@ -800,11 +863,13 @@ class PrefetchController(Numbers):
         items = list(map(LoadItem, keys, batch.holds, fetch.asks_of(batch.numbers)))
         del batch.holds[:]  # the tier has them now
         outcomes: list[LoadOutcome] = []
+        begun_s = time.perf_counter()
         try:
             failpoints.hit("load.reserved")
             outcomes = await tier.load(items)
             failpoints.hit("load.read")
         finally:  # even when cancelled: the tier ends the holds, and this ends the reservations
+            fetch.spent.phases["medium"] += time.perf_counter() - begun_s
             self._gates[tier.name].ended(size)
             outcomes = outcomes or [LoadOutcome(LoadStatus.FAILED, "stopping")] * len(keys)
             self._finish(fetch, tier, batch, keys, load, outcomes)
@@ -818,7 +883,9 @@ class PrefetchController(Numbers):
         load: _Load,
         outcomes: Sequence[LoadOutcome],
     ) -> None:
+        begun_s = time.perf_counter()
         ended = batch.finish(bytes([status is LoadStatus.LOADED for status, _ in outcomes]))
+        fetch.spent.phases["promote"] += time.perf_counter() - begun_s
         failpoints.hit("load.committed")
         loaded: list[int] = []
         found: list[bytes] = []
@@ -846,8 +913,11 @@ class PrefetchController(Numbers):
         load.done.set_result(None)
         fetch.filled(loaded)
         if found:
+            loaded_bytes = fetch.bytes_of(loaded)
             self.counts["loaded"] += len(found)
-            self.loaded_bytes += fetch.bytes_of(loaded)
+            self.loaded_bytes += loaded_bytes
+            fetch.spent.keys += len(found)
+            fetch.spent.bytes += loaded_bytes
             self._found(tier.name, found)
         if lost:
             self._lost(tier.name, lost)

@@ -126,7 +126,12 @@ class NativeAdapter(StorageAdapter):
         future = self._take(NativeLanes.submit_load, Lane.LOAD, items)
         if future is None:
             return [LoadOutcome(LoadStatus.FAILED, THROTTLED)] * len(items)
-        return [LoadOutcome(_LOAD_STATUS[status], why) for status, why in (await asyncio.shield(future))[0]]
+        outcomes, _, wait_s, verify_s = await asyncio.shield(future)
+        if (ask := items[0].ask) is not None:
+            ask.phases["wait"] += wait_s
+            ask.phases["verify"] += verify_s
+            ask.phases["medium"] -= wait_s + verify_s
+        return [LoadOutcome(_LOAD_STATUS[status], why) for status, why in outcomes]
 
     async def delete(self, keys: bytes) -> int:
         """Remove records in the delete lane."""

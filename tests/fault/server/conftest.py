@@ -12,7 +12,7 @@ from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers import tier as tiers
 from kvstrata.tiers.base import AdapterContext
 from kvstrata.tiers.config import StorePolicy, TierConfig, configure_tier
-from kvstrata.tiers.loads import FetchOutcome, PrefetchController, PrefetchLimits
+from kvstrata.tiers.loads import FetchOutcome, PrefetchController, PrefetchLimits, Spent
 from kvstrata.tiers.puts import RetryRule, StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import TierLimits
@@ -99,6 +99,7 @@ class Loads:
         parent: list[bytes] | None = None,
         identity: bytes = IDENTITY,
         budget_bytes: int | None = None,
+        prewarm: Spent | None = None,
     ) -> FetchOutcome:
         return await self.controller.fetch(
             b"".join(keys),
@@ -109,6 +110,7 @@ class Loads:
             deadline_s=CLOCK.monotonic_s() + within_s,
             parent=b"".join(parent or []),
             budget_bytes=budget_bytes,
+            prewarm=prewarm,
         )
 
 

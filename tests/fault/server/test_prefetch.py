@@ -16,7 +16,7 @@ from kvstrata.testing.strategies import IDENTITY, record_length
 from kvstrata.tiers import loads
 from kvstrata.tiers.base import Ask
 from kvstrata.tiers.config import StorePolicy
-from kvstrata.tiers.loads import FetchOutcome
+from kvstrata.tiers.loads import FetchOutcome, Spent
 from kvstrata.tiers.tier import TierLimits
 from kvstrata.types import MissReason
 from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, in_l2
@@ -373,14 +373,73 @@ async def test_reservations_of_hung_adapters_do_not_stop_loads_from_others(l1: L
     assert [outcome.n_chunks for outcome in await asyncio.gather(*waits)] == [5, 5]
 
 
-async def test_a_budget_bounds_what_a_prewarm_loads(l1: L1, tier: OpenTier) -> None:
+@pytest.mark.parametrize(
+    ("budget_bytes", "n"), [(0, 0), (3 * RECORD - 1, 2), (3 * RECORD, 3), (3 * RECORD + 1, 3)]
+)
+async def test_a_budget_bounds_what_a_prewarm_loads(l1, tier, budget_bytes, n):
     one = await tier()
     keys = chain("a", 8)
     await in_l2(l1, one, keys)
-    fetches = Loads(l1, one)
-    outcome = await fetches.fetch(keys, budget_bytes=3 * RECORD + 1)
-    assert outcome == FetchOutcome(3, 3, MissReason.REFUSED, "budget")
-    assert l1.pool.peek(b"".join(keys), 1) == 3
+    fetches, spent = Loads(l1, one), Spent()
+    outcome = await fetches.fetch(keys, budget_bytes=budget_bytes, prewarm=spent)
+    assert outcome == FetchOutcome(n, n, MissReason.REFUSED, "budget")
+    assert l1.pool.peek(b"".join(keys), 1) == n
+    assert (spent.keys, spent.bytes) == (n, n * RECORD)
+    assert not n or min(spent.phases[phase] for phase in ("lookup", "medium", "verify", "promote")) > 0, spent
+    assert not fetches.controller.phases, "no user waited"
+
+
+async def test_prewarms_wait_for_users_and_users_never_for_the_prewarms_that_wait(l1, tier):
+    one = await tier()
+    prompts = [chain(name, 4) for name in "abcd"]
+    for keys in prompts:
+        await in_l2(l1, one, keys)
+    user, first, second, late = prompts
+    fetches = Loads(l1, one, max_in_flight=1, in_flight_bytes=16 * RECORD, batch_bytes=4 * RECORD)
+
+    async def begun(keys: list[bytes], prewarm: Spent | None = None) -> asyncio.Task[FetchOutcome]:
+        one.plan.schedule(None)  # exists
+        task, before = asyncio.create_task(fetches.fetch(keys, prewarm=prewarm)), one.faults.asked["exists"]
+        await until(lambda: one.faults.asked["exists"] > before)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return task
+
+    one.plan.later = Fault.HANG
+    loading = await begun(user)
+    assert one.faults.hanging == 1
+    waiting = [await begun(first, Spent()), await begun(second, Spent())]
+    assert one.faults.hanging == 1, "prewarms wait while a user's load is under way"
+    one.faults.release()
+    assert (await loading).n_chunks == 4
+    await until(lambda: one.faults.hanging == 1)
+    assert one.faults.loaded.keys() - set(user) == {first[0]}, "one small batch of one prewarm"
+    loading = await begun(late)
+    assert one.faults.hanging == 2 and set(late) <= set(one.faults.loaded), (
+        "the user passes the waiting prewarms"
+    )
+    one.faults.release()
+    assert (await loading).n_chunks == 4
+    assert set(one.faults.loaded) <= {*user, *late, *first[:2]}
+    assert list(fetches.controller.phases["medium"].counts).count(0) < 16
+    one.plan.later = None
+    while not all(task.done() for task in waiting):
+        one.faults.release()
+        await asyncio.sleep(0.001)
+    assert [task.result().n_chunks for task in waiting] == [4, 4]
+
+
+async def test_a_prewarm_begins_no_load_after_its_time(l1: L1, tier: OpenTier) -> None:
+    one = await tier()
+    keys = chain("a", 6)
+    await in_l2(l1, one, keys)
+    fetches, spent = Loads(l1, one, in_flight_bytes=RECORD), Spent()  # one record at a time
+    one.plan.schedule(None, None, Fault.HANG)  # exists and one record answer; the second record hangs
+    outcome = await fetches.fetch(keys, within_s=1.0, prewarm=spent)
+    assert outcome == FetchOutcome(1, 1, MissReason.DEADLINE, "deadline")
+    one.faults.release()
+    await fetches.controller.idle()
+    assert (l1.pool.peek(b"".join(keys), 1), spent.keys, one.faults.asked["load"]) == (2, 2, 2)
 
 
 async def test_a_cancelled_fetch_begins_no_more_loads(l1: L1, tier: OpenTier) -> None:

@@ -267,7 +267,7 @@ def test_a_large_body_is_answered_while_an_engine_pings(server: ServerProcess) -
     right = {"authorization": f"Bearer {token_of(server)}"}
     for body, expected, says in BODIES:
         status, answer = while_pinging(
-            server, lambda body=body: send(port_of(server), right, body, request="POST /v1/prefetch")
+            server, lambda body=body: send(port_of(server), right, body, request="POST /v1/prewarm")
         )
         assert (status, json.loads(answer)["code"]) == (expected, "bad_request"), says
         assert says in json.loads(answer)["message"]
@@ -276,10 +276,10 @@ def test_a_large_body_is_answered_while_an_engine_pings(server: ServerProcess) -
 def test_millions_of_tokens_are_prefetched(server: ServerProcess) -> None:
     right = {"authorization": f"Bearer {token_of(server)}"}
     status, answer = while_pinging(
-        server, lambda: send(port_of(server), right, TOKENS % b"tiny", request="POST /v1/prefetch")
+        server, lambda: send(port_of(server), right, TOKENS % b"tiny", request="POST /v1/prewarm")
     )
     assert status == 202, answer
-    job = json.loads(send(port_of(server), right, request=f"GET /v1/prefetch/{json.loads(answer)['job']}")[1])
+    job = json.loads(send(port_of(server), right, request=f"GET /v1/prewarm/{json.loads(answer)['job']}")[1])
     assert job["chunks"] == 2_900_001 // 16
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from kvstrata.keys.batch import split
+from kvstrata.native.core import storage_keys
 from kvstrata.types import KEY_BYTES
 from tests.harness.faulty import faulty
 from tests.harness.http_read import read
@@ -24,8 +26,10 @@ from tests.harness.l2_load import check_and_release, check_bytes, clear_l1, serv
 from tests.harness.rpc_client import (
     CHUNK_TOKENS,
     HANG_S,
+    RECORD_BYTES,
     RpcClient,
     chain_of,
+    part,
     until,
 )
 from tests.harness.server_process import ServerProcess
@@ -139,8 +143,8 @@ def test_a_server_without_any_flag_runs(tmp_path: Path) -> None:
         shutil.rmtree(runtime)
 
 
-def test_the_admin_port_prewarms_explains_clears_and_counts(start: Callable[..., ServerProcess]) -> None:
-    server = start(l2="fs")
+def test_the_admin_port_prewarms_explains_clears_and_counts(start, tmp_path):
+    server = start({"type": "disk", "base_path": str(tmp_path / "l2"), "capacity_gb": 1})
     url = f"http://127.0.0.1:{server.ready['http_port']}"
 
     def ask(path: str, body: dict[str, Any] | None = None) -> Any:
@@ -157,20 +161,55 @@ def test_the_admin_port_prewarms_explains_clears_and_counts(start: Callable[...,
             "pending": {"held": 0, "leased": 0},
             "kept": {"pinned": 0},
         }
-        job = ask("/v1/prefetch", {"tokens": tokens, "salt": "prewarmed"})["job"]
-        end_s = time.monotonic() + HANG_S
-        while (document := ask(f"/v1/prefetch/{job}"))["state"] == "running":
-            assert time.monotonic() < end_s, document
-        assert (document["chunks"], document["l2_chunks"], document["reason"]) == (5, 5, "")
+
+        def prewarm(**body: Any) -> dict[str, Any]:
+            report = ask("/v1/prewarm", {"salt": "prewarmed", **body})
+            end_s = time.monotonic() + HANG_S
+            while report["state"] == "running":
+                report = ask(f"/v1/prewarm/{report['job']}")
+                assert time.monotonic() < end_s, report
+            return report
+
+        report = prewarm(tokens=tokens)
+        facts = {
+            "chunks": 5,
+            "l1_chunks": 0,
+            "l2_chunks": 5,
+            "keys": 5,
+            "bytes": 5 * RECORD_BYTES,
+            "reason": "",
+        }
+        assert facts.items() <= report.items(), report
+        phases = report["phases"]
+        assert all(phases[phase] > 0 for phase in ("lookup", "wait", "medium", "verify", "promote")), phases
+        assert sum(phases.values()) <= report["seconds"]
         reply = client.lookup(identity.identity_id, chain, request_id="after prewarm")
         assert (reply.l1_chunks, reply.l2_chunks) == (5, 0)
         client.release([(client.session, reply.seq)])
         assert ask("/v1/explain/after%20prewarm")["lookups"][0]["hits"]["l1"] == 5
+        later = ask(f"/v1/prewarm/{report['job']}")
+        assert (later["later_requests"], later["user_path_loads"]) == (1, 0)
+        clear_l1(client)
+        half = chain[: 3 * KEY_BYTES]
+        assert served(client, identity, half) == (0, 3), "this lookup is of a shorter prefix"
+        assert served(client, identity, chain) == (3, 2)
+        later = ask(f"/v1/prewarm/{report['job']}")
+        assert (later["later_requests"], later["user_path_loads"]) == (2, 2)
+        keys = [key.hex() for key in split(storage_keys(identity.root, chain, part().digest()))]
+        clear_l1(client)
+        assert prewarm(keys=keys, budget_bytes=4 * RECORD_BYTES)["l2_chunks"] == 4
         assert ask("/v1/status")["instance"]["http_port"] == server.ready["http_port"]
         assert ask("/readyz") == {"ready": True, "why": ""}
         with urllib.request.urlopen(url + "/metrics", timeout=30) as metrics:
             text = metrics.read().decode()
         assert "kvstrata_committed_chunks_total 5.0" in text.splitlines()
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            ask("/v1/prefetch", {"tokens": tokens, "model": "no such model"})
-        assert caught.value.code == 400
+        assert 'kvstrata_l2_prefetch_phase_seconds_count{phase="medium"} 2.0' in text.splitlines()
+        for wrong in (
+            {"tokens": tokens, "model": "no such model"},
+            {},
+            {"keys": ["7"]},
+            {"tokens": tokens, "job": 99},
+        ):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                ask("/v1/prewarm", wrong)
+            assert caught.value.code == (404 if "job" in wrong else 400), wrong

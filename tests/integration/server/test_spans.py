@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import resource
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ import pytest
 
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, eventually, prompt
 from tests.harness.engine_groups import SPAN, Groups, open_groups
-from tests.harness.http_read import read
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -99,11 +97,10 @@ def test_a_prewarm_loads_the_windows_at_the_end_within_its_budget(server, groups
     start_empty(server, groups)
 
     def prewarm(budget_bytes: int) -> dict[str, Any]:
-        body = {"tokens": prompt(8), "budget_bytes": budget_bytes}
-        job = json.loads(read(f"{server.url}/v1/prefetch", body=body))["job"]
+        job = server.post("/v1/prewarm", {"tokens": prompt(8), "budget_bytes": budget_bytes})["job"]
         return eventually(
             "the prewarm ends",
-            lambda: (found := server.get(f"/v1/prefetch/{job}"))["state"] != "running" and found,
+            lambda: (found := server.get(f"/v1/prewarm/{job}"))["state"] != "running" and found,
         )
 
     limited = prewarm(5 * record_bytes)

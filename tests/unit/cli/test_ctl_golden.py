@@ -39,8 +39,6 @@ CASES: dict[str, Any] = {
     "explain a/b": {"request_id": "cmpl-7", "lookups": [LOOKUP, {**LOOKUP, "first_miss": None}]},
     "hint a/b 30": {"chunks": 4},
     "clear --tier all --tenant t --wait": {"dropped": 3},
-    "prefetch TOKENS --model m --budget-bytes 5": {"job": 4},
-    "job 4": {"state": "done"},
     "stranded list": {"sessions": []},
     "stranded clear all": {"cleared": 1},
     "quota a/b 0.5": {"quota_gb": 0.5},

@@ -24,7 +24,7 @@ from kvstrata.controller.dashboard_files import DashboardFiles
 from kvstrata.controller.metrics import Surroundings, sections
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.process import PUBLIC
-from kvstrata.errors import Unavailable
+from kvstrata.errors import NotFound, Unavailable
 from kvstrata.observability.explain import Explained
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, Pages
@@ -36,6 +36,7 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.server.admin import operations as server
 from kvstrata.server.admin.clear import Cleared
+from kvstrata.server.admin.prewarm import Job
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.known_members import KEY
 
@@ -52,10 +53,15 @@ class NoSockets(Numbers):
 def admin(ready: bool) -> Any:
     """Parts of an instance: its status document is real, the other parts answer with plain values."""
 
-    async def prewarm(*, model: str, **_: Any) -> int:
-        if model:
-            raise Unavailable(f"model: nobody attached with {model!r}", field="model")
-        return 7
+    async def prewarm(ask: server.Prompt) -> Job:
+        if ask.model:
+            raise Unavailable(f"model: nobody attached with {ask.model!r}", field="model")
+        return job
+
+    def job_of(number: int) -> Job:
+        if number != job.job:
+            raise NotFound(f"job: {number} is not among the recent ones")
+        return job
 
     async def clear(tier: str, tenant: str | None, *, wait: bool) -> Cleared:
         return Cleared({tier: 3}, held=0, leased=1, kept=4)
@@ -69,6 +75,7 @@ def admin(ready: bool) -> Any:
     async def hint(request_id: str, next_: int) -> int:
         return next_
 
+    job = Job(job=7, begun_s=0.0)
     stranded = SimpleNamespace(session=b"ab", group_name=b"", pid=1, row=0, kept_bytes=2)
     processes = SimpleNamespace(stranded=lambda: [stranded], clear_stranded=clear_stranded)
     instance, tiers = InstanceInProcess(), {"fs-0": {"name": "fs-0"}}
@@ -82,7 +89,7 @@ def admin(ready: bool) -> Any:
         readiness=lambda: (ready, "" if ready else "adopting the pool"),
         board=SimpleNamespace(document=lambda: document),
         explainer=instance.parts.explainer,
-        prewarms=SimpleNamespace(prewarm=prewarm, job={7: {"job": 7}}.get),
+        prewarms=SimpleNamespace(prewarm=prewarm, job=job_of),
         clearing=SimpleNamespace(clear=clear),
         processes=processes,
         requests=SimpleNamespace(lookups=SimpleNamespace(hint=hint)),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from typing import Any
 
 import pytest
 
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.rpc import wire
 from kvstrata.server.admin import prewarm
+from kvstrata.server.admin.operations import Prompt
 from kvstrata.server.processes import Use
 from kvstrata.server.requests import requests
 from kvstrata.server.requests.reserve import KEYS_ON_LOOP
@@ -50,54 +51,43 @@ def prewarmed(server: InstanceInProcess, tokens: list[int], adapter: str = "") -
     """(chunks of a prewarm, those that are in L1)"""
     prewarms = server.parts.prewarms
 
-    async def run() -> dict[str, Any] | None:
-        job = await prewarms.prewarm(
-            model="", request=RequestIdentity(adapter=adapter), tokens=tokens, budget_bytes=1, ttl_ms=1_000
-        )
+    async def run() -> prewarm.Job:
+        job = await prewarms.prewarm(Prompt(tokens=tokens, adapter=adapter, budget_bytes=1))
         await server.supervisor.idle()
-        return prewarms.job(job)
+        return job
 
-    found = server.loop.run_until_complete(run()) or {}
-    return found["chunks"], found["l1_chunks"]
+    found = server.loop.run_until_complete(run())
+    return found.chunks, found.l1_chunks
 
 
 def test_a_prewarm_goes_on_when_its_engine_leaves_before_it_has_begun(server: InstanceInProcess) -> None:
     prewarms, group = server.parts.prewarms, server.parts.processes.groups[0]
-    wanted = group.packed_slices
 
-    async def run() -> list[bytes]:
-        asked: list[bytes] = []
-        derive = prewarms._lane.run
-        prewarms._lane.run = lambda work, root, chain, slices: (  # type: ignore[method-assign, assignment]
-            asked.append(slices),
-            derive(work, root, chain, slices),
-        )[1]
-        number = prewarms.start(group, bytes(32), 0, chain_of(bytes(32), 1), 0, 1_000)
+    async def run() -> None:
+        begun = asyncio.create_task(prewarms.prewarm(Prompt(tokens=list(range(CHUNK_TOKENS)))))
+        await asyncio.sleep(0)
         [process] = server.parts.processes
         server.parts.processes.leave(process)
         assert not group.complete
+        job = await begun
         await server.supervisor.idle()
-        done = prewarms.job(number)
-        assert done is not None and (done["state"], done["reason"]) == ("done", MissReason.NEVER_STORED)
-        return asked
+        assert (job.chunks, job.state, job.reason) == (1, "done", MissReason.NEVER_STORED)
 
-    assert server.loop.run_until_complete(run()) == [wanted], (
-        "all slices of the engine, not those that are left"
-    )
+    server.loop.run_until_complete(run())
 
 
 def test_a_job_that_fails_is_done_and_says_so(server, monkeypatch):
-    prewarms, group = server.parts.prewarms, server.parts.processes.groups[0]
+    prewarms = server.parts.prewarms
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(prewarm, "peek", fails)
+    monkeypatch.setattr(prewarms._prefetch, "fetch", fails)
 
     async def run() -> None:
-        number = prewarms.start(group, bytes(32), 0, chain_of(bytes(32), 1), 0, 1_000)
+        job = await prewarms.prewarm(Prompt(tokens=list(range(CHUNK_TOKENS))))
         await server.supervisor.idle()
-        assert (prewarms.job(number) or {})["reason"] == "internal"
+        assert (job.state, job.reason) == ("done", "internal")
         assert not server.supervisor.failure.done()
 
     server.loop.run_until_complete(run())

@@ -33,6 +33,8 @@ void PutJob::end() noexcept {
 }
 
 void LoadJob::run(std::size_t index) {
+  const Clock::time_point begun = Clock::now();
+  if (index == 0) begun_ = begun;
   const std::span<LoadItem> loads = piece(index);
   // The connector may drop an item's hold as soon as it has loaded the bytes, which are still
   // verified below.
@@ -41,6 +43,7 @@ void LoadJob::run(std::size_t index) {
   for (const LoadItem& item : loads)
     kept.push_back(item.hold);
   connector().load(loads);
+  const Clock::time_point loaded = Clock::now();
   for (LoadItem& item : loads) {
     if (item.status == LoadStatus::kLoaded) {
       const Status status = verify_stored_record(item.bytes, item.length, &item.key);
@@ -56,10 +59,17 @@ void LoadJob::run(std::size_t index) {
     }
     if (item.status == LoadStatus::kCorrupt) connector().remove_corrupt(item);
   }
+  loading_ += (loaded - begun).count();
+  verifying_ += (Clock::now() - loaded).count();
   drop_holds(loads);
 }
 
 void LoadJob::end() noexcept {
+  using Seconds = std::chrono::duration<double>;
+  const double busy = static_cast<double>(loading_ + verifying_);
+  const double rest_s = Seconds(Clock::now() - begun_).count();
+  wait_s = Seconds(begun_ - made_).count();
+  if (busy > 0) verify_s = rest_s * static_cast<double>(verifying_) / busy;
   connector().take_evicted(&evicted);
 }
 

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -74,6 +76,17 @@ class LoadJob : public BatchJob<LoadItem> {
   using BatchJob::BatchJob;
   void run(std::size_t index) override;
   void end() noexcept override;
+
+  // Valid from end() on. Seconds from the making of the job to its first piece; and of those from
+  // there to its end, the share that its threads spent on verifying.
+  double wait_s = 0;
+  double verify_s = 0;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point made_ = Clock::now();
+  Clock::time_point begun_;                            // of piece 0, which is taken first
+  std::atomic<Clock::rep> loading_{0}, verifying_{0};  // of all pieces together
 };
 
 }  // namespace kvstrata

@@ -12,7 +12,7 @@ from msgspec import Meta
 from kvstrata.errors import BadRequest, NotFound
 from kvstrata.observability.logging import EventLog
 from kvstrata.process import operations
-from kvstrata.process.operations import Reply, Tokens, Weights, operation, operations_of
+from kvstrata.process.operations import MAX_KEYS, Reply, Tokens, Weights, operation, operations_of
 from kvstrata.types import GB, next_of, shown_name
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
@@ -57,17 +57,31 @@ class Hint(msgspec.Struct):
 class Prompt(Weights, kw_only=True):
     """A prompt to load into L1 before any user asks."""
 
-    tokens: Tokens
-    budget_bytes: Annotated[int, Meta(gt=0, description="Maximum number of bytes to load.")] = 1 << 30
-    ttl_ms: Annotated[int, Meta(gt=0, le=3_600_000, description="Time after which no more is loaded.")] = (
-        60_000
+    tokens: Tokens | None = None
+    keys: (
+        Annotated[
+            list[str],
+            Meta(
+                max_length=MAX_KEYS,
+                description="Storage keys in hexadecimal, chunk by chunk, instead of tokens.",
+            ),
+        ]
+        | None
+    ) = None
+    budget_bytes: Annotated[int, Meta(gt=0, description="Maximum number of bytes to bring to L1.")] = 1 << 30
+    budget_s: Annotated[float, Meta(gt=0, le=3_600, description="Seconds after which no load is begun.")] = (
+        60.0
     )
+    job: Annotated[
+        int | None,
+        Meta(description="A done job of this prompt that runs again, after an engine has computed."),
+    ] = None
 
 
 class Job(msgspec.Struct):
     """The number of a prewarm."""
 
-    job: Annotated[int, Meta(description="As `prefetch` returned it.")]
+    job: Annotated[int, Meta(description="As the prewarm printed it.")]
 
 
 class Clear(msgspec.Struct):
@@ -144,27 +158,16 @@ async def hint(admin: Admin, ask: Hint) -> Document:
     return {"chunks": await admin.parts.requests.lookups.hint(ask.request_id, said)}
 
 
-@operation("POST", "/v1/prefetch", ctl="prefetch", status=202)
-async def prefetch(admin: Admin, ask: Prompt) -> Job:
-    """Load a prompt's chunks from L2 into L1; `job` tells the outcome."""
-    return Job(
-        await admin.parts.prewarms.prewarm(
-            model=ask.model,
-            request=ask.request(),
-            tokens=ask.tokens,
-            budget_bytes=ask.budget_bytes,
-            ttl_ms=ask.ttl_ms,
-        )
-    )
+@operation("POST", "/v1/prewarm", status=202)
+async def prewarm(admin: Admin, ask: Prompt) -> Document:
+    """Begin to load a prompt's chunks from L2 into L1; returns the job's report so far."""
+    return (await admin.parts.prewarms.prewarm(ask)).report()
 
 
-@operation("GET", "/v1/prefetch/{job}", ctl="job")
-def prefetch_outcome(admin: Admin, ask: Job) -> Document:
-    """What a prefetch has loaded so far."""
-    found = admin.parts.prewarms.job(ask.job)
-    if found is None:
-        raise NotFound(f"job: {ask.job} is not among the recent ones")
-    return found
+@operation("GET", "/v1/prewarm/{job}")
+def prewarm_outcome(admin: Admin, ask: Job) -> Document:
+    """The report of a prewarm so far: what it cost, and what later requests had of it."""
+    return admin.parts.prewarms.job(ask.job).report()
 
 
 @operation("POST", "/v1/clear", ctl="clear", timeout_s=60)

@@ -1,50 +1,91 @@
 """Prewarms: chunks of a prompt that are loaded from L2 before any request asks for them.
 
 A prewarm is listed from its start until `MAX_JOBS` younger ones are listed.  Its `reason` says why it loaded no more;
-it is empty when all chunks were loaded.
+it is empty when all chunks were loaded.  It may run again, after an engine has computed what it found nowhere.  Lookups
+that begin with all that it brought to L1 are counted in it: they tell whether it was worth its cost.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
-from kvstrata.keys.batch import before, count, part
+from kvstrata.errors import BadRequest, InternalError, KvstrataError, NotFound, Refused
+from kvstrata.keys.batch import count, nth
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.keys.spans import peek
+from kvstrata.keys.spans import PromptKeys, peek
 from kvstrata.native.core import storage_keys
+from kvstrata.process.operations import keys_of
 from kvstrata.server.processes import EngineGroup, tenant_number
-from kvstrata.types import KEY_BYTES, RequestIdentity, adapter_of, identity_root
+from kvstrata.tiers.loads import Spent
+from kvstrata.types import LayoutIdentity, adapter_of, identity_root
 
 if TYPE_CHECKING:
+    from kvstrata.server.admin.operations import Prompt
     from kvstrata.server.parts import Parts
 
 MAX_JOBS = 256
 MAX_RUNNING_JOBS = 8
 
 
-class Job(msgspec.Struct):
+class Job(Spent, kw_only=True):
     """One prewarm and its outcome so far, as an admin gets it."""
 
     job: int
     state: str = "running"
     """Or "done"."""
+    reason: str = ""
     chunks: int = 0
     l1_chunks: int = 0
+    """Leading chunks that were in L1 when the job ran the last time."""
     l2_chunks: int = 0
-    reason: str = ""
+    """Those that it loaded then."""
+    computed_chunks: int = 0
+    """Those that came to L1 between two runs."""
+    begun_s: float
+    """By the server's monotonic clock."""
+    seconds: float = 0.0
+    """From its begin to its end, with the pauses between runs."""
+    affordable_tokens: int = 0
+    """Leading tokens that an engine may be given to compute, so that what it stores is within the budget; 0: none."""
+    later_requests: int = 0
+    """Lookups since then that begin with these chunks."""
+    user_path_loads: int = 0
+    """Chunks of them that these lookups had to load from L2 again."""
+    saved_s: float = 0.0
+    """Seconds of computing that these lookups were spared, by the measured pace of their engine."""
+    break_even_requests: int | None = None
+    """After so many of them the job has paid, against computing; None: no engine's pace was measured."""
+
+    def report(self) -> dict[str, Any]:
+        """All that an admin gets of it."""
+        found = msgspec.structs.asdict(self)
+        del found["begun_s"]
+        rounded = {word: round(seconds, 6) for word, seconds in self.phases.items()}
+        return found | {
+            "phases": rounded,
+            "seconds": round(self.seconds, 6),
+            "saved_s": round(self.saved_s, 6),
+        }
 
 
-class GroupSlices(NamedTuple):
-    """What a prewarm loads of each chunk, for one engine."""
+class Work(NamedTuple):
+    """What a prewarm loads of each chunk, for one engine, whose processes may end at any time."""
 
-    packed: bytes
+    layout: LayoutIdentity
+    root: bytes
+    slices: bytes
     limits: list[int]
     spans: tuple[int, ...]
+
+    def derive(self, tokens: Any) -> bytes:
+        """The storage keys of a prompt, chunk-major. Any thread."""
+        hasher = ChunkHasher(self.root, self.layout.chunk_tokens, lookahead_tokens=self.layout.lookahead)
+        hasher.feed(tokens)
+        return storage_keys(self.root, hasher.chain, self.slices)
 
 
 class Prewarms:
@@ -53,90 +94,116 @@ class Prewarms:
     def __init__(self, parts: Parts) -> None:
         self._processes, self._pool, self._lane = parts.processes, parts.pool, parts.lane
         self._prefetch, self._clock, self._supervisor = parts.prefetch, parts.clock, parts.supervisor
+        self._explainer = parts.explainer
         self._jobs: dict[int, Job] = {}
+        self.prefixes: dict[bytes, Job] = {}
+        """The newest job by the first key of the last chunk that it brought to L1."""
         self._next = 1
 
-    async def prewarm(
-        self, *, model: str, request: RequestIdentity, tokens: Sequence[int], budget_bytes: int, ttl_ms: int
-    ) -> int:
-        """Start loading the chunks of a prompt; returns the job's number.
+    async def prewarm(self, ask: Prompt) -> Job:
+        """Start loading the chunks of a prompt. Raises BadRequest, NotFound or Refused.
 
-        `request.adapter` may be the name of a LoRA adapter, or empty for the model itself: the engine's newest requests
-        for it say which weights are meant.  `model`: of an attached engine, empty for the only one.  Raises BadRequest
-        or Refused.
+        The adapter may be the name of a LoRA adapter, or empty for the model itself: the engine's newest requests for
+        it say which weights are meant.
         """
-        group = self._group_of(model)
-        request = msgspec.structs.replace(request, adapter=adapter_of(request.adapter, group.adapters))
-        root = identity_root(group.layout, request)
-        layout = group.layout
-        hasher = ChunkHasher(root, layout.chunk_tokens, lookahead_tokens=layout.lookahead)
-        await asyncio.shield(self._lane.run(hasher.feed, tokens))
-        return self.start(group, root, tenant_number(request.tenant), hasher.chain, budget_bytes, ttl_ms)
-
-    def start(
-        self,
-        group: EngineGroup,
-        root: bytes,
-        tenant: int,
-        chain: bytes,
-        budget_bytes: int,
-        ttl_ms: int,
-    ) -> int:
-        """Start loading the chunks of these chain keys; returns the job's number. Raises Refused."""
+        if (ask.tokens is None) == (ask.keys is None):
+            raise BadRequest("tokens: give either tokens or keys", field="tokens")
+        group, request = self._group_of(ask.model), ask.request()
         if not group.complete:
             raise Refused("engine_slices: not all slices of this engine are attached; try later")
+        request = msgspec.structs.replace(request, adapter=adapter_of(request.adapter, group.adapters))
+        root = identity_root(group.layout, request)
+        work = Work(group.layout, root, group.packed_slices, group.record_limits, group.spans)
+        if ask.keys is None:
+            keys = await asyncio.shield(self._lane.run(work.derive, ask.tokens))
+        elif len(keys := keys_of(ask.keys)) % len(work.slices):
+            what = f"{len(ask.keys)} keys for {len(work.limits)} slices; name each chunk in all slices of the engine"
+            raise BadRequest(f"keys: {what}", field="keys")
+        job = self._begin(ask.job, count(keys, len(work.limits)))
+        name = f"prewarm-{job.job}"
+        self._supervisor.job(self._run(job, ask, work, keys, tenant_number(request.tenant)), name)
+        return job
+
+    def _begin(self, number: int | None, n_chunks: int) -> Job:
+        """A new job, or the one that runs again."""
         running = [job for job in self._jobs.values() if job.state == "running"]
         if len(running) >= MAX_RUNNING_JOBS:
             raise Refused(f"{len(running)} prewarm jobs are running; try again when some have ended")
-        job = Job(self._next, chunks=len(chain) // KEY_BYTES)
+        if number is not None:
+            job = self.job(number)
+            if job in running or job.chunks != n_chunks:
+                what = f"{number} is {job.state}, with {job.chunks} chunks"
+                raise BadRequest(
+                    f"job: {what}; give a done job of this prompt ({n_chunks} chunks)", field="job"
+                )
+            job.state = "running"
+            return job
+        job = self._jobs[self._next] = Job(job=self._next, chunks=n_chunks, begun_s=self._clock.monotonic_s())
+        job.phases["compute"] = 0.0
         self._next += 1
-        self._jobs[job.job] = job
         if len(self._jobs) > MAX_JOBS:
-            ended = (number for number, other in self._jobs.items() if other.state == "done")
-            del self._jobs[next(ended)]
-        # The group's processes may end at any time, so what the prewarm needs of it is read here.
-        slices = GroupSlices(group.packed_slices, group.record_limits, group.spans)
-        work = self._run(job, slices, root, tenant, chain, budget_bytes, ttl_ms)
-        self._supervisor.job(work, f"prewarm-{job.job}")
-        return job.job
+            dropped = self._jobs.pop(next(at for at, one in self._jobs.items() if one.state == "done"))
+            self.prefixes = {key: one for key, one in self.prefixes.items() if one is not dropped}
+        return job
 
-    def job(self, number: int) -> dict[str, Any] | None:
-        """The outcome of a prewarm so far; None if it is not listed."""
-        job = self._jobs.get(number)
-        return None if job is None else msgspec.structs.asdict(job)
+    def job(self, number: int) -> Job:
+        """A prewarm and its outcome so far. Raises NotFound."""
+        if (job := self._jobs.get(number)) is None:
+            raise NotFound(f"job: {number} is not among the recent ones")
+        return job
 
     def documents(self) -> list[dict[str, Any]]:
         """All listed prewarms, oldest first."""
-        return [msgspec.structs.asdict(job) for job in self._jobs.values()]
+        return [job.report() for job in self._jobs.values()]
 
-    async def _run(
-        self, job: Job, group: GroupSlices, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
-    ) -> None:  # fmt: skip
-        slices, limits, spans = group
-        n_slices, reason = len(limits), InternalError.code
-        deadline_s = self._clock.monotonic_s() + ttl_ms / 1000
+    async def _run(self, job: Job, ask: Prompt, work: Work, keys: bytes, tenant: int) -> None:
+        limits, n_slices, reason = work.limits, len(work.limits), InternalError.code
+        now_s = self._clock.monotonic_s()
         try:
-            keys = await asyncio.shield(self._lane.run(storage_keys, root, chain, slices))
-            job.l1_chunks = peek(self._pool, keys, n_slices, spans)
-            n_chunks, reason = count(keys, n_slices), ""
-            if job.l1_chunks < n_chunks:
-                reason = InternalError.code
-                fetched = await self._prefetch.fetch(
-                    part(keys, job.l1_chunks, n_chunks, n_slices),
-                    n_slices,
-                    identity=root,
-                    tenant=tenant,
-                    parent=before(keys, job.l1_chunks, n_slices=n_slices),
-                    deadline_s=deadline_s,
-                    budget_bytes=budget_bytes or None,
-                    limits=limits,
-                    spans=spans,
-                )
-                job.l2_chunks, reason = fetched.l2_chunks, fetched.reason
+            if job.seconds:  # it runs again
+                job.phases["compute"] += now_s - job.begun_s - job.seconds
+                n = peek(self._pool, keys, n_slices, work.spans)
+                job.computed_chunks += max(0, n - job.l1_chunks - job.l2_chunks)
+            left_bytes = ask.budget_bytes - job.computed_chunks * sum(limits)
+            n, job.l2_chunks, why, detail = await self._prefetch.fetch(
+                keys,
+                n_slices,
+                identity=work.root,
+                tenant=tenant,
+                deadline_s=now_s + ask.budget_s,
+                budget_bytes=max(0, left_bytes - job.bytes),
+                limits=limits,
+                spans=work.spans,
+                prewarm=job,
+            )
+            reason = str(detail or why)
+            job.l1_chunks, job.affordable_tokens = n - job.l2_chunks, 0
+            more = min(job.chunks - n, (left_bytes - job.bytes) // sum(limits)) if all(limits) else 0
+            if more > 0 and ask.tokens is not None:
+                job.affordable_tokens = (n + more) * work.layout.chunk_tokens + work.layout.lookahead
+            if n:
+                self.prefixes[nth(keys, (n - 1) * n_slices)] = job
         except KvstrataError as error:
             reason = error.code
         finally:
+            job.seconds = self._clock.monotonic_s() - job.begun_s
+            self._price(job, self._explainer.chunk_s(work.layout))
             job.reason, job.state = reason, "done"
+
+    def note_lookup(self, keys: PromptKeys, n_chunks: int, l1_chunks: int, layout: LayoutIdentity) -> None:
+        """Count a user's lookup: so many of its chunks are served, and so many of these were in L1 when it came."""
+        chunk_s = self._explainer.chunk_s(layout)
+        for n in {job.l1_chunks + job.l2_chunks for job in self.prefixes.values()}:
+            job = self.prefixes.get(keys.nth((n - 1) * keys.n_slices)) if n <= keys.n_chunks else None
+            if job is not None:
+                job.later_requests += 1
+                job.user_path_loads += max(0, min(n, n_chunks) - l1_chunks)
+                job.saved_s += min(n, n_chunks) * chunk_s
+                self._price(job, chunk_s)
+
+    def _price(self, job: Job, chunk_s: float) -> None:
+        saves_s = (job.l1_chunks + job.l2_chunks) * chunk_s
+        job.break_even_requests = math.ceil(job.seconds / saves_s) if saves_s else None
 
     def _group_of(self, model: str) -> EngineGroup:
         groups = self._processes.groups

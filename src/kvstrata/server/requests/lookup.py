@@ -209,7 +209,7 @@ class Lookups:
         self._processes, self._grants = parts.processes, parts.grants
         self._tiers, self._prefetch, self._store = parts.tiers, parts.prefetch, parts.store
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
-        self._explainer, self._counters = parts.explainer, parts.counters
+        self._explainer, self._counters, self._prewarms = parts.explainer, parts.counters, parts.prewarms
         self._epoch = parts.facts.epoch
         self._unnoted: list[Answered] = []
 
@@ -585,3 +585,5 @@ class Lookups:
         )  # fmt: skip
         group = asked.process.group
         self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
+        if self._prewarms.prefixes and keys.n_slices:
+            self._prewarms.note_lookup(keys, n, l1_chunks, group.layout)
