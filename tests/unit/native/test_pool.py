@@ -279,3 +279,12 @@ def test_a_hint_reaches_the_first_chunk_that_is_there_and_all_before_it(files: F
     with pytest.raises(ValueError):
         pool.hint(bytes(31), 1)
     pool.validate()
+
+
+def test_a_hint_reaches_a_chain_of_any_length(files: Files) -> None:
+    pool = files.create(extents=2_000, entry_capacity=2_000)
+    keys = chain(1, 1_900)
+    store(pool, keys)
+    for end in (511, 512, 513, 1_024, 1_025, 1_900):
+        assert pool.hint(keys[(end - 1) * 32 : end * 32], 1) == end
+    pool.validate()

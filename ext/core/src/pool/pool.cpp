@@ -497,27 +497,39 @@ void Pool::missed(const std::uint8_t* keys, std::size_t n_keys) noexcept {
 }
 
 std::size_t Pool::hint(const std::uint8_t* keys, std::size_t n_keys, std::uint8_t next) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (is_closed()) return 0;
-  const std::vector<std::uint32_t>& found = entries_.find(keys, n_keys);
-  const auto last = std::find_if(found.begin(), found.end(),
-                                 [](std::uint32_t entry) { return entry != kNoEntry; });
-  if (last == found.end()) return 0;
+  constexpr std::size_t kAtOnce = 512;  // before other threads get the mutex
   const std::uint64_t now_ns = time_ns();
-  policy_.tell_time(now_ns);
-  const std::uint64_t tenant = load_word(entries_.index.cold(*last).tenant);
-  const Hint hint{next, static_cast<std::uint8_t>(tenant % Hint::kGroups)};
-  std::vector<Key> chain;
-  const auto apply = [&](std::uint32_t entry) {
-    if (policy_.hint(entry, hint)) entries_.store_use(entry);
-    chain.push_back(entries_.index.key(entry));
-  };
-  apply(*last);
-  family_.each_ancestor(*last, apply);
+  std::vector<Key> chain;  // from its end to its beginning
+  Hint hint{next, 0};
+  for (bool more = true; more;) {
+    const std::lock_guard lock(mutex_);
+    if (is_closed()) return 0;
+    policy_.tell_time(now_ns);
+    std::uint32_t entry = kNoEntry;
+    if (chain.empty()) {
+      const std::vector<std::uint32_t>& found = entries_.find(keys, n_keys);
+      const auto last = std::find_if(found.begin(), found.end(),
+                                     [](std::uint32_t one) { return one != kNoEntry; });
+      if (last == found.end()) return 0;
+      entry = *last;
+      const std::uint64_t tenant = load_word(entries_.index.cold(entry).tenant);
+      hint.group = static_cast<std::uint8_t>(tenant % Hint::kGroups);
+    } else if (const std::uint32_t below = entries_.index.find(chain.back()); below != kNoEntry) {
+      entry = entries_.index.parent(below);  // unless it has left meanwhile
+    }
+    for (std::size_t n = 0; n < kAtOnce && entry != kNoEntry; ++n) {
+      if (policy_.hint(entry, hint)) entries_.store_use(entry);
+      chain.push_back(entries_.index.key(entry));
+      entry = entries_.index.parent(entry);
+    }
+    more = entry != kNoEntry && chain.size() < kMaxAncestors;
+  }
   std::reverse(chain.begin(), chain.end());
   const auto* of_chain = reinterpret_cast<const std::uint8_t*>(chain.data());
   request_log_.add(of_chain, chain.size(), 1, now_ns, hint);
-  shadows_.add(shadows_.sample(of_chain, chain.size(), 1), 0, now_ns, hint);
+  const std::vector<SampledChunk> sampled = shadows_.sample(of_chain, chain.size(), 1);
+  const std::lock_guard lock(mutex_);
+  shadows_.add(sampled, 0, now_ns, hint);
   return chain.size();
 }
 
