@@ -133,7 +133,7 @@ def disk_connector(
     `segment_bytes`: a multiple of 4096, at most a sixteenth of the capacity; 0: by the capacity.
     `min_free_bytes`: the log grows only if it leaves this much free on the file system.  `direct`: use O_DIRECT if the
     file system supports it.  `reinsert_percent`: when a segment retires, this share of it is written again: its most
-    recently loaded records.
+    recently used records.
     """
 
 # The native connector of `fs` (ext/core/src/fs/connector.h).

@@ -109,12 +109,14 @@ class Medium(ABC):
 
 @pytest.mark.asyncio
 class AdapterContract(ABC):
-    """The contract, see the module. A subclass sets `has_cap`, `cap_scale` and `waits_in_threads` for its adapter."""
+    """The contract, see the module. A subclass sets `has_cap` and the names after it for its adapter."""
 
     has_cap = True
     """Whether `make_adapter` honours `capacity_bytes`."""
     cap_scale = 1
     """Factor for caps and numbers of records, for a medium whose smallest possible cap is large."""
+    ends_first = True
+    """Whether the cap evicts no chunk before those that continue it."""
     waits_in_threads = True
     """Whether the adapter asks holds for their bytes in a thread, where tests can block the adapter."""
 
@@ -532,6 +534,29 @@ class AdapterContract(ABC):
             for number in range(1, 12 * self.cap_scale):
                 await self.put(adapter, number)
                 assert await self.load(adapter, 0) == [LOADED]
+
+    async def test_of_a_prompt_the_cap_evicts_the_end_first(self, medium: Medium) -> None:
+        if not (self.has_cap and self.ends_first):
+            pytest.skip("this adapter has no cap of its own, or evicts by age alone")
+        draw, parents, room = random.Random(1), dict[bytes, bytes](), 48 + 12 * self.cap_scale
+        ends = [bytes(32)] * 4  # the last chunks of four sessions
+        async with self.opened(medium, room * (record_length(SIZE) + 4096)) as adapter:
+            while len(parents) < 6 * room:
+                at, chunks = draw.randrange(4), []
+                if draw.random() < 16 / room:
+                    ends[at] = bytes(32)  # another session begins
+                for _ in range(draw.randint(1, 3)):
+                    key = key_of(len(parents))
+                    chunks.append(put_item(key, SIZE, parent=ends[at]))
+                    parents[key] = ends[at]
+                    ends[at] = key
+                assert await adapter.put(chunks) == [STORED] * len(chunks)
+            kept = medium.keys()
+        reached = {bytes(32)}
+        for key, parent in parents.items():
+            if key in kept and parent in reached:
+                reached.add(key)
+        assert kept == kept & reached, "a chunk was evicted before one that continues it"
 
     async def test_a_batch_larger_than_the_cap_never_exceeds_it(self, medium: Medium) -> None:
         if not self.has_cap:

@@ -167,19 +167,24 @@ class WatchedHold:
         assert await asyncio.to_thread(self.asked.wait, WAIT_S), "nobody asked for the bytes"
 
 
-def record_hold(key: bytes, payload: bytes, *, gate: threading.Event | None = None) -> WatchedHold:
-    """A hold on a sealed record of this payload."""
+def record_hold(
+    key: bytes, payload: bytes, *, gate: threading.Event | None = None, parent: bytes = bytes(32)
+) -> WatchedHold:
+    """A hold on a sealed record of this payload. `parent`: key of the chunk before it."""
     hold = WatchedHold(key, record_length(len(payload)), for_put=True, gate=gate)
     header_bytes = hold.length - len(payload)
     hold._pages[header_bytes : hold.length] = payload
-    spec = RecordSpec(key, IDENTITY, bytes(32), bytes(32), 256)
+    spec = RecordSpec(key, IDENTITY, bytes(32), parent, 256)
     seal_record(hold.address, hold.length, spec, section_lengths(len(payload)))
     return hold
 
 
-def put_item(key: bytes, payload_bytes: int, *, gate: threading.Event | None = None) -> PutItem:
-    """An item that puts this key's payload."""
-    return PutItem(key, cast("Hold", record_hold(key, payload_of(key, payload_bytes), gate=gate)))
+def put_item(
+    key: bytes, payload_bytes: int, *, gate: threading.Event | None = None, parent: bytes = bytes(32)
+) -> PutItem:
+    """An item that puts this key's payload. `parent`: key of the chunk before it."""
+    hold = record_hold(key, payload_of(key, payload_bytes), gate=gate, parent=parent)
+    return PutItem(key, cast("Hold", hold))
 
 
 def load_item(

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "files/outcome.h"
+#include "record/record.h"
 
 namespace kvstrata::disk {
 
@@ -31,8 +32,6 @@ bool Finder::load(Lock& lock, LoadItem& item) noexcept {
     return false;
   }
   item.length = found->record_bytes;
-  if (++loads_ == 0) loads_ = 1;
-  found->loaded = loads_;
   const DiskPlace place = *found;
   Segment& segment = segments_.at(place.segment);
   const std::shared_ptr<File> file = segment.file;
@@ -47,7 +46,14 @@ bool Finder::load(Lock& lock, LoadItem& item) noexcept {
   segments_.unpin(segment);
   item.copy = place.sequence;
   set_outcome(item, LoadOutcome{LoadStatus::kLoaded, Reason::kNone});
-  if (sound) return false;
+  if (sound) {
+    DiskPlace* const now = index_.find(item.key);
+    if (now != nullptr && now->sequence == place.sequence) {
+      now->parent = DiskIndex::hash(parent_of_record(item.bytes, item.length));
+      used(DiskIndex::hash(item.key));
+    }
+    return false;
+  }
   shared_.notes.add(true,
                     "a record in " + path +
                         (status.ok() ? " is damaged or was replaced, and is removed"
@@ -58,6 +64,14 @@ bool Finder::load(Lock& lock, LoadItem& item) noexcept {
   }
   set_outcome(item, LoadOutcome{LoadStatus::kFailed, Reason::kIo});
   return false;
+}
+
+void Finder::used(std::uint64_t key) noexcept {
+  if (++uses_ == 0) uses_ = 1;
+  // (Parents form a circle if a loaded record is damaged.)
+  for (DiskPlace* at = index_.find(key); at != nullptr && at->used != uses_;
+       at = index_.find(at->parent))
+    at->used = uses_;
 }
 
 void Finder::publish(const PlacedFrame& placed) {
@@ -77,6 +91,7 @@ void Finder::publish(const PlacedFrame& placed) {
   index_.set(header.key, place_of(placed));
   live_bytes_ += header.frame_bytes();
   segment->records.push_back(frame_place(header.key, placed.block));
+  segment->uses = uses_;
 }
 
 bool Finder::remove(const Digest& key, std::uint64_t tombstone) {
@@ -128,7 +143,8 @@ void Finder::adopt(Segment& segment, const TableEntry& entry) {
                         .segment = segment.number,
                         .block = entry.block,
                         .record_bytes = entry.record_bytes,
-                        .loaded = 0};
+                        .used = 0,
+                        .parent = 0};
   index_.set(entry.key, place);
   live_bytes_ += frame_bytes_of(place);
 }

@@ -30,17 +30,18 @@ class Finder {
   Finder(Shared& shared, Segments& segments) : shared_(shared), segments_(segments) {}
 
   [[nodiscard]] const DiskPlace* find(const Digest& key) noexcept { return index_.find(key); }
+  [[nodiscard]] const DiskPlace* find(std::uint64_t key) noexcept { return index_.find(key); }
   // The entry of the record that was published at this place, or nullptr if the index has another
   // record of the key or none. Valid until the index changes.
   [[nodiscard]] const DiskIndex::Entry* find_at(const Segment& segment,
-                                                const FramePlace& place) const noexcept {
+                                                const FramePlace& place) noexcept {
     return index_.find_at(place.hash_low, place.hash_high, segment.number, place.block);
   }
   [[nodiscard]] std::uint64_t size() const noexcept { return index_.size(); }
   [[nodiscard]] std::uint64_t live_bytes() const noexcept { return live_bytes_; }
-  // The number of all loads, modulo 2^32 and never 0 after the first load. DiskPlace::loaded is the
-  // value at the record's last load.
-  [[nodiscard]] std::uint32_t loads() const noexcept { return loads_; }
+  // The number of all uses, modulo 2^32 and never 0 after the first use. DiskPlace::used is the
+  // value at the record's last use.
+  [[nodiscard]] std::uint32_t uses() const noexcept { return uses_; }
 
   // See Connector.
   void exists(std::span<ExistsItem> items) noexcept;
@@ -48,6 +49,10 @@ class Finder {
   // Loads the item; `copy` is then the sequence of the frame that was read. Unlocks the mutex.
   // True: the frame is no longer at its place, and the caller must remove this copy.
   [[nodiscard]] bool load(Lock& lock, LoadItem& item) noexcept;
+
+  // A load of a record, and a put of its child, use the record and its ancestors. `key`: the first
+  // eight bytes of its key; nothing happens if it has no record.
+  void used(std::uint64_t key) noexcept;
 
   // -- running puts: their frames have places and are not published yet
 
@@ -80,7 +85,7 @@ class Finder {
   Segments& segments_;
   DiskIndex index_;
   std::uint64_t live_bytes_ = 0;  // of the frames in the index
-  std::uint32_t loads_ = 0;
+  std::uint32_t uses_ = 0;
   // Keys of running puts -> sequence of the last tombstone that names the key; 0: none.
   std::unordered_map<Digest, std::uint64_t, KeyHash> putting_;
   std::vector<Digest> evicted_;  // not taken yet

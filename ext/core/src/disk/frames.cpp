@@ -63,7 +63,8 @@ DiskPlace place_of(const PlacedFrame& placed) noexcept {
                    .segment = placed.segment,
                    .block = placed.block,
                    .record_bytes = static_cast<std::uint32_t>(placed.header.record_bytes),
-                   .loaded = 0};
+                   .used = 0,
+                   .parent = placed.parent};
 }
 
 }  // namespace kvstrata::disk

@@ -19,6 +19,7 @@ struct PlacedFrame {
   FrameHeader header;
   std::uint32_t segment = 0;
   std::uint32_t block = 0;
+  std::uint64_t parent = 0;  // see DiskPlace
 };
 
 struct FreeBytes {

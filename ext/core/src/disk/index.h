@@ -21,8 +21,9 @@ struct DiskPlace {
   std::uint32_t segment = 0;
   std::uint32_t block = 0;  // of its frame, from the start of the segment's file
   std::uint32_t record_bytes = 0;
-  // Finder::loads() at the last load from this place; 0: it was never loaded.
-  std::uint32_t loaded = 0;
+  // Finder::uses() at the last use from this place; 0: it was never used.
+  std::uint32_t used = 0;
+  std::uint64_t parent = 0;  // the first eight bytes of the parent's key; 0: none is known
 };
 
 class DiskIndex {
@@ -34,33 +35,34 @@ class DiskIndex {
 
   DiskIndex() : shards_(kShards) {}
 
+  // The first eight bytes of a key.
+  static std::uint64_t hash(const Digest& key) noexcept {
+    std::uint64_t bits;
+    std::memcpy(&bits, key.data(), sizeof(bits));
+    return bits;
+  }
+
   [[nodiscard]] std::uint64_t size() const noexcept { return size_; }
 
   // The place of the key's record, or nullptr. Valid until the index changes.
   [[nodiscard]] DiskPlace* find(const Digest& key) noexcept {
-    Shard& shard = shards_[shard_of(key)];
-    if (shard.slots.empty()) return nullptr;
-    for (std::size_t at = home(key, shard); shard.slots[at].place.sequence != 0;
-         at = (at + 1) & (shard.slots.size() - 1)) {
-      if (shard.slots[at].key == key) return &shard.slots[at].place;
-    }
-    return nullptr;
+    Entry* const found = probe(hash(key), [&](const Entry& entry) { return entry.key == key; });
+    return found == nullptr ? nullptr : &found->place;
+  }
+
+  // The same for a key of which only the first eight bytes are known.
+  [[nodiscard]] DiskPlace* find(std::uint64_t bits) noexcept {
+    Entry* const found = probe(bits, [&](const Entry& entry) { return hash(entry.key) == bits; });
+    return found == nullptr ? nullptr : &found->place;
   }
 
   // The entry of the record that lies at this segment and block, given the first eight bytes of its
   // key; or nullptr. Valid until the index changes.
   [[nodiscard]] const Entry* find_at(std::uint32_t hash_low, std::uint32_t hash_high,
-                                     std::uint32_t segment, std::uint32_t block) const noexcept {
-    const std::uint64_t bits = std::uint64_t{hash_high} << 32 | hash_low;
-    const Shard& shard = shards_[bits % kShards];
-    if (shard.slots.empty()) return nullptr;
-    const std::size_t mask = shard.slots.size() - 1;
-    for (std::size_t at = (bits / kShards) & mask; shard.slots[at].place.sequence != 0;
-         at = (at + 1) & mask) {
-      const DiskPlace& place = shard.slots[at].place;
-      if (place.segment == segment && place.block == block) return &shard.slots[at];
-    }
-    return nullptr;
+                                     std::uint32_t segment, std::uint32_t block) noexcept {
+    return probe(std::uint64_t{hash_high} << 32 | hash_low, [&](const Entry& entry) {
+      return entry.place.segment == segment && entry.place.block == block;
+    });
   }
 
   // See Connector::list(). A cursor holds a shard, the shard's size, and a home slot in it. A shard
@@ -151,11 +153,18 @@ class DiskIndex {
     std::size_t used = 0;
   };
 
-  static std::uint64_t hash(const Digest& key) noexcept {
-    std::uint64_t bits;
-    std::memcpy(&bits, key.data(), sizeof(bits));
-    return bits;
+  template <typename Is>
+  [[nodiscard]] Entry* probe(std::uint64_t bits, Is&& is) noexcept {
+    Shard& shard = shards_[bits % kShards];
+    if (shard.slots.empty()) return nullptr;
+    const std::size_t mask = shard.slots.size() - 1;
+    for (std::size_t at = (bits / kShards) & mask; shard.slots[at].place.sequence != 0;
+         at = (at + 1) & mask) {
+      if (is(shard.slots[at])) return &shard.slots[at];
+    }
+    return nullptr;
   }
+
   static std::size_t shard_of(const Digest& key) noexcept { return hash(key) % kShards; }
   static std::size_t home(const Digest& key, const Shard& shard) noexcept {
     return (hash(key) / kShards) & (shard.slots.size() - 1);

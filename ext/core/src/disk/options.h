@@ -15,7 +15,7 @@ struct DiskOptions {
   // A segment is made only if it leaves this much free on the file system.
   std::uint64_t min_free_bytes = 0;
   bool direct = true;  // bypass the page cache where the file system can
-  // Share of a segment that is written again when it retires: its most recently loaded records.
+  // Share of a segment that is written again when it retires: its most recently used records.
   std::uint32_t reinsert_percent = 20;
   // True: the log makes segments ready in a thread of its own. False: put_end() makes them ready.
   bool own_threads = true;

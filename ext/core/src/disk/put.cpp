@@ -7,6 +7,7 @@
 
 #include "base/patience.h"
 #include "files/outcome.h"
+#include "record/record.h"
 
 namespace kvstrata::disk {
 
@@ -51,6 +52,8 @@ void Putter::put_one(Lock& lock, PutItem& item) noexcept {
                      .record_bytes = item.length,
                      .key = item.key,
                      .head_crc = head_crc_of(item.bytes, item.length)};
+  const std::uint64_t parent = DiskIndex::hash(parent_of_record(item.bytes, item.length));
+  finder_.used(parent);
   Status status = retirer_.make_room(lock, header.frame_bytes(), 1);
   // (make_room() may have unlocked the mutex.)
   if (finder_.find(item.key) != nullptr || finder_.is_being_put(item.key)) {
@@ -61,7 +64,8 @@ void Putter::put_one(Lock& lock, PutItem& item) noexcept {
     set_outcome(item, failure(status));
     return;
   }
-  const PlacedFrame placed = appender_.place(std::move(header));
+  PlacedFrame placed = appender_.place(std::move(header));
+  placed.parent = parent;
   finder_.begin_put(item.key);
   lock.unlock();
   status = write_frame(placed, item.bytes);

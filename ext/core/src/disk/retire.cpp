@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -177,7 +178,7 @@ Status Retirer::drop(Lock& lock, Segment& segment) noexcept {
   return status;
 }
 
-// Writes the most recently loaded records of the segment again, at the log's end, up to the share
+// Writes the most recently used records of the segment again, at the log's end, up to the share
 // reinsert_percent and as far as the log has room.
 void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
   struct Hot {
@@ -185,14 +186,20 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
     DiskPlace place;
   };
   std::vector<Hot> hot;
+  const std::uint32_t now = finder_.uses();
+  const std::uint32_t old = segments_.at(segments_.full()[segments_.full().size() / 2]).uses;
   for (std::size_t at = 0; at < segment.records.size(); ++at) {
     const DiskIndex::Entry* const entry = finder_.find_at(segment, segment.records[at]);
-    if (entry != nullptr && entry->place.loaded != 0) hot.push_back({entry->key, entry->place});
+    if (entry != nullptr && entry->place.used != 0 && now - entry->place.used < now - old)
+      hot.push_back({entry->key, entry->place});
     yield_mutex(lock, at);
   }
-  // The count of loads may have wrapped, so its distance from the present count gives the order.
-  std::sort(hot.begin(), hot.end(), [now = finder_.loads()](const Hot& a, const Hot& b) {
-    return now - a.place.loaded < now - b.place.loaded;
+  // The count of uses may have wrapped, so its distance from the present count gives the order. Of
+  // a chain that was used at once, the first record was put first, and stays rather than the
+  // others.
+  std::sort(hot.begin(), hot.end(), [now](const Hot& a, const Hot& b) {
+    return std::tuple(now - a.place.used, a.place.sequence) <
+           std::tuple(now - b.place.used, b.place.sequence);
   });
   std::uint64_t left = segment.length / 100 * shared_.options.reinsert_percent;
   std::vector<PlacedFrame> again;
@@ -202,6 +209,8 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
         .kind = FrameKind::kRecord, .record_bytes = record.place.record_bytes, .key = record.key};
     // One record may always stay: in a small log a record may be larger than the share.
     if (header.frame_bytes() > left && !again.empty()) continue;
+    const DiskPlace& place = record.place;
+    if (place.parent != 0 && finder_.find(place.parent) == nullptr) continue;  // nobody reaches it
     const RecordMemory memory = record_memory(record.place.record_bytes);
     if (memory == nullptr) break;
     lock.unlock();
@@ -216,11 +225,12 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
     }
     const std::optional<Status> room = appender_.take_room(header.frame_bytes(), 1, false);
     if (!room.has_value() || !room->ok()) break;
-    const DiskPlace* const now = finder_.find(record.key);
-    if (now == nullptr || now->sequence != record.place.sequence) continue;
+    const DiskPlace* const found = finder_.find(record.key);
+    if (found == nullptr || found->sequence != record.place.sequence) continue;
     left -= std::min(left, header.frame_bytes());
     header.head_crc = head_crc_of(memory.get(), record.place.record_bytes);
-    const PlacedFrame placed = appender_.place(std::move(header));
+    PlacedFrame placed = appender_.place(std::move(header));
+    placed.parent = record.place.parent;
     finder_.begin_put(record.key);
     lock.unlock();
     status = write_frame(placed, memory.get());

@@ -59,6 +59,7 @@ struct Segment {
   std::vector<FramePlace> records;          // the records that were published in this segment
   std::vector<TableEntry> table;            // of all frames; empty once it is in the file
   std::uint32_t pins = 0;
+  std::uint32_t uses = 0;     // Finder::uses() when a record was last published in it
   bool dirty = false;         // something written is not synced
   bool table_failed = false;  // the table could not be written, and is not tried again
 

@@ -5,6 +5,7 @@
 
 #include "base/clock.h"
 #include "base/threads.h"
+#include "record/record.h"
 
 namespace kvstrata {
 
@@ -137,10 +138,14 @@ PutOutcome FsConnector::put_one(PutItem& item) {
       record != nullptr && record->length == item.length)
     return {PutStatus::kExists, Reason::kNone};
   if (parts_.join(item)) return {PutStatus::kExists, Reason::kNone};
+  // What it continues must not leave for it.
+  const Digest parent = parent_of_record(item.bytes, item.length);
+  if (FsRecord* const record = index_.find(parent)) index_.used(*record);
   const std::uint64_t charge = fs_charge(item.length);
   if (!take_room(lock, charge)) return put_refusal(Reason::kCapacity);
   const std::uint64_t number = ++next_part_;
   FsPart& part = parts_.make(number, item);
+  part.parent = parent;
   const FsFiles::NewPart file{
       .path = paths_.part(item.key, number), .bytes = item.bytes, .length = item.length};
   const Status status = write_part(lock, file, charge);
@@ -198,6 +203,7 @@ LoadOutcome FsConnector::load_one(LoadItem& item) {
   if (record != nullptr && record->copy == item.copy) {
     record->loads -= 1;
     if (read == FsFiles::Read::kWhole) {
+      record->parent = parent_of_record(item.bytes, item.length);
       index_.used(*record);
       if (refresh) record->recency_unix_ns = now_ns;
     } else if (read == FsFiles::Read::kAbsent && !marks_.contains(item.key)) {

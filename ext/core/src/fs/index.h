@@ -1,7 +1,9 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // In-memory index of the records in a directory, a map from keys to lengths, in the order of the
-// records' last use. Not thread-safe.
+// records' last use. A use of a record is one of its ancestors too, as far as their parents are
+// known, and these are then newer than it: of a chain, the last record is the oldest. Not
+// thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +23,8 @@ struct FsRecord {
   std::uint32_t length = 0;
   std::uint32_t loads = 0;  // running now; a record that is being loaded is not evicted
   std::list<Digest>::iterator age{};
+  Digest parent{};        // zeros: none is known
+  std::uint64_t use = 0;  // FsIndex::uses() at its last use
 };
 
 class FsIndex {
@@ -94,7 +98,17 @@ class FsIndex {
     return record;
   }
 
-  void used(FsRecord& record) { ages_.splice(ages_.end(), ages_, record.age); }
+  // The number of uses until now.
+  [[nodiscard]] std::uint64_t uses() const noexcept { return uses_; }
+
+  // (The parents may form a circle, if a loaded record is damaged.)
+  void used(FsRecord& record) {
+    uses_ += 1;
+    for (FsRecord* at = &record; at != nullptr && at->use != uses_; at = find(at->parent)) {
+      at->use = uses_;
+      ages_.splice(ages_.end(), ages_, at->age);
+    }
+  }
 
  private:
   // Buckets that one call of list() visits for each key that it may name.
@@ -106,6 +120,7 @@ class FsIndex {
   std::list<Digest> ages_;
   std::uint64_t charge_ = 0;
   std::uint64_t copies_ = 0;
+  std::uint64_t uses_ = 0;
 };
 
 }  // namespace kvstrata

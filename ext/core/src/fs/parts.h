@@ -33,6 +33,7 @@ enum class FsPartState : std::uint8_t {
 
 struct FsPart {
   Digest key{};
+  Digest parent{};  // set by the maker, see FsRecord
   std::uint32_t length = 0;
   FsPartState state = FsPartState::kWriting;  // goes only forward
   bool cancelled = false;                     // the key was deleted meanwhile

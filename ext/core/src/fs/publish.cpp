@@ -70,17 +70,25 @@ void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> mark
   files_.publish(items);
   lock.lock();
   const std::int64_t now_ns = now_unix_ns();
+  const std::uint64_t before = index_.uses();
   for (std::size_t i = 0; i < chosen.size(); ++i) {
     FsPart& part = parts_.at(chosen[i]);
     if (items[i].renamed && index_.find(part.key) != nullptr) index_.remove(part.key);
     if (items[i].status.ok()) {
-      index_.add(part.key, part.length, now_ns);
+      index_.add(part.key, part.length, now_ns).parent = part.parent;
       settle(part, {PutStatus::kStored, Reason::kNone});
     } else if (unnamed != nullptr && !items[i].renamed && is_no_space(items[i].status)) {
       unnamed->push_back(chosen[i]);
     } else {
       settle(part, put_refusal(file_reason(items[i].status)));
     }
+  }
+  // A record that continues another one uses it. The last one of a chain goes first, and is then a
+  // use of all others.
+  for (std::size_t i = chosen.size(); i-- > 0;) {
+    FsRecord* const record = index_.find(parts_.at(chosen[i]).key);
+    if (record != nullptr && record->use <= before && index_.find(record->parent) != nullptr)
+      index_.used(*record);
   }
   for (const std::uint64_t number :
        not_needed) {  // the record exists, or its key was deleted since

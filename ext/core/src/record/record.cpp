@@ -354,6 +354,12 @@ Status seal_record(void* record, std::uint64_t length, const RecordSpec& spec,
   return write_record_header(record, length, spec, sections.get(), section_count);
 }
 
+Digest parent_of_record(const void* record, std::uint64_t length) noexcept {
+  Headers headers{};
+  if (length >= sizeof headers) std::memcpy(&headers, record, sizeof headers);
+  return headers.inner.parent_key;
+}
+
 Status read_outer_header(const void* record, Digest* key, std::uint64_t* record_bytes) noexcept {
   static_assert(sizeof(OuterHeader) == kOuterHeaderBytes);
   OuterHeader outer;

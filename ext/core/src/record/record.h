@@ -124,6 +124,10 @@ Status check_is_wanted(const RecordHeader& header, const Digest* expected_key,
 // The bytes of the outer header, with which a record begins.
 inline constexpr std::size_t kOuterHeaderBytes = 256;
 
+// The parent's key as the record's inner header states it, unchecked. Zeros if `length` ends within
+// the headers.
+Digest parent_of_record(const void* record, std::uint64_t length) noexcept;
+
 // Reads a record's key and whole length from its outer header. Errors are those of
 // read_record_header about the outer header. REQUIRES: kOuterHeaderBytes bytes can be read.
 Status read_outer_header(const void* record, Digest* key, std::uint64_t* record_bytes) noexcept;

@@ -51,6 +51,18 @@ TEST(what_is_loaded_often_stays_when_its_segment_retires) {
   CHECK(disk.load(4) == LoadStatus::kLoaded);
 }
 
+TEST(what_is_continued_stays_when_its_segment_retires_and_so_does_what_it_continues) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 4);
+  disk.put(std::vector{4}, 2);
+  for (int key = 10; key < 1000; key += 5) {
+    CHECK(disk.put(std::vector{key}, 4).front() == PutStatus::kStored);
+    disk.put(key + 1, key + 5);
+  }
+  CHECK(disk.present(2) && disk.present(4) && !disk.present(1) && !disk.present(3));
+}
+
 TEST(a_removed_record_does_not_come_back_when_tombstones_are_overwritten) {
   Disk disk;
   disk.open();

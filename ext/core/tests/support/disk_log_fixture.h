@@ -28,7 +28,7 @@ inline void write_file(const std::string& path, const std::string& bytes) {
 
 // A record of this number, or, for -1, room for one.
 struct Extent {
-  explicit Extent(int number, std::uint64_t length_bytes = 0)
+  explicit Extent(int number, std::uint64_t length_bytes = 0, int parent = 0)
       : length(static_cast<std::uint32_t>(
             length_bytes ? length_bytes : kvstrata::record_header_bytes(1) + kPayload)),
         memory(static_cast<std::uint8_t*>(std::aligned_alloc(4096, (length + 4095) / 4096 * 4096)),
@@ -38,6 +38,10 @@ struct Extent {
     kvstrata::RecordSpec spec;
     std::memcpy(spec.key.data(), &number, sizeof(number));
     spec.key[31] = 1;
+    if (parent != 0) {
+      std::memcpy(spec.parent_key.data(), &parent, sizeof(parent));
+      spec.parent_key[31] = 1;
+    }
     const auto header = static_cast<std::uint32_t>(kvstrata::record_header_bytes(1));
     for (std::uint32_t i = header; i < length; ++i)
       bytes[i] = static_cast<std::uint8_t>(number * 31 + i * 7 + i / 251);
@@ -85,11 +89,11 @@ struct Disk {
   void open() { CHECK_EQ(try_open(), std::string()); }
   void reopen() { open(); }
 
-  std::vector<kvstrata::PutStatus> put(const std::vector<int>& keys) {
+  std::vector<kvstrata::PutStatus> put(const std::vector<int>& keys, int parent = 0) {
     std::vector<Extent> extents;
     std::vector<kvstrata::PutItem> items;
     for (const int key : keys)
-      extents.emplace_back(key);
+      extents.emplace_back(key, 0, parent);
     for (std::size_t i = 0; i < keys.size(); ++i) {
       kvstrata::PutItem item;
       item.key = key_of(keys[i]);
