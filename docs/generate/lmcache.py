@@ -64,8 +64,9 @@ Flags of a server that mean more together, or with a value:
 - `--l2-adapter` of type `nixl_store` with `POSIX` and a `file_path`: type `fs`, in a folder of its own below that path.
 - `replica_num` and `nof_replica_num` of a `mooncake_store` adapter: options of its `replicate`.
 
-Keys of a request's `kv_transfer_params`: `lmcache.max_offload_tokens` and `lmcache.skip_load` are kept. Of the HTTP
-paths, `/healthcheck` and `/metrics` are kept; the others are [below](#http-paths).
+Keys of a request's `kv_transfer_params`: `lmcache.max_offload_tokens` and `lmcache.skip_load` are kept, and
+vLLM's own `max_load_tokens`. Of the HTTP paths, `/healthcheck` and `/metrics` are kept; the others are
+[below](#http-paths).
 """
 _HTTP = """
 ## HTTP paths

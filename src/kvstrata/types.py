@@ -259,6 +259,8 @@ class MissReason(enum.StrEnum):
     directory is gone, or it is being removed."""
     L2_FAILED = "l2_failed"
     """An L2 adapter failed to look it up or to load it; `explain` says how."""
+    RECOMPUTE = "recompute"
+    """L2 has it, and computing it was expected to be faster than loading it; `explain` shows both times."""
     IDENTITY_DIFFERS = "identity_differs"
     """The same tokens are cached under another identity of the tenant; `explain` names the field that differs."""
     NOT_IN_L1 = "not_in_l1"

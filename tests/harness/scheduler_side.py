@@ -83,6 +83,7 @@ class FakeClient:
         self.whole = 0
         self.missed_chunks = []
         self.hints = []
+        self.prompt_tokens_s = 0.0
 
     def may_fail(self, method):
         """Raise once if `fails` names the method."""

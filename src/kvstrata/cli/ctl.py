@@ -61,6 +61,15 @@ def _utc(unix_ms: float) -> str:
 def _explained(answer: Mapping[str, Any]) -> Any:
     """One line for each lookup, of one request or of the recent ones."""
 
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3g} s"
+
+    def choice(one: Mapping[str, Any]) -> str:
+        return (
+            f"{one['adapter']}: {'load' if one['loads'] else 'compute'}, took {seconds(one['took_s'])} (expected: load "
+            f"{seconds(one['load_s'])}, compute {seconds(one['compute_s'])})"
+        )
+
     def lookup(document: Mapping[str, Any]) -> dict[str, Any]:
         miss = document["first_miss"]
         detail = f" ({miss['detail']})" if miss and miss["detail"] else ""
@@ -71,6 +80,7 @@ def _explained(answer: Mapping[str, Any]) -> Any:
             "chunks": document["chunks"],
             **document["hits"],
             "first_miss": miss and f"chunk {miss['chunk']}: {miss['reason']}{detail}",
+            "choices": "; ".join(map(choice, document.get("choices", ()))) or None,
         }
 
     if "recent" in answer:

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvstrata.cli.boundary import Exit, guarded
 from kvstrata.errors import ConfigError
+from kvstrata.observability.load_line import TOKENS_DEPTH
 
 if TYPE_CHECKING:
     import argparse
     from pathlib import Path
-
-TOKENS_DEPTH = 3.3 / 100_000
-"""By how much each token of a prompt makes the tokens behind it dearer, as a share of the first one's cost: that of a
-model with 8 B parameters."""
 
 
 @guarded("kvstrata replay")

@@ -97,6 +97,9 @@ class CacheClient:
         if slice is None and role is not Role.SCHEDULER:
             raise ValueError(f"a {role.value} needs the slice that it reads and writes")
         _token(settings)  # refuses a bad file now; each attach reads it again, so that it can be changed
+        self.prompt_tokens_s = 0.0
+        """Tokens at a prompt's start that the engine computes in a second, as a scheduler measures it; 0: not known.
+        The next ping tells it."""
         self.session = secrets.token_bytes(wire.SESSION_BYTES)
         self.slice_digest = slice.digest() if slice is not None else b""
         """Digest of the slice that this process reads and writes; b"" for a scheduler."""

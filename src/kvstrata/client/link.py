@@ -335,6 +335,7 @@ class Link:
         """The events of the connection that the poll waits for."""
         self._copies_told: DeviceCopies | None = None
         self._rate_told: LoadRate | None = None
+        self._tokens_s_told = 0.0
         self._stop_attaching = threading.Event()
         self._retry_s = ATTACH_RETRY_FIRST_S
         self._attacher: threading.Thread | None = None
@@ -540,9 +541,11 @@ class Link:
             told = self._owner.lookups.untold()
             misses = [one for one in told if isinstance(one, wire.Miss)]
             hints = [one for one in told if isinstance(one, wire.Hint)]
-            ping = wire.Ping(self.table.next_seq(), news, new_rate, misses, hints)
+            tokens_s = self._owner.prompt_tokens_s
+            new_tokens_s = 0.0 if tokens_s == self._tokens_s_told else tokens_s
+            ping = wire.Ping(self.table.next_seq(), news, new_rate, misses, hints, new_tokens_s)
             if link.send(wire.encode(ping)):
-                self._copies_told, self._rate_told = copies, rate
+                self._copies_told, self._rate_told, self._tokens_s_told = copies, rate, tokens_s
                 self._owner.lookups.told(len(told))
             self.silence.pinged(time.monotonic())
 
@@ -689,6 +692,7 @@ class Link:
         self._attachment, self.connected = attachment, True
         self.error = ""
         self._copies_told = self._rate_told = None
+        self._tokens_s_told = 0.0
         attachment.close_pool_fds()
         self._watch(attachment)
         self.silence.heard()  # the attach was answered

@@ -50,6 +50,9 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tails_after_s: Annotated[float, says(
         "Seconds after which the tail of a prompt (its unfinished last chunk) is put to L2, if nothing has replaced "
         "it; -1: tails stay in L1.", ge=-1, le=86_400)] = 60.0
+    load: Annotated[Literal["auto", "always", "never"], says(
+        "Whether lookups load what L1 lacks: `auto` unless the engine computes it faster, as both are measured; "
+        "prewarms always load.")] = "auto"
     drain_s: Annotated[float, says(
         "Seconds that puts and loads under way may still take when the server stops; closing takes up to 5 s more.",
         limit=True, ge=0, le=600)] = 10.0
@@ -119,8 +122,6 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         pattern=r"^[A-Za-z0-9._-]{0,64}$", demand=NAME)] = ""
     lookup_timeout_ms: Annotated[int, says(
         "Time for the directory and an owner to answer a lookup.", limit=True, ge=1, le=60_000)] = 250
-    load_timeout_ms: Annotated[int, says(
-        "Time for reading one batch from a peer.", limit=True, ge=1, le=60_000)] = 5_000
 
 
 DEFAULT_PORT = 5555

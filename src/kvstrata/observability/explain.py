@@ -33,10 +33,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvstrata.clock import Clock
 from kvstrata.errors import BadRequest
 from kvstrata.observability.numbers import (
     LONG_BUCKETS,
+    RATIO_BUCKETS,
     SHORT_BUCKETS,
     Numbers,
     counter,
@@ -130,6 +133,10 @@ class ServerNumbers(Numbers, prefix=""):
     prefetch = histogram(
         "Time that a lookup or prewarm took to load chunks from L2.", name="l2_prefetch_seconds"
     )
+    compute_ratio = histogram(
+        "Expected by measured time of computing chunks that were left to the engine, see `kvstrata_l2_prefetch`.",
+        bounds=RATIO_BUCKETS,
+    )
     heartbeat = histogram(
         "Time from a heartbeat to the controller's answer.", name="cluster_heartbeat_seconds"
     )
@@ -152,6 +159,23 @@ class KeyNote(NamedTuple):
     unix_ms: int
 
 
+class Choice(msgspec.Struct):
+    """Whether the chunks that one adapter has of a prompt were loaded, or left to be computed."""
+
+    adapter: str
+    chunks: int
+    """From the first chunk that is loaded from it to the last one that L1 or an adapter has."""
+    load_bytes: int
+    """The bytes that it has of them."""
+    load_s: float | None
+    """Expected time of the load; None: not known yet."""
+    compute_s: float
+    """Expected time of computing these chunks."""
+    loads: bool
+    took_s: float | None = None
+    """Measured time of the load, or until the engine had computed and stored its prompt; None: it goes on."""
+
+
 class Explained(NamedTuple):
     """One lookup, as `explain` shows it. Times are in milliseconds."""
 
@@ -171,6 +195,8 @@ class Explained(NamedTuple):
     """Chain keys of its last chunk, and of the last one that was served."""
     slice: bytes = b""
     """Digest of the engine's last slice."""
+    choices: Sequence[Choice] = ()
+    """For each adapter that has chunks of it, whether these were loaded."""
 
 
 class EngineUse:
@@ -207,6 +233,7 @@ class Computing(NamedTuple):
     pace: Pace
     chunks: int
     since_s: float
+    choices: Sequence[Choice]
 
 
 class Explainer:
@@ -256,6 +283,11 @@ class Explainer:
             for pace in (prompt.pace, self.computed):
                 pace.seconds += seconds
                 pace.chunks += prompt.chunks
+            for left in prompt.choices:
+                if not left.loads:
+                    left.took_s = seconds
+                    if left.chunks == prompt.chunks and seconds:
+                        self._counters.compute_ratio.add(left.compute_s / seconds)
 
     def refused(self, key: bytes, word: str) -> None:
         """Note that a reserve of this chunk was refused; `word` says why."""
@@ -411,7 +443,9 @@ class Explainer:
         engine.hit_chunks += found.served_chunks
         if found.served_chunks < found.chunks and last_key:
             missing = found.chunks - found.served_chunks
-            self._computing[last_key] = Computing(engine, pace, missing, self._clock.monotonic_s())
+            self._computing[last_key] = Computing(
+                engine, pace, missing, self._clock.monotonic_s(), found.choices
+            )
             self._computing.move_to_end(last_key)
             if len(self._computing) > MAX_COMPUTING:
                 self._computing.popitem(last=False)
@@ -468,6 +502,7 @@ def _document(lookup: Explained) -> dict[str, Any]:
         "chunks": lookup.chunks,
         "hits": {"l1": lookup.l1_chunks, "l2": lookup.l2_chunks, "served": lookup.served_chunks},
         "first_miss": first_miss if lookup.reason else None,
+        "choices": [msgspec.structs.asdict(choice) for choice in lookup.choices],
     }
 
 

@@ -1,14 +1,28 @@
-"""How long loads take over one way: a latency, and a rate beyond it, by least squares over batches.
+"""How long work takes over one way: a latency, and a rate beyond it, by least squares over batches.
 
-Each batch makes those before it count a little less.  Batches overlap, so several of one lookup are faster together
-than the line says.
+The work is bytes that are loaded, or tokens of prompts that an engine computes, as many as at the prompt's start would
+take as long.  Each batch makes those before it count a little less.
 """
 
 from __future__ import annotations
 
+import math
+
 KEPT = 0.98
 """How much a batch counts after the next one."""
+DRIFT = 0.3
+"""How much the last load counts for the present speed."""
+MAX_SURPRISE = math.log(8)
+"""A load counts as at most so much slower or faster than expected, by its logarithm."""
 LEAST_BATCHES = 8
+TOKENS_DEPTH = 3.3 / 100_000
+"""By how much each token of a prompt makes the tokens behind it dearer, as a share of the first one's cost: that of a
+model with 8 B parameters."""
+
+
+def prompt_work(first: int, end: int) -> float:
+    """How many tokens at a prompt's start take as long to compute as its tokens `first` to `end`."""
+    return (end - first) * (1.0 + TOKENS_DEPTH * (first + end) / 2)
 
 
 class LoadLine:
@@ -21,8 +35,8 @@ class LoadLine:
         self.batches = 0
         """Number of batches so far."""
 
-    def add(self, n_bytes: int, seconds: float) -> None:
-        """A batch has loaded so many bytes, more than 0."""
+    def add(self, n_bytes: float, seconds: float) -> None:
+        """A batch of so many bytes, or tokens, more than 0, took so long."""
         self._n = KEPT * self._n + 1.0
         self._bytes = KEPT * self._bytes + n_bytes
         self._s = KEPT * self._s + seconds
@@ -46,3 +60,32 @@ class LoadLine:
         if slope <= 0.0 or latency_s < 0.0:
             return 0.0, mean_bytes / mean_s
         return latency_s, 1.0 / slope
+
+
+class LoadTimes:
+    """How long loads from one tier take: a line over many loads, times how much slower the last few were."""
+
+    __slots__ = ("_drift", "line", "measured_s")
+
+    def __init__(self) -> None:
+        self.line = LoadLine()
+        self._drift = 0.0
+        self.measured_s = -math.inf
+        """When a load was last measured, or begun to be."""
+
+    def expected_s(self, n_bytes: int) -> float | None:
+        """Seconds until so many bytes are loaded, those before them in the queue included; None: not known yet."""
+        if (fitted := self.line.fitted()) is None:
+            return None
+        latency_s, bytes_s = fitted
+        return (latency_s + n_bytes / bytes_s) * math.exp(self._drift)
+
+    def measured(self, n_bytes: int, seconds: float, now_s: float) -> None:
+        """So many bytes, those before them in the queue included, took so long."""
+        if seconds <= 0 or n_bytes <= 0:
+            return
+        if expected_s := self.expected_s(n_bytes):
+            surprise = math.log(seconds / expected_s)
+            self._drift += DRIFT * max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
+        self.line.add(n_bytes, seconds)
+        self.measured_s = now_s

@@ -42,6 +42,8 @@ LONG_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
 """Upper bounds for full syncs and snapshots."""
+RATIO_BUCKETS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
+"""Upper bounds for what was expected by what was measured."""
 MAX_WORDS = 32
 """Most words of a plugin that get a label of their own."""
 WORD = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")

@@ -51,6 +51,7 @@ MAX_HELD_LOCKS = 1024
 """Maximum number of lock files of one process: one per segment that it was ever attached to."""
 MAX_LATENCY_US = 3_600_000_000
 MAX_BYTES_S = 1 << 50
+MAX_TOKENS_S = 1 << 40
 MAX_SHORT_TEXT = 512
 SESSION_BYTES = 16
 NO_SESSION = bytes(SESSION_BYTES)
@@ -258,6 +259,8 @@ class Ping(Request, frozen=True, tag="ping"):
     """Misses since the last ping; the server counts and explains them as it does those of lookups."""
     hints: Annotated[list[Hint], Meta(max_length=MAX_MISSES)] = []
     """What is to be said of requests that have ended since the last ping."""
+    prompt_tokens_s: Annotated[float, Meta(ge=0, le=MAX_TOKENS_S)] = 0.0
+    """Tokens at a prompt's start that the engine computes in a second; 0: not known, or told before."""
 
 
 class Pong(Reply, frozen=True, tag="ping"):

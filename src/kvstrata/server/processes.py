@@ -198,6 +198,8 @@ class EngineGroup(msgspec.Struct, eq=False):
     """Pool rows of all members; a lease is granted to each of them.  Another list after each change."""
     spans: tuple[int, ...] = ()
     """For each of `slices` how many of a hit's last chunks are needed in it, 0: all; () if all are in each."""
+    prompt_tokens_s: float = 0.0
+    """As its scheduler last reported, see wire.Ping; 0: not known."""
     complete: bool = False
     """Whether every slice of the engine has a present member."""
     _adapters: dict[str, None] = {}

@@ -26,7 +26,8 @@ Invariants
    none after its deadline.
 5. A tier that does not answer `exists` within its share of the time (`PrefetchLimits`) is passed over.
 6. A fetch asks the tiers that are active when it begins, in their order.
-7. No turn of the loop looks at more than about PART_KEYS keys: a fetch keeps a byte for each key, and everything that
+7. A lookup may leave what tiers have to its engine (tiers/choice.py); other fetches load all that they find.
+8. No turn of the loop looks at more than about PART_KEYS keys: a fetch keeps a byte for each key, and everything that
    concerns all of them is a single call on these bytes.
 """
 
@@ -48,9 +49,11 @@ from kvstrata.clock import Clock
 from kvstrata.keys.batch import split
 from kvstrata.keys.spans import longest
 from kvstrata.native.core import LoadBatch, LoadRequest, Pool
-from kvstrata.observability.numbers import Numbers, counter, gauge, histogram, parts_by
+from kvstrata.observability.explain import Choice
+from kvstrata.observability.numbers import RATIO_BUCKETS, Numbers, counter, gauge, histogram, parts_by
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.tiers.base import PHASES, Ask, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.choice import PROBE_EVERY, PROBE_S, best_end
 from kvstrata.tiers.reasons import DEADLINE, LENGTH, miss_reason
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, TierState
@@ -123,6 +126,8 @@ class FetchOutcome(NamedTuple):
     reason: MissReason | Literal[""]
     """Why the first chunk that is not in L1 is missing; empty if all are."""
     detail: str = ""
+    choices: Sequence[Choice] = ()
+    """Whether what each tier has was loaded, where that was a question."""
 
 
 class Plan(NamedTuple):
@@ -156,6 +161,8 @@ class Fetch:
         self.limits = limits
         """For each slice the room for a record."""
         self.n_slices = len(limits)
+        self.record_bytes = sum(limits) // len(limits)
+        """Room for a record, in the mean of the slices."""
         self.n_keys = len(keys) // KEY_BYTES
         self.deadline_s = deadline_s
         self.tiers = tiers
@@ -166,6 +173,17 @@ class Fetch:
         """The keys are those of tails."""
         self.owner = owner
         """See Ask."""
+        self.compute_s: Callable[[int, int], float] | None = None
+        """How long computing a range of its chunks takes; None: all that is found is loaded."""
+        self.identity, self.tenant = b"", 0
+        """Of the request, where something may be left."""
+        self.choices: dict[Tier, Choice] = {}
+        self.begun_s = 0.0
+        """When its loads began."""
+        self.ahead: dict[Tier, int] = {}
+        """Bytes that other fetches had to load then, if there were any."""
+        self.loaded: dict[Tier, tuple[int, float]] = {}
+        """Bytes that were loaded, or whose time was over, and when the last of them were."""
         self.is_prewarm = prewarm is not None
         """No user waits for it."""
         self.spent = prewarm or Spent()
@@ -228,14 +246,25 @@ class Fetch:
 
     def planned(self, plan: Plan) -> None:
         """Set the holes, once L1 and the tiers have answered."""
-        n_slices, n_chunks = self.n_slices, plan.n_chunks
         self.plan = plan
-        self.state = state = self.known[: n_chunks * n_slices].translate(_HOLES)
+        self.state = state = self.holes(plan.n_chunks)
+        self._holes = bytes(state.translate(_MARKS))
+        self._advance()
+
+    def holes(self, n_chunks: int) -> bytearray:
+        """The `state` with which a hit of so many chunks begins."""
+        n_slices = self.n_slices
+        state = self.known[: n_chunks * n_slices].translate(_HOLES)
         for number, span in enumerate(self.spans):
             if span and (skipped := n_chunks - span) > 0:
                 state[number : skipped * n_slices : n_slices] = bytes(skipped)
-        self._holes = bytes(state.translate(_MARKS))
-        self._advance()
+        return state
+
+    def waiting_bytes(self, tier: Tier) -> int:
+        """About how many bytes it has to load from a tier, without those that are being loaded."""
+        if self.expired or self.is_prewarm or tier not in self.tiers:
+            return 0
+        return self.state.count(_TIER + self.tiers.index(tier)) * self.record_bytes
 
     def next_batch(self, max_bytes: int) -> list[int]:
         """Numbers of the next holes that wait for one tier, within the bounds, at least one; none if no hole waits."""
@@ -311,7 +340,7 @@ class Fetch:
             end = min(ready, n_chunks * n_slices)
             row = self._holes[:end].ljust(n_chunks * n_slices, b"\0")[number::n_slices]
             filled |= int.from_bytes(row, "little")
-        return FetchOutcome(n_chunks, filled.bit_count(), reason, detail)
+        return FetchOutcome(n_chunks, filled.bit_count(), reason, detail, tuple(self.choices.values()))
 
     def _advance(self) -> None:
         rest = self.state[self._ready :]
@@ -335,6 +364,10 @@ class Gate(Numbers):
         lambda gate: len(gate._waiters),
         name="waiting_fetches",
     )
+    left_bytes = counter(
+        "Bytes of records that lookups left to the engine to compute, because that was expected to be faster."
+    )
+    load_ratio = histogram("Expected by measured time of loads from this adapter.", bounds=RATIO_BUCKETS)
 
     def __init__(self, slots: int, limit_bytes: int) -> None:
         self._slots = slots
@@ -414,8 +447,8 @@ class PrefetchController(Numbers):
     keys_loading = gauge("Records being loaded.", lambda self: len(self._loads))
     loaded_bytes = counter("Record bytes loaded.")
     counts = counter(
-        "Fetches, joined (waited for the load of another fetch), loaded, and failures as `reserve:` or `load:` and the "
-        "reason.",
+        "Fetches, joined (waited for the load of another fetch), loaded, probes (loads that measure an adapter whose "
+        "chunks are left), and failures as `reserve:` or `load:` and the reason.",
         "outcome",
         name="outcomes",
     )
@@ -450,6 +483,8 @@ class PrefetchController(Numbers):
         self._loads: dict[bytes, _Load] = {}
         """By key, the load under way."""
         self._fetches: dict[Fetch, asyncio.Task[None]] = {}
+        self._choices = 0
+        """How often something could be left."""
         self._stopping = False
         self._user_ended_s = 0.0
         tiers.use(self._use)
@@ -475,6 +510,7 @@ class PrefetchController(Numbers):
         spans: Sequence[int] = (),
         owner: bytes = b"",
         prewarm: Spent | None = None,
+        compute_s: Callable[[int, int], float] | None = None,
     ) -> FetchOutcome:
         """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into L1.
 
@@ -484,6 +520,8 @@ class PrefetchController(Numbers):
         each slice the length of a whole chunk's record, which is the room for each record; 0 if it is not known, and
         then nothing can be loaded.  Of slices with a span (`spans`, see keys/spans.py) only what a hit needs is loaded.
         `owner`: see Ask.  `prewarm`: no user waits, so users' loads go first; what the loads cost is added to it.
+        With `compute_s`, the seconds that the engine takes to compute a range of these chunks, those are left that are
+        computed sooner than loaded.
         Cancelling ends the wait and every load that has not begun.
         """
         assert len(limits) == n_slices
@@ -495,12 +533,12 @@ class PrefetchController(Numbers):
         fetch = Fetch(
             self._pool, keys, request, limits, deadline_s, self._active(), spans=spans, owner=owner, prewarm=prewarm
         )  # fmt: skip
+        fetch.compute_s, fetch.identity, fetch.tenant = compute_s, identity, tenant
         return await self._fetch(fetch, budget_bytes)
 
     async def _fetch(self, fetch: Fetch, budget_bytes: int | None) -> FetchOutcome:
         self.counts["fetches"] += 1
-        task = asyncio.create_task(self._run(fetch, budget_bytes), name="fetch")
-        self._fetches[fetch] = task
+        task = self._fetches[fetch] = asyncio.create_task(self._run(fetch, budget_bytes), name="fetch")
         task.add_done_callback(functools.partial(self._fetch_ended, fetch))
         try:
             left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
@@ -595,8 +633,12 @@ class PrefetchController(Numbers):
 
     async def _run(self, fetch: Fetch, budget_bytes: int | None) -> None:
         phases, begun_s = fetch.spent.phases, time.perf_counter()
-        fetch.planned(await self._plan(fetch, budget_bytes))
+        plan = await self._plan(fetch, budget_bytes)
         phases["lookup"] += time.perf_counter() - begun_s
+        fetch.begun_s = self._clock.monotonic_s()
+        if len(self._fetches) > 1:
+            fetch.ahead = {tier: self._to_load_bytes(tier) for tier in fetch.tiers}
+        fetch.planned(plan if fetch.compute_s is None else self._choose(fetch, plan, fetch.compute_s))
         while True:
             is_prewarm = fetch.is_prewarm and not fetch.decided.done()
             max_bytes = await self._prewarm_bytes(fetch) if is_prewarm else self._batch_bytes
@@ -604,6 +646,8 @@ class PrefetchController(Numbers):
             if not numbers or self._is_in_vain(fetch, numbers):
                 fetch.give_up()
                 if not fetch.running:
+                    if not fetch.is_prewarm:
+                        self._measure(fetch)
                     return
                 await asyncio.wait(fetch.running, return_when=asyncio.FIRST_COMPLETED)
                 continue
@@ -636,6 +680,8 @@ class PrefetchController(Numbers):
 
     def _join(self, fetch: Fetch, numbers: list[int]) -> list[int]:
         """Let a fetch wait for loads of the same keys that are under way; returns the holes for which none is."""
+        if not self._loads:
+            return numbers
         joined: dict[_Load, list[int]] = {}
         for number in numbers:
             load = self._loads.get(fetch.key(number))
@@ -687,6 +733,74 @@ class PrefetchController(Numbers):
         task = asyncio.create_task(work, name=name)
         fetch.running.add(task)
         task.add_done_callback(fetch.running.discard)
+
+    # -- load or leave -------------------------------------------------------------------------------------
+
+    def _to_load_bytes(self, tier: Tier) -> int:
+        """Bytes that fetches have still to load from a tier."""
+        return self._gates[tier.name].loading_bytes + sum(one.waiting_bytes(tier) for one in self._fetches)
+
+    def _choose(self, fetch: Fetch, plan: Plan, compute_s: Callable[[int, int], float]) -> Plan:
+        """The plan, shorter if computing what lies behind it is expected to be faster."""
+        n_chunks, all_holes = plan.n_chunks, fetch.holes(plan.n_chunks)
+        numbers = {tier: _TIER + i for i, tier in enumerate(fetch.tiers) if all_holes.find(_TIER + i) >= 0}
+        firsts = {tier: all_holes.index(number) // fetch.n_slices for tier, number in numbers.items()}
+        if not firsts:
+            return plan
+
+        def expected_s(tier: Tier, n_bytes: int) -> float | None:
+            return tier.load_times.expected_s(fetch.ahead.get(tier, 0) + n_bytes) if n_bytes else 0.0
+
+        def load_bytes(holes: bytearray) -> dict[Tier, int]:
+            return {tier: holes.count(number) * fetch.record_bytes for tier, number in numbers.items()}
+
+        def load_s(end: int) -> float:
+            return sum(expected_s(*of_tier) or 0.0 for of_tier in load_bytes(fetch.holes(end)).items())
+
+        # A shorter hit needs other windows, so of these all is loaded, or nothing.
+        ends = {n_chunks, *([0] if fetch.spans else firsts.values())}
+        self._choices += 1
+        probes = self._choices % PROBE_EVERY == 0
+        end = best_end(ends, load_s, lambda end: compute_s(end, n_chunks), probes=probes)
+        found, kept = load_bytes(all_holes), load_bytes(fetch.holes(end))
+        for tier, first in firsts.items():
+            size = kept[tier] or found[tier]
+            fetch.choices[tier] = Choice(
+                tier.name, n_chunks - first, size, expected_s(tier, size), compute_s(first, n_chunks),
+                loads=kept[tier] > 0,
+            )  # fmt: skip
+            self._gates[tier.name].left_bytes += found[tier] - kept[tier]
+            if not kept[tier] and fetch.begun_s - tier.load_times.measured_s >= PROBE_S:
+                self._probe(fetch, tier, all_holes.rindex(numbers[tier]))
+        if end == n_chunks:
+            return plan
+        left = next(one for one in fetch.choices.values() if not one.loads)
+        why = f"{left.load_s or 0.0:.3g} s to load, {left.compute_s:.3g} s to compute are expected"
+        return Plan(end, MissReason.RECOMPUTE, f"{left.adapter}: {why}")
+
+    def _probe(self, fetch: Fetch, tier: Tier, number: int) -> None:
+        """Begin to measure a tier by a load of one key, which gives way to all fetches that somebody waits for."""
+        self.counts["probes"] += 1
+        tier.load_times.measured_s = now_s = self._clock.monotonic_s()
+        key, before = fetch.key(number), number - fetch.n_slices
+        limits = [fetch.limits[number % fetch.n_slices]]
+        parent = fetch.key(before) if before >= 0 else b""
+        request = LoadRequest(key, parent, limits, fetch.identity, fetch.tenant)
+        probe = Fetch(self._pool, key, request, limits, now_s + PROBE_S, [tier], owner=fetch.owner)
+        probe.expired = True
+        task = self._fetches[probe] = asyncio.create_task(self._run(probe, None), name="probe")
+        task.add_done_callback(functools.partial(self._fetch_ended, probe))
+
+    def _measure(self, fetch: Fetch) -> None:
+        """Note how long the loads of a fetch took that has ended."""
+        for tier, (n_bytes, ended_s) in fetch.loaded.items():
+            seconds = ended_s - fetch.begun_s
+            tier.load_times.measured(fetch.ahead.get(tier, 0) + n_bytes, seconds, ended_s)
+            choice = fetch.choices.get(tier)
+            if choice is not None:
+                choice.took_s = seconds
+                if choice.load_s and seconds and n_bytes >= choice.load_bytes:
+                    self._gates[tier.name].load_ratio.add(choice.load_s / seconds)
 
     # -- what L1 and the tiers have ------------------------------------------------------------------------
 
@@ -892,6 +1006,7 @@ class PrefetchController(Numbers):
         lost: list[bytes] = []
         foreign: list[bytes] = []
         failed: list[tuple[int, str]] = []
+        late = 0
         for number, key, (status, why), end in zip(batch.numbers, keys, outcomes, ended, strict=True):
             if end == CommitOutcome.COMMITTED:
                 loaded.append(number)
@@ -907,15 +1022,20 @@ class PrefetchController(Numbers):
             if status is not LoadStatus.FAILED:
                 lost.append(key)
             load.reasons[key] = reason
+            late += reason == DEADLINE
             failed.append((number, reason))
         for key in keys:
             del self._loads[key]
         load.done.set_result(None)
+        if loaded or late:
+            loaded_bytes = fetch.bytes_of(loaded)
+            self.loaded_bytes += loaded_bytes
+            before, _ = fetch.loaded.get(tier, (0, 0.0))
+            timed = before + loaded_bytes + late * fetch.record_bytes
+            fetch.loaded[tier] = timed, self._clock.monotonic_s()
         fetch.filled(loaded)
         if found:
-            loaded_bytes = fetch.bytes_of(loaded)
             self.counts["loaded"] += len(found)
-            self.loaded_bytes += loaded_bytes
             fetch.spent.keys += len(found)
             fetch.spent.bytes += loaded_bytes
             self._found(tier.name, found)

@@ -43,7 +43,7 @@ import msgspec
 from kvstrata.clock import Clock
 from kvstrata.config.secrets import scrubbed, shown
 from kvstrata.errors import ConfigError, KvstrataError, StorageError
-from kvstrata.observability.load_line import LoadLine
+from kvstrata.observability.load_line import LoadTimes
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers
 from kvstrata.patience import patience
@@ -174,8 +174,8 @@ class Tier(TierNumbers):
         self.reason = ""
         """Why it could not be opened the last time."""
         self.paused = False
-        self.load_line = LoadLine()
-        """How long loads take."""
+        self.load_times = LoadTimes()
+        """How long fetches load from it, which measure that (tiers/loads.py)."""
         self.users: dict[str, Numbers] = {}
         """While it is open: its `puts`, if it takes any, and the `loads` from it."""
         self.folder = WatchedFolder(config.folder) if config.folder else None
@@ -712,8 +712,6 @@ class Tier(TierNumbers):
         counted.bytes += moved_bytes
         for word, count in outcomes.items():
             counted.items.add_foreign(word, count)
-        if operation == "load" and moved_bytes and seconds > 0:
-            self.load_line.add(moved_bytes, seconds)
         if operation != "put":
             return
         reason = next((word for _, _, word in map(_parted, outcomes) if word in FULL_REASONS), "")

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK
 from kvstrata.types import EXTENT
-from tests.harness.scheduler_side import BLOCK, CHUNK, SLICES, FakeClient, GuardedSide, arrive, ask, step
+from tests.harness.scheduler_side import (
+    BLOCK,
+    CHUNK,
+    SLICES,
+    FakeClient,
+    GuardedSide,
+    arrive,
+    ask,
+    chunks_of,
+    step,
+)
 from tests.unit.connectors.groups_double import FULL, STATES, make_grouped, table_of, window_group
 
 WINDOW = window_group(16)
@@ -48,7 +58,7 @@ def tables_of(groups, n_tokens=41, gone=16):
 @pytest.mark.parametrize("hits", [4, 5])
 def test_the_index_is_looked_at_after_a_lookup_only_if_that_did_not_find_all(hits):
     client, looked = FakeClient(hits=hits), []
-    client.peek_whole = lambda identity, chain: looked.append(len(chain) // 32) or 4
+    client.peek_whole = lambda identity, chain: looked.append(chunks_of(chain)) or 4
     side, _ = make_grouped(*KINDS["full and window"], client=client)
     request = arrive(side, 41)
     ask(side, request)

@@ -35,7 +35,10 @@ def test_a_prompt_with_nothing_stored_is_a_miss_without_a_message_and_told_once(
     assert client.missed_chunks == [(request.request_id, 100 // CHUNK)]
 
 
-@pytest.mark.parametrize("params", [{"lmcache.skip_load": True}, {"lmcache.skip_load": True, "more": 1}])
+@pytest.mark.parametrize(
+    "params",
+    [*({"lmcache.skip_load": word} for word in (True, 1, "true", "yes")), {"max_load_tokens": 0, "more": 1}],
+)
 def test_a_request_may_ask_for_no_load_and_is_stored_all_the_same(params):
     client = FakeClient(hits=5)
     side = make_side(client)
@@ -44,10 +47,27 @@ def test_a_request_may_ask_for_no_load_and_is_stored_all_the_same(params):
     assert sum(len(store.chain) // 32 for store in step(side, [(request, 0, 40)]).stores) == 5
 
 
-@pytest.mark.parametrize("params", [None, {"lmcache.skip_load": False}, {"lmcache.skip_load": "yes"}, "text"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(None, "text", {"max_load_tokens": 41}),
+        *({"lmcache.skip_load": word} for word in (False, None, "", "false", "0")),
+        *({"max_load_tokens": odd} for odd in (-1, True, 8.0, "8", None)),
+    ],
+)
 def test_any_other_request_is_loaded(params):
     side = make_side(FakeClient(hits=5))
     assert ask(side, arrive(side, 50, kv_transfer_params=params)) == (40, False)
+
+
+def test_a_request_may_bound_what_is_loaded_beyond_vllms_own_cache():
+    client = FakeClient(hits=9)
+    side = make_side(client)
+    for computed, most, promised in ((0, 20, 16), (8, 20, 16), (4, 20, 20), (0, 7, 0), (16, 7, 0)):
+        request = arrive(side, 100, kv_transfer_params={"max_load_tokens": most})
+        assert not any(call.n_asked for call in client.calls), "what vLLM has is not known yet"
+        assert ask(side, request, computed) == (promised, False), (computed, most)
+        client.calls.clear()
 
 
 def test_the_promise_is_what_the_cache_adds_and_never_the_whole_prompt():

@@ -38,6 +38,7 @@ from typing import Any
 import msgspec
 
 from kvstrata.client import Identity, LookupCall, LookupResult
+from kvstrata.config.lmcache.fates import is_on
 from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.keys import ChunkHasher, batch
 from kvstrata.observability.logging import Thinning
@@ -164,6 +165,9 @@ class LookupState(enum.Enum):
 
 SKIP_LOAD = "lmcache.skip_load"
 """True in a request's `kv_transfer_params`: nothing is loaded for it, and what it computes is stored."""
+MAX_LOAD = "max_load_tokens"
+"""vLLM's own key there: so many tokens are loaded at most beyond those that vLLM has."""
+_thinning = Thinning()
 
 
 class Tracked(msgspec.Struct, eq=False):
@@ -207,6 +211,8 @@ class Tracked(msgspec.Struct, eq=False):
     """An asynchronous load is under way: vLLM itself keeps the blocks until the load is reported."""
     loaded_chunks: dict[int, int] = {}
     """Block id → chunk of the last load, to find the chunks of blocks that failed."""
+    load_tokens: int = 0
+    """Maximum number of tokens that are loaded for the request; 0: any."""
     no_load: bool = False
     """The request asks for no load, or a load of it failed: the rest of it is computed."""
     next_store: int = 0
@@ -238,7 +244,17 @@ class Tracked(msgspec.Struct, eq=False):
     def __post_init__(self) -> None:
         self.salt = self.request.cache_salt or ""
         params = self.request.kv_transfer_params
-        self.no_load = isinstance(params, dict) and params.get(SKIP_LOAD) is True
+        params = params if isinstance(params, dict) else {}
+        most = params.get(MAX_LOAD)
+        if type(most) is int and most >= 0:
+            self.load_tokens = most
+        elif most is not None:
+            _thinning.log(
+                logger, logging.WARNING, MAX_LOAD,
+                "request %r: kv_transfer_params[%r] has no effect: it must be an integer of 0 or more, found %.80r",
+                self.request.request_id, MAX_LOAD, most,
+            )  # fmt: skip
+        self.no_load = is_on(params.get(SKIP_LOAD)) or most == 0
 
 
 class LookupTable:
@@ -430,11 +446,14 @@ class LookupTable:
         assert tracked.hasher is not None
         if tracked.tails_after >= 0:
             return batch.part(tracked.hasher.chain, 0, tracked.tails_after)
-        if not self._exact_chunk_tokens:
-            return tracked.hasher if tracked.hasher.n_chunks else b""
-        return batch.part(
-            tracked.hasher.chain, 0, (tracked.request.num_tokens - 1) // self._exact_chunk_tokens
-        )
+        end = tracked.hasher.n_chunks
+        if self._exact_chunk_tokens:
+            end = min(end, (tracked.request.num_tokens - 1) // self._exact_chunk_tokens)
+        if tracked.load_tokens:
+            end = min(end, (tracked.computed_tokens + tracked.load_tokens) // self._engine.chunk_tokens)
+        if end < tracked.hasher.n_chunks:
+            return batch.part(tracked.hasher.chain, 0, end)
+        return tracked.hasher if end else b""
 
     def _answered(self, tracked: Tracked) -> None:
         assert tracked.call is not None
@@ -466,6 +485,7 @@ class LookupTable:
             and result.n_chunks < tracked.hasher.n_chunks
             and result.n_chunks not in tracked.tails_asked
             and tracked.tails_after < 0
+            and not tracked.load_tokens
         )
 
     def _revoked(self, tracked: Tracked, now: float) -> bool:

@@ -86,6 +86,8 @@ class StepPlan:
     """(number of the question, vLLM's LoRARequest) for each adapter that the workers are asked about."""
     others_load: bool = False
     """Another connector loads before this step's forward pass, see `StoreTable.must_wait`: workers report the step."""
+    timed: bool = False
+    """The scheduler measures the step: workers report it."""
     computes: bool = True
     """Whether the step computes tokens. vLLM 0.30 does not call `wait_for_save` in other steps."""
 

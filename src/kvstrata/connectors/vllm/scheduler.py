@@ -25,6 +25,7 @@ from kvstrata.connectors.vllm.groups import CacheGroup
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, RequestTenants, Tracked
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.request_keys import RequestKeys
+from kvstrata.connectors.vllm.step_times import StepTimes
 from kvstrata.connectors.vllm.store_table import OtherLoads, StoreTable
 from kvstrata.connectors.vllm.tails import PromptTails
 from kvstrata.keys import batch
@@ -57,6 +58,7 @@ class SchedulerSide:
         self.stores = StoreTable(engine, self._lookups.tracked, self._keys, self._tails)
         self._other_loads = OtherLoads(self._lookups.tracked, self._keys)
         self._thinning = Thinning()
+        self._times = StepTimes(self._lookups.tracked, engine.now)
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
         """The plan that is being made; what `turn_off` needs of it."""
@@ -75,7 +77,8 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if isinstance(params, dict) and params.get(DRAIN) is True:
             self.stores.drain()
-        if tracked.skipped or tracked.no_load or not self._engine.may_load:
+        # What a request with `max_load_tokens` may load depends on what vLLM has.
+        if tracked.skipped or tracked.no_load or tracked.load_tokens or not self._engine.may_load:
             return
         if (
             request.skip_reading_prefix_cache
@@ -185,6 +188,7 @@ class SchedulerSide:
         plan.weigh_adapters += self._keys.adapters.take_questions()
         plan.loads, self._loads = self._loads, []
         plan.others_load = self._other_loads.in_step(output)
+        self._times.planned(plan, output)
         self.stores.await_reports(plan)
         self._lookups.next_step()
         # After a reset of vLLM's cache, a preempted request may get new blocks and a load into them in the same step.
@@ -216,6 +220,7 @@ class SchedulerSide:
     ) -> None:
         """Apply the workers' news after a step: reports, requests whose asynchronous loads have ended, blocks whose
         loads have failed, and, where a hit is of use only as a whole, requests of which a load has failed."""
+        self._client.prompt_tokens_s = self._times.heard(reports)
         # First, before anything that can fail: a report must be counted exactly once.
         for report in reports:
             self.stores.confirm(report)

@@ -59,7 +59,7 @@ class PromptTails:
         """The tails that a lookup of the request names."""
         hasher, identity = tracked.hasher, tracked.identity
         assert hasher is not None and identity is not None
-        if not self.enabled or not identity.slices:
+        if not self.enabled or not identity.slices or tracked.load_tokens:
             return []
         n_chunks = hasher.n_chunks
         if 0 <= tracked.tails_after <= n_chunks:

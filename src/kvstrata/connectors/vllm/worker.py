@@ -329,8 +329,9 @@ class WorkerSide(_Copies):
         report = self._report
         report.failures = self._failures
         report.broken = any(group.mover.broken for group in self._groups)
-        confirms = self._step.others_load or any(not load.asynchronous for load in self._step.loads)
-        if not confirms and not report.says_something():
+        step = self._step
+        awaited = step.timed or step.others_load or any(not load.asynchronous for load in step.loads)
+        if not awaited and not report.says_something():
             return None
         self._report = WorkerReport(report.step)
         return report

@@ -165,7 +165,7 @@ class Prewarms:
                 n = peek(self._pool, keys, n_slices, work.spans)
                 job.computed_chunks += max(0, n - job.l1_chunks - job.l2_chunks)
             left_bytes = ask.budget_bytes - job.computed_chunks * sum(limits)
-            n, job.l2_chunks, why, detail = await self._prefetch.fetch(
+            n, job.l2_chunks, why, detail, _ = await self._prefetch.fetch(
                 keys,
                 n_slices,
                 identity=work.root,

@@ -80,11 +80,11 @@ class Condition:
         return kinds
 
     def rates(self) -> list[TierRate]:
-        """How fast L1 is filled from L2, by the adapter with the most batches, and from peers, and engines from L1.
+        """How fast L1 is filled from L2, by the adapter with the most loads, and from peers, and engines from L1.
 
         What was not measured is left out.  Of several engines it is the slowest.
         """
-        peer, lines = self._peer_reads.name, {tier.name: tier.load_line for tier in self._tiers}
+        peer, lines = self._peer_reads.name, {tier.name: tier.load_times.line for tier in self._tiers}
         of_l2 = [line for name, line in lines.items() if name != peer]
         busiest = max(of_l2, key=lambda line: line.batches, default=None)
         found = {

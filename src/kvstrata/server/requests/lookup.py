@@ -34,7 +34,8 @@ from kvstrata.errors import BadRequest, NotFound, Refused
 from kvstrata.keys.batch import nth, part, split
 from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import Pool, storage_keys
-from kvstrata.observability.explain import Explained, with_advice
+from kvstrata.observability.explain import Choice, Explained, with_advice
+from kvstrata.observability.load_line import prompt_work
 from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, check_keys
 from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
@@ -120,6 +121,8 @@ class Asked(NamedTuple):
     tails: NamedTails | None
     started_s: float
     deadline_s: float
+    choices: list[Choice]
+    """Filled when it is known which chunks are loaded."""
 
 
 class Answered(NamedTuple):
@@ -211,6 +214,7 @@ class Lookups:
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
         self._explainer, self._counters, self._prewarms = parts.explainer, parts.counters, parts.prewarms
         self._epoch = parts.facts.epoch
+        self._never, self._auto = (parts.settings.l2.load == word for word in ("never", "auto"))
         self._unnoted: list[Answered] = []
 
     def lookup(self, process: Process, request: Lookup) -> Reply | Coroutine[Any, Any, Reply]:
@@ -227,7 +231,7 @@ class Lookups:
             process, identity, request, n_chunks,
             PromptKeys(identity.root, keys, slices, spans),
             None if spans else tails, now_s,
-            now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
+            now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S, [],
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
@@ -285,7 +289,7 @@ class Lookups:
         """Verify or load the chunks that follow, and lease them too, until the deadline."""
         held, keys = granted, asked.keys
         reason: MissReason | Literal[""] = ""
-        detail = ""
+        detail, left = "", False
         try:
             if not keys.all and (asked.n_chunks - held.n_chunks) * keys.n_slices > KEYS_ON_LOOP:
                 await asyncio.shield(self._lane.run(keys.derive))
@@ -297,7 +301,12 @@ class Lookups:
             if await self._recut(asked, held):
                 held = await self._lease_again(asked, held)
             l1_chunks = held.n_chunks
-            beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
+            beyond_l1 = (
+                not self._never
+                and self._tiers.take_loads
+                and held.n_chunks < asked.n_chunks
+                and not self._late(asked)
+            )
             if beyond_l1:
                 asked_s = self._clock.monotonic_s()
                 fetched = await self._prefetch.fetch(
@@ -309,12 +318,15 @@ class Lookups:
                     deadline_s=asked.deadline_s,
                     limits=asked.process.group.record_limits,
                     spans=keys.spans,
+                    compute_s=self._compute_s(asked, held.n_chunks),
                 )
+                asked.choices.extend(fetched.choices)
                 self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
-                if fetched.n_chunks or await self._recut(asked, held, of_l2=True):
+                left = reason is MissReason.RECOMPUTE
+                if fetched.n_chunks or (not left and await self._recut(asked, held, of_l2=True)):
                     held = await self._lease_again(asked, held)
-            if not held.tail_tokens and await self._fetch_tail(asked, held.n_chunks):
+            if not (held.tail_tokens or left) and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
         except BaseException:
             self._give_up(held)
@@ -349,7 +361,7 @@ class Lookups:
 
     async def _fetch_tail(self, asked: Asked, n_chunks: int) -> bool:
         """Bring the most wanted tail behind these chunks that L2 has into L1; whether there is one now."""
-        if not self._tiers.take_loads or self._late(asked):
+        if self._never or not self._tiers.take_loads or self._late(asked):
             return False
         tails, keys = _tails_in_l2(asked, n_chunks), asked.keys
         if not tails:
@@ -366,6 +378,14 @@ class Lookups:
         if found >= 0:
             self._tail_puts.loaded(split(tails[found].keys))
         return found >= 0
+
+    def _compute_s(self, asked: Asked, before: int) -> Callable[[int, int], float] | None:
+        """Tells how long the engine computes a range of the chunks behind `before`; None: all is loaded."""
+        group = asked.process.group
+        size, tokens_s = group.layout.chunk_tokens, group.prompt_tokens_s
+        if not (self._auto and tokens_s):
+            return None
+        return lambda first, end: prompt_work((before + first) * size, (before + end) * size) / tokens_s
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
         """Wait for work on a lane, at most until the deadline; the work goes on after that."""
@@ -407,7 +427,9 @@ class Lookups:
         numbers = self._lacking(asked, granted.n_chunks)
         number = next((i for i in numbers if self._has_event(keys.nth(i))), numbers[0] if numbers else None)
         reason, detail = self._why(asked, granted, asked_back, number)
-        if load_reason and load_reason is not MissReason.NEVER_STORED:
+        if load_reason is MissReason.RECOMPUTE:
+            reason, detail = load_reason, load_detail
+        elif load_reason and load_reason is not MissReason.NEVER_STORED:
             reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"
         if number is None:
             return reason, detail, b""
@@ -582,6 +604,7 @@ class Lookups:
             (now_s - asked.started_s) * 1000, asked.n_chunks, l1_chunks, n - l1_chunks, n, str(reason),
             detail or (f"a tail of {tail_tokens} tokens follows" if tail_tokens else ""), missing_key,
             keys.chain[-KEY_BYTES:] + keys.chain[max(0, n - 1) * KEY_BYTES : n * KEY_BYTES], keys.slices[-KEY_BYTES:],
+            asked.choices,
         )  # fmt: skip
         group = asked.process.group
         self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)

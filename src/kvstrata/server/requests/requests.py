@@ -193,6 +193,8 @@ class Requests:
             process.copies = msgspec.structs.asdict(request.copies)
         if request.loads is not None:
             process.load_rate = request.loads.latency_us / 1e6, float(request.loads.bytes_s)
+        if request.prompt_tokens_s:
+            process.group.prompt_tokens_s = request.prompt_tokens_s
         grants = self._grants
         engines_kv_bytes = self._processes.kv_bytes if process.declared.kv_bytes else None
         return Pong(
