@@ -83,7 +83,7 @@ _HTTP = """
 /v1/l2/adapters/{name}/pause` and `…/resume` |
 | `/loglevel` | `PUT /v1/log-level` with `{"level": "debug"}` |
 | `/lookup/{name}` | `GET /v1/explain/{request_id}` |
-| the controller's `/lookup`, `/pin`, `/move` | `POST /v1/lookup`, `/v1/pin`, `/v1/move` |
+| the controller's `/lookup`, `/pin`, `/move` | `POST /v1/lookup`, `/v1/claims`, `/v1/move` |
 | the controller's `/query_instance`, `/query_worker_info`, `/health` | `GET /v1/instances`, `/v1/instances/{name}` |
 | the controller's `/check_finish` | `GET /v1/commands/{number}` |
 | `/cache/objects`, `/cache/checksums`, `/env`, `/run_script`, `/threads`, `/metrics/reset`; the \

@@ -28,6 +28,7 @@ from kvstrata.process.http_connections import Bounds, UnderWay
 from kvstrata.process.lifecycle import ProcessNumbers
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.status import ForecastNumbers, InstanceNumbers, PoolNumbers, SessionNumbers
+from kvstrata.server.claims import Claims
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.listener import AttachServer, Traffic
 from kvstrata.server.recuts.recuts import Recuts
@@ -48,6 +49,7 @@ SERVER: Parts = {
     "l2_prefetch": (PrefetchController,),
     "l2_adapters": (TierSet,),
     "recuts": (Recuts,),
+    "claims": (Claims,),
     "cluster": (Membership,),
     "peers_served": (PeerLeases, PeerServer, ZmqServer),
     "attach": (AttachServer,),

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstrata.clock import SystemClock
 from kvstrata.controller.commands import Commands
 from kvstrata.controller.instance_keys import InstanceKeys, Listed
 from kvstrata.controller.member import Issued, Member, Outbox, Sync
@@ -31,7 +30,7 @@ class KnownMembers:
         unix_s: Callable[[], float] = time.time,
         listed: Listed | None = None,
     ) -> None:
-        orders = orders or Orders(SystemClock())
+        orders = orders or Orders()
         self.keys = InstanceKeys(orders, unix_s, lambda: listed)
         self.outbox = Outbox()
         self.commands = Commands(self.outbox, first_command)

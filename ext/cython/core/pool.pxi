@@ -393,7 +393,9 @@ cdef class Pool:
         cdef vector[uint32_t] each = spans_of(spans, n_keys)
         return self.pool.get().peek_windows(batch.data(), n_keys // each.size(), U32Span(each.data(), each.size()))
 
-    def lease(self, keys, size_t n_slices, rows, identity=b"", spans=(), cbool again=False):
+    def lease(
+        self, keys, size_t n_slices, rows, identity=b"", spans=(), cbool again=False, cbool unread=False
+    ):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
         cdef vector[uint32_t] numbers = _rows(rows)
@@ -405,7 +407,7 @@ cdef class Pool:
         with nogil:
             status = self.pool.get().lease(
                 batch.data(), n_keys, U32Span(each.data(), each.size()), U32Span(numbers.data(), numbers.size()),
-                wanted, again, &result
+                wanted, again, &result, unread
             )
         raise_for(status, POOL)
         return result.ticket, result.n_chunks, _packed(result.extents), result.unverified, result.short_bytes

@@ -68,7 +68,7 @@ class DirectorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     max_gb: Annotated[float, says("Memory for placements, in GB; each takes about 11 bytes.", ge=0.0625, le=1024)] = 4.0
     snapshot_dir: Annotated[str, says(
-        "Folder of the snapshot and of the admins' orders (drains, removals, pins); empty: kvstrata/controller-PORT "
+        "Folder of the snapshot and of the admins' orders (drains, removals); empty: kvstrata/controller-PORT "
         "in XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept.")] = ""
     snapshot_s: Annotated[float, says("Time between two snapshots, in seconds.", ge=1, le=86_400)] = 30.0
 

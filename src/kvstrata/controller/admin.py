@@ -23,16 +23,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.process import operations as common
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, SESSION_S, Logins
-from kvstrata.process.operations import (
-    MAX_KEYS,
-    MAX_WAIT_S,
-    Headers,
-    Reply,
-    Token,
-    Weights,
-    operation,
-    operations_of,
-)
+from kvstrata.process.operations import MAX_WAIT_S, Claiming, Headers, Reply, operation, operations_of
 from kvstrata.rpc.cluster_wire import CommandKind
 
 if TYPE_CHECKING:
@@ -42,7 +33,6 @@ if TYPE_CHECKING:
     from kvstrata.controller.operations import Operations
     from kvstrata.controller.prompts import Named
 
-MAX_TOKENS = 1_048_576
 MAX_EVENTS = 1_000
 FRESH_S = 1.0
 """Age up to which a state is given to further readers."""
@@ -187,17 +177,9 @@ class Login(msgspec.Struct):
     ]
 
 
-class Chunks(Weights, kw_only=True):
-    """Chunks, named by a prompt's tokens or by keys."""
+class Chunks(common.Chunks, kw_only=True):
+    """Chunks, of one of the kinds of KV in the cluster."""
 
-    tokens: Annotated[list[Token], Meta(max_length=MAX_TOKENS)] | None = None
-    keys: (
-        Annotated[
-            list[str],
-            Meta(max_length=MAX_KEYS, description="Storage keys in hexadecimal, instead of tokens."),
-        ]
-        | None
-    ) = None
     kind: Annotated[int | None, Meta(description="Number in `models`, where several match.")] = None
 
 
@@ -215,20 +197,27 @@ class WaitingChunks(Chunks, kw_only=True):
     wait_s: WaitS = 5.0
 
 
-class Pin(WaitingChunks, kw_only=True):
-    """Chunks to be kept in L1."""
+class Claim(Claiming, kw_only=True):
+    """Chunks to keep in the L1 of one instance."""
 
+    kind: Annotated[int | None, Meta(description="Number in `models`, where several match.")] = None
     instance: Annotated[
         InstanceName | None, Meta(description="Where; by default the instance with the longest prefix.")
     ] = None
-    ttl_s: Annotated[float, Meta(gt=0, le=86_400, description="Time until the pin ends.")] = 3_600.0
+    wait_s: WaitS = 5.0
 
 
-class Unpin(msgspec.Struct, kw_only=True):
-    """A pin to be ended."""
+class Claims(msgspec.Struct):
+    """How long to wait for the instances."""
 
-    claim: Annotated[str, Meta(max_length=64, description="As `pins` prints it.")]
-    instance: Annotated[InstanceName | None, Meta(description="Needed for pins that are not listed.")] = None
+    wait_s: WaitS = 5.0
+
+
+class Claimed(msgspec.Struct, kw_only=True):
+    """One claim."""
+
+    claim: Annotated[str, Meta(max_length=64, description="As `claims` prints it.")]
+    instance: Annotated[InstanceName | None, Meta(description="Where; by default all live instances.")] = None
     wait_s: WaitS = 5.0
 
 
@@ -419,38 +408,36 @@ async def lookup(parts: Admin, ask: Lookup) -> Document:
     return views.placement(parts.cluster, found, ask.limit)
 
 
-async def _named(parts: Admin, ask: Chunks) -> Named:
+async def _named(parts: Admin, ask: Chunks | Claim) -> Named:
     return await parts.orders.name(ask.tokens, ask.keys, ask.model, ask.kind, ask.request())
 
 
-@operation("GET", "/v1/pins", ctl="pins", tag="chunks")
-def pins(parts: Admin) -> Document:
-    """Pins that have not ended, also from before a restart and from other controllers of the same etcd.
+@operation("POST", "/v1/claims", ctl="claim", tag="chunks", acts=True)
+async def claim(parts: Admin, ask: Claim) -> Reply:
+    """Keep the chunks of a prompt in the L1 of one instance until a time: all of them, or none.
 
-    `asked`: the instance has not answered yet; `unknown`: it does not live now. `keys`: records that it keeps, or until
-    it has answered those that it was commanded to keep.
+    The instance owns the claim, also over restarts of it and of the controller. The command fails if the instance
+    refuses the claim; its message has the reason and what would be possible.
     """
-    now_ms = parts.cluster.clock.unix_ms()
-    return {"pins": [views.pin_row(parts.cluster, one, now_ms) for one in parts.cluster.orders.pins()]}
+    issued = await parts.orders.claim(await _named(parts, ask), ask.instance, ask)
+    return await parts.ended(issued, ask.wait_s)
 
 
-@operation("POST", "/v1/pin", ctl="pin", tag="chunks", acts=True)
-async def pin(parts: Admin, ask: Pin) -> Reply:
-    """Keep chunks in the L1 of one instance for a while.
+@operation("GET", "/v1/claims", ctl="claims", tag="chunks", acts=True)
+async def claims(parts: Admin, ask: Claims) -> Reply:
+    """The claims of all live instances, those that are kept and the last that have ended."""
+    issued = parts.orders.claims()
+    await parts.cluster.outcome(issued, ask.wait_s)
+    told = {one.instance: one.result.body for one in issued if one.result is not None and one.result.ok}
+    rows = [{"instance": name, **row} for name, body in told.items() for row in body["claims"]]
+    silent = [one.instance for one in issued if one.instance not in told]
+    return Reply({"claims": rows, "unanswered": silent}, 202 if silent else 200)
 
-    The instance keeps all of these chunks that it has, or none; a pin that keeps none is not listed.
-    """
-    made, issued, task = await parts.orders.pin(await _named(parts, ask), ask.instance, ask.ttl_s)
-    await asyncio.wait([task], timeout=ask.wait_s)
-    return await parts.ended(issued, claim=made.claim)
 
-
-@operation("POST", "/v1/unpin", ctl="unpin", tag="chunks", acts=True)
-async def unpin(parts: Admin, ask: Unpin) -> Reply:
-    """End a pin, which is listed until its instance has ended it."""
-    issued, task = await parts.orders.unpin(ask.claim, ask.instance)
-    await asyncio.wait([task], timeout=ask.wait_s)
-    return await parts.ended(issued)
+@operation("POST", "/v1/claims/{claim}/release", ctl="release", tag="chunks", acts=True)
+async def release(parts: Admin, ask: Claimed) -> Reply:
+    """End a claim; `count` in the result of its instance is 1."""
+    return await parts.ended(parts.orders.release(ask.claim, ask.instance), ask.wait_s)
 
 
 @operation("POST", "/v1/replicate", ctl="replicate", tag="chunks", acts=True)

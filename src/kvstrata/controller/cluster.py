@@ -21,7 +21,7 @@ from kvstrata.controller.leadership import Leadership
 from kvstrata.controller.lookups import Lookups
 from kvstrata.controller.member import Issued, Member, MemberState, Outbox, Sync
 from kvstrata.controller.members import Members
-from kvstrata.controller.orders import Orders, Pin
+from kvstrata.controller.orders import Orders
 from kvstrata.controller.ranking import Ranking
 from kvstrata.controller.sampling import Sampling
 from kvstrata.controller.syncs import Syncs
@@ -50,7 +50,7 @@ TICK_S = 0.25
 NO_SLOTS_RETRY_S = 0.5
 OF_EACH = frozenset({CommandKind.RESYNC})
 """Commands that every controller sends for its own directory, even if it does not lead."""
-ONLY_ASKING = frozenset({CommandKind.RUNTIME, CommandKind.STATUS})
+ONLY_ASKING = frozenset({CommandKind.RUNTIME, CommandKind.STATUS, CommandKind.CLAIMS})
 """Commands that change nothing; dashboards send them all the time, so their success is not an event."""
 
 
@@ -105,8 +105,6 @@ class Cluster(Numbers):
         self.ranking = Ranking(clock, self.members, self.lookups)
         self.gateways = Gateways(clock, self.members, self.lookups, self._keys)
         self.sampling = Sampling(clock, self.members, self.directory, self.lookups, self.ranking)
-        self._ended_pins: set[str] = set()
-        """Claims of pins at instances that have left."""
         self._fills: dict[int, Fill] = {}
         """By group: the slots that its full sync under way fills."""
         self._outcomes: dict[int, asyncio.Future[None]] = {}
@@ -127,11 +125,6 @@ class Cluster(Numbers):
     def goodbye(self, told: Goodbye, key: str) -> None:
         """An instance leaves. Raises UnknownInstance, WrongKey."""
         self.members.goodbye(told, key, self._now())
-        self._ended_pins.update(
-            pin.claim
-            for pin in self.orders.pins()
-            if (pin.instance, pin.incarnation) == (told.instance, told.incarnation)
-        )
         self.settle()
 
     def heartbeat(self, told: Heartbeat, key: str) -> list[Command]:
@@ -280,13 +273,9 @@ class Cluster(Numbers):
             await asyncio.sleep(TICK_S)
 
     async def keep_orders(self) -> None:
-        """Remove pins that keep nothing any more, and write keys that instances have shown, until cancelled."""
+        """Write keys that instances have shown, until cancelled."""
         while True:
-            over = [pin.claim for pin in self.orders.all_pins() if self._keeps_nothing(pin)]
-            self._ended_pins.intersection_update(pin.claim for pin in self.orders.all_pins())
             try:
-                if over and self.leadership.token is not None:
-                    await self.orders.end_pins(*over)
                 if self.leadership.token is not None:
                     await self.orders.write_keys()
                 await self.orders.save()
@@ -340,15 +329,6 @@ class Cluster(Numbers):
             else:
                 self.lookups.set_readable(member.group, member.readable)
         self.settle()
-
-    def _keeps_nothing(self, pin: Pin) -> bool:
-        """Whether the pin has expired, or the process that kept its chunks has ended."""
-        if self.orders.is_over(pin) or pin.claim in self._ended_pins:
-            return True
-        member = self.members.get(pin.instance)
-        if member is None or member.state is not MemberState.LIVE or not pin.incarnation:
-            return False
-        return member.incarnation != pin.incarnation
 
     def _abandon(self, member: Member) -> None:
         fill = self._fills.pop(member.group, None)

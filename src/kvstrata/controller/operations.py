@@ -1,4 +1,4 @@
-"""Operations of admins on the cluster: find, keep, copy, move and drop chunks; drain and remove instances.
+"""Operations of admins on the cluster: find, claim, copy, move and drop chunks; drain and remove instances.
 
 Answers to heartbeats carry their commands to instances.  An operation goes on after its caller has stopped waiting.
 """
@@ -6,22 +6,19 @@ Answers to heartbeats carry their commands to instances.  An operation goes on a
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import msgspec
 
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.commands import COMMAND_TTL_S
 from kvstrata.controller.lookups import Found, Place
-from kvstrata.controller.member import CommandState, Issued, Member, MemberState
-from kvstrata.controller.orders import Pin
+from kvstrata.controller.member import Issued, Member, MemberState
 from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, KvstrataError, NotFound, Unavailable
 from kvstrata.keys.batch import count
 from kvstrata.keys.spans import longest, of_slices
+from kvstrata.process.operations import MAX_KEYS, Claiming
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, CommandKind, tags_of
 from kvstrata.types import KEY_BYTES, RequestIdentity
@@ -137,87 +134,41 @@ class Operations:
         cluster.settle()
         return was
 
-    # --- keeping --------------------------------------------------------------------------------------------
+    # --- claims ---------------------------------------------------------------------------------------------
 
-    async def pin(
-        self, named: Named, instance: str | None, ttl_s: float
-    ) -> tuple[Pin, list[Issued], asyncio.Task[None]]:
-        """Keep the leading chunks that an instance has in L1; the task ends when the instance has answered.
-
-        The order is written before the instance gets its commands, so that every kept chunk is listed.
-        Raises KvstrataError.
-        """
-        cluster = self._cluster
-        if instance is None:
-            member, n_chunks = await self._longest(named, None)
-            keys = named.keys[: n_chunks * named.n_slices * KEY_BYTES]
-        else:
-            member, keys = self.member(instance), named.keys
-        parts = _batches(_some(keys), 1)
-        cluster.commands.check_room(member, len(parts))
-        ttl_ms = round(1000 * ttl_s)
-        pin = Pin(
-            secrets.token_hex(8),
-            member.id,
-            len(keys) // KEY_BYTES,
-            cluster.clock.unix_ms() + ttl_ms,
-            member.incarnation,
-            len(parts),
-            kept=False,
-        )
-        await cluster.orders.put_pin(pin)
-        arguments = [
-            {"keys": part, "ttl_ms": ttl_ms, "claim": claim}
-            for claim, part in zip(pin.claims, parts, strict=True)
-        ]
-        try:
-            issued = cluster.issue_to_each(CommandKind.PIN, [(member, arguments)])
-        except KvstrataError:
-            await cluster.orders.end_pins(pin.claim)
-            raise
-        return pin, issued, self._supervisor.job(self._pinned(pin, issued), "pin")
-
-    async def _pinned(self, pin: Pin, issued: list[Issued]) -> None:
-        """Wait for the commands of a pin; then list the pin as kept, or end it if the instance kept only a part."""
-        await self._cluster.outcome(issued, COMMAND_TTL_S + 1)
-        kept = [one for one in issued if _count(one)]
-        n_keys = sum(_count(one) for one in issued)
-        if self._cluster.orders.pin(pin.claim) is None:
-            return  # the pin has expired, or the instance's process has ended
-        try:
-            if n_keys and all(one.result is not None and one.result.ok for one in issued):
-                await self._cluster.orders.put_pin(msgspec.structs.replace(pin, n_keys=n_keys, kept=True))
-            elif all(one.state in (CommandState.ANSWERED, CommandState.UNSENT) for one in issued):
-                member = self._cluster.members.get(pin.instance)
-                if kept and member is not None:
-                    ends = [{"claim": one.command.argument["claim"]} for one in kept]
-                    self._cluster.issue_to_each(CommandKind.UNPIN, [(member, ends)])
-                await self._cluster.orders.end_pins(pin.claim)
-            # Otherwise the instance may keep the chunks, so the pin stays listed as it was ordered, until it expires.
-        except KvstrataError as error:
-            self._cluster.journal.say("pin_unsettled", pin.instance, claim=pin.claim, reason=str(error))
-
-    async def unpin(self, claim: str, instance: str | None) -> tuple[list[Issued], asyncio.Task[None]]:
-        """End a pin; the task ends when the instance has ended it and it is no longer listed. Raises KvstrataError."""
-        pin = self._cluster.orders.pin(claim)
-        if pin is None and instance is None:
-            raise NotFound(
-                f"claim: no pin {claim!r:.80} is listed; name its instance if another controller made it"
+    async def claim(self, named: Named, instance: str | None, asked: Claiming) -> list[Issued]:
+        """Claim chunks at an instance, by default the one with the longest prefix of them. Raises KvstrataError."""
+        keys = _some(named.keys)
+        if len(keys) > MAX_KEYS * KEY_BYTES:
+            raise BadRequest(
+                f"tokens: their chunks have {len(keys) // KEY_BYTES} records, a claim at most {MAX_KEYS}; give fewer",
+                field="tokens",
             )
-        member = self.member(pin.instance if instance is None and pin is not None else instance or "")
-        claims = [claim] if pin is None else pin.claims
-        issued = self._cluster.issue_to_each(
-            CommandKind.UNPIN, [(member, [{"claim": one} for one in claims])]
-        )
-        return issued, self._supervisor.job(self._unpinned(claim, issued), "unpin")
+        member = self.member(instance) if instance is not None else (await self._longest(named, None))[0]
+        ttl_s = asked.ttl_s
+        if asked.until_unix_s is not None:
+            ttl_s = asked.until_unix_s - self._cluster.clock.unix_ms() / 1000
+        argument = {
+            "keys": keys,
+            "n_slices": named.n_slices,
+            "spans": list(named.spans),
+            "identity": named.root or None,
+            "tenant": named.tenant,
+            "ttl_s": ttl_s,
+            "max_bytes": asked.bytes,
+        }
+        return self._cluster.issue_to_each(CommandKind.CLAIM, [(member, [argument])])
 
-    async def _unpinned(self, claim: str, issued: list[Issued]) -> None:
-        await self._cluster.outcome(issued, COMMAND_TTL_S + 1)
-        try:
-            if all(one.result is not None and one.result.ok for one in issued):
-                await self._cluster.orders.end_pins(claim)
-        except KvstrataError as error:
-            self._cluster.journal.say("pin_unsettled", issued[0].instance, claim=claim, reason=str(error))
+    def claims(self) -> list[Issued]:
+        """Ask all live instances for their claims. Raises KvstrataError."""
+        return self._cluster.issue_to_each(CommandKind.CLAIMS, [(one, [{}]) for one in self._cluster.live()])
+
+    def release(self, claim: str, instance: str | None) -> list[Issued]:
+        """End a claim at an instance, by default at whichever live one keeps it. Raises KvstrataError."""
+        members = self._live_or_named(None if instance is None else [instance])
+        return self._cluster.issue_to_each(
+            CommandKind.RELEASE, [(one, [{"claim": claim}]) for one in members]
+        )
 
     # --- copying --------------------------------------------------------------------------------------------
 
@@ -377,13 +328,6 @@ def _some(keys: bytes) -> bytes:
     if not keys:
         raise BadRequest("tokens: they make no whole chunk; give more tokens, or keys", field="tokens")
     return keys
-
-
-def _count(issued: Issued) -> int:
-    """The number of records that a command changed; 0 if it failed."""
-    result = issued.result
-    count = result.body.get("count") if result is not None and result.ok else 0
-    return count if isinstance(count, int) else 0
 
 
 def _all_arrived(pull: Issued) -> bool:

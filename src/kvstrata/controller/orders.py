@@ -1,4 +1,4 @@
-"""The orders of admins, which hold until they order otherwise: drained instances, removed instances, and pins.
+"""The orders of admins, which hold until they order otherwise: drained instances and removed instances.
 
 The public keys that the ids of instances belong to (instance_keys.py) are kept with them.  Every controller learns keys
 when instances register with it; the leader writes those that it has learnt to etcd, and what etcd has counts.
@@ -8,8 +8,7 @@ from there (election.py).  A single controller has only a file.  Every controlle
 file at each change, and starts with the orders of its file until etcd has answered.  If etcd has lost its data, the
 leader writes the orders to it again.
 
-Orders have names: `drained/INSTANCE`, `removed/INSTANCE`, `pins/CLAIM`, `keys/INSTANCE`.  An order that cannot be read
-is left out.
+Orders have names: `drained/INSTANCE`, `removed/INSTANCE`, `keys/INSTANCE`.  An order that cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -21,39 +20,16 @@ from pathlib import Path
 
 import msgspec
 
-from kvstrata.clock import Clock
 from kvstrata.errors import Refused
 from kvstrata.observability.logging import EventLog
 
-MAX_PINS = 4_096
 MAX_INSTANCES = 1_024
 """Most drained instances, and most removed instances."""
 FILE = "orders.json"
 VERSION = 1
-DRAINED, REMOVED, PINS, KEYS = "drained", "removed", "pins", "keys"
+DRAINED, REMOVED, KEYS = "drained", "removed", "keys"
 STANDS = b"1"
 """The value of an order whose name says everything."""
-
-
-class Pin(msgspec.Struct, frozen=True):
-    """Chunks that an instance was commanded to keep; the instance ends the pin by its own clock."""
-
-    claim: str
-    instance: str
-    n_keys: int
-    """Number of keys that the instance keeps; until it has answered, the number that it was commanded to keep."""
-    expires_unix_ms: int
-    incarnation: int = 0
-    """Incarnation of the instance, whose next process keeps nothing; 0: not known."""
-    parts: int = 1
-    """Number of commands for this pin; each of these parts has its own claim at the instance."""
-    kept: bool = True
-    """False until the instance has confirmed it."""
-
-    @property
-    def claims(self) -> list[str]:
-        """The claims of the pin's parts at the instance."""
-        return [self.claim, *(f"{self.claim}.{part}" for part in range(1, self.parts))]
 
 
 class KeyOfId(msgspec.Struct, frozen=True):
@@ -67,7 +43,6 @@ class KeyOfId(msgspec.Struct, frozen=True):
 
 class _File(msgspec.Struct, frozen=True):
     version: int
-    pins: list[Pin]
     drained: list[str] = []
     removed: list[str] = []
     keys: dict[str, KeyOfId] = {}
@@ -77,18 +52,12 @@ class Orders:
     """All orders that hold. Belongs to the event loop."""
 
     def __init__(
-        self,
-        clock: Clock,
-        write_first: Callable[[Mapping[str, bytes | None]], Awaitable[None]] | None = None,
+        self, write_first: Callable[[Mapping[str, bytes | None]], Awaitable[None]] | None = None
     ) -> None:
         """`write_first` writes orders to etcd, before they hold here, or raises NotLeading."""
-        self._clock = clock
         self._write_first = write_first
         self.changed: Callable[[], None] = lambda: None
         """Is called whenever orders have changed."""
-        self._pins: dict[str, Pin] = {}
-        self._ends_s: dict[tuple[str, int], float] = {}
-        """By claim and expiry of a pin: when it ends by the monotonic clock, since the system's time may be set."""
         self.drained: dict[str, None] = {}
         self.removed: dict[str, None] = {}
         """Instances that were removed while they lived; they may not join."""
@@ -104,33 +73,11 @@ class Orders:
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    def pin(self, claim: str) -> Pin | None:
-        """The pin of this claim, unless it has expired."""
-        pin = self._pins.get(claim)
-        return None if pin is None or self.is_over(pin) else pin
-
-    def pins(self) -> list[Pin]:
-        """Pins that have not expired, in the order in which they were made."""
-        return [pin for pin in self._pins.values() if not self.is_over(pin)]
-
-    def all_pins(self) -> list[Pin]:
-        """All pins, including expired ones that are not yet removed."""
-        return list(self._pins.values())
-
-    def is_over(self, pin: Pin) -> bool:
-        """Whether the pin has expired, by the time that was left when this controller first heard of it."""
-        known = pin.claim, pin.expires_unix_ms
-        if known not in self._ends_s:
-            left_s = (pin.expires_unix_ms - self._clock.unix_ms()) / 1000
-            self._ends_s[known] = self._clock.monotonic_s() + left_s
-        return self._ends_s[known] <= self._clock.monotonic_s()
-
     def entries(self) -> dict[str, bytes]:
         """All orders by name."""
         return {
             **{f"{DRAINED}/{instance}": STANDS for instance in self.drained},
             **{f"{REMOVED}/{instance}": STANDS for instance in self.removed},
-            **{f"{PINS}/{pin.claim}": msgspec.json.encode(pin) for pin in self._pins.values()},
             **{f"{KEYS}/{instance}": msgspec.json.encode(known) for instance, known in self.keys.items()},
         }
 
@@ -162,16 +109,6 @@ class Orders:
         await self._change({f"{REMOVED}/{instance}": None})
         return True
 
-    async def put_pin(self, pin: Pin) -> None:
-        """Add or replace a pin. Raises Refused, NotLeading."""
-        if pin.claim not in self._pins and len(self._pins) >= MAX_PINS:
-            raise Refused(f"{MAX_PINS} pins are already listed; end some first")
-        await self._change({f"{PINS}/{pin.claim}": msgspec.json.encode(pin)})
-
-    async def end_pins(self, *claims: str) -> None:
-        """Take pins off the list. Raises NotLeading."""
-        await self._change({f"{PINS}/{claim}": None for claim in claims if claim in self._pins})
-
     def learn_key(self, instance: str, known: KeyOfId | None) -> None:
         """An id belongs to this key from now on, or to none; `write_keys` makes that an order."""
         self._unwritten[instance] = known
@@ -193,16 +130,11 @@ class Orders:
     def load(self, entries: Mapping[str, bytes]) -> None:
         """Replace all orders by those of etcd; keys of ids that etcd lacks stay if they were learnt here."""
         before = self.entries()
-        self._pins, self.drained, self.removed, self.keys = {}, {}, {}, {}
+        self.drained, self.removed, self.keys = {}, {}, {}
         self._apply(entries)
         self._unwritten = {name: known for name, known in self._unwritten.items() if known is not None}
         self.keys.update((name, known) for name, known in self._unwritten.items() if known is not None)
         self._unsaved |= self.entries() != before
-        self._changed()
-
-    def _changed(self) -> None:
-        listed = {(pin.claim, pin.expires_unix_ms) for pin in self._pins.values()}
-        self._ends_s = {known: ends_s for known, ends_s in self._ends_s.items() if known in listed}
         self.changed()
 
     async def _change(self, changes: Mapping[str, bytes | None]) -> None:
@@ -212,7 +144,7 @@ class Orders:
             await self._write_first(changes)
         self._apply(changes)
         self._unsaved = True
-        self._changed()
+        self.changed()
         await self.save()
 
     def _apply(self, changes: Mapping[str, bytes | None]) -> None:
@@ -224,11 +156,6 @@ class Orders:
                     instances[what] = None
                 elif instances is not None:
                     instances.pop(what, None)
-                elif kind == PINS and value is not None:
-                    pin = self._pins[what] = msgspec.json.decode(value, type=Pin)
-                    self.is_over(pin)  # notes when it ends
-                elif kind == PINS:
-                    self._pins.pop(what, None)
                 elif kind == KEYS:
                     self._unwritten.pop(what, None)
                     if value is not None:
@@ -256,7 +183,6 @@ class Orders:
             return self._path, f"it cannot be read: {error}"
         if told.version != VERSION:
             return self._path, f"it has format version {told.version}, this controller reads {VERSION}"
-        self._pins = {pin.claim: pin for pin in told.pins[:MAX_PINS]}
         self.drained = dict.fromkeys(told.drained[:MAX_INSTANCES])
         self.removed = dict.fromkeys(told.removed[:MAX_INSTANCES])
         self.keys = dict(told.keys)
@@ -273,9 +199,7 @@ class Orders:
             if not self._unsaved:
                 return
             self._unsaved = False
-            told = msgspec.json.encode(
-                _File(VERSION, list(self._pins.values()), list(self.drained), list(self.removed), self.keys)
-            )
+            told = msgspec.json.encode(_File(VERSION, list(self.drained), list(self.removed), self.keys))
             done = asyncio.get_running_loop().run_in_executor(None, replace_file, self._path, told)
             try:
                 await asyncio.shield(done)

@@ -180,7 +180,7 @@ class Controller(Process):
             loop,
             settings,
             clock,
-            Orders(clock, election.write if election is not None else None),
+            Orders(election.write if election is not None else None),
             name=name,
             epoch=epoch,
             election=election,

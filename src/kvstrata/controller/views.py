@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.controller.lookups import Place
     from kvstrata.controller.metrics import Surroundings
     from kvstrata.controller.operations import Placement
-    from kvstrata.controller.orders import Pin
 
 Body = dict[str, Any]
 
@@ -265,19 +264,6 @@ def command_row(cluster: Cluster, issued: Issued) -> Body:
         "age_s": round(cluster.clock.monotonic_s() - issued.issued_s, 3),
         "argument": plain(issued.command.argument),
         "result": plain(result.body) if result is not None else {},
-    }
-
-
-def pin_row(cluster: Cluster, pin: Pin, now_ms: int) -> Body:
-    """One pin."""
-    member = cluster.members.get(pin.instance)
-    lives = member is not None and member.state is MemberState.LIVE
-    return {
-        "claim": pin.claim,
-        "instance": pin.instance,
-        "keys": pin.n_keys,
-        "left_s": round((pin.expires_unix_ms - now_ms) / 1000, 1),
-        "state": ("kept" if pin.kept else "asked") if lives else "unknown",
     }
 
 

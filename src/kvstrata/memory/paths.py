@@ -1,6 +1,6 @@
 """Where an instance's sockets and files lie.
 
-    <socket dir>/   rpc.sock  server.pid  lessons                      one per instance; a container must share it
+    <socket dir>/   rpc.sock  server.pid  lessons  claims              one per instance; a container must share it
     <segment dir>/  index  extents  sessions.lock  server.pid          on /dev/shm, handed out as descriptors
 
 The default socket directory depends only on uid, port and XDG_RUNTIME_DIR, so that server and engine find the same one
@@ -21,6 +21,8 @@ RPC_SOCKET = "rpc.sock"
 PID_FILE = "server.pid"
 LESSONS = "lessons"
 """What the eviction policy learnt (`Pool.lessons`), for the next server."""
+CLAIMS = "claims"
+"""The claims on chunks of L1 (server/claims.py), for the next server."""
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel allows 107 bytes; the others are spare for longer names."""

@@ -588,6 +588,7 @@ class Pool:
         identity: bytes = b"",
         spans: Sequence[int] = (),
         again: bool = False,
+        unread: bool = False,
     ) -> tuple[int, int, bytes, int, int]:
         """(ticket, n_chunks, extents, unverified, short_bytes): pins the leading READY chunks for these rows.
 
@@ -595,6 +596,7 @@ class Pool:
         bytes would pass half of the pool; `short_bytes` is then what other leases would have to give back for the
         rest of the prefix.  `unverified` counts entries that `verify` must see before a longer answer is possible.
         Counts as a use of the chunks, but with `again` not as a return: the request leases them once more, or a peer.
+        With `unread` UNVERIFIED chunks are leased like READY ones: no holder reads bytes by this lease.
 
         `spans`: for each slice 0 if every leading chunk must be READY in it, or how many of the last leading chunks
         must be; other chunks of such a slice are not leased, and their extents are zero.  () means 0 for all.

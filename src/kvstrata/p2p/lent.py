@@ -1,4 +1,4 @@
-"""L1 as peers see it: which of its records are leased to readers or pinned, and how many bytes they keep.
+"""L1 as peers see it: which of its records are leased to readers, and how many bytes they keep.
 
 Belongs to the event loop; no I/O.
 """
@@ -33,7 +33,7 @@ class LentPool:
     def __init__(self, pool: Pool, share: float) -> None:
         """`share`: the part that may be lent."""
         self.leased_bytes = 0
-        """Bytes of the distinct records that are leased or pinned."""
+        """Bytes of the distinct records that are leased."""
         self._pool = pool
         self.limit_bytes = int(pool.extents_bytes * share)
         """Maximum number of bytes that may be lent."""
@@ -103,24 +103,17 @@ class LentPool:
 
 
 class LentRecords:
-    """The records that a lease or a pin keeps."""
+    """The records that a lease keeps."""
 
-    __slots__ = ("_keepers", "_packed", "claim", "expires_s", "lent", "parts")
+    __slots__ = ("_keepers", "_packed", "expires_s", "lent", "taken")
 
-    def __init__(self, lent: LentPool, parts: list[Taken], expires_s: float, claim: str = "") -> None:
+    def __init__(self, lent: LentPool, taken: Taken, expires_s: float) -> None:
         self.lent = lent
-        self.parts = parts
+        self.taken = taken
         self.expires_s = expires_s
-        self.claim = claim
-        """Name of a controller's pin; empty for a reader's lease."""
         self._keepers = 1
         """The lease itself until it ends, and each `keep` without its `let_go`."""
         self._packed: frozenset[bytes] = frozenset()
-
-    @property
-    def n_records(self) -> int:
-        """How many records are kept."""
-        return sum(len(part.entries) for part in self.parts)
 
     def named(self, packed: list[bytes]) -> list[tuple[bytes, int]]:
         """The packed extents of some of the records, each with the record's address.
@@ -128,7 +121,7 @@ class LentRecords:
         Raises BadRequest if a record is not in this lease or is named twice.
         """
         if not self._packed:
-            self._packed = frozenset(split_extents(b"".join(part.extents for part in self.parts)))
+            self._packed = frozenset(split_extents(self.taken.extents))
         if not packed or len(set(packed)) < len(packed) or not self._packed.issuperset(packed):
             raise BadRequest(
                 f"extents: {len(packed)} extents; name one or more of this lease's, each once",
@@ -144,8 +137,7 @@ class LentRecords:
         """The lease has ended, or a `keep` is over; after the last of these the pool may remove the records."""
         self._keepers -= 1
         if not self._keepers:
-            for part in self.parts:
-                self.lent.give_back(part)
+            self.lent.give_back(self.taken)
 
 
 def split_extents(packed: bytes) -> list[bytes]:

@@ -9,7 +9,7 @@ Invariants
 1. While a lease is in `PeerLeases`, the pool keeps its extents (as leases of row 0, the server itself).  After the
    lease has left `PeerLeases`, no release of it is answered with `stood`.  So `stood` is exact even after this process
    was frozen, since a frozen process releases no extent.
-2. Leases of peers and pins together are at most MAX_LEASES, and keep at most LENT_SHARE of L1.
+2. Leases of peers are at most MAX_LEASES, and keep at most LENT_SHARE of L1.
 3. Only verified records are leased: the pool's lease stops at a record that is not READY, such as one whose CRC is
    pending.
 4. Lease numbers begin at a random number, so that the numbers of an earlier process name no lease here.
@@ -71,19 +71,14 @@ class Leased(NamedTuple):
 
 
 class PeerLeases(Numbers):
-    """Leases of peers and pins of the controller on this L1. The caller passes the time; no I/O."""
+    """Leases of peers on this L1. The caller passes the time; no I/O."""
 
-    leases = gauge(
-        "Leases that readers hold on chunks of this instance.", lambda self: len(self) - len(self._claims)
-    )
-    pins = gauge("Pins that the controller holds on chunks of this instance.", lambda self: len(self._claims))
+    leases = gauge("Leases that readers hold on chunks of this instance.", len)
     leased_bytes = gauge(
-        "Bytes of L1 kept by readers' leases and the controller's pins, each record once.",
-        lambda self: self._lent.leased_bytes,
+        "Bytes of L1 kept by readers' leases, each record once.", lambda self: self._lent.leased_bytes
     )
     limit_bytes = gauge(
-        "Most bytes of L1 that readers' leases and the controller's pins may keep.",
-        lambda self: self._lent.limit_bytes,
+        "Maximum number of bytes of L1 that readers' leases may keep.", lambda self: self._lent.limit_bytes
     )
     draining = gauge("1 while peers are granted no leases, else 0.")
     read_bytes = counter("Bytes that readers have reported as read from here.")
@@ -99,7 +94,6 @@ class PeerLeases(Numbers):
         self._lent = LentPool(pool, LENT_SHARE)
         self._next = secrets.randbits(61) + 1
         self._leases: dict[int, LentRecords] = {}
-        self._claims: dict[str, int] = {}
         self._due: list[tuple[float, int]] = []
         """Heap of (when to check whether a lease has expired, its number); may name leases that have ended."""
         self.draining = False
@@ -128,15 +122,20 @@ class PeerLeases(Numbers):
         if taken is None:
             return Leased(0, b"", reason)
         self.granted += 1
-        number = self._add(LentRecords(self._lent, [taken], now_s + ttl_s))
+        number, self._next = self._next, self._next + 1
+        self._leases[number] = lease = LentRecords(self._lent, taken, now_s + ttl_s)
+        if len(self._due) > 2 * MAX_LEASES:  # many leases were released long before they would have expired
+            self._due = [due for due in self._due if due[1] in self._leases]
+            heapq.heapify(self._due)
+        heapq.heappush(self._due, (lease.expires_s, number))
         return Leased(number, extents or taken.extents, reason)
 
     def release(self, number: int, keep_s: float, now_s: float, read_bytes: int = 0) -> bool:
         """End a reader's lease, or keep it for `keep_s` from now; returns whether it stood until now."""
         lease = self._leases.get(number)
-        if lease is None or lease.claim:
+        if lease is None:
             return False
-        self.read_bytes += min(read_bytes, lease.parts[0].n_bytes)
+        self.read_bytes += min(read_bytes, lease.taken.n_bytes)
         if keep_s:
             lease.expires_s = now_s + keep_s
         else:
@@ -147,44 +146,7 @@ class PeerLeases(Numbers):
     def records(self, number: int, packed: list[bytes]) -> tuple[list[tuple[bytes, int]], LentRecords] | None:
         """Some records of a reader's lease, see `LentRecords.named`, and the lease; None if there is no such lease."""
         lease = self._leases.get(number)
-        return None if lease is None or lease.claim else (lease.named(packed), lease)
-
-    def pin(self, claim: str, keys: bytes, ttl_s: float, now_s: float) -> int:
-        """Keep those of these records that are in L1; returns how many.
-
-        An older pin with the same name ends first.  Raises Refused if the limits leave no room for all of them; then
-        nothing is pinned under this name.
-        """
-        self.unpin(claim)
-        lent = self._lent
-        whole = LentRecords(lent, [], now_s + ttl_s, claim)
-        at, reason = 0, ""
-        while at < len(keys) and reason != LIMIT:
-            taken, reason = lent.take(keys[at:], 1)
-            at += KEY_BYTES
-            if taken is not None:
-                at += (len(taken.entries) - 1) * KEY_BYTES
-                whole.parts.append(taken)
-        if reason == LIMIT or len(self._leases) >= MAX_LEASES:
-            whole.let_go()
-            raise Refused(
-                f"keys: pins and leases of peers may keep {lent.limit_bytes} bytes of L1, which leaves no room "
-                "for all of these chunks; pin fewer, or try again when some leases have ended",
-                field="keys",
-            )
-        if not whole.parts:
-            return 0
-        self._claims[claim] = self._add(whole)
-        return whole.n_records
-
-    def unpin(self, claim: str) -> int:
-        """End a pin; returns how many records it kept."""
-        number = self._claims.get(claim)
-        if number is None:
-            return 0
-        count = self._leases[number].n_records
-        self._end(number)
-        return count
+        return None if lease is None else (lease.named(packed), lease)
 
     def expire(self, now_s: float) -> float | None:
         """End the leases whose time is over; returns when to call again, None if no lease is left."""
@@ -203,25 +165,13 @@ class PeerLeases(Numbers):
         return self._due[0][0] if self._due else None
 
     def end_all(self) -> None:
-        """End all leases and pins."""
+        """End all leases."""
         for number in list(self._leases):
             self._end(number)
         self._due.clear()
 
-    def _add(self, lease: LentRecords) -> int:
-        number, self._next = self._next, self._next + 1
-        self._leases[number] = lease
-        if len(self._due) > 2 * MAX_LEASES:  # many leases were released long before they would have expired
-            self._due = [due for due in self._due if due[1] in self._leases]
-            heapq.heapify(self._due)
-        heapq.heappush(self._due, (lease.expires_s, number))
-        return number
-
     def _end(self, number: int) -> None:
-        lease = self._leases.pop(number)
-        if lease.claim:
-            del self._claims[lease.claim]
-        lease.let_go()
+        self._leases.pop(number).let_go()
 
 
 class PeerServer(Numbers):
@@ -241,7 +191,7 @@ class PeerServer(Numbers):
         metadata: Callable[[], bytes],
         mac: bool = False,
     ) -> None:
-        """`server` is None if peers are not served and only controllers' pins are kept.
+        """`server` is None if peers are not served.
 
         `metadata()` returns the metadata of the transfer engine by which peers reach L1 now;
         empty while there is no such engine.  `mac`: all readers get MACs, and must want them.
@@ -275,12 +225,6 @@ class PeerServer(Numbers):
         self.leases.end_all()
         if self._lanes is not None:
             await self._lanes.close()
-
-    def pin(self, claim: str, keys: bytes, ttl_s: float) -> int:
-        """See PeerLeases.pin."""
-        count = self.leases.pin(claim, keys, ttl_s, self._clock.monotonic_s())
-        self._look_later()
-        return count
 
     def numbers(self) -> list[Numbers]:
         """The parts that count."""

@@ -41,6 +41,7 @@ PIECE_BYTES = 64 << 10
 """A long list is decoded in pieces of this size, since a decoder keeps the interpreter until it is done."""
 MAX_REST_BYTES = 64 << 10
 MAX_WAIT_S = 60.0
+MAX_CLAIM_S = 30 * 86_400
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Headers = Mapping[bytes, bytes]
@@ -318,6 +319,32 @@ class Weights(msgspec.Struct, kw_only=True):
     def request(self) -> RequestIdentity:
         """What of a prompt's identity the request decides."""
         return RequestIdentity(adapter=self.adapter, tenant=self.tenant, salt=self.salt)
+
+
+class Chunks(Weights, kw_only=True):
+    """Chunks, named by a prompt's tokens or by keys."""
+
+    tokens: Tokens | None = None
+    keys: (
+        Annotated[
+            list[str],
+            Meta(max_length=MAX_KEYS, description="Storage keys in hexadecimal, instead of tokens."),
+        ]
+        | None
+    ) = None
+
+
+class Claiming(Chunks, kw_only=True):
+    """Chunks to keep in L1 until a time."""
+
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_CLAIM_S, description="Time until the claim ends.")] = 3_600.0
+    until_unix_s: Annotated[
+        float | None, Meta(description="When the claim ends, in seconds since 1970, instead of `ttl_s`.")
+    ] = None
+    bytes: (
+        Annotated[int, Meta(gt=0, description="Maximum number of bytes to keep; else the claim is refused.")]
+        | None
+    ) = None
 
 
 class LogLevel(msgspec.Struct):

@@ -51,7 +51,7 @@ MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 5
+CLUSTER_PROTOCOL_VERSION = 6
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one lease of a peer."""
@@ -304,11 +304,14 @@ class CommandKind(enum.StrEnum):
     ends."""
     EVICT = "evict"
     """{"keys": bytes} (storage keys): drop these chunks from L1."""
-    PIN = "pin"
-    """{"keys": bytes, "ttl_ms": int, "claim": str}: keep these chunks in L1 for this time; their bytes count as leased
-    to peers."""
-    UNPIN = "unpin"
-    """{"claim": str}: end this pin."""
+    CLAIM = "claim"
+    """{"keys": bytes, "n_slices": int, "spans": [int], "identity": bytes | null, "tenant": str, "ttl_s": float,
+    "max_bytes": int | null}: keep these chunks in L1 for this time, all or none; without an identity they are records,
+    and those that they continue are kept too."""
+    CLAIMS = "claims"
+    """{}: answer the document of /v1/claims."""
+    RELEASE = "release"
+    """{"claim": str}: end this claim; `count` is 0 if the instance does not keep it."""
     PULL = "pull"
     """{"keys": bytes, "n_slices": int, "identity": bytes, "tenant": str, "owner": {…as Owner…}, "spans": [int]}: read
     these chunks into L1, from the owner if it leases them, else from other peers; of slices with a span (see KvKind)

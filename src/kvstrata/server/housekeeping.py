@@ -14,7 +14,7 @@ import collections
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,8 +60,17 @@ ADOPTED_KEYS = 2
 class PoolEvents:
     """Reads the events of the pool and passes them on. Belongs to the event loop."""
 
-    def __init__(self, pool: Pool, explainer: Explainer, news: Sequence[TierNews], clock: Clock) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        explainer: Explainer,
+        news: Sequence[TierNews],
+        clock: Clock,
+        doubt: Callable[[], None],
+    ) -> None:
+        """`doubt` is called when a record was found corrupt, and when events were lost."""
         self._pool, self._explainer, self._news, self._clock = pool, explainer, news, clock
+        self._doubt = doubt
         self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
         self._lost = 0
         self._drained = asyncio.Event()
@@ -80,6 +89,7 @@ class PoolEvents:
             if self._pool.events_lost != self._lost:
                 self._lost = self._pool.events_lost
                 self._explainer.events_lost()
+                self._doubt()
                 for news in self._news:
                     news.pool_events_lost()
             for news in self._news:
@@ -101,6 +111,7 @@ class PoolEvents:
                 explainer.left_l1(key, kind, now_ms)
             elif kind == PoolEvent.CORRUPT:
                 explainer.corrupt(key, now_ms)
+                self._doubt()
                 self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
             elif kind == PoolEvent.VERIFIED:
                 self.verified.append(key)
@@ -151,6 +162,7 @@ class Housekeeping:
         if (now_s := self._parts.clock.monotonic_s()) - self._looked_s >= SECOND_S:
             self._looked_s = now_s
             await asyncio.shield(lane.run(self._learn))
+            await self._parts.claims.expire()
             await self._see_to_memory()
 
     def _learn(self) -> None:

@@ -133,7 +133,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     board.put("l2_adapters", tiers)
     await _open_tiers(plan, peer, parts, segment, shell.log)
 
-    # 3. Processes attach.
+    # 3. The claims of the last server hold again, before anything can be evicted. Processes attach.
+    await parts.claims.restore(adopted=segment.adopted)
     attach = AttachServer(
         directory / RPC_SOCKET,
         pool,

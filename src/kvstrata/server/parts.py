@@ -25,6 +25,7 @@ from kvstrata.server.admin.status import (
     engines_section,
     processes_section,
 )
+from kvstrata.server.claims import Claims
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.housekeeping import PoolEvents
 from kvstrata.server.plan import InstanceFacts
@@ -104,7 +105,9 @@ class Parts:
         )
         self.prefetch = PrefetchController(pool, tiers, limits, clock, self.store.dropped, self.store.found)
         self.tails = TailPuts(pool, self.store, tiers, clock, settings.l2.tails_after_s)
-        self.events = PoolEvents(pool, explainer, news, clock)
+        self.prewarms = Prewarms(self)
+        self.claims = Claims(self)
+        self.events = PoolEvents(pool, explainer, news, clock, self.claims.doubt)
 
         # What serves processes.
         self.recuts = Recuts(self, self._recut_lane)
@@ -134,6 +137,7 @@ class Parts:
         board.put("tails", self.tails)
         board.put("l2_prefetch", self.prefetch)
         board.put("recuts", self.recuts)
+        board.put("claims", self.claims)
         board.put_facts("tenants", self.tenants.in_l1)
         board.put_facts("jobs", self.prewarms.documents)
         return board

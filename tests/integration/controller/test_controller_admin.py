@@ -1,4 +1,4 @@
-"""A real controller's HTTP API: commands to instances, explanations, pins and copies, and wrong requests."""
+"""A real controller's HTTP API: commands to instances, explanations, claims and copies, and wrong requests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_wire import KvKind
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root
 from tests.harness.cache_engine import eventually
-from tests.harness.cluster_instance import ClusterInstance, Refused, key_of, tags_of
+from tests.harness.cluster_instance import Refused, key_of, tags_of
 
 pytestmark = pytest.mark.integration
 
@@ -85,31 +86,37 @@ def test_a_prompt_is_found_by_its_tokens(controller, instance):
     assert controller.ask("/v1/models")["models"][0]["instances"] == ["a"]
 
 
-def test_pin_replicate_move_and_evict_ask_the_right_instances(controller, instance):
+def test_claim_replicate_move_and_evict_ask_the_right_instances(controller, instance):
     a, b = instance("a").join({"l1": tags_of(range(4))}), instance("b").join({})
     keys = [key_of(number) for number in range(4)]
-    pinned = controller.ask("/v1/pin", {"keys": keys[:2], "instance": "a", "ttl_s": 60, "wait_s": 0})
+    asked = {"keys": keys[:2], "instance": "a", "ttl_s": 60, "wait_s": 0}
+    assert not controller.ask("/v1/claims", asked)["done"]
     assert a.nudged()
-    (pin,) = a.heartbeat()
-    assert pin.argument == {
-        "keys": bytes.fromhex("".join(keys[:2])),
-        "ttl_ms": 60_000,
-        "claim": pinned["claim"],
-    }
-    a.heartbeat([wire.CommandResult(pin.number, True, "", {"count": 1})])
+    (claim,) = a.heartbeat()
+    assert claim.argument == {
+        "keys": bytes.fromhex("".join(keys[:2])), "n_slices": 1, "spans": [], "identity": None, "tenant": "",
+        "ttl_s": 60, "max_bytes": None,
+    }  # fmt: skip
+    a.heartbeat([wire.CommandResult(claim.number, False, "no_room: 0 bytes may still be claimed", {})])
+    told = controller.ask(f"/v1/commands/{claim.number}")
+    assert (told["state"], told["message"].partition(":")[0]) == ("failed", "no_room")
 
-    def pins() -> list[tuple[int, str]]:
-        return [(row["keys"], row["state"]) for row in controller.ask("/v1/pins")["pins"]]
+    with ThreadPoolExecutor(1) as threads:
+        listed = threads.submit(controller.ask, "/v1/claims?wait_s=30")
+        for one, rows in ((a, [{"claim": "c"}]), (b, [])):
+            (listing,) = eventually("the instance is asked", one.heartbeat)
+            one.heartbeat([wire.CommandResult(listing.number, True, "", {"claims": rows})])
+        assert listed.result() == {"claims": [{"instance": "a", "claim": "c"}], "unanswered": []}
+    assert sorted(controller.ask("/v1/claims?wait_s=0")["unanswered"]) == ["a", "b"]
+    for one in (a, b):
+        (listing,) = one.heartbeat()
+        one.heartbeat([wire.CommandResult(listing.number, True, "", {"claims": []})])
 
-    eventually("the pin is listed with the number of kept keys", lambda: pins() == [(1, "kept")])
-    controller.ask("/v1/unpin", {"claim": pinned["claim"], "wait_s": 0})
-    (unpin,) = a.heartbeat()
-    a.heartbeat([wire.CommandResult(unpin.number, False, "not now", {})])
-    assert pins() == [(1, "kept")], "a pin whose end failed is still listed"
-    controller.ask("/v1/unpin", {"claim": pinned["claim"], "wait_s": 0})
-    (unpin,) = a.heartbeat()
-    a.heartbeat([wire.CommandResult(unpin.number, True, "", {"count": 1})])
-    eventually("the ended pin is not listed", lambda: pins() == [])
+    controller.ask("/v1/claims/c/release", {"wait_s": 0})
+    for one in (a, b):
+        (release,) = one.heartbeat()
+        assert (release.kind, release.argument) == (wire.CommandKind.RELEASE, {"claim": "c"})
+        one.heartbeat([wire.CommandResult(release.number, True, "", {"count": int(one is a)})])
 
     moved = controller.ask("/v1/move", {"keys": [keys[0]], "to": "b", "wait_s": 0})
     assert not moved["done"]
@@ -137,41 +144,6 @@ def test_pin_replicate_move_and_evict_ask_the_right_instances(controller, instan
 
     told = controller.ask("/v1/evict", {"keys": [keys[3]], "wait_s": 0})
     assert [row["instance"] for row in told["commands"]] == ["a"]
-
-
-def test_only_pins_that_an_instance_keeps_are_listed(controller, instance):
-    a = instance("a").join({"l1": tags_of(range(4))})
-
-    def pin(**result: Any) -> None:
-        """Make a pin that the instance answers with this result."""
-        made = controller.ask("/v1/pin", {"keys": [key_of(1)], "instance": "a", "ttl_s": 600, "wait_s": 0})
-        assert (listed(made["claim"]) or {})["state"] == "asked"
-        (asked,) = a.heartbeat()
-        a.heartbeat([wire.CommandResult(asked.number, **result)])
-        eventually(
-            "the pin is no longer asked for",
-            lambda: (listed(made["claim"]) or {"state": "gone"})["state"] != "asked",
-        )
-
-    def listed(claim: str) -> dict[str, Any] | None:
-        return next((row for row in controller.ask("/v1/pins")["pins"] if row["claim"] == claim), None)
-
-    def claims() -> list[str]:
-        return [row["claim"] for row in controller.ask("/v1/pins")["pins"]]
-
-    pin(ok=False, message="no room")
-    pin(ok=True, message="", body={"count": 0})
-    assert claims() == []
-    pin(ok=True, message="", body={"count": 1})
-    assert len(claims()) == 1
-    with ClusterInstance(controller.ports["reply"], "a") as later:
-        later.join({})
-        eventually("the pins of the instance's last process are gone", lambda: claims() == [])
-        later.heartbeat()
-        controller.ask("/v1/pin", {"keys": [key_of(1)], "instance": "a", "ttl_s": 600, "wait_s": 0})
-        assert len(claims()) == 1
-        later.goodbye()
-        eventually("the pins of an instance that left are gone", lambda: claims() == [])
 
 
 def test_events_are_read_by_cursor_and_by_long_poll(controller, instance):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 
 import pytest
 
-from kvstrata.clock import SystemClock
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.snapshot import BadSnapshot, read_document
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness import own_commands
 from tests.harness.cache_engine import eventually
-from tests.harness.cluster_instance import ClusterInstance, Refused, holders, key_of, tags_of
+from tests.harness.cluster_instance import ClusterInstance, Refused, holders, tags_of
 from tests.harness.controller_process import ControllerProcess
 
 pytestmark = pytest.mark.integration
@@ -89,9 +87,9 @@ def test_a_snapshot_that_cannot_be_used_is_ignored_counted_and_logged(tmp_path):
 
 
 UNREADABLE = {
-    "cannot be read": b'{"version": 1, "pins": [',
-    "claim": b'{"version": 1, "pins": [{"claim": 1}]}',
-    "format version 2": b'{"version": 2, "pins": []}',
+    "cannot be read": b'{"version": 1, "drained": [',
+    "drained": b'{"version": 1, "drained": [1]}',
+    "format version 2": b'{"version": 2, "drained": []}',
 }
 
 
@@ -101,35 +99,21 @@ def test_orders_that_cannot_be_read_are_ignored_counted_and_announced(tmp_path):
         orders = controller.snapshot.with_name("orders.json")
         for says, content in UNREADABLE.items():
             orders.write_bytes(content)
-            read = Orders(SystemClock())
+            read = Orders()
             assert says in asyncio.run(read.keep_in(orders.parent, lambda *failed: None))[1]
             assert not read.entries()
         controller.start()
-        assert controller.ask("/v1/pins")["pins"] == []
+        assert controller.ask("/v1/instances")["drained"] == []
         events = controller.ask("/v1/events")["events"]
         (said,) = [row for row in events if row["kind"] == "snapshot_ignored"]
         assert says in said["facts"]["reason"] and said["facts"]["path"] == str(orders)
         assert controller.ask("/v1/cluster")["snapshot"]["ignored"] == 1
         with ClusterInstance(controller.ports["reply"], "a") as a:
             a.join({})
-            claim = controller.ask(
-                "/v1/pin", {"keys": [key_of(1)], "instance": "a", "ttl_s": 60, "wait_s": 0}
-            )["claim"]
+            controller.ask("/v1/instances/a/drain", {"wait_s": 0})
         controller.kill()
         controller.start()
-        assert [row["claim"] for row in controller.ask("/v1/pins")["pins"]] == [claim]
-
-
-def test_an_expired_pin_is_not_listed_after_a_restart(tmp_path):
-    with ControllerProcess(tmp_path / "controller") as controller:
-        controller.kill()
-        pins = controller.snapshot.with_name("orders.json")
-        rows = [("over", 1), ("left", 1 << 50)]
-        told = [{"claim": claim, "instance": "a", "n_keys": 1, "expires_unix_ms": end} for claim, end in rows]
-        pins.write_text(json.dumps({"version": 1, "pins": told}))
-        controller.start()
-        (row,) = controller.ask("/v1/pins")["pins"]
-        assert (row["claim"], row["state"]) == ("left", "unknown")
+        assert controller.ask("/v1/instances")["drained"] == ["a"]
 
 
 def test_orders_survive_a_controller_that_is_killed_right_after_its_answer(tmp_path):

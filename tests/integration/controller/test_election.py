@@ -63,9 +63,8 @@ class Contender(Election):
     """An election that has its orders with it."""
 
     def __init__(self, settings: EtcdSettings, name: str) -> None:
-        clock = SystemClock()
-        super().__init__(settings, Candidate(name, ""), clock)
-        self.orders = Orders(clock, self.write)
+        super().__init__(settings, Candidate(name, ""), SystemClock())
+        self.orders = Orders(self.write)
 
     async def step(self, *, refresh: bool) -> None:
         """Look who leads, once."""

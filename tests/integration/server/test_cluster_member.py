@@ -162,12 +162,14 @@ def test_commands_are_carried_out_and_answered(controller, server, client):
     assert "HOME" not in runtime["environment"]
     client.lookup(prompt.identity.identity_id, prompt.chain)
     keys = [key.hex() for key in split(prompt.keys)]
-    pinned = controller.ask("/v1/pin", {"keys": keys, "instance": "ours", "ttl_s": 600})
-    assert pinned["commands"][0]["result"]["count"] == 5
+    [asked] = controller.ask("/v1/claims", {"keys": keys, "instance": "ours", "ttl_s": 600})["commands"]
+    claim = asked["result"]["claim"]
+    assert (asked["result"]["state"], asked["result"]["chunks"]) == ("kept", 5)
     client.release([(client.session, client.seq)], group=True)
     answer = controller.ask("/v1/evict", {"keys": keys})
     assert answer["commands"][0]["result"]["count"] == 0
-    controller.ask("/v1/unpin", {"claim": pinned["claim"]})
+    [released] = controller.ask(f"/v1/claims/{claim}/release", {})["commands"]
+    assert released["result"]["count"] == 1
     answer = controller.ask("/v1/evict", {"keys": keys})
     assert answer["commands"][0]["result"]["count"] == 5
     until(lambda: keys_in(controller, "l1") == 0)
@@ -179,24 +181,26 @@ def test_commands_are_carried_out_and_answered(controller, server, client):
 
 
 @pytest.mark.long
-def test_a_pin_outlives_the_controller_that_made_it_and_can_be_ended_by_the_next(controller, server, client):
+def test_a_claim_outlives_controller_and_server_and_can_be_ended_by_the_next_ones(controller, server, client):
     prompt = Prompt(client, 1, 5)
     prompt.store()
     until(lambda: keys_in(controller, "l1") == 5)
     keys = [key.hex() for key in split(prompt.keys)]
-    kept = controller.ask("/v1/pin", {"keys": keys, "instance": "ours", "ttl_s": 600})["claim"]
-    ended = controller.ask("/v1/pin", {"keys": keys[:1], "instance": "ours", "ttl_s": 600})["claim"]
-    controller.ask("/v1/unpin", {"claim": ended})
+    asked = {"keys": keys, "instance": "ours", "ttl_s": 600}
+    [made] = controller.ask("/v1/claims", asked)["commands"]
+    kept = made["result"]["claim"]
     controller.kill()
+    server.kill()
+    server.start()
     controller.start()
     until(lambda: confirmed(controller))
-    (pin,) = controller.ask("/v1/pins")["pins"]
-    assert (pin["claim"], pin["instance"], pin["keys"]) == (kept, "ours", 5)
-    assert 0 < pin["left_s"] <= 600
+    [row] = controller.ask("/v1/claims?wait_s=30")["claims"]
+    assert (row["claim"], row["instance"], row["chunks"], row["state"]) == (kept, "ours", 5, "kept")
     dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
     assert dropped["commands"][0]["result"]["count"] == 0, "the instance has kept the chunks all the time"
-    assert controller.ask("/v1/unpin", {"claim": kept, "wait_s": 30})["done"]
-    assert controller.ask("/v1/pins")["pins"] == []
+    assert controller.ask(f"/v1/claims/{kept}/release", {"wait_s": 30})["done"]
+    [row] = controller.ask("/v1/claims?wait_s=30")["claims"]
+    assert (row["claim"], row["state"]) == (kept, "released")
     dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
     assert dropped["commands"][0]["result"]["count"] == 5
 

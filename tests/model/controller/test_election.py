@@ -25,7 +25,7 @@ from kvstrata.config.controller_model import EtcdSettings
 from kvstrata.controller import election as election_module
 from kvstrata.controller.election import Candidate, Election
 from kvstrata.controller.etcd import EtcdFailed, put
-from kvstrata.controller.orders import Orders, Pin
+from kvstrata.controller.orders import KeyOfId, Orders
 from kvstrata.errors import NotLeading
 from tests.harness.amount import amount
 from tests.harness.virtual import VirtualLoop, clock, on_virtual_time
@@ -48,7 +48,7 @@ class Contender(Election):
         self.target = target(name)
         super().__init__(EtcdSettings(endpoints=[self.target], ttl_s=TTL_S), Candidate(name, ""), clock())
         self.name = name
-        self.orders = Orders(clock(), self.write)
+        self.orders = Orders(self.write)
         self.orders.load(orders or {})
         self.goes = asyncio.Event()
         self.goes.set()
@@ -263,13 +263,13 @@ class ElectionMachine(RuleBasedStateMachine):
 
     # --- orders ---------------------------------------------------------------------------------------------
 
-    def begins_to_write(self, which: int, claim: str, on: bool) -> None:
+    def begins_to_write(self, which: int, instance: str, on: bool) -> None:
         """Begin to write an order, unless it is being written: such writes may overtake each other."""
-        if f"pins/{claim}" in self.writing.values():
+        if f"keys/{instance}" in self.writing.values():
             return
         one = self.alive[self.one(which)]
-        task = self.loop.create_task(one.when_it_goes(self.write(one, claim, on)))
-        self.writing[task] = f"pins/{claim}"
+        task = self.loop.create_task(one.when_it_goes(self.write(one, instance, on)))
+        self.writing[task] = f"keys/{instance}"
         task.add_done_callback(self.written)
 
     def written(self, task: asyncio.Task[None]) -> None:
@@ -277,10 +277,10 @@ class ElectionMachine(RuleBasedStateMachine):
         if not task.cancelled() and task.exception() is not None:
             self.failures.append(task.exception())
 
-    async def write(self, one: Contender, claim: str, on: bool) -> None:
-        name = f"pins/{claim}"
+    async def write(self, one: Contender, instance: str, on: bool) -> None:
+        name = f"keys/{instance}"
         self.number += 1
-        losses, pin = self.losses, Pin(claim, "i", self.number, 1 << 50)
+        losses = self.losses
         values = self.possible.setdefault(name, {None})
         if not one.token:
             row = self.etcd.data.rows.get(LEADER)
@@ -293,12 +293,12 @@ class ElectionMachine(RuleBasedStateMachine):
                         one._connected(), stale, {name: b"of a controller that does not lead"}
                     )
             return
-        if not on and claim not in {pin.claim for pin in one.orders.pins()}:
+        if not on and instance not in one.orders.keys:
             return
-        value = msgspec.json.encode(pin) if on else None
+        value = msgspec.json.encode(KeyOfId("key", self.number)) if on else None
         values.add(value)
         try:
-            await (one.orders.put_pin(pin) if on else one.orders.end_pins(claim))
+            await one.orders._change({name: value})
         except NotLeading:
             return
         if losses == self.losses:
@@ -306,10 +306,10 @@ class ElectionMachine(RuleBasedStateMachine):
 
     # --- time -----------------------------------------------------------------------------------------------
 
-    @rule(seconds=SECONDS, which=WHICH, claim=st.sampled_from("xy"), on=st.sampled_from([True, True, False]))
-    def time_passes(self, seconds: float, which: int = 0, claim: str = "x", on: bool = True) -> None:
+    @rule(seconds=SECONDS, which=WHICH, name=st.sampled_from("xy"), on=st.sampled_from([True, True, False]))
+    def time_passes(self, seconds: float, which: int = 0, name: str = "x", on: bool = True) -> None:
         """A controller begins to write orders meanwhile."""
-        for one in (claim, "z", claim):
+        for one in (name, "z", name):
             self.begins_to_write(which, one, on)
             self.wait(seconds / 3)
 
@@ -489,17 +489,17 @@ async def test_orders_are_read_by_all_controllers_and_more_of_them_than_one_tran
     async with taking_part("a", "b") as (etcd, contenders):
         leader = await one_leads(contenders)
         [follower] = set(contenders) - {leader}
-        pins = [Pin(f"{number:04}", "a", 1, 1 << 50) for number in range(250)]
+        keys = {f"{number:04}": KeyOfId("key", number) for number in range(250)}
         await leader.orders.drain("a", True)
         await leader.orders.remove("b", bar=True)
-        await leader.write({f"pins/{pin.claim}": msgspec.json.encode(pin) for pin in pins})
+        await leader.write({f"keys/{name}": msgspec.json.encode(key) for name, key in keys.items()})
         await asyncio.sleep(2 * STEP_S)
-        assert follower.orders.entries() == leader.orders.entries() and follower.orders.pins() == pins
+        assert follower.orders.entries() == leader.orders.entries() and follower.orders.keys == keys
         with pytest.raises(NotLeading):
             await follower.orders.drain("c", True)
         assert "c" not in follower.orders.drained
-        await leader.orders.end_pins("0001")
+        await leader.write({"keys/0001": None})
         await leader.orders.drain("a", False)
-        etcd.transact("", [], [put(ORDERS + b"pins/bad", b"no pin")], [])
+        etcd.transact("", [], [put(ORDERS + b"keys/bad", b"no key")], [])
         await asyncio.sleep(2 * STEP_S)
-        assert (len(follower.orders.pins()), *follower.orders.drained, *follower.orders.removed) == (249, "b")
+        assert (len(follower.orders.keys), *follower.orders.drained, *follower.orders.removed) == (249, "b")

@@ -41,7 +41,7 @@ async def cluster(clock: Clock, listed: dict[str, tuple[str, ...]]) -> AsyncIter
         loop,
         ControllerSettings(),
         clock,
-        Orders(clock),
+        Orders(),
         name="c",
         epoch=clock.unix_ms(),
         listed=lambda: listed,

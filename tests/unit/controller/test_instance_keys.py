@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.clock import SystemClock
 from kvstrata.controller.instance_keys import KEPT_S, MAX_KEYS
 from kvstrata.controller.orders import KeyOfId, Orders
 from kvstrata.errors import KvstrataError
@@ -46,7 +45,7 @@ def test_a_listed_client_may_use_its_own_ids_and_of_several_lists_the_closest_co
 
 
 def test_a_key_that_the_file_lists_no_more_holds_no_id():
-    orders = Orders(SystemClock())
+    orders = Orders()
     assert refusal(KnownMembers(orders=orders, listed={OURS: ("a",)}), "a", OURS) == ""
     assert refusal(KnownMembers(orders=orders, listed={OURS: (), THEIRS: ()}), "a", THEIRS) == "wrong_key"
     assert refusal(KnownMembers(orders=orders, listed={THEIRS: ("a",)}), "a", THEIRS) == ""
@@ -54,7 +53,7 @@ def test_a_key_that_the_file_lists_no_more_holds_no_id():
 
 def test_a_flood_of_new_ids_sets_no_absent_id_free_until_it_is_old():
     now = [0.0]
-    orders = Orders(SystemClock())
+    orders = Orders()
     known = KnownMembers(orders=orders, unix_s=lambda: now[0])
     orders.keys |= {f"i{number}": KeyOfId(OURS, number) for number in range(MAX_KEYS)}
     assert refusal(known, "new", THEIRS) == "refused"
@@ -69,7 +68,7 @@ def test_a_flood_of_new_ids_sets_no_absent_id_free_until_it_is_old():
 @pytest.mark.parametrize("leaves", [True, False])
 def test_an_id_is_new_from_the_end_of_its_member_on(leaves):
     now = [0.0]
-    orders = Orders(SystemClock())
+    orders = Orders()
     known = KnownMembers(orders=orders, unix_s=lambda: now[0])
     refusal(known, "a", OURS)
     orders.keys |= {f"i{number}": KeyOfId(OURS, KEPT_S) for number in range(MAX_KEYS - 1)}
@@ -84,11 +83,11 @@ def test_an_id_is_new_from_the_end_of_its_member_on(leaves):
 
 
 def test_what_etcd_has_counts_and_what_it_lacks_stays_until_it_is_written():
-    orders = Orders(SystemClock())
+    orders = Orders()
     known = KnownMembers(orders=orders)
     refusal(known, "a", OURS)
     refusal(known, "b", OURS)
-    there = Orders(SystemClock())
+    there = Orders()
     there.learn_key("a", KeyOfId(THEIRS, 1))
     orders.load(there.entries())
     assert (orders.keys["a"].key, orders.keys["b"].key) == (THEIRS, OURS)
@@ -106,6 +105,6 @@ def test_a_member_of_the_snapshot_keeps_its_key():
 
 
 def known_orders(instance: str, key: str) -> Orders:
-    orders = Orders(SystemClock())
+    orders = Orders()
     orders.learn_key(instance, KeyOfId(key, 0))
     return orders

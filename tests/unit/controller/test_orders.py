@@ -10,54 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstrata.clock import SystemClock
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.commands import COMMAND_TTL_S, MAX_WAITING
 from kvstrata.controller.member import Issued
 from kvstrata.controller.operations import Operations
-from kvstrata.controller.orders import PINS, Orders, Pin
+from kvstrata.controller.orders import Orders
 from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, KvstrataError
+from kvstrata.process.operations import MAX_KEYS, Claiming
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity
 from tests.harness.cluster_instance import LOAD
 from tests.harness.known_members import KEY, KnownMembers
 from tests.unit.controller.member_messages import CURRENT, NEXT, heartbeat, in_state, register
-
-HOUR_MS = 3_600_000
-
-
-class SetClock:
-    """A clock whose two readings the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s, self.wall_ms = 1_000.0, 1_700_000_000_000
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def unix_ms(self) -> int:
-        return self.wall_ms
-
-
-async def test_a_pin_lasts_as_long_as_it_was_given_wherever_the_clock_is_set() -> None:
-    clock = SetClock()
-    orders = Orders(clock)
-    pin = Pin("claim", "a", 3, clock.unix_ms() + HOUR_MS, 7, 1, kept=True)
-    await orders.put_pin(pin)
-    clock.wall_ms += 2 * HOUR_MS
-    assert orders.pins() == [pin] and orders.pin("claim") == pin
-    orders.load({f"{PINS}/claim": msgspec.json.encode(pin)})
-    assert orders.pins() == [pin], "also when etcd tells of it again"
-    clock.wall_ms -= 4 * HOUR_MS
-    clock.now_s += HOUR_MS / 1000 - 1
-    assert orders.pins() == [pin]
-    clock.now_s += 1
-    assert orders.pins() == [] and orders.all_pins() == [pin]
-    await orders.end_pins("claim")
-    assert not orders._ends_s
 
 
 def test_a_command_is_repeated_until_its_result_arrives():
@@ -103,7 +70,7 @@ def test_only_living_members_can_be_sent_commands(state):
 
 
 async def test_a_drain_and_an_undrain_reach_an_instance_that_was_cut_off_or_restarted():
-    orders = Orders(SystemClock())
+    orders = Orders()
     known = KnownMembers(orders=orders)
     known.register(register(), 0.0)
 
@@ -244,31 +211,19 @@ def kinds(instances: Instances) -> list[str]:
     return [event.kind for event in instances.cluster.journal.tail.after(0, 100)[0]]
 
 
-async def test_many_keys_are_pinned_as_one_pin_and_unpinned_as_one(instances):
+async def test_many_keys_are_claimed_by_one_command_and_released_wherever_they_are_kept(instances):
     instances.join("a", named(MANY).keys)
-    pin, _, task = await instances.operations.pin(named(MANY), "a", 60)
-    asked = await instances.answer("a", lambda one: n_keys(one) - 1)
-    await task
-    assert [n_keys(one) for one in asked] == [wire.MAX_PEER_KEYS, wire.MAX_PEER_KEYS, 3]
-    assert len({one.argument["claim"] for one in asked}) == 3
-    [kept] = instances.cluster.orders.pins()
-    assert (kept.claim, kept.n_keys, kept.kept) == (pin.claim, MANY - 3, True)
-    _, task = await instances.operations.unpin(pin.claim, None)
-    ended = await instances.answer("a", lambda one: 1)
-    await task
-    assert {one.argument["claim"] for one in ended} == {one.argument["claim"] for one in asked}
-    assert instances.cluster.orders.pins() == []
-
-
-async def test_a_pin_without_room_for_its_last_part_ends_its_other_parts(instances):
-    instances.join("a", named(MANY).keys)
-    _, _, task = await instances.operations.pin(named(MANY), "a", 60)
-    asked = await instances.answer("a", lambda one: n_keys(one) if n_keys(one) > 3 else "no room")
-    await task
-    ended = instances.commands("a")
-    assert [one.kind for one in ended] == [wire.CommandKind.UNPIN] * 2
-    assert [one.argument["claim"] for one in ended] == [one.argument["claim"] for one in asked[:2]]
-    assert instances.cluster.orders.pins() == []
+    instances.join("b")
+    await instances.cluster.directory.idle()
+    [issued] = await instances.operations.claim(named(MANY), None, Claiming(ttl_s=60, bytes=7))
+    [asked] = instances.commands("a")
+    assert (asked.kind, n_keys(asked), asked.argument["identity"]) == ("claim", MANY, b"r" * KEY_BYTES)
+    assert (asked.argument["ttl_s"], asked.argument["max_bytes"], issued.instance) == (60, 7, "a")
+    assert len(wire.encode(wire.Beat(1, 1, [asked]))) < wire.MAX_CLUSTER_MESSAGE_BYTES
+    with pytest.raises(BadRequest, match="at most 65536"):
+        await instances.operations.claim(named(MAX_KEYS + 1), "a", Claiming())
+    assert [one.instance for one in instances.operations.release("c", None)] == ["a", "b"]
+    assert [one.instance for one in instances.operations.claims()] == ["a", "b"]
 
 
 async def test_a_request_for_more_commands_than_an_instance_may_have_is_refused_whole(instances):
@@ -281,12 +236,9 @@ async def test_a_request_for_more_commands_than_an_instance_may_have_is_refused_
     with pytest.raises(KvstrataError, match=r"b, and 3 more would exceed"):
         await instances.operations.evict_chunks(named(MANY), ["a", "b"])
     assert instances.commands("a") == []
-    with pytest.raises(KvstrataError, match=r"3 more"):
-        await instances.operations.pin(named(MANY), "b", 60)
-    assert instances.cluster.orders.pins() == []
 
 
-@pytest.mark.parametrize("what", ["evict", "pin", "copy"])
+@pytest.mark.parametrize("what", ["evict", "claim", "copy"])
 async def test_an_order_that_names_no_whole_chunk_is_refused(instances, what):
     instances.join("a")
     instances.join("b")
@@ -294,8 +246,8 @@ async def test_an_order_that_names_no_whole_chunk_is_refused(instances, what):
     with pytest.raises(BadRequest, match="make no whole chunk"):
         if what == "evict":
             await instances.operations.evict_chunks(nothing, ["a"])
-        elif what == "pin":
-            await instances.operations.pin(nothing, "a", 60)
+        elif what == "claim":
+            await instances.operations.claim(nothing, "a", Claiming())
         else:
             await instances.operations.copy(nothing, "b", "a", move=True)
 

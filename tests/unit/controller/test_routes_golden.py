@@ -24,7 +24,7 @@ from kvstrata.controller.dashboard_files import DashboardFiles
 from kvstrata.controller.metrics import Surroundings, sections
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.process import PUBLIC
-from kvstrata.errors import NotFound, Unavailable
+from kvstrata.errors import NotFound, Refused, Unavailable
 from kvstrata.observability.explain import Explained
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, Pages
@@ -32,11 +32,13 @@ from kvstrata.process.http_gate import PROBES, Access
 from kvstrata.process.http_login import Logins
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.keeper import NOT_RESTARTED
+from kvstrata.process.operations import Claiming
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.server.admin import operations as server
 from kvstrata.server.admin.clear import Cleared
 from kvstrata.server.admin.prewarm import Job
+from kvstrata.server.claims import Claim
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.known_members import KEY
 
@@ -66,6 +68,14 @@ def admin(ready: bool) -> Any:
     async def clear(tier: str, tenant: str | None, *, wait: bool) -> Cleared:
         return Cleared({tier: 3}, held=0, leased=1, kept=4)
 
+    async def claim_prompt(asked: Claiming) -> Claim:
+        if asked.tenant:
+            raise Refused("no_room: 3 bytes may still be claimed")
+        return claimed
+
+    async def release(name: str) -> Claim | None:
+        return claimed if name == claimed.claim else None
+
     async def rows() -> list[dict[str, Any]]:
         return [{"name": "fs-0"}]
 
@@ -76,6 +86,7 @@ def admin(ready: bool) -> Any:
         return next_
 
     job = Job(job=7, begun_s=0.0)
+    claimed = Claim("c", "", b"", 1, [], b"", 2, 1, 1)
     stranded = SimpleNamespace(session=b"ab", group_name=b"", pid=1, row=0, kept_bytes=2)
     processes = SimpleNamespace(stranded=lambda: [stranded], clear_stranded=clear_stranded)
     instance, tiers = InstanceInProcess(), {"fs-0": {"name": "fs-0"}}
@@ -91,6 +102,9 @@ def admin(ready: bool) -> Any:
         explainer=instance.parts.explainer,
         prewarms=SimpleNamespace(prewarm=prewarm, job=job_of),
         clearing=SimpleNamespace(clear=clear),
+        claims=SimpleNamespace(
+            claim_prompt=claim_prompt, release=release, listed=lambda: {"claims": [claimed.document()]}
+        ),
         processes=processes,
         requests=SimpleNamespace(lookups=SimpleNamespace(hint=hint)),
         tiers=SimpleNamespace(rows=rows, pause=tiers.get, resume=tiers.get, names=lambda: list(tiers)),

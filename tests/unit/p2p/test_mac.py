@@ -77,9 +77,6 @@ def test_a_reader_gets_macs_of_its_own_leases_records_alone(l1: L1) -> None:
     for wrong in ([], other, [one, one], [one, *other], [older], [bytes(24)], [b"\xff" * 24]):
         with pytest.raises(BadRequest, match="this lease's"):
             leases.records(leased.number, wrong)
-    leases.pin("claim", keys[0], 1.0, 0.0)
-    pin = leased.number + 2
-    assert leases.records(pin, [one]) is None
     found = leases.records(leased.number, [two, one])
     assert found is not None
     assert [extent for extent, _ in found[0]] == [two, one]

@@ -1,4 +1,4 @@
-"""What an instance serves to its peers: leases and pins."""
+"""What an instance serves to its peers: leases."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import zmq.asyncio
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstrata.errors import ClusterFailure, Refused
+from kvstrata.errors import ClusterFailure
 from kvstrata.native.core import Pool
-from kvstrata.p2p import serving
 from kvstrata.p2p.leases import Lease, LeaseBook, LeaseState
 from kvstrata.p2p.lent import ABSENT, LIMIT
 from kvstrata.p2p.serving import DRAINING, MAX_LEASES, PeerLeases
@@ -127,42 +126,6 @@ def test_a_draining_owner_grants_no_new_lease_and_keeps_those_it_has(l1: L1, lea
     leases.draining = True
     assert leases.lease(key, 1, 1.0, 0.0).reason == DRAINING
     assert leases.release(leased.number, 0, 0.0)
-
-
-def test_pins_keep_the_chunks_that_are_there_until_they_end(l1: L1, leases: PeerLeases) -> None:
-    keys = l1.store(chain("a", 2)) + chain("absent", 1) + l1.store(chain("b", 2))
-    assert leases.pin("claim", b"".join(keys), 60.0, 0.0) == 4
-    assert leases.leased_bytes == 4 * RECORD
-    assert leases.pin("claim", b"".join(keys), 90.0, 0.0) == 4
-    assert leases.leased_bytes == 4 * RECORD
-    assert not evicts(l1, keys[0])
-    assert leases.expire(60.0) == 90.0
-    assert leases.unpin("claim") == 4
-    assert leases.unpin("claim") == 0
-    assert evicts(l1, keys[4])
-    assert leases.pin("other", keys[0], 1.0, 0.0) == 1
-    assert leases.expire(1.0) is None
-    assert leases.pins == 0
-
-
-def test_a_pin_that_is_too_large_pins_nothing(l1: L1, leases: PeerLeases) -> None:
-    keys = l1.store(chain("a", 40))
-    with pytest.raises(Refused, match="may keep"):
-        leases.pin("claim", b"".join(keys), 60.0, 0.0)
-    assert leases.leased_bytes == 0
-    assert l1.pool.stats()["leases"] == 0
-
-
-def test_a_pin_of_chunks_with_gaps_between_them_counts_as_one_lease(l1, leases, monkeypatch):
-    monkeypatch.setattr(serving, "MAX_LEASES", 2)
-    keys = chain("green", 6)
-    for key in keys[::2]:
-        l1.store([key])
-    assert leases.pin("claim", b"".join(keys), 60.0, 0.0) == 3
-    assert leases.lease(keys[0], 1, 60.0, 0.0).number
-    assert leases.lease(keys[0], 1, 60.0, 0.0).reason == LIMIT
-    leases.unpin("claim")
-    assert leases.lease(keys[0], 1, 60.0, 0.0).number
 
 
 def hello(**other: object) -> PeerHello:

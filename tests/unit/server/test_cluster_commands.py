@@ -70,9 +70,9 @@ OWNER = {
         (CommandKind.CLEAR, {"tier": "l1", "tenant": 1}, "tenant: must be a string, or null"),
         (CommandKind.EVICT, {}, "keys: must be 1 to 4096 keys of 32 bytes, but is not given"),
         (
-            CommandKind.PIN,
+            CommandKind.CLAIM,
             {"keys": KEY},
-            "claim: must be non-empty text of at most 200 characters, but is not given",
+            "ttl_s: must be a number above 0 and at most 2592000, but is not given",
         ),
         (
             CommandKind.PULL,

@@ -124,7 +124,7 @@ bool is_needed(std::uint32_t span, std::size_t chunk, std::size_t n_chunks) noex
 }  // namespace
 
 void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const RowMask& holders,
-                  const std::uint8_t* identity, bool again, LeaseResult* result) {
+                  const std::uint8_t* identity, bool again, bool unread, LeaseResult* result) {
   const std::size_t n_slices = spans.size();
   IndexView& index = entries.index;
   EntryLocal* const local = entries.local;
@@ -151,7 +151,7 @@ void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const Ro
       if (local[entry].leases == 0) more += entries.extent_bytes(entry);
     }
     if (!present || (trimmed && unverified != 0)) break;
-    readable &= unverified == 0;
+    readable &= unread || unverified == 0;
     result->unverified += unverified;
     if (!readable) continue;
     if (!room) break;
@@ -171,7 +171,8 @@ void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const Ro
       const std::uint32_t entry = sought.at(chunk, slice);
       if (entry == kNoEntry || !entries.is_of(entry, identity)) return false;
       result->unverified += index.state(entry) == EntryState::kUnverified;
-      return index.state(entry) == EntryState::kReady;
+      return index.state(entry) == EntryState::kReady ||
+             (unread && index.state(entry) == EntryState::kUnverified);
     });
     n_chunks = within_bound(sought, spans, identity, n_chunks, &trimmed, result);
   }

@@ -187,11 +187,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Leases the leading chunks that are READY for these rows, in each slice as far as its span needs
   // (see Leases::take). Here and below `identity` is the root of the identity for which the caller
   // asks, 32 bytes, or nullptr for any: entries of another identity count as absent. `again`: not
-  // the first lease of a request; the policy does not take it for a return.
+  // the first lease of a request; the policy does not take it for a return. `unread`: the rows read
+  // none of the bytes by this lease, so UNVERIFIED entries are leased, too.
   [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys,
                              std::span<const std::uint32_t> spans,
                              std::span<const std::uint32_t> rows, const std::uint8_t* identity,
-                             bool again, LeaseResult* result) noexcept;
+                             bool again, LeaseResult* result, bool unread = false) noexcept;
   // The same for the keys of a prompt, which are derived here, those of slices with a span only as
   // far as the answer needs them. With `result->exceeded` nothing was leased, since that would take
   // more keys than `keys` may derive. The lock is held for the lease, not for the derivation of

@@ -12,7 +12,7 @@ from msgspec import Meta
 from kvstrata.errors import BadRequest, NotFound
 from kvstrata.observability.logging import EventLog
 from kvstrata.process import operations
-from kvstrata.process.operations import MAX_KEYS, Reply, Tokens, Weights, operation, operations_of
+from kvstrata.process.operations import Chunks, Claiming, Reply, operation, operations_of
 from kvstrata.types import GB, next_of, shown_name
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
@@ -54,20 +54,9 @@ class Hint(msgspec.Struct):
     ]  # fmt: skip
 
 
-class Prompt(Weights, kw_only=True):
+class Prompt(Chunks, kw_only=True):
     """A prompt to load into L1 before any user asks."""
 
-    tokens: Tokens | None = None
-    keys: (
-        Annotated[
-            list[str],
-            Meta(
-                max_length=MAX_KEYS,
-                description="Storage keys in hexadecimal, chunk by chunk, instead of tokens.",
-            ),
-        ]
-        | None
-    ) = None
     budget_bytes: Annotated[int, Meta(gt=0, description="Maximum number of bytes to bring to L1.")] = 1 << 30
     budget_s: Annotated[float, Meta(gt=0, le=3_600, description="Seconds after which no load is begun.")] = (
         60.0
@@ -82,6 +71,12 @@ class Job(msgspec.Struct):
     """The number of a prewarm."""
 
     job: Annotated[int, Meta(description="As the prewarm printed it.")]
+
+
+class Claimed(msgspec.Struct):
+    """One claim."""
+
+    claim: Annotated[str, Meta(description="As `claims` prints it.")]
 
 
 class Clear(msgspec.Struct):
@@ -168,6 +163,33 @@ async def prewarm(admin: Admin, ask: Prompt) -> Document:
 def prewarm_outcome(admin: Admin, ask: Job) -> Document:
     """The report of a prewarm so far: what it cost, and what later requests had of it."""
     return admin.parts.prewarms.job(ask.job).report()
+
+
+@operation("POST", "/v1/claims", ctl="claim")
+async def claim(admin: Admin, ask: Claiming) -> Document:
+    """Keep the chunks of a prompt in L1 until a time: all of them, or none.
+
+    It is accepted, over restarts too, or refused (429) with a reason and what would be possible. All claims together
+    keep at most a quarter of L1. Chunks are named by tokens, or by keys, whose ancestors are then kept too.
+    """
+    return (await admin.parts.claims.claim_prompt(ask)).document()
+
+
+@operation("GET", "/v1/claims", ctl="claims")
+def claims(admin: Admin) -> Document:
+    """The claims that are kept, and the last that have ended: `released`, `expired`, or `broken` with the reason."""
+    return admin.parts.claims.listed()
+
+
+@operation("POST", "/v1/claims/{claim}/release", ctl="release")
+async def release(admin: Admin, ask: Claimed) -> Document:
+    """End a claim."""
+    released = await admin.parts.claims.release(ask.claim)
+    if released is None:
+        raise NotFound(
+            f"claim: {ask.claim!r:.80} is not kept here; `kvstrata ctl claims` lists those that are"
+        )
+    return released.document()
 
 
 @operation("POST", "/v1/clear", ctl="clear", timeout_s=60)

@@ -18,7 +18,7 @@ from kvstrata.keys.batch import count, nth
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.keys.spans import PromptKeys, peek
 from kvstrata.native.core import storage_keys
-from kvstrata.process.operations import keys_of
+from kvstrata.process.operations import Weights, keys_of
 from kvstrata.server.processes import EngineGroup, tenant_number
 from kvstrata.tiers.loads import Spent
 from kvstrata.types import LayoutIdentity, adapter_of, identity_root
@@ -108,12 +108,7 @@ class Prewarms:
         """
         if (ask.tokens is None) == (ask.keys is None):
             raise BadRequest("tokens: give either tokens or keys", field="tokens")
-        group, request = self._group_of(ask.model), ask.request()
-        if not group.complete:
-            raise Refused("engine_slices: not all slices of this engine are attached; try later")
-        request = msgspec.structs.replace(request, adapter=adapter_of(request.adapter, group.adapters))
-        root = identity_root(group.layout, request)
-        work = Work(group.layout, root, group.packed_slices, group.record_limits, group.spans)
+        work = self.work(ask)
         if ask.keys is None:
             keys = await asyncio.shield(self._lane.run(work.derive, ask.tokens))
         elif len(keys := keys_of(ask.keys)) % len(work.slices):
@@ -121,8 +116,17 @@ class Prewarms:
             raise BadRequest(f"keys: {what}", field="keys")
         job = self._begin(ask.job, count(keys, len(work.limits)))
         name = f"prewarm-{job.job}"
-        self._supervisor.job(self._run(job, ask, work, keys, tenant_number(request.tenant)), name)
+        self._supervisor.job(self._run(job, ask, work, keys, tenant_number(ask.tenant)), name)
         return job
+
+    def work(self, ask: Weights) -> Work:
+        """The engine and the identity that a request names. Raises BadRequest or Refused."""
+        group, request = self._group_of(ask.model), ask.request()
+        if not group.complete:
+            raise Refused("engine_slices: not all slices of this engine are attached; try later")
+        request = msgspec.structs.replace(request, adapter=adapter_of(request.adapter, group.adapters))
+        root = identity_root(group.layout, request)
+        return Work(group.layout, root, group.packed_slices, group.record_limits, group.spans)
 
     def _begin(self, number: int | None, n_chunks: int) -> Job:
         """A new job, or the one that runs again."""

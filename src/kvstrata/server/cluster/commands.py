@@ -27,6 +27,7 @@ from kvstrata.keys.batch import before, count, part
 from kvstrata.keys.spans import peek
 from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.serving import PeerServer
+from kvstrata.process.operations import MAX_CLAIM_S, MAX_KEYS, Claiming
 from kvstrata.rpc.cluster_wire import (
     MAX_COMMANDS,
     MAX_PEER_KEYS,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from kvstrata.server.parts import Parts
 
 MAX_FREEZE_MS = 5_000
-MAX_PIN_MS = 86_400_000
 MAX_DONE = 1_024
 PULL_S = 30.0
 
@@ -60,9 +60,13 @@ Keys = Annotated[
     _is(f"1 to {MAX_PEER_KEYS} keys of {KEY_BYTES} bytes", min_length=KEY_BYTES, max_length=MAX_PEER_KEYS * KEY_BYTES),
 ]  # fmt: skip
 """Storage keys, concatenated."""
+ClaimedKeys = Annotated[
+    bytes,
+    _is(f"1 to {MAX_KEYS} keys of {KEY_BYTES} bytes", min_length=KEY_BYTES, max_length=MAX_KEYS * KEY_BYTES),
+]  # fmt: skip
+Spans = Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=MAX_SLICES)]
 Root = Annotated[bytes, _is(f"{KEY_BYTES} bytes", min_length=KEY_BYTES, max_length=KEY_BYTES)]
 """The root of an identity."""
-Claim = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class Resync(msgspec.Struct):
@@ -78,14 +82,22 @@ class Evict(msgspec.Struct):
     keys: Keys
 
 
-class Pin(msgspec.Struct):
-    claim: Claim
-    keys: Keys
-    ttl_ms: Annotated[int, Meta(ge=0, le=MAX_PIN_MS)] = 0
+class Claim(msgspec.Struct):
+    keys: ClaimedKeys
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_CLAIM_S)]
+    n_slices: Annotated[int, Meta(ge=1, le=MAX_SLICES)] = 1
+    spans: Spans = []
+    identity: Root | None = None
+    tenant: str = ""
+    max_bytes: Annotated[int, Meta(gt=0)] | None = None
 
 
-class Unpin(msgspec.Struct):
-    claim: Claim
+class Claims(msgspec.Struct):
+    pass
+
+
+class Release(msgspec.Struct):
+    claim: Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class Pull(msgspec.Struct):
@@ -95,7 +107,7 @@ class Pull(msgspec.Struct):
     tenant: str = ""
     owner: dict[str, Any] | None = None
     """The fields of an Owner, by name."""
-    spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=MAX_SLICES)] = []
+    spans: Spans = []
     record_bytes: Annotated[list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=MAX_SLICES)] = []
     """For each slice the length of a whole chunk's record; empty: not known, and nothing can be loaded."""
 
@@ -121,8 +133,9 @@ _KINDS: dict[CommandKind, type[msgspec.Struct]] = {
     CommandKind.RESYNC: Resync,
     CommandKind.CLEAR: Clear,
     CommandKind.EVICT: Evict,
-    CommandKind.PIN: Pin,
-    CommandKind.UNPIN: Unpin,
+    CommandKind.CLAIM: Claim,
+    CommandKind.CLAIMS: Claims,
+    CommandKind.RELEASE: Release,
     CommandKind.PULL: Pull,
     CommandKind.DRAIN: Drain,
     CommandKind.RUNTIME: Runtime,
@@ -162,7 +175,7 @@ class Actions:
     def __init__(self, parts: Parts, peer_server: PeerServer) -> None:
         self._pool, self._lane, self._clock = parts.pool, parts.own_lane, parts.clock
         self._prefetch = parts.prefetch
-        self._clearing, self._board = parts.clearing, parts.board
+        self._clearing, self._board, self._claims = parts.clearing, parts.board, parts.claims
         self._peer_server = peer_server
         self.leader = (0, 0)
         """The latest leadership that any controller has shown: (cluster id, token); the greatest is the latest."""
@@ -188,11 +201,17 @@ class Actions:
                 return {"count": done.n_chunks, **done.tiers, "pending": pending, "kept": done.kept}
             case Evict():
                 return {"count": await asyncio.shield(self._lane.run(self._pool.remove, argument.keys))}
-            case Pin():
-                ttl_s = argument.ttl_ms / 1000
-                return {"count": self._peer_server.pin(argument.claim, argument.keys, ttl_s)}
-            case Unpin():
-                return {"count": leases.unpin(argument.claim)}
+            case Claim():
+                asked = Claiming(tenant=argument.tenant, ttl_s=argument.ttl_s, bytes=argument.max_bytes)
+                root = argument.identity or b""
+                claim = await self._claims.claim(
+                    argument.keys, argument.n_slices, argument.spans, root, asked
+                )
+                return claim.document()
+            case Claims():
+                return self._claims.listed()
+            case Release():
+                return {"count": int(await self._claims.release(argument.claim) is not None)}
             case Pull():
                 return await self._pull(argument)
             case Drain():

@@ -93,7 +93,7 @@ def serve_peers(
     parts: Parts,
     closers: list[Callable[[], Coroutine[Any, Any, None]]],
 ) -> PeersServed:
-    """Make the server of peers, which leases L1 to peers (if those are read) and pins chunks. Raises ConfigError.
+    """Make the server of peers, which leases L1 to peers, if those are read. Raises ConfigError.
 
     `closers` gets what closes it.
     """
