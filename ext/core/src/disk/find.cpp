@@ -67,11 +67,21 @@ bool Finder::load(Lock& lock, LoadItem& item) noexcept {
 }
 
 void Finder::used(std::uint64_t key) noexcept {
+  constexpr std::uint64_t kShortly = 1024;  // uses
   if (++uses_ == 0) uses_ = 1;
-  // (Parents form a circle if a loaded record is damaged.)
-  for (DiskPlace* at = index_.find(key); at != nullptr && at->used != uses_;
-       at = index_.find(at->parent))
+  const auto shortly = static_cast<std::uint32_t>(std::min(kShortly, index_.size() / 8));
+  DiskPlace* const first = index_.find(key);
+  DiskPlace* at = first;
+  for (; at != nullptr; at = index_.find(at->parent)) {
+    // (Parents form a circle if a loaded record is damaged.)
+    if (at->used == uses_) return;
+    if (at != first && at->used != 0 && uses_ - at->used <= shortly) break;
     at->used = uses_;
+  }
+  if (at == nullptr) return;
+  // A chain that is used record by record counts as used at once, and costs little for each.
+  for (DiskPlace* below = first; below != at; below = index_.find(below->parent))
+    below->used = at->used;
 }
 
 void Finder::publish(const PlacedFrame& placed) {

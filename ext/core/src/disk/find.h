@@ -50,8 +50,9 @@ class Finder {
   // True: the frame is no longer at its place, and the caller must remove this copy.
   [[nodiscard]] bool load(Lock& lock, LoadItem& item) noexcept;
 
-  // A load of a record, and a put of its child, use the record and its ancestors. `key`: the first
-  // eight bytes of its key; nothing happens if it has no record.
+  // A load of a record, and a put of its child, use the record and its ancestors. If the nearest of
+  // these was used shortly before, they are left as they are, and the record counts as used then.
+  // `key`: the first eight bytes of its key; nothing happens if it has no record.
   void used(std::uint64_t key) noexcept;
 
   // -- running puts: their frames have places and are not published yet

@@ -1,11 +1,13 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // In-memory index of the records in a directory, a map from keys to lengths, in the order of the
-// records' last use. A use of a record is one of its ancestors too, as far as their parents are
-// known, and these are then newer than it: of a chain, the last record is the oldest. Not
-// thread-safe.
+// records' last use. A record is always older than the one that it continues, as far as that is
+// known. So a use of a record is one of its ancestors too. They are not moved if the nearest one
+// was used shortly before: the record then goes to its side, and a chain costs little however long
+// it is. Not thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <list>
 #include <unordered_map>
@@ -24,7 +26,7 @@ struct FsRecord {
   std::uint32_t loads = 0;  // running now; a record that is being loaded is not evicted
   std::list<Digest>::iterator age{};
   Digest parent{};        // zeros: none is known
-  std::uint64_t use = 0;  // FsIndex::uses() at its last use
+  std::uint64_t use = 0;  // number of its last use
 };
 
 class FsIndex {
@@ -74,6 +76,7 @@ class FsIndex {
     record.recency_unix_ns = recency_unix_ns;
     record.length = length;
     record.age = ages_.insert(ages_.end(), key);
+    record.use = ++uses_;
     charge_ += fs_charge(length);
     return record;
   }
@@ -98,21 +101,27 @@ class FsIndex {
     return record;
   }
 
-  // The number of uses until now.
-  [[nodiscard]] std::uint64_t uses() const noexcept { return uses_; }
-
-  // (The parents may form a circle, if a loaded record is damaged.)
   void used(FsRecord& record) {
     uses_ += 1;
-    for (FsRecord* at = &record; at != nullptr && at->use != uses_; at = find(at->parent)) {
-      at->use = uses_;
-      ages_.splice(ages_.end(), ages_, at->age);
+    const std::uint64_t shortly = std::min<std::uint64_t>(kShortly, records_.size() / 8);
+    path_.clear();
+    FsRecord* at = &record;
+    do {
+      path_.push_back(at);
+      at->use = uses_;  // ends the walk where parents form a circle: a loaded record may be damaged
+      at = find(at->parent);
+    } while (at != nullptr && uses_ - at->use > shortly);
+    auto newer = at == nullptr ? ages_.end() : at->age;
+    for (std::size_t i = path_.size(); i-- > 0;) {
+      ages_.splice(newer, ages_, path_[i]->age);
+      newer = path_[i]->age;
     }
   }
 
  private:
   // Buckets that one call of list() visits for each key that it may name.
   static constexpr std::size_t kLookedPerKey = 16;
+  static constexpr std::uint64_t kShortly = 1024;  // uses
 
   std::unordered_map<Digest, FsRecord, KeyHash> records_;
   std::size_t buckets_ = 0;    // at the last call of list()
@@ -121,6 +130,7 @@ class FsIndex {
   std::uint64_t charge_ = 0;
   std::uint64_t copies_ = 0;
   std::uint64_t uses_ = 0;
+  std::vector<FsRecord*> path_;  // scratch of used()
 };
 
 }  // namespace kvstrata

@@ -70,7 +70,6 @@ void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> mark
   files_.publish(items);
   lock.lock();
   const std::int64_t now_ns = now_unix_ns();
-  const std::uint64_t before = index_.uses();
   for (std::size_t i = 0; i < chosen.size(); ++i) {
     FsPart& part = parts_.at(chosen[i]);
     if (items[i].renamed && index_.find(part.key) != nullptr) index_.remove(part.key);
@@ -83,12 +82,10 @@ void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> mark
       settle(part, put_refusal(file_reason(items[i].status)));
     }
   }
-  // A record that continues another one uses it. The last one of a chain goes first, and is then a
-  // use of all others.
-  for (std::size_t i = chosen.size(); i-- > 0;) {
-    FsRecord* const record = index_.find(parts_.at(chosen[i]).key);
-    if (record != nullptr && record->use <= before && index_.find(record->parent) != nullptr)
-      index_.used(*record);
+  // A record that continues another one uses it.
+  for (const std::uint64_t number : chosen) {
+    FsRecord* const record = index_.find(parts_.at(number).key);
+    if (record != nullptr) index_.used(*record);
   }
   for (const std::uint64_t number :
        not_needed) {  // the record exists, or its key was deleted since
