@@ -23,6 +23,7 @@ from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.logging import LogNumbers
 from kvstrata.observability.numbers import Family, Numbers, families
+from kvstrata.observability.tracing import Tracer
 from kvstrata.p2p.serving import PeerLeases, PeerServer
 from kvstrata.process.http_connections import Bounds, UnderWay
 from kvstrata.process.lifecycle import ProcessNumbers
@@ -42,6 +43,7 @@ Parts = dict[str, tuple[type[Numbers], ...]]
 SERVER: Parts = {
     "instance": (InstanceNumbers,),
     "counters": (ServerNumbers,),
+    "tracing": (Tracer,),
     "pool": (PoolNumbers, ForecastNumbers),
     "sessions": (SessionNumbers,),
     "l2_store": (StoreController,),

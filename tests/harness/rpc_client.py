@@ -253,9 +253,12 @@ class RpcClient:
         deadline_ms: int = 5_000,
         request_id: str = "",
         probe: bytes = b"",
+        traceparent: str = "",
     ) -> wire.Lookup:
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-        return wire.Lookup(self.next_seq(), deadline_ms, identity, request_id, groups, probe)
+        return wire.Lookup(
+            self.next_seq(), deadline_ms, identity, request_id, groups, probe, traceparent=traceparent
+        )
 
     def lookup(self, identity: int, chain: bytes, **more: Any) -> wire.LookupReply:
         """Look a chain up."""
@@ -278,10 +281,11 @@ class RpcClient:
         parent: bytes = b"",
         record: int = RECORD_BYTES,
         probe: bytes = b"",
+        traceparent: str = "",
     ) -> tuple[int, wire.ReserveReply]:
         """Reserve extents; return the seq of the request and its reply."""
         seq = self.next_seq()
-        request = wire.Reserve(seq, 5_000, identity, parent, chain, record, probe)
+        request = wire.Reserve(seq, 5_000, identity, parent, chain, record, probe, traceparent=traceparent)
         return seq, self.ask(request, wire.ReserveReply)
 
     def commit(self, reservation: int, indices: list[int]) -> bytes:
@@ -326,11 +330,9 @@ class RpcClient:
         view = self.extents.view(extent.offset_bytes, extent.length_bytes)
         return bytes(view[RECORD_BYTES - PAYLOAD_BYTES : RECORD_BYTES])
 
-    def store(
-        self, identity: wire.IdentifyReply, chain: bytes, *, parent: bytes = b"", probe: bytes = b""
-    ) -> bytes:
+    def store(self, identity: wire.IdentifyReply, chain: bytes, *, parent: bytes = b"", **more: Any) -> bytes:
         """Reserve, write and commit chunks, whose payloads repeat their chain keys; return the reserve's outcomes."""
-        seq, reply = self.reserve(identity.identity_id, chain, parent=parent, probe=probe)
+        seq, reply = self.reserve(identity.identity_id, chain, parent=parent, **more)
         written = []
         before = parent
         for index, extent in enumerate(unpack_extents(reply.extents)):

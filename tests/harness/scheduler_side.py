@@ -119,9 +119,9 @@ class FakeClient:
     def present(self, chunks):
         return [key not in self.evicted for _, key in chunks]
 
-    def lookup(self, identity, hasher, *, request_id, probe, deadline_ms, tails=()):
+    def lookup(self, identity, hasher, *, request_id, probe, deadline_ms, tails=(), traceparent=""):
         call = FakeCall(self, chunks_of(hasher))
-        call.tails = tails
+        call.tails, call.traceparent = tails, traceparent
         self.calls.append(call)
         if self.answers:
             call.answer(self.hits)

@@ -240,6 +240,7 @@ class CacheClient:
         probe: bytes = b"",
         deadline_ms: int | None = None,
         tails: Sequence[wire.TailSet] = (),
+        traceparent: str = "",
     ) -> LookupCall:
         """Ask how many leading chunks are present, and lease them for the whole engine group. Never blocks.
 
@@ -249,7 +250,7 @@ class CacheClient:
         One of `tails` may follow the chunks: the first that is present of those behind the last chunk that is.
         Raises ValueError if `chain` is not a whole number of keys.
         """
-        return self.lookups.begin(identity, chain, request_id, probe, deadline_ms, tails)
+        return self.lookups.begin(identity, chain, request_id, probe, deadline_ms, tails, traceparent)
 
     def missed(
         self, identity: Identity, chain: bytes | ChunkHasher, *, request_id: str, probe: bytes = b""
@@ -293,6 +294,7 @@ class CacheClient:
         probe: bytes = b"",
         tail_tokens: int = 0,
         replaces: bytes = b"",
+        traceparent: str = "",
     ) -> StoreJob:
         """Copy chunks out of the engine's blocks into L1, in the background. Never blocks.
 
@@ -303,7 +305,9 @@ class CacheClient:
         that leave L1 once the chunks are there.
         Raises ValueError when the arguments do not fit together.
         """
-        return self._stores.begin(identity, parent_chain, chain, plan, blocks, probe, tail_tokens, replaces)
+        return self._stores.begin(
+            identity, parent_chain, chain, plan, blocks, probe, tail_tokens, replaces, traceparent
+        )
 
     def load(
         self,

@@ -70,6 +70,7 @@ class Lookups(msgspec.Struct, eq=False):
         probe: bytes,
         deadline_ms: int | None,
         tails: Sequence[wire.TailSet] = (),
+        traceparent: str = "",
     ) -> LookupCall:
         """See `CacheClient.lookup`."""
         if isinstance(chain, ChunkHasher):
@@ -87,7 +88,9 @@ class Lookups(msgspec.Struct, eq=False):
         deadline_s = time.monotonic() + min(limit_ms, wire.MAX_DEADLINE_MS) / 1000
         keys = chain[: wire.MAX_CHUNKS * KEY_BYTES]
         self._link.post(
-            lambda: self._ask(call, identity, keys, list(tails), request_id[:256], probe, deadline_s)
+            lambda: self._ask(
+                call, identity, keys, list(tails), request_id[:256], probe, traceparent, deadline_s
+            )
         )
         return call
 
@@ -152,6 +155,7 @@ class Lookups(msgspec.Struct, eq=False):
         tails: list[wire.TailSet],
         request_id: str,
         probe: bytes,
+        traceparent: str,
         deadline_s: float,
         again: bool = False,
     ) -> None:
@@ -172,6 +176,7 @@ class Lookups(msgspec.Struct, eq=False):
                 [wire.KeyGroup(wire.Rule.PREFIX, keys)],
                 probe,
                 tails,
+                traceparent,
             )
 
         def failed(error: KvstrataError) -> None:
@@ -179,7 +184,7 @@ class Lookups(msgspec.Struct, eq=False):
             if isinstance(error, UnknownIdentity) and not again:
                 self.live.pop(call.seq, None)
                 identity.declared = None
-                self._ask(call, identity, keys, tails, request_id, probe, deadline_s, again=True)
+                self._ask(call, identity, keys, tails, request_id, probe, traceparent, deadline_s, again=True)
                 return
             reason = MissReason.REFUSED
             if isinstance(error, Unavailable):

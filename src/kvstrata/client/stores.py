@@ -89,6 +89,7 @@ class StoreRequest(NamedTuple):
     """0, or the only chunk is a tail with so many tokens."""
     replaces: bytes = b""
     """Chain keys of tails that these chunks replace."""
+    traceparent: str = ""
 
     @property
     def n_chunks(self) -> int:
@@ -185,6 +186,7 @@ class StoreQueue(msgspec.Struct, eq=False):
         probe: bytes,
         tail_tokens: int = 0,
         replaces: bytes = b"",
+        traceparent: str = "",
     ) -> StoreJob:
         """See `CacheClient.store`. Any thread."""
         n = len(blocks)
@@ -208,8 +210,9 @@ class StoreQueue(msgspec.Struct, eq=False):
         payload = plan.payload_bytes(len(blocks[0]))
         size = record_bytes(plan.section_count, payload)
         request = StoreRequest(
-            job, identity, parent_chain, chain, plan, blocks, size, payload, probe, tail_tokens, replaces
-        )
+            job, identity, parent_chain, chain, plan, blocks, size, payload, probe, tail_tokens, replaces,
+            traceparent,
+        )  # fmt: skip
         if self.admit(request):
             self._link.post(lambda: self.add(request))
         else:
@@ -332,6 +335,7 @@ class StoreQueue(msgspec.Struct, eq=False):
                 request.probe,
                 request.tail_tokens,
                 request.replaces,
+                request.traceparent,
             )
 
         batch.asked = Pending(

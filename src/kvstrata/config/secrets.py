@@ -30,7 +30,7 @@ SHOWN = frozenset({
     # settings
     "advertise", "advertise_url", "allowed_hosts", "controllers", "controller", "endpoints", "engine", "engine_url",
     "fidelity", "eviction_policy", "gateways", "host", "hosts", "http_host", "instance_id", "listen",
-    "load", "load_mode", "log_format", "log_level", "monitor_host", "numa", "peer_hosts", "prefix",
+    "load", "load_mode", "log_format", "log_level", "monitor_host", "numa", "otlp_endpoint", "peer_hosts", "prefix",
     "request_tenants", "roots",
     "record", "segment_dir", "slo", "snapshot_dir", "socket_dir", "store", "tenant",
     "types", "url", "urls", "user", "zone",

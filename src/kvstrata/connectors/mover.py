@@ -41,6 +41,7 @@ class Mover:
             probe=store.probe,
             tail_tokens=store.tail_tokens,
             replaces=store.replaces,
+            traceparent=store.traceparent,
         )
 
     def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:

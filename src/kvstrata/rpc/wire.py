@@ -53,6 +53,7 @@ MAX_LATENCY_US = 3_600_000_000
 MAX_BYTES_S = 1 << 50
 MAX_TOKENS_S = 1 << 40
 MAX_SHORT_TEXT = 512
+TRACEPARENT_CHARS = 55
 SESSION_BYTES = 16
 NO_SESSION = bytes(SESSION_BYTES)
 MAX_SEQ = (1 << 63) - 1
@@ -69,6 +70,8 @@ DeadlineMs = Annotated[int, Meta(ge=0, le=MAX_DEADLINE_MS)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_RESERVE_CHUNKS)]
 Indices = Annotated[list[Index], Meta(max_length=MAX_RESERVE_CHUNKS)]
 RequestId = Annotated[str, Meta(max_length=256)]
+TraceParent = Annotated[str, Meta(max_length=TRACEPARENT_CHARS)]
+"""The engine's span as W3C Trace Context writes it, below which the server makes its own; empty: none."""
 TailKeys = Annotated[bytes, Meta(max_length=MAX_TAILS * KEY_BYTES)]
 ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
 LeaseId = tuple[SessionName, Seq]
@@ -302,6 +305,7 @@ class Lookup(Request, frozen=True, tag="lookup"):
     """Digest of the first chunk's tokens without any identity, for explaining a miss."""
     tails: Annotated[list[TailSet], Meta(max_length=MAX_TAIL_SETS)] = []
     """Tails that may end the hit. Not for engines with slices that have a span."""
+    traceparent: TraceParent = ""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):
@@ -351,6 +355,7 @@ class Reserve(Request, frozen=True, tag="reserve"):
     """0, or the only key is that of a tail with so many tokens."""
     replaces: TailKeys = b""
     """Chain keys of tails that are of no use any more when the chunks, or the tail, are in L1; they leave L1 then."""
+    traceparent: TraceParent = ""
 
 
 class ReserveOutcome(enum.IntEnum):

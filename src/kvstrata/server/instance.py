@@ -128,6 +128,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         peer_tier=peer.name if peer else "",
     )
     closers.append(soon(parts.close))
+    if parts.tracer is not None:
+        closers.append(functools.partial(asyncio.to_thread, parts.tracer.close))
     board = parts.board
     closers.append(functools.partial(_close_tiers, parts))
     board.put("l2_adapters", tiers)

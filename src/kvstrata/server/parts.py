@@ -10,6 +10,7 @@ from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.core import Pool
 from kvstrata.observability.explain import Explainer, ServerNumbers, TenantNumbers, Trend
+from kvstrata.observability.tracing import Tracer
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.patience import patience
 from kvstrata.process.supervisor import PoolLane, Supervisor
@@ -85,6 +86,8 @@ class Parts:
         """The controllers for whose full sync no reserve is granted now (server/cluster/sync.py)."""
         self.explainer = explainer = Explainer(counters, clock, settings.l1.eviction_policy)
         self.trend = Trend(counters, explainer, clock)
+        endpoint = settings.observability.otlp_endpoint
+        self.tracer = Tracer(endpoint, facts.instance_id) if endpoint else None
 
         # The attached processes, and what their requests left behind.
         self.processes = Processes(pool, facts.epoch, tokens, self.readiness)
@@ -129,6 +132,8 @@ class Parts:
         board.put("instance", InstanceNumbers(self))
         board.put("pool", PoolNumbers(self.pool), ForecastNumbers(self.pool))
         board.put("counters", self.counters)
+        if self.tracer is not None:
+            board.put("tracing", self.tracer)
         board.put_facts("trend", self.trend.section)
         board.put("sessions", SessionNumbers(self))
         board.put_facts("peers", functools.partial(processes_section, self.processes))

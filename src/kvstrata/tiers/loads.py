@@ -51,6 +51,7 @@ from kvstrata.keys.spans import longest
 from kvstrata.native.core import LoadBatch, LoadRequest, Pool
 from kvstrata.observability.explain import Choice
 from kvstrata.observability.numbers import RATIO_BUCKETS, Numbers, counter, gauge, histogram, parts_by
+from kvstrata.observability.tracing import Span
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.tiers.base import PHASES, Ask, LoadItem, LoadOutcome, LoadStatus, Presence
 from kvstrata.tiers.choice import PROBE_EVERY, PROBE_S, best_end
@@ -184,6 +185,8 @@ class Fetch:
         """Bytes that other fetches had to load then, if there were any."""
         self.loaded: dict[Tier, tuple[int, float]] = {}
         """Bytes that were loaded, or whose time was over, and when the last of them were."""
+        self.trace: Span | None = None
+        """Its span, if it is traced; the spans of its loads are within it."""
         self.is_prewarm = prewarm is not None
         """No user waits for it."""
         self.spent = prewarm or Spent()
@@ -511,6 +514,7 @@ class PrefetchController(Numbers):
         owner: bytes = b"",
         prewarm: Spent | None = None,
         compute_s: Callable[[int, int], float] | None = None,
+        trace: Span | None = None,
     ) -> FetchOutcome:
         """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into L1.
 
@@ -522,6 +526,7 @@ class PrefetchController(Numbers):
         `owner`: see Ask.  `prewarm`: no user waits, so users' loads go first; what the loads cost is added to it.
         With `compute_s`, the seconds that the engine takes to compute a range of these chunks, those are left that are
         computed sooner than loaded.
+        `trace`: see Fetch.
         Cancelling ends the wait and every load that has not begun.
         """
         assert len(limits) == n_slices
@@ -534,6 +539,7 @@ class PrefetchController(Numbers):
             self._pool, keys, request, limits, deadline_s, self._active(), spans=spans, owner=owner, prewarm=prewarm
         )  # fmt: skip
         fetch.compute_s, fetch.identity, fetch.tenant = compute_s, identity, tenant
+        fetch.trace = trace
         return await self._fetch(fetch, budget_bytes)
 
     async def _fetch(self, fetch: Fetch, budget_bytes: int | None) -> FetchOutcome:
@@ -978,6 +984,7 @@ class PrefetchController(Numbers):
         del batch.holds[:]  # the tier has them now
         outcomes: list[LoadOutcome] = []
         begun_s = time.perf_counter()
+        trace = fetch.trace and fetch.trace.child()
         try:
             failpoints.hit("load.reserved")
             outcomes = await tier.load(items)
@@ -986,6 +993,9 @@ class PrefetchController(Numbers):
             fetch.spent.phases["medium"] += time.perf_counter() - begun_s
             self._gates[tier.name].ended(size)
             outcomes = outcomes or [LoadOutcome(LoadStatus.FAILED, "stopping")] * len(keys)
+            if trace:
+                loaded = sum(status is LoadStatus.LOADED for status, _ in outcomes)
+                trace.end("load", tier=tier.name, records=len(keys), loaded=loaded, bytes=size)
             self._finish(fetch, tier, batch, keys, load, outcomes)
 
     def _finish(

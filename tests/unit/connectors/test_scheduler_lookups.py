@@ -47,6 +47,16 @@ def test_a_request_may_ask_for_no_load_and_is_stored_all_the_same(params):
     assert sum(len(store.chain) // 32 for store in step(side, [(request, 0, 40)]).stores) == 5
 
 
+@pytest.mark.parametrize("named", ["00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "x" * 10_000])
+def test_the_trace_of_a_request_goes_with_its_lookup_and_its_stores(named):
+    client = FakeClient(hits=1)
+    side = make_side(client)
+    request = arrive(side, 40, trace_headers={"traceparent": named})
+    ask(side, request)
+    [store] = step(side, [(request, 0, 40)]).stores
+    assert client.calls[0].traceparent == store.traceparent == (named if len(named) == 55 else "")
+
+
 @pytest.mark.parametrize(
     "params",
     [

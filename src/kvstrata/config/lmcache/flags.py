@@ -27,6 +27,7 @@ SERVER_FLAGS: dict[str, Name] = {
         l2_adapter="l2_adapters",
         l1_use_hugepages="l1.use_hugepages",
         no_l1_use_hugepages="l1.use_hugepages",
+        otlp_endpoint="observability.otlp_endpoint",
     ),
     "--cpu-buffer-size": Name(Fate.TRANSLATED, "l1.size_gb", "write --l1-size-gb", factor=1),
     "--p2p-advertise-url": Name(
@@ -57,7 +58,7 @@ SERVER_FLAGS: dict[str, Name] = {
     "--engine-type": refused("blending is not supported; remove it", "default"),
     **each(
         "--run-script-api-enabled --script-allowed-imports --l1-devdax-path --gds-l1-path --l1-manager "
-        "--server-module --enable-tracing --otlp-endpoint --trace-level --lookup-hash-log-dir",
+        "--server-module --enable-tracing --trace-level --lookup-hash-log-dir",
         refused("nothing here does this; remove it"),
     ),
     "--host": no_effect("engines attach over a unix socket of their own host"),

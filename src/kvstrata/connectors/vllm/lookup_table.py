@@ -43,7 +43,7 @@ from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.keys import ChunkHasher, batch
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
-from kvstrata.rpc.wire import TailSet
+from kvstrata.rpc.wire import TRACEPARENT_CHARS, TailSet
 from kvstrata.types import MissReason, canonical_json
 
 logger = logging.getLogger("vllm.kvstrata")
@@ -178,6 +178,8 @@ class Tracked(msgspec.Struct, eq=False):
     """The request's tenant; means nothing while it is computed without the cache."""
     salt: str = ""
     """The salt that the request came with."""
+    traceparent: str = ""
+    """The span of the request's client or of vLLM, below which the server makes its own."""
     waits_s: float = -1.0
     """Time since which the request waits for the workers to tell their weights; -1 before."""
     skipped: bool = False
@@ -243,6 +245,8 @@ class Tracked(msgspec.Struct, eq=False):
 
     def __post_init__(self) -> None:
         self.salt = self.request.cache_salt or ""
+        traceparent = (getattr(self.request, "trace_headers", None) or {}).get("traceparent", "")
+        self.traceparent = traceparent if len(traceparent) == TRACEPARENT_CHARS else ""
         params = self.request.kv_transfer_params
         params = params if isinstance(params, dict) else {}
         most = params.get(MAX_LOAD)
@@ -398,6 +402,7 @@ class LookupTable:
             probe=hasher.probe,
             deadline_ms=self._timeout_ms,
             tails=tails,
+            traceparent=tracked.traceparent,
         )
         tracked.tails_asked = [asked.chunk for asked in tails]
         tracked.state = LookupState.ASKED

@@ -59,6 +59,8 @@ class Store:
     """0, or the only chunk is a tail of so many tokens."""
     replaces: bytes = b""
     """Chain keys of tails that these chunks replace."""
+    traceparent: str = ""
+    """As in `Tracked`."""
     group: int = 0
     """Number of the KV cache group that the blocks belong to."""
     adapter: int = 0

@@ -520,6 +520,7 @@ class StoreTable:
             probe=tracked.hasher.probe,
             tail_tokens=0 if tail is None else tail.tokens,
             replaces=replaces,
+            traceparent=tracked.traceparent,
             group=group.number,
             adapter=tracked.adapter,
         )

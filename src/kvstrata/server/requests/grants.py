@@ -31,6 +31,7 @@ import msgspec
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import Pool
 from kvstrata.observability.explain import ServerNumbers
+from kvstrata.observability.tracing import Span
 from kvstrata.rpc.wire import Pong, encode
 from kvstrata.server.processes import Process, Use
 
@@ -69,6 +70,8 @@ class Reservation(msgspec.Struct, eq=False):
     replaces: bytes
     """Storage keys of the tails that leave L1 with the first commit."""
     begun_s: float
+    trace: Span | None = None
+    """Its span, if it is traced."""
     ticket: int = 0
     open: set[int] = set()
     """Numbers of the chunks that are neither committed nor given back."""

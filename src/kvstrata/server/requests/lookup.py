@@ -36,6 +36,7 @@ from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.explain import Choice, Explained, with_advice
 from kvstrata.observability.load_line import prompt_work
+from kvstrata.observability.tracing import Span
 from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, check_keys
 from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
@@ -123,6 +124,8 @@ class Asked(NamedTuple):
     deadline_s: float
     choices: list[Choice]
     """Filled when it is known which chunks are loaded."""
+    trace: Span | None
+    """Its span, if it is traced."""
 
 
 class Answered(NamedTuple):
@@ -213,6 +216,7 @@ class Lookups:
         self._tiers, self._prefetch, self._store = parts.tiers, parts.prefetch, parts.store
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
         self._explainer, self._counters, self._prewarms = parts.explainer, parts.counters, parts.prewarms
+        self._tracer = parts.tracer
         self._epoch = parts.facts.epoch
         self._never, self._auto = (parts.settings.l2.load == word for word in ("never", "auto"))
         self._unnoted: list[Answered] = []
@@ -232,6 +236,7 @@ class Lookups:
             PromptKeys(identity.root, keys, slices, spans),
             None if spans else tails, now_s,
             now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S, [],
+            self._tracer.begin(request.traceparent) if self._tracer else None,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
@@ -308,7 +313,7 @@ class Lookups:
                 and not self._late(asked)
             )
             if beyond_l1:
-                asked_s = self._clock.monotonic_s()
+                asked_s, trace = self._clock.monotonic_s(), asked.trace and asked.trace.child()
                 fetched = await self._prefetch.fetch(
                     keys.part(held.n_chunks, asked.n_chunks),
                     keys.n_slices,
@@ -319,7 +324,10 @@ class Lookups:
                     limits=asked.process.group.record_limits,
                     spans=keys.spans,
                     compute_s=self._compute_s(asked, held.n_chunks),
+                    trace=trace,
                 )
+                if trace:
+                    trace.end("prefetch", chunks=fetched.n_chunks, reason=fetched.reason)
                 asked.choices.extend(fetched.choices)
                 self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
@@ -610,3 +618,8 @@ class Lookups:
         self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
         if self._prewarms.prefixes and keys.n_slices:
             self._prewarms.note_lookup(keys, n, l1_chunks, group.layout)
+        if asked.trace:
+            asked.trace.end(
+                "lookup", request=request.request_id, chunks=asked.n_chunks, l1_chunks=l1_chunks,
+                l2_chunks=n - l1_chunks, bytes=n * sum(group.record_limits), reason=str(reason),
+            )  # fmt: skip

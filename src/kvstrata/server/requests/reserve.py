@@ -64,7 +64,7 @@ class Reserving:
         self._pool, self._lane, self._clock = parts.pool, parts.lane, parts.clock
         self._processes, self._grants, self._frozen_by = parts.processes, parts.grants, parts.frozen_by
         self._store, self._tails, self._explainer = parts.store, parts.tails, parts.explainer
-        self._counters, self._epoch = parts.counters, parts.facts.epoch
+        self._counters, self._tracer, self._epoch = parts.counters, parts.tracer, parts.facts.epoch
 
     def reserve(self, process: Process, request: Reserve) -> Reply | Coroutine[Any, Any, Reply]:
         """Reserve extents for new chunks. Raises BadRequest or UnknownIdentity."""
@@ -104,7 +104,8 @@ class Reserving:
             self._explainer.stored_under(request.probe, identity.root, identity.layout, identity.request)
         # A tail lies in an extent of a chunk's size, so that whatever evicts it has room for a chunk.
         bytes_each = -(-longest // GRANULE_BYTES) * GRANULE_BYTES
-        reservation = Reservation(process.uses, bytes_each, keys, tail, replaces, time.perf_counter())
+        trace = self._tracer.begin(request.traceparent) if self._tracer else None
+        reservation = Reservation(process.uses, bytes_each, keys, tail, replaces, time.perf_counter(), trace)
         if self._frozen_by:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
             return self._reserved(process, request, reservation, (0, outcomes, _NO_EXTENT * n_chunks))
@@ -155,6 +156,8 @@ class Reserving:
                 self._store.committed(done)
             if not reservation.open:
                 self._counters.store.add(time.perf_counter() - reservation.begun_s)
+                if reservation.trace:
+                    reservation.trace.end("store", chunks=len(done), bytes=len(done) * reservation.bytes_each)
         return CommitReply(request.seq, self._epoch, bytes(outcomes))
 
     def abort(self, process: Process, request: Abort) -> Reply:
