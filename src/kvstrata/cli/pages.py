@@ -121,7 +121,7 @@ def count(number: float) -> str:
 def span(seconds: float) -> str:
     """A time, with its two largest units."""
     if abs(seconds) < 10:
-        return f"{seconds:.1f} s"
+        return f"{round(seconds, 1) + 0.0:.1f} s"  # no -0.0
     whole = round(abs(seconds))
     units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
     for (large, large_s), (small, small_s) in itertools.pairwise(units):
