@@ -145,16 +145,13 @@ class Operations:
                 field="tokens",
             )
         member = self.member(instance) if instance is not None else (await self._longest(named, None))[0]
-        ttl_s = asked.ttl_s
-        if asked.until_unix_s is not None:
-            ttl_s = asked.until_unix_s - self._cluster.clock.unix_ms() / 1000
         argument = {
             "keys": keys,
             "n_slices": named.n_slices,
             "spans": list(named.spans),
             "identity": named.root or None,
             "tenant": named.tenant,
-            "ttl_s": ttl_s,
+            "ttl_s": asked.left_s(self._cluster.clock.unix_ms() / 1000),
             "max_bytes": asked.bytes,
         }
         return self._cluster.issue_to_each(CommandKind.CLAIM, [(member, [argument])])

@@ -1,6 +1,6 @@
-"""L1 as peers see it: which of its records are leased to readers, and how many bytes they keep.
+"""Records of L1 that the server itself leases, for readers or for claims, and how many bytes they keep.
 
-Belongs to the event loop; no I/O.
+One thread at a time uses a LentPool; no I/O.
 """
 
 from __future__ import annotations
@@ -45,14 +45,29 @@ class LentPool:
         """Where the pool's extents begin in this process."""
         return self._pool.extents_address
 
-    def take(self, keys: bytes, n_slices: int) -> tuple[Taken | None, str]:
-        """Lease leading chunks: None if there are none, and the reason why not all of them ("" if all)."""
-        ticket, n_chunks, extents, _, short_bytes = self._pool.lease(keys, n_slices, [SERVER_ROW], again=True)
+    def take(
+        self,
+        keys: bytes,
+        n_slices: int,
+        identity: bytes = b"",
+        spans: Sequence[int] = (),
+        *,
+        unread: bool = False,
+    ) -> tuple[Taken | None, str]:
+        """Lease leading chunks: None if there are none, and the reason why not all of them ("" if all).
+
+        The other arguments are those of `Pool.lease`.
+        """
+
+        def lease(keys: bytes) -> tuple[int, int, bytes, int, int]:
+            return self._pool.lease(keys, n_slices, [SERVER_ROW], identity, spans, again=True, unread=unread)
+
+        ticket, n_chunks, extents, _, short_bytes = lease(keys)
         if not ticket:
             return None, LIMIT if short_bytes else ABSENT
         room, fits, more = self.limit_bytes - self.leased_bytes, 0, 0
         for index, (_, length, entry, _, _) in enumerate(EXTENT.iter_unpack(extents)):
-            if entry not in self._shares:
+            if length and entry not in self._shares:
                 more += length
                 if more > room:
                     break
@@ -63,15 +78,13 @@ class LentPool:
             if not fits:
                 return None, LIMIT
             # The same records are leased again, unless another thread has removed some since the release.
-            ticket, n_chunks, extents, _, _ = self._pool.lease(
-                keys[: fits * KEY_BYTES], n_slices, [SERVER_ROW], again=True
-            )
+            ticket, n_chunks, extents, _, _ = lease(keys[: fits * KEY_BYTES])
             if not ticket:
                 return None, ABSENT
             reason = LIMIT
         else:
             reason = "" if len(keys) == fits * KEY_BYTES else LIMIT if short_bytes else ABSENT
-        records = [(entry, length) for _, length, entry, _, _ in EXTENT.iter_unpack(extents)]
+        records = [(entry, length) for _, length, entry, _, _ in EXTENT.iter_unpack(extents) if length]
         for entry, length in records:
             share = self._shares.setdefault(entry, [0, length])
             if not share[0]:

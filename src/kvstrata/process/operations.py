@@ -346,6 +346,10 @@ class Claiming(Chunks, kw_only=True):
         | None
     ) = None
 
+    def left_s(self, now_unix_s: float) -> float:
+        """Seconds until the claim ends."""
+        return self.ttl_s if self.until_unix_s is None else self.until_unix_s - now_unix_s
+
 
 class LogLevel(msgspec.Struct):
     """The level of a log."""

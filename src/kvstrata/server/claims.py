@@ -26,7 +26,7 @@ import collections
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -38,10 +38,10 @@ from kvstrata.memory.paths import CLAIMS
 from kvstrata.native.core import Pool, record_header
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
+from kvstrata.p2p.lent import LIMIT, LentPool, Taken
 from kvstrata.process.operations import MAX_CLAIM_S, MAX_KEYS, Claiming, keys_of
 from kvstrata.server.processes import tenant_number
-from kvstrata.server.requests.reserve import GRANULE_BYTES
-from kvstrata.types import EXTENT, KEY_BYTES, SERVER_ROW
+from kvstrata.types import EXTENT, KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.server.parts import Parts
@@ -54,7 +54,6 @@ MAX_FILE_BYTES = 16 << 20
 VERSION = 1
 _PREWARM = "prewarm the prompt (`kvstrata prewarm`) before"
 T = TypeVar("T")
-Arguments = TypeVarTuple("Arguments")
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -80,17 +79,9 @@ class Claim(msgspec.Struct, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """The claim as operators see it."""
-        names = [
-            "claim",
-            "tenant",
-            "state",
-            "reason",
-            "chunks",
-            "accepted_unix_ms",
-            "until_unix_ms",
-            "ended_unix_ms",
-        ]
-        return {**{name: getattr(self, name) for name in names}, "bytes": self.n_bytes}
+        inner = {"keys", "n_slices", "spans", "identity"}
+        found = msgspec.structs.asdict(self).items()
+        return {name.removeprefix("n_"): value for name, value in found if name not in inner}
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -98,19 +89,17 @@ class _File(msgspec.Struct, frozen=True):
     claims: list[Claim]
 
 
-class _Leased(NamedTuple):
-    ticket: int
-    extents: bytes
-    sizes: dict[bytes, int]
-    """Bytes of each leased record, by its key."""
-
-
 class Claims(Numbers):
     """The claims of one instance."""
 
     kept = gauge("Claims that are kept now.", lambda self: len(self._kept))
-    kept_bytes = gauge("Bytes of L1 that claims keep, each record once.")
-    limit_bytes = gauge("Maximum number of bytes of L1 that all claims together may keep.")
+    kept_bytes = gauge(
+        "Bytes of L1 that claims keep, each record once.", lambda self: self._lent.leased_bytes
+    )
+    limit_bytes = gauge(
+        "Maximum number of bytes of L1 that all claims together may keep.",
+        lambda self: self._lent.limit_bytes,
+    )
     accepted = counter("Claims accepted.")
     refused = counter("Claims refused, by reason.", "reason")
     ended = counter("Claims that have ended, by state.", "state")
@@ -119,11 +108,9 @@ class Claims(Numbers):
         self._pool, self._lane, self._clock = parts.pool, parts.own_lane, parts.clock
         self._prewarms, self._supervisor = parts.prewarms, parts.supervisor
         self._path = parts.facts.socket_dir / CLAIMS
-        self.limit_bytes = int(parts.pool.extents_bytes * CLAIMED_SHARE)
-        self._kept: dict[str, tuple[Claim, _Leased]] = {}
+        self._lent = LentPool(parts.pool, CLAIMED_SHARE)
+        self._kept: dict[str, tuple[Claim, Taken]] = {}
         """In the order of their acceptance."""
-        self._uses: collections.Counter[bytes] = collections.Counter()
-        """By key of a record, how many claims keep it."""
         self._ended: collections.deque[Claim] = collections.deque(maxlen=MAX_ENDED)
         self._doubtful = False
         self._log = EventLog("claims")
@@ -147,20 +134,17 @@ class Claims(Numbers):
         would be possible; then nothing is kept.
         """
         now_ms = self._clock.unix_ms()
-        until_ms = (
-            round(1000 * asked.until_unix_s) if asked.until_unix_s else now_ms + round(1000 * asked.ttl_s)
-        )
-        if not now_ms < until_ms <= now_ms + 1000 * MAX_CLAIM_S:
+        left_ms = round(1000 * asked.left_s(now_ms / 1000))
+        if not 0 < left_ms <= 1000 * MAX_CLAIM_S:
+            what = f"{asked.until_unix_s} is {left_ms / 1000:g} s from now"
             raise BadRequest(
-                f"until_unix_s: found {asked.until_unix_s}, and it is {now_ms / 1000} now; name a later time within "
-                f"the next {MAX_CLAIM_S} s",
-                field="until_unix_s",
+                f"until_unix_s: {what}; name a time within {MAX_CLAIM_S} s", field="until_unix_s"
             )
         if not keys:
             raise BadRequest("tokens: they make no whole chunk; give more tokens, or keys", field="tokens")
         claim = Claim(
             secrets.token_hex(8), asked.tenant, keys, n_slices, list(spans), identity, count(keys, n_slices),
-            now_ms, until_ms,
+            now_ms, now_ms + left_ms,
         )  # fmt: skip
         try:
             return await self._run(self._accept, claim, asked.bytes)
@@ -170,14 +154,12 @@ class Claims(Numbers):
 
     async def release(self, name: str) -> Claim | None:
         """End a claim; returns it once the file has its end, None if no such claim is kept."""
-        ended = await self._run(self._end, [name], "released")
-        return ended[0] if ended else None
+        return next(iter(await self._run(self._end, [name], "released")), None)
 
     async def expire(self) -> None:
-        """End the claims whose time is over; called once a second."""
-        now_ms = self._clock.unix_ms()
-        if over := [name for name, (claim, _) in list(self._kept.items()) if claim.until_unix_ms <= now_ms]:
-            await self._run(self._end, over, "expired")
+        """End the claims whose time is over, and write the file if somebody has removed it; called once a second."""
+        if self._kept:
+            await self._run(self._expire)
 
     def doubt(self) -> None:
         """A record was found corrupt, or events of the pool were lost: break the claims that have lost a record."""
@@ -195,7 +177,7 @@ class Claims(Numbers):
         rows = [claim.document() for claim in reversed(claims)]
         return {"claims": rows, "kept_bytes": self.kept_bytes, "limit_bytes": self.limit_bytes}
 
-    async def _run(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.shield(self._lane.run(work, *arguments))
 
     # --- on the lane ------------------------------------------------------------------------------------------
@@ -223,57 +205,48 @@ class Claims(Numbers):
 
     def _keep(self, claim: Claim, max_bytes: int | None = None) -> Claim:
         """Lease all records of a claim. Raises Refused; then none is leased."""
-        leased, n_chunks, is_short = _lease(self._pool, claim)
-        claim = msgspec.structs.replace(claim, n_bytes=sum(leased.sizes.values()))
-        more = sum(size for key, size in leased.sizes.items() if not self._uses[key])
-        room = self.limit_bytes - self.kept_bytes
+        taken, reason = self._take(claim)
+        claim = msgspec.structs.replace(claim, n_bytes=taken.n_bytes if taken else 0)
         why = ""
-        if more > room:
-            why = (
-                f"no_room: it needs {more} bytes more of L1, and {room} of {self.limit_bytes} bytes (a quarter of L1) "
-                "may still be claimed; claim fewer chunks, or release a claim"
-            )
-        elif n_chunks < claim.chunks and is_short:
-            why = "leased: engines and peers lease half of L1 now; try again when some leases have ended"
-        elif n_chunks < claim.chunks:
+        if reason:
+            n_chunks = len(taken.extents) // (claim.n_slices * EXTENT.size) if taken else 0
             why = f"absent: the first {n_chunks} of its {claim.chunks} chunks are in L1; claim these, or {_PREWARM}"
+            if reason == LIMIT:
+                why = (
+                    f"no_room: the first {n_chunks} of its {claim.chunks} chunks may be claimed; all claims keep "
+                    f"{self.kept_bytes} bytes, and at most {self.limit_bytes} (a quarter of L1); leases half of L1"
+                )
         elif max_bytes is not None and claim.n_bytes > max_bytes:
             why = f"over_bytes: its chunks have {claim.n_bytes} bytes, more than `bytes` ({max_bytes}) allows"
-        if why:
-            self._pool.release(leased.ticket)
+        if taken is None or why:
+            if taken is not None:
+                self._lent.give_back(taken)
             raise Refused(why)
-        self._uses.update(leased.sizes.keys())
-        self.kept_bytes += more
-        self._kept[claim.claim] = claim, leased
+        self._kept[claim.claim] = claim, taken
         return claim
 
+    def _take(self, claim: Claim) -> tuple[Taken | None, str]:
+        return self._lent.take(claim.keys, claim.n_slices, claim.identity, claim.spans, unread=True)
+
     def _let_go(self, name: str) -> Claim:
-        claim, leased = self._kept.pop(name)
-        self._pool.release(leased.ticket)
-        self._uses.subtract(leased.sizes.keys())
-        self.kept_bytes -= sum(size for key, size in leased.sizes.items() if not self._uses[key])
-        self._uses = +self._uses
+        claim, taken = self._kept.pop(name)
+        self._lent.give_back(taken)
         return claim
 
     def _end(self, names: Sequence[str], state: str, reason: str = "") -> list[Claim]:
         """End those of these claims that are kept."""
-        kept = [self._let_go(name) for name in names if name in self._kept]
-        return self._note([self._over(claim, state, reason) for claim in kept])
+        return self._note([(self._let_go(name), state, reason) for name in names if name in self._kept])
 
-    def _over(self, claim: Claim, state: str, reason: str) -> Claim:
-        now_ms = self._clock.unix_ms()
-        return msgspec.structs.replace(
-            claim, keys=b"", spans=[], state=state, reason=reason, ended_unix_ms=now_ms
-        )  # fmt: skip
-
-    def _note(self, ended: list[Claim]) -> list[Claim]:
-        """List claims that have ended, write that, and tell it."""
+    def _note(self, ends: list[tuple[Claim, str, str]]) -> list[Claim]:
+        """List claims as ended, by state and reason, write that, and tell it."""
+        change, now_ms = msgspec.structs.replace, self._clock.unix_ms()
+        ended = [
+            change(claim, keys=b"", spans=[], state=state, reason=reason, ended_unix_ms=now_ms)
+            for claim, state, reason in ends
+        ]
+        self._ended.extend(ended)
         if ended:
-            self._ended.extend(ended)
-            try:
-                self._write()
-            except OSError as error:
-                self._log.error("claims_not_written", path=self._path, reason=error)
+            self._save()
         for claim in ended:
             self.ended[claim.state] += 1
             if claim.state == "broken":
@@ -282,33 +255,48 @@ class Claims(Numbers):
                 self._log.info("claim_ended", **claim.document())
         return ended
 
+    def _expire(self) -> None:
+        now_ms = self._clock.unix_ms()
+        self._end(
+            [name for name, (claim, _) in self._kept.items() if claim.until_unix_ms <= now_ms], "expired"
+        )
+        if self._kept and not self._path.exists():
+            self._save()
+
     def _check(self) -> None:
         self._doubtful = False
         lost = []
-        for name, (claim, leased) in self._kept.items():
-            again, _, _ = _lease(self._pool, claim)
-            self._pool.release(again.ticket)
-            if again.extents != leased.extents:
+        for name, (claim, taken) in self._kept.items():
+            again, _ = self._take(claim)
+            if again is not None:
+                self._lent.give_back(again)
+            if again is None or again.extents != taken.extents:
                 lost.append(name)
         self._end(lost, "broken", "corrupt")
 
     def _restore(self, adopted: bool) -> None:
-        ended = []
+        ends = []
         for claim in self._read():
             if claim.state != "kept":
                 self._ended.append(claim)
             elif claim.until_unix_ms <= self._clock.unix_ms():
-                ended.append(self._over(claim, "expired", ""))
+                ends.append((claim, "expired", ""))
             elif not adopted:
-                ended.append(self._over(claim, "broken", "pool_lost"))
+                ends.append((claim, "broken", "pool_lost"))
             else:
                 try:
                     self._keep(claim)
                 except Refused as refused:
-                    ended.append(self._over(claim, "broken", _reason(refused)))
+                    ends.append((claim, "broken", _reason(refused)))
                 except ValueError:
-                    ended.append(self._over(claim, "broken", "damaged"))
-        self._note(ended)
+                    ends.append((claim, "broken", "damaged"))
+        self._note(ends)
+
+    def _save(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            self._log.error("claims_not_written", path=self._path, reason=error)
 
     def _write(self) -> None:
         claims = [*self._ended, *(claim for claim, _ in self._kept.values())]
@@ -326,25 +314,13 @@ class Claims(Numbers):
             return []
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             why = error
-        self._log.error(
-            "claims_ignored", path=self._path, reason=why, note="no claim of the last server holds"
-        )
+        self._log.error("claims_ignored", path=self._path, reason=why)
         return []
 
 
 def _reason(refused: Refused) -> str:
     """The word with which the message begins."""
     return refused.message.partition(":")[0]
-
-
-def _lease(pool: Pool, claim: Claim) -> tuple[_Leased, int, bool]:
-    """Lease the leading chunks of a claim to the server itself; how many, and whether other leases left no room."""
-    ticket, n_chunks, extents, _, short_bytes = pool.lease(
-        claim.keys, claim.n_slices, [SERVER_ROW], claim.identity, claim.spans, again=True, unread=True
-    )
-    records = zip(split(claim.keys), EXTENT.iter_unpack(extents), strict=False)
-    sizes = {key: -(-length // GRANULE_BYTES) * GRANULE_BYTES for key, (_, length, *_) in records if length}
-    return _Leased(ticket, extents, sizes), n_chunks, short_bytes > 0
 
 
 def _with_ancestors(pool: Pool, keys: bytes, tenant: str) -> bytes:

@@ -152,7 +152,13 @@ def test_controls_only_what_the_identity_says_is_found_with_a_claim_and_without(
         ]
 
         def found() -> list[int]:
-            others = ({"tenant": "t"}, {"salt": "s"}, {**mine, "salt": "S"}, {**mine, "tenant": "T"}, {})
+            others = (
+                {"tenant": "t"},
+                {"salt": "s"},
+                {**mine, "salt": "S"},
+                {**mine, "tenant": "T"},
+                {**mine, "adapter": "a"},
+            )
             return [
                 *(hits(client, tokens, **mine) for tokens in (TOKENS, changed, TOKENS[1:], [0, *TOKENS])),
                 *(hits(client, TOKENS, **other) for other in others),
@@ -167,6 +173,7 @@ def test_controls_only_what_the_identity_says_is_found_with_a_claim_and_without(
         wrong = [
             ({"tokens": TOKENS, **mine, "salt": "S"}, f"absent: the first 0 of its {CHUNKS} chunks"),
             ({"tokens": TOKENS, **mine, "tenant": "T"}, f"absent: the first 0 of its {CHUNKS} chunks"),
+            ({"tokens": TOKENS, **mine, "adapter": "a"}, f"absent: the first 0 of its {CHUNKS} chunks"),
             ({"tokens": changed, **mine}, f"absent: the first 7 of its {CHUNKS} chunks"),
             ({"keys": [keys[0]]}, f"absent: {keys[0]}"),
             ({"keys": ["00" * (KEY_BYTES - 1) + "01"], "tenant": "t"}, "absent: "),

@@ -159,7 +159,7 @@ def test_the_admin_port_prewarms_explains_clears_and_counts(start, tmp_path):
         assert ask("/v1/clear", {"tier": "l1", "wait": True}) == {
             "cleared": {"l1": 5},
             "pending": {"held": 0, "leased": 0},
-            "kept": {"pinned": 0},
+            "kept": {"claimed": 0},
         }
 
         def prewarm(**body: Any) -> dict[str, Any]:

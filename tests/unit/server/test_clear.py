@@ -34,7 +34,7 @@ def test_cleared_chunks_that_a_put_holds_are_invisible_at_once_and_free_once_the
         clearing, events = server.parts.clearing, server.parts.events
         at_once = await clearing.clear("l1", None)
         assert at_once.document() == {
-            "cleared": {"l1": 4}, "pending": {"held": 1, "leased": 0}, "kept": {"pinned": 0},
+            "cleared": {"l1": 4}, "pending": {"held": 1, "leased": 0}, "kept": {"claimed": 0},
         }  # fmt: skip
         assert server.pool.peek(keys, 1) == 0
         assert server.pool.stats()["used_bytes"] > 0
@@ -51,7 +51,7 @@ def test_cleared_chunks_that_a_put_holds_are_invisible_at_once_and_free_once_the
     server.loop.run_until_complete(clear_and_wait())
 
 
-def test_pinned_chunks_survive_a_clear_and_are_counted(server, identity):
+def test_claimed_chunks_survive_a_clear_and_are_counted(server, identity):
     keys = keys_of(server, identity)
     ticket, *_ = server.pool.lease(keys[: 2 * KEY_BYTES], 1, [0])
     done = server.loop.run_until_complete(server.parts.clearing.clear("l1", None))

@@ -29,7 +29,7 @@ class Cleared(NamedTuple):
     leased: int
     """Chunks that clears have dropped from L1 and whose bytes an engine still reads."""
     kept: int
-    """Chunks that stay in L1, because they are pinned or another instance reads them."""
+    """Chunks that stay in L1, because they are claimed or another instance reads them."""
 
     @property
     def n_chunks(self) -> int:
@@ -40,7 +40,7 @@ class Cleared(NamedTuple):
         return {
             "cleared": self.tiers,
             "pending": {"held": self.held, "leased": self.leased},
-            "kept": {"pinned": self.kept},
+            "kept": {"claimed": self.kept},
         }
 
 

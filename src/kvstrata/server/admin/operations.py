@@ -198,7 +198,7 @@ async def clear(admin: Admin, ask: Clear) -> Document:
 
     Puts that are under way go on; a clear of L2 drops their records too. `pending`: chunks dropped from L1, now or
     before, whose bytes are still in use: `held` by a put or a read of the server, `leased` by an engine. `kept`: those
-    that are `pinned`, or that another instance reads there.
+    that are `claimed`, or that another instance reads there.
     """
     return (await admin.parts.clearing.clear(ask.tier, ask.tenant, wait=ask.wait)).document()
 
