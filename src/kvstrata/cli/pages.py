@@ -203,6 +203,7 @@ def server_page(seen: Seen) -> list[str]:
         "",
         *grid("lookups|number>|chunks asked>|hits>|L1>|L2>|saved>", map(_found, WINDOWS, [trend] * 3), ""),
         *([cut(f"first misses of the last hour: {worst}")] if worst else []),
+        *_forecast(pool.get("forecast_seconds", {})),
         "",
         *_tiers(seen.tiers),
         "",
@@ -257,6 +258,12 @@ def _head(seen: Seen) -> list[str]:
         "",
         f"L1  {bar(used, limit)}  {size(used)} of {size(limit)} ({share(used, limit)})",
     ]
+
+
+def _forecast(saved: Mapping[str, float]) -> list[str]:
+    """What L1s of other sizes would save, once a sample of the chunks tells it."""
+    sizes = [f"{part} ×: {share(saved[part], 1)}" for part in sorted(saved, key=float)]
+    return [cut(f"prefill saved by an L1 of {', '.join(sizes)}")] if sizes else []
 
 
 def _found(window: tuple[str, str], trend: Mapping[str, Any]) -> list[str]:

@@ -13,13 +13,13 @@ from kvstrata.native.core import chain_keys
 from kvstrata.types import shown_name
 from tests.harness import chromium, page_checks
 from tests.harness.controller_process import ControllerProcess
-from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
+from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient, until
 from tests.harness.server_process import ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 QUICK = ("--heartbeat-s", "0.2")
-CHUNKS = 20
+CHUNKS = 70  # fewer tell no forecast
 
 
 @pytest.fixture
@@ -53,7 +53,14 @@ async def test_server_is_seen_from_its_first_word_and_drained(
         with RpcClient(server.socket_dir) as client:
             identity = client.identify()
             tokens = [7] * (CHUNKS * CHUNK_TOKENS)
-            client.store(identity, chain_keys(identity.root, tokens, CHUNK_TOKENS))
+            chain = chain_keys(identity.root, tokens, CHUNK_TOKENS)
+            client.store(identity, chain)
+            until(
+                client,
+                lambda status: (
+                    client.lookup(identity.identity_id, chain).n_chunks and status["pool"]["forecast_seconds"]
+                ),
+            )
             await expect(row.locator('[data-title="Chunks"]')).to_have_text(str(2 * CHUNKS))
 
             await page.get_by_role("link", name="Explorer", exact=True).click()
@@ -75,6 +82,9 @@ async def test_server_is_seen_from_its_first_word_and_drained(
             }.items():
                 await page.evaluate("(hash) => { location.hash = hash; }", path)
                 await expect(page.locator("main")).to_contain_text(text)
+                if path == "#/instances/ours":
+                    forecast = page.get_by_role("row", name="128 MiB (2 ×)")
+                    await expect(forecast.locator('[data-title="Chunks found"]')).to_contain_text("%")
                 assert await page_checks.faults(page) == [], path
             await page.evaluate("() => { location.hash = '#/instances'; }")
             await page.get_by_role("button", name="Drain ours").click()

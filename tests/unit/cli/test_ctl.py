@@ -80,6 +80,7 @@ def seen(rows: int = 1, name: str = "a", **trend: Any) -> Seen:
             "pool": {
                 "used_bytes": 3 * GB, "extents_bytes": 4 * GB, "missing_bytes": 0, "corrupt_entries": 0,
                 "entries": {"ready": 1_234_567}, "leased_bytes": GB, "evicted_entries": 10**9,
+                "forecast_seconds": {"0.5": 0.4693, "1": 0.731, "2": 0.9021, "4": 0.9468},
             },
             "attach": {"stranded_bytes": 0}, "process": {"restarts": 0, "last_end": ""},
             "sessions": {"leases_revoked": 0}, "log": {"dropped_lines": 0}, "l2_store": {"backlog_bytes": 0},
@@ -132,6 +133,12 @@ def test_a_page_has_40_lines_of_80_columns_and_no_escape_sequence(name: str) -> 
     assert len(shown) <= pages.LINES, "\n".join(shown)
     assert max(map(len, shown)) <= pages.COLUMNS
     assert all(line.isprintable() for line in shown)
+
+
+def test_the_page_says_what_other_sizes_of_l1_would_save() -> None:
+    assert "prefill saved by an L1 of 0.5 ×: 47 %, 1 ×: 73 %, 2 ×: 90 %, 4 ×: 95 %" in pages.server_page(
+        seen()
+    )
 
 
 def test_rates_are_the_differences_between_two_looks() -> None:

@@ -1,5 +1,6 @@
 // One instance: its facts, its tiers, its workers, and its process.
 
+import { get } from "../api.js";
 import { documentOf, instancePath } from "../commands.js";
 import { h } from "../dom.js";
 import { bytes, count, duration, exact, named, percent, seconds, words } from "../format.js";
@@ -15,6 +16,21 @@ const EVERY_MS = 5_000;
 
 let asked = {}; // section → poller
 
+/** The cluster's models, and L1's section of the instance's status (null if the instance does not answer). */
+async function summarised(path) {
+  const [{ models }, status] = await Promise.all([get("/v1/models"), documentOf(path).catch(() => null)]);
+  return { models, pool: status?.pool ?? null };
+}
+
+function forecasts(one, { forecast_hits: hits, forecast_seconds: saved, extents_bytes: size }, redraw) {
+  return h("section", { key: "forecasts" }, h("h2", {}, "What other sizes of L1 would have saved"), table({
+    id: "instance-forecasts", caption: `L1s of other sizes for ${one.id}`, rows: Object.keys(saved).map(Number), key: String, deps: (part) => [saved[part], hits[part], size], redraw, columns: [
+      { name: "size", title: "L1", number: true, sort: (part) => part, cell: (part) => `${bytes(part * size)} (${part} ×)` },
+      { name: "found", title: "Chunks found", number: true, sort: (part) => hits[part], cell: (part) => percent(hits[part]) },
+      { name: "saved", title: "Prefill seconds saved", number: true, sort: (part) => saved[part], cell: (part) => percent(saved[part]) },
+    ] }));
+}
+
 function start(context) {
   const [id, section = ""] = context.params.parts;
   for (const [name, other] of Object.entries(asked)) {
@@ -24,13 +40,14 @@ function start(context) {
     }
   }
   if (asked[section]) return;
-  if (section === "") asked[""] = poller("/v1/models", EVERY_MS, context.redraw);
+  if (section === "") asked[""] = poller(`${instancePath(id)}/status`, EVERY_MS, context.redraw, summarised);
   if (section === "workers") asked.workers = poller(`${instancePath(id)}/status`, EVERY_MS, context.redraw, documentOf);
   if (section === "runtime") asked.runtime = poller(`${instancePath(id)}/runtime`, EVERY_MS, context.redraw, documentOf);
 }
 
 function summary(one, redraw) {
   const models = (asked[""]?.document?.models ?? []).filter(({ instances }) => instances.includes(one.id));
+  const pool = asked[""]?.document?.pool;
   const tiers = tiersOf(one);
   const hits = Object.entries(one.hits_total);
   const all = hits.reduce((sum, [, value]) => sum + value, 0);
@@ -57,6 +74,7 @@ function summary(one, redraw) {
         { name: "keys", title: "Chunks", number: true, sort: (tier) => tier.keys, cell: (tier) => exact(tier.keys) },
         { name: "used", title: "Bytes", wide: true, sort: (tier) => tier.used_bytes, cell: (tier) => usage(tier.used_bytes, tier.capacity_bytes) },
       ] })),
+    pool && Object.keys(pool.forecast_seconds ?? {}).length > 0 && forecasts(one, pool, redraw),
     h("section", { key: "hits" }, h("h2", {}, "Chunks looked up since it started"), hits.length ? table({
       id: "instance-hits", caption: `Chunks looked up on ${one.id}`, rows: hits, key: ([name]) => name, deps: (row) => [...row, all], redraw, first: "count", down: true, columns: [
         { name: "source", title: "Found in", sort: ([name]) => name, cell: ([name]) => (name === "miss" ? "nowhere (miss)" : name) },
