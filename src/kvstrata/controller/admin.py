@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvstrata.controller.member import Issued
     from kvstrata.controller.metrics import Surroundings
     from kvstrata.controller.operations import Operations
-    from kvstrata.controller.prompts import Named
 
 MAX_EVENTS = 1_000
 FRESH_S = 1.0
@@ -404,12 +403,8 @@ async def lookup(parts: Admin, ask: Lookup) -> Document:
     `longest`: instances that could serve a hit from L1, the best first. `held_chunks`: chunks of the longest hit whose
     parts some instances have in any tier. `places` of a chunk have all slices that each hit needs.
     """
-    found = await parts.orders.find(await _named(parts, ask))
+    found = await parts.orders.find(await parts.orders.name(ask, ask.kind))
     return views.placement(parts.cluster, found, ask.limit)
-
-
-async def _named(parts: Admin, ask: Chunks | Claim) -> Named:
-    return await parts.orders.name(ask.tokens, ask.keys, ask.model, ask.kind, ask.request())
 
 
 @operation("POST", "/v1/claims", ctl="claim", tag="chunks", acts=True)
@@ -419,7 +414,7 @@ async def claim(parts: Admin, ask: Claim) -> Reply:
     The instance owns the claim, also over restarts of it and of the controller. The command fails if the instance
     refuses the claim; its message has the reason and what would be possible.
     """
-    issued = await parts.orders.claim(await _named(parts, ask), ask.instance, ask)
+    issued = await parts.orders.claim(await parts.orders.name(ask, ask.kind), ask.instance, ask)
     return await parts.ended(issued, ask.wait_s)
 
 
@@ -453,7 +448,7 @@ async def move(parts: Admin, ask: Copy) -> Reply:
 
 
 async def _copied(parts: Admin, ask: Copy, *, move: bool) -> Reply:
-    named = await _named(parts, ask)
+    named = await parts.orders.name(ask, ask.kind)
     issued, task = await parts.orders.copy(named, ask.to, ask.source, move=move)
     await asyncio.wait([task], timeout=ask.wait_s)
     return await parts.ended(issued)
@@ -468,7 +463,7 @@ async def clear(parts: Admin, ask: Clear) -> Reply:
 @operation("POST", "/v1/evict", ctl="evict", tag="chunks", acts=True)
 async def evict(parts: Admin, ask: Evict) -> Reply:
     """Drop chunks from L1."""
-    issued = await parts.orders.evict_chunks(await _named(parts, ask), ask.instances)
+    issued = await parts.orders.evict_chunks(await parts.orders.name(ask, ask.kind), ask.instances)
     return await parts.ended(issued, ask.wait_s)
 
 

@@ -13,13 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvstrata.controller.member import (
-    CommandEvent,
-    Issued,
-    Member,
-    MemberState,
-    Outbox,
-)
+from kvstrata.controller.member import Issued, Member, MemberState, Outbox
 from kvstrata.errors import Refused, Unavailable
 from kvstrata.rpc.cluster_wire import (
     MAX_CLUSTER_MESSAGE_BYTES,
@@ -106,7 +100,7 @@ class Commands:
             )
             if commands and n_bytes > MAX_BEAT_BYTES:
                 break
-            issued.happened(CommandEvent.BEAT)
+            issued.is_sent = True
             commands.append(issued.command)
         return commands
 
@@ -117,13 +111,13 @@ class Commands:
         for result in results:
             issued = member.waiting.get(result.number)
             if issued is not None:
-                self._end(member, issued, CommandEvent.RESULT, result)
+                self._end(member, issued, result)
 
     def synced(self, member: Member, begun_s: float) -> None:
         """A full sync that began at `begun_s` has ended: it answers the RESYNC commands that were issued before."""
         for issued in list(member.waiting.values()):
             if issued.kind is CommandKind.RESYNC and issued.issued_s <= begun_s:
-                self._end(member, issued, CommandEvent.RESULT, CommandResult(issued.number, True, ""))
+                self._end(member, issued, CommandResult(issued.number, True, ""))
 
     def expire(self, member: Member, now_s: float) -> None:
         """End the member's expired commands."""
@@ -141,10 +135,9 @@ class Commands:
 
     def _drop(self, member: Member, commands: list[Issued], why: str) -> None:
         for issued in commands:
-            self._end(member, issued, CommandEvent.DROPPED, CommandResult(issued.number, False, why))
+            self._end(member, issued, CommandResult(issued.number, False, why))
 
-    def _end(self, member: Member, issued: Issued, event: CommandEvent, result: CommandResult) -> None:
-        issued.happened(event)
+    def _end(self, member: Member, issued: Issued, result: CommandResult) -> None:
         issued.result = result
         del member.waiting[issued.number]
         self._outbox.ended.append(issued)

@@ -191,52 +191,8 @@ class Sync:
 # --- its commands -----------------------------------------------------------------------------------------------
 
 
-class CommandState(enum.Enum):
-    """State of a command."""
-
-    WAITING = "waiting"
-    """No answer to a heartbeat has carried it yet."""
-    SENT = "sent"
-    """Each answer to a heartbeat carries it."""
-    ANSWERED = "answered"
-    """It has ended with the instance's result, or the full sync that it asked for has ended."""
-    UNANSWERED = "unanswered"
-    """It has ended without a result; the instance may or may not have carried it out."""
-    UNSENT = "unsent"
-    """It has ended, and was never sent to the instance."""
-
-
-class CommandEvent(enum.Enum):
-    """What can happen to a command."""
-
-    BEAT = "beat"
-    """The answer to a heartbeat carries it."""
-    RESULT = "result"
-    """A heartbeat brings its result, or the full sync that it asked for ends."""
-    DROPPED = "dropped"
-    """It has expired, its member is gone, or this controller no longer leads."""
-
-
-COMMAND = Machine(
-    "Command of a controller to an instance",
-    CommandState.WAITING,
-    {
-        CommandState.WAITING: {
-            CommandEvent.BEAT: CommandState.SENT,
-            CommandEvent.RESULT: CommandState.ANSWERED,
-            CommandEvent.DROPPED: CommandState.UNSENT,
-        },
-        CommandState.SENT: {
-            CommandEvent.BEAT: CommandState.SENT,
-            CommandEvent.RESULT: CommandState.ANSWERED,
-            CommandEvent.DROPPED: CommandState.UNANSWERED,
-        },
-    },
-)
-
-
 class Issued:
-    """A command of this controller, with its state and result."""
+    """A command of this controller, and its result."""
 
     def __init__(
         self,
@@ -247,7 +203,8 @@ class Issued:
         now_s: float,
         ttl_s: float,
     ) -> None:
-        self.state = COMMAND.first
+        self.is_sent = False
+        """Whether each answer to a heartbeat carries it now."""
         self.command = Command(number, kind, argument)
         self.number = number
         self.instance = instance
@@ -255,11 +212,9 @@ class Issued:
         self.issued_s = now_s
         self.expires_s = now_s + ttl_s
         self.result: CommandResult | None = None
-        """Set once the command has ended, however it ended."""
-
-    def happened(self, event: CommandEvent) -> None:
-        """Move to the state that the table names."""
-        self.state = COMMAND.after(self.state, event)
+        """Set once the command has ended: by the instance's result, or because it expired, its member is gone, or
+        this controller no longer leads.
+        """
 
 
 # --- the whole record -------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, KvstrataError, NotFound, Unavailable
 from kvstrata.keys.batch import count
 from kvstrata.keys.spans import longest, of_slices
-from kvstrata.process.operations import MAX_KEYS, Claiming
+from kvstrata.process.operations import MAX_KEYS, Chunks, Claiming
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, CommandKind, tags_of
-from kvstrata.types import KEY_BYTES, RequestIdentity
+from kvstrata.types import KEY_BYTES
 
 MAX_LONGEST = 16
 
@@ -74,21 +74,14 @@ class Operations:
         """The members with these ids, or all members, also dead ones that are not forgotten yet. Raises NotFound."""
         return list(self._cluster.members) if instances is None else [self.member(one) for one in instances]
 
-    async def name(
-        self,
-        tokens: Sequence[int] | None,
-        keys: Sequence[str] | None,
-        model: str,
-        kind: int | None,
-        request: RequestIdentity,
-    ) -> Named:
+    async def name(self, ask: Chunks, kind: int | None) -> Named:
         """The storage keys of the chunks that a request names, by tokens or by keys. Raises BadRequest."""
         loop = asyncio.get_running_loop()
-        if keys is not None and tokens is None:
-            return await loop.run_in_executor(None, prompts.from_keys, keys, request.tenant)
-        if keys is None and tokens is not None:
-            chosen = prompts.choose(prompts.kinds(self._cluster.members), model, kind)
-            return await loop.run_in_executor(None, prompts.from_tokens, chosen, request, tokens)
+        if ask.keys is not None and ask.tokens is None:
+            return await loop.run_in_executor(None, prompts.from_keys, ask.keys, ask.tenant)
+        if ask.keys is None and ask.tokens is not None:
+            chosen = prompts.choose(prompts.kinds(self._cluster.members), ask.model, kind)
+            return await loop.run_in_executor(None, prompts.from_tokens, chosen, ask.request(), ask.tokens)
         raise BadRequest("tokens: give either tokens or keys", field="tokens")
 
     async def find(self, named: Named) -> Placement:

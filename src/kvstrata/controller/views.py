@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvstrata import __version__
-from kvstrata.controller.member import SHOWN_STATES, CommandState, Issued, Member, MemberState
+from kvstrata.controller.member import SHOWN_STATES, Issued, Member, MemberState
 from kvstrata.types import GB, KEY_BYTES
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
@@ -252,7 +252,7 @@ def command_row(cluster: Cluster, issued: Issued) -> Body:
     """One command."""
     result = issued.result
     if result is None:
-        state = "sent" if issued.state is CommandState.SENT else "waiting"
+        state = "sent" if issued.is_sent else "waiting"
     else:
         state = "done" if result.ok else "failed"
     return {
