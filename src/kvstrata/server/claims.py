@@ -53,6 +53,7 @@ MAX_CLAIMED_KEYS = 4 * MAX_KEYS
 MAX_FILE_BYTES = 16 << 20
 VERSION = 1
 _PREWARM = "prewarm the prompt (`kvstrata prewarm`) before"
+State = Literal["kept", "broken", "released", "expired"]
 T = TypeVar("T")
 
 
@@ -72,7 +73,7 @@ class Claim(msgspec.Struct, frozen=True):
     accepted_unix_ms: int
     until_unix_ms: int
     n_bytes: int = 0
-    state: Literal["kept", "broken", "released", "expired"] = "kept"
+    state: State = "kept"
     reason: str = ""
     """Why it is broken."""
     ended_unix_ms: int = 0
@@ -275,7 +276,7 @@ class Claims(Numbers):
         self._end(lost, "broken", "corrupt")
 
     def _restore(self, adopted: bool) -> None:
-        ends = []
+        ends: list[tuple[Claim, str, str]] = []
         for claim in self._read():
             if claim.state != "kept":
                 self._ended.append(claim)
@@ -291,6 +292,8 @@ class Claims(Numbers):
                 except ValueError:
                     ends.append((claim, "broken", "damaged"))
         self._note(ends)
+        if self._kept:
+            self._log.info("claims_kept_again", claims=len(self._kept), bytes=self.kept_bytes)
 
     def _save(self) -> None:
         try:
@@ -300,7 +303,10 @@ class Claims(Numbers):
 
     def _write(self) -> None:
         claims = [*self._ended, *(claim for claim, _ in self._kept.values())]
-        write_private_file(self._path, msgspec.msgpack.encode(_File(VERSION, claims)), overwrite=True)
+        content = msgspec.msgpack.encode(_File(VERSION, claims))
+        if len(content) > MAX_FILE_BYTES:
+            raise OSError(f"{len(content)} bytes, at most {MAX_FILE_BYTES} are read again")
+        write_private_file(self._path, content, overwrite=True)
 
     def _read(self) -> list[Claim]:
         """The claims of the file; none if it is missing or damaged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -12,6 +12,7 @@ from docs.generate.monitoring import RULES
 from docs.generate.numbers import CONTROLLER, SERVER, families_of
 from kvstrata.errors import WIRE_ERRORS, WrongKey
 from kvstrata.observability.numbers import Family
+from kvstrata.server.claims import State
 from kvstrata.server.requests.requests import OPERATIONS
 from kvstrata.tiers.base import LoadStatus
 from kvstrata.tiers.puts import Skip
@@ -30,6 +31,7 @@ WORDS = {
     "op": OPERATIONS,
     "code": frozenset(WIRE_ERRORS) | {WrongKey.code},
     "reason": frozenset(Skip),
+    "state": frozenset(get_args(State)),
     "outcome": frozenset(status.name.lower() for status in LoadStatus),
 }
 """Values that a selector may ask for, by label."""

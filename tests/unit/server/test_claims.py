@@ -20,6 +20,7 @@ from kvstrata.server import claims as module
 from kvstrata.server.claims import Claim, _File
 from kvstrata.types import unpack_extents
 from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.l1 import IDENTITY, L1, RECORD, chain
 from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, SECTIONS, chain_of, part
 
 SESSION = b"s" * 16
@@ -57,6 +58,20 @@ def test_a_key_brings_the_records_that_it_continues(server, keys):
         claim(server, keys=[keys[3].hex()])
 
 
+def test_a_claim_keeps_of_a_window_what_a_hit_needs(server, folder):
+    l1 = L1.__new__(L1)
+    l1.pool, l1.row = server.pool, server.parts.processes.get(SESSION).row
+    keys = chain("windows", 6, 2)
+    l1.store(keys, 2)
+    asked = Claiming(ttl_s=60)
+    made = server.loop.run_until_complete(
+        server.parts.claims.claim(b"".join(keys), 2, (0, 2), IDENTITY, asked)
+    )
+    assert (made.chunks, made.n_bytes) == (6, 8 * RECORD)
+    assert server.pool.remove(b"".join(keys)) == 4, "the window's first chunks, which a hit does not need"
+    assert server.pool.peek_windows(b"".join(keys), (0, 2)) == 6
+
+
 def test_wrong_claims_are_refused_and_keep_nothing(server, keys, monkeypatch):
     wrong: list[tuple[dict[str, Any], str]] = [
         ({}, "either tokens or keys"),
@@ -75,8 +90,11 @@ def test_wrong_claims_are_refused_and_keep_nothing(server, keys, monkeypatch):
     server.parts.claims._path = Path("/nowhere/claims")
     with pytest.raises(Refused, match="not_durable: /nowhere/claims"):
         claim(server, keys=[keys[0].hex()])
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 99)
+    with pytest.raises(Refused, match="at most 99 are read again"):
+        claim(server, keys=[keys[0].hex()])
     claims = server.parts.claims
-    assert (claims.accepted, claims.refused) == (0, {"too_many": 1, "not_durable": 1})
+    assert (claims.accepted, claims.refused) == (0, {"too_many": 1, "not_durable": 2})
     assert claims.listed()["claims"] == [] and server.pool.stats()["leased_bytes"] == 0
 
 
