@@ -51,6 +51,16 @@ def test_a_longer_prompt_hits_the_shared_part_and_stores_the_rest(rig):
     assert (second["cached_tokens"], second["tokens"]) == (1_920, first["tokens"])
 
 
+def test_a_request_bounds_what_is_loaded_and_the_server_hears_how_fast_the_engine_computes(rig):
+    prompt = rig.fresh_prompt(3_000)
+    cold = rig.stored(prompt)
+    warm = rig.again(prompt, transfer={"max_load_tokens": 1_000})
+    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+    for _ in range(3):
+        rig.stored(rig.fresh_prompt(1_500))
+    until(lambda: rig.server.get("/v1/status")["engines"][0]["prompt_tokens_s"] > 0, "a ping tells it")
+
+
 def test_simultaneous_requests_hit_and_give_the_same_tokens(rig):
     prompts = [rig.fresh_prompt(n) for n in (700, 1_300, 256, 2_048, 900)]
     wanted = chunks_in_l1(rig.server) + sum(records_of(len(p)) for p in prompts)

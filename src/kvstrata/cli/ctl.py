@@ -61,14 +61,10 @@ def _utc(unix_ms: float) -> str:
 def _explained(answer: Mapping[str, Any]) -> Any:
     """One line for each lookup, of one request or of the recent ones."""
 
-    def seconds(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3g} s"
-
     def choice(one: Mapping[str, Any]) -> str:
-        return (
-            f"{one['adapter']}: {'load' if one['loads'] else 'compute'}, took {seconds(one['took_s'])} (expected: load "
-            f"{seconds(one['load_s'])}, compute {seconds(one['compute_s'])})"
-        )
+        took_s, load_s, compute_s = (f"{one[name] or 0:.3g} s" for name in ("took_s", "load_s", "compute_s"))
+        what = "load" if one["loads"] else "compute"
+        return f"{one['adapter']}: {what}, took {took_s} (expected: load {load_s}, compute {compute_s})"
 
     def lookup(document: Mapping[str, Any]) -> dict[str, Any]:
         miss = document["first_miss"]

@@ -134,8 +134,7 @@ class ServerNumbers(Numbers, prefix=""):
         "Time that a lookup or prewarm took to load chunks from L2.", name="l2_prefetch_seconds"
     )
     compute_ratio = histogram(
-        "Expected by measured time of computing chunks that were left to the engine, see `kvstrata_l2_prefetch`.",
-        bounds=RATIO_BUCKETS,
+        "Expected by measured time of computing what was left to the engine.", bounds=RATIO_BUCKETS
     )
     heartbeat = histogram(
         "Time from a heartbeat to the controller's answer.", name="cluster_heartbeat_seconds"
@@ -164,13 +163,11 @@ class Choice(msgspec.Struct):
 
     adapter: str
     chunks: int
-    """From the first chunk that is loaded from it to the last one that L1 or an adapter has."""
+    """From its first one to the last one that L1 or an adapter has."""
     load_bytes: int
-    """The bytes that it has of them."""
     load_s: float | None
-    """Expected time of the load; None: not known yet."""
     compute_s: float
-    """Expected time of computing these chunks."""
+    """Expected time of loading what it has of these chunks (None: not known yet), and of computing all of them."""
     loads: bool
     took_s: float | None = None
     """Measured time of the load, or until the engine had computed and stored its prompt; None: it goes on."""
@@ -196,7 +193,6 @@ class Explained(NamedTuple):
     slice: bytes = b""
     """Digest of the engine's last slice."""
     choices: Sequence[Choice] = ()
-    """For each adapter that has chunks of it, whether these were loaded."""
 
 
 class EngineUse:

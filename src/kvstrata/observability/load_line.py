@@ -10,7 +10,7 @@ import math
 
 KEPT = 0.98
 """How much a batch counts after the next one."""
-DRIFT = 0.3
+DRIFT = 0.4
 """How much the last load counts for the present speed."""
 MAX_SURPRISE = math.log(8)
 """A load counts as at most so much slower or faster than expected, by its logarithm."""
@@ -62,23 +62,33 @@ class LoadLine:
         return latency_s, 1.0 / slope
 
 
-class LoadTimes:
-    """How long loads from one tier take: a line over many loads, times how much slower the last few were."""
+class LoadTimes(LoadLine):
+    """How long loads from one tier take now: a line over many loads, times how much slower the last few were.
 
-    __slots__ = ("_drift", "line", "measured_s")
+    The line is over the loads as if they had not been slower, so that it keeps its shape when the tier's speed changes.
+    """
+
+    __slots__ = ("_drift", "measured_s")
 
     def __init__(self) -> None:
-        self.line = LoadLine()
+        super().__init__()
         self._drift = 0.0
+        """Logarithm of how much slower they were."""
         self.measured_s = -math.inf
         """When a load was last measured, or begun to be."""
 
+    def fitted(self) -> tuple[float, float] | None:
+        """As of LoadLine, at the present speed."""
+        if (line := LoadLine.fitted(self)) is None:
+            return None
+        slower = math.exp(self._drift)
+        return line[0] * slower, line[1] / slower
+
     def expected_s(self, n_bytes: int) -> float | None:
         """Seconds until so many bytes are loaded, those before them in the queue included; None: not known yet."""
-        if (fitted := self.line.fitted()) is None:
+        if (line := LoadLine.fitted(self)) is None:
             return None
-        latency_s, bytes_s = fitted
-        return (latency_s + n_bytes / bytes_s) * math.exp(self._drift)
+        return (line[0] + n_bytes / line[1]) * math.exp(self._drift)
 
     def measured(self, n_bytes: int, seconds: float, now_s: float) -> None:
         """So many bytes, those before them in the queue included, took so long."""
@@ -87,5 +97,5 @@ class LoadTimes:
         if expected_s := self.expected_s(n_bytes):
             surprise = math.log(seconds / expected_s)
             self._drift += DRIFT * max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
-        self.line.add(n_bytes, seconds)
+        self.add(n_bytes, seconds / math.exp(self._drift))
         self.measured_s = now_s

@@ -8,9 +8,9 @@ engine, and is left as well: a choice is the chunk at which the hit ends.
    nothing here, and the caller asks for no choice while the engine's speed is not known.
 2. If a tier becomes slower, and nothing else changes, the hit never becomes longer.
 3. Something is left only if that saves SAVES_S: less is noise, and the engine has other prompts to compute.
-4. A tier that is left is measured on: by a load of one record, which no request waits for, PROBE_S after its last
-   measurement.  One choice in PROBE_EVERY goes the other way if that is expected to take at most PROBE_COST times as
-   long.
+4. A tier that is left is measured on: by a load of the prompt's last PROBE_BYTES, which no request waits for, PROBE_S
+   after its last measurement.  A smaller load would tell little of a large one.  One choice in PROBE_EVERY goes the
+   other way if that is expected to take at most PROBE_COST times as long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 SAVES_S = 0.005
-PROBE_S = 5.0
+PROBE_S, PROBE_BYTES = 5.0, 64 << 20
 PROBE_EVERY, PROBE_COST = 100, 2.0
 
 Seconds = Callable[[int], float]

@@ -36,6 +36,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import itertools
 import logging
 import re
 import time
@@ -54,7 +55,7 @@ from kvstrata.observability.numbers import RATIO_BUCKETS, Numbers, counter, gaug
 from kvstrata.observability.tracing import Span
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.tiers.base import PHASES, Ask, LoadItem, LoadOutcome, LoadStatus, Presence
-from kvstrata.tiers.choice import PROBE_EVERY, PROBE_S, best_end
+from kvstrata.tiers.choice import PROBE_BYTES, PROBE_EVERY, PROBE_S, best_end
 from kvstrata.tiers.reasons import DEADLINE, LENGTH, miss_reason
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, TierState
@@ -175,14 +176,13 @@ class Fetch:
         self.owner = owner
         """See Ask."""
         self.compute_s: Callable[[int, int], float] | None = None
-        """How long computing a range of its chunks takes; None: all that is found is loaded."""
+        """Seconds for computing a range of its chunks; None: all that is found is loaded."""
         self.identity, self.tenant = b"", 0
         """Of the request, where something may be left."""
         self.choices: dict[Tier, Choice] = {}
         self.begun_s = 0.0
-        """When its loads began."""
         self.ahead: dict[Tier, int] = {}
-        """Bytes that other fetches had to load then, if there were any."""
+        """When its loads began, and the bytes that other fetches had to load then."""
         self.loaded: dict[Tier, tuple[int, float]] = {}
         """Bytes that were loaded, or whose time was over, and when the last of them were."""
         self.trace: Span | None = None
@@ -263,11 +263,9 @@ class Fetch:
                 state[number : skipped * n_slices : n_slices] = bytes(skipped)
         return state
 
-    def waiting_bytes(self, tier: Tier) -> int:
-        """About how many bytes it has to load from a tier, without those that are being loaded."""
-        if self.expired or self.is_prewarm or tier not in self.tiers:
-            return 0
-        return self.state.count(_TIER + self.tiers.index(tier)) * self.record_bytes
+    def bytes_from(self, tier: Tier, state: bytearray) -> int:
+        """About how many bytes wait to be loaded from a tier."""
+        return state.count(_TIER + self.tiers.index(tier)) * self.record_bytes
 
     def next_batch(self, max_bytes: int) -> list[int]:
         """Numbers of the next holes that wait for one tier, within the bounds, at least one; none if no hole waits."""
@@ -744,55 +742,62 @@ class PrefetchController(Numbers):
 
     def _to_load_bytes(self, tier: Tier) -> int:
         """Bytes that fetches have still to load from a tier."""
-        return self._gates[tier.name].loading_bytes + sum(one.waiting_bytes(tier) for one in self._fetches)
+        waits = (one for one in self._fetches if tier in one.tiers and not (one.expired or one.is_prewarm))
+        return self._gates[tier.name].loading_bytes + sum(one.bytes_from(tier, one.state) for one in waits)
 
     def _choose(self, fetch: Fetch, plan: Plan, compute_s: Callable[[int, int], float]) -> Plan:
         """The plan, shorter if computing what lies behind it is expected to be faster."""
-        n_chunks, all_holes = plan.n_chunks, fetch.holes(plan.n_chunks)
-        numbers = {tier: _TIER + i for i, tier in enumerate(fetch.tiers) if all_holes.find(_TIER + i) >= 0}
-        firsts = {tier: all_holes.index(number) // fetch.n_slices for tier, number in numbers.items()}
+        n_chunks, found = plan.n_chunks, fetch.holes(plan.n_chunks)
+        firsts = {
+            tier: found.index(number) // fetch.n_slices
+            for number, tier in enumerate(fetch.tiers, _TIER)
+            if number in found
+        }
         if not firsts:
             return plan
 
-        def expected_s(tier: Tier, n_bytes: int) -> float | None:
+        def expected_s(tier: Tier, holes: bytearray) -> float | None:
+            n_bytes = fetch.bytes_from(tier, holes)
             return tier.load_times.expected_s(fetch.ahead.get(tier, 0) + n_bytes) if n_bytes else 0.0
 
-        def load_bytes(holes: bytearray) -> dict[Tier, int]:
-            return {tier: holes.count(number) * fetch.record_bytes for tier, number in numbers.items()}
-
         def load_s(end: int) -> float:
-            return sum(expected_s(*of_tier) or 0.0 for of_tier in load_bytes(fetch.holes(end)).items())
+            return sum(expected_s(*each) or 0.0 for each in zip(firsts, itertools.repeat(fetch.holes(end))))
 
         # A shorter hit needs other windows, so of these all is loaded, or nothing.
         ends = {n_chunks, *([0] if fetch.spans else firsts.values())}
         self._choices += 1
         probes = self._choices % PROBE_EVERY == 0
         end = best_end(ends, load_s, lambda end: compute_s(end, n_chunks), probes=probes)
-        found, kept = load_bytes(all_holes), load_bytes(fetch.holes(end))
+        kept, left = fetch.holes(end), None
         for tier, first in firsts.items():
-            size = kept[tier] or found[tier]
-            fetch.choices[tier] = Choice(
-                tier.name, n_chunks - first, size, expected_s(tier, size), compute_s(first, n_chunks),
-                loads=kept[tier] > 0,
+            all_bytes, kept_bytes = (fetch.bytes_from(tier, holes) for holes in (found, kept))
+            choice = fetch.choices[tier] = Choice(
+                tier.name, n_chunks - first, kept_bytes or all_bytes, expected_s(tier, kept if kept_bytes else found),
+                compute_s(first, n_chunks), kept_bytes > 0,
             )  # fmt: skip
-            self._gates[tier.name].left_bytes += found[tier] - kept[tier]
-            if not kept[tier] and fetch.begun_s - tier.load_times.measured_s >= PROBE_S:
-                self._probe(fetch, tier, all_holes.rindex(numbers[tier]))
-        if end == n_chunks:
+            self._gates[tier.name].left_bytes += all_bytes - kept_bytes
+            if not kept_bytes:
+                left = left or choice
+                if fetch.begun_s - tier.load_times.measured_s >= PROBE_S:
+                    self._probe(fetch, tier, found)
+        if left is None:
             return plan
-        left = next(one for one in fetch.choices.values() if not one.loads)
         why = f"{left.load_s or 0.0:.3g} s to load, {left.compute_s:.3g} s to compute are expected"
         return Plan(end, MissReason.RECOMPUTE, f"{left.adapter}: {why}")
 
-    def _probe(self, fetch: Fetch, tier: Tier, number: int) -> None:
-        """Begin to measure a tier by a load of one key, which gives way to all fetches that somebody waits for."""
+    def _probe(self, fetch: Fetch, tier: Tier, holes: bytearray) -> None:
+        """Begin to measure a tier by its last holes of one slice, which give way to what somebody waits for."""
         self.counts["probes"] += 1
         tier.load_times.measured_s = now_s = self._clock.monotonic_s()
-        key, before = fetch.key(number), number - fetch.n_slices
-        limits = [fetch.limits[number % fetch.n_slices]]
-        parent = fetch.key(before) if before >= 0 else b""
-        request = LoadRequest(key, parent, limits, fetch.identity, fetch.tenant)
-        probe = Fetch(self._pool, key, request, limits, now_s + PROBE_S, [tier], owner=fetch.owner)
+        n_slices, number = fetch.n_slices, bytes([_TIER + fetch.tiers.index(tier)])
+        last = holes.rindex(number)
+        limits, row = [fetch.limits[last % n_slices]], holes[last % n_slices : last + 1 : n_slices]
+        count = max(1, min(PART_KEYS, PROBE_BYTES // limits[0], len(row) - len(row.rstrip(number))))
+        first = last - (count - 1) * n_slices
+        keys = fetch.keys_of(list(range(first, last + 1, n_slices)))
+        parent = fetch.key(first - n_slices) if first >= n_slices else b""
+        request = LoadRequest(keys, parent, limits, fetch.identity, fetch.tenant)
+        probe = Fetch(self._pool, keys, request, limits, now_s + PROBE_S, [tier], owner=fetch.owner)
         probe.expired = True
         task = self._fetches[probe] = asyncio.create_task(self._run(probe, None), name="probe")
         task.add_done_callback(functools.partial(self._fetch_ended, probe))
@@ -800,9 +805,8 @@ class PrefetchController(Numbers):
     def _measure(self, fetch: Fetch) -> None:
         """Note how long the loads of a fetch took that has ended."""
         for tier, (n_bytes, ended_s) in fetch.loaded.items():
-            seconds = ended_s - fetch.begun_s
+            seconds, choice = ended_s - fetch.begun_s, fetch.choices.get(tier)
             tier.load_times.measured(fetch.ahead.get(tier, 0) + n_bytes, seconds, ended_s)
-            choice = fetch.choices.get(tier)
             if choice is not None:
                 choice.took_s = seconds
                 if choice.load_s and seconds and n_bytes >= choice.load_bytes:

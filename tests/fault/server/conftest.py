@@ -12,7 +12,7 @@ from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers import tier as tiers
 from kvstrata.tiers.base import AdapterContext
 from kvstrata.tiers.config import StorePolicy, TierConfig, configure_tier
-from kvstrata.tiers.loads import FetchOutcome, PrefetchController, PrefetchLimits, Spent
+from kvstrata.tiers.loads import FetchOutcome, PrefetchController, PrefetchLimits
 from kvstrata.tiers.puts import RetryRule, StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import TierLimits
@@ -98,8 +98,7 @@ class Loads:
         within_s: float = LATER_S,
         parent: list[bytes] | None = None,
         identity: bytes = IDENTITY,
-        budget_bytes: int | None = None,
-        prewarm: Spent | None = None,
+        **more: Any,
     ) -> FetchOutcome:
         return await self.controller.fetch(
             b"".join(keys),
@@ -109,8 +108,7 @@ class Loads:
             limits=[RECORD] * n_slices,
             deadline_s=CLOCK.monotonic_s() + within_s,
             parent=b"".join(parent or []),
-            budget_bytes=budget_bytes,
-            prewarm=prewarm,
+            **more,
         )
 
 

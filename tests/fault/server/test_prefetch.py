@@ -7,19 +7,23 @@ import collections
 import hashlib
 import random
 import sys
+from collections.abc import Coroutine
 from types import FrameType
+from typing import Any
 
 import pytest
 
+from kvstrata.observability.load_line import LoadTimes
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.testing.strategies import IDENTITY, record_length
 from kvstrata.tiers import loads
 from kvstrata.tiers.base import Ask
+from kvstrata.tiers.choice import PROBE_S
 from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.loads import FetchOutcome, Spent
 from kvstrata.tiers.tier import TierLimits
 from kvstrata.types import MissReason
-from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, in_l2
+from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, Tier, in_l2
 from tests.harness.amount import amount
 from tests.harness.faulty import Fault, FaultPlan
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD, chain
@@ -610,3 +614,65 @@ async def test_a_window_with_a_gap_is_not_loaded(start: Start, l1: L1) -> None:
     outcome = await prompt.fetch(rig)
     assert (outcome.n_chunks, outcome.reason) == (1, MissReason.NEVER_STORED)
     assert prompt.now_in(l1) == {(0, 0), (0, 1)}
+
+
+def knows(tier: Tier, mb_s: float) -> None:
+    """Let a tier be one whose loads have had this rate."""
+    tier.load_times = LoadTimes()
+    for number in range(1, 20):
+        tier.load_times.measured(number * RECORD, number * RECORD / mb_s / 1e6, CLOCK.monotonic_s())
+
+
+@pytest.mark.parametrize(
+    ("near_mb_s", "far_mb_s", "end"), [(9e3, 9e3, 6), (9e3, 1, 3), (1, 9e3, 0), (1, 1, 0)]
+)
+async def test_each_tier_is_loaded_or_left_as_a_whole_and_so_is_what_follows_it(
+    l1, tier, near_mb_s, far_mb_s, end
+):
+    near, far = await tier(), await tier()
+    keys = chain("a", 6)
+    for one, part, mb_s in ((near, keys[:3], near_mb_s), (far, keys[3:], far_mb_s)):
+        await in_l2(l1, one, part)
+        knows(one, mb_s)
+    fetches = Loads(l1, near, far)
+    outcome = await fetches.fetch(keys, compute_s=lambda first, last: 0.02 * (last - first))
+    assert outcome.n_chunks == end == len([key for key in keys if l1.has(key)])
+    assert outcome.reason == (MissReason.RECOMPUTE if end < 6 else "")
+    assert [(one.loads, one.chunks) for one in outcome.choices] == [(end > 0, 6), (end == 6, 3)]
+    assert not fetches.controller.counts["probes"], "both tiers were just measured"
+    knows(near, 1)
+    knows(far, 1)
+    assert (await fetches.fetch(keys)).n_chunks == 6, "a prewarm, or an engine of unknown speed"
+
+
+async def test_what_other_lookups_load_counts_as_time_before_a_load_and_a_tier_that_is_left_is_probed(
+    l1, tier, monkeypatch
+):
+    monkeypatch.setattr(loads, "PROBE_BYTES", 2 * RECORD)
+    one = await tier()
+    before, keys = chain("before", 8), chain("a", 4)
+    await in_l2(l1, one, before + keys)
+    knows(one, 10.0)
+    need_s = 4 * RECORD / 10e6
+    fetches = Loads(l1, one, in_flight_bytes=4 * RECORD)
+
+    def fetch() -> Coroutine[Any, Any, FetchOutcome]:
+        return fetches.fetch(keys, within_s=5, compute_s=lambda first, last: 2 * need_s * (last - first) / 4)
+
+    one.plan.schedule(None, Fault.HANG, Fault.HANG)
+    waits = asyncio.create_task(fetches.fetch(before))
+    await until(lambda: one.faults.hanging == 2)
+    outcome = await fetch()
+    assert (outcome.n_chunks, outcome.reason) == (0, MissReason.RECOMPUTE)
+    assert outcome.choices[0].load_s == pytest.approx(3 * need_s, rel=0.1)
+    while not waits.done():
+        one.faults.release()
+        await asyncio.sleep(0.001)
+    knows(one, 1.0)
+    one.load_times.measured_s -= PROBE_S
+    for _ in range(3):  # one probe, of the last two chunks
+        assert (await fetch()).n_chunks == 0
+    assert fetches.controller.counts["probes"] == 1
+    await fetches.controller.idle()
+    assert [l1.has(key) for key in keys] == [False, False, True, True]
+    assert one.load_times.expected_s(RECORD) < RECORD / 1e6, "the probe was fast"

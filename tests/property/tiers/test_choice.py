@@ -44,6 +44,12 @@ def test_a_slower_tier_or_a_faster_engine_never_makes_the_hit_longer(tiers, toke
     end_of(tiers, tokens_s, probes=probes)
 
 
+def test_what_saves_little_is_loaded():
+    compute_s = prompt_work(0, 41 * 256) / 1e6
+    assert end_of([(0, compute_s + 0.9 * SAVES_S)], 1e6) == 41
+    assert end_of([(0, compute_s + 1.1 * SAVES_S)], 1e6) == 0
+
+
 def tier(seconds_per_mb: float, noise: random.Random | None = None, n: int = 40) -> tuple[LoadTimes, float]:
     """A tier of which so many loads were measured, and the time of the last."""
     times, now_s = LoadTimes(), 0.0
@@ -80,17 +86,18 @@ def test_noise_does_not_cross_a_factor_of_three_and_the_median_is_right(seed):
 
 @pytest.mark.parametrize("factor", [4, 10, 1_000])
 def test_a_tier_that_becomes_slower_is_noticed_within_20_loads_and_recovers_within_a_minute_of_probes(factor):
-    times, now_s = tier(0.01)
+    noise = random.Random(factor)
+    times, now_s = tier(0.01, noise)
     bar_s = 2 * times.expected_s(4 * MB)
     slow = 0
     while times.expected_s(4 * MB) < bar_s:
         slow += 1
-        measure(times, 0.01 * factor, now_s + slow)
+        measure(times, 0.01 * factor, now_s + slow, noise.choice([1, 4, 8]), noise)
     assert slow < 20
-    for number in range(200):  # probes go on, of one record
-        measure(times, 0.01 * factor, now_s + number, 1)
+    for number in range(200):  # probes go on
+        measure(times, 0.01 * factor, now_s + number, noise.choice([1, 4, 8]), noise)
     probes = 0
     while times.expected_s(4 * MB) > bar_s:
         probes += 1
-        measure(times, 0.01, now_s + probes, 1)
+        measure(times, 0.01, now_s + probes, noise.choice([1, 4, 8]), noise)
     assert probes * PROBE_S <= 60

@@ -39,7 +39,8 @@ def test_the_rate_is_that_of_the_tokens_alone_however_vllm_plans_its_steps(ahead
                 end_oldest()
             clock.now_s += 60
         assert (client.prompt_tokens_s > 0) == (number - len(running) + 1 >= LEAST_BATCHES)
-    assert client.prompt_tokens_s == pytest.approx(TOKENS_S, rel=0.01)
+    whole_step_s = STEP_S + 8_192 / TOKENS_S
+    assert client.prompt_tokens_s == pytest.approx(8_192 / whole_step_s, rel=0.001)
 
 
 def test_steps_that_tell_nothing_of_computing_are_not_measured():

@@ -58,7 +58,7 @@ class SchedulerSide:
         self.stores = StoreTable(engine, self._lookups.tracked, self._keys, self._tails)
         self._other_loads = OtherLoads(self._lookups.tracked, self._keys)
         self._thinning = Thinning()
-        self._times = StepTimes(self._lookups.tracked, engine.now)
+        self._times = StepTimes(engine, self._lookups.tracked)
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
         """The plan that is being made; what `turn_off` needs of it."""

@@ -1,16 +1,16 @@
 """How fast the engine computes prompts, measured over its steps.
 
 A step begins when it is planned, or when the step before it has ended, if that is later (vLLM plans ahead).  It ends
-when a worker reports it.  A line over many steps tells what a token costs beyond the step itself and its decodes;
-tokens deep in a prompt count as more (`prompt_work`).  Waiting in vLLM's queue is no part of it: a request that loads
-waits there too.
+when a worker reports it.  A line over many steps tells what a token costs, deep ones more (`prompt_work`), and a step
+itself with its decodes.  Waiting in vLLM's queue is no part of it: a request that loads waits there too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.connectors.vllm.lookup_table import Tracked
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.store_table import computed_before
@@ -20,14 +20,17 @@ LEAST_TOKENS = 128
 """A step with fewer tokens of prompts tells little of what a token costs."""
 MAX_STEPS = 64
 """Steps whose end is awaited; a report may be lost."""
+STEP_TOKENS = 8_192
+"""Tokens in the steps of a long prompt, where the engine does not tell."""
 
 
 class StepTimes:
     """See the module. Belongs to the scheduler's thread."""
 
-    def __init__(self, tracked: Mapping[str, Tracked], now: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, tracked: Mapping[str, Tracked]) -> None:
         """`tracked` are the lookup table's requests."""
-        self._tracked, self._now = tracked, now
+        self._tracked, self._now = tracked, engine.now
+        self._step_tokens = engine.step_tokens or STEP_TOKENS
         self._line = LoadLine()
         self._begun: dict[int, tuple[float, float]] = {}
         """Step → time when it was planned, and its work."""
@@ -37,9 +40,8 @@ class StepTimes:
     def planned(self, plan: StepPlan, output: Any) -> None:
         """Measure the step that vLLM's SchedulerOutput describes, if it computes enough and waits for no load."""
         scheduled = output.num_scheduled_tokens
-        if sum(scheduled.values()) < LEAST_TOKENS + len(scheduled):
-            return
-        if plan.others_load or not all(load.asynchronous for load in plan.loads):
+        waits = plan.others_load or not all(load.asynchronous for load in plan.loads)
+        if waits or sum(scheduled.values()) < LEAST_TOKENS + len(scheduled):
             return
         tokens, work = 0, 0.0
         for request_id, before in computed_before(output).items():
@@ -56,11 +58,12 @@ class StepTimes:
 
     def heard(self, reports: Sequence[WorkerReport]) -> float:
         """A step has ended. Returns the tokens at a prompt's start that are computed in a second; 0: not known."""
-        now_s, begun_s = self._now(), self._ended_s
-        self._ended_s = now_s
+        before_s, self._ended_s = self._ended_s, self._now()
         for report in reports:
-            planned_s, work = self._begun.pop(report.step, (now_s, 0.0))
-            if work and now_s > (begun_s := max(begun_s, planned_s)):
-                self._line.add(work, now_s - begun_s)
-        fitted = self._line.fitted()
-        return fitted[1] if fitted else 0.0
+            planned_s, work = self._begun.pop(report.step, (0.0, 0.0))
+            if work:
+                self._line.add(work, self._ended_s - max(before_s, planned_s))
+        if (fitted := self._line.fitted()) is None:
+            return 0.0
+        step_s, tokens_s = fitted
+        return 1.0 / (1.0 / tokens_s + step_s / self._step_tokens)

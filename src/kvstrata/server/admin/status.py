@@ -199,6 +199,7 @@ def engines_section(processes: Processes, grants: Grants) -> list[dict[str, Any]
             "hit_chunks": group.use.hit_chunks,
             "stored_records": group.use.stored_records,
             "avoided_s": round(group.use.avoided_s, 3),
+            "prompt_tokens_s": round(group.prompt_tokens_s),
         }
         for group in processes.groups
     ]

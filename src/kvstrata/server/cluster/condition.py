@@ -84,7 +84,7 @@ class Condition:
 
         What was not measured is left out.  Of several engines it is the slowest.
         """
-        peer, lines = self._peer_reads.name, {tier.name: tier.load_times.line for tier in self._tiers}
+        peer, lines = self._peer_reads.name, {tier.name: tier.load_times for tier in self._tiers}
         of_l2 = [line for name, line in lines.items() if name != peer]
         busiest = max(of_l2, key=lambda line: line.batches, default=None)
         found = {

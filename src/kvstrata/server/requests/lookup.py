@@ -306,12 +306,8 @@ class Lookups:
             if await self._recut(asked, held):
                 held = await self._lease_again(asked, held)
             l1_chunks = held.n_chunks
-            beyond_l1 = (
-                not self._never
-                and self._tiers.take_loads
-                and held.n_chunks < asked.n_chunks
-                and not self._late(asked)
-            )
+            lacks = held.n_chunks < asked.n_chunks and not self._late(asked)
+            beyond_l1 = lacks and self._tiers.take_loads and not self._never
             if beyond_l1:
                 asked_s, trace = self._clock.monotonic_s(), asked.trace and asked.trace.child()
                 fetched = await self._prefetch.fetch(
