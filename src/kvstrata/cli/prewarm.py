@@ -127,13 +127,6 @@ def tokenized(given: argparse.Namespace, **what: Any) -> dict[str, Any]:
 
 
 def asked_engine(given: argparse.Namespace, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> Any:
-    """The engine's answer, by its first model or by the adapter."""
-    key, model = os.environ.get("OPENAI_API_KEY", ""), given.adapter
-    if not model:
-        served = ask(given.engine, Ask("/v1/models"), token=key, flag="--engine")
-        try:
-            model = served["data"][0]["id"]
-        except (LookupError, TypeError):
-            raise Unavailable(f"--engine: {given.engine} names no model in /v1/models") from None
-    asked = Ask(path, {"model": model, **body}, timeout_s=timeout_s)
-    return ask(given.engine, asked, token=key, flag="--engine")
+    """The engine's answer, for the adapter or for its only model."""
+    asked = Ask(path, body | ({"model": given.adapter} if given.adapter else {}), timeout_s=timeout_s)
+    return ask(given.engine, asked, token=os.environ.get("OPENAI_API_KEY", ""), flag="--engine")

@@ -30,7 +30,7 @@ class Engine:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._answer({"data": [{"id": "served"}]} if self.path == "/v1/models" else {})
+                self._answer({})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -105,8 +105,8 @@ def test_a_prompt_is_computed_by_the_engine_and_later_loaded_from_the_disk(clien
     assert facts.items() <= computed.items(), computed
     assert 0 < computed["phases"]["compute"] < computed["seconds"]
     assert engine.asked == [
-        ("/tokenize", {"model": "served", "prompt": "You are an assistant."}),
-        ("/v1/completions", {"model": "served", "prompt": TOKENS, "max_tokens": 1, "cache_salt": "x"}),
+        ("/tokenize", {"prompt": "You are an assistant."}),
+        ("/v1/completions", {"prompt": TOKENS, "max_tokens": 1, "cache_salt": "x"}),
     ]
     until_stored(client)
     clear_l1(client)
@@ -140,7 +140,7 @@ def test_a_conversation_is_tokenized_as_a_beginning(client, engine, run):
     path, body = engine.asked[0]
     assert (path, body) == (
         "/tokenize",
-        {"model": "served", "messages": json.loads(MESSAGES), "add_generation_prompt": False},
+        {"messages": json.loads(MESSAGES), "add_generation_prompt": False},
     )
 
 

@@ -23,7 +23,7 @@ from msgspec import Meta
 from kvstrata.config.demands import problems
 from kvstrata.config.load import shown_environment
 from kvstrata.errors import BadRequest, KvstrataError
-from kvstrata.keys.batch import before, count, part
+from kvstrata.keys.batch import count
 from kvstrata.keys.spans import peek
 from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.serving import PeerServer
@@ -224,24 +224,20 @@ class Actions:
     async def _pull(self, pull: Pull) -> dict[str, Any]:
         """Load the chunks that L1 lacks, as a prewarm does: from the named owner, else from any tier that has them."""
         keys, n_slices, spans = pull.keys, pull.n_slices, pull.spans
-        pool = self._pool
-        reason, loaded = "", 0
-        n_there, n_chunks = peek(pool, keys, n_slices, spans), count(keys, n_slices)
-        if n_there < n_chunks:
-            fetched = await self._prefetch.fetch(
-                part(keys, n_there, n_chunks, n_slices),
-                n_slices,
-                identity=pull.identity,
-                tenant=tenant_number(pull.tenant),
-                parent=before(keys, n_there, n_slices=n_slices),
-                deadline_s=self._clock.monotonic_s() + PULL_S,
-                limits=pull.record_bytes or [0] * n_slices,
-                spans=spans,
-                owner=b"" if pull.owner is None else msgspec.msgpack.encode(Owner(**pull.owner)),
-            )
-            loaded, reason = fetched.l2_chunks, str(fetched.reason)
+        fetched = await self._prefetch.fetch(
+            keys,
+            n_slices,
+            identity=pull.identity,
+            tenant=tenant_number(pull.tenant),
+            deadline_s=self._clock.monotonic_s() + PULL_S,
+            limits=pull.record_bytes or [0] * n_slices,
+            spans=spans,
+            owner=b"" if pull.owner is None else msgspec.msgpack.encode(Owner(**pull.owner)),
+        )
         # Counted at the very end: a move drops the chunks at their source only if this number covers them.
-        return {"count": peek(pool, keys, n_slices, spans), "loaded": loaded, "reason": reason}
+        n = peek(self._pool, keys, n_slices, spans)
+        reason = "" if n == count(keys, n_slices) else str(fetched.reason)
+        return {"count": n, "loaded": fetched.l2_chunks, "reason": reason}
 
     def _runtime(self) -> dict[str, Any]:
         lines = Path("/proc/self/status").read_text().splitlines()
