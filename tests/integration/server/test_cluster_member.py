@@ -162,7 +162,11 @@ def test_commands_are_carried_out_and_answered(controller, server, client):
     assert "HOME" not in runtime["environment"]
     client.lookup(prompt.identity.identity_id, prompt.chain)
     keys = [key.hex() for key in split(prompt.keys)]
-    [asked] = controller.ask("/v1/claims", {"keys": keys, "instance": "ours", "ttl_s": 600})["commands"]
+    until(lambda: controller.ask("/v1/models")["models"])
+    tokens = {"tokens": [1] * (5 * CHUNK_TOKENS + 1), "instance": "ours", "ttl_s": 600}
+    [refused] = controller.ask("/v1/claims", {**tokens, "salt": "other"})["commands"]
+    assert (refused["state"], refused["message"].partition(":")[0]) == ("failed", "absent")
+    [asked] = controller.ask("/v1/claims", tokens)["commands"]
     claim = asked["result"]["claim"]
     assert (asked["result"]["state"], asked["result"]["chunks"]) == ("kept", 5)
     client.release([(client.session, client.seq)], group=True)

@@ -46,8 +46,11 @@ def claim(server: InstanceInProcess, **fields: Any) -> Claim:
     return server.loop.run_until_complete(server.parts.claims.claim_prompt(Claiming(**fields)))
 
 
-def test_a_key_brings_the_records_that_it_continues(server, keys):
+def test_a_key_brings_the_records_that_it_continues(server, keys, folder):
     made = claim(server, keys=[keys[2].hex()])
+    (folder / CLAIMS).unlink()
+    server.loop.run_until_complete(server.parts.claims.expire())
+    assert (folder / CLAIMS).exists(), "a file that somebody has removed is written again"
     assert made.keys == b"".join(keys[:3]) and made.chunks == 3
     assert server.pool.remove(b"".join(keys)) == 1
     assert claim(server, keys=[keys[1].hex(), keys[0].hex(), keys[1].hex()]).keys == b"".join(keys[:2])
