@@ -26,7 +26,7 @@ from tests.tools import fetch_wheels, gpu_pack, locked, setup_env, vllm_python, 
 from tests.tools.locked import lock_path
 from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
-IMAGE_EXTRAS = ("codecs", "gateway", "mooncake", "object_store", "picker")
+IMAGE_EXTRAS = ("codecs", "gateway", "mooncake", "object_store", "otel", "picker")
 UV = "uv>=0.13.9"
 HEADER = """# Written by `make lock` from {source}. Do not edit.
 # Download: {megabytes} MB

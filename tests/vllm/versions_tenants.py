@@ -38,6 +38,12 @@ def check_a_tenant_in_the_body_of_a_request_reaches_the_connector(folder: Path) 
         assert request.kv_transfer_params == {"kvstrata.tenant": "blue"}, kind
 
 
+def check_the_trace_of_a_request_reaches_the_connector(folder: Path) -> None:
+    named = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=1), None, trace_headers=named)
+    assert Tracked(request).traceparent == named["traceparent"]
+
+
 def check_tenants_salts_and_adapters_share_no_chunk_and_no_block_of_vllms_own_cache(folder: Path) -> None:
     """Equal prompts, one after another."""
     one, other = (_adapter(folder / name, name) for name in ("one", "other"))

@@ -1,7 +1,7 @@
 """Spans of requests for an OpenTelemetry collector, by OTLP over HTTP (the extra `otel`).
 
 A request gets spans if its engine names a sampled trace (`traceparent` of W3C Trace Context, as vLLM has it from the
-client): `lookup` and `store` below the engine's span, `prefetch` below the lookup, a `load` from a tier below that.
+client): `lookup` and `store` below the client's span, `prefetch` below the lookup, a `load` from a tier below that.
 
 The event loop only notes when a span began and ended.  The thread `kv-otel` makes the SDK's spans of these notes and
 sends them.  A collector that does not answer costs its spans, and a line in the log once in a while: beyond MAX_WAITING
@@ -40,7 +40,7 @@ class Span:
     __slots__ = ("_tracer", "attributes", "begun_ns", "ended_ns", "name", "number", "parent")
 
     def __init__(self, tracer: Tracer, parent: Span | str) -> None:
-        """`parent`: the span around it, or the text that names the engine's."""
+        """`parent`: the span around it, or the text that names the client's."""
         self._tracer, self.parent = tracer, parent
         self.number = 0
         """For the thread, which gives it a number when it is first named."""
@@ -112,7 +112,7 @@ class Tracer(Numbers):
         self._thread.start()
 
     def begin(self, traceparent: str) -> Span | None:
-        """Begin a span below that of an engine, if there is one and it is sampled."""
+        """Begin a span below that of a client, if there is one and it is sampled."""
         return Span(self, traceparent) if traceparent[-1:] in SAMPLED and traceparent else None
 
     def add(self, span: Span) -> None:

@@ -71,7 +71,7 @@ Index = Annotated[int, Meta(ge=0, lt=MAX_RESERVE_CHUNKS)]
 Indices = Annotated[list[Index], Meta(max_length=MAX_RESERVE_CHUNKS)]
 RequestId = Annotated[str, Meta(max_length=256)]
 TraceParent = Annotated[str, Meta(max_length=TRACEPARENT_CHARS)]
-"""The engine's span as W3C Trace Context writes it, below which the server makes its own; empty: none."""
+"""The client's span as W3C Trace Context writes it, below which the server makes its own; empty: none."""
 TailKeys = Annotated[bytes, Meta(max_length=MAX_TAILS * KEY_BYTES)]
 ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
 LeaseId = tuple[SessionName, Seq]

@@ -17,8 +17,8 @@ from tests.harness.rpc_client import HANG_S, PAYLOAD_BYTES, RpcClient, new_promp
 pytestmark = pytest.mark.integration
 
 
-TRACE, ENGINE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-TRACEPARENT = f"00-{TRACE}-{ENGINE}-01"
+TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{CLIENT}-01"
 
 
 class Collector(ThreadingHTTPServer):
@@ -67,13 +67,13 @@ def collector() -> Iterator[Collector]:
         thread.join()
 
 
-def test_spans_lie_below_the_engines_span(start, collector):
+def test_spans_lie_below_the_clients_span(start, collector):
     server = start(l2="fs", l1_mb=64, flags=("--otlp-endpoint", collector.url))
     with RpcClient(server.socket_dir) as client:
         identity, chain = new_prompt(client, 4)
         client.store(identity, chain, traceparent=TRACEPARENT)
         store, told = collector.take()
-        assert (store.name, store.parent_span_id.hex()) == ("kvstrata.store", ENGINE)
+        assert (store.name, store.parent_span_id.hex()) == ("kvstrata.store", CLIENT)
         assert told["chunks"] == 4 and told["bytes"] >= 4 * PAYLOAD_BYTES
         until_stored(client)
         clear_l1(client)
@@ -82,13 +82,13 @@ def test_spans_lie_below_the_engines_span(start, collector):
             TRACEPARENT[:-1] + "0",
             "1" * 55,
             TRACEPARENT.upper(),
-            TRACEPARENT.replace(ENGINE, "0" * 16),
+            TRACEPARENT.replace(CLIENT, "0" * 16),
         ):
             client.lookup(identity.identity_id, chain[:32], traceparent=none)
         client.lookup(identity.identity_id, chain, request_id="a request", traceparent=TRACEPARENT)
         spans = {span.name: (span, told) for span, told in (collector.take() for _ in range(3))}
         lookup, told = spans["kvstrata.lookup"]
-        assert lookup.parent_span_id.hex() == ENGINE
+        assert lookup.parent_span_id.hex() == CLIENT
         assert told["request"] == "a request" and told["bytes"] >= 4 * PAYLOAD_BYTES
         assert (told["chunks"], told["l1_chunks"], told["l2_chunks"], told["reason"]) == (4, 1, 3, "")
         prefetch, told = spans["kvstrata.prefetch"]
