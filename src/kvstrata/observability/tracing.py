@@ -56,6 +56,15 @@ class Span:
         self._tracer.add(self)
 
 
+class _FirstWord(logging.Handler):
+    """Keeps what the SDK says first of a message; what follows are its further tries."""
+
+    said = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said = self.said or record.getMessage()
+
+
 class Tracer(Numbers):
     """Makes spans and sends them, see the module. `begin` and spans belong to the event loop."""
 
@@ -78,7 +87,9 @@ class Tracer(Numbers):
         if endpoint.count("/") == 2:
             endpoint += "/v1/traces"
         self._endpoint = endpoint
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `_sent` says what is wrong
+        self._sdk = _FirstWord()
+        logger = logging.getLogger("opentelemetry")
+        logger.handlers, logger.propagate = [self._sdk], False
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)
         resource = Resource({"service.name": "kvstrata", "service.instance.id": instance_id})
         scope = InstrumentationScope("kvstrata")
@@ -134,10 +145,11 @@ class Tracer(Numbers):
         while not last:
             last = self._stop.wait(EVERY_S)
             while spans := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
+                self._sdk.said = ""
                 sent = self._send(spans)
                 self.spans["sent" if sent else "refused"] += len(spans)
                 if not sent:
                     self._log.repeated(
                         logging.WARNING, "otlp", "spans_not_sent", endpoint=self._endpoint, spans=len(spans),
-                        note="the collector does not answer or refuses them; 4318 is the usual port of OTLP over HTTP",
+                        reason=self._sdk.said, note="4318 is the usual port of OTLP over HTTP",
                     )  # fmt: skip
