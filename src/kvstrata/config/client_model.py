@@ -21,8 +21,6 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chunk_size: Annotated[int, says("Tokens in a chunk.", ge=1, le=65_536)] = 256
     lookup_timeout_ms: Annotated[int, says(
         "Longest wait for a request's lookup, which is a miss after that.", limit=True, ge=1, le=60_000)] = 3_000
-    min_retrieve_tokens: Annotated[int, says(
-        "A hit with fewer tokens than this is computed instead of loaded.", ge=0)] = 0
     save_decode_cache: Annotated[bool, says("Store chunks made of generated tokens too.")] = False
     save_unfull_chunk: Annotated[bool, says(
         "Store the unfinished last chunk of a prompt too, up to the engine's last full block, so that hits reach it. "

@@ -122,6 +122,8 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         pattern=r"^[A-Za-z0-9._-]{0,64}$", demand=NAME)] = ""
     lookup_timeout_ms: Annotated[int, says(
         "Time for the directory and an owner to answer a lookup.", limit=True, ge=1, le=60_000)] = 250
+    load_timeout_ms: Annotated[int, says(
+        "Time for reading one batch from a peer.", limit=True, ge=1, le=60_000)] = 5_000
 
 
 DEFAULT_PORT = 5555

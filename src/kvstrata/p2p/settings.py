@@ -7,7 +7,6 @@ import msgspec
 from kvstrata.p2p.owners import OwnerLimits
 
 LEASE_MS = 10_000
-LOAD_TIMEOUT_MS = 5_000
 
 
 class PeerSettings(msgspec.Struct, frozen=True):
@@ -25,7 +24,7 @@ class PeerSettings(msgspec.Struct, frozen=True):
     mac: bool = False
     """Only records with the owner's MAC are served (mac.py)."""
     lookup_timeout_ms: int = 250
-    load_timeout_ms: int = LOAD_TIMEOUT_MS
+    load_timeout_ms: int = 5_000
     lease_ms: int = LEASE_MS
     remember_ms: int = 500
     """How long the directory's answer is reused if it names owners."""

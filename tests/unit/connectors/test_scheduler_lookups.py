@@ -214,13 +214,6 @@ def test_lookups_without_a_hit_are_not_cancelled_and_leave_room_for_more_lookups
     assert not any(call.cancelled for call in client.calls)
 
 
-def test_hits_below_min_retrieve_tokens_are_computed_and_release_their_lease():
-    client, side, request = scene(100, hits=5, settings={"min_retrieve_tokens": 41})
-    assert ask(side, request) == (0, False)
-    side.allocated(request, [list(range(1, 30))], 0)
-    assert client.leases == []
-
-
 def test_a_queue_of_new_requests_starts_a_bounded_number_of_lookups():
     client = FakeClient(hits=5, answers=False)
     side = make_side(client)

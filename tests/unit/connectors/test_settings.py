@@ -19,7 +19,7 @@ from kvstrata.types import RequestIdentity, identity_root
 
 def test_extra_config_wins_over_environment_over_file(tmp_path):
     file = tmp_path / "kv strata.yaml"
-    file.write_text("chunk_size: 128\nlookup_timeout_ms: 1\nmin_retrieve_tokens: 7\nport: 1000\n")
+    file.write_text("chunk_size: 128\nlookup_timeout_ms: 1\nload_mode: sync\nport: 1000\n")
     settings, notes = load_settings(
         {"lmcache.mp.port": 3000, "kvstrata.tenant": "blue"},
         {
@@ -32,7 +32,7 @@ def test_extra_config_wins_over_environment_over_file(tmp_path):
         },
     )
     assert settings == ClientSettings(
-        chunk_size=1024, lookup_timeout_ms=20, min_retrieve_tokens=7, port=3000, tenant="blue"
+        chunk_size=1024, lookup_timeout_ms=20, load_mode="sync", port=3000, tenant="blue"
     )
     assert notes == []
 

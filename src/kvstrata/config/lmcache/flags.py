@@ -37,8 +37,8 @@ SERVER_FLAGS: dict[str, Name] = {
     "--p2p-lookup-timeout": Name(
         Fate.TRANSLATED, "p2p.lookup_timeout_ms", "ours counts milliseconds", factor=1000
     ),
-    "--p2p-load-timeout": no_effect(
-        "a peer has 5 s for a batch, and loads that are slower than computing are left (l2.load)"
+    "--p2p-load-timeout": Name(
+        Fate.TRANSLATED, "p2p.load_timeout_ms", "ours counts milliseconds", factor=1000
     ),
     "--p2p-transfer-engine": Name(Fate.TRANSLATED, "p2p.engine", "write --p2p-engine auto, ucx or nixl"),
     "--l2-store-policy": refused(

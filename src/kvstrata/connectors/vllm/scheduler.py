@@ -135,9 +135,6 @@ class SchedulerSide:
         tokens = min(hit_tokens, request.num_tokens - 1) - computed_tokens
         if tokens <= 0:
             return 0, False
-        if tokens < self._settings.min_retrieve_tokens:
-            self._lookups.count_miss(tracked, MissReason.REFUSED)
-            return 0, False
         if self.stores.hold(tracked, tokens):
             return None, False
         promised = self._lookups.promise(tracked, now)

@@ -23,7 +23,7 @@ from kvstrata.observability.numbers import Number, Numbers
 from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.p2p.settings import LEASE_MS, LOAD_TIMEOUT_MS, PeerSettings
+from kvstrata.p2p.settings import LEASE_MS, PeerSettings
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.lifecycle import soon
@@ -57,7 +57,7 @@ def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
             curve_file=keys.file,
             mac=settings.p2p.mac,
             lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
-            load_timeout_ms=round(patience(LOAD_TIMEOUT_MS)),
+            load_timeout_ms=settings.p2p.load_timeout_ms,
             lease_ms=min(MAX_LEASE_MS, round(patience(LEASE_MS))),
         ),
         len(plan.adapters),
