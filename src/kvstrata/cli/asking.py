@@ -92,7 +92,7 @@ def ask(url: str, asked: Ask, *, token: str = "", flag: str = "--url") -> Any:
         with opener(url).open(request, timeout=asked.timeout_s) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
-        raise BadRequest(_message(error)) from None
+        raise BadRequest(f"{flag}: {url}: " * (flag != "--url") + _message(error)) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise Unavailable(f"{flag}: {url} does not answer ({reason}); is a server running there?") from None

@@ -80,7 +80,12 @@ def prewarmed(given: argparse.Namespace, server: Callable[..., Any]) -> dict[str
         if given.tenant:
             more["kv_transfer_params"] = {"kvstrata.tenant": given.tenant}
         more |= {"prompt": body["tokens"][:tokens], "max_tokens": 1}
-        asked_engine(given, "/v1/completions", more, left_s)
+        try:
+            asked_engine(given, "/v1/completions", more, left_s)
+        except Unavailable:
+            if time.monotonic() < ends_s:
+                raise
+            report["reason"] = "deadline"
     while tokens and report["affordable_tokens"] and (left_s := ends_s - time.monotonic()) > 0:
         report = done(server, body | {"job": report["job"], "budget_s": left_s})
     return report

@@ -130,9 +130,7 @@ class ServerNumbers(Numbers, prefix=""):
         "Time from a reservation to the commit that ended it: the engine's copy of its chunks.",
         name="store_seconds",
     )
-    prefetch = histogram(
-        "Time that a lookup or prewarm took to load chunks from L2.", name="l2_prefetch_seconds"
-    )
+    prefetch = histogram("Time that a lookup took to load chunks from L2.", name="l2_prefetch_seconds")
     compute_ratio = histogram(
         "Expected by measured time of computing what was left to the engine.", bounds=RATIO_BUCKETS
     )

@@ -395,11 +395,11 @@ async def test_a_budget_bounds_what_a_prewarm_loads(l1, tier, budget_bytes, n):
 
 async def test_prewarms_wait_for_users_and_users_never_for_the_prewarms_that_wait(l1, tier):
     one = await tier()
-    prompts = [chain(name, 4) for name in "abcde"]
+    prompts = [chain(name, 4) for name in "abcdef"]
     for keys in prompts:
         await in_l2(l1, one, keys)
-    user, first, second, other, late = prompts
-    fetches = Loads(l1, one, max_in_flight=1, in_flight_bytes=16 * RECORD, batch_bytes=4 * RECORD)
+    *users, first, second, queued, late = prompts
+    fetches = Loads(l1, one, max_in_flight=2, in_flight_bytes=16 * RECORD, batch_bytes=4 * RECORD)
 
     async def begun(keys: list[bytes], prewarm: Spent | None = None) -> asyncio.Task[FetchOutcome]:
         one.plan.schedule(None)  # exists
@@ -410,26 +410,27 @@ async def test_prewarms_wait_for_users_and_users_never_for_the_prewarms_that_wai
         return task
 
     one.plan.later = Fault.HANG
-    loading = await begun(user)
-    assert one.faults.hanging == 1
+    loading = [await begun(keys) for keys in users]
     waiting = [await begun(first, Spent()), await begun(second, Spent())]
-    queued = await begun(other)
-    assert one.faults.hanging == 1, "prewarms wait while a user's load is under way"
+    loading.append(await begun(queued))
+    assert one.faults.hanging == 2, "prewarms wait while users load, and so does a third user"
+    users.append(queued)
     one.faults.release()
-    assert (await loading).n_chunks == 4
-    await until(lambda: one.faults.hanging == 1)
-    assert set(one.faults.loaded) == {*user, *other}, "a user who waits for a slot is in front of prewarms"
-    one.faults.release()
-    assert (await queued).n_chunks == 4
-    await until(lambda: one.faults.hanging == 1)
-    assert one.faults.loaded.keys() - {*user, *other} == {first[0]}, "one small batch of one prewarm"
-    loading = await begun(late)
-    assert one.faults.hanging == 2 and set(late) <= set(one.faults.loaded), (
-        "the user passes the waiting prewarms"
+    await until(lambda: one.faults.hanging == 1 and loading[0].done() and loading[1].done())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert set(one.faults.loaded) == set().union(*users), (
+        "the third user is first, and alone, although a slot is free"
     )
     one.faults.release()
-    assert (await loading).n_chunks == 4
-    assert set(one.faults.loaded) <= {*user, *other, *late, *first[:2]}
+    await until(lambda: one.faults.hanging == 1 and loading[2].done())
+    assert one.faults.loaded.keys() - set().union(*users) == {first[0]}, "one small batch of one prewarm"
+    loading.append(await begun(late))
+    assert one.faults.hanging == 2 and set(late) <= set(one.faults.loaded), (
+        "a user passes the waiting prewarms"
+    )
+    one.faults.release()
+    assert [outcome.n_chunks for outcome in await asyncio.gather(*loading)] == [4] * 4
     one.plan.later = None
     while not all(task.done() for task in waiting):
         one.faults.release()

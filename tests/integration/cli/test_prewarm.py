@@ -22,10 +22,15 @@ TOKENS = list(range(N * CHUNK_TOKENS))
 
 
 class Engine:
-    """Tokenizes any text as TOKENS; computes and stores prompts of these tokens. `asked`: paths and bodies."""
+    """Tokenizes any text as TOKENS; computes and stores prompts of these tokens. `asked`: paths and bodies.
+
+    It answers completions with `status`, and computes none before `may_compute`.
+    """
 
     def __init__(self, client: RpcClient) -> None:
         self.asked: list[tuple[str, Any]] = []
+        self.status, self.may_compute = 200, threading.Event()
+        self.may_compute.set()
         engine = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -35,13 +40,14 @@ class Engine:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 engine.asked.append((self.path, body))
-                if self.path == "/v1/completions":
+                engine.may_compute.wait()
+                if self.path == "/v1/completions" and engine.status == 200:
                     identity = client.identify(salt=body.get("cache_salt", ""))
                     client.store(identity, chain_of(identity.root, len(body["prompt"]) // CHUNK_TOKENS))
-                self._answer({"tokens": TOKENS})
+                self._answer({"tokens": TOKENS, "error": {"message": "no room"}})
 
             def _answer(self, value: Any) -> None:
-                self.send_response(200)
+                self.send_response(engine.status)
                 self.end_headers()
                 self.wfile.write(json.dumps(value).encode())
 
@@ -54,6 +60,7 @@ class Engine:
         self.thread.start()
 
     def close(self) -> None:
+        self.may_compute.set()
         self.http.shutdown()
         self.thread.join()
         self.http.server_close()
@@ -84,7 +91,8 @@ def run(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> Callable[.
     def run(*words: str) -> Any:
         status = prewarm.main([*words, "--url", server.url, "--json"])
         out, err = capsys.readouterr()
-        return json.loads(out) if status == 0 else (status, err)
+        found = json.loads(out) if out else err
+        return found if status == 0 else (status, found)
 
     return run
 
@@ -129,6 +137,17 @@ def test_loads_and_computed_chunks_together_stay_within_the_bytes(client, engine
     prompts = [body["prompt"] for path, body in engine.asked if path == "/v1/completions"]
     assert prompts == ([TOKENS[: in_all * CHUNK_TOKENS]] if in_all > in_l2 else [])
     assert client.status()["pool"]["entries"]["ready"] == in_all
+
+
+def test_an_engine_that_refuses_or_takes_too_long_is_named_or_ends_with_the_time(client, engine, run):
+    client.identify()
+    engine.status = 400
+    status, error = run(json.dumps(TOKENS), "--engine", engine.url)
+    assert (status, error) == (1, f"kvstrata prewarm: --engine: {engine.url}: no room\n")
+    engine.status = 200
+    engine.may_compute.clear()
+    status, report = run(json.dumps(TOKENS), "--engine", engine.url, "--budget-s", "0.5")
+    assert (status, report["reason"], report["l1_chunks"]) == (1, "deadline", 0)
 
 
 MESSAGES = json.dumps([{"role": "system", "content": "Be brief."}])
