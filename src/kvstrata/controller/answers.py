@@ -168,8 +168,8 @@ class Answers:
                     field=field,
                 )
         named = Named(
-            asked.keys, asked.n_slices, asked.identity, asked.tenant, 0,
-            spans=tuple(asked.spans), record_bytes=tuple(asked.record_bytes),
+            asked.keys, asked.n_slices, asked.identity, asked.tenant, 0, tuple(asked.spans),
+            tuple(asked.record_bytes),
         )  # fmt: skip
         await self._operations.copy(named, asked.to, asked.source, move=False)
 

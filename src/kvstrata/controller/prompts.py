@@ -40,8 +40,6 @@ class Named(NamedTuple):
     """Root of their identity; empty if the request named keys."""
     tenant: str
     chunk_tokens: int
-    slices: tuple[bytes, ...] = ()
-    """Digests of the slices; empty if the request named keys."""
     spans: tuple[int, ...] = ()
     record_bytes: tuple[int, ...] = ()
     """See Kind."""
@@ -107,10 +105,8 @@ def from_tokens(kind: Kind, request: RequestIdentity, tokens: Sequence[int]) -> 
     hasher = ChunkHasher(root, kind.layout.chunk_tokens, lookahead_tokens=kind.layout.lookahead)
     hasher.feed(tokens)
     keys = hasher.storage_keys(kind.slices)
-    return Named(
-        keys, len(kind.slices), root, request.tenant, kind.layout.chunk_tokens, kind.slices, kind.spans,
-        kind.record_bytes,
-    )  # fmt: skip
+    n_slices, chunk_tokens = len(kind.slices), kind.layout.chunk_tokens
+    return Named(keys, n_slices, root, request.tenant, chunk_tokens, kind.spans, kind.record_bytes)
 
 
 def from_keys(texts: Sequence[str], tenant: str) -> Named:

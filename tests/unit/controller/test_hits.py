@@ -104,16 +104,8 @@ def test_the_longest_hit_of_all_places_needs_each_part_once(seed: int) -> None:
     held = {
         (chunk, number) for chunk in range(n_chunks) for number in range(len(spans)) if rng.random() < 0.8
     }
-    slices = tuple(bytes([number]) * 32 for number in range(len(spans)))
-    named = Named(
-        keys_of(rng, n_chunks * len(spans)),
-        len(spans),
-        b"",
-        "",
-        16,
-        slices,
-        tuple(spans) if any(spans) else (),
-    )
+    keys = keys_of(rng, n_chunks * len(spans))
+    named = Named(keys, len(spans), b"", "", 16, tuple(spans) if any(spans) else ())
     rows = [
         [Place(1, "l1")] if (chunk, number) in held else []
         for chunk in range(n_chunks)
