@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         help="engine that makes tokens of a text, and computes chunks that no tier has")  # fmt: skip
     for field in FLAGS:
         kind, metas = unwrapped(field.type)
-        default = f" ({field.default:g})" if field.default else ""
+        default = f" ({field.default})" if field.default else ""
         add(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar=field.name.upper(),
             help=f"{metas[0].description}{default}")  # fmt: skip
     add("--url", default=usual_url(HttpSettings()), help="admin port of the server (%(default)s)")

@@ -31,9 +31,9 @@ def part(keys: bytes, first: int, end: int, n_slices: int = 1) -> bytes:
     return keys[first * row : end * row]
 
 
-def before(keys: bytes, first: int, parent: bytes = b"", n_slices: int = 1) -> bytes:
-    """The keys of the chunk before chunk `first`; before chunk 0 they are `parent`."""
-    return part(keys, first - 1, first, n_slices) if first else parent
+def before(keys: bytes, first: int, parent: bytes = b"") -> bytes:
+    """The key of the chunk before chunk `first`, in keys of one slice; before chunk 0 it is `parent`."""
+    return nth(keys, first - 1) if first else parent
 
 
 def parents(keys: bytes, parent: bytes) -> bytes:

@@ -146,9 +146,11 @@ class Prewarms:
         job.phases["compute"] = 0.0
         self._next += 1
         if len(self._jobs) > MAX_JOBS:
-            dropped = self._jobs.pop(next(at for at, one in self._jobs.items() if one.state == "done"))
-            self.prefixes = {key: one for key, one in self.prefixes.items() if one is not dropped}
+            self._forget(self._jobs.pop(next(at for at, one in self._jobs.items() if one.state == "done")))
         return job
+
+    def _forget(self, job: Job) -> None:
+        self.prefixes = {key: one for key, one in self.prefixes.items() if one is not job}
 
     def job(self, number: int) -> Job:
         """A prewarm and its outcome so far. Raises NotFound."""
@@ -185,6 +187,7 @@ class Prewarms:
             more = min(job.chunks - n, (left_bytes - job.bytes) // sum(limits)) if all(limits) else 0
             if more > 0 and ask.tokens is not None:
                 job.affordable_tokens = (n + more) * work.layout.chunk_tokens + work.layout.lookahead
+            self._forget(job)
             if n:
                 self.prefixes[nth(keys, (n - 1) * n_slices)] = job
         except KvstrataError as error:
