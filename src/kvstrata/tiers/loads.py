@@ -770,16 +770,16 @@ class PrefetchController(Numbers):
         end = best_end(ends, load_s, lambda end: compute_s(end, n_chunks), probes=probes)
         kept, left = fetch.holes(end), None
         for tier, first in firsts.items():
-            all_bytes, kept_bytes = (fetch.bytes_from(tier, holes) for holes in (found, kept))
+            loads = first < end
+            holes = kept if loads else found
             choice = fetch.choices[tier] = Choice(
-                tier.name, n_chunks - first, kept_bytes or all_bytes, expected_s(tier, kept if kept_bytes else found),
-                compute_s(first, n_chunks), kept_bytes > 0,
+                tier.name, n_chunks - first, fetch.bytes_from(tier, holes), expected_s(tier, holes),
+                compute_s(first, n_chunks), loads,
             )  # fmt: skip
-            self._gates[tier.name].left_bytes += all_bytes - kept_bytes
-            if not kept_bytes:
-                left = left or choice
-                if fetch.begun_s - tier.load_times.measured_s >= PROBE_S:
-                    self._probe(fetch, tier, found)
+            self._gates[tier.name].left_bytes += fetch.bytes_from(tier, found) - fetch.bytes_from(tier, kept)
+            left = left if loads else left or choice
+            if not loads and fetch.begun_s - tier.load_times.measured_s >= PROBE_S:
+                self._probe(fetch, tier, found)
         if left is None:
             return plan
         why = f"{left.load_s or 0.0:.3g} s to load, {left.compute_s:.3g} s to compute are expected"
