@@ -62,6 +62,7 @@ class CodecOnFs(AdapterContract):
     """The suite's payloads are noise: zstd leaves them as they are, AES-GCM encrypts them."""
 
     waits_in_threads = False  # the connector of `fs` reads memory and calls no Python object for it
+    ends_first = True
     chain = PLAIN
 
     def make_medium(self, folder: Path) -> Folder:

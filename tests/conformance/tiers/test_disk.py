@@ -52,7 +52,6 @@ class Segments(Medium):
 class TestDisk(AdapterContract):
     waits_in_threads = False
     cap_scale = 20
-    ends_first = False  # a segment that retires may hold more beginnings than may be written again
 
     def make_medium(self, folder: Path) -> Segments:
         return Segments(folder / "a log with spaces")

@@ -53,6 +53,7 @@ class Folder(Medium):
 
 
 class TestFs(AdapterContract):
+    ends_first = True
     waits_in_threads = False  # the connector reads memory and calls no Python object for it
     per_op_workers: Mapping[Lane, int] = MappingProxyType({})
 
