@@ -28,8 +28,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from benchmarks.common import compared, figure, median_spread, scratch, sized, wait_until
 from tests.harness import vllm_env, vllm_model
 from tests.harness.server_process import ServerProcess
@@ -130,14 +128,14 @@ class Memory:
 
     def __init__(self, token_bytes: int) -> None:
         self._token_bytes = token_bytes
-        self._source = np.ones(LONGEST * token_bytes, np.uint8)
-        self._target = np.zeros_like(self._source)
+        self._source = memoryview(bytearray(b"\1") * (LONGEST * token_bytes))
+        self._target = memoryview(bytearray(len(self._source)))
 
     def copy_s(self, tokens: int) -> float:
         """Copy the KV of so many tokens; return the seconds."""
         n = tokens * self._token_bytes
         begun_s = time.perf_counter()
-        np.copyto(self._target[:n], self._source[:n])
+        self._target[:n] = self._source[:n]
         return time.perf_counter() - begun_s
 
 

@@ -51,7 +51,7 @@ def test_prometheus_of_the_compose_file_takes_its_settings_with_the_rules(promto
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with three adapters (one in a process of its own, one shared) that has stored, evicted, and loaded.
 
-    It is in a cluster whose controller is absent.
+    It is in a cluster whose controller is absent, and its collector of traces is absent too.
     """
     folder = tmp_path_factory.mktemp("server")
     adapter = {"type": "fs", "base_path": str(folder / "l2"), "isolation": "process"}
@@ -59,6 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     shared = {"type": "fs", "base_path": str(folder / "shared"), "shared": True}
     flags = tuple(word for entry in (adapter, log, shared) for word in ("--l2-adapter", json.dumps(entry)))
     flags += ("--controller-url", f"tcp://127.0.0.1:{free_port()}")
+    flags += ("--otlp-endpoint", f"http://127.0.0.1:{free_port()}")
     with ServerProcess(folder, l1_mb=16, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags) as server:
         server.start()
         with CacheEngine(server.socket_dir) as engine:
