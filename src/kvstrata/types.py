@@ -228,7 +228,7 @@ def next_of(said: object) -> int:
     if isinstance(said, str) and said in _SAID:
         return _SAID[said]
     if isinstance(said, int | float | str) and not isinstance(said, bool):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             if 0 <= float(said) < math.inf:
                 return int(Next.SOON) + sum(1 for octave in range(1, 6) if float(said) > 4**octave)
     words = ", ".join(map(repr, _SAID))

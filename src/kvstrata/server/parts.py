@@ -114,7 +114,6 @@ class Parts:
 
         # What serves processes.
         self.recuts = Recuts(self, self._recut_lane)
-        self.prewarms = Prewarms(self)
         self.requests = Requests(self)
 
         # Operations of admins, which controllers use too.

@@ -204,7 +204,7 @@ def test_an_engine_without_requests_steps_until_it_has_heard_of_its_stores_or_th
 @pytest.mark.parametrize(
     ("said", "next_"),
     [("end", 1), ("tool_calls", 2), ("stop", 3), (0, 4), (4.1, 5), (1e9, 9), ("length", 0), ("17", 6), ("soon", 0),
-     (-1, 0), (True, 0), (float("nan"), 0), (["end"], 0)],
+     (-1, 0), (True, 0), (float("nan"), 0), (["end"], 0), (10**400, 0), ({}, 0)],
 )  # fmt: skip
 def test_what_a_request_says_of_the_next_one_is_told_with_its_last_chunk_when_it_ends(said, next_, caplog):
     for changes in (

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <future>
 #include <latch>
@@ -210,6 +211,45 @@ TEST(directories_of_a_batch_are_synced_once_each) {
   CHECK(stored(*fs.connector, numbers, 100));
   std::ranges::sort(synced);
   CHECK(synced == std::vector<std::string>(folders.begin(), folders.end()));
+}
+
+TEST(a_record_is_older_than_what_it_continues_however_its_chain_is_used) {
+  FsIndex index;
+  const auto key = [](int number) {
+    Digest made{};
+    std::memcpy(made.data(), &number, sizeof(number));
+    made[31] = 1;
+    return made;
+  };
+  const auto add = [&](int number, int parent) {
+    FsRecord& record = index.add(key(number), 1, 0);
+    if (parent != 0) record.parent = key(parent);
+    index.used(record);
+  };
+  // A chain of 1,000, then others; every so often somewhere in the chain is used.
+  for (int number = 1; number <= 1'000; ++number)
+    add(number, number - 1);
+  for (int number = 2'000; number < 6'000; ++number) {
+    add(number, 0);
+    if (number % 7 == 0) index.used(*index.find(key(1 + number * 31 % 1'000)));
+  }
+  std::vector<int> places(1'001);
+  int place = 0;
+  for (const Digest& at : index.ages()) {
+    int number;
+    std::memcpy(&number, at.data(), sizeof(number));
+    place += 1;
+    if (number <= 1'000) places[static_cast<std::size_t>(number)] = place;
+  }
+  CHECK_EQ(place, 5'000);
+  for (std::size_t number = 2; number <= 1'000; ++number)
+    CHECK(places[number] < places[number - 1]);
+  CHECK(places[1] > 4'000);  // its last use was not long ago
+  // Parents that form a circle end the walk.
+  index.find(key(1))->parent = key(1'000);
+  for (const int number : {1, 500, 1'000})
+    index.used(*index.find(key(number)));
+  CHECK_EQ(index.ages().size(), 5'000U);
 }
 
 TEST(a_record_being_loaded_is_not_evicted) {

@@ -385,9 +385,10 @@ class SchedulerSide:
                 error,
             )
             return
-        if next_ and (
-            last := batch.nth(tracked.hasher.chain, tracked.next_store - 1) if tracked.next_store else b""
-        ):
+        last = batch.nth(
+            tracked.hasher.chain, tracked.next_store - 1
+        )  # empty if nothing was stored or loaded
+        if next_ and last:
             self._client.hint(tracked.identity, last, next_)
 
     def _ended_loads(self, received: Iterable[str]) -> None:
