@@ -30,7 +30,6 @@ class Finder {
   Finder(Shared& shared, Segments& segments) : shared_(shared), segments_(segments) {}
 
   [[nodiscard]] const DiskPlace* find(const Digest& key) noexcept { return index_.find(key); }
-  [[nodiscard]] const DiskPlace* find(std::uint64_t key) noexcept { return index_.find(key); }
   // The entry of the record that was published at this place, or nullptr if the index has another
   // record of the key or none. Valid until the index changes.
   [[nodiscard]] const DiskIndex::Entry* find_at(const Segment& segment,

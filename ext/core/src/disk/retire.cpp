@@ -209,8 +209,6 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
         .kind = FrameKind::kRecord, .record_bytes = record.place.record_bytes, .key = record.key};
     // One record may always stay: in a small log a record may be larger than the share.
     if (header.frame_bytes() > left && !again.empty()) continue;
-    const DiskPlace& place = record.place;
-    if (place.parent != 0 && finder_.find(place.parent) == nullptr) continue;  // nobody reaches it
     const RecordMemory memory = record_memory(record.place.record_bytes);
     if (memory == nullptr) break;
     lock.unlock();

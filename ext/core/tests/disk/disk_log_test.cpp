@@ -63,6 +63,17 @@ TEST(what_is_continued_stays_when_its_segment_retires_and_so_does_what_it_contin
   CHECK(disk.present(2) && disk.present(4) && !disk.present(1) && !disk.present(3));
 }
 
+TEST(what_is_loaded_often_stays_though_what_it_continues_is_elsewhere) {
+  Disk disk;
+  disk.open();
+  disk.put(std::vector{4}, 777);  // in L1, or a window or state that needs nothing before it
+  for (int key = 10; key < 1000; key += 5) {
+    CHECK(disk.load(4) == LoadStatus::kLoaded);
+    disk.put(key, key + 5);
+  }
+  CHECK(disk.present(4));
+}
+
 TEST(a_removed_record_does_not_come_back_when_tombstones_are_overwritten) {
   Disk disk;
   disk.open();
