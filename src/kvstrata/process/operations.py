@@ -342,7 +342,10 @@ class Claiming(Chunks, kw_only=True):
         float | None, Meta(description="When the claim ends, in seconds since 1970, instead of `ttl_s`.")
     ] = None
     bytes: (
-        Annotated[int, Meta(gt=0, description="Maximum number of bytes to keep; else the claim is refused.")]
+        Annotated[
+            int,
+            Meta(gt=0, le=1 << 50, description="Maximum number of bytes to keep; else the claim is refused."),
+        ]
         | None
     ) = None
 

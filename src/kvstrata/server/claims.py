@@ -135,9 +135,9 @@ class Claims(Numbers):
         would be possible; then nothing is kept.
         """
         now_ms = self._clock.unix_ms()
-        left_ms = round(1000 * asked.left_s(now_ms / 1000))
-        if not 0 < left_ms <= 1000 * MAX_CLAIM_S:
-            what = f"{asked.until_unix_s} is {left_ms / 1000:g} s from now"
+        left_s = asked.left_s(now_ms / 1000)
+        if not 0 < left_s <= MAX_CLAIM_S:
+            what = f"{asked.until_unix_s} is {left_s:g} s from now"
             raise BadRequest(
                 f"until_unix_s: {what}; name a time within {MAX_CLAIM_S} s", field="until_unix_s"
             )
@@ -145,7 +145,7 @@ class Claims(Numbers):
             raise BadRequest("tokens: they make no whole chunk; give more tokens, or keys", field="tokens")
         claim = Claim(
             secrets.token_hex(8), asked.tenant, keys, n_slices, list(spans), identity, count(keys, n_slices),
-            now_ms, now_ms + left_ms,
+            now_ms, now_ms + round(1000 * left_s),
         )  # fmt: skip
         try:
             return await self._run(self._accept, claim, asked.bytes)

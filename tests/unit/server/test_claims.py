@@ -83,6 +83,7 @@ def test_wrong_claims_are_refused_and_keep_nothing(server, keys, monkeypatch):
         ({"keys": ["00"]}, "64 hexadecimal digits"),
         ({"keys": [keys[0].hex()], "until_unix_s": 1.0}, "name a time within"),
         ({"keys": [keys[0].hex()], "until_unix_s": 1e12}, "name a time within"),
+        ({"keys": [keys[0].hex()], "until_unix_s": 1e306}, "name a time within"),
     ]
     for fields, says in wrong:
         with pytest.raises(BadRequest, match=says):
