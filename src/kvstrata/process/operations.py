@@ -313,7 +313,7 @@ class Weights(msgspec.Struct, kw_only=True):
 
     model: Annotated[str, Meta(description="Model of an attached engine; empty: the only one.")] = ""
     adapter: Annotated[str, Meta(description="Name of a LoRA adapter; empty: the model itself.")] = ""
-    tenant: Annotated[str, Meta(description="Tenant; empty: the unnamed one.")] = ""
+    tenant: Annotated[str, Meta(max_length=256, description="Tenant; empty: the unnamed one.")] = ""
     salt: Annotated[str, Meta(description="Salt of the requests.")] = ""
 
     def request(self) -> RequestIdentity:

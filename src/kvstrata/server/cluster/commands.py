@@ -88,7 +88,7 @@ class Claim(msgspec.Struct):
     n_slices: Annotated[int, Meta(ge=1, le=MAX_SLICES)] = 1
     spans: Spans = []
     identity: Root | None = None
-    tenant: str = ""
+    tenant: Annotated[str, Meta(max_length=256)] = ""
     max_bytes: Annotated[int, Meta(gt=0)] | None = None
 
 
