@@ -288,6 +288,30 @@ cdef extern from "pool/index.h" namespace "kvstrata" nogil:
         void close() noexcept
 
 
+cdef extern from "pool/changes.h" namespace "kvstrata" nogil:
+    cdef enum class Change(unsigned char):
+        pass
+
+    cdef cppclass TierChanges:
+        uint16_t tier
+        cbool cleared
+        vector[uint64_t] gone
+        vector[uint64_t] came
+
+    cdef cppclass ChangedTiers:
+        ChangedTiers()
+        uint64_t next
+        vector[TierChanges] tiers
+
+    cdef cppclass Changes:
+        Status begin() noexcept
+        void note_all(uint16_t, Change, const uint64_t*, size_t, size_t) noexcept
+        uint64_t next() noexcept
+        cbool read(uint64_t, size_t, ChangedTiers*) except +
+        cbool wait(uint64_t) noexcept
+        int fd() noexcept
+        void drain() noexcept
+
 cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
     cdef cppclass CHold "kvstrata::Hold":
         CHold() noexcept
@@ -465,6 +489,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t ready_tags(uint64_t, uint64_t, vector[uint64_t]*) noexcept
         void set_quota(uint32_t, int64_t) noexcept
         vector[CEvent] take_events(uint64_t*) noexcept
+        Changes& changes() noexcept
         PoolStats stats() noexcept
         void heartbeat() noexcept
         void set_has_l2(cbool) noexcept

@@ -644,6 +644,53 @@ cdef class Pool:
     def events_lost(self):
         return self.pool.get().stats().events_lost
 
+    def begin_changes(self):
+        cdef Status status
+        with nogil:
+            status = self.pool.get().changes().begin()
+        raise_for(status, POOL)
+        return self.pool.get().changes().fd()
+
+    def note_changes(self, uint16_t tier, unsigned char change, keys):
+        cdef uint64_t cleared = 0
+        cdef bytes named = bytes(keys)
+        cdef const char* words = named
+        cdef size_t n = len(named) // KEY_BYTES
+        if len(named) % KEY_BYTES or change > 2 or (change == 2) != (n == 0):
+            raise ValueError(f"keys: {len(named)} bytes for change {change}; give whole keys, and none for a clear")
+        with nogil:
+            if change == 2:
+                self.pool.get().changes().note_all(tier, <Change>change, &cleared, 1, 1)
+            else:
+                self.pool.get().changes().note_all(tier, <Change>change, <const uint64_t*>words, n, KEY_BYTES // 8)
+
+    @property
+    def next_change(self):
+        return self.pool.get().changes().next()
+
+    def changes(self, uint64_t cursor, size_t limit):
+        cdef ChangedTiers changed
+        cdef cbool is_kept
+        with nogil:
+            is_kept = self.pool.get().changes().read(cursor, limit, &changed)
+        if not is_kept:
+            return None
+        return changed.next, [
+            (
+                changed.tiers[i].tier,
+                changed.tiers[i].cleared,
+                PyBytes_FromStringAndSize(<char*>changed.tiers[i].gone.data(), <Py_ssize_t>(8 * changed.tiers[i].gone.size())),
+                PyBytes_FromStringAndSize(<char*>changed.tiers[i].came.data(), <Py_ssize_t>(8 * changed.tiers[i].came.size())),
+            )
+            for i in range(changed.tiers.size())
+        ]
+
+    def has_changes(self, uint64_t cursor):
+        return self.pool.get().changes().wait(cursor)
+
+    def drain_changes(self):
+        self.pool.get().changes().drain()
+
     def stats(self):
         cdef PoolStats stats
         with nogil:

@@ -698,7 +698,7 @@ class Pool:
         """(the first 8 bytes of each READY key among the next entries from number `first` on, next `first`).
 
         The next `first` is 0 after the last entry.  Takes about 10 ns an entry, under the lock.  Entries that change
-        meanwhile are in the events.
+        meanwhile are in the changes.
         """
     def set_quota(self, tenant: int, quota_bytes: int) -> None:
         """Limits the bytes of a tenant; -1: no limit.
@@ -710,6 +710,29 @@ class Pool:
     @property
     def events_lost(self) -> int:
         """Events that were overwritten because nobody took them (65,536 are kept)."""
+    def begin_changes(self) -> int:
+        """Keeps the changes of L1 and of other tiers from now on; returns the descriptor that signals `has_changes`.
+
+        The pool owns the descriptor.  Raises PoolError without memory or descriptors.
+        """
+    def note_changes(self, tier: int, change: int, keys: bytes) -> None:
+        """Notes a change (kvstrata.types.Change) of a tier other than L1, which is 0. `keys` are whole, concatenated.
+
+        A clear has no keys.  Does nothing before `begin_changes`.
+        """
+    @property
+    def next_change(self) -> int:
+        """Number of the next change: the cursor of a reader that wants only changes from now on."""
+    def changes(self, cursor: int, limit: int) -> tuple[int, list[tuple[int, bool, bytes, bytes]]] | None:
+        """At most `limit` changes from `cursor` on: (next cursor, [(tier, cleared, tags gone, tags that came)]).
+
+        To be applied in this order: the clear, what has gone, what came.  No tag is named twice.  None: more than
+        262,144 changes have happened since `cursor`, or it is not a cursor of this pool.  Takes about 20 ns a change.
+        """
+    def has_changes(self, cursor: int) -> bool:
+        """Whether `changes` has something to tell. If not, the descriptor becomes readable at the next change."""
+    def drain_changes(self) -> None:
+        """Makes the descriptor unreadable until it is signalled again."""
     def stats(self) -> dict[str, Any]:
         """Bytes and entries by state, classes, evictions, refusals, tenants, fragmentation, …"""
     def heartbeat(self) -> None:

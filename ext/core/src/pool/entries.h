@@ -22,6 +22,7 @@
 
 #include "base/status.h"
 #include "memory/backing.h"
+#include "pool/changes.h"
 #include "pool/index.h"
 #include "pool/slab.h"
 #include "pool/stats.h"
@@ -29,9 +30,9 @@
 
 namespace kvstrata {
 
-// Reports what happened to keys, for components that keep a copy of the index elsewhere: a ring of
-// bounded length. Events that nobody took in time are overwritten, oldest first, and counted as
-// lost.
+// Reports what happened to keys to the server's own parts: a ring of bounded length. Events that
+// nobody took in time are overwritten, oldest first, and counted as lost. `changes` is for copies
+// of this knowledge elsewhere.
 
 inline constexpr std::size_t kEventRing = 65'536;
 
@@ -54,6 +55,8 @@ struct Event {
 
 struct Events {
   void emit(EventKind kind, const Key& key, std::uint64_t bytes) {
+    const bool came = kind == EventKind::kInserted || kind == EventKind::kVerified;
+    changes.note(0, came ? Change::kCame : Change::kGone, key.word[0]);
     if (ring.size() >= kEventRing) {
       ring.pop_front();
       lost += 1;
@@ -68,6 +71,7 @@ struct Events {
 
   std::deque<Event> ring;
   std::uint64_t lost = 0;
+  Changes changes;  // has a mutex of its own
 };
 
 // The two files of a pool as the server has them: mapped, and backed by memory as far as they are

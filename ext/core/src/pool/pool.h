@@ -16,7 +16,8 @@
 //   | leases       | protects entries that lookups have promised to processes           |
 //   | reservations | gives processes entries to write, until they commit or abort       |
 //   | checks       | reads and verifies records: the only work without the mutex        |
-//   | events       | reports changes for copies of the index that are kept elsewhere    |
+//   | events       | reports what happened to keys                                      |
+//   | changes      | the same, numbered, for copies of this knowledge elsewhere         |
 //
 // adopt.cpp takes over the pool of an earlier server. validate.cpp recomputes everything that the
 // parts keep, and compares.
@@ -277,9 +278,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
   // The events since the last call. `lost`: how many were overwritten since the pool was opened.
   std::vector<Event> take_events(std::uint64_t* lost) noexcept;
+  // The changes of L1 (tier 0), and of the tiers that the server writes there. Not under the mutex.
+  Changes& changes() noexcept { return events_.changes; }
   // Appends the first words of the keys that are READY among the next `max_entries` entries from
   // number `from` on; returns the number to continue from, 0 when there are no more. Changes made
-  // meanwhile are in the events.
+  // meanwhile are in `changes`.
   std::uint64_t ready_tags(std::uint64_t from, std::uint64_t max_entries,
                            std::vector<std::uint64_t>* tags) noexcept;
   PoolStats stats() noexcept;

@@ -1,0 +1,95 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The latest changes of what an instance holds, numbered, for those who keep a copy of that
+// knowledge elsewhere: chunks come to a tier, or leave it. Chunks are named by the first word of
+// their key (the tag). L1 is tier 0; its changes are written under the pool's mutex, those of other
+// tiers by whoever changes them.
+//
+// A reader keeps a cursor: the number of the first change that it has not read. Nothing is kept for
+// a reader. A reader that is more than kChanges behind must read all that the instance holds anew.
+//
+// Thread-safe. The object uses no memory until `begin`.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "base/event_fd.h"
+#include "base/status.h"
+
+namespace kvstrata {
+
+inline constexpr std::size_t kChanges = 262'144;
+
+enum class Change : std::uint8_t {
+  kCame = 0,
+  kGone = 1,
+  kCleared = 2  // of the whole tier; the tag is 0
+};
+
+// What has become of one tier's chunks by a stretch of changes: apply `cleared` first. No tag is in
+// both lists, and none is in one of them twice.
+struct TierChanges {
+  std::uint16_t tier = 0;
+  bool cleared = false;
+  std::vector<std::uint64_t> gone, came;
+};
+
+struct ChangedTiers {
+  std::uint64_t next = 0;  // the cursor after the stretch
+  std::vector<TierChanges> tiers;
+};
+
+class Changes {
+ public:
+  // Keeps changes from now on. Idempotent. kNoSpace: no memory; kOsError: no descriptor.
+  Status begin() noexcept;
+
+  void note(std::uint16_t tier, Change change, std::uint64_t tag) noexcept {
+    if (kept_.load(std::memory_order_relaxed)) append(tier, change, &tag, 1, 1);
+  }
+  // `stride`: words from one tag to the next, so that the tags may be first words of keys.
+  void note_all(std::uint16_t tier, Change change, const std::uint64_t* tags, std::size_t n,
+                std::size_t stride) noexcept {
+    if (kept_.load(std::memory_order_relaxed)) append(tier, change, tags, n, stride);
+  }
+
+  // The cursor of a reader that wants only changes from now on.
+  std::uint64_t next() noexcept;
+
+  // At most `limit` changes from `cursor` on, summed up by tier. False: the cursor is too old, or
+  // not one of this object's.
+  bool read(std::uint64_t cursor, std::size_t limit, ChangedTiers* changed);
+
+  // Whether `cursor` has changes to read, or is one that read() refuses. If it has none, the
+  // descriptor becomes readable at the next change.
+  bool wait(std::uint64_t cursor) noexcept;
+  [[nodiscard]] int fd() const noexcept { return signal_.fd(); }
+  void drain() const noexcept { signal_.drain(); }
+
+ private:
+  struct Entry {
+    std::uint64_t tag;
+    std::uint16_t tier;
+    Change change;
+  };
+  static_assert(sizeof(Entry) == 16);
+
+  void append(std::uint16_t tier, Change change, const std::uint64_t* tags, std::size_t n,
+              std::size_t stride) noexcept;
+  bool is_kept(std::uint64_t cursor) const noexcept {
+    return cursor <= next_ && next_ - cursor <= entries_.size();
+  }
+
+  std::mutex mutex_;
+  std::vector<Entry> entries_;  // change number n is at n % kChanges
+  std::uint64_t next_ = 0;
+  bool armed_ = false;
+  std::atomic<bool> kept_{false};
+  EventFd signal_;
+};
+
+}  // namespace kvstrata
