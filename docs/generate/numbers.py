@@ -24,9 +24,10 @@ from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.logging import LogNumbers
 from kvstrata.observability.numbers import Family, Numbers, families
 from kvstrata.observability.tracing import Tracer
-from kvstrata.p2p.serving import PeerLeases, PeerServer
+from kvstrata.p2p.serving import PeerLeases
 from kvstrata.process.http_connections import Bounds, UnderWay
 from kvstrata.process.lifecycle import ProcessNumbers
+from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.status import ForecastNumbers, InstanceNumbers, PoolNumbers, SessionNumbers
 from kvstrata.server.claims import Claims
@@ -53,7 +54,7 @@ SERVER: Parts = {
     "recuts": (Recuts,),
     "claims": (Claims,),
     "cluster": (Membership,),
-    "peers_served": (PeerLeases, PeerServer, ZmqServer),
+    "peers_served": (PeerLeases, ControlPort, ZmqServer),
     "attach": (AttachServer,),
     "rpc": (Traffic,),
     "http": (Bounds, UnderWay),

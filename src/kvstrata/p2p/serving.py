@@ -22,39 +22,35 @@ import asyncio
 import functools
 import heapq
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable, WrongVersion
+from kvstrata.errors import BadRequest, Refused, Unavailable, WrongVersion
 from kvstrata.keys.batch import split
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.p2p.lent import ABSENT, LIMIT, LentPool, LentRecords, split_extents
 from kvstrata.p2p.mac import MAC_KEY_BYTES, THREADS, parts_of, tags_of
 from kvstrata.rpc.cluster_wire import (
-    BAD_FRAME,
     CLUSTER_PROTOCOL_VERSION,
-    PEER_REQUESTS,
     ClusterReply,
-    Failure,
     PeerHello,
     PeerLease,
     PeerLeased,
     PeerRelease,
     PeerReleased,
     PeerWelcome,
-    encode,
-    seq_of,
 )
+from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.types import EXTENT, FORMAT_VERSION, KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
     from kvstrata.native.core import Pool
-    from kvstrata.rpc.zmq_server import Address, ZmqServer
+    from kvstrata.rpc.control_port import ControlPort
 
 LENT_SHARE = 1 / 4
 MAX_LEASES = 4_096
@@ -174,16 +170,14 @@ class PeerLeases(Numbers):
         self._leases.pop(number).let_go()
 
 
-class PeerServer(Numbers):
-    """Answers peers on one ROUTER socket. Everything runs on the loop."""
-
-    errors = counter("Requests of peers refused.", name="refused_requests")
+class PeerServer:
+    """Answers peers on the control port. Everything runs on the loop."""
 
     def __init__(
         self,
         pool: Pool,
         clock: Clock,
-        server: ZmqServer | None,
+        port: ControlPort | None,
         *,
         instance_id: str,
         incarnation: int,
@@ -191,7 +185,7 @@ class PeerServer(Numbers):
         metadata: Callable[[], bytes],
         mac: bool = False,
     ) -> None:
-        """`server` is None if peers are not served.
+        """`port` is None if peers are not served.
 
         `metadata()` returns the metadata of the transfer engine by which peers reach L1 now;
         empty while there is no such engine.  `mac`: all readers get MACs, and must want them.
@@ -199,7 +193,11 @@ class PeerServer(Numbers):
         self.leases = PeerLeases(pool)
         self._extents_bytes = pool.extents_bytes
         self._clock = clock
-        self._server = server
+        if port is not None:
+            port.serve(
+                (KeyKind.INSTANCE,),
+                {PeerHello: self._hello, PeerLease: self._lease, PeerRelease: self._release},
+            )
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._engine = engine
@@ -210,15 +208,8 @@ class PeerServer(Numbers):
         self._timer_due_s = 0.0
         self._log = EventLog("peers")
 
-    def start(self) -> None:
-        """Begin to answer."""
-        if self._server is not None:
-            self._server.start(self._on_frame, self._on_frame_count)
-
     async def close(self) -> None:
-        """Stop answering, end every lease, and wait until no record is read here any more. Idempotent."""
-        if self._server is not None:
-            self._server.close()
+        """End every lease, and wait until no record is read here any more. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         self.leases.draining = True
@@ -226,43 +217,17 @@ class PeerServer(Numbers):
         if self._lanes is not None:
             await self._lanes.close()
 
-    def numbers(self) -> list[Numbers]:
-        """The parts that count."""
-        return [self.leases, self, *([] if self._server is None else [self._server])]
-
-    def _on_frame(self, address: Address, frame: bytes) -> None:
-        reply: ClusterReply
-        try:
-            request = PEER_REQUESTS.decode(frame)
-            if isinstance(request, PeerRelease):
-                self._release(address, request)
-                return
-            reply = self._hello(request) if isinstance(request, PeerHello) else self._lease(request)
-        except BAD_FRAME as error:
-            reply = self._failure(seq_of(frame), BadRequest(f"invalid message to a peer: {error}"))
-        except KvstrataError as error:
-            reply = self._failure(seq_of(frame), error)
-        self._send(address, reply)
-
-    def _send(self, address: Address, reply: ClusterReply) -> None:
-        if self._server is not None:
-            self._server.send(address, encode(reply))
-
-    def _release(self, address: Address, request: PeerRelease) -> None:
+    def _release(self, request: PeerRelease) -> ClusterReply | Coroutine[Any, Any, ClusterReply]:
         """Release, and answer now or when the tags are computed. Raises BadRequest or Refused; nothing is released."""
         now_s = self._clock.monotonic_s()
         self.leases.expire(now_s)
         tags = self._tags(request) if request.mac_key else None
         stood = self.leases.release(request.lease, request.keep_ms / 1000, now_s, request.read_bytes)
         released = PeerReleased(request.seq, self._incarnation, stood)
-        if tags is None:
-            self._send(address, released)
-        else:
-            tags.add_done_callback(
-                lambda done: self._send(
-                    address, msgspec.structs.replace(released, tags=b"".join(done.result()))
-                )
-            )
+        return released if tags is None else self._with_tags(released, tags)
+
+    async def _with_tags(self, released: PeerReleased, tags: asyncio.Future[list[bytes]]) -> PeerReleased:
+        return msgspec.structs.replace(released, tags=b"".join(await tags))
 
     def _tags(self, request: PeerRelease) -> asyncio.Future[list[bytes]] | None:
         """Begin to compute the tags that a reader asks for, in parts; None if it has no such lease."""
@@ -299,9 +264,6 @@ class PeerServer(Numbers):
             "set the same p2p.mac on both",
             field="mac",
         )
-
-    def _on_frame_count(self, address: Address, count: int) -> bytes:
-        return encode(self._failure(0, BadRequest(f"a message must be one frame, found {count}")))
 
     def _lease(self, request: PeerLease) -> PeerLeased:
         now_s = self._clock.monotonic_s()
@@ -353,12 +315,6 @@ class PeerServer(Numbers):
             raise Unavailable(f"the transfer engine of {self._instance_id} is not up; ask again later")
         self._log.debug("peer", reader=request.reader)
         return PeerWelcome(request.seq, self._incarnation, self._instance_id, metadata, self._extents_bytes)
-
-    def _failure(self, seq: int, error: KvstrataError) -> Failure:
-        self.errors += 1
-        return Failure(
-            seq, self._incarnation, error.code, error.message[:2000], error.field[:200], error.retryable
-        )
 
     def _look_later(self) -> None:
         """Set the timer to the time when the next lease expires."""

@@ -29,6 +29,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvstrata.errors import KvstrataError
 from kvstrata.rpc.wire import ENGINE_URL, MAX_BYTES_S, MAX_LATENCY_US, Count, Seq
 from kvstrata.types import EXTENT, KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
 
@@ -587,7 +588,7 @@ class Replicate(ClusterRequest, frozen=True, tag="replicate"):
 
 
 ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where | GatewayBeat | Holdings | Replicate
-ToPeer = PeerHello | PeerLease | PeerRelease
+ToInstance = PeerHello | PeerLease | PeerRelease
 FromCluster = (
     Failure | Registered | Done | WhereReply | Beat | Nudge | PeerWelcome | PeerLeased | PeerReleased
     | GatewayHeard | HoldingsReply
@@ -607,9 +608,16 @@ _ENCODER = msgspec.msgpack.Encoder()
 REPLY_REQUESTS: msgspec.msgpack.Decoder[ToReply] = msgspec.msgpack.Decoder(ToReply)
 EVENTS: msgspec.msgpack.Decoder[Events] = msgspec.msgpack.Decoder(Events)
 HEARTBEATS: msgspec.msgpack.Decoder[Heartbeat] = msgspec.msgpack.Decoder(Heartbeat)
-PEER_REQUESTS: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(ToPeer)
+TO_INSTANCE: msgspec.msgpack.Decoder[ToInstance] = msgspec.msgpack.Decoder(ToInstance)
 ANSWERS: msgspec.msgpack.Decoder[FromCluster] = msgspec.msgpack.Decoder(FromCluster)
 """Decoders of the messages that an instance or a reader may receive; all raise one of BAD_FRAME for anything else."""
+
+
+def failure(seq: int, epoch: int, error: KvstrataError) -> Failure:
+    """The answer to a request that is refused for this reason."""
+    return Failure(
+        seq, epoch, error.code, error.message[:2000], error.field[:200], error.retryable, error.retry_after_ms
+    )
 
 
 def seq_of(frame: bytes) -> int:

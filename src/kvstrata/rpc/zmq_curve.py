@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
 import os
 import re
@@ -58,6 +59,14 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,64}|[A-Za-z0-9._-]{1,62}-\*")
 OPEN_PUBLIC = b"rsKOdP%u^YwbX]0@D&+Y)YbRB@QMS{q]s4%c$uOk"
 OPEN_SECRET = b"x%H0c8CtzM(A=W0+1k(pWNv{5uM6dY>).VcG.{6<"
 """The key pair of controllers with --insecure; it is no secret."""
+
+
+class KeyKind(enum.StrEnum):
+    """What a key of the cluster may ask: which requests are for which kind is said where they are served."""
+
+    INSTANCE = "instance"
+    GATEWAY = "gateway"
+    CONTROLLER = "controller"
 
 
 class CurveKeys(NamedTuple):

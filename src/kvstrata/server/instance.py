@@ -28,7 +28,6 @@ from kvstrata.memory.paths import RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.logging import EventLog, LogNumbers
 from kvstrata.observability.numbers import Pages
-from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.keeper import Restarts
@@ -36,6 +35,7 @@ from kvstrata.process.lifecycle import ProcessNumbers, soon
 from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.control_port import ControlPort
 from kvstrata.server.admin.operations import OPERATIONS, Admin
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.membership import (
@@ -79,7 +79,7 @@ class Instance(NamedTuple):
     segment: Segment
     attach: AttachServer
     housekeeping: Housekeeping
-    peer_server: PeerServer | None
+    control: ControlPort | None
     membership: Membership | None
     http: tuple[Listener, Port] | None
     http_token: ServedToken | None
@@ -153,7 +153,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         membership = make_membership(plan, keys, parts, told, news_of, served)
         closers.append(membership.stop)
         board.put("cluster", membership)
-        board.put("peers_served", *served.server.numbers())
+        board.put("peers_served", served.server.leases, *(served.port.numbers() if served.port else ()))
 
     # 5. Housekeeping, and the HTTP application.
     housekeeping = Housekeeping(parts)
@@ -182,7 +182,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         segment=segment,
         attach=attach,
         housekeeping=housekeeping,
-        peer_server=served.server if served else None,
+        control=served.port if served else None,
         membership=membership,
         http=http,
         http_token=http_token,

@@ -67,8 +67,8 @@ class Server(Process):
         shell = Shell(self.loop, self.supervisor, self.closers, self.log, self._restarts, self._started_s)
         self._instance = instance = await open_instance(self._plan, shell)
         pool = instance.parts.pool
-        if instance.peer_server is not None:
-            instance.peer_server.start()
+        if instance.control is not None:
+            instance.control.start()
         await instance.attach.start(instance.parts.requests)
         pool.heartbeat()
         self.supervisor.spawn(heartbeat(pool, instance.parts.events), "heartbeat")

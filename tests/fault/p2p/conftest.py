@@ -28,7 +28,7 @@ from kvstrata.p2p.lent import split_extents
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.tier import PeerTier
 from kvstrata.rpc.cluster_wire import (
-    PEER_REQUESTS,
+    TO_INSTANCE,
     ClusterReply,
     Failure,
     Owner,
@@ -150,7 +150,7 @@ class TestOwner(Endpoint):
 
     def __init__(self, instance: str, pool: Pool) -> None:
         public, secret = zmq.curve_keypair()
-        super().__init__(PEER_REQUESTS, CurveKeys(secret, None))
+        super().__init__(TO_INSTANCE, CurveKeys(secret, None))
         self.public_key = public.decode()
         self.instance = instance
         self.pool = pool

@@ -19,8 +19,8 @@ from kvstrata.p2p.serving import PeerServer
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.tier import PeerTier
 from kvstrata.rpc.cluster_wire import Owner
+from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import CurveKeys
-from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.testing.strategies import (
     IDENTITY,
     ask_for,
@@ -69,14 +69,14 @@ class Scene:
     def __init__(self, l1: L1, *, reader: bool, owner: bool) -> None:
         """`reader`, `owner`: the `p2p.mac` of each."""
         public, secret = zmq.curve_keypair()
-        socket = ZmqServer(asyncio.get_running_loop())
-        port = socket.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False)
+        self.port = ControlPort(asyncio.get_running_loop(), 11)
+        port = self.port.server.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False)
         metadata = metadata_of(l1.pool.extents_address, l1.pool.extents_bytes)
         self.owner = PeerServer(
-            l1.pool, SystemClock(), socket, instance_id="owner", incarnation=11,
+            l1.pool, SystemClock(), self.port, instance_id="owner", incarnation=11,
             engine="copy", metadata=lambda: metadata, mac=owner,
         )  # fmt: skip
-        self.owner.start()
+        self.port.start()
         self.directory = Directory()
         entry = Owner("owner", 11, f"tcp://127.0.0.1:{port}", len(KEYS), True, public.decode())
         self.directory.tell(entry, KEYS)
@@ -97,6 +97,7 @@ class Scene:
 
     async def close(self) -> None:
         await self.reader.close()
+        await self.port.close()
         await self.owner.close()
         self.directory.close()
 

@@ -10,8 +10,8 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.rpc.cluster_wire import PeerLease, PeerLeased
+from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_link import AskLink, Links
-from kvstrata.rpc.zmq_server import ZmqServer
 from tests.harness.l1 import L1
 from tests.harness.waiting import HANG_S
 
@@ -29,16 +29,16 @@ class Owner:
     """Lends the records of `l1`, with MACs or without."""
 
     def __init__(self, l1: L1, *, mac: bool) -> None:
-        server = ZmqServer(asyncio.get_running_loop())
-        port = server.bind_tcp("localhost", 0, curve=None, insecure=False)
-        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self.port = ControlPort(asyncio.get_running_loop(), 7)
+        number = self.port.server.bind_tcp("localhost", 0, curve=None, insecure=False)
+        self.endpoint = f"tcp://127.0.0.1:{number}"
         self.clock = Clock()
         self.metadata = b"how to get there"
         self.peers = PeerServer(
-            l1.pool, self.clock, server, instance_id="owner", incarnation=7,
+            l1.pool, self.clock, self.port, instance_id="owner", incarnation=7,
             engine="ucx", metadata=lambda: self.metadata, mac=mac,
         )  # fmt: skip
-        self.peers.start()
+        self.port.start()
         self.links = Links(asyncio.get_running_loop())
         self.link: AskLink = self.links.ask(self.endpoint)
 
@@ -62,6 +62,7 @@ async def owner(l1: L1, mac: bool) -> AsyncIterator[Owner]:
     made = Owner(l1, mac=mac)
     yield made
     made.links.close()
+    await made.port.close()
     await made.peers.close()
     l1.nothing_in_use()
     assert l1.pool.stats()["leases"] == 0

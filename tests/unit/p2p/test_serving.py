@@ -159,7 +159,7 @@ async def test_an_impossible_request_of_a_reader_is_refused_with_its_field(owner
         with pytest.raises(ClusterFailure) as refused:
             await link.ask(request, PeerLeased, LONG_S)
         assert (refused.value.code, refused.value.field) == (code, field)
-    assert owner.peers.errors == len(wrong)
+    assert owner.port.refused == len(wrong)
 
 
 async def test_while_no_engine_is_up_the_reader_is_told_to_come_back(owner: Owner, link: AskLink) -> None:

@@ -180,7 +180,9 @@ class Member:
             )  # fmt: skip
             plan = cast(Any, SimpleNamespace(settings=ServerSettings()))
             keys = cast(Any, SimpleNamespace(own=None, refused_why=""))
-            self.membership = make_membership(plan, keys, parts, told, self._news, PeersServed(peers, ""))
+            self.membership = make_membership(
+                plan, keys, parts, told, self._news, PeersServed(peers, None, "")
+            )
             self.membership.start()
 
         self.run(make())

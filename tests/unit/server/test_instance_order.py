@@ -25,8 +25,8 @@ from kvstrata.config.model import (
     ServerSettings,
 )
 from kvstrata.memory.segment import Segment
-from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.control_port import ControlPort
 from kvstrata.server import instance, process
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.listener import AttachServer
@@ -40,7 +40,7 @@ STEPS: list[tuple[str, Any, str]] = [
     ("the HTTP port is bound", instance, "http_listen"),
     ("L1 is opened", Segment, "open"),
     ("tiers are opened", TierSet, "open"),
-    ("peers are answered", PeerServer, "start"),
+    ("peers are answered", ControlPort, "start"),
     ("engines can attach", AttachServer, "start"),
     ("controllers are told", Membership, "start"),
     ("ready", process, "tell_ready"),

@@ -26,9 +26,8 @@ from kvstrata.p2p.serving import PeerServer
 from kvstrata.p2p.settings import LEASE_MS, PeerSettings
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.process.lifecycle import soon
 from kvstrata.rpc.cluster_wire import MAX_LEASE_MS
-from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.rpc.control_port import ControlPort
 from kvstrata.server.cluster.commands import Actions
 from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.events import TierNews
@@ -83,6 +82,7 @@ class PeersServed(NamedTuple):
     """The server of peers of one instance."""
 
     server: PeerServer
+    port: ControlPort | None
     endpoint: str
     """Where peers ask for leases; empty: peers get none."""
 
@@ -98,12 +98,12 @@ def serve_peers(
     `closers` gets what closes it.
     """
     settings, p2p = plan.settings, plan.settings.p2p
-    readers, endpoint = None, ""
+    control, endpoint = None, ""
     if parts.tiers.get(parts.peer_reads.name) is not None:
-        readers = ZmqServer(parts.loop)
-        closers.append(soon(readers.close))
+        control = ControlPort(parts.loop, parts.facts.epoch)
+        closers.append(control.close)
         host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
-        port = readers.bind_tcp(
+        port = control.server.bind_tcp(
             host,
             int(port_text),
             curve=keys.listening,
@@ -121,7 +121,7 @@ def serve_peers(
     server = PeerServer(
         parts.pool,
         parts.clock,
-        readers,
+        control,
         instance_id=parts.facts.instance_id,
         incarnation=parts.facts.epoch,
         engine=plan.p2p_engine,
@@ -129,7 +129,7 @@ def serve_peers(
         mac=p2p.mac,
     )
     closers.append(server.close)
-    return PeersServed(server, endpoint)
+    return PeersServed(server, control, endpoint)
 
 
 class Membership(Numbers):

@@ -1,0 +1,133 @@
+"""The control port of an instance: peers, controllers and gateways ask here, each what the kind of its key may ask.
+
+1. Each request gets one answer, now or later; a wrong one gets a Failure, and affects only its sender.
+2. At most MAX_LATER requests are answered later at a time; further ones are refused.
+3. Which key may ask what is said once, where the requests are registered (`serve`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any
+
+from kvstrata.errors import BadRequest, InternalError, KvstrataError, NotPermitted, Refused
+from kvstrata.observability.logging import EventLog
+from kvstrata.observability.numbers import Numbers, counter, gauge
+from kvstrata.rpc.cluster_wire import (
+    BAD_FRAME,
+    MAX_CLUSTER_MESSAGE_BYTES,
+    TO_INSTANCE,
+    ClusterReply,
+    ClusterRequest,
+    encode,
+    failure,
+    seq_of,
+)
+from kvstrata.rpc.zmq_curve import KeyKind
+from kvstrata.rpc.zmq_server import Address, ZmqServer
+
+MAX_LATER = 512
+"""Requests that are answered later: polls that wait, pages of lists, operations, and MACs for peers."""
+
+Handler = Callable[[Any], ClusterReply | Coroutine[Any, Any, ClusterReply]]
+"""Gets one request; returns its answer, or a coroutine that makes it. Raises KvstrataError."""
+
+
+class ControlPort(Numbers):
+    """One port. Belongs to the event loop."""
+
+    refused = counter(
+        "Requests of peers, controllers and gateways that were refused.", name="refused_requests"
+    )
+    later = gauge(
+        "Requests that are answered later: polls that wait, lists, operations.",
+        lambda self: len(self._later),
+        name="open_requests",
+    )
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        epoch: int,
+        kinds_of: Callable[[str], Collection[KeyKind]] = lambda key: tuple(KeyKind),
+    ) -> None:
+        """`epoch`: of this process. `kinds_of` says what a client's public key is; by default every kind."""
+        self.server = ZmqServer(loop, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
+        self._epoch = epoch
+        self._kinds_of = kinds_of
+        self._served: dict[type[ClusterRequest], tuple[frozenset[KeyKind], Handler]] = {}
+        self._later: set[asyncio.Task[None]] = set()
+        self._log = EventLog("control")
+
+    def serve(self, kinds: Collection[KeyKind], handlers: Mapping[type[ClusterRequest], Handler]) -> None:
+        """Answer these requests from now on, to keys of these kinds."""
+        for request, handler in handlers.items():
+            self._served[request] = frozenset(kinds), handler
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self.server.start(self._on_frame, self._on_frame_count)
+
+    async def close(self) -> None:
+        """Stop answering, and wait until no request is under way. Idempotent."""
+        self.server.close()
+        for task in self._later:
+            task.cancel()
+        await asyncio.gather(*self._later, return_exceptions=True)
+
+    def numbers(self) -> list[Numbers]:
+        """The parts that count."""
+        return [self, self.server]
+
+    def _on_frame(self, address: Address, frame: bytes) -> None:
+        try:
+            request = TO_INSTANCE.decode(frame)
+        except BAD_FRAME as error:
+            self._refuse(address, seq_of(frame), BadRequest(f"invalid message to an instance: {error}"))
+            return
+        try:
+            answer = self._handler(request, address.key)(request)
+        except KvstrataError as error:
+            self._refuse(address, request.seq, error)
+            return
+        if isinstance(answer, ClusterReply):
+            self.server.send(address, encode(answer))
+            return
+        task = asyncio.create_task(
+            self._answer(address, request.seq, answer), name=f"control-{type(request).__name__}"
+        )
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
+
+    def _handler(self, request: ClusterRequest, key: str) -> Handler:
+        kinds, handler = self._served.get(type(request), (frozenset(), None))
+        if handler is None:
+            raise BadRequest(f"this instance serves no {type(request).__name__}")
+        ours = self._kinds_of(key)
+        if kinds.isdisjoint(ours):
+            raise NotPermitted(
+                f"{type(request).__name__} is for a key of kind {' or '.join(sorted(kinds))}; the key of this "
+                f"connection is of kind {' and '.join(sorted(ours)) or 'none'} (kvstrata cluster init)"
+            )
+        if len(self._later) >= MAX_LATER:
+            raise Refused(f"{MAX_LATER} requests are under way here; ask again", retry_after_s=0.1)
+        return handler
+
+    async def _answer(self, address: Address, seq: int, answer: Coroutine[Any, Any, ClusterReply]) -> None:
+        try:
+            self.server.send(address, encode(await answer))
+        except KvstrataError as error:
+            self._refuse(address, seq, error)
+        except Exception as error:
+            # The RPC boundary: our own mistake in one request is answered and logged, and affects only its sender.
+            self._log.error("request_failed", error=repr(error))
+            self._refuse(address, seq, InternalError("the instance failed to answer; see its log"))
+
+    def _refuse(self, address: Address, seq: int, error: KvstrataError) -> None:
+        self.refused += 1
+        self.server.send(address, encode(failure(seq, self._epoch, error)))
+
+    def _on_frame_count(self, address: Address, count: int) -> bytes:
+        self.refused += 1
+        return encode(failure(0, self._epoch, BadRequest(f"a message must be one frame, found {count}")))
