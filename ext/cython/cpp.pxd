@@ -467,8 +467,8 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         Status row_quiesced(uint32_t) noexcept
         size_t peek(const uint8_t*, size_t, size_t) noexcept
         size_t peek_windows(const uint8_t*, size_t, U32Span) noexcept
-        Status lease(const uint8_t*, size_t, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*, cbool) noexcept
-        Status lease_chain(CChainKeys&, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*) noexcept
+        Status lease(const uint8_t*, size_t, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*, cbool, size_t) noexcept
+        Status lease_chain(CChainKeys&, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*, size_t) noexcept
         cbool release(uint64_t, int64_t) noexcept
         size_t leases_to_end(U64Span, uint64_t) noexcept
         Status verify(const uint8_t*, size_t, uint64_t*, uint64_t*) noexcept

@@ -191,13 +191,16 @@ class CacheEngine:
             not_taken.add(StoreOutcome.IN_FLIGHT)
             time.sleep(AGAIN_S)
 
-    def lookup(self, tokens: Sequence[int], salt: str = "", deadline_ms: int = 10_000) -> LookupCall:
-        """Begin a lookup of a prompt."""
+    def lookup(
+        self, tokens: Sequence[int], salt: str = "", deadline_ms: int = 10_000, **more: Any
+    ) -> LookupCall:
+        """Begin a lookup of a prompt. `more`: see `CacheClient.lookup`."""
         return self.client.lookup(
             self.identity(salt),
             self.hasher(tokens, salt),
             request_id=f"request-{next(self._requests)}",
             deadline_ms=deadline_ms,
+            **more,
         )
 
     def looked_up(self, tokens: Sequence[int], salt: str = "", again_s: float = SILENCE_S) -> LookupResult:

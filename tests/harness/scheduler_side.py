@@ -119,9 +119,10 @@ class FakeClient:
     def present(self, chunks):
         return [key not in self.evicted for _, key in chunks]
 
-    def lookup(self, identity, hasher, *, request_id, probe, deadline_ms, tails=(), traceparent=""):
+    def lookup(self, identity, hasher, *, tails=(), traceparent="", own_chunks=0, stores_late=False, **_):
         call = FakeCall(self, chunks_of(hasher))
         call.tails, call.traceparent = tails, traceparent
+        call.own_chunks, call.stores_late = own_chunks, stores_late
         self.calls.append(call)
         if self.answers:
             call.answer(self.hits)

@@ -31,11 +31,11 @@ def story(world: World, load: str) -> None:
     engine.client.prompt_tokens_s = prompt_work(0, CHUNKS * CHUNK_TOKENS) / COMPUTE_S
     world.sleep(5)  # a ping tells that
 
-    def served() -> int:
-        """How many chunks a lookup gets of the tier."""
+    def served(own_chunks: int = 0) -> int:
+        """How many chunks a lookup gets of the tier. `own_chunks`: so many are in the engine's own cache."""
         world.sleep(0.5)
         server.run(server.parts.clearing.clear("l1", None))
-        call = engine.lookup(tokens, deadline_ms=10_000)
+        call = engine.lookup(tokens, deadline_ms=10_000, own_chunks=own_chunks)
         world.run(lambda: call.done, "the lookup is answered")
         result = call.result
         if result.lease is not None:
@@ -48,8 +48,10 @@ def story(world: World, load: str) -> None:
     def takes(seconds: float) -> None:
         shelf.takes_s = lambda: seconds
 
-    takes(0.005)
+    takes(0.03)
     first = {served() for _ in range(LEAST_BATCHES + 4)}
+    if load == "auto":
+        assert not any(served(CHUNKS) for _ in range(20)), "what the engine has itself was loaded for it"
     takes(0.2)
     slow = [served() for _ in range(60)]
     takes(0.005)

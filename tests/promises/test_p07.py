@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
+
 from kvstrata.types import MissReason
 from tests.harness.cache_engine import prompt
 from tests.promises.caller import Caller, disturb, holds_nothing, prompts, relieve
@@ -63,6 +67,43 @@ def fits(caller: Caller, tokens: list[int]) -> None:
     if job is not None:
         assert world.wait(job.done.is_set, STORED_S), "a store that fits waits"
         assert set(job.outcomes) == {"stored"}, job.outcomes
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_hit_in_an_engines_own_cache_is_no_use_of_l1_if_that_engine_stores_late(late):
+    tell(lambda world: own_hits(world, late))
+
+
+def own_hits(world: World, late: bool) -> None:
+    server = world.server(l1={"eviction_policy": "LRU"})
+    engine = world.engine(server, block_bytes=BLOCK_BYTES)
+    world.run(lambda: engine.identity().ready, "the engine is ready")
+
+    seeds = itertools.count(2)
+
+    def store(seed: int) -> None:
+        blocks = engine.take_blocks(4)
+        assert blocks is not None
+        job = engine.begin_store(prompt(4, seed), blocks)
+        world.run(job.done.is_set, "the store ends")
+        engine.free_blocks(blocks)
+
+    def peek(seed: int) -> int:
+        return engine.client.peek(engine.identity(), engine.hasher(prompt(4, seed)))
+
+    def look_up() -> None:
+        call = engine.lookup(prompt(4, 0), own_chunks=4, stores_late=late)
+        world.run(lambda: call.done, "the lookup is answered")
+        assert call.result.lease is not None and call.result.n_chunks == 4
+        engine.client.release([call.result.lease], group=True)
+
+    store(0)
+    store(1)
+    while peek(0) == peek(1) == 4:  # until L1 is full
+        look_up()
+        world.run(lambda: not server.parts.pool.stats()["leased_bytes"], "the lease is given back")
+        store(next(seeds))
+    assert (peek(0) < 4) == late
 
 
 def accounts(world: World, server: Server, callers: list[Caller], stored: set[bytes]) -> None:

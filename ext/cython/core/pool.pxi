@@ -394,7 +394,8 @@ cdef class Pool:
         return self.pool.get().peek_windows(batch.data(), n_keys // each.size(), U32Span(each.data(), each.size()))
 
     def lease(
-        self, keys, size_t n_slices, rows, identity=b"", spans=(), cbool again=False, cbool unread=False
+        self, keys, size_t n_slices, rows, identity=b"", spans=(), cbool again=False, cbool unread=False,
+        size_t own_chunks=0
     ):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
@@ -407,12 +408,12 @@ cdef class Pool:
         with nogil:
             status = self.pool.get().lease(
                 batch.data(), n_keys, U32Span(each.data(), each.size()), U32Span(numbers.data(), numbers.size()),
-                wanted, again, &result, unread
+                wanted, again, &result, unread, own_chunks
             )
         raise_for(status, POOL)
         return result.ticket, result.n_chunks, _packed(result.extents), result.unverified, result.short_bytes
 
-    def lease_chain(self, root, chain, slices, rows, spans, size_t max_keys, cbool again=False):
+    def lease_chain(self, root, chain, slices, rows, spans, size_t max_keys, cbool again=False, size_t own_chunks=0):
         cdef BorrowedBuffer chain_batch, slice_batch
         cdef size_t n_chunks = borrow(chain_batch, chain, KEY_BYTES, "chain")
         cdef size_t n_slices = borrow(slice_batch, slices, KEY_BYTES, "slices")
@@ -430,7 +431,7 @@ cdef class Pool:
         with nogil:
             status = self.pool.get().lease_chain(
                 dereference(keys), U32Span(each.data(), each.size()), U32Span(numbers.data(), numbers.size()),
-                identity.data(), again, &result
+                identity.data(), again, &result, own_chunks
             )
         raise_for(status, POOL)
         if result.exceeded:

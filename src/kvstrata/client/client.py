@@ -241,6 +241,8 @@ class CacheClient:
         deadline_ms: int | None = None,
         tails: Sequence[wire.TailSet] = (),
         traceparent: str = "",
+        own_chunks: int = 0,
+        stores_late: bool = False,
     ) -> LookupCall:
         """Ask how many leading chunks are present, and lease them for the whole engine group. Never blocks.
 
@@ -248,9 +250,12 @@ class CacheClient:
         group; each ends its share by a load or by `release`.  Until the lease is claimed (`LookupCall.claim`) or a load
         of this process begins under it, the server may revoke it: claim it before you promise its chunks to anybody.
         One of `tails` may follow the chunks: the first that is present of those behind the last chunk that is.
+        The engine's own cache has the first `own_chunks` chunks; with `stores_late` that hit is no use of L1's copies.
         Raises ValueError if `chain` is not a whole number of keys.
         """
-        return self.lookups.begin(identity, chain, request_id, probe, deadline_ms, tails, traceparent)
+        return self.lookups.begin(
+            identity, chain, request_id, probe, deadline_ms, tails, traceparent, own_chunks, stores_late
+        )
 
     def missed(
         self, identity: Identity, chain: bytes | ChunkHasher, *, request_id: str, probe: bytes = b""

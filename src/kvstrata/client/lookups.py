@@ -71,6 +71,8 @@ class Lookups(msgspec.Struct, eq=False):
         deadline_ms: int | None,
         tails: Sequence[wire.TailSet] = (),
         traceparent: str = "",
+        own_chunks: int = 0,
+        stores_late: bool = False,
     ) -> LookupCall:
         """See `CacheClient.lookup`."""
         if isinstance(chain, ChunkHasher):
@@ -86,12 +88,11 @@ class Lookups(msgspec.Struct, eq=False):
             return call
         limit_ms = self._timeout_ms if deadline_ms is None else deadline_ms
         deadline_s = time.monotonic() + min(limit_ms, wire.MAX_DEADLINE_MS) / 1000
-        keys = chain[: wire.MAX_CHUNKS * KEY_BYTES]
-        self._link.post(
-            lambda: self._ask(
-                call, identity, keys, list(tails), request_id[:256], probe, traceparent, deadline_s
-            )
+        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain[: wire.MAX_CHUNKS * KEY_BYTES])]
+        asked = wire.Lookup(
+            0, 1, 0, request_id[:256], groups, probe, list(tails), traceparent, own_chunks, stores_late
         )
+        self._link.post(lambda: self._ask(call, identity, asked, deadline_s))
         return call
 
     def missed(self, identity: Identity, chain: bytes, absent: int, request_id: str, probe: bytes) -> None:
@@ -151,14 +152,11 @@ class Lookups(msgspec.Struct, eq=False):
         self,
         call: LookupCall,
         identity: Identity,
-        keys: bytes,
-        tails: list[wire.TailSet],
-        request_id: str,
-        probe: bytes,
-        traceparent: str,
+        asked: wire.Lookup,
         deadline_s: float,
         again: bool = False,
     ) -> None:
+        """Send `asked`, whose numbers and deadline are set when it is sent."""
         if call.done:
             return
 
@@ -168,15 +166,9 @@ class Lookups(msgspec.Struct, eq=False):
                 return None
             call.seq, call.epoch = seq, declared.epoch
             self.live[seq] = call
-            return wire.Lookup(
-                seq,
-                max(1, remaining_ms - LOOKUP_MARGIN_MS),
-                declared.identity_id,
-                request_id,
-                [wire.KeyGroup(wire.Rule.PREFIX, keys)],
-                probe,
-                tails,
-                traceparent,
+            left_ms = max(1, remaining_ms - LOOKUP_MARGIN_MS)
+            return msgspec.structs.replace(
+                asked, seq=seq, deadline_ms=left_ms, identity_id=declared.identity_id
             )
 
         def failed(error: KvstrataError) -> None:
@@ -184,7 +176,7 @@ class Lookups(msgspec.Struct, eq=False):
             if isinstance(error, UnknownIdentity) and not again:
                 self.live.pop(call.seq, None)
                 identity.declared = None
-                self._ask(call, identity, keys, tails, request_id, probe, traceparent, deadline_s, again=True)
+                self._ask(call, identity, asked, deadline_s, again=True)
                 return
             reason = MissReason.REFUSED
             if isinstance(error, Unavailable):
@@ -194,16 +186,15 @@ class Lookups(msgspec.Struct, eq=False):
             if call.finish(miss(reason)):
                 self._undo(call)
 
-        pending = Pending(Kind.ASK, message, partial(self._answered, call, keys, tails), failed, deadline_s)
+        pending = Pending(Kind.ASK, message, partial(self._answered, call, asked), failed, deadline_s)
         self._asking[call] = pending
         self._link.ask(pending)
 
-    def _answered(
-        self, call: LookupCall, keys: bytes, tails: Sequence[wire.TailSet], reply: wire.AnyReply
-    ) -> None:
+    def _answered(self, call: LookupCall, asked: wire.Lookup, reply: wire.AnyReply) -> None:
         del self._asking[call]
+        n_asked = len(asked.groups[0].keys) // KEY_BYTES
         n = reply.n_chunks if isinstance(reply, wire.LookupReply) else -1
-        if not isinstance(reply, wire.LookupReply) or not _sensible(reply, len(keys) // KEY_BYTES, tails):
+        if not isinstance(reply, wire.LookupReply) or not _sensible(reply, n_asked, asked.tails):
             log.error("invalid reply to a lookup, which counts as a miss: %.200r", reply)
             call.finish(miss(MissReason.REFUSED))
             self._undo(call)

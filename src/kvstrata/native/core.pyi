@@ -589,6 +589,7 @@ class Pool:
         spans: Sequence[int] = (),
         again: bool = False,
         unread: bool = False,
+        own_chunks: int = 0,
     ) -> tuple[int, int, bytes, int, int]:
         """(ticket, n_chunks, extents, unverified, short_bytes): pins the leading READY chunks for these rows.
 
@@ -597,6 +598,7 @@ class Pool:
         rest of the prefix.  `unverified` counts entries that `verify` must see before a longer answer is possible.
         Counts as a use of the chunks, but with `again` not as a return: the request leases them once more, or a peer.
         With `unread` UNVERIFIED chunks are leased like READY ones: no holder reads bytes by this lease.
+        The first `own_chunks` chunks are in a cache of the caller's, which serves them: no use of them is counted.
 
         `spans`: for each slice 0 if every leading chunk must be READY in it, or how many of the last leading chunks
         must be; other chunks of such a slice are not leased, and their extents are zero.  () means 0 for all.
@@ -613,6 +615,7 @@ class Pool:
         spans: Sequence[int],
         max_keys: int,
         again: bool = False,
+        own_chunks: int = 0,
     ) -> tuple[int, int, bytes, int, int, bytes] | None:
         """As `lease` of `storage_keys(root, chain, slices)` and identity `root`; the keys are derived here.
 

@@ -306,6 +306,10 @@ class Lookup(Request, frozen=True, tag="lookup"):
     tails: Annotated[list[TailSet], Meta(max_length=MAX_TAIL_SETS)] = []
     """Tails that may end the hit. Not for engines with slices that have a span."""
     traceparent: TraceParent = ""
+    own_chunks: Count = 0
+    """Leading chunks that the engine's own cache has: it computes and copies only those behind them."""
+    stores_late: bool = False
+    """The engine stores a chunk when its own cache is about to lose it, so hits there are no uses of L1's chunks."""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):

@@ -21,7 +21,10 @@ class Pool:
     def __init__(self):
         self.blocks = [SimpleNamespace(block_id=i, block_hash=None) for i in range(BLOCKS)]
         self.free = list(range(1, BLOCKS))
-        self.free_block_queue = self
+        self.free_block_queue, self.hash_block_size = self, BLOCK
+
+    def get_cached_block(self, block_hash, groups):
+        return [block for block in self.blocks if block.block_hash is block_hash] or None
 
     def iter_blocks_after(self, cursor):
         assert cursor is None
@@ -105,6 +108,21 @@ class World:
 
 def chunks(plan):
     return sum(len(store.chain) // 32 for store in plan.stores)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_lookup_tells_how_much_vllm_has_and_whether_its_hits_are_uses_of_l1(late):
+    client, pool = FakeClient(hits=8), Pool()
+    side = make_side(client, store_late=lambda: late, step_tokens=CHUNK, pins=BlockPins(lambda: pool))
+    request = make_request(6 * CHUNK)
+    cached = pool.take(2 * CHUNK // BLOCK + 1)
+    request.block_hashes = [pool.blocks[block].block_hash for block in cached] + [
+        object() for _ in range((6 * CHUNK) // BLOCK - len(cached))
+    ]
+    side.on_new_request(request)
+    client.revoke(client.calls[-1])  # looked up anew when vLLM asks, which tells what it has
+    assert ask(side, request, 5 * CHUNK + 1) == (CHUNK - 2, False)
+    assert [(call.own_chunks, call.stores_late) for call in client.calls] == [(2, late), (5, late)]
 
 
 def test_a_chunk_is_stored_when_its_blocks_come_near_the_head_and_only_once():

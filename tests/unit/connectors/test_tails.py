@@ -72,7 +72,7 @@ class Client(FakeClient):
     def present(self, chunks):
         return [key in self.tails for _, key in chunks]
 
-    def lookup(self, identity, chain, *, request_id, probe, deadline_ms, tails=(), traceparent=""):
+    def lookup(self, identity, chain, *, request_id, probe, deadline_ms, tails=(), **_):
         call = Call(self, len(keys_of(chain)))
         call.tails = list(tails)
         self.calls.append(call)

@@ -124,7 +124,8 @@ bool is_needed(std::uint32_t span, std::size_t chunk, std::size_t n_chunks) noex
 }  // namespace
 
 void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const RowMask& holders,
-                  const std::uint8_t* identity, bool again, bool unread, LeaseResult* result) {
+                  const std::uint8_t* identity, bool again, bool unread, std::size_t own_chunks,
+                  LeaseResult* result) {
   const std::size_t n_slices = spans.size();
   IndexView& index = entries.index;
   EntryLocal* const local = entries.local;
@@ -201,12 +202,16 @@ void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const Ro
       RowBits present = rows.rows_of(entry);
       present |= bits;
       rows.set_rows(entry, present);
-      touch(entry, again);
+      if (chunk >= own_chunks) {
+        touch(entry, again);
+      } else {
+        lease.unused += 1;
+      }
       result->extents[chunk * n_slices + slice] = entries.extent_record(entry);
       lease.entries.push_back(entry);
     }
   }
-  for (std::size_t slice = 0; slice < n_slices; ++slice) {
+  for (std::size_t slice = 0; slice < n_slices && own_chunks == 0; ++slice) {
     if (windows && !is_needed(spans[slice], 0, n_chunks)) continue;
     departures.family.each_ancestor(sought.at(0, slice),
                                     [&](std::uint32_t up) { touch(up, again); });
@@ -306,7 +311,8 @@ void Leases::end(Iterator lease) {
       leased_bytes -= entries.extent_bytes(entry);
       rows.set_rows(entry, rows.old_rows_of(entry));
     }
-    entries.change_blockers(entry, true, [](EntryLocal& changed) { changed.leases -= 1; });
+    entries.change_blockers(entry, i >= lease->second.unused,
+                            [](EntryLocal& changed) { changed.leases -= 1; });
     if (local[entry].leases == 0) departures.settle(entry);
   }
   items -= leased.size();

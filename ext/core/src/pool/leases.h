@@ -112,6 +112,7 @@ struct Leases {
   struct Lease {
     RowMask rows;
     std::vector<std::uint32_t> entries;
+    std::size_t unused = 0;  // the first ones, by whose lease they are not used
   };
   using Iterator = std::unordered_map<std::uint64_t, Lease>::iterator;
 
@@ -127,9 +128,10 @@ struct Leases {
   // whose span is not 0, only the last `span` of these chunks must be READY and are leased (see
   // index.h), and the extents of the others are zero. An entry of another identity (any if
   // nullptr) counts as absent. REQUIRES: spans.size() is `sought.n_slices()`, and some row is set.
-  // `again`, `unread`: see Pool::lease.
+  // `again`, `unread`, `own_chunks`: see Pool::lease.
   void take(Sought& sought, std::span<const std::uint32_t> spans, const RowMask& holders,
-            const std::uint8_t* identity, bool again, bool unread, LeaseResult* result);
+            const std::uint8_t* identity, bool again, bool unread, std::size_t own_chunks,
+            LeaseResult* result);
   // Ends one row's share, or the lease with row < 0. False when the ticket has no such share.
   bool release(std::uint64_t ticket, std::int64_t row);
   void end_row(std::uint32_t row);

@@ -336,7 +336,7 @@ std::size_t Pool::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
 Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
                    std::span<const std::uint32_t> spans, std::span<const std::uint32_t> rows,
                    const std::uint8_t* identity, bool again, LeaseResult* result,
-                   bool unread) noexcept {
+                   bool unread, std::size_t own_chunks) noexcept {
   if (spans.empty() || n_keys % spans.size() != 0) {
     return Status(StatusCode::kBadArgument, "keys: their count must be a multiple of n_slices",
                   static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(spans.size()));
@@ -349,13 +349,13 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
   begin_request(sampled, again ? 0 : n_keys / spans.size(), spans);
   Sought sought(entries_, keys, n_keys, spans.size());
-  leases_.take(sought, spans, holders, identity, again, unread, result);
+  leases_.take(sought, spans, holders, identity, again, unread, own_chunks, result);
   return Status();
 }
 
 Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
                          std::span<const std::uint32_t> rows, const std::uint8_t* identity,
-                         bool again, LeaseResult* result) noexcept {
+                         bool again, LeaseResult* result, std::size_t own_chunks) noexcept {
   if (spans.empty() || spans.size() != keys.n_slices()) {
     return Status(StatusCode::kBadArgument, "spans: one for each of one or more slices",
                   static_cast<std::int64_t>(spans.size()));
@@ -375,7 +375,7 @@ Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
   begin_request(sampled, again || n_whole == 0 ? 0 : keys.n_chunks(), spans);
   Sought sought(entries_, keys);
-  leases_.take(sought, spans, holders, identity, again, false, result);
+  leases_.take(sought, spans, holders, identity, again, false, own_chunks, result);
   return Status();
 }
 

@@ -189,19 +189,21 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // (see Leases::take). Here and below `identity` is the root of the identity for which the caller
   // asks, 32 bytes, or nullptr for any: entries of another identity count as absent. `again`: not
   // the first lease of a request; the policy does not take it for a return. `unread`: the rows read
-  // none of the bytes by this lease, so UNVERIFIED entries are leased, too.
+  // none of the bytes by this lease, so UNVERIFIED entries are leased, too. `own_chunks`: so many
+  // leading chunks are in a cache of the caller's, which serves them; leasing them is no use of them.
   [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys,
                              std::span<const std::uint32_t> spans,
                              std::span<const std::uint32_t> rows, const std::uint8_t* identity,
-                             bool again, LeaseResult* result, bool unread = false) noexcept;
+                             bool again, LeaseResult* result, bool unread = false,
+                             std::size_t own_chunks = 0) noexcept;
   // The same for the keys of a prompt, which are derived here, those of slices with a span only as
   // far as the answer needs them. With `result->exceeded` nothing was leased, since that would take
   // more keys than `keys` may derive. The lock is held for the lease, not for the derivation of
   // keys of slices without a span.
   [[nodiscard]] Status lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
                                    std::span<const std::uint32_t> rows,
-                                   const std::uint8_t* identity, bool again,
-                                   LeaseResult* result) noexcept;
+                                   const std::uint8_t* identity, bool again, LeaseResult* result,
+                                   std::size_t own_chunks = 0) noexcept;
   // Ends one row's share, or all with row < 0. False when the ticket has no such share (any more).
   bool release(std::uint64_t ticket, std::int64_t row) noexcept;
   // How many of these leases, in this order, would have to end before `need_bytes` more can be

@@ -62,6 +62,28 @@ TEST(leases_end_in_order_until_their_bytes_are_enough) {
   CHECK_OK(f.pool->validate());
 }
 
+TEST(chunks_that_the_caller_has_itself_are_leased_and_not_used) {
+  // Of three prompts, the first one's lease finds so many of its three chunks in the caller's cache.
+  for (const std::size_t own_chunks : {0, 2, 3, 1000}) {
+    Fixture f(9, "LRU");
+    const std::uint32_t a = f.row(1);
+    const auto leased = chain(1, 3), second = chain(2, 3);
+    f.store(leased);
+    f.store(second);
+    f.store(chain(3, 3));
+    const auto lease = f.lease(leased, {a}, nullptr, {0}, own_chunks);
+    CHECK_EQ(lease.n_chunks, 3);
+    f.store(chain(4, 1));  // the oldest chunks are leased, so the second prompt loses one
+    CHECK_EQ(f.peek(leased), 3);
+    CHECK_EQ(f.peek(second), 2);
+    CHECK(f.pool->release(lease.ticket, -1));
+    f.store(chain(5, 1));
+    CHECK_EQ(f.peek(leased), own_chunks < 3 ? 3 : 2);
+    CHECK_EQ(f.peek(second), own_chunks < 3 ? 1 : 2);
+    CHECK_OK(f.pool->validate());
+  }
+}
+
 TEST(a_search_among_many_leases_on_the_same_chunks_ends_and_goes_on_next_time) {
   Fixture f(2'100, "LRU", 2'100);
   const std::uint32_t a = f.row(1);

@@ -128,10 +128,11 @@ struct Fixture {
     return pool->peek(packed(keys).data(), keys.size(), 1);
   }
   LeaseResult lease(const std::vector<Key>& keys, std::vector<std::uint32_t> rows,
-                    const std::uint8_t* identity = nullptr,
-                    std::vector<std::uint32_t> spans = {0}) {
+                    const std::uint8_t* identity = nullptr, std::vector<std::uint32_t> spans = {0},
+                    std::size_t own_chunks = 0) {
     LeaseResult result;
-    CHECK_OK(pool->lease(packed(keys).data(), keys.size(), spans, rows, identity, false, &result));
+    CHECK_OK(pool->lease(packed(keys).data(), keys.size(), spans, rows, identity, false, &result,
+                         false, own_chunks));
     return result;
   }
   void adopt() {

@@ -395,6 +395,9 @@ class LookupTable:
             self._client.missed(identity, chain, request_id=tracked.request.request_id, probe=hasher.probe)
             self._missed(tracked, MissReason.NOT_IN_L1)
             return
+        own_tokens = tracked.computed_tokens
+        if tracked.asked_s < 0 and len(self._engine.groups) == 1:
+            own_tokens = self._engine.pins.cached_tokens(tracked.request, self._engine.groups[0].number)
         tracked.call = self._client.lookup(
             identity,
             chain,
@@ -403,6 +406,8 @@ class LookupTable:
             deadline_ms=self._timeout_ms,
             tails=tails,
             traceparent=tracked.traceparent,
+            own_chunks=own_tokens // self._engine.chunk_tokens,
+            stores_late=self._engine.store_late is not None and self._engine.store_late(),
         )
         tracked.tails_asked = [asked.chunk for asked in tails]
         tracked.state = LookupState.ASKED

@@ -126,6 +126,8 @@ class Asked(NamedTuple):
     """Filled when it is known which chunks are loaded."""
     trace: Span | None
     """Its span, if it is traced."""
+    unused: int
+    """Leading chunks of which this lookup is no use."""
 
 
 class Answered(NamedTuple):
@@ -150,12 +152,19 @@ def _lease(pool: Pool, asked: Asked, rows: list[int], again: bool) -> Granted:
     keys, tails, n_chunks = asked.keys, asked.tails, asked.n_chunks
     of_chunks = keys.derive()
     if tails is None:
-        return Granted(*pool.lease(of_chunks, keys.n_slices, rows, keys.root, keys.spans, again), rows)
+        return Granted(
+            *pool.lease(
+                of_chunks, keys.n_slices, rows, keys.root, keys.spans, again, own_chunks=asked.unused
+            ),
+            rows,
+        )
 
     def take(all_keys: bytes, again: bool) -> Granted:
         if not all_keys:
             return NOTHING
-        return Granted(*pool.lease(all_keys, keys.n_slices, rows, keys.root, again=again), rows)
+        return Granted(
+            *pool.lease(all_keys, keys.n_slices, rows, keys.root, again=again, own_chunks=asked.unused), rows
+        )
 
     # Most hits have all chunks that they ask for, so the tail behind the last one is tried at once.
     wanted = next(tails.after(n_chunks), None)
@@ -237,6 +246,7 @@ class Lookups:
             None if spans else tails, now_s,
             now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S, [],
             self._tracer.begin(request.traceparent) if self._tracer else None,
+            request.own_chunks if request.stores_late else 0,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
@@ -256,7 +266,7 @@ class Lookups:
             too_many = asked.n_chunks * keys.n_slices > KEYS_ON_LOOP
             return None if too_many else _lease(self._pool, asked, rows, again)
         leased = self._pool.lease_chain(
-            keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP, again
+            keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP, again, asked.unused
         )
         if leased is None:
             return None
@@ -284,7 +294,9 @@ class Lookups:
             granted = await self._lease_on_lane(asked, rows)
         except Refused:
             few = part(keys.chain, 0, KEYS_ON_LOOP // keys.n_slices)
-            leased = self._pool.lease_chain(keys.root, few, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
+            leased = self._pool.lease_chain(
+                keys.root, few, keys.slices, rows, keys.spans, KEYS_ON_LOOP, own_chunks=asked.unused
+            )
             granted = NOTHING if leased is None else Granted(*leased[:5], rows)
             detail = "too many long lookups wait; this one got what can be leased at once"
             return self._outcome(asked, granted, granted.n_chunks, MissReason.REFUSED, detail)
@@ -384,12 +396,21 @@ class Lookups:
         return found >= 0
 
     def _compute_s(self, asked: Asked, before: int) -> Callable[[int, int], float] | None:
-        """Tells how long the engine computes a range of the chunks behind `before`; None: all is loaded."""
+        """Tells how long the engine computes a range of the chunks behind `before`, without what its own cache has.
+
+        None: all is loaded.
+        """
         group = asked.process.group
         size, tokens_s = group.layout.chunk_tokens, group.prompt_tokens_s
         if not (self._auto and tokens_s):
             return None
-        return lambda first, end: prompt_work((before + first) * size, (before + end) * size) / tokens_s
+        own = asked.request.own_chunks
+
+        def compute_s(first: int, end: int) -> float:
+            work = prompt_work(max(before + first, own) * size, max(before + end, own) * size)
+            return work / tokens_s
+
+        return compute_s
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
         """Wait for work on a lane, at most until the deadline; the work goes on after that."""

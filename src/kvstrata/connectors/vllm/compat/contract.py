@@ -16,7 +16,7 @@ TESTED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.forward_context.ForwardContext": ("attn_metadata", "cudagraph_runtime_mode"),
-    "vllm.v1.core.block_pool.BlockPool": ("free_blocks", "touch"),
+    "vllm.v1.core.block_pool.BlockPool": ("free_blocks", "get_cached_block", "touch"),
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": ("iter_blocks_after",),
     "vllm.v1.core.sched.output.SchedulerOutput": (
         "finished_req_ids",
