@@ -335,8 +335,8 @@ std::size_t Pool::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
 
 Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
                    std::span<const std::uint32_t> spans, std::span<const std::uint32_t> rows,
-                   const std::uint8_t* identity, bool again, LeaseResult* result,
-                   bool unread, std::size_t own_chunks) noexcept {
+                   const std::uint8_t* identity, bool again, LeaseResult* result, bool unread,
+                   std::size_t own_chunks) noexcept {
   if (spans.empty() || n_keys % spans.size() != 0) {
     return Status(StatusCode::kBadArgument, "keys: their count must be a multiple of n_slices",
                   static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(spans.size()));

@@ -190,7 +190,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // asks, 32 bytes, or nullptr for any: entries of another identity count as absent. `again`: not
   // the first lease of a request; the policy does not take it for a return. `unread`: the rows read
   // none of the bytes by this lease, so UNVERIFIED entries are leased, too. `own_chunks`: so many
-  // leading chunks are in a cache of the caller's, which serves them; leasing them is no use of them.
+  // leading chunks are in a cache of the caller's, which serves them; leasing them is no use of
+  // them.
   [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys,
                              std::span<const std::uint32_t> spans,
                              std::span<const std::uint32_t> rows, const std::uint8_t* identity,

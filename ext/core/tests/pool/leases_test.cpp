@@ -63,7 +63,8 @@ TEST(leases_end_in_order_until_their_bytes_are_enough) {
 }
 
 TEST(chunks_that_the_caller_has_itself_are_leased_and_not_used) {
-  // Of three prompts, the first one's lease finds so many of its three chunks in the caller's cache.
+  // Of three prompts, the first one's lease finds so many of its three chunks in the caller's
+  // cache.
   for (const std::size_t own_chunks : {0, 2, 3, 1000}) {
     Fixture f(9, "LRU");
     const std::uint32_t a = f.row(1);
