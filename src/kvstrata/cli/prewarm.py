@@ -77,8 +77,8 @@ def prewarmed(given: argparse.Namespace, server: Callable[..., Any]) -> dict[str
     tokens = report["affordable_tokens"] if given.engine else 0
     if tokens and (left_s := ends_s - time.monotonic()) > 0:
         more: dict[str, Any] = {"cache_salt": given.salt} if given.salt else {}
-        if given.tenant:
-            more["kv_transfer_params"] = {"kvstrata.tenant": given.tenant}
+        params = {"kvstrata.tenant": given.tenant} if given.tenant else {}
+        more["kv_transfer_params"] = {"kvstrata.store": "commit", **params}
         more |= {"prompt": body["tokens"][:tokens], "max_tokens": 1}
         try:
             asked_engine(given, "/v1/completions", more, left_s)

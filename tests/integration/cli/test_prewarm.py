@@ -114,7 +114,15 @@ def test_a_prompt_is_computed_by_the_engine_and_later_loaded_from_the_disk(clien
     assert 0 < computed["phases"]["compute"] < computed["seconds"]
     assert engine.asked == [
         ("/tokenize", {"prompt": "You are an assistant."}),
-        ("/v1/completions", {"prompt": TOKENS, "max_tokens": 1, "cache_salt": "x"}),
+        (
+            "/v1/completions",
+            {
+                "prompt": TOKENS,
+                "max_tokens": 1,
+                "cache_salt": "x",
+                "kv_transfer_params": {"kvstrata.store": "commit"},
+            },
+        ),
     ]
     until_stored(client)
     clear_l1(client)

@@ -393,3 +393,16 @@ def test_chunks_recorded_before_a_switch_are_stored_late_and_those_after_it_at_o
     world.exhaust(left=4)
     request, plan = world.start(2 * CHUNK, first=500)
     assert [store.request_id for store in plan.stores] == [request.request_id, ""] and chunks(plan) == 4
+
+
+def test_a_request_may_be_stored_at_once_and_an_odd_wish_has_no_effect():
+    world = World()
+    for store, chunks_stored in (("commit", 2), ("late", 0), (["commit"], 0), (10**400, 0), ({}, 0)):
+        request = make_request(2 * CHUNK, kv_transfer_params={"kvstrata.store": store})
+        request.all_token_ids[0] = 10_000 + len(world.tables)
+        world.side.on_new_request(request)
+        assert ask(world.side, request)[0] == 0
+        world.tables[request.request_id] = world.pool.take(2 * CHUNK // BLOCK)
+        plan = world.step([(request, 0, 2 * CHUNK)])
+        assert chunks(plan) == chunks_stored
+        world.outcome(plan)

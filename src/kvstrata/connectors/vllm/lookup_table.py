@@ -167,6 +167,8 @@ SKIP_LOAD = "lmcache.skip_load"
 """True in a request's `kv_transfer_params`: nothing is loaded for it, and what it computes is stored."""
 MAX_LOAD = "max_load_tokens"
 """vLLM's own key there: so many tokens are loaded at most beyond those that vLLM has."""
+STORE = "kvstrata.store"
+"""`commit` there: what the request computes is stored at once, also in an engine that stores late."""
 _thinning = Thinning()
 
 
@@ -215,6 +217,8 @@ class Tracked(msgspec.Struct, eq=False):
     """Block id → chunk of the last load, to find the chunks of blocks that failed."""
     load_tokens: int = 0
     """Maximum number of tokens that are loaded for the request; 0: any."""
+    stores_at_once: bool = False
+    """The request asks for that; see STORE."""
     no_load: bool = False
     """The request asks for no load, or a load of it failed: the rest of it is computed."""
     next_store: int = 0
@@ -249,16 +253,22 @@ class Tracked(msgspec.Struct, eq=False):
         self.traceparent = traceparent if len(traceparent) == TRACEPARENT_CHARS else ""
         params = self.request.kv_transfer_params
         params = params if isinstance(params, dict) else {}
-        most = params.get(MAX_LOAD)
+        most, store = params.get(MAX_LOAD), params.get(STORE)
         if type(most) is int and most >= 0:
             self.load_tokens = most
         elif most is not None:
-            _thinning.log(
-                logger, logging.WARNING, MAX_LOAD,
-                "request %r: kv_transfer_params[%r] has no effect: it must be an integer of 0 or more, found %.80r",
-                self.request.request_id, MAX_LOAD, most,
-            )  # fmt: skip
+            self._ignored(MAX_LOAD, "an integer of 0 or more", most)
+        self.stores_at_once = store == "commit"
+        if store is not None and not self.stores_at_once:
+            self._ignored(STORE, "`commit`", store)
         self.no_load = is_on(params.get(SKIP_LOAD)) or most == 0
+
+    def _ignored(self, name: str, must: str, found: Any) -> None:
+        _thinning.log(
+            logger, logging.WARNING, name,
+            "request %r: kv_transfer_params[%r] has no effect: it must be %s, found %.80r",
+            self.request.request_id, name, must, found,
+        )  # fmt: skip
 
 
 class LookupTable:

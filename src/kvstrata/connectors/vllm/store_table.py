@@ -254,7 +254,7 @@ class StoreTable:
     def plan(self, output: Any, plan: StepPlan) -> None:
         """Add the stores of the step that vLLM's SchedulerOutput describes."""
         # Whether a record may be looked at follows from no report of workers, so records wait for any load.
-        waits = self.must_wait or (self._records is not None and bool(self._unconfirmed))
+        waits = self.must_wait or (bool(self._unconfirmed) and self._is_late)
         if not self.must_wait:
             plan.stores, self.of_finished = self.of_finished, []
         scheduled, computed = output.num_scheduled_tokens, computed_before(output)
@@ -289,9 +289,12 @@ class StoreTable:
             self._plan_late(self._late, sum(scheduled.values()), plan)
 
     @property
-    def _records(self) -> LateStores | None:
-        """Where chunks that are complete now are recorded; None while they are stored at once."""
-        return self._late if self._store_late is not None and self._store_late() else None
+    def _is_late(self) -> bool:
+        return self._store_late is not None and self._store_late()
+
+    def _records(self, tracked: Tracked) -> LateStores | None:
+        """Where a request's chunks that are complete now are recorded; None while they are stored at once."""
+        return self._late if self._is_late and not tracked.stores_at_once else None
 
     def overtaken(self) -> set[int]:
         """Late stores whose blocks vLLM has reused since the last plan."""
@@ -318,7 +321,7 @@ class StoreTable:
     def took_hit(self, tracked: Tracked, n_chunks: int, tokens: int) -> None:
         """vLLM has allocated blocks for a request of which L1 had so many chunks, and tokens with a tail."""
         tracked.windows_next = max(tracked.windows_next, n_chunks)
-        if self._records is None:  # late stores record such chunks too
+        if self._records(tracked) is None:  # late stores record such chunks too
             tracked.next_store = max(tracked.next_store, n_chunks)
             tracked.tail_end = max(tracked.tail_end, tokens)
 
@@ -363,7 +366,7 @@ class StoreTable:
         request = tracked.request
         # The last token was sampled, not computed.
         end = self._complete_tokens(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
-        if tracked.deferred or self._lookahead_tokens or self._records is not None:
+        if tracked.deferred or self._lookahead_tokens or self._records(tracked) is not None:
             # The token behind the last chunk may have been sampled only now.
             chunks = self._complete_chunks(tracked, request.num_computed_tokens)
             self._add_stores(tracked, tables, chunks, self.of_finished)
@@ -414,7 +417,7 @@ class StoreTable:
         assert tracked.hasher is not None
         last = min(chunks, tracked.hasher.n_chunks)
         first = tracked.next_store
-        if (late := self._records) is not None:
+        if (late := self._records(tracked)) is not None:
             late.record(tracked, tables[0], last, confirmed=not self._unconfirmed)
         elif last > first:
             for group in self._whole:
@@ -453,7 +456,7 @@ class StoreTable:
         blocks = list(table[indices.start : indices.stop])
         if tracked.next_store < tail.chunk or len(blocks) * group.block_tokens < tail.tokens:
             return
-        late = self._records
+        late = self._records(tracked)
         if late is not None and not late.record_tail(tracked, tail, blocks, confirmed=not self._unconfirmed):
             return
         tracked.tail_end = tail.chunk * self._chunk_tokens + tail.tokens
