@@ -23,15 +23,7 @@ import uvloop
 
 from benchmarks.common import figure, median_spread, scratch, sized
 from benchmarks.hosted import ORDERS, BareProcess, Extents, keys_of, serve_bare
-from kvstrata.tiers.base import (
-    Ask,
-    LoadItem,
-    LoadStatus,
-    Presence,
-    PutItem,
-    PutStatus,
-    StorageAdapter,
-)
+from kvstrata.tiers.base import Ask, Item, Outcome, Presence, StorageAdapter
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
 
@@ -50,8 +42,9 @@ class Way:
 
     async def put(self, keys: list[bytes]) -> bool:
         """Put the sealed records; returns whether all are stored."""
-        items = [PutItem(key, self._extents.hold(i, key, for_put=True)) for i, key in enumerate(keys)]
-        return {outcome.status for outcome in await self._adapter.put(items)} == {PutStatus.STORED}
+        items = [Item(key, self._extents.hold(i, key, for_put=True)) for i, key in enumerate(keys)]
+        await self._adapter.put(items)
+        return {item.outcome for item in items} == {Outcome.STORED}
 
     async def exists(self, keys: list[bytes]) -> bool:
         """Whether all records are there."""
@@ -59,8 +52,9 @@ class Way:
 
     async def load(self, keys: list[bytes]) -> bool:
         """Load the records; returns whether all are sound."""
-        items = [LoadItem(key, self._extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
-        return {outcome.status for outcome in await self._adapter.load(items)} == {LoadStatus.LOADED}
+        items = [Item(key, self._extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
+        await self._adapter.load(items)
+        return {item.outcome for item in items} == {Outcome.LOADED}
 
     async def delete(self, keys: list[bytes]) -> bool:
         """Delete the records; returns whether all were there."""

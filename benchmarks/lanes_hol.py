@@ -36,7 +36,7 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.measure.l2 import Records, Work
 from kvstrata.native.core import Hold
-from kvstrata.tiers.base import Ask, Presence, PutItem, PutStatus
+from kvstrata.tiers.base import Ask, Item, Outcome, Presence
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import KEY_BYTES
@@ -131,9 +131,8 @@ class Burst(Work):
             numbers = range(caller, self._records.count, self._callers)
             for at in range(0, len(numbers), self._batch):
                 self._go_on()
-                items = [PutItem(self._records.keys[n], holds[n]) for n in numbers[at : at + self._batch]]
-                outcomes = await self._adapter.put(items)
-                self._all("put", [(o.status is PutStatus.STORED, o.status.name, o.reason) for o in outcomes])
+                items = [Item(self._records.keys[n], holds[n]) for n in numbers[at : at + self._batch]]
+                self._all("put", Outcome.STORED, await self._adapter.put(items))
 
         await _all_of([share(caller) for caller in range(self._callers)])
 

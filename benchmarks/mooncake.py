@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import ROOT, compared, median_spread, scratch, sized
 from benchmarks.hosted import ORDERS, BareProcess, Extents, keys_of, serve_bare
 from kvstrata.native.core import CopyOutcome, Verifier, names_of, record_bytes
-from kvstrata.tiers.base import Ask, LoadItem, LoadStatus, Presence, PutItem, PutStatus
+from kvstrata.tiers.base import Ask, Item, Outcome, Presence
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
 from kvstrata.tiers.media.mooncake.adapter import KEY_PREFIX, VERIFIERS
@@ -110,16 +110,16 @@ class Bench:
 
     async def ours(self, keys: list[bytes]) -> tuple[float, float]:
         """Return the seconds of a put and of a load by the adapter."""
-        puts = [PutItem(key, self.extents.hold(i, key, for_put=True)) for i, key in enumerate(keys)]
+        puts = [Item(key, self.extents.hold(i, key, for_put=True)) for i, key in enumerate(keys)]
         begun_s = time.perf_counter()
-        stored = await self.adapter.put(puts)
+        await self.adapter.put(puts)
         put_s = time.perf_counter() - begun_s
-        assert {outcome.status for outcome in stored} == {PutStatus.STORED}, stored
-        loads = [LoadItem(key, self.extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
+        assert {item.outcome for item in puts} == {Outcome.STORED}, puts
+        loads = [Item(key, self.extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
         begun_s = time.perf_counter()
-        loaded = await self.adapter.load(loads)
+        await self.adapter.load(loads)
         load_s = time.perf_counter() - begun_s
-        assert {outcome.status for outcome in loaded} == {LoadStatus.LOADED}, loaded
+        assert {item.outcome for item in loads} == {Outcome.LOADED}, loads
         assert await self.adapter.delete(b"".join(keys)) == len(keys)
         return put_s, load_s
 
@@ -157,7 +157,7 @@ class Bench:
             part = keys[begin : begin + ITEMS]
             self.extents.seal(part)
             holds = [self.extents.hold(i, key, for_put=True) for i, key in enumerate(part)]
-            await self.adapter.put([PutItem(key, hold) for key, hold in zip(part, holds, strict=True)])
+            await self.adapter.put([Item(key, hold) for key, hold in zip(part, holds, strict=True)])
         ask = functools.partial(self.process.ask, "exists")
         rounds = []
         for number in range(WARM_UP + EXISTS_ROUNDS):

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, sized
 from benchmarks.hosted import Extents, keys_of
 from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES
-from kvstrata.tiers.base import Ask, LoadItem, LoadStatus, PutItem, PutStatus
+from kvstrata.tiers.base import Ask, Item, Outcome
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
 from kvstrata.tiers.media.mooncake.adapter import KEY_PREFIX
@@ -111,17 +111,17 @@ class Adapter(Way):
         self.adapter = adapter
 
     async def put(self, keys: list[bytes]) -> None:
-        items = [PutItem(key, self.extents.hold(i % ITEMS, key, for_put=True)) for i, key in enumerate(keys)]
-        outcomes = await self.adapter.put(items)
-        assert {outcome.status for outcome in outcomes} == {PutStatus.STORED}, outcomes[:3]
+        items = [Item(key, self.extents.hold(i % ITEMS, key, for_put=True)) for i, key in enumerate(keys)]
+        await self.adapter.put(items)
+        assert {item.outcome for item in items} == {Outcome.STORED}, items[:3]
 
     async def exists(self, keys: list[bytes]) -> None:
         await self.adapter.exists(b"".join(keys), Ask())
 
     async def load(self, keys: list[bytes]) -> None:
-        items = [LoadItem(key, self.extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
-        outcomes = await self.adapter.load(items)
-        assert {outcome.status for outcome in outcomes} == {LoadStatus.LOADED}, outcomes[:3]
+        items = [Item(key, self.extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
+        await self.adapter.load(items)
+        assert {item.outcome for item in items} == {Outcome.LOADED}, items[:3]
 
 
 def names_of(keys: list[bytes]) -> list[str]:

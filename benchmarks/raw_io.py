@@ -16,15 +16,7 @@ from pathlib import Path
 from kvstrata.clock import SystemClock
 from kvstrata.measure.l2 import in_batches
 from kvstrata.native import core
-from kvstrata.tiers.base import (
-    AdapterContext,
-    Ask,
-    LoadItem,
-    LoadStatus,
-    PutItem,
-    PutStatus,
-    StorageAdapter,
-)
+from kvstrata.tiers.base import AdapterContext, Ask, Item, Outcome, StorageAdapter
 
 MB = 1 << 20
 HEADER_BYTES = 4096
@@ -172,8 +164,9 @@ async def put_s(adapter: StorageAdapter, extents: Extents, batch: int) -> float:
     """Return the seconds of putting all records. Raises RuntimeError when one is not stored."""
     started = time.perf_counter()
     for numbers in in_batches(extents.count, batch):
-        items = [PutItem(extents.keys[i], extents.hold(i)) for i in numbers]  # type: ignore[arg-type]
-        _all(await adapter.put(items), PutStatus.STORED)
+        items = [Item(extents.keys[i], extents.hold(i)) for i in numbers]  # type: ignore[arg-type]
+        await adapter.put(items)
+        _all(items, Outcome.STORED)
     return time.perf_counter() - started
 
 
@@ -181,15 +174,16 @@ async def load_s(adapter: StorageAdapter, extents: Extents, batch: int) -> float
     """Return the seconds of loading and verifying all records in place. Raises RuntimeError when one is not loaded."""
     started = time.perf_counter()
     for numbers in in_batches(extents.count, batch):
-        items = [LoadItem(extents.keys[i], extents.hold(i)) for i in numbers]  # type: ignore[arg-type]
-        _all(await adapter.load(items), LoadStatus.LOADED)
+        items = [Item(extents.keys[i], extents.hold(i)) for i in numbers]  # type: ignore[arg-type]
+        await adapter.load(items)
+        _all(items, Outcome.LOADED)
     return time.perf_counter() - started
 
 
-def _all(outcomes: Sequence[tuple[object, str]], wanted: object) -> None:
-    for status, reason in outcomes:
-        if status is not wanted:
-            raise RuntimeError(f"{status!r} ({reason}) instead of {wanted!r}")
+def _all(items: Sequence[Item], wanted: Outcome) -> None:
+    for item in items:
+        if item.outcome is not wanted:
+            raise RuntimeError(f"{item.outcome!r} ({item.reason}) instead of {wanted!r}")
 
 
 async def exists_s(adapter: StorageAdapter, keys: Sequence[bytes], repeats: int) -> list[float]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstrata.tiers.base import LoadItem, LoadOutcome, PutItem, PutOutcome
+from kvstrata.tiers.base import Item
 from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 
@@ -24,17 +24,17 @@ class ThrottledFs(FsAdapter):
         self._free_s = self._loads_free_s = 0.0
         """Time at which the medium has taken all bytes put so far, or has sent those loaded."""
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, items: Sequence[Item]) -> None:
         """Put as `fs` does, when the medium's rate allows it."""
         size = sum(item.hold.length for item in items)
         self._free_s = max(self._free_s, time.monotonic()) + size / self._bytes_per_s
         await asyncio.sleep(self._free_s - time.monotonic())
-        return await super().put(items)
+        await super().put(items)
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, items: Sequence[Item]) -> None:
         """Load as `fs` does, at the rate of loads."""
         if self._loads is not None:
             seconds = sum(item.hold.length for item in items) / (float(self._loads.read_text()) * 1e6)
             self._loads_free_s = max(self._loads_free_s, time.monotonic()) + seconds
             await asyncio.sleep(self._loads_free_s - time.monotonic())
-        return await super().load(items)
+        await super().load(items)

@@ -20,15 +20,7 @@ from typing import Any, NoReturn
 
 from kvstrata.errors import StorageError
 from kvstrata.process.keeper import PR_SET_PDEATHSIG
-from kvstrata.tiers.base import (
-    AdapterContext,
-    Ask,
-    LoadItem,
-    LoadOutcome,
-    PutItem,
-    PutOutcome,
-    PutStatus,
-)
+from kvstrata.tiers.base import AdapterContext, Ask, Item, Outcome
 from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 
@@ -89,7 +81,7 @@ class BadAdapter(FsAdapter):
 
     def __init__(self, base_path: str, orders: str) -> None:
         self._orders = Path(orders)
-        self._late: list[PutItem] = []
+        self._late: list[Item] = []
         self._obey("make")
         super().__init__(base_path, name="bad")
 
@@ -109,16 +101,18 @@ class BadAdapter(FsAdapter):
             self._late.clear()
         return await super().exists(keys, ask)
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, items: Sequence[Item]) -> None:
         if (self._orders / "put.late").exists():
             self._late += items
-            return [PutOutcome(PutStatus.FAILED, "late")] * len(items)
+            for item in items:
+                item.outcome, item.reason = Outcome.FAILED, "late"
+            return
         self._obey("put")
-        return await super().put(items)
+        await super().put(items)
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, items: Sequence[Item]) -> None:
         self._obey("load")
-        return await super().load(items)
+        await super().load(items)
 
     async def clear(self) -> int:
         self._obey("clear")

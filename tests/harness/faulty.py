@@ -9,15 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstrata.tiers.base import (
-    Ask,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
-    PutItem,
-    PutOutcome,
-    PutStatus,
-)
+from kvstrata.tiers.base import Ask, Item, Outcome
 from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 
@@ -77,32 +69,28 @@ class FaultyAdapter(FsAdapter):
             return ask.unknown(keys, "injected")
         return await super().exists(keys, ask)
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        self.asked["put"] += 1
+    async def put(self, items: Sequence[Item]) -> None:
         self.stored.update(item.key for item in items)
-        fault = await self._fault()
-        if fault in NOTHING_DONE:
-            for item in items:
-                item.hold.drop()
-        else:
-            outcomes = await super().put(items)
-            if fault is not Fault.LOST_ACK:
-                return outcomes
-        status = PutStatus.THROTTLED if fault is Fault.THROTTLED else PutStatus.FAILED
-        return [PutOutcome(status, "injected")] * len(items)
+        await self._faulted("put", items)
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        self.asked["load"] += 1
+    async def load(self, items: Sequence[Item]) -> None:
         self.loaded.update(item.key for item in items)
+        await self._faulted("load", items)
+
+    async def _faulted(self, operation: str, items: Sequence[Item]) -> None:
+        self.asked[operation] += 1
         fault = await self._fault()
         if fault in NOTHING_DONE:
             for item in items:
                 item.hold.drop()
         else:
-            outcomes = await super().load(items)
+            await (super().put(items) if operation == "put" else super().load(items))
             if fault is not Fault.LOST_ACK:
-                return outcomes
-        return [LoadOutcome(LoadStatus.FAILED, "injected")] * len(items)
+                return
+        throttled = operation == "put" and fault is Fault.THROTTLED
+        for item in items:
+            item.outcome = Outcome.THROTTLED if throttled else Outcome.FAILED
+            item.reason = "injected"
 
     async def close(self) -> None:
         self.release()

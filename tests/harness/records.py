@@ -19,7 +19,7 @@ from kvstrata.native.core import (
     storage_keys,
 )
 from kvstrata.testing.strategies import watched
-from kvstrata.tiers.base import LoadItem
+from kvstrata.tiers.base import Item
 from tests.harness.rpc_client import CHUNK_TOKENS, SECTIONS, RpcClient
 
 MAGIC = b"KVSTRATA"
@@ -115,6 +115,6 @@ def soft_payload(seed: bytes, length: int) -> bytes:
     return bytes(payload)
 
 
-def loaded_record(item: LoadItem) -> bytes:
+def loaded_record(item: Item) -> bytes:
     """Return the whole record that a load left in the item's extent."""
     return watched(item).bytes()

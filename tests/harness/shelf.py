@@ -14,19 +14,7 @@ from typing import Any
 
 from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, verify_stored_record
-from kvstrata.tiers.base import (
-    AdapterContext,
-    Ask,
-    Capabilities,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
-    PutItem,
-    PutOutcome,
-    PutStatus,
-    StorageAdapter,
-    Usage,
-)
+from kvstrata.tiers.base import AdapterContext, Ask, Capabilities, Item, Outcome, StorageAdapter, Usage
 
 MADE_S = 60.0
 GATES = ("open", "exists", "put", "load", "close")
@@ -108,11 +96,11 @@ class ShelfAdapter(StorageAdapter):
         there = self.shelf.records
         return await self._own("exists", lambda: bytes([key in there for key in split(keys)]))
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        return await self._own("put", lambda: [self._put_one(item) for item in items])
+    async def put(self, items: Sequence[Item]) -> None:
+        await self._own("put", lambda: [self._put_one(item) for item in items])
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        return await self._own("load", lambda: [self._load_one(item) for item in items])
+    async def load(self, items: Sequence[Item]) -> None:
+        await self._own("load", lambda: [self._load_one(item) for item in items])
 
     async def delete(self, keys: bytes) -> int:
         return sum(self.shelf.records.pop(key, None) is not None for key in split(keys))
@@ -143,27 +131,24 @@ class ShelfAdapter(StorageAdapter):
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    def _put_one(self, item: PutItem) -> PutOutcome:
-        try:
-            if item.key in self.shelf.records:
-                return PutOutcome(PutStatus.EXISTS)
-            with item.hold.view() as view:
-                self.shelf.records[item.key] = bytes(view)
-            return PutOutcome(PutStatus.STORED)
-        finally:
-            item.hold.drop()
+    def _put_one(self, item: Item) -> None:
+        if item.key in self.shelf.records:
+            item.settle(Outcome.EXISTS)
+            return
+        with item.hold.view() as view:
+            self.shelf.records[item.key] = bytes(view)
+        item.settle(Outcome.STORED)
 
-    def _load_one(self, item: LoadItem) -> LoadOutcome:
-        try:
-            stored = self.shelf.records.get(item.key)
-            if stored is None:
-                return LoadOutcome(LoadStatus.ABSENT)
-            if len(stored) <= item.hold.length:
-                with item.hold.view() as view:
-                    view[: len(stored)] = stored
-                if verify_stored_record(item.hold.address, len(stored), item.key) == CopyOutcome.OK:
-                    return LoadOutcome(LoadStatus.LOADED)
-            del self.shelf.records[item.key]
-            return LoadOutcome(LoadStatus.CORRUPT)
-        finally:
-            item.hold.drop()
+    def _load_one(self, item: Item) -> None:
+        stored = self.shelf.records.get(item.key)
+        if stored is None:
+            item.settle(Outcome.ABSENT)
+            return
+        if len(stored) <= item.hold.length:
+            with item.hold.view() as view:
+                view[: len(stored)] = stored
+            if verify_stored_record(item.hold.address, len(stored), item.key) == CopyOutcome.OK:
+                item.settle(Outcome.LOADED)
+                return
+        del self.shelf.records[item.key]
+        item.settle(Outcome.CORRUPT)

@@ -12,8 +12,8 @@ from kvstrata_sqlite import GB, SqliteAdapter, from_fields
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.testing.adapter_contract import AdapterContract, HostedContract, Medium
-from kvstrata.testing.strategies import key_of, load_item, put_item
-from kvstrata.tiers.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
+from kvstrata.testing.strategies import key_of, load_item, put_item, settled
+from kvstrata.tiers.base import AdapterContext, Outcome, StorageAdapter
 
 
 class Database(Medium):
@@ -104,11 +104,11 @@ async def test_a_database_that_fails_is_an_outcome_of_each_item(tmp_path):
     database = Database(tmp_path / "kv.sqlite")
     adapter = SqliteAdapter(str(database.path))
     await adapter.open(CONTEXT)
-    await adapter.put([put_item(key_of(1), 100)])
+    await settled(adapter.put, [put_item(key_of(1), 100)])
     database.ask("ALTER TABLE records RENAME TO elsewhere")
-    [put] = await adapter.put([put_item(key_of(2), 100)])
-    [load] = await adapter.load([load_item(key_of(1), 100)])
-    assert (put.status, put.reason) == (PutStatus.FAILED, "io")
-    assert (load.status, load.reason) == (LoadStatus.FAILED, "io")
+    [put] = await settled(adapter.put, [put_item(key_of(2), 100)])
+    [load] = await settled(adapter.load, [load_item(key_of(1), 100)])
+    assert (put.outcome, put.reason) == (Outcome.FAILED, "io")
+    assert (load.outcome, load.reason) == (Outcome.FAILED, "io")
     assert await adapter.delete(key_of(1)) == 0
     await adapter.close()

@@ -65,7 +65,8 @@ cdef enum Kind:
 cdef class _Token:
     """The Python side of one submitted job; the job owns a reference to it.
 
-    A Python call has `work` until it has run, then `result` or `error`.
+    A Python call has `work` until it has run, then `result` or `error`.  A batch has the items that it settles, and
+    the outcome for each status.
     """
 
     cdef object token
@@ -73,10 +74,14 @@ cdef class _Token:
     cdef object work
     cdef object result
     cdef object error
+    cdef object items
+    cdef object outcomes
 
-    def __cinit__(self, token, int kind):
+    def __cinit__(self, token, int kind, items=None, outcomes=None):
         self.token = token
         self.kind = <Kind>kind
+        self.items = items
+        self.outcomes = outcomes
 
 
 cdef void run_call(PyObject* owned) noexcept with gil:
@@ -99,8 +104,8 @@ cdef vector[BytesItem] _batch(object items) except *:
     cdef Py_ssize_t i = 0
     batch.resize(len(items))
     for item in items:
-        hold = item[1]
-        set_key(batch[i].key, item[0])
+        hold = item.hold
+        set_key(batch[i].key, item.key)
         batch[i].bytes = <uint8_t*><size_t>hold.address
         batch[i].length = hold.length
         batch[i].hold = _hold(hold)
@@ -108,8 +113,23 @@ cdef vector[BytesItem] _batch(object items) except *:
     return batch
 
 
+ctypedef fused Moved:
+    PutItem
+    LoadItem
+
+
+cdef int _settle(_Token token, vector[Moved]& moved) except -1:
+    cdef size_t i = 0
+    for item in token.items:
+        item.outcome = token.outcomes[<int>moved[i].status]
+        if moved[i].reason[0]:
+            item.reason = moved[i].reason.decode()
+        i += 1
+    return 0
+
+
 cdef object _outcome(_Token token, LaneJob* job):
-    """The result of an ended job, as connector.pyi describes it."""
+    """The result of an ended job, as connector.pyi describes it; settles the items of a batch."""
     cdef PutJob* put
     cdef LoadJob* load
     if token.kind == CALL:
@@ -118,11 +138,11 @@ cdef object _outcome(_Token token, LaneJob* job):
         return presences_of(job_as[ExistsJob](job).items)
     if token.kind == PUT:
         put = job_as[PutJob](job)
-        outcomes = [(<int>put.items[i].status, put.items[i].reason.decode()) for i in range(put.items.size())]
-        return outcomes, keys_of(put.evicted)
+        _settle(token, put.items)
+        return 0.0, keys_of(put.evicted), 0.0
     load = job_as[LoadJob](job)
-    outcomes = [(<int>load.items[i].status, load.items[i].reason.decode()) for i in range(load.items.size())]
-    return outcomes, keys_of(load.evicted), load.wait_s, load.verify_s
+    _settle(token, load.items)
+    return load.wait_s, keys_of(load.evicted), load.verify_s
 
 
 cdef class NativeLanes:
@@ -177,16 +197,16 @@ cdef class NativeLanes:
         job = make_exists(<PyObject*>owner, connector.connector, items)
         return self._submit(lane, job, False)
 
-    def submit_put(self, int lane, NativeConnector connector not None, items, token):
+    def submit_put(self, int lane, NativeConnector connector not None, items, outcomes, token):
         cdef vector[BytesItem] batch = _batch(items)
-        cdef _Token owner = _Token(token, PUT)
+        cdef _Token owner = _Token(token, PUT, items, outcomes)
         cdef unique_ptr[LaneJob] job
         job = make_batch[PutJob](<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)
 
-    def submit_load(self, int lane, NativeConnector connector not None, items, token):
+    def submit_load(self, int lane, NativeConnector connector not None, items, outcomes, token):
         cdef vector[BytesItem] batch = _batch(items)
-        cdef _Token owner = _Token(token, LOAD)
+        cdef _Token owner = _Token(token, LOAD, items, outcomes)
         cdef unique_ptr[LaneJob] job
         job = make_batch[LoadJob](<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)

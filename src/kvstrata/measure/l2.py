@@ -28,7 +28,7 @@ from kvstrata.errors import InternalError, Refused, StorageError
 from kvstrata.memory import linux
 from kvstrata.native.core import Hold, Pool, RecordSpec, record_bytes, seal_record
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.tiers.base import AdapterContext, Ask, LoadItem, LoadStatus, Presence, PutItem, PutStatus
+from kvstrata.tiers.base import AdapterContext, Ask, Item, Outcome, Presence
 from kvstrata.tiers.tier import Tier
 from kvstrata.types import KEY_BYTES, unpack_extents
 
@@ -229,12 +229,12 @@ class Work:
         if Presence.PRESENT in absent:
             raise InternalError(f"{self._adapter.name}: exists: keys that were never stored are present")
 
-    def _all(self, operation: str, outcomes: Sequence[tuple[bool, str, str]]) -> None:
-        wrong = [(name.lower(), reason) for fine, name, reason in outcomes if not fine]
+    def _all(self, operation: str, outcome: Outcome, items: Sequence[Item]) -> None:
+        wrong = [item for item in items if item.outcome is not outcome]
         if wrong:
-            name, reason = wrong[0]
+            name, reason = wrong[0].outcome.name.lower(), wrong[0].reason
             raise Refused(
-                f"{self._adapter.name}: {operation}: {len(wrong)} of {len(outcomes)} records: {name}"
+                f"{self._adapter.name}: {operation}: {len(wrong)} of {len(items)} records: {name}"
                 f"{f' ({reason})' if reason else ''}"
             )
 
@@ -274,12 +274,12 @@ class Workload(Work):
     async def _put(self, numbers: range, taken: Pass) -> None:
         records = self._records
         holds = records.committed(numbers)
-        items = [PutItem(records.keys[n], hold) for n, hold in zip(numbers, holds, strict=True)]
+        items = [Item(records.keys[n], hold) for n, hold in zip(numbers, holds, strict=True)]
         self._stored += [item.key for item in items]
         begun_s = time.perf_counter()
-        outcomes = await self._adapter.put(items)
+        settled = await self._adapter.put(items)
         taken.put.append(time.perf_counter() - begun_s)
-        self._all("put", [(o.status is PutStatus.STORED, o.status.name, o.reason) for o in outcomes])
+        self._all("put", Outcome.STORED, settled)
         await records.forget(numbers)
 
     async def _ask(self, numbers: range, taken: Pass) -> None:
@@ -298,11 +298,11 @@ class Workload(Work):
         records = self._records
         with records.reserved(numbers) as tickets:
             holds = [records.hold(ticket) for ticket in tickets]
-            items = [LoadItem(records.keys[n], hold) for n, hold in zip(numbers, holds, strict=True)]
+            items = [Item(records.keys[n], hold) for n, hold in zip(numbers, holds, strict=True)]
             begun_s = time.perf_counter()
-            outcomes = await self._adapter.load(items)
+            settled = await self._adapter.load(items)
             taken.load.append(time.perf_counter() - begun_s)
-            self._all("load", [(o.status is LoadStatus.LOADED, o.status.name, o.reason) for o in outcomes])
+            self._all("load", Outcome.LOADED, settled)
             records.check(numbers, tickets, f"{self._adapter.name}: load")
 
 

@@ -87,21 +87,32 @@ class NativeLanes:
         """Ask which keys exist; the result is that of `NativeConnector.exists_now`."""
 
     def submit_put(
-        self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
+        self,
+        lane: int,
+        connector: NativeConnector,
+        items: Sequence[Any],
+        outcomes: Sequence[Any],
+        token: object,
     ) -> bool:
-        """Put records given as (key, hold); takes over and drops the holds, even if it returns False or raises.
+        """Put records given as items with `key` and `hold`; drops the holds, even if it returns False or raises.
 
-        A hold has `address`, `length` and `drop()`.  The result is ([(PutStatus, reason)], keys that the
-        connector's cap dropped since it was last asked).
+        A hold has `address`, `length` and `drop()`.  `take_done` sets the `outcome` of each item to that of
+        `outcomes` with the number of its PutStatus, and its `reason`.  The result is (0.0, keys that the connector's
+        cap dropped since it was last asked, 0.0).
         """
 
     def submit_load(
-        self, lane: int, connector: NativeConnector, items: Sequence[tuple[Any, ...]], token: object
+        self,
+        lane: int,
+        connector: NativeConnector,
+        items: Sequence[Any],
+        outcomes: Sequence[Any],
+        token: object,
     ) -> bool:
-        """Load records into the extents of (key, hold, …), with holds as in `submit_put`.
+        """Load records into the extents of items; holds and outcomes (by LoadStatus) as in `submit_put`.
 
-        The result is ([(LoadStatus, reason)], keys that the connector's cap dropped since it was last asked, seconds
-        until a thread of the lane began, seconds of the rest in which records were verified).
+        The result is (seconds until a thread of the lane began, keys that the connector's cap dropped since it was
+        last asked, seconds of the rest in which records were verified).
         """
 
     def take_done(self) -> list[tuple[Any, Any, BaseException | None]]:

@@ -23,7 +23,7 @@ from kvstrata.p2p.peer_engine import PeerEngine
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
 from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
-from kvstrata.tiers.base import LoadItem, LoadOutcome, LoadStatus
+from kvstrata.tiers.base import Item, Outcome
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.reasons import (
     CLOSED,
@@ -52,9 +52,9 @@ _REASONS = {
     transfer.CLOSED: CLOSED,
 }
 """The short reason for each word that a transfer engine answers with; all other words become TRANSFER."""
-_NOT_THERE = LoadOutcome(LoadStatus.ABSENT)
-_LOADED = LoadOutcome(LoadStatus.LOADED)
-_UNAUTHENTICATED = LoadOutcome(LoadStatus.FAILED, UNAUTHENTICATED)
+_NOT_THERE = Outcome.ABSENT, ""
+_LOADED = Outcome.LOADED, ""
+_UNAUTHENTICATED = Outcome.FAILED, UNAUTHENTICATED
 
 
 class _Landing:
@@ -92,53 +92,47 @@ class Reader:
         self._verifier = verifier
         self._lanes = lanes
 
-    async def read_leased(
-        self, items: list[LoadItem], wanted: list[int], outcomes: list[LoadOutcome]
-    ) -> set[int]:
-        """Read the items at the indices `wanted` that are leased now; returns the indices that got an outcome."""
-        taken = self._shared.leases.take([items[place].key for place in wanted], self._shared.now_s())
-        reads = [
-            (lease, [(wanted[at], extent) for at, extent in extents]) for lease, extents in taken.items()
-        ]
-        works = [self._read(lease, items, extents) for lease, extents in reads]
-        done: set[int] = set()
-        for (_, extents), ended in zip(reads, await asyncio.gather(*works), strict=True):
-            for (place, _), outcome in zip(extents, ended, strict=True):
-                outcomes[place] = outcome
-                done.add(place)
-        return done
+    async def read_leased(self, wanted: list[Item]) -> None:
+        """Read those of these items that are leased now, which settles them."""
+        taken = self._shared.leases.take([item.key for item in wanted], self._shared.now_s())
+        await asyncio.gather(
+            *(
+                self._read(lease, [(wanted[at], extent) for at, extent in extents])
+                for lease, extents in taken.items()
+            )
+        )
 
-    async def _read(
-        self, lease: Lease, items: list[LoadItem], extents: list[tuple[int, Extent]]
-    ) -> list[LoadOutcome]:
-        """Read a batch of one lease; returns the outcomes in the same order. Every hold is dropped in the end."""
-        n_bytes = sum(extent.length_bytes for _, extent in extents)
-        outcomes = [LoadOutcome(LoadStatus.FAILED, LENGTH)] * len(extents)
-        fitting: list[int] = []
-        reads: list[ReadItem] = []
-        for at, (place, extent) in enumerate(extents):
-            hold = items[place].hold
-            if extent.length_bytes > hold.length:
-                hold.drop()
+    async def _read(self, lease: Lease, reads: list[tuple[Item, Extent]]) -> None:
+        """Read a batch of one lease. Every hold is dropped in the end."""
+        n_bytes = sum(extent.length_bytes for _, extent in reads)
+        fitting = []
+        for item, extent in reads:
+            if extent.length_bytes > item.hold.length:
+                item.settle(Outcome.FAILED, LENGTH)
             else:
-                fitting.append(at)
-                reads.append(ReadItem(extent.offset_bytes, hold.offset, extent.length_bytes))
-        batch = [items[extents[at][0]] for at in fitting]
+                fitting.append((item, extent))
+        batch, extents = [item for item, _ in fitting], [extent for _, extent in fitting]
         landing = _Landing([item.hold for item in batch])
-        reason = await self._transfer(lease, reads, landing)
+        reason = await self._transfer(
+            lease,
+            [
+                ReadItem(extent.offset_bytes, item.hold.offset, extent.length_bytes)
+                for item, extent in fitting
+            ],
+            landing,
+        )
         over = self._shared.leases.read(lease, n_bytes, self._shared.now_s())
         try:
             if reason or not batch:
                 if over:
                     self._shared.work.keep(self._returns.give_back(lease))
-                results = [LoadOutcome(LoadStatus.FAILED, reason)] * len(batch)
+                results = [(Outcome.FAILED, reason)] * len(batch)
             else:
-                results = await self._checked(lease, over, batch, [extents[at][1] for at in fitting])
+                results = await self._checked(lease, over, batch, extents)
         finally:
             landing.leave()
-        for at, outcome in zip(fitting, results, strict=True):
-            outcomes[at] = outcome
-        return outcomes
+        for item, (outcome, reason) in zip(batch, results, strict=True):
+            item.outcome, item.reason = outcome, reason  # `landing` sees to the holds
 
     async def _transfer(self, lease: Lease, reads: list[ReadItem], landing: _Landing) -> str:
         """Read the bytes; returns "" or a short reason. Calls `landing.leave` when the transfer engine's read ends."""
@@ -163,8 +157,8 @@ class Reader:
         return _REASONS.get(word, TRANSFER)
 
     async def _checked(
-        self, lease: Lease, over: bool, batch: list[LoadItem], extents: list[Extent]
-    ) -> list[LoadOutcome]:
+        self, lease: Lease, over: bool, batch: list[Item], extents: list[Extent]
+    ) -> list[tuple[Outcome, str]]:
         """Verify the records of a batch, and meanwhile ask the owner whether the lease stood; returns the outcomes.
 
         With `p2p.mac` the owner answers with the records' tags too, and only bytes with the same tags are LOADED.
@@ -191,11 +185,11 @@ class Reader:
         )
         released, found = await asyncio.gather(self._released(lease, request), asyncio.gather(*verified))
         if released is None:
-            return [LoadOutcome(LoadStatus.FAILED, PEER_GONE)] * len(batch)
+            return [(Outcome.FAILED, PEER_GONE)] * len(batch)
         if not released.stood:
             self._shared.counts["leases_lost"] += 1
             return [_NOT_THERE] * len(batch)
-        outcomes = []
+        outcomes: list[tuple[Outcome, str]] = []
         for number, (outcome, tag) in enumerate(itertools.chain.from_iterable(found)):
             at = number * TAG_BYTES
             is_owners = hmac.compare_digest(tag, released.tags[at : at + TAG_BYTES]) if key else True
@@ -204,7 +198,7 @@ class Reader:
         return outcomes
 
     def _verify(
-        self, batch: list[LoadItem], lengths: list[int], numbers: range, key: bytes, packed: list[bytes]
+        self, batch: list[Item], lengths: list[int], numbers: range, key: bytes, packed: list[bytes]
     ) -> list[tuple[int, bytes]]:
         """Verify these records of a batch; returns the CopyOutcome of each, with its tag if there is a key."""
         if not key:
@@ -219,7 +213,7 @@ class Reader:
             for n in numbers
         ]
 
-    def _tell_bad(self, owner: str, outcomes: list[LoadOutcome]) -> None:
+    def _tell_bad(self, owner: str, outcomes: list[tuple[Outcome, str]]) -> None:
         """Count and log the records that are not what the owner should have sent, and skip the owner for a while."""
         changed = outcomes.count(_UNAUTHENTICATED)
         unsound = len(outcomes) - outcomes.count(_LOADED) - changed
@@ -269,6 +263,6 @@ class Reader:
 
 _OUTCOME_OF = {
     int(CopyOutcome.OK): _LOADED,
-    int(CopyOutcome.MISMATCH): LoadOutcome(LoadStatus.FAILED, MISMATCH),
+    int(CopyOutcome.MISMATCH): (Outcome.FAILED, MISMATCH),
 }
 """All other results of the verification are misses. If the owner's record is corrupt, the owner's check removes it."""

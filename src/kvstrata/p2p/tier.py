@@ -56,12 +56,8 @@ from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
-    PutItem,
-    PutOutcome,
-    PutStatus,
+    Item,
+    Outcome,
     ReadsPeers,
     StorageAdapter,
     Usage,
@@ -75,7 +71,6 @@ MAX_BATCH = 256
 CONTROLLER_MAX_OPEN_S = 4.0
 """Longest pause before a controller that did not answer is asked again."""
 VERIFIERS = 4
-_NOT_THERE = LoadOutcome(LoadStatus.ABSENT)
 
 
 class _Parts(NamedTuple):
@@ -194,20 +189,19 @@ class PeerTier(StorageAdapter, ReadsPeers):
             return b""
         return await self._parts.shared.work.own(self._parts.finder.find(split(keys), ask))
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, items: Sequence[Item]) -> None:
         """Refuse all items."""
-        for item in items:
-            item.hold.drop()
         is_open = self._parts is not None and not self._closed
-        return [PutOutcome(PutStatus.FAILED, READ_ONLY if is_open else CLOSED)] * len(items)
+        for item in items:
+            item.settle(Outcome.FAILED, READ_ONLY if is_open else CLOSED)
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, items: Sequence[Item]) -> None:
         """Read the records that are leased or can be leased now. If the call is cancelled, the batch still goes on."""
-        if self._parts is None or self._closed:
-            for item in items:
-                item.hold.drop()
-            return [LoadOutcome(LoadStatus.FAILED, CLOSED)] * len(items)
-        return await self._parts.shared.work.own(self._load(self._parts, list(items)))
+        if self._parts is not None and not self._closed:
+            await self._parts.shared.work.own(self._load(self._parts, items))
+            return
+        for item in items:
+            item.settle(Outcome.FAILED, CLOSED)
 
     async def delete(self, keys: bytes) -> int:
         """Delete nothing."""
@@ -234,7 +228,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
 
     # --- loads -------------------------------------------------------------------------------------------
 
-    def _is_whole_extent(self, item: LoadItem) -> bool:
+    def _is_whole_extent(self, item: Item) -> bool:
         """Whether a storage key is to be loaded into a whole extent of L1."""
         hold, region = item.hold, self._region
         in_l1 = (
@@ -242,28 +236,26 @@ class PeerTier(StorageAdapter, ReadsPeers):
         )
         return in_l1 and len(item.key) == KEY_BYTES
 
-    async def _load(self, parts: _Parts, items: list[LoadItem]) -> list[LoadOutcome]:
+    async def _load(self, parts: _Parts, items: Sequence[Item]) -> None:
         now_s, settings = parts.shared.now_s, parts.shared.settings
-        outcomes = [LoadOutcome(LoadStatus.FAILED, BAD_ITEM)] * len(items)
-        wanted = [place for place, item in enumerate(items) if self._is_whole_extent(item)]
-        for place in set(range(len(items))).difference(wanted):
-            items[place].hold.drop()
+        wanted = [item for item in items if self._is_whole_extent(item)]
+        for item in items:
+            if not self._is_whole_extent(item):
+                item.settle(Outcome.FAILED, BAD_ITEM)
         ends_s = now_s() + settings.load_timeout_ms / 1000
         reason, hopeless = "", False
         while wanted and not hopeless:
-            done = await parts.reader.read_leased(items, wanted, outcomes)
-            wanted = [place for place in wanted if place not in done]
+            await parts.reader.read_leased(wanted)
+            wanted = [item for item in wanted if item.outcome is Outcome.UNSETTLED]
             if not wanted:
                 break
             parts.returns.lease_ended.clear()
-            ask = items[wanted[0]].ask or Ask()
-            keys = [items[place].key for place in wanted][:MAX_PEER_KEYS]
+            ask = wanted[0].ask or Ask()
+            keys = [item.key for item in wanted][:MAX_PEER_KEYS]
             asked = await parts.finder.lease(keys, ask)
             reason = asked.reason
             if not any(parts.shared.leases.standing(key, now_s()) for key in keys):
                 reason = reason or (THROTTLED if asked.more else "")
                 hopeless = not asked.more or not await parts.returns.other_lease_ends(ends_s)
-        for place in wanted:
-            items[place].hold.drop()
-            outcomes[place] = LoadOutcome(LoadStatus.FAILED, reason) if reason else _NOT_THERE
-        return outcomes
+        for item in wanted:
+            item.settle(Outcome.FAILED if reason else Outcome.ABSENT, reason)

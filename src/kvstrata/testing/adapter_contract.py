@@ -31,6 +31,7 @@ import pytest
 from kvstrata.errors import StorageError
 from kvstrata.testing.strategies import (
     WAIT_S,
+    Settled,
     ask_for,
     key_of,
     lent_context,
@@ -39,17 +40,10 @@ from kvstrata.testing.strategies import (
     payload_of,
     put_item,
     record_length,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import (
-    MORE_KEYS,
-    LoadOutcome,
-    LoadStatus,
-    Presence,
-    PutOutcome,
-    PutStatus,
-    StorageAdapter,
-)
+from kvstrata.tiers.base import MORE_KEYS, Outcome, Presence, StorageAdapter
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
 
@@ -57,10 +51,10 @@ SIZE = 10_000
 """Payload bytes of most records here; not a multiple of a block."""
 SIZES = (1, 4096, 4097, 10_000, 300_001)
 
-STORED = PutOutcome(PutStatus.STORED)
-EXISTS = PutOutcome(PutStatus.EXISTS)
-LOADED = LoadOutcome(LoadStatus.LOADED)
-ABSENT = LoadOutcome(LoadStatus.ABSENT)
+STORED = Settled(Outcome.STORED)
+EXISTS = Settled(Outcome.EXISTS)
+LOADED = Settled(Outcome.LOADED)
+ABSENT = Settled(Outcome.ABSENT)
 
 
 class Medium(ABC):
@@ -146,21 +140,21 @@ class AdapterContract(ABC):
         """The medium of one test."""
         return self.make_medium(tmp_path)
 
-    async def put(self, adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[PutOutcome]:
+    async def put(self, adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
         """Put records by number and check their holds."""
         items = [put_item(key_of(n), size) for n in numbers]
-        outcomes = await adapter.put(items)
+        outcomes = await settled(adapter.put, items)
         for item in items:
             watched(item).check()
         return outcomes
 
-    async def load(self, adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[LoadOutcome]:
+    async def load(self, adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
         """Load records by number; check their holds, and the bytes of the LOADED ones."""
         items = [load_item(key_of(n), size) for n in numbers]
-        outcomes = await adapter.load(items)
+        outcomes = await settled(adapter.load, items)
         for number, item, outcome in zip(numbers, items, outcomes, strict=True):
             watched(item).check()
-            if outcome.status is LoadStatus.LOADED:
+            if outcome.outcome is Outcome.LOADED:
                 right = loaded_payload(item, size) == payload_of(item.key, size)
                 assert right, f"record {number} was loaded with other bytes"
         return outcomes
@@ -183,8 +177,8 @@ class AdapterContract(ABC):
 
     async def test_an_empty_batch_is_answered_with_nothing(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
-            assert await adapter.put([]) == []
-            assert await adapter.load([]) == []
+            assert await settled(adapter.put, []) == []
+            assert await settled(adapter.load, []) == []
             assert await ask_for(adapter, []) == []
             assert await adapter.delete(b"") == 0
 
@@ -212,7 +206,7 @@ class AdapterContract(ABC):
             await self.put(adapter, 1, 2, 3)
             medium.flip(key_of(2), -1)
             outcomes = await self.load(adapter, 1, 2, 3)
-            assert [o.status for o in outcomes] == [LoadStatus.LOADED, LoadStatus.CORRUPT, LoadStatus.LOADED]
+            assert [o.outcome for o in outcomes] == [Outcome.LOADED, Outcome.CORRUPT, Outcome.LOADED]
 
     # -- presence ------------------------------------------------------------------------------------------
 
@@ -227,7 +221,7 @@ class AdapterContract(ABC):
             for number, size in enumerate(SIZES):
                 await self.put(adapter, number, size=size)
                 item = load_item(key_of(number), size, more_bytes=5_000)
-                assert await adapter.load([item]) == [LOADED]
+                assert await settled(adapter.load, [item]) == [LOADED]
                 watched(item).check()
                 assert loaded_payload(item, size) == payload_of(item.key, size)
 
@@ -235,8 +229,8 @@ class AdapterContract(ABC):
         async with self.opened(medium) as adapter:
             await self.put(adapter, 1, 2, size=50_000)
             item = load_item(key_of(1), SIZE)
-            [outcome] = await adapter.load([item])
-            assert outcome.status in (LoadStatus.FAILED, LoadStatus.CORRUPT)
+            [outcome] = await settled(adapter.load, [item])
+            assert outcome.outcome in (Outcome.FAILED, Outcome.CORRUPT)
             watched(item).check()
             assert await self.load(adapter, 2, size=50_000) == [LOADED]
 
@@ -349,7 +343,7 @@ class AdapterContract(ABC):
     async def expect_healing(self, adapter: StorageAdapter) -> None:
         """Check that record 1 is not served, that a put stores it again, and that record 2 is untouched."""
         [outcome] = await self.load(adapter, 1)
-        assert outcome.status in (LoadStatus.CORRUPT, LoadStatus.ABSENT)
+        assert outcome.outcome in (Outcome.CORRUPT, Outcome.ABSENT)
         [found] = await ask_for(adapter, [key_of(1)])
         assert found.presence is Presence.ABSENT
         assert await self.put(adapter, 1) == [STORED]
@@ -360,7 +354,7 @@ class AdapterContract(ABC):
             await self.put(adapter, 1, 2)
             medium.swap(key_of(1), key_of(2))
             outcomes = await self.load(adapter, 1, 2)
-            assert [o.status for o in outcomes] == [LoadStatus.CORRUPT] * 2
+            assert [o.outcome for o in outcomes] == [Outcome.CORRUPT] * 2
             assert await self.put(adapter, 1, 2) == [STORED] * 2
             assert await self.load(adapter, 1, 2) == [LOADED] * 2
 
@@ -371,7 +365,7 @@ class AdapterContract(ABC):
             medium.swap(key_of(1), key_of(2))
             for number, size in ((1, SIZE), (2, 77)):
                 [outcome] = await self.load(adapter, number, size=size)
-                assert outcome.status is LoadStatus.CORRUPT
+                assert outcome.outcome is Outcome.CORRUPT
                 assert await self.put(adapter, number, size=size) == [STORED]
                 assert await self.load(adapter, number, size=size) == [LOADED]
 
@@ -387,7 +381,7 @@ class AdapterContract(ABC):
         gate = threading.Event() if self.waits_in_threads else None
         async with self.opened(medium) as adapter:
             items = [put_item(key_of(n), SIZE, gate=gate) for n in range(3)]
-            wait = asyncio.create_task(adapter.put(items))
+            wait = asyncio.create_task(settled(adapter.put, items))
             if gate is not None:
                 await watched(items[0]).until_asked()
             else:
@@ -402,7 +396,7 @@ class AdapterContract(ABC):
                 await watched(item).until_dropped()
                 watched(item).check()
             outcomes = await self.put(adapter, 0, 1, 2)
-            assert {o.status for o in outcomes} <= {PutStatus.STORED, PutStatus.EXISTS}
+            assert {o.outcome for o in outcomes} <= {Outcome.STORED, Outcome.EXISTS}
             assert await self.load(adapter, 0, 1, 2) == [LOADED] * 3
 
     async def test_a_cancelled_load_keeps_its_hold_until_the_medium_is_done(self, medium: Medium) -> None:
@@ -410,7 +404,7 @@ class AdapterContract(ABC):
         async with self.opened(medium) as adapter:
             await self.put(adapter, 1)
             item = load_item(key_of(1), SIZE, gate=gate)
-            wait = asyncio.create_task(adapter.load([item]))
+            wait = asyncio.create_task(settled(adapter.load, [item]))
             if gate is not None:
                 await watched(item).until_asked()
             else:
@@ -430,7 +424,10 @@ class AdapterContract(ABC):
             await self.put(adapter, 1)
             puts = [put_item(key_of(n), SIZE) for n in range(2, 6)]
             loads = [load_item(key_of(1), SIZE) for _ in range(4)]
-            waits = [asyncio.create_task(adapter.put(puts)), asyncio.create_task(adapter.load(loads))]
+            waits = [
+                asyncio.create_task(settled(adapter.put, puts)),
+                asyncio.create_task(settled(adapter.load, loads)),
+            ]
             await asyncio.sleep(0)
             await adapter.close()
             await asyncio.gather(*waits)
@@ -444,7 +441,7 @@ class AdapterContract(ABC):
         async with self.opened(medium) as adapter:
             await self.put(adapter, 1)
             items = [put_item(key_of(n), SIZE, gate=gate) for n in range(10, 30)]
-            wait = asyncio.create_task(adapter.put(items))
+            wait = asyncio.create_task(settled(adapter.put, items))
             await asyncio.wait(
                 [asyncio.create_task(watched(item).until_asked()) for item in items],
                 return_when=asyncio.FIRST_COMPLETED,
@@ -473,7 +470,7 @@ class AdapterContract(ABC):
                 pytest.skip("this adapter says that it cannot delete")
             await self.put(adapter, 1)
             item = load_item(key_of(1), SIZE, gate=gate)
-            wait = asyncio.create_task(adapter.load([item]))
+            wait = asyncio.create_task(settled(adapter.load, [item]))
             if gate is not None:
                 await watched(item).until_asked()
             removal = asyncio.create_task(adapter.delete(key_of(1)))
@@ -550,7 +547,7 @@ class AdapterContract(ABC):
                     chunks.append(put_item(key, SIZE, parent=ends[at]))
                     parents[key] = ends[at]
                     ends[at] = key
-                assert await adapter.put(chunks) == [STORED] * len(chunks)
+                assert await settled(adapter.put, chunks) == [STORED] * len(chunks)
             kept = medium.keys()
         reached = {bytes(32)}
         for key, parent in parents.items():
@@ -575,7 +572,7 @@ class AdapterContract(ABC):
         async with self.opened(medium, 3 * self.cap_scale * (record_length(SIZE) + 4096)) as adapter:
             await self.put(adapter, 1)
             [outcome] = await self.put(adapter, 2, size=10 * self.cap_scale * SIZE)
-            assert outcome.status in (PutStatus.THROTTLED, PutStatus.FAILED)
+            assert outcome.outcome in (Outcome.THROTTLED, Outcome.FAILED)
             assert outcome.reason
             assert await self.load(adapter, 1) == [LOADED]
 
@@ -662,12 +659,12 @@ class HostedContract(AdapterContract):
                     asyncio.get_running_loop().call_later(chance.uniform(0, 0.004), _crash, adapter)
                 numbers = [2 * number, 2 * number + 1, chance.randrange(2 * number + 1)]
                 for n, outcome in zip(numbers, await self.put(adapter, *numbers), strict=True):
-                    if outcome.status in (PutStatus.STORED, PutStatus.EXISTS):
+                    if outcome.outcome in (Outcome.STORED, Outcome.EXISTS):
                         stored.add(n)
                     else:
                         assert outcome.reason in ("host_died", "host_down"), (seed, outcome)
                 loads = await self.load(adapter, *numbers)  # checks the bytes of loaded records
-                assert LoadStatus.CORRUPT not in [load.status for load in loads], (seed, loads)
+                assert Outcome.CORRUPT not in [load.outcome for load in loads], (seed, loads)
             await _until_up(adapter)
             restarts = adapter.host_status()["restarts"]
             persistent = adapter.capabilities.persistent
@@ -679,7 +676,7 @@ class HostedContract(AdapterContract):
                 [load] = await self.load(reopened, number)
                 may_be_absent = not (persistent and number in stored)
                 assert load == LOADED or (may_be_absent and load == ABSENT), (seed, number, load)
-                assert (await self.put(reopened, number))[0].status in (PutStatus.STORED, PutStatus.EXISTS)
+                assert (await self.put(reopened, number))[0].outcome in (Outcome.STORED, Outcome.EXISTS)
 
 
 def _crash(adapter: HostedAdapter) -> None:

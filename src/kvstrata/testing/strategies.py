@@ -8,7 +8,7 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
 from kvstrata.native.core import ExtentsMap, RecordSpec, record_bytes, seal_record
-from kvstrata.tiers.base import AdapterContext, Ask, LoadItem, Presence, PutItem, StorageAdapter
+from kvstrata.tiers.base import AdapterContext, Ask, Item, Outcome, Presence, StorageAdapter
 
 if TYPE_CHECKING:
     from kvstrata.native.core import Hold
@@ -181,30 +181,44 @@ def record_hold(
 
 def put_item(
     key: bytes, payload_bytes: int, *, gate: threading.Event | None = None, parent: bytes = bytes(32)
-) -> PutItem:
+) -> Item:
     """An item that puts this key's payload. `parent`: key of the chunk before it."""
     hold = record_hold(key, payload_of(key, payload_bytes), gate=gate, parent=parent)
-    return PutItem(key, cast("Hold", hold))
+    return Item(key, cast("Hold", hold))
 
 
 def load_item(
     key: bytes, payload_bytes: int, *, gate: threading.Event | None = None, more_bytes: int = 0
-) -> LoadItem:
+) -> Item:
     """An item that loads this key's payload, with room for `more_bytes` more."""
     hold = WatchedHold(key, record_length(payload_bytes) + more_bytes, for_put=False, gate=gate)
-    return LoadItem(key, cast("Hold", hold))
+    return Item(key, cast("Hold", hold))
 
 
-def watched(item: PutItem | LoadItem) -> WatchedHold:
+def watched(item: Item) -> WatchedHold:
     """The hold of an item of `put_item` or `load_item`."""
     assert isinstance(item.hold, WatchedHold)
     return item.hold
 
 
-def loaded_payload(item: LoadItem, payload_bytes: int) -> bytes:
+def loaded_payload(item: Item, payload_bytes: int) -> bytes:
     """The payload that a load left in the item's extent."""
     end = record_length(payload_bytes)
     return watched(item).bytes()[end - payload_bytes : end]
+
+
+class Settled(NamedTuple):
+    """How an item has ended."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+async def settled(
+    move: Callable[[Sequence[Item]], Awaitable[Sequence[Item] | None]], items: Sequence[Item]
+) -> list[Settled]:
+    """Put or load items by a method of an adapter or of a tier, which answers with items of its own."""
+    return [Settled(item.outcome, item.reason) for item in await move(items) or items]
 
 
 class Found(NamedTuple):

@@ -4,12 +4,12 @@ The server calls an adapter between the return of `open` and the call of `close`
 of 32 bytes (tiers/tier.py).
 
 Invariants
-1. All calls are batches; outcomes are per item and in order; one bad item never fails its batch.
+1. All calls are batches; the medium settles each item of a put or load; one bad item never fails its batch.
 2. Each item carries a hold on its extent.  The lowest layer that touches the bytes drops the hold when the
    medium has really finished with them; a deadline or a cancelled await ends the wait, never the hold.
-3. An absent key is an outcome (ABSENT), not an exception.  An exception means that the adapter broke its
-   contract; the caller then counts every item of the batch as FAILED, and a hold that the adapter did not drop
-   ends with its last reference.
+3. An absent key is an outcome (ABSENT), not an exception.  An exception, or an item that is not settled when the call
+   returns, means that the adapter broke its contract; the caller then counts every item of the batch as FAILED, and a
+   hold that the adapter did not drop ends with its last reference.
 4. STORED means durable where `capabilities.persistent` is true.
 5. LOADED means that the bytes passed the record's checksums.  CORRUPT means that they did not, and that the adapter
    has removed or quarantined the bad copy, so that the next put can store the record again.
@@ -79,8 +79,8 @@ class Ask:
         return bytes([Presence.UNKNOWN]) * (len(keys) // KEY_BYTES)
 
 
-class PutStatus(enum.IntEnum):
-    """The outcome of one put."""
+class Outcome(enum.IntEnum):
+    """How one item of a batch has ended; see the invariants."""
 
     STORED = 0
     EXISTS = 1
@@ -88,48 +88,39 @@ class PutStatus(enum.IntEnum):
     THROTTLED = 2
     """The adapter takes no more now; the same put may succeed later."""
     FAILED = 3
+    """Of a put or a load."""
+    LOADED = 4
+    ABSENT = 5
+    CORRUPT = 6
+    UNSETTLED = 7
+    """Not ended yet."""
 
 
-class LoadStatus(enum.IntEnum):
-    """The outcome of one load; see the invariants."""
+class Item(msgspec.Struct, eq=False):
+    """One record to put, or to load to the start of an extent; the medium settles it.
 
-    LOADED = 0
-    ABSENT = 1
-    CORRUPT = 2
-    FAILED = 3
-
-
-class PutOutcome(NamedTuple):
-    """`reason` is a short word for THROTTLED and FAILED (full, deadline, io, …), empty otherwise."""
-
-    status: PutStatus
-    reason: str = ""
-
-
-class LoadOutcome(NamedTuple):
-    """`reason` is a short word for FAILED (deadline, io, …), empty otherwise."""
-
-    status: LoadStatus
-    reason: str = ""
-
-
-class PutItem(NamedTuple):
-    """One record to put. `hold.view()` is the whole record, headers and payload; the adapter only reads it."""
-
-    key: bytes
-    hold: Hold
-
-
-class LoadItem(NamedTuple):
-    """One record to load to the start of an extent. `hold.length` is the room; the record may be shorter, as a tail is.
-
-    Nobody is told how long the record was: its headers say so.
+    `hold.view()` of a put is the whole record, headers and payload, which the adapter only reads.  Of a load,
+    `hold.length` is the room; the record may be shorter, as a tail is.  Nobody is told how long the record was: its
+    headers say so.
     """
 
     key: bytes
     hold: Hold
     ask: Ask | None = None
-    """How the key was asked for; None: as one of a leading part. (`reason` has no meaning here.)"""
+    """How the key of a load was asked for; None: as one of a leading part. (`reason` has no meaning here.)"""
+    outcome: Outcome = Outcome.UNSETTLED
+    reason: str = ""
+    """A short word for THROTTLED and FAILED (full, deadline, io, …), empty otherwise."""
+
+    def settle(self, outcome: Outcome, reason: str = "") -> None:
+        """Set the outcome and drop the hold: the medium has finished with the bytes. Any thread, once."""
+        self.outcome, self.reason = outcome, reason
+        self.hold.drop()
+
+
+def failed(items: Sequence[Item], reason: str) -> list[Item]:
+    """Items in place of these, which the medium may still settle: FAILED for this reason."""
+    return [Item(item.key, item.hold, item.ask, Outcome.FAILED, reason) for item in items]
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,12 +265,12 @@ class StorageAdapter(ABC):
         return None
 
     @abstractmethod
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """Store records. Drops each item's hold when the medium has finished with its bytes."""
+    async def put(self, items: Sequence[Item]) -> None:
+        """Store records. Settles each item, and drops its hold when the medium has finished with its bytes."""
 
     @abstractmethod
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """Read records into their extents and verify them. Drops each item's hold as `put` does."""
+    async def load(self, items: Sequence[Item]) -> None:
+        """Read records into their extents and verify them. Settles each item as `put` does."""
 
     @abstractmethod
     async def delete(self, keys: bytes) -> int:

@@ -51,13 +51,9 @@ from kvstrata.observability.logging import Thinning
 from kvstrata.tiers import structs
 from kvstrata.tiers.base import (
     Ask,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
+    Item,
+    Outcome,
     Presence,
-    PutItem,
-    PutOutcome,
-    PutStatus,
     StorageAdapter,
     log_broken_contract,
     two_bytes,
@@ -610,43 +606,35 @@ class Codec:
 
     # -- put -----------------------------------------------------------------------------------------------
 
-    async def put(self, medium: StorageAdapter, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, medium: StorageAdapter, items: Sequence[Item]) -> None:
         """Encode the records that the medium lacks, and put them into it. See `StorageAdapter.put`."""
-        outcomes = [PutOutcome(PutStatus.EXISTS)] * len(items)
-        found = await medium.exists(b"".join([item.key for item in items]), Ask())
-        lacking = []
-        for i, presence in enumerate(found):
-            if presence == Presence.PRESENT:
-                items[i].hold.drop()
-            else:
-                lacking.append(i)
-        staged: list[tuple[int, Block, asyncio.Future[int]]] = []
+        staged: list[tuple[Item, asyncio.Future[Item]]] = []
 
         async def flush() -> None:
             batch, staged[:] = list(staged), []
-            await self._put_staged(medium, items, batch, outcomes)
+            await self._put_staged(medium, batch)
 
-        for i in lacking:
-            item = items[i]
+        presences = await medium.exists(b"".join([item.key for item in items]), Ask())
+        for item, presence in zip(items, presences, strict=True):
+            if presence == Presence.PRESENT:
+                item.settle(Outcome.EXISTS)
+                continue
             block, why = await self._room(item.hold.length, True, flush)
             work = None
             if block is not None:
                 why = QUEUE_FULL
                 work = self._lanes.submit(Lane.PUT, functools.partial(self._encode, item, block))
-            if block is None or work is None:
-                item.hold.drop()
-                status = PutStatus.FAILED if why == STAGING_TOO_SMALL else PutStatus.THROTTLED
-                outcomes[i] = PutOutcome(status, why)
+            if work is None:
+                item.settle(Outcome.FAILED if why == STAGING_TOO_SMALL else Outcome.THROTTLED, why)
             else:
-                staged.append((i, block, work))
+                staged.append((item, work))
             block = work = None  # the next record may wait for the room of this one
         await flush()
-        return outcomes
 
-    def _encode(self, item: PutItem, block: Block) -> int:
-        """In a thread: encode the record into the block; returns the length of the result, 0: store it as it is.
+    def _encode(self, item: Item, block: Block) -> Item:
+        """In a thread: encode the record into the block.
 
-        Drops the hold, unless the record is to be stored as it is.
+        Returns the item to put instead; the same one, with its hold, if the record is to be stored as it is.
         """
         length = -1
         try:
@@ -655,124 +643,105 @@ class Codec:
         finally:
             if length:
                 item.hold.drop()
-        return length
+        if not length:
+            return item
+        block.shrink(length)
+        return Item(item.key, cast("Hold", StagingHold(block, item.key, length)))
 
     async def _put_staged(
-        self,
-        medium: StorageAdapter,
-        items: Sequence[PutItem],
-        staged: list[tuple[int, Block, asyncio.Future[int]]],
-        outcomes: list[PutOutcome],
+        self, medium: StorageAdapter, staged: list[tuple[Item, asyncio.Future[Item]]]
     ) -> None:
         """Wait until these items are encoded, and put them."""
-        ended = await asyncio.gather(*(work for _, _, work in staged), return_exceptions=True)
-        batch: list[tuple[int, PutItem, int]] = []
-        for (i, block, _), length in zip(staged, ended, strict=True):
-            if isinstance(length, BaseException):
-                outcomes[i] = PutOutcome(PutStatus.FAILED, CODEC)
+        ended = await asyncio.gather(*(work for _, work in staged), return_exceptions=True)
+        batch: list[tuple[Item, Item]] = []
+        for (item, _), encoded in zip(staged, ended, strict=True):
+            if isinstance(encoded, BaseException):
+                item.outcome, item.reason = Outcome.FAILED, CODEC
                 self.counts["encode_failed"] += 1
                 text = "%s: a record cannot be encoded: %s"
-                _thinning.log(log, logging.ERROR, f"encode {self.name}", text, self.name, str(length))
-            elif length == 0:
-                self.counts["incompressible"] += 1
-                batch.append((i, items[i], 0))
+                _thinning.log(log, logging.ERROR, f"encode {self.name}", text, self.name, str(encoded))
             else:
-                block.shrink(length)
-                hold = StagingHold(block, items[i].key, length)
-                batch.append((i, PutItem(items[i].key, cast("Hold", hold)), length))
-        staged.clear()  # the medium refers to the blocks from now on
-        if not batch:
-            return
-        put = await medium.put([item for _, item, _ in batch])
-        for (i, _, length), outcome in zip(batch, put, strict=True):
-            outcomes[i] = outcome
-            if length and outcome.status is PutStatus.STORED:
+                batch.append((item, encoded))
+        if batch:
+            await medium.put([encoded for _, encoded in batch])
+        for item, encoded in batch:
+            if encoded is item:
+                self.counts["incompressible"] += 1
+                continue
+            item.outcome, item.reason = encoded.outcome, encoded.reason
+            if item.outcome is Outcome.STORED:
                 self.counts["encoded"] += 1
-                self.counts["encoded_from_bytes"] += items[i].hold.length
-                self.counts["encoded_to_bytes"] += length
+                self.counts["encoded_from_bytes"] += item.hold.length
+                self.counts["encoded_to_bytes"] += encoded.hold.length
 
     # -- load ----------------------------------------------------------------------------------------------
 
-    async def load(self, medium: StorageAdapter, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, medium: StorageAdapter, items: Sequence[Item]) -> None:
         """Load from the medium into staging, then decode into the extents. See `StorageAdapter.load`."""
-        outcomes = [LoadOutcome(LoadStatus.FAILED, THROTTLED)] * len(items)
-        staged: list[tuple[int, Block]] = []
+        staged: list[tuple[Item, Block]] = []
 
         async def flush() -> None:
             batch, staged[:] = list(staged), []
             if batch:
-                await self._load_staged(medium, items, batch, outcomes)
+                await self._load_staged(medium, batch)
 
-        for i, item in enumerate(items):
+        for item in items:
             block, why = await self._room(item.hold.length, False, flush)
             if block is not None:
-                staged.append((i, block))
+                staged.append((item, block))
             else:
-                item.hold.drop()
-                outcomes[i] = LoadOutcome(LoadStatus.FAILED, why)
+                item.settle(Outcome.FAILED, why)
             block = None  # the next record may wait for the room of this one
         await flush()
-        return outcomes
 
-    async def _load_staged(
-        self,
-        medium: StorageAdapter,
-        items: Sequence[LoadItem],
-        staged: list[tuple[int, Block]],
-        outcomes: list[LoadOutcome],
-    ) -> None:
-        batch = [
-            items[i]._replace(hold=cast("Hold", StagingHold(block, items[i].key, block.room)))
-            for i, block in staged
+    async def _load_staged(self, medium: StorageAdapter, staged: list[tuple[Item, Block]]) -> None:
+        """Load these items into their blocks, and decode them; takes over the list."""
+        loads = [
+            Item(item.key, cast("Hold", StagingHold(block, item.key, block.room)), item.ask)
+            for item, block in staged
         ]
-        loaded = await medium.load(batch)
-        decoding: list[tuple[int, asyncio.Future[LoadOutcome]]] = []
-        for (i, block), outcome in zip(staged, loaded, strict=True):
-            work = None
-            if outcome.status is LoadStatus.LOADED:
-                work = self._lanes.submit(Lane.LOAD, functools.partial(self._decode, items[i], block))
-                outcome = LoadOutcome(LoadStatus.FAILED, THROTTLED)
-            if work is None:
-                items[i].hold.drop()
-                outcomes[i] = outcome
+        await medium.load(loads)
+        decoding: list[tuple[Item, asyncio.Future[None]]] = []
+        for (item, block), load in zip(staged, loads, strict=True):
+            if load.outcome is not Outcome.LOADED:
+                item.settle(load.outcome, load.reason)
+            elif work := self._lanes.submit(Lane.LOAD, functools.partial(self._decode, item, block)):
+                decoding.append((item, work))
             else:
-                decoding.append((i, work))
+                item.settle(Outcome.FAILED, THROTTLED)
         staged.clear()
         bad: list[bytes] = []
-        ended = await asyncio.gather(*(work for _, work in decoding), return_exceptions=True)
-        for (i, _), result in zip(decoding, ended, strict=True):
-            if isinstance(result, BaseException):
-                log_broken_contract(self.name, "a codec", result)
-                result = LoadOutcome(LoadStatus.FAILED, CODEC)
-            outcomes[i] = result
-            if result.status is LoadStatus.LOADED:
-                self.counts["decoded"] += 1
-                continue
-            is_corrupt = result.status is LoadStatus.CORRUPT
-            self.counts["decoded_corrupt" if is_corrupt else result.reason] += 1
-            if is_corrupt or result.reason in (UNAUTHENTICATED, LENGTH):
-                bad.append(items[i].key)
+        for error in await asyncio.gather(*(work for _, work in decoding), return_exceptions=True):
+            if error is not None:
+                log_broken_contract(self.name, "a codec", error)
+        for item, _ in decoding:
+            is_corrupt = item.outcome is Outcome.CORRUPT
+            loaded = item.outcome is Outcome.LOADED
+            self.counts["decoded" if loaded else "decoded_corrupt" if is_corrupt else item.reason] += 1
+            if is_corrupt or item.reason in (UNAUTHENTICATED, LENGTH):
+                bad.append(item.key)
         if bad:
             await medium.delete(b"".join(bad))
 
-    def _decode(self, item: LoadItem, block: Block) -> LoadOutcome:
-        """In a thread: decode the stored record at the start of the block into the extent.
+    def _decode(self, item: Item, block: Block) -> None:
+        """In a thread: decode the stored record at the start of the block into the extent, and settle the item.
 
         No log record keeps the error, whose traceback refers to the block.
         """
+        outcome, reason = Outcome.FAILED, CODEC
         try:
             with item.hold.view() as target:
                 self._chain.decode(block.view(block.room), target, item.key)
-            return LoadOutcome(LoadStatus.LOADED)
+            outcome, reason = Outcome.LOADED, ""
         except CannotDecode as error:
-            if error.reason not in self._undecodable:  # of a storage with other codecs, all records come here
-                self._undecodable.add(error.reason)
+            reason = error.reason
+            if reason not in self._undecodable:  # of a storage with other codecs, all records come here
+                self._undecodable.add(reason)
                 what = "%s: record %s: %s; more such records are only counted (%s). Give all its servers the same codec"
-                log.warning(what, self.name, item.key.hex()[:16], str(error), error.reason)
-            return LoadOutcome(LoadStatus.FAILED, error.reason)
+                log.warning(what, self.name, item.key.hex()[:16], str(error), reason)
         except BadRecord as error:
+            outcome = Outcome.CORRUPT
             text = "%s: removing the corrupt record %s: %s"
             _thinning.log(log, logging.WARNING, self.name, text, self.name, item.key.hex()[:16], str(error))
-            return LoadOutcome(LoadStatus.CORRUPT, CODEC)
         finally:
-            item.hold.drop()
+            item.settle(outcome, reason)

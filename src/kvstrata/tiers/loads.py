@@ -54,7 +54,7 @@ from kvstrata.observability.explain import Choice
 from kvstrata.observability.numbers import RATIO_BUCKETS, Numbers, counter, gauge, histogram, parts_by
 from kvstrata.observability.tracing import Span
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.tiers.base import PHASES, Ask, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.base import PHASES, Ask, Item, Outcome, Presence, failed
 from kvstrata.tiers.choice import PROBE_BYTES, PROBE_EVERY, PROBE_S, best_end
 from kvstrata.tiers.reasons import DEADLINE, LENGTH, miss_reason
 from kvstrata.tiers.set import TierSet
@@ -984,62 +984,54 @@ class PrefetchController(Numbers):
         self, fetch: Fetch, tier: Tier, batch: LoadBatch, keys: list[bytes], load: _Load, size: int
     ) -> None:
         """Load the items, commit each or give it back, and wake the fetches that wait for it."""
-        items = list(map(LoadItem, keys, batch.holds, fetch.asks_of(batch.numbers)))
+        items: Sequence[Item] = list(map(Item, keys, batch.holds, fetch.asks_of(batch.numbers)))
         del batch.holds[:]  # the tier has them now
-        outcomes: list[LoadOutcome] = []
+        settled: Sequence[Item] = ()
         begun_s = time.perf_counter()
         trace = fetch.trace and fetch.trace.child()
         try:
             failpoints.hit("load.reserved")
-            outcomes = await tier.load(items)
+            settled = await tier.load(items)
             failpoints.hit("load.read")
         finally:  # even when cancelled: the tier ends the holds, and this ends the reservations
             fetch.spent.phases["medium"] += time.perf_counter() - begun_s
             self._gates[tier.name].ended(size)
-            outcomes = outcomes or [LoadOutcome(LoadStatus.FAILED, "stopping")] * len(keys)
+            settled = settled or failed(items, "stopping")
             if trace:
-                loaded = sum(status is LoadStatus.LOADED for status, _ in outcomes)
+                loaded = sum(item.outcome is Outcome.LOADED for item in settled)
                 trace.end("load", tier=tier.name, records=len(keys), loaded=loaded, bytes=size)
-            self._finish(fetch, tier, batch, keys, load, outcomes)
+            self._finish(fetch, tier, batch, load, settled)
 
-    def _finish(
-        self,
-        fetch: Fetch,
-        tier: Tier,
-        batch: LoadBatch,
-        keys: list[bytes],
-        load: _Load,
-        outcomes: Sequence[LoadOutcome],
-    ) -> None:
+    def _finish(self, fetch: Fetch, tier: Tier, batch: LoadBatch, load: _Load, items: Sequence[Item]) -> None:
         begun_s = time.perf_counter()
-        ended = batch.finish(bytes([status is LoadStatus.LOADED for status, _ in outcomes]))
+        ended = batch.finish(bytes([item.outcome is Outcome.LOADED for item in items]))
         fetch.spent.phases["promote"] += time.perf_counter() - begun_s
         failpoints.hit("load.committed")
         loaded: list[int] = []
         found: list[bytes] = []
         lost: list[bytes] = []
         foreign: list[bytes] = []
-        failed: list[tuple[int, str]] = []
+        failures: list[tuple[int, str]] = []
         late = 0
-        for number, key, (status, why), end in zip(batch.numbers, keys, outcomes, ended, strict=True):
+        for number, item, end in zip(batch.numbers, items, ended, strict=True):
+            key, outcome = item.key, item.outcome
+            del self._loads[key]
             if end == CommitOutcome.COMMITTED:
                 loaded.append(number)
                 found.append(key)
                 continue
-            if status is LoadStatus.LOADED:  # a whole record whose header does not match the reservation
+            if outcome is Outcome.LOADED:  # a whole record whose header does not match the reservation
                 reason = "corrupt"
                 self.counts["load:foreign"] += 1
                 foreign.append(key)
             else:
-                reason = status.name.lower() if status is not LoadStatus.FAILED else why or "failed"
+                reason = outcome.name.lower() if outcome is not Outcome.FAILED else item.reason or "failed"
                 self.counts[f"load:{reason}"] += 1
-            if status is not LoadStatus.FAILED:
+            if outcome is not Outcome.FAILED:
                 lost.append(key)
             load.reasons[key] = reason
             late += reason == DEADLINE
-            failed.append((number, reason))
-        for key in keys:
-            del self._loads[key]
+            failures.append((number, reason))
         load.done.set_result(None)
         if loaded or late:
             loaded_bytes = fetch.bytes_of(loaded)
@@ -1055,7 +1047,7 @@ class PrefetchController(Numbers):
             self._found(tier.name, found)
         if lost:
             self._lost(tier.name, lost)
-        self._not_filled(fetch, failed)
+        self._not_filled(fetch, failures)
         if foreign:
             # Some media store no record where a value exists.
             log.error("%s: deleting %d records that name another identity", tier.name, len(foreign))

@@ -23,13 +23,9 @@ from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
+    Item,
     KeyPage,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
-    PutItem,
-    PutOutcome,
-    PutStatus,
+    Outcome,
     StorageAdapter,
     Usage,
 )
@@ -38,9 +34,9 @@ from kvstrata.tiers.reasons import QUEUE_FULL, THROTTLED
 
 log = logging.getLogger(__name__)
 
-_PUT_STATUS = list(PutStatus)
-_LOAD_STATUS = list(LoadStatus)
-
+_PUT = Outcome.STORED, Outcome.EXISTS, Outcome.THROTTLED, Outcome.FAILED
+_LOAD = Outcome.LOADED, Outcome.ABSENT, Outcome.CORRUPT, Outcome.FAILED
+"""By the connector's PutStatus and LoadStatus."""
 
 T = TypeVar("T")
 
@@ -96,7 +92,9 @@ class NativeAdapter(StorageAdapter):
         if self._exists_is_quick and (answer := self._native.exists_now(keys)) is not None:
             presences, ask.reason = answer
             return presences
-        future = self._take(NativeLanes.submit_exists, Lane.LOOKUP, keys)
+        future = self._keep(
+            self._lanes.submit_native(NativeLanes.submit_exists, Lane.LOOKUP, self._native, keys)
+        )
         if future is None:
             return ask.unknown(keys, THROTTLED)
         found: bytes
@@ -110,28 +108,20 @@ class NativeAdapter(StorageAdapter):
         future = self._keep(self._lanes.submit(Lane.LOOKUP, lambda: self._native.list_keys(cursor, most)))
         return None if future is None else KeyPage(*await asyncio.shield(future))
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, items: Sequence[Item]) -> None:
         """See the contract. A cancelled wait lets the batch go on to its end."""
-        if not items:
-            return []
-        future = self._take(NativeLanes.submit_put, Lane.PUT, items)
-        if future is None:
-            return [PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)] * len(items)
-        return [PutOutcome(_PUT_STATUS[status], why) for status, why in (await asyncio.shield(future))[0]]
+        await self._move(NativeLanes.submit_put, Lane.PUT, items, _PUT, (Outcome.THROTTLED, QUEUE_FULL))
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, items: Sequence[Item]) -> None:
         """See the contract. A cancelled wait lets the batch go on to its end."""
-        if not items:
-            return []
-        future = self._take(NativeLanes.submit_load, Lane.LOAD, items)
-        if future is None:
-            return [LoadOutcome(LoadStatus.FAILED, THROTTLED)] * len(items)
-        outcomes, _, wait_s, verify_s = await asyncio.shield(future)
-        if (ask := items[0].ask) is not None:
+        moved = await self._move(
+            NativeLanes.submit_load, Lane.LOAD, items, _LOAD, (Outcome.FAILED, THROTTLED)
+        )
+        if moved is not None and (ask := items[0].ask) is not None:
+            wait_s, _, verify_s = moved
             ask.phases["wait"] += wait_s
             ask.phases["verify"] += verify_s
             ask.phases["medium"] -= wait_s + verify_s
-        return [LoadOutcome(_LOAD_STATUS[status], why) for status, why in outcomes]
 
     async def delete(self, keys: bytes) -> int:
         """Remove records in the delete lane."""
@@ -173,8 +163,23 @@ class NativeAdapter(StorageAdapter):
         assert future is not None, "refused work that has no limit"
         return await asyncio.shield(future)
 
-    def _take(self, submit: Callable[..., bool], lane: Lane, what: Any) -> asyncio.Future[Any] | None:
-        return self._keep(self._lanes.submit_native(submit, lane, self._native, what))
+    async def _move(
+        self,
+        submit: Callable[..., bool],
+        lane: Lane,
+        items: Sequence[Item],
+        outcomes: Sequence[Outcome],
+        full: tuple[Outcome, str],
+    ) -> Any:
+        """The lane's result; None: there is none, since nothing was asked, or the lane is `full`."""
+        if not items:
+            return None
+        future = self._keep(self._lanes.submit_native(submit, lane, self._native, items, outcomes))
+        if future is not None:
+            return await asyncio.shield(future)
+        for item in items:  # the lanes have dropped the holds
+            item.outcome, item.reason = full
+        return None
 
     def _keep(self, future: asyncio.Future[T] | None) -> asyncio.Future[T] | None:
         if future is not None:

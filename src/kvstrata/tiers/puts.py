@@ -33,7 +33,7 @@ from kvstrata import failpoints
 from kvstrata.errors import StorageError
 from kvstrata.native.core import Pool
 from kvstrata.observability.numbers import Numbers, counter, gauge, parts_by
-from kvstrata.tiers.base import Ask, Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.tiers.base import Ask, Item, Outcome, Presence, failed
 from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier
@@ -44,6 +44,7 @@ KEYS_PER_TURN = 128
 """Keys that one turn of the loop looks at: some 100 µs."""
 UNPINNED_KEYS = 65_536
 """Keys per tier that are kept for a put once the backlog is empty."""
+_WORDS = {outcome: outcome.name.lower() for outcome in Outcome}
 _NO_ROOM = 2
 """Pool.hold_batch has taken no hold, since it would exceed the backlog."""
 
@@ -224,15 +225,15 @@ class TierPuts(Numbers):
         self._skipped = skipped
         self._news = news
         self._progressed = progressed
-        self._queue: collections.deque[PutItem] = collections.deque()
-        self._pending: set[bytes] = set()
+        self._queue: collections.deque[Item] = collections.deque()
+        self.pending: set[bytes] = set()
         """Keys in the queue, in flight or waiting for a retry."""
         self._attempts: dict[bytes, int] = {}
         """How often the put of a pending key was throttled."""
-        self._retrying: dict[asyncio.TimerHandle, list[PutItem]] = {}
-        self._unpinned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        self._retrying: dict[asyncio.TimerHandle, list[Item]] = {}
+        self.unpinned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         """Keys skipped because the backlog was full. Once the backlog is empty, those still in L1 are put after all."""
-        self._batches: dict[asyncio.Task[Sequence[PutOutcome]], list[PutItem]] = {}
+        self._batches: dict[asyncio.Task[Sequence[Item]], list[Item]] = {}
         self._begins = False
         """Whether batches will be begun in the next turn of the loop."""
         self._not_clearing = asyncio.Event()
@@ -241,19 +242,9 @@ class TierPuts(Numbers):
         self._n_clears = 0
 
     @property
-    def busy(self) -> bool:
-        """Whether anything waits for the tier or is in flight to it."""
-        return bool(self._pending)
-
-    @property
     def undone(self) -> int:
         """Chunks that wait for the tier or are in flight to it, and those given up because the server stops."""
-        return len(self._pending) + self.outcomes[f"skipped:{Skip.STOPPING}"]
-
-    @property
-    def has_unpinned(self) -> bool:
-        """Whether chunks wait because the backlog had no room for them."""
-        return bool(self._unpinned)
+        return len(self.pending) + self.outcomes[f"skipped:{Skip.STOPPING}"]
 
     def document(self) -> dict[str, Any]:
         """The numbers, and the policy."""
@@ -263,12 +254,12 @@ class TierPuts(Numbers):
 
     def offer(self, keys: Sequence[bytes]) -> None:
         """Pin chunks and queue them, or skip them."""
-        keys = [key for key in dict.fromkeys(keys) if key not in self._pending]
+        keys = [key for key in dict.fromkeys(keys) if key not in self.pending]
         for key, why in self._pin(keys):
             if why == _NO_ROOM:
-                self._unpinned[key] = None
-                if len(self._unpinned) > UNPINNED_KEYS:
-                    self._unpinned.popitem(last=False)
+                self.unpinned[key] = None
+                if len(self.unpinned) > UNPINNED_KEYS:
+                    self.unpinned.popitem(last=False)
             self.skip(key, Skip.BACKLOG if why == _NO_ROOM else Skip.EVICTED)
 
     def skip(self, key: bytes, reason: str) -> None:
@@ -278,14 +269,14 @@ class TierPuts(Numbers):
 
     def take_up_unpinned(self) -> None:
         """Queue chunks that the backlog had no room for, now that the backlog is empty."""
-        taken = min(KEYS_PER_TURN, len(self._unpinned))
-        left = self._pin([self._unpinned.popitem(last=False)[0] for _ in range(taken)])
+        taken = min(KEYS_PER_TURN, len(self.unpinned))
+        left = self._pin([self.unpinned.popitem(last=False)[0] for _ in range(taken)])
         if len(left) < taken:
             self.outcomes["taken_up"] += taken - len(left)
         for key, why in reversed(left):
             if why == _NO_ROOM:
-                self._unpinned[key] = None
-                self._unpinned.move_to_end(key, last=False)
+                self.unpinned[key] = None
+                self.unpinned.move_to_end(key, last=False)
 
     def _pin(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
         """Hold each chunk for one put, and queue it. Returns the keys that were left out, with the pool's reason."""
@@ -297,14 +288,14 @@ class TierPuts(Numbers):
             left = [(key, why) for key, why in zip(keys, left_out, strict=True) if why]
             keys = [key for key, why in zip(keys, left_out, strict=True) if not why]
         if holds:
-            self._enqueue(map(PutItem, keys, holds))
-            self._pending.update(keys)
-            if self._unpinned:
+            self._enqueue(map(Item, keys, holds))
+            self.pending.update(keys)
+            if self.unpinned:
                 for key in keys:
-                    self._unpinned.pop(key, None)
+                    self.unpinned.pop(key, None)
         return left
 
-    def _enqueue(self, items: Iterable[PutItem]) -> None:
+    def _enqueue(self, items: Iterable[Item]) -> None:
         self._queue.extend(items)
         if not self._begins:
             self._begins = True
@@ -318,12 +309,12 @@ class TierPuts(Numbers):
             waiting += items
         self._queue.clear()
         self._retrying.clear()
-        self._unpinned.clear()
-        for key, hold in waiting:
-            hold.drop()
-            self._pending.discard(key)
-            self._attempts.pop(key, None)
-            self.skip(key, reason)
+        self.unpinned.clear()
+        for item in waiting:
+            item.hold.drop()
+            self.pending.discard(item.key)
+            self._attempts.pop(item.key, None)
+            self.skip(item.key, reason)
 
     # -- batches -------------------------------------------------------------------------------------------
 
@@ -332,13 +323,13 @@ class TierPuts(Numbers):
         self._begins = False
         while self._queue and len(self._batches) < self._limits.batches_in_flight:
             batch = self._take_batch()
-            task = asyncio.create_task(self._put(list(batch)), name=f"put-{self.name}")
+            task = asyncio.create_task(self._put(batch), name=f"put-{self.name}")
             self._batches[task] = batch
             task.add_done_callback(self._batch_ended)
 
-    def _take_batch(self) -> list[PutItem]:
+    def _take_batch(self) -> list[Item]:
         """Take chunks from the queue, which has some."""
-        batch: list[PutItem] = []
+        batch: list[Item] = []
         batch_bytes = 0
         for _ in range(min(self.tier.capabilities.max_batch, len(self._queue))):
             batch_bytes += self._queue[0].hold.length
@@ -347,49 +338,44 @@ class TierPuts(Numbers):
             batch.append(self._queue.popleft())
         return batch
 
-    async def _put(self, items: list[PutItem]) -> Sequence[PutOutcome]:
+    async def _put(self, items: list[Item]) -> Sequence[Item]:
         n_clears = self._n_clears
         failpoints.hit("put.started")
-        outcomes = await self.tier.put(items)
+        settled = await self.tier.put(items)
         failpoints.hit("put.stored")
         if self._n_clears != n_clears or not self._not_clearing.is_set():
-            outcomes = await self._cleared_too([key for key, _ in items], outcomes)
-        return outcomes
+            await self._cleared_too(settled)
+        return settled
 
-    def _batch_ended(self, task: asyncio.Task[Sequence[PutOutcome]]) -> None:
+    def _batch_ended(self, task: asyncio.Task[Sequence[Item]]) -> None:
         """Count the outcomes of a batch, and prepare retries. Afterwards nothing here refers to its holds."""
-        items = self._batches.pop(task)
+        batch = self._batches.pop(task)
         if task.cancelled():
-            outcomes: Sequence[PutOutcome] = [PutOutcome(PutStatus.FAILED, Skip.STOPPING)] * len(items)
+            items: Sequence[Item] = failed(batch, Skip.STOPPING)
         elif (error := task.exception()) is not None:
             log.error("%s crashed", task.get_name(), exc_info=error)
             traceback.clear_frames(error.__traceback__)  # they refer to holds
             self.outcomes["crashed"] += 1
-            outcomes = [PutOutcome(PutStatus.FAILED, Skip.CRASHED)] * len(items)
+            items = failed(batch, Skip.CRASHED)
         else:
-            outcomes = task.result()
+            items = task.result()
         present: list[bytes] = []
         throttled: collections.defaultdict[int, list[bytes]] = collections.defaultdict(list)
-        for (key, hold), (status, reason) in zip(items, outcomes, strict=True):
-            hold.uncount()  # the tier may hold it for longer
-            if status is PutStatus.STORED or status is PutStatus.EXISTS:
+        for item in items:
+            item.hold.uncount()  # the tier may hold it for longer
+            key, outcome = item.key, item.outcome
+            self.pending.discard(key)
+            attempts = self._attempts.pop(key, 0) + 1
+            if outcome is Outcome.STORED or outcome is Outcome.EXISTS:
                 present.append(key)
-                self.stored_bytes += hold.length if status is PutStatus.STORED else 0
-                continue
-            attempts = self._attempts.get(key, 0) + 1
-            if status is PutStatus.THROTTLED and not self.stopping and attempts <= self._limits.retry.retries:
+                self.outcomes[_WORDS[outcome]] += 1
+                self.stored_bytes += item.hold.length if outcome is Outcome.STORED else 0
+            elif (
+                outcome is Outcome.THROTTLED and not self.stopping and attempts <= self._limits.retry.retries
+            ):
                 throttled[attempts].append(key)
             else:
-                self.skip(key, reason or status.name.lower())
-        self._pending.difference_update([key for key, _ in items])
-        statuses = [status for status, _ in outcomes]
-        for status in (PutStatus.STORED, PutStatus.EXISTS):
-            if count := statuses.count(status):
-                self.outcomes[status.name.lower()] += count
-        if self._attempts:
-            for key, _ in items:
-                self._attempts.pop(key, None)
-        del items[:]
+                self.skip(key, item.reason or _WORDS[outcome])
         if present:
             self.planner.stored(present)
             for news in self._news:
@@ -407,7 +393,7 @@ class TierPuts(Numbers):
             if why:
                 self.skip(key, Skip.BACKLOG if why == _NO_ROOM else Skip.EVICTED)
         keys = [key for key, why in zip(keys, left_out, strict=True) if not why]
-        self._pending.update(keys)
+        self.pending.update(keys)
         self._attempts.update(dict.fromkeys(keys, attempts))
 
         def retry() -> None:
@@ -416,7 +402,7 @@ class TierPuts(Numbers):
         delay_s = self._limits.retry.delay_s(attempts)
         assert delay_s is not None
         timer = asyncio.get_running_loop().call_later(delay_s, retry)
-        self._retrying[timer] = list(map(PutItem, keys, holds))
+        self._retrying[timer] = list(map(Item, keys, holds))
 
     async def dismiss(self) -> None:
         """End the batches in flight. A put that the adapter has not answered counts as skipped."""
@@ -447,24 +433,26 @@ class TierPuts(Numbers):
         for news in self._news:
             news.tier_emptied(self.name)
 
-    async def _cleared_too(self, keys: list[bytes], outcomes: list[PutOutcome]) -> list[PutOutcome]:
-        """Delete the records of a batch, which were cleared meanwhile. Returns the corrected outcomes.
+    async def _cleared_too(self, items: Sequence[Item]) -> None:
+        """Delete the records of a batch, which were cleared meanwhile, and correct the outcomes.
 
         Only the adapter knows whether a put or the clear came first. A record that cannot be deleted counts as stored.
         """
         await self._not_clearing.wait()
-        await self.tier.delete(b"".join(keys))
-        presences = await self.tier.exists(b"".join(keys), Ask())
-        gone = [key for key, presence in zip(keys, presences, strict=True) if presence == Presence.ABSENT]
-        self.planner.gone(gone)
+        keys = b"".join([item.key for item in items])
+        await self.tier.delete(keys)
+        presences = await self.tier.exists(keys, Ask())
+        gone = [item for item, presence in zip(items, presences, strict=True) if presence == Presence.ABSENT]
+        for item in gone:
+            if item.outcome in (Outcome.STORED, Outcome.EXISTS):
+                item.outcome, item.reason = Outcome.FAILED, Skip.CLEARED
+        self.dropped([item.key for item in gone])
+
+    def dropped(self, keys: Sequence[bytes]) -> None:
+        """Note that the tier does not have these records any more."""
+        self.planner.gone(keys)
         for news in self._news:
-            news.tier_lost(self.name, gone)
-        return [
-            PutOutcome(PutStatus.FAILED, Skip.CLEARED)
-            if outcome.status in (PutStatus.STORED, PutStatus.EXISTS) and key in gone
-            else outcome
-            for key, outcome in zip(keys, outcomes, strict=True)
-        ]
+            news.tier_lost(self.name, keys)
 
 
 class StoreController(Numbers):
@@ -538,9 +526,7 @@ class StoreController(Numbers):
         if puts is not None and keys is None:
             puts.emptied()
         elif puts is not None and keys is not None:
-            puts.planner.gone(keys)
-            for news in self._news:
-                news.tier_lost(name, keys)
+            puts.dropped(keys)
 
     def found(self, name: str, keys: Sequence[bytes]) -> None:
         """Note that these records were loaded from the tier."""
@@ -629,17 +615,19 @@ class StoreController(Numbers):
             self._note_progress()
 
     def _is_quiet(self) -> bool:
-        return not self._waiting and not self._takes_up and not any(puts.busy for puts in self._puts.values())
+        return not (self._waiting or self._takes_up or any(puts.pending for puts in self._puts.values()))
 
     def _note_progress(self) -> None:
-        if self._is_quiet() and not self._stopping:
-            for puts in self._puts.values():
-                puts.take_up_unpinned()
-            # Still quiet: all chunks that were taken up had left L1, so take up more in the next turn of the loop.
-            if self._is_quiet() and any(puts.has_unpinned for puts in self._puts.values()):
-                self._takes_up = True
-                asyncio.get_running_loop().call_soon(self._go_on)
-        if self._is_quiet():
+        if not self._is_quiet():
+            return
+        unpinned = [puts for puts in self._puts.values() if puts.unpinned and not self._stopping]
+        for puts in unpinned:
+            puts.take_up_unpinned()
+        # Still quiet: all chunks that were taken up had left L1, so take up more in the next turn of the loop.
+        if unpinned and self._is_quiet() and any(puts.unpinned for puts in unpinned):
+            self._takes_up = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+        if not unpinned or self._is_quiet():
             self._quiet.set()
 
     def _go_on(self) -> None:

@@ -44,7 +44,7 @@ class TierSet(Numbers, prefix="l2"):
     @property
     def take_loads(self) -> bool:
         """Whether a lookup may find something behind L1."""
-        return any(tier.state is TierState.ACTIVE for tier in self._tiers)
+        return TierState.ACTIVE in [tier.state for tier in self._tiers]
 
     @property
     def hit_beyond_l1(self) -> bool:

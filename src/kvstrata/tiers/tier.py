@@ -35,6 +35,7 @@ import ctypes
 import enum
 import functools
 import logging
+import operator
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -55,18 +56,15 @@ from kvstrata.tiers.base import (
     Ask,
     Capabilities,
     Counts,
+    Item,
     KeyPage,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
+    Outcome,
     Presence,
-    PutItem,
-    PutOutcome,
-    PutStatus,
     ReadsPeers,
     Remarks,
     StorageAdapter,
     Usage,
+    failed,
     log_broken_contract,
     read_checked,
 )
@@ -118,12 +116,14 @@ MEANINGS = {
 """What an open breaker of an operation means, for the log."""
 
 
-_KINDS: dict[str, tuple[type[Any], Any, Any]] = {
-    "exists": (Presence, None, None),
-    "put": (PutOutcome, PutStatus.FAILED, PutStatus.STORED),
-    "load": (LoadOutcome, LoadStatus.FAILED, LoadStatus.LOADED),
+_OUTCOMES = {
+    "put": {Outcome.STORED, Outcome.EXISTS, Outcome.THROTTLED, Outcome.FAILED},
+    "load": {Outcome.LOADED, Outcome.ABSENT, Outcome.CORRUPT, Outcome.FAILED},
 }
-"""By operation, what the medium answers for each key or item, and the statuses of failure and of success."""
+_MOVED = {"put": Outcome.STORED, "load": Outcome.LOADED}
+_ENDED = operator.attrgetter("outcome", "reason")
+_MISANSWERED = "misanswered"
+"""In place of a reason: the answer is none that the storage contract allows."""
 
 
 class TierState(enum.StrEnum):
@@ -473,9 +473,11 @@ class Tier(TierNumbers):
             try:
                 if not self._breakers["load"].would_admit(begun_s):
                     raise _Failed(self._refusal("exists") or BREAKER_OPEN)
-                found, ask.reason = await self._bounded("exists", work, n_keys, 0)
-            except _Failed as failed:
-                found = ask.unknown(keys, failed.reason)
+                why = functools.partial(_why_unknown, n_keys)
+                answer: tuple[bytes, str] = await self._bounded("exists", work, why)
+                found, ask.reason = answer
+            except _Failed as failure:
+                found = ask.unknown(keys, failure.reason)
             outcomes = {
                 _word(presence.name, ask.reason if presence is Presence.UNKNOWN else ""): count
                 for presence in Presence
@@ -485,50 +487,41 @@ class Tier(TierNumbers):
             self._count("exists", begun_s, 0, outcomes)
         return found
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """As the medium; FAILED at the deadline, while the breaker is open and while the medium takes no puts."""
-        medium, codec = self.medium, self.codec
-        put = functools.partial(medium.put if codec is None else functools.partial(codec.put, medium), items)
-        return await self._move("put", put, items)
+    async def put(self, items: Sequence[Item]) -> Sequence[Item]:
+        """As the medium; returns settled items, which are FAILED at the deadline or if the medium takes no puts now."""
+        work = self.medium.put if self.codec is None else functools.partial(self.codec.put, self.medium)
+        return await self._move("put", work, items)
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """As the medium; FAILED at the deadline, while the breaker is open and while the medium is asked nothing."""
-        medium, codec = self.medium, self.codec
-        places = [item.hold.address for item in items] if codec is None else []
-        load = functools.partial(
-            medium.load if codec is None else functools.partial(codec.load, medium), items
-        )
-        return await self._move("load", load, items, places)
+    async def load(self, items: Sequence[Item]) -> Sequence[Item]:
+        """As `put`. The extents must still be reserved: without a codec, an encoded record is FAILED."""
+        work = self.medium.load if self.codec is None else functools.partial(self.codec.load, self.medium)
+        return await self._move("load", work, items)
 
     async def _move(
         self,
         operation: str,
-        work: Callable[[], Coroutine[Any, Any, list[Any]]],
-        items: Sequence[PutItem] | Sequence[LoadItem],
-        places: Sequence[int] = (),
-    ) -> list[Any]:
-        """`places`: of a load without a codec, see `_refuse_encoded`."""
-        kind, failed, moved = _KINDS[operation]
-        lengths = [item.hold.length for item in items]
-        begun_s, moved_bytes = self._clock.monotonic_s(), 0
-        words = collections.Counter({_CANCELLED: len(items)})
+        work: Callable[[Sequence[Item]], Coroutine[Any, Any, None]],
+        items: Sequence[Item],
+    ) -> Sequence[Item]:
+        settled, words, moved_bytes = items, {_CANCELLED: len(items)}, 0
+        payload_bytes, begun_s = sum([item.hold.length for item in items]), self._clock.monotonic_s()
         try:
             try:
-                outcomes = await self._bounded(operation, work, len(items), sum(lengths))
-                if places:
-                    outcomes = _refuse_encoded(places, outcomes)
-            except _Failed as error:
-                if isinstance(error, _Refused):
+                why = functools.partial(_why_failed, operation, items)
+                await self._bounded(operation, functools.partial(work, items), why, payload_bytes)
+                if operation == "load" and self.codec is None:
+                    _refuse_encoded(items)
+            except _Failed as failure:
+                if isinstance(failure, _Refused):
                     for item in items:
                         item.hold.drop()
-                outcomes = [kind(failed, error.reason)] * len(items)
-            words = collections.Counter()
-            for (status, reason), length in zip(outcomes, lengths, strict=True):
-                words[_word(status.name, reason)] += 1
-                moved_bytes += length if status is moved else 0
+                settled = failed(items, failure.reason)
+            counts = collections.Counter(map(_ENDED, settled))
+            words = {_word(outcome.name, reason): n for (outcome, reason), n in counts.items()}
+            moved_bytes = sum([item.hold.length for item in settled if item.outcome is _MOVED[operation]])
         finally:
             self._count(operation, begun_s, moved_bytes, words)
-        return outcomes
+        return settled
 
     async def delete(self, keys: bytes) -> int:
         """As the medium; 0 at the deadline, while the breaker is open and while the medium takes no puts."""
@@ -536,7 +529,7 @@ class Tier(TierNumbers):
         begun_s, outcomes = self._clock.monotonic_s(), {_CANCELLED: n_keys}
         try:
             with contextlib.suppress(_Failed):
-                answer = await self._bounded("delete", lambda: self.medium.delete(keys), 0, 0)
+                answer = await self._bounded("delete", lambda: self.medium.delete(keys))
                 count = answer if self._is_answer("delete", answer, _is_count(answer)) else 0
             outcomes = {"deleted": count, "absent": n_keys - count}
         finally:
@@ -547,7 +540,7 @@ class Tier(TierNumbers):
         """As the medium; None if it does not answer in time, its answer is not a page, or it is asked nothing."""
         page: KeyPage | None = None
         with contextlib.suppress(_Failed):
-            page = await self._bounded("list_keys", lambda: self.medium.list_keys(cursor, most), 0, 0)
+            page = await self._bounded("list_keys", lambda: self.medium.list_keys(cursor, most))
         if page is None or _is_page(page, most):
             return page
         log.error("%s: list_keys answered %.200r, which is not a page of %d keys", self.name, page, most)
@@ -556,7 +549,7 @@ class Tier(TierNumbers):
     async def usage(self) -> Usage:
         """As the medium; all zero if it is paused or does not answer in time, or its answer is not a usage."""
         with contextlib.suppress(_Failed):
-            usage = await self._bounded("usage", self.medium.usage, 0, 0)
+            usage = await self._bounded("usage", self.medium.usage)
             counts = (
                 isinstance(usage, tuple) and len(usage) == len(Usage._fields) and all(map(_is_count, usage))
             )
@@ -610,13 +603,13 @@ class Tier(TierNumbers):
         self,
         operation: str,
         work: Callable[[], Coroutine[Any, Any, T]],
-        items: int,
-        payload_bytes: int,
+        why_failed: Callable[[T], str] = lambda answer: "",
+        payload_bytes: int = 0,
     ) -> T:
         """The result of `work` if it comes in time. Raises _Refused if nothing was asked, _Failed otherwise.
 
-        The result of an operation in _KINDS must be a list of so many outcomes of its kind, or for `exists` (presences,
-        why some are unknown).  An operation without a breaker always goes through.
+        `why_failed(result)`: why a result means that the medium failed ("": it does not); _MISANSWERED: the storage
+        contract forbids it, which is logged.  An operation without a breaker always goes through.
 
         After the deadline, and when the caller is cancelled, the work goes on and its bytes count as stuck until it
         ends.  In any case the breaker hears how the work ended, or that its deadline passed.
@@ -631,6 +624,8 @@ class Tier(TierNumbers):
         task = asyncio.create_task(work())
         late = loop.create_future()
 
+        reason = ""
+
         def judge(reason: str) -> None:
             if not late.done():
                 late.set_result(None)
@@ -638,16 +633,14 @@ class Tier(TierNumbers):
                     self._judge(operation, breaker, reason)
 
         def ended(task: asyncio.Task[T]) -> None:
+            nonlocal reason
             self._running.discard(task)
             timer.cancel()
-            reason = (
-                RAISED
-                if task.cancelled() or task.exception() is not None
-                else _failure(task.result(), items, operation)
-            )
+            raised = task.cancelled() or task.exception() is not None
+            reason = RAISED if raised else why_failed(task.result())
             if not reason and late.done() and breaker is not None:
                 breaker.late_but_well(self._clock.monotonic_s())
-            judge(reason)
+            judge(RAISED if reason is _MISANSWERED else reason)
 
         limits = self.limits
         timeout_s = limits.deadline_ms / 1000 * (1 + payload_bytes / limits.bytes_per_deadline)
@@ -661,18 +654,14 @@ class Tier(TierNumbers):
                 self._count_stuck(task, payload_bytes)
         if not task.done():
             raise _Failed(DEADLINE)
-        error = task.exception()
-        if error is not None:
+        if (error := task.exception()) is not None:
             log_broken_contract(self.name, operation, error)
             raise _Failed(RAISED)
-        result = task.result()
-        if operation in _KINDS and not _fits(result, items, operation):
-            log.error(
-                "%s: %s answered %d items with %.200r, which is not a list of one %s each",
-                self.name, operation, items, result, _KINDS[operation][0].__name__,
-            )  # fmt: skip
+        if reason is _MISANSWERED:
+            what = "%s: %s did not give every key or item an answer of its kind, which the storage contract demands"
+            log.error(what, self.name, operation)
             raise _Failed(RAISED)
-        return result
+        return task.result()
 
     def _judge(self, operation: str, breaker: Breaker, reason: str) -> None:
         """Tell the breaker how an operation ended, for which reason it failed ("": it did not), and log its change."""
@@ -738,17 +727,11 @@ class _Refused(_Failed):
     """The medium was not asked."""
 
 
-def _refuse_encoded(places: Sequence[int], outcomes: Sequence[LoadOutcome]) -> list[LoadOutcome]:
-    """The outcomes of a load without a codec, where an encoded record is a miss.
-
-    `places` are the addresses of the items' extents, which must still be reserved.
-    """
-    return [
-        LoadOutcome(LoadStatus.FAILED, ENCODED)
-        if outcome.status is LoadStatus.LOADED and any(ctypes.string_at(place + CODECS_AT, 8))
-        else outcome
-        for place, outcome in zip(places, outcomes, strict=True)
-    ]
+def _refuse_encoded(items: Sequence[Item]) -> None:
+    """After a load without a codec: an encoded record is a miss. REQUIRES: the items' extents are still reserved."""
+    for item in items:
+        if item.outcome is Outcome.LOADED and any(ctypes.string_at(item.hold.address + CODECS_AT, 8)):
+            item.outcome, item.reason = Outcome.FAILED, ENCODED
 
 
 def _word(status: str, reason: str) -> str:
@@ -759,33 +742,23 @@ def _parted(word: str) -> tuple[str, str, str]:
     return word.partition(":")
 
 
-def _fits(outcomes: Any, items: int, operation: str) -> bool:
-    kind = _KINDS[operation][0]
-    if kind is Presence:
-        found = outcomes[0]
-        return isinstance(found, bytes) and len(found) == items and not found.translate(None, bytes(Presence))
-    return (
-        isinstance(outcomes, (list, tuple))
-        and len(outcomes) == items
-        and all(issubclass(found, kind) for found in set(map(type, outcomes)))
-    )
+def _why_unknown(n_keys: int, answer: tuple[bytes, str]) -> str:
+    """Why an answer of `exists` means that the medium failed; "" if it does not."""
+    found, reason = answer
+    if not isinstance(found, bytes) or len(found) != n_keys or found.translate(None, bytes(Presence)):
+        return _MISANSWERED
+    all_unknown = n_keys and found.count(Presence.UNKNOWN) == n_keys and blames_medium(reason)
+    return (reason or "failed") if all_unknown else ""
 
 
-def _failure(result: Any, items: int, operation: str) -> str:
-    """Why a result means that the medium failed; "" if it does not."""
-    if operation not in _KINDS:
-        return ""
-    if not _fits(result, items, operation):
-        return RAISED
-    kind, failed, _ = _KINDS[operation]
-    if kind is Presence:
-        found, reason = result
-        all_unknown = items and found.count(Presence.UNKNOWN) == items and blames_medium(reason)
-        return (reason or "failed") if all_unknown else ""
-    first = ""
-    for outcome in result:
-        reason = outcome[-1]
-        if outcome[0] is not failed or not blames_medium(reason):
+def _why_failed(operation: str, items: Sequence[Item], answer: None) -> str:
+    """Why the outcomes of these items mean that the medium failed; "" if they do not."""
+    ends, first = set(map(_ENDED, items)), ""
+    for outcome, _ in ends:
+        if type(outcome) is not Outcome or outcome not in _OUTCOMES[operation]:
+            return _MISANSWERED
+    for outcome, reason in ends:
+        if outcome is not Outcome.FAILED or not blames_medium(reason):
             return ""
         first = first or reason or "failed"
     return first

@@ -13,23 +13,8 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError
 from kvstrata.testing.adapter_contract import ABSENT, EXISTS, LOADED, SIZE, STORED, AdapterContract, Medium
-from kvstrata.testing.strategies import (
-    key_of,
-    load_item,
-    put_item,
-    record_hold,
-    watched,
-)
-from kvstrata.tiers.base import (
-    AdapterContext,
-    Capabilities,
-    LoadOutcome,
-    LoadStatus,
-    PutItem,
-    PutOutcome,
-    PutStatus,
-    StorageAdapter,
-)
+from kvstrata.testing.strategies import Settled, key_of, load_item, put_item, record_hold, settled, watched
+from kvstrata.tiers.base import AdapterContext, Capabilities, Item, Outcome, StorageAdapter
 from kvstrata.tiers.codec import ChainSettings, ZstdOptions
 from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.media.fs.adapter import FsAdapter
@@ -48,9 +33,9 @@ MAC = ChainSettings(mac_key=b"k" * 32)
 OTHER_KEY = ChainSettings(zstd=ZstdOptions(), master_key=b"o" * 32)
 
 
-def soft_put_item(key: bytes, length: int) -> PutItem:
+def soft_put_item(key: bytes, length: int) -> Item:
     """Return an item that puts a compressible payload under this key."""
-    return PutItem(key, cast("object", record_hold(key, soft_payload(key, length))))  # type: ignore[arg-type]
+    return Item(key, cast("object", record_hold(key, soft_payload(key, length))))  # type: ignore[arg-type]
 
 
 def tier_of(medium: StorageAdapter, chain: ChainSettings, staging_bytes: int = 8 << 20) -> Tier:
@@ -129,16 +114,16 @@ async def put_soft(adapter: Tier, *numbers: int, size: int = 200_000) -> dict[in
     """Put records that compress well; return their bytes."""
     items = {n: soft_put_item(key_of(n), size) for n in numbers}
     records = {n: watched(item).bytes() for n, item in items.items()}
-    assert await adapter.put(list(items.values())) == [STORED] * len(numbers)
+    assert await settled(adapter.put, list(items.values())) == [STORED] * len(numbers)
     for item in items.values():
         watched(item).check()
     return records
 
 
-async def load_soft(adapter: Tier, records: dict[int, bytes], size: int = 200_000) -> list[LoadOutcome]:
+async def load_soft(adapter: Tier, records: dict[int, bytes], size: int = 200_000) -> list[Settled]:
     """Load records; assert that every LOADED one has the bytes that were put."""
     items = {n: load_item(key_of(n), size) for n in records}
-    outcomes = await adapter.load(list(items.values()))
+    outcomes = await settled(adapter.load, list(items.values()))
     for (n, item), outcome in zip(items.items(), outcomes, strict=True):
         watched(item).check()
         if outcome == LOADED:
@@ -158,7 +143,7 @@ async def test_a_change_of_the_chain_loses_nothing(opened, before, after):
         records = await put_soft(adapter, 1, 2)
     async with opened(after) as adapter:
         assert await load_soft(adapter, records) == [LOADED] * 2
-        assert await adapter.put([soft_put_item(key_of(1), 200_000)]) == [EXISTS]
+        assert await settled(adapter.put, [soft_put_item(key_of(1), 200_000)]) == [EXISTS]
 
 
 async def test_without_a_codec_an_encoded_record_is_a_counted_miss_and_stays(opened, tmp_path):
@@ -166,7 +151,7 @@ async def test_without_a_codec_an_encoded_record_is_a_counted_miss_and_stays(ope
         records = await put_soft(adapter, 1)
     before = Folder(tmp_path / "kv").read(key_of(1))
     async with opened(PLAIN) as adapter:
-        assert await load_soft(adapter, records) == [LoadOutcome(LoadStatus.FAILED, "encoded")]
+        assert await load_soft(adapter, records) == [Settled(Outcome.FAILED, "encoded")]
         assert adapter.by_operation["load"].items == {"failed:encoded": 1}
     assert Folder(tmp_path / "kv").read(key_of(1)) == before
 
@@ -175,7 +160,7 @@ async def test_a_record_that_does_not_become_shorter_is_stored_unencoded(opened,
     async with opened(ZSTD) as adapter:
         item = put_item(key_of(1), SIZE)
         record = watched(item).bytes()
-        assert await adapter.put([item]) == [STORED]
+        assert await settled(adapter.put, [item]) == [STORED]
         assert Folder(tmp_path / "kv").read(key_of(1)) == record
         assert adapter.codec_stats()["incompressible"] == 1
 
@@ -188,11 +173,11 @@ async def test_a_wrong_key_is_a_counted_miss_that_deletes_nothing(opened, tmp_pa
     async with opened(after) as adapter:
         outcomes = await load_soft(adapter, records)
         reason = "wrong_key" if after is OTHER_KEY else "no_key"
-        assert [(o.status, o.reason) for o in outcomes] == [(LoadStatus.FAILED, reason)] * 2
+        assert [(o.outcome, o.reason) for o in outcomes] == [(Outcome.FAILED, reason)] * 2
         assert adapter.codec_stats()[reason] == 2
         assert sum("Give all its servers" in record.getMessage() for record in caplog.records) == 1
         item = soft_put_item(key_of(1), 200_000)
-        assert await adapter.put([item]) == [EXISTS]
+        assert await settled(adapter.put, [item]) == [EXISTS]
         watched(item).check()
     assert {n: Folder(tmp_path / "kv").read(key_of(n)) for n in records} == before
     async with opened(BOTH) as adapter:
@@ -208,7 +193,7 @@ async def test_a_forged_record_is_never_served(opened: Opener, tmp_path: Path) -
         forged[80:88] = bytes(8)
         folder.write(key_of(1), resealed(bytes(forged)))
         [outcome] = await load_soft(adapter, records)
-        assert outcome.status in (LoadStatus.FAILED, LoadStatus.CORRUPT)
+        assert outcome.outcome in (Outcome.FAILED, Outcome.CORRUPT)
 
 
 async def test_puts_wait_for_staging_and_leave_room_for_loads(opened: Opener) -> None:
@@ -227,9 +212,9 @@ async def test_puts_wait_for_staging_and_leave_room_for_loads(opened: Opener) ->
 async def test_a_record_that_staging_can_never_hold_is_refused_with_its_reason(opened: Opener) -> None:
     async with opened(AES, staging_bytes=300_000) as adapter:
         item = soft_put_item(key_of(1), 200_000)
-        assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "staging_too_small")]
+        assert await settled(adapter.put, [item]) == [Settled(Outcome.FAILED, "staging_too_small")]
         watched(item).check()
-        assert await adapter.load([load_item(key_of(1), 200_000)]) == [ABSENT]
+        assert await settled(adapter.load, [load_item(key_of(1), 200_000)]) == [ABSENT]
 
 
 async def test_a_codec_is_refused_to_an_adapter_that_turns_out_to_move_registered_memory_only() -> None:
@@ -259,7 +244,7 @@ async def test_the_hold_of_a_put_is_dropped_when_its_record_is_encoded(opened, t
 
         monkeypatch.setattr(adapter.medium, "put", slow)
         item = soft_put_item(key_of(1), 200_000)
-        wait = asyncio.create_task(adapter.put([item]))
+        wait = asyncio.create_task(settled(adapter.put, [item]))
         await begun.wait()
         assert watched(item).dropped.is_set()
         wait.cancel()

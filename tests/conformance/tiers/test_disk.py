@@ -11,8 +11,8 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
-from kvstrata.testing.strategies import key_of, load_item, put_item, record_length
-from kvstrata.tiers.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
+from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, settled
+from kvstrata.tiers.base import AdapterContext, Outcome, StorageAdapter
 from kvstrata.tiers.media.disk.adapter import disk_adapter
 from tests.oracles import disk_log
 from tests.oracles.crc32c import crc32c_fast as crc32c
@@ -95,8 +95,8 @@ class TestOpening:
         (tmp_path / "link").symlink_to(tmp_path / "real")
         adapter = disk_adapter(base_path=str(tmp_path / "link" / "log"), capacity_bytes=64 << 20)
         await adapter.open(AdapterContext("one", SystemClock(), 0, 0, lambda key: None))
-        [outcome] = await adapter.put([put_item(key_of(1), 100)])
-        assert outcome.status is PutStatus.STORED
+        [outcome] = await settled(adapter.put, [put_item(key_of(1), 100)])
+        assert outcome.outcome is Outcome.STORED
         await adapter.close()
         assert Segments(tmp_path / "real" / "log").used_bytes() > 0
 
@@ -114,10 +114,10 @@ class TestOpening:
             base_path=str(tmp_path), capacity_bytes=64 << 20, min_free_bytes=2 * free_bytes
         )
         await adapter.open(AdapterContext("one", SystemClock(), 0, 0, lambda key: None))
-        [outcome] = await adapter.put([put_item(key_of(1), 100)])
-        assert outcome == (PutStatus.THROTTLED, "disk_full")
-        [loaded] = await adapter.load([load_item(key_of(1), 100)])
-        assert loaded.status is LoadStatus.ABSENT
+        [outcome] = await settled(adapter.put, [put_item(key_of(1), 100)])
+        assert outcome == (Outcome.THROTTLED, "disk_full")
+        [loaded] = await settled(adapter.load, [load_item(key_of(1), 100)])
+        assert loaded.outcome is Outcome.ABSENT
         await adapter.close()
         assert Segments(tmp_path).used_bytes() == 0
 
@@ -126,7 +126,7 @@ class TestOpening:
 async def test_numbers_count_the_bytes_put_and_the_bytes_written_for_them(tmp_path: Path) -> None:
     adapter = disk_adapter(base_path=str(tmp_path), capacity_bytes=64 << 20)
     await adapter.open(AdapterContext("one", SystemClock(), 0, 0, lambda key: None))
-    await adapter.put([put_item(key_of(n), 50_000) for n in range(10)])
+    await settled(adapter.put, [put_item(key_of(n), 50_000) for n in range(10)])
     await adapter.delete(key_of(3))
     numbers = adapter.numbers()
     await adapter.close()

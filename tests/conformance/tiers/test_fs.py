@@ -14,8 +14,8 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, AdapterContract, Medium
-from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, record_length, watched
-from kvstrata.tiers.base import AdapterContext, LoadStatus, Presence, PutStatus, StorageAdapter
+from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, record_length, settled, watched
+from kvstrata.tiers.base import AdapterContext, Outcome, Presence, StorageAdapter
 from kvstrata.tiers.lanes import Lane
 from kvstrata.tiers.media.fs.adapter import FsAdapter
 
@@ -110,7 +110,7 @@ async def test_a_record_is_one_file_with_exactly_its_bytes(open_fs, tmp_path: Pa
     adapter = await open_fs()
     item = put_item(key_of(1), SIZE)
     record = watched(item).bytes()
-    assert await adapter.put([item]) == [STORED]
+    assert await settled(adapter.put, [item]) == [STORED]
     name = key_of(1).hex()
     path = tmp_path / "kv" / name[:2] / name[2:4] / f"{name}.kvc"
     assert path.read_bytes() == record
@@ -128,7 +128,7 @@ async def test_a_second_server_is_refused_and_told_who_has_the_directory(open_fs
 
 async def test_unfinished_files_of_a_dead_server_are_removed_and_foreign_ones_left(open_fs, tmp_path):
     adapter = await open_fs()
-    await adapter.put([put_item(key_of(1), SIZE)])
+    await settled(adapter.put, [put_item(key_of(1), SIZE)])
     await adapter.close()
     base = tmp_path / "kv"
     part = base / "tmp" / f"{key_of(2).hex()}.17.part"
@@ -156,13 +156,13 @@ async def test_unfinished_files_of_a_dead_server_are_removed_and_foreign_ones_le
 
 async def test_directories_removed_behind_a_running_server_are_made_again(open_fs, tmp_path: Path) -> None:
     adapter = await open_fs()
-    await adapter.put([put_item(key_of(1), SIZE)])
+    await settled(adapter.put, [put_item(key_of(1), SIZE)])
     for path in (tmp_path / "kv").iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-    assert (await adapter.load([load_item(key_of(1), SIZE)]))[0].status is LoadStatus.ABSENT
-    assert await adapter.put([put_item(key_of(1), SIZE), put_item(key_of(2), SIZE)]) == [STORED] * 2
-    assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
+    assert (await settled(adapter.load, [load_item(key_of(1), SIZE)]))[0].outcome is Outcome.ABSENT
+    assert await settled(adapter.put, [put_item(key_of(1), SIZE), put_item(key_of(2), SIZE)]) == [STORED] * 2
+    assert await settled(adapter.load, [load_item(key_of(1), SIZE)]) == [LOADED]
 
 
 @pytest.mark.parametrize("use_odirect", [False, True], ids=["buffered", "direct"])
@@ -172,7 +172,7 @@ async def test_nothing_but_a_file_in_place_of_a_record_is_read_or_waited_for(
 ) -> None:
     """A pipe would hold the thread that loads it until somebody writes."""
     adapter = await open_fs(use_odirect=use_odirect)
-    await adapter.put([put_item(key_of(n), SIZE) for n in (1, 2)])
+    await settled(adapter.put, [put_item(key_of(n), SIZE) for n in (1, 2)])
     path = Folder(tmp_path / "kv").path(key_of(1))
     path.unlink()
     if kind == "folder":
@@ -183,12 +183,12 @@ async def test_nothing_but_a_file_in_place_of_a_record_is_read_or_waited_for(
         os.mkfifo(path)
     async with asyncio.timeout(HANG_S):
         items = [load_item(key_of(n), SIZE) for n in (1, 2)]
-        bad, good = await adapter.load(items)
-        assert (bad.status, good) == (LoadStatus.CORRUPT, LOADED)
+        bad, good = await settled(adapter.load, items)
+        assert (bad.outcome, good) == (Outcome.CORRUPT, LOADED)
         if kind != "folder":
             assert not path.is_symlink() and not path.exists(), "it was removed"
-            assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
-            assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
+            assert await settled(adapter.put, [put_item(key_of(1), SIZE)]) == [STORED]
+            assert await settled(adapter.load, [load_item(key_of(1), SIZE)]) == [LOADED]
 
 
 async def test_a_link_in_place_of_a_folder_of_records_is_not_followed(open_fs, tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ async def test_a_link_in_place_of_a_folder_of_records_is_not_followed(open_fs, t
     folder.parent.mkdir(parents=True)
     folder.symlink_to(outside)
     adapter = await open_fs()
-    [outcome] = await adapter.put([put_item(key_of(1), SIZE)])
-    assert outcome.status is PutStatus.FAILED
+    [outcome] = await settled(adapter.put, [put_item(key_of(1), SIZE)])
+    assert outcome.outcome is Outcome.FAILED
     assert list(outside.iterdir()) == []
 
 
@@ -211,7 +211,7 @@ async def test_a_directory_that_cannot_be_written_is_a_named_error(open_fs, tmp_
 
 async def test_recency_survives_a_restart(open_fs, tmp_path: Path) -> None:
     adapter = await open_fs()
-    await adapter.put([put_item(key_of(n), SIZE) for n in range(4)])
+    await settled(adapter.put, [put_item(key_of(n), SIZE) for n in range(4)])
     await adapter.close()
     folder = Folder(tmp_path / "kv")
     for age, number in enumerate((2, 0, 3, 1)):  # 2 was used last
@@ -224,12 +224,12 @@ async def test_recency_survives_a_restart(open_fs, tmp_path: Path) -> None:
 
 async def test_a_load_is_remembered_in_the_file_at_most_once_an_hour(open_fs, tmp_path: Path) -> None:
     adapter = await open_fs()
-    await adapter.put([put_item(key_of(1), SIZE)])
+    await settled(adapter.put, [put_item(key_of(1), SIZE)])
     await adapter.close()
     path = Folder(tmp_path / "kv").path(key_of(1))
     os.utime(path, (1_000_000_000, 1_000_000_000))
     adapter = await open_fs()
-    await adapter.load([load_item(key_of(1), SIZE)])
+    await settled(adapter.load, [load_item(key_of(1), SIZE)])
     assert path.stat().st_atime > 1_700_000_000
     assert path.stat().st_mtime == 1_000_000_000
 
@@ -237,14 +237,14 @@ async def test_a_load_is_remembered_in_the_file_at_most_once_an_hour(open_fs, tm
 async def test_puts_leave_the_free_space_that_min_free_gb_demands(open_fs) -> None:
     adapter = await open_fs(min_free_bytes=1 << 62)
     item = put_item(key_of(1), SIZE)
-    [outcome] = await adapter.put([item])
-    assert (outcome.status, outcome.reason) == (PutStatus.THROTTLED, "disk_full")
+    [outcome] = await settled(adapter.put, [item])
+    assert (outcome.outcome, outcome.reason) == (Outcome.THROTTLED, "disk_full")
     watched(item).check()
 
 
 async def test_a_clear_removes_the_records_that_exist_when_it_runs(open_fs, tmp_path: Path) -> None:
     adapter = await open_fs(per_op_workers={Lane.DELETE: 1})
-    await adapter.put([put_item(key_of(n), SIZE) for n in range(4)])
+    await settled(adapter.put, [put_item(key_of(n), SIZE) for n in range(4)])
     # Both begin in the same turn of the loop; the one thread of their lane runs the delete first.
     assert await asyncio.gather(adapter.delete(key_of(1)), adapter.clear()) == [1, 3]
     assert Folder(tmp_path / "kv").keys() == set()

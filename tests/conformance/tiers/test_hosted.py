@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
-from kvstrata.testing.strategies import Found, ask_for, key_of, lent_context, load_item, put_item, watched
-from kvstrata.tiers.base import Presence, PutOutcome, PutStatus
+from kvstrata.testing.strategies import (
+    Found,
+    Settled,
+    ask_for,
+    key_of,
+    lent_context,
+    load_item,
+    put_item,
+    settled,
+    watched,
+)
+from kvstrata.tiers.base import Outcome, Presence
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
 from tests.conformance.tiers.test_fs import Folder
@@ -57,7 +67,7 @@ async def test_bytes_that_an_adapter_still_uses_after_its_answer_stay_held(bad) 
     adapter, orders = bad
     (orders / "put.late").touch()
     item = put_item(key_of(1), SIZE)
-    assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "late")]
+    assert await settled(adapter.put, [item]) == [Settled(Outcome.FAILED, "late")]
     assert await ask_for(adapter, [key_of(1)]) == [Found(Presence.ABSENT)]
     assert not watched(item).dropped.is_set()
     (orders / "put.late").unlink()
@@ -71,11 +81,11 @@ async def test_holds_of_a_batch_whose_adapter_raised_end_with_their_last_referen
     (orders / "load.raise").touch()
     item = load_item(key_of(1), SIZE)
     with pytest.raises(Exception, match="RuntimeError: ordered to raise"):
-        await adapter.load([item])
+        await settled(adapter.load, [item])
     await watched(item).until_dropped()
     (orders / "load.raise").unlink()
-    assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
-    assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
+    assert await settled(adapter.put, [put_item(key_of(1), SIZE)]) == [STORED]
+    assert await settled(adapter.load, [load_item(key_of(1), SIZE)]) == [LOADED]
 
 
 @alone
@@ -104,4 +114,4 @@ async def test_invalid_numbers_of_an_adapter_cost_only_these_numbers(bad) -> Non
     await until(lambda: adapter.numbers() == {"late": 0})
     (orders / "numbers.raise").touch()
     await until(lambda: adapter.numbers() == {})
-    assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
+    assert await settled(adapter.put, [put_item(key_of(1), SIZE)]) == [STORED]

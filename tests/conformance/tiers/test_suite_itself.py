@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
-from kvstrata.tiers.base import (
-    Capabilities,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
-    PutItem,
-    PutOutcome,
-    PutStatus,
-    StorageAdapter,
-)
+from kvstrata.tiers.base import Capabilities, Item, Outcome, StorageAdapter
 from tests.harness.shelf import Shelf, ShelfAdapter
 
 
@@ -61,46 +52,50 @@ class TestShelf(AdapterContract):
 
 
 class DropsEarly(Forgets):
-    def _put_one(self, item: PutItem) -> PutOutcome:
+    def _put_one(self, item: Item) -> None:
         view = item.hold.view()
-        item.hold.drop()
+        item.settle(Outcome.STORED)
         self.shelf.records[item.key] = bytes(view)
-        return PutOutcome(PutStatus.STORED)
 
 
 class NeverDrops(Forgets):
-    def _put_one(self, item: PutItem) -> PutOutcome:
+    def _put_one(self, item: Item) -> None:
         self.shelf.records[item.key] = bytes(item.hold.view())
-        return PutOutcome(PutStatus.STORED)
+        item.outcome = Outcome.STORED
 
 
 class WritesLate(Forgets):
-    def _load_one(self, item: LoadItem) -> LoadOutcome:
+    def _load_one(self, item: Item) -> None:
         view = item.hold.view()
-        item.hold.drop()
+        item.settle(Outcome.LOADED)
         view[:] = self.shelf.records[item.key]
-        return LoadOutcome(LoadStatus.LOADED)
 
 
 class Trusts(Forgets):
-    def _load_one(self, item: LoadItem) -> LoadOutcome:
+    def _load_one(self, item: Item) -> None:
         item.hold.view()[:] = self.shelf.records[item.key].ljust(item.hold.length)[: item.hold.length]
-        item.hold.drop()
-        return LoadOutcome(LoadStatus.LOADED)
+        item.settle(Outcome.LOADED)
 
 
 class KeepsCorrupt(Forgets):
-    def _load_one(self, item: LoadItem) -> LoadOutcome:
+    def _load_one(self, item: Item) -> None:
         stored = self.shelf.records.get(item.key)
-        outcome = super()._load_one(item)
+        super()._load_one(item)
         if stored is not None:
             self.shelf.records[item.key] = stored
-        return outcome
 
 
 class Reverses(Forgets):
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        return (await super().put(items))[::-1]
+    async def put(self, items: Sequence[Item]) -> None:
+        await super().put(items)
+        for item, outcome in zip(items, [item.outcome for item in reversed(items)], strict=True):
+            item.outcome = outcome
+
+
+class LeavesOne(Forgets):
+    async def put(self, items: Sequence[Item]) -> None:
+        await super().put(items)
+        items[-1].outcome = Outcome.UNSETTLED
 
 
 class Claims(Forgets):
@@ -117,6 +112,7 @@ class Claims(Forgets):
         (WritesLate, "test_a_record_is_loaded_with_the_bytes_that_were_put"),
         (Trusts, "test_swapped_records_are_corrupt"),
         (KeepsCorrupt, "test_swapped_records_are_corrupt"),
+        (LeavesOne, "test_outcomes_come_in_the_order_of_the_items"),
         (Reverses, "test_outcomes_come_in_the_order_of_the_items"),
         (Claims, "test_records_survive_a_reopening_where_persistence_is_claimed"),
     ],

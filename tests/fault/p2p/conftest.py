@@ -42,27 +42,29 @@ from kvstrata.rpc.cluster_wire import (
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.testing.strategies import (
     Found,
+    Settled,
     ask_for,
     lent_context,
     load_item,
     loaded_payload,
     payload_of,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import Ask, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.base import Ask, Item, Outcome, Presence
 from kvstrata.types import EXTENT, KEY_BYTES
 from tests.harness.directory_double import Directory, Endpoint
 from tests.harness.l1 import L1, SIZE, chain
 
-LOADED = LoadOutcome(LoadStatus.LOADED)
-ABSENT = LoadOutcome(LoadStatus.ABSENT)
+LOADED = Settled(Outcome.LOADED)
+ABSENT = Settled(Outcome.ABSENT)
 THERE = Found(Presence.PRESENT)
 NOT_THERE = Found(Presence.ABSENT)
 KEYS = chain("a", 8)
 
 
-def failed(reason: str) -> LoadOutcome:
-    return LoadOutcome(LoadStatus.FAILED, reason)
+def failed(reason: str) -> Settled:
+    return Settled(Outcome.FAILED, reason)
 
 
 def unknown(reason: str) -> Found:
@@ -252,11 +254,13 @@ class Net:
     async def ask(self, keys: Sequence[bytes]) -> list[Found]:
         return await ask_for(self.adapter, keys, each=self.each, owner=self.named)
 
-    async def load(self, *keys: bytes, items: list[LoadItem] | None = None) -> list[LoadOutcome]:
+    async def load(self, *keys: bytes, items: list[Item] | None = None) -> list[Settled]:
         """Load; assert that the holds of loaded items were dropped and that loaded bytes are right."""
-        ask = Ask(each=self.each, owner=self.named)
-        items = items or [load_item(key, SIZE)._replace(ask=ask) for key in keys]
-        outcomes = await self.adapter.load(items)
+        asked = [load_item(key, SIZE) for key in keys]
+        for item in asked:
+            item.ask = Ask(each=self.each, owner=self.named)
+        items = items or asked
+        outcomes = await settled(self.adapter.load, items)
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome == LOADED:
                 watched(item).check()

@@ -23,15 +23,16 @@ from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.testing.strategies import (
     IDENTITY,
+    Settled,
     ask_for,
     lent_context,
     load_item,
     loaded_payload,
     payload_of,
     section_lengths,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import LoadOutcome
 from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, THERE, CopyEngine, failed, metadata_of, unknown
 from tests.harness.directory_double import Directory
 from tests.harness.l1 import L1, RECORD, SIZE
@@ -87,10 +88,10 @@ class Scene:
         self.path = HostilePath()
         self.reader = PeerTier(settings, lambda: self.path)
 
-    async def load(self, keys: list[bytes]) -> list[tuple[LoadOutcome, bytes]]:
+    async def load(self, keys: list[bytes]) -> list[tuple[Settled, bytes]]:
         """Each outcome, with the payload that is then in the reader's memory."""
         items = [load_item(key, SIZE) for key in keys]
-        outcomes = await self.reader.load(items)
+        outcomes = await settled(self.reader.load, items)
         for item in items:
             watched(item).check()
         return [(outcome, loaded_payload(item, SIZE)) for item, outcome in zip(items, outcomes, strict=True)]

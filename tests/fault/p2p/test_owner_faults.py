@@ -11,12 +11,8 @@ from kvstrata.native import core
 from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.owners import OwnerLimits
 from kvstrata.rpc.cluster_wire import PeerLease
-from kvstrata.testing.strategies import (
-    Found,
-    load_item,
-    watched,
-)
-from kvstrata.tiers.base import LoadStatus
+from kvstrata.testing.strategies import Found, load_item, settled, watched
+from kvstrata.tiers.base import Outcome
 from kvstrata.tiers.reasons import PEER_FAILED, blames_medium, miss_reason
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, NOT_THERE, THERE, Net, failed, metadata_of, unknown
@@ -117,7 +113,7 @@ async def test_a_cancelled_load_keeps_its_holds_until_the_read_has_ended(net) ->
     await one.ask(KEYS)
     one.engine.held = True
     items = [load_item(key, SIZE) for key in KEYS]
-    load = asyncio.create_task(one.adapter.load(items))
+    load = asyncio.create_task(settled(one.adapter.load, items))
     await until(lambda: one.engine.waiting)
     load.cancel()
     await asyncio.wait({load})
@@ -342,7 +338,7 @@ async def test_windows_that_an_owner_claims_and_does_not_have_are_never_loaded(n
     assert found == [THERE] * len(MIXED)
     made.owner.leases[1] = 1
     outcomes = await made.load(*MIXED)
-    assert all(outcome.status is not LoadStatus.LOADED for outcome in outcomes)
+    assert all(outcome.outcome is not Outcome.LOADED for outcome in outcomes)
     assert made.counted("unsound_records") == len(MIXED)
     made.owner.leases.pop(1, None)
     assert l1.pool.release(ticket)

@@ -9,8 +9,8 @@ import pytest
 
 from kvstrata.p2p.owners import OwnerLimits
 from kvstrata.rpc.cluster_wire import Failure, PeerRelease
-from kvstrata.testing.strategies import WAIT_S, put_item, watched
-from kvstrata.tiers.base import PutOutcome, PutStatus
+from kvstrata.testing.strategies import WAIT_S, Settled, put_item, settled, watched
+from kvstrata.tiers.base import Outcome
 from tests.fault.p2p.conftest import ABSENT, KEYS, LOADED, NOT_THERE, THERE, TestOwner, failed, unknown
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.waiting import until
@@ -39,7 +39,7 @@ async def test_each_batch_of_one_lease_is_answered_and_the_last_one_ends_the_lea
 async def test_nothing_is_put_deleted_or_cleared(net) -> None:
     one = await net()
     item = put_item(KEYS[0], SIZE)
-    assert await one.adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "read_only")]
+    assert await settled(one.adapter.put, [item]) == [Settled(Outcome.FAILED, "read_only")]
     watched(item).check()
     assert not one.adapter.capabilities.takes_puts
     assert await one.adapter.delete(b"".join(KEYS)) == 0

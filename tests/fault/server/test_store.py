@@ -57,7 +57,7 @@ async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: Ope
     of_tier = puts.controller._puts["fs-0"]
     pool: Any = Counting()
     of_tier._pool = pool
-    of_tier._unpinned.update(dict.fromkeys(chain("lost", 1000)))
+    of_tier.unpinned.update(dict.fromkeys(chain("lost", 1000)))
     ticking = [asyncio.get_running_loop().call_soon(next_turn)]
     await puts.put(l1.store(chain("a", 1)))
     ticking[0].cancel()

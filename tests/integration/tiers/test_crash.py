@@ -27,9 +27,10 @@ from kvstrata.testing.strategies import (
     payload_of,
     put_item,
     record_length,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import AdapterContext, LoadStatus, Presence, PutStatus
+from kvstrata.tiers.base import AdapterContext, Outcome, Presence
 from kvstrata.tiers.media.disk.adapter import disk_adapter
 from kvstrata.tiers.media.fs.adapter import FsAdapter
 from kvstrata.tiers.native_adapter import NativeAdapter
@@ -99,10 +100,10 @@ async def work_for_ever(medium: Disk | Fs, first: int) -> None:
     running: set[asyncio.Task[None]] = set()
 
     async def batch(numbers: list[int]) -> None:
-        outcomes = await adapter.put([put_item(key_of(n), size_of(n)) for n in numbers])
-        stored = [n for n, o in zip(numbers, outcomes, strict=True) if o.status is PutStatus.STORED]
+        outcomes = await settled(adapter.put, [put_item(key_of(n), size_of(n)) for n in numbers])
+        stored = [n for n, o in zip(numbers, outcomes, strict=True) if o.outcome is Outcome.STORED]
         os.write(1, "".join(f"+{n}\n" for n in stored).encode())
-        await adapter.load([load_item(key_of(numbers[1]), size_of(numbers[1]))])
+        await settled(adapter.load, [load_item(key_of(numbers[1]), size_of(numbers[1]))])
         os.write(1, f"?{numbers[2]}\n".encode())
         if await adapter.delete(key_of(numbers[2])):
             os.write(1, f"-{numbers[2]}\n".encode())
@@ -188,16 +189,16 @@ async def examine(medium: Disk | Fs, said: Said) -> None:
         await medium.check(adapter)
         for number in sorted(present):  # acknowledged or not, what is there is whole
             item = load_item(key_of(number), size_of(number))
-            [outcome] = await adapter.load([item])
+            [outcome] = await settled(adapter.load, [item])
             watched(item).check()
-            if outcome.status is LoadStatus.LOADED:
+            if outcome.outcome is Outcome.LOADED:
                 assert loaded_payload(item, size_of(number)) == payload_of(key_of(number), size_of(number))
             else:  # a small log made room meanwhile
-                assert outcome.status is LoadStatus.ABSENT and not medium.all_stay
+                assert outcome.outcome is Outcome.ABSENT and not medium.all_stay
         # Another put of what is missing succeeds: nothing is left in the way.
         for number in sorted(set(said.stored) - present)[-3:]:
-            [put] = await adapter.put([put_item(key_of(number), size_of(number))])
-            assert put.status is PutStatus.STORED
+            [put] = await settled(adapter.put, [put_item(key_of(number), size_of(number))])
+            assert put.outcome is Outcome.STORED
             said.touched.discard(number)
             said.deleted.discard(number)
     finally:

@@ -17,14 +17,16 @@ from kvstrata.testing.adapter_contract import SIZE, STORED
 from kvstrata.testing.strategies import (
     WAIT_S,
     Found,
+    Settled,
     ask_for,
     key_of,
     lent_context,
     load_item,
     put_item,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import LoadOutcome, LoadStatus, Presence
+from kvstrata.tiers.base import Outcome, Presence
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
 from tests.harness import own_commands
@@ -224,17 +226,17 @@ async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_a
     await adapter.open(lent_context(lambda key: None))
     assert adapter.capabilities.quiesce == "never"
     assert adapter.capabilities.wants_registered_memory
-    assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
+    assert await settled(adapter.put, [put_item(key_of(1), SIZE)]) == [STORED]
     hang.touch()
     item = load_item(key_of(1), SIZE)
-    load = asyncio.create_task(adapter.load([item]))
+    load = asyncio.create_task(settled(adapter.load, [item]))
     answered = 0
     async with asyncio.timeout(WAIT_S):
         while not load.done():
             answered += await ask_for(adapter, [key_of(2)]) == [Found(Presence.ABSENT)]
             await asyncio.sleep(0)  # once there is no child it is answered at once
     assert answered
-    assert await load == [LoadOutcome(LoadStatus.FAILED, "host_died")]
+    assert await load == [Settled(Outcome.FAILED, "host_died")]
     watched(item).check()
     hang.unlink()
     await adapter.close()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, watched
-from kvstrata.tiers.base import AdapterContext, LoadStatus, Presence, PutStatus
+from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, settled, watched
+from kvstrata.tiers.base import AdapterContext, Outcome, Presence
 from kvstrata.tiers.media.fs.adapter import FsAdapter
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
 
@@ -31,11 +31,9 @@ async def open_fs(min_free_bytes: int) -> FsAdapter:
     return adapter
 
 
-async def put(
-    adapter: FsAdapter, number: int, size: int = SIZE, folder: bytes = b""
-) -> tuple[PutStatus, str]:
+async def put(adapter: FsAdapter, number: int, size: int = SIZE, folder: bytes = b"") -> tuple[Outcome, str]:
     item = put_item(folder + key_of(number)[len(folder) :], size)
-    [outcome] = await adapter.put([item])
+    [outcome] = await settled(adapter.put, [item])
     watched(item).check()
     return outcome
 
@@ -55,7 +53,7 @@ async def examine() -> None:
     """In the child, where nothing but 16 MiB of tmpfs is at /dev/shm."""
     adapter = await open_fs(0)
     for number in range(COUNT):  # about twice what fits: the oldest leave
-        assert await put(adapter, number) == (PutStatus.STORED, "")
+        assert await put(adapter, number) == (Outcome.STORED, "")
     usage = await adapter.usage()
     assert 30 < usage.records < COUNT
     assert usage.used_bytes == used_bytes()
@@ -69,13 +67,13 @@ async def examine() -> None:
     assert os.statvfs(BASE).f_bavail == 0
     adapter = await open_fs(0)
     item = load_item(key_of(there[-1]), SIZE)
-    assert [o.status for o in await adapter.load([item])] == [LoadStatus.LOADED]
-    assert await put(adapter, 1000) == (PutStatus.STORED, "")  # in the place of the oldest
+    assert [o.outcome for o in await settled(adapter.load, [item])] == [Outcome.LOADED]
+    assert await put(adapter, 1000) == (Outcome.STORED, "")  # in the place of the oldest
     await adapter.close()
     adapter = await open_fs(1 << 30)
-    assert await put(adapter, 1001) == (PutStatus.THROTTLED, "disk_full")
+    assert await put(adapter, 1001) == (Outcome.THROTTLED, "disk_full")
     await adapter.clear()
-    assert await put(adapter, 1001) == (PutStatus.THROTTLED, "disk_full")
+    assert await put(adapter, 1001) == (Outcome.THROTTLED, "disk_full")
     assert (await adapter.usage()).used_bytes == used_bytes() == 0
     await adapter.close()
 
@@ -86,7 +84,7 @@ async def examine_names() -> None:
     for turn in range(2):
         for number in range(400):
             stored = await put(adapter, number, 1000, bytes([number % 16, number % 3]))
-            assert stored == (PutStatus.STORED, ""), number
+            assert stored == (Outcome.STORED, ""), number
         assert (await adapter.usage()).records > 50
         if turn == 0:
             await adapter.clear()

@@ -18,6 +18,7 @@ import redis
 from kvstrata.errors import ConfigError, KvstrataError, StorageError
 from kvstrata.testing.adapter_contract import EXISTS, LOADED, SIZE, STORED
 from kvstrata.testing.strategies import (
+    Settled,
     ask_for,
     key_of,
     lent_context,
@@ -26,17 +27,10 @@ from kvstrata.testing.strategies import (
     payload_of,
     put_item,
     record_length,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import (
-    LoadOutcome,
-    LoadStatus,
-    Presence,
-    PutOutcome,
-    PutStatus,
-    StorageAdapter,
-    Usage,
-)
+from kvstrata.tiers.base import Outcome, Presence, StorageAdapter, Usage
 from kvstrata.tiers.config import make_adapter
 from kvstrata.tiers.media.resp.servers import slot_of
 from tests.harness.hostile_resp import INFO, Hostile, bulk
@@ -72,17 +66,17 @@ async def opened(entry: dict[str, Any]) -> AsyncIterator[StorageAdapter]:
         await adapter.close()
 
 
-async def put(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[PutOutcome]:
+async def put(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
     items = [put_item(key_of(n), size) for n in numbers]
-    outcomes = await adapter.put(items)
+    outcomes = await settled(adapter.put, items)
     for item in items:
         watched(item).check()
     return outcomes
 
 
-async def load(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[LoadOutcome]:
+async def load(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
     items = [load_item(key_of(n), size) for n in numbers]
-    outcomes = await adapter.load(items)
+    outcomes = await settled(adapter.load, items)
     for item, outcome in zip(items, outcomes, strict=True):
         watched(item).check()
         if outcome == LOADED:
@@ -118,7 +112,7 @@ async def test_a_foreign_value_is_a_miss_and_replaced_by_the_next_put_in_redis(s
                 Presence.PRESENT if value and isinstance(value, bytes) else Presence.ABSENT
             )
             [outcome] = await load(adapter, 1)
-            assert outcome.status is LoadStatus.CORRUPT
+            assert outcome.outcome is Outcome.CORRUPT
             assert adapter.numbers()["bad_values"] == 1
             assert not client.exists(name_of(1))
             assert await put(adapter, 1) == [STORED]
@@ -133,7 +127,7 @@ async def test_a_put_that_another_instance_overtook_stores_only_missing_records(
     async with opened(server.entry(ttl_seconds=1000)) as adapter, opened(server.entry()) as other:
         gate = threading.Event()
         item = put_item(key_of(1), SIZE, gate=gate)
-        wait = asyncio.create_task(adapter.put([item]))
+        wait = asyncio.create_task(settled(adapter.put, [item]))
         await watched(item).until_asked()  # it was told that nothing is there
         with server.client() as client:
             if foreign:
@@ -177,7 +171,7 @@ async def test_records_expire_after_their_time(server: RedisServer) -> None:
             await eventually_async(
                 "the condition holds", lambda: asyncio.to_thread(lambda: not client.exists(name_of(1)))
             )
-        assert await load(adapter, 1) == [LoadOutcome(LoadStatus.ABSENT)]
+        assert await load(adapter, 1) == [Settled(Outcome.ABSENT)]
 
 
 @pytest.mark.long
@@ -186,7 +180,7 @@ async def test_prefixes_and_databases_keep_records_apart(server: RedisServer) ->
     async with contextlib.AsyncExitStack() as stack:
         adapters = [await stack.enter_async_context(opened(entry)) for entry in entries]
         for adapter in adapters:
-            assert await load(adapter, 1) == [LoadOutcome(LoadStatus.ABSENT)]
+            assert await load(adapter, 1) == [Settled(Outcome.ABSENT)]
             assert await put(adapter, 1) == [STORED]
             assert await put(adapter, 1) == [EXISTS]
         assert await adapters[0].clear() == 1
@@ -196,7 +190,7 @@ async def test_prefixes_and_databases_keep_records_apart(server: RedisServer) ->
 @pytest.mark.long
 async def test_nothing_is_put_above_the_configured_capacity(server: RedisServer) -> None:
     async with opened(server.entry(max_capacity_gb=1e-6)) as adapter:
-        assert await put(adapter, 1, 2) == [PutOutcome(PutStatus.THROTTLED, "full")] * 2
+        assert await put(adapter, 1, 2) == [Settled(Outcome.THROTTLED, "full")] * 2
         assert adapter.numbers()["full"] == 2
         assert (await adapter.usage()).capacity_bytes == 1073
 
@@ -212,9 +206,9 @@ async def test_the_documented_rights_of_the_redis_user_are_enough(server: RedisS
                 await put(adapter, 1, 2)
                 client.select(1)
                 client.set(name_of(1), b"x")
-                assert [o.status for o in await load(adapter, 1, 2)] == [
-                    LoadStatus.CORRUPT,
-                    LoadStatus.LOADED,
+                assert [o.outcome for o in await load(adapter, 1, 2)] == [
+                    Outcome.CORRUPT,
+                    Outcome.LOADED,
                 ]
                 assert await adapter.delete(key_of(2)) == 1
                 await put(adapter, 3)
@@ -222,7 +216,7 @@ async def test_the_documented_rights_of_the_redis_user_are_enough(server: RedisS
                 assert await adapter.clear() == 1
             client.execute_command("ACL", "SETUSER", "kvstrata", "-set")
             async with opened(server.entry(username="kvstrata", password=SECRET)) as adapter:
-                assert await put(adapter, 1) == [PutOutcome(PutStatus.FAILED, "denied")]
+                assert await put(adapter, 1) == [Settled(Outcome.FAILED, "denied")]
         finally:
             client.acl_deluser("kvstrata")
 
@@ -297,7 +291,7 @@ async def test_answers_from_before_a_broken_connection_count(server: RedisServer
             answered = outcomes.count(LOADED)
             # A request on a closed connection may fail before the last answers were read.
             assert answered in ((1, 2, 3) if hang_up else (3,))
-            failed = LoadOutcome(LoadStatus.FAILED, "lost" if hang_up else "timeout")
+            failed = Settled(Outcome.FAILED, "lost" if hang_up else "timeout")
             assert outcomes == [LOADED] * answered + [failed] * (8 - answered)
             cutter.limit_bytes = None
 
@@ -319,10 +313,10 @@ async def test_a_server_behind_tls_that_is_stopped_costs_the_time_limit_and_come
             await put(adapter, 1)
             server.freeze()
             try:
-                assert await load(adapter, 1) == [LoadOutcome(LoadStatus.FAILED, "timeout")]
+                assert await load(adapter, 1) == [Settled(Outcome.FAILED, "timeout")]
                 # More than the sockets' buffers hold.
                 [outcome] = await put(adapter, 2, size=32 << 20)
-                assert outcome.status is PutStatus.FAILED and outcome.reason in ("timeout", "unreachable")
+                assert outcome.outcome is Outcome.FAILED and outcome.reason in ("timeout", "unreachable")
             finally:
                 server.thaw()
 
@@ -450,10 +444,10 @@ async def test_every_operation_ends_whatever_the_server_says(hostile: Hostile, w
         [found] = await ask_for(adapter, [key_of(1)])
         assert (found.presence is Presence.PRESENT) == (what == "an integer")
         items = load_item(key_of(1), SIZE), put_item(key_of(1), SIZE)
-        [loaded] = await adapter.load([items[0]])
-        assert loaded.status is not LoadStatus.LOADED
-        [put] = await adapter.put([items[1]])
-        assert put.status is not PutStatus.STORED or what == "a simple string"
+        [loaded] = await settled(adapter.load, [items[0]])
+        assert loaded.outcome is not Outcome.LOADED
+        [put] = await settled(adapter.put, [items[1]])
+        assert put.outcome is not Outcome.STORED or what == "a simple string"
         for item in items:
             watched(item).check()
         assert isinstance(await adapter.usage(), Usage)

@@ -21,9 +21,10 @@ from kvstrata.testing.strategies import (
     loaded_payload,
     payload_of,
     put_item,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import AdapterContext, LoadStatus, PutStatus
+from kvstrata.tiers.base import AdapterContext, Outcome
 from kvstrata.tiers.media.fs.adapter import FsAdapter
 from tests.harness import mooncake
 from tests.harness.l2_load import N_CHUNKS, Load, assert_shared, clear_l1, served, stored, until_stored
@@ -73,16 +74,16 @@ async def test_a_record_that_its_server_evicts_or_deletes_is_loaded_whole_or_not
             for _ in range(100):
                 number, chance = draw.randrange(12), draw.random()
                 if chance < 0.4:
-                    [put] = await server.put([put_item(key_of(number), size_of(number))])
-                    assert put.status in (PutStatus.STORED, PutStatus.EXISTS)
+                    [put] = await settled(server.put, [put_item(key_of(number), size_of(number))])
+                    assert put.outcome in (Outcome.STORED, Outcome.EXISTS)
                 elif chance < 0.5:
                     await server.delete(key_of(number))
                 else:
                     await ask_for(server, [key_of(number)])
                     item = load_item(key_of(number), size_of(number))
-                    [load] = await server.load([item])
-                    assert load.status in (LoadStatus.LOADED, LoadStatus.ABSENT)
-                    if load.status is LoadStatus.LOADED:
+                    [load] = await settled(server.load, [item])
+                    assert load.outcome in (Outcome.LOADED, Outcome.ABSENT)
+                    if load.outcome is Outcome.LOADED:
                         assert loaded_payload(item, size_of(number)) == payload_of(item.key, size_of(number))
                         loaded += 1
                     watched(item).check()

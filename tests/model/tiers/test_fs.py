@@ -30,9 +30,10 @@ from kvstrata.testing.strategies import (
     payload_of,
     put_item,
     record_length,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import AdapterContext, LoadStatus, Presence, PutStatus
+from kvstrata.tiers.base import AdapterContext, Outcome, Presence
 from kvstrata.tiers.media.fs.adapter import FsAdapter
 
 T = TypeVar("T")
@@ -124,16 +125,16 @@ class FsMachine(RuleBasedStateMachine):
     @rule(batch=batches)
     def put(self, batch: list[int]) -> None:
         items = [put_item(key_of(n), size_of(n)) for n in batch]
-        outcomes = self.run(self.adapter.put(items))
+        outcomes = self.run(settled(self.adapter.put, items))
         if not self.capacity_bytes:
             self.take_evictions()
         first_seen: set[int] = set()
         for number, outcome, item in zip(batch, outcomes, items, strict=True):
             watched(item).check()
             if number in first_seen or self.known[number] is not Is.ABSENT:
-                assert outcome.status is PutStatus.EXISTS
+                assert outcome.outcome is Outcome.EXISTS
             else:
-                assert outcome.status is PutStatus.STORED
+                assert outcome.outcome is Outcome.STORED
             first_seen.add(number)
         stored = [n for n in dict.fromkeys(batch) if self.known[n] is Is.ABSENT]
         self.settle_puts(stored)
@@ -159,20 +160,20 @@ class FsMachine(RuleBasedStateMachine):
     @rule(batch=batches)
     def load(self, batch: list[int]) -> None:
         items = [load_item(key_of(n), size_of(n)) for n in batch]
-        outcomes = self.run(self.adapter.load(items))
+        outcomes = self.run(settled(self.adapter.load, items))
         damaged = {n for n in batch if self.known[n] is Is.DAMAGED}
         removed: set[int] = set()
         for number, outcome, item in zip(batch, outcomes, items, strict=True):
             watched(item).check()
             if number in damaged:
-                assert outcome.status is (LoadStatus.ABSENT if number in removed else LoadStatus.CORRUPT)
+                assert outcome.outcome is (Outcome.ABSENT if number in removed else Outcome.CORRUPT)
                 removed.add(number)
             elif self.known[number] is Is.WHOLE:
-                assert outcome.status is LoadStatus.LOADED
+                assert outcome.outcome is Outcome.LOADED
                 assert loaded_payload(item, size_of(number)) == payload_of(key_of(number), size_of(number))
                 self.used(number)
             else:
-                assert outcome.status is LoadStatus.ABSENT
+                assert outcome.outcome is Outcome.ABSENT
         for number in damaged:
             self.forget(number)
 
@@ -266,14 +267,14 @@ class CappedMachine(FsMachine):
     def put(self, batch: list[int]) -> None:
         before = dict(self.known)
         items = [put_item(key_of(n), size_of(n)) for n in batch]
-        outcomes = self.run(self.adapter.put(items))
+        outcomes = self.run(settled(self.adapter.put, items))
         for item in items:
             watched(item).check()
         for number, outcome in zip(batch, outcomes, strict=True):
-            assert outcome.status in (PutStatus.STORED, PutStatus.EXISTS)
+            assert outcome.outcome in (Outcome.STORED, Outcome.EXISTS)
             if before[number] is Is.ABSENT and batch.count(number) == 1:
-                assert outcome.status is PutStatus.STORED
-        stored = [n for n, outcome in zip(batch, outcomes, strict=True) if outcome.status is PutStatus.STORED]
+                assert outcome.outcome is Outcome.STORED
+        stored = [n for n, outcome in zip(batch, outcomes, strict=True) if outcome.outcome is Outcome.STORED]
         self.settle_puts(stored)
 
     def after_restart(self) -> None:

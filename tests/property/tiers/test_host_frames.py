@@ -9,14 +9,15 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.tiers.base import Capabilities, KeyPage, PutOutcome, PutStatus
+from kvstrata.testing.strategies import Settled
+from kvstrata.tiers.base import Capabilities, KeyPage, Outcome
 from kvstrata.tiers.host import frames
 from kvstrata.tiers.host.frames import MAX_ITEMS, ChannelError
 
 SAMPLES: list[Any] = [
     frames.Opened(Capabilities(persistent=True, shared=False), b"x"),
     frames.answer_of(1, (bytes([0, 2]), "io"), []),
-    frames.answer_of(1, [PutOutcome(PutStatus.STORED), PutOutcome(PutStatus.FAILED, "full")], [1]),
+    frames.answer_of(1, [Settled(Outcome.STORED), Settled(Outcome.FAILED, "full")], [1]),
     frames.answer_of(1, KeyPage([bytes(32)], 9), []),
     frames.Raised(1, "StorageError", "no", "field"),
     frames.Counted({"syncs": 4}, {"why": "so"}),
@@ -53,7 +54,7 @@ def test_a_damaged_frame_is_a_message_or_refused(sample: Any, data: st.DataObjec
 
 
 def test_as_many_outcomes_as_a_frame_may_have_fit_with_the_longest_reasons() -> None:
-    outcomes = [PutOutcome(PutStatus.FAILED, "ö" * 99)] * MAX_ITEMS
+    outcomes = [Settled(Outcome.FAILED, "ö" * 99)] * MAX_ITEMS
     frames.frame_of(frames.answer_of(1 << 62, outcomes, list(range(MAX_ITEMS))))
     items = [(bytes(32), 1 << 40, (1 << 32) - 1, True)] * MAX_ITEMS
     frames.frame_of(frames.Call(1 << 62, "load", items, owner=bytes(200)))

@@ -14,7 +14,8 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
 from kvstrata.keys.batch import split
 from kvstrata.measure.l2 import Records, Workload
-from kvstrata.tiers.base import Ask, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
+from kvstrata.testing.strategies import Settled
+from kvstrata.tiers.base import Ask, Outcome, Presence
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.tier import Tier, limits_of
 
@@ -60,7 +61,7 @@ class Inner:
     async def put(self, items: Any) -> Any:
         self.put_keys |= {item.key for item in items}
         outcomes = await self.inner.put(items)
-        return [PutOutcome(PutStatus.FAILED, "io"), *outcomes[1:]] if self.wrong == "put" else outcomes
+        return [Settled(Outcome.FAILED, "io"), *outcomes[1:]] if self.wrong == "put" else outcomes
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         self.asked |= set(split(keys))
@@ -70,7 +71,7 @@ class Inner:
     async def load(self, items: Any) -> Any:
         outcomes = await self.inner.load(items)
         if self.wrong == "load":
-            return [*outcomes[:-1], LoadOutcome(LoadStatus.ABSENT)]
+            return [*outcomes[:-1], Settled(Outcome.ABSENT)]
         if self.wrong == "bytes":
             hold = items[-1].hold  # dropped, but the reservation still keeps its bytes
             ctypes.memset(hold.address + hold.length - 1, 0xA5, 1)

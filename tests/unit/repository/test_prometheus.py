@@ -14,7 +14,7 @@ from kvstrata.errors import WIRE_ERRORS, WrongKey
 from kvstrata.observability.numbers import Family
 from kvstrata.server.claims import State
 from kvstrata.server.requests.requests import OPERATIONS
-from kvstrata.tiers.base import LoadStatus
+from kvstrata.tiers.base import Outcome
 from kvstrata.tiers.puts import Skip
 from tests.harness.cases import case
 from tests.unit.repository.test_commands_of_pages import commands_of, refusal_of_text
@@ -32,7 +32,7 @@ WORDS = {
     "code": frozenset(WIRE_ERRORS) | {WrongKey.code},
     "reason": frozenset(Skip),
     "state": frozenset(get_args(State)),
-    "outcome": frozenset(status.name.lower() for status in LoadStatus),
+    "outcome": frozenset(status.name.lower() for status in Outcome),
 }
 """Values that a selector may ask for, by label."""
 

@@ -10,15 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.testing.strategies import WAIT_S, lent_context
-from kvstrata.tiers.base import (
-    Capabilities,
-    LoadOutcome,
-    LoadStatus,
-    PutOutcome,
-    PutStatus,
-    StorageAdapter,
-)
+from kvstrata.testing.strategies import WAIT_S, Settled, lent_context
+from kvstrata.tiers.base import Capabilities, Outcome, StorageAdapter
 from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.host.frames import (
     MAX_FRAME_BYTES,
@@ -34,9 +27,9 @@ from kvstrata.tiers.host.parent import HostedAdapter
 from kvstrata.tiers.media.fs.config import FsConfig
 from kvstrata.tiers.structs import Place
 
-STORED = PutOutcome(PutStatus.STORED)
-PUT_DIED = PutOutcome(PutStatus.FAILED, "host_died")
-LOADED = LoadOutcome(LoadStatus.LOADED)
+STORED = Settled(Outcome.STORED)
+PUT_DIED = Settled(Outcome.FAILED, "host_died")
+LOADED = Settled(Outcome.LOADED)
 
 
 def never_made() -> StorageAdapter:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstrata.native.connector import NativeConnector, fs_connector
-from kvstrata.testing.strategies import key_of, lent_context, put_item
-from kvstrata.tiers.base import PutStatus
+from kvstrata.testing.strategies import key_of, lent_context, put_item, settled
+from kvstrata.tiers.base import Outcome
 from kvstrata.tiers.config import configure_tier
 from tests.harness.alone import alone
 from tests.harness.waiting import until
@@ -32,7 +32,7 @@ async def test_a_closed_adapter_leaves_no_thread_and_no_descriptor(tmp_path, ent
     adapter = configure_tier({**entry, "base_path": str(tmp_path)}, 0).make()
     await adapter.open(context)
     puts = [put_item(key_of(n), 5_000) for n in range(16)]  # some threads begin with the first work
-    assert all(outcome.status is PutStatus.STORED for outcome in await adapter.put(puts))
+    assert all(outcome.outcome is Outcome.STORED for outcome in await settled(adapter.put, puts))
     assert threads() - before
     await adapter.close()
     await until(lambda: threads() <= before)  # a joined thread is listed a moment longer

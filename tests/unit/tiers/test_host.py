@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstrata.testing.strategies import Found, ask_for, key_of, load_item, put_item, watched
-from kvstrata.tiers.base import Ask, Presence, PutOutcome, PutStatus
+from kvstrata.testing.strategies import Found, Settled, ask_for, key_of, load_item, put_item, settled, watched
+from kvstrata.tiers.base import Ask, Outcome, Presence
 from kvstrata.tiers.host import frames
 from kvstrata.tiers.host.frames import MAX_FRAME_BYTES, MAX_ITEMS, QUEUE_BYTES, Answer
 from kvstrata.types import KEY_BYTES
@@ -40,8 +40,10 @@ async def test_how_keys_were_asked_for_reaches_the_child(pair) -> None:
         assert (request.each, request.owner) == (True, b"there")
         child.say(found(request.number, bytes(len(request.keys) // KEY_BYTES)))
     await asking
-    items = [load_item(key_of(n), 100)._replace(ask=Ask(each=n > 0, owner=b"there")) for n in range(3)]
-    loading = asyncio.create_task(adapter.load(items))
+    items = [load_item(key_of(n), 100) for n in range(3)]
+    for item in items:
+        item.ask = Ask(each=item is not items[0], owner=b"there")
+    loading = asyncio.create_task(settled(adapter.load, items))
     request = await child.request()
     assert request.owner == b"there"
     assert [item[3] for item in request.items] == [False, True, True]
@@ -52,7 +54,7 @@ async def test_how_keys_were_asked_for_reaches_the_child(pair) -> None:
 async def test_a_cancelled_wait_keeps_its_holds_until_the_child_has_dropped_them(pair) -> None:
     adapter, child = pair
     items = [load_item(key_of(n), 100) for n in range(2)]
-    wait = asyncio.create_task(adapter.load(items))
+    wait = asyncio.create_task(settled(adapter.load, items))
     request = await child.request()
     wait.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -96,16 +98,16 @@ UNTRUE: dict[str, Callable[[int], list[Any]]] = {
 async def test_a_child_that_breaks_the_protocol_is_killed_and_its_bytes_are_held_until_its_end(pair, what):
     adapter, child = pair
     items = [put_item(key_of(n), 100) for n in range(2)]
-    wait = asyncio.create_task(adapter.put(items))
+    wait = asyncio.create_task(settled(adapter.put, items))
     request = await child.request()
     child.say(*UNTRUE[what](request.number))
     await child.until_killed()
     assert adapter.host_status()["state"] == "down"
     assert not watched(items[0]).dropped.is_set(), "it may still touch them"
     child.reap()
-    assert [outcome.status for outcome in await wait] in (
-        [PutStatus.FAILED] * 2,
-        [PutStatus.STORED] * 2,  # it was answered once, and well
+    assert [outcome.outcome for outcome in await wait] in (
+        [Outcome.FAILED] * 2,
+        [Outcome.STORED] * 2,  # it was answered once, and well
     )
     for item in items:
         watched(item).check()
@@ -123,7 +125,7 @@ async def test_a_child_that_does_not_read_costs_bounded_memory_and_no_wait(pair)
             refused = wait.result()
     assert refused == [Found(Presence.UNKNOWN, "queue_full")] * len(keys)
     item = put_item(key_of(1), 100)
-    assert await adapter.put([item]) == [PutOutcome(PutStatus.THROTTLED, "queue_full")]
+    assert await settled(adapter.put, [item]) == [Settled(Outcome.THROTTLED, "queue_full")]
     watched(item).check()
     assert len(waits) * len(keys) * 32 < QUEUE_BYTES + (4 << 20)
     absent = [Found(Presence.ABSENT)] * len(keys)
@@ -151,7 +153,7 @@ async def test_a_batch_larger_than_a_frame_is_asked_in_parts(pair) -> None:
 async def test_a_childs_numbers_are_shown_until_it_is_gone_and_are_no_sign_of_progress(pair) -> None:
     adapter, child = pair
     assert adapter.numbers() == {}
-    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
+    wait = asyncio.create_task(settled(adapter.put, [put_item(key_of(1), 100)]))
     await child.request()
     due_s = adapter._due_s()
     child.say(frames.Counted({"syncs": 4}, {"why": "so"}))

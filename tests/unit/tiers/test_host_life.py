@@ -7,16 +7,18 @@ import asyncio
 import pytest
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.testing.strategies import Found, ask_for, key_of, lent_context, load_item, put_item, watched
-from kvstrata.tiers.base import (
-    Capabilities,
-    LoadOutcome,
-    LoadStatus,
-    Presence,
-    PutOutcome,
-    PutStatus,
-    Usage,
+from kvstrata.testing.strategies import (
+    Found,
+    Settled,
+    ask_for,
+    key_of,
+    lent_context,
+    load_item,
+    put_item,
+    settled,
+    watched,
 )
+from kvstrata.tiers.base import Capabilities, Outcome, Presence, Usage
 from kvstrata.tiers.host import frames
 from kvstrata.tiers.host.frames import Opened
 from kvstrata.tiers.host.parent import HostedAdapter
@@ -37,9 +39,9 @@ pytestmark = pytest.mark.usefixtures("child_in_place_of_a_process")
 async def test_answers_from_before_a_childs_end_count_and_its_other_operations_fail(pair) -> None:
     adapter, child = pair
     first, second = put_item(key_of(1), 100), put_item(key_of(2), 100)
-    waits = [asyncio.create_task(adapter.put([item])) for item in (first, second)]
+    waits = [asyncio.create_task(settled(adapter.put, [item])) for item in (first, second)]
     exists = asyncio.create_task(ask_for(adapter, [key_of(1)]))
-    load = asyncio.create_task(adapter.load([load_item(key_of(3), 100)]))
+    load = asyncio.create_task(settled(adapter.load, [load_item(key_of(3), 100)]))
     delete, usage = asyncio.create_task(adapter.delete(key_of(4))), asyncio.create_task(adapter.usage())
     clear = asyncio.create_task(adapter.clear())
     request = await child.request()
@@ -48,7 +50,7 @@ async def test_answers_from_before_a_childs_end_count_and_its_other_operations_f
     assert await waits[0] == [STORED]
     assert await waits[1] == [PUT_DIED]
     assert await exists == [Found(Presence.UNKNOWN, "host_died")]
-    assert await load == [LoadOutcome(LoadStatus.FAILED, "host_died")]
+    assert await load == [Settled(Outcome.FAILED, "host_died")]
     assert (await delete, await usage) == (0, Usage(0, 0, 0))
     with pytest.raises(StorageError, match="not cleared: host_died"):
         await clear
@@ -61,8 +63,8 @@ async def test_without_a_child_operations_fail_at_once_until_another_child_is_up
     child.kill()
     child.reap()
     item, load = put_item(key_of(1), 100), load_item(key_of(1), 100)
-    assert await adapter.put([item]) == [PutOutcome(PutStatus.THROTTLED, "host_down")]
-    assert await adapter.load([load]) == [LoadOutcome(LoadStatus.FAILED, "host_down")]
+    assert await settled(adapter.put, [item]) == [Settled(Outcome.THROTTLED, "host_down")]
+    assert await settled(adapter.load, [load]) == [Settled(Outcome.FAILED, "host_down")]
     assert await ask_for(adapter, [key_of(1)]) == [Found(Presence.UNKNOWN, "host_down")]
     assert await adapter.delete(key_of(1)) == 0
     watched(item).check()
@@ -74,14 +76,14 @@ async def test_without_a_child_operations_fail_at_once_until_another_child_is_up
     await until(lambda: adapter.host_status()["state"] == "up")
     assert adapter.advertisement() == b"second"
     assert adapter.host_status()["restarts"] == 1
-    wait = asyncio.create_task(adapter.put([item := put_item(key_of(2), 100)]))
+    wait = asyncio.create_task(settled(adapter.put, [item := put_item(key_of(2), 100)]))
     Child.made[1].say(all_stored(await Child.made[1].request()))
     assert await wait == [STORED]
 
 
 async def test_a_silent_child_with_work_is_killed() -> None:
     adapter, child = await opened_with(kill_ms=10)
-    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
+    wait = asyncio.create_task(settled(adapter.put, [put_item(key_of(1), 100)]))
     await child.until_killed()
     assert not wait.done()
     child.reap()
@@ -96,7 +98,7 @@ async def test_an_operation_of_an_adapter_that_never_ends_by_itself_is_ended_alt
 ) -> None:
     capabilities = Capabilities(persistent=True, shared=False, quiesce=quiesce)
     adapter, child = await opened_with(capabilities=capabilities, kill_ms=600_000)
-    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
+    wait = asyncio.create_task(settled(adapter.put, [put_item(key_of(1), 100)]))
     put = await child.request()
     first_due_s = adapter._due_s()
     lookup = asyncio.create_task(ask_for(adapter, [key_of(2)]))
@@ -125,7 +127,7 @@ async def test_a_child_that_advertises_before_it_is_open_is_given_up(pair) -> No
 
 async def test_close_lets_the_child_finish_and_kills_it_when_it_is_silent() -> None:
     adapter, child = await opened_with()
-    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
+    wait = asyncio.create_task(settled(adapter.put, [put_item(key_of(1), 100)]))
     put = await child.request()
     closing = asyncio.create_task(adapter.close())
     assert await child.request() == frames.Close()

@@ -15,8 +15,17 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, region, watched
-from kvstrata.tiers.base import LoadOutcome, LoadStatus, PutOutcome, PutStatus
+from kvstrata.testing.strategies import (
+    Settled,
+    key_of,
+    lent_context,
+    load_item,
+    put_item,
+    region,
+    settled,
+    watched,
+)
+from kvstrata.tiers.base import Outcome
 from kvstrata.tiers.config import TierConfig, configure_tier
 from kvstrata.tiers.lanes import Lane
 from kvstrata.tiers.media.mooncake import sdk
@@ -208,13 +217,15 @@ async def test_one_exception_of_mooncakes_client_leaves_its_keys_to_later_puts(p
     gate = threading.Event()
     first, same, later = (put_item(key_of(1), 1_000) for _ in range(3))
     adapter._lanes.submit(Lane.PUT, gate.wait)  # so that both puts are there before the client raises
-    together = asyncio.gather(adapter.put([first]), adapter.put([same]), return_exceptions=True)
+    together = asyncio.gather(
+        *(settled(adapter.put, [item]) for item in (first, same)), return_exceptions=True
+    )
     await asyncio.sleep(0)
     gate.set()
     raised, waited = await together
     assert isinstance(raised, RuntimeError)
-    assert waited == [PutOutcome(PutStatus.THROTTLED, "throttled")]
-    assert await adapter.put([later]) == [PutOutcome(PutStatus.STORED)]
+    assert waited == [Settled(Outcome.THROTTLED, "throttled")]
+    assert await settled(adapter.put, [later]) == [Settled(Outcome.STORED)]
     assert all(watched(item).dropped.is_set() for item in (first, same, later))
     await adapter.close()
 
@@ -230,7 +241,7 @@ async def test_bytes_of_a_transfer_that_mooncake_gave_up_stay_held(package, mast
     adapter = adapter_of(configure(master_server_addr=master))
     await adapter.open(lent_context(lambda key: None))
     put, load = put_item(key_of(1), 1_000), load_item(key_of(2), 1_000)
-    assert await adapter.put([put]) == [PutOutcome(PutStatus.FAILED, "transfer")]
-    assert await adapter.load([load]) == [LoadOutcome(LoadStatus.FAILED, "transfer")]
+    assert await settled(adapter.put, [put]) == [Settled(Outcome.FAILED, "transfer")]
+    assert await settled(adapter.load, [load]) == [Settled(Outcome.FAILED, "transfer")]
     await adapter.close()
     assert [watched(item).dropped.is_set() for item in (put, load)] == [not given_up] * 2

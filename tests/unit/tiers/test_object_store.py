@@ -20,14 +20,16 @@ from kvstrata.testing.strategies import (
     POISON,
     WAIT_S,
     Found,
+    Settled,
     ask_for,
     key_of,
     lent_context,
     load_item,
     put_item,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
+from kvstrata.tiers.base import Outcome, Presence, StorageAdapter
 from kvstrata.tiers.config import configure_tier, make_adapter
 from kvstrata.tiers.lanes import Lane
 from kvstrata.tiers.media.object_store import adapter as module
@@ -111,33 +113,33 @@ def adapter_at(endpoint: str, **more: Any) -> StorageAdapter:
 @pytest.mark.parametrize(
     ("status", "body", "outcome", "tries"),
     [
-        (503, b"<Error><Code>SlowDown</Code></Error>", PutOutcome(PutStatus.THROTTLED, "slow_down"), 2),
-        (429, b"", PutOutcome(PutStatus.THROTTLED, "slow_down"), 2),
-        (507, b"", PutOutcome(PutStatus.THROTTLED, "full"), 2),
-        (403, b"<Error><Code>QuotaExceeded</Code></Error>", PutOutcome(PutStatus.THROTTLED, "full"), 1),
-        (401, b"", PutOutcome(PutStatus.FAILED, "denied"), 1),
-        (403, b"<Error><Code>AccessDenied</Code></Error>", PutOutcome(PutStatus.FAILED, "denied"), 1),
-        (403, b"<Error><Code>RequestTimeTooSkewed</Code></Error>", PutOutcome(PutStatus.FAILED, "clock"), 1),
-        (400, b"<Error><Code>ExpiredToken</Code></Error>", PutOutcome(PutStatus.FAILED, "token"), 1),
-        (404, b"<Error><Code>NoSuchBucket</Code></Error>", PutOutcome(PutStatus.FAILED, "no_bucket"), 1),
-        (500, b"", PutOutcome(PutStatus.FAILED, "io"), 2),
+        (503, b"<Error><Code>SlowDown</Code></Error>", Settled(Outcome.THROTTLED, "slow_down"), 2),
+        (429, b"", Settled(Outcome.THROTTLED, "slow_down"), 2),
+        (507, b"", Settled(Outcome.THROTTLED, "full"), 2),
+        (403, b"<Error><Code>QuotaExceeded</Code></Error>", Settled(Outcome.THROTTLED, "full"), 1),
+        (401, b"", Settled(Outcome.FAILED, "denied"), 1),
+        (403, b"<Error><Code>AccessDenied</Code></Error>", Settled(Outcome.FAILED, "denied"), 1),
+        (403, b"<Error><Code>RequestTimeTooSkewed</Code></Error>", Settled(Outcome.FAILED, "clock"), 1),
+        (400, b"<Error><Code>ExpiredToken</Code></Error>", Settled(Outcome.FAILED, "token"), 1),
+        (404, b"<Error><Code>NoSuchBucket</Code></Error>", Settled(Outcome.FAILED, "no_bucket"), 1),
+        (500, b"", Settled(Outcome.FAILED, "io"), 2),
     ],
 )
 async def test_refused_puts_say_why_and_are_tried_again_where_it_helps(
-    endpoint: str, caplog: pytest.LogCaptureFixture, status: int, body: bytes, outcome: PutOutcome, tries: int
+    endpoint: str, caplog: pytest.LogCaptureFixture, status: int, body: bytes, outcome: Settled, tries: int
 ) -> None:
     adapter = adapter_at(endpoint)
     await adapter.open(lent_context(lambda key: None))
     Answers.status, Answers.tries = status, 0
     Answers.body = body.replace(b"</Error>", f"<AWSAccessKeyId>{SECRET}</AWSAccessKeyId></Error>".encode())
     item = put_item(key_of(1), 100_000)
-    assert await adapter.put([item]) == [outcome]
+    assert await settled(adapter.put, [item]) == [outcome]
     watched(item).check()
     assert Answers.tries == tries
     load = load_item(key_of(1), 1000)
-    [loaded] = await adapter.load([load])
+    [loaded] = await settled(adapter.load, [load])
     watched(load).check()
-    assert loaded == LoadOutcome(LoadStatus.FAILED, outcome.reason)
+    assert loaded == Settled(Outcome.FAILED, outcome.reason)
     if status != 404:  # a HEAD of a missing bucket says no more than one of a missing object
         [found] = await ask_for(adapter, [key_of(1)])
         assert found.presence is Presence.UNKNOWN
@@ -153,7 +155,7 @@ async def test_a_put_that_is_refused_before_it_was_read_keeps_its_bytes_until_th
         adapter = adapter_at(server.endpoint, max_retries=0)
         await adapter.open(lent_context(lambda key: None))
         item = put_item(key_of(1), size)
-        assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "denied")]
+        assert await settled(adapter.put, [item]) == [Settled(Outcome.FAILED, "denied")]
         assert not watched(item).dropped.is_set(), "it is still being sent"
         server.reads.set()
         await watched(item).until_dropped()
@@ -264,16 +266,16 @@ async def test_large_records_go_in_parts_and_come_back_whole(store: MemoryStore)
     adapter = in_memory(store, multipart_bytes=5 * MB, part_bytes=5 * MB)
     await adapter.open(lent_context(lambda key: None))
     size = 17 * MB
-    assert await adapter.put([put_item(key_of(1), size)]) == [PutOutcome(PutStatus.STORED)]
-    assert await adapter.put([put_item(key_of(1), size)]) == [PutOutcome(PutStatus.EXISTS)]
-    [loaded] = await adapter.load([load_item(key_of(1), size)])
-    assert loaded.status is LoadStatus.LOADED
+    assert await settled(adapter.put, [put_item(key_of(1), size)]) == [Settled(Outcome.STORED)]
+    assert await settled(adapter.put, [put_item(key_of(1), size)]) == [Settled(Outcome.EXISTS)]
+    [loaded] = await settled(adapter.load, [load_item(key_of(1), size)])
+    assert loaded.outcome is Outcome.LOADED
     path = path_of(key_of(1))
     damaged = bytearray(obstore.get(store, path).bytes())
     damaged[12 * MB : 12 * MB + 4] = b"else"
     obstore.put(store, path, bytes(damaged))
-    [loaded] = await adapter.load([load_item(key_of(1), size)])
-    assert loaded.status is LoadStatus.CORRUPT
+    [loaded] = await settled(adapter.load, [load_item(key_of(1), size)])
+    assert loaded.outcome is Outcome.CORRUPT
     with pytest.raises(FileNotFoundError):
         obstore.head(store, path)
     await adapter.close()
@@ -283,11 +285,11 @@ async def test_large_records_go_in_parts_and_come_back_whole(store: MemoryStore)
 async def test_an_unexpected_exception_ends_the_hold_too(store, monkeypatch, size):
     adapter = in_memory(store, part_bytes=5 * MB)
     await adapter.open(lent_context(lambda key: None))
-    await adapter.put([put_item(key_of(1), size)])
+    await settled(adapter.put, [put_item(key_of(1), size)])
     monkeypatch.setattr("obstore.get", lambda *given, **options: 1 // 0)
     item = load_item(key_of(1), size)
     with pytest.raises(ZeroDivisionError):
-        await adapter.load([item])
+        await settled(adapter.load, [item])
     watched(item).check()
     await adapter.close()
 
@@ -298,8 +300,8 @@ async def test_an_object_of_an_impossible_length_is_absent_and_replaced(store, l
     await adapter.open(lent_context(lambda key: None))
     obstore.put(store, path_of(key_of(1)), bytes(length))
     assert await ask_for(adapter, [key_of(1)]) == [Found(Presence.ABSENT)]
-    assert await adapter.put([put_item(key_of(1), 1000)]) == [PutOutcome(PutStatus.STORED)]
-    assert await adapter.load([load_item(key_of(1), 1000)]) == [LoadOutcome(LoadStatus.LOADED)]
+    assert await settled(adapter.put, [put_item(key_of(1), 1000)]) == [Settled(Outcome.STORED)]
+    assert await settled(adapter.load, [load_item(key_of(1), 1000)]) == [Settled(Outcome.LOADED)]
     await adapter.close()
 
 
@@ -307,7 +309,7 @@ async def test_foreign_objects_below_the_prefix_are_left_alone(store: MemoryStor
     obstore.put(store, "ab/somebody-elses.kvc", b"precious")
     adapter = in_memory(store)
     await adapter.open(lent_context(lambda key: None))
-    await adapter.put([put_item(key_of(1), 1000)])
+    await settled(adapter.put, [put_item(key_of(1), 1000)])
     assert (await adapter.usage()).records == 1
     assert await adapter.clear() == 1
     assert bytes(obstore.get(store, "ab/somebody-elses.kvc").bytes()) == b"precious"
@@ -319,7 +321,7 @@ async def test_a_listing_that_never_ends_ends_the_clear_as_incomplete(store, mon
     monkeypatch.setattr(module, "LIST_S", -1.0)
     adapter = in_memory(store)
     await adapter.open(lent_context(lambda key: None))
-    await adapter.put([put_item(key_of(1), 1000)])
+    await settled(adapter.put, [put_item(key_of(1), 1000)])
     with pytest.raises(StorageError, match="cannot be cleared: incomplete: the listing did not end"):
         await adapter.clear()
     await adapter.close()
@@ -333,7 +335,7 @@ async def test_operations_refused_by_a_full_lane_fail_with_the_reason_and_drop_t
     await adapter.open(lent_context(lambda key: None))
     large = 17 << 20
     for number, size in enumerate((1000, large)):
-        assert await adapter.put([put_item(key_of(number), size)]) == [PutOutcome(PutStatus.STORED)]
+        assert await settled(adapter.put, [put_item(key_of(number), size)]) == [Settled(Outcome.STORED)]
     go_on = threading.Event()
     filled = []
     for lane in (Lane.LOOKUP, Lane.LOAD, Lane.PUT):
@@ -346,9 +348,9 @@ async def test_operations_refused_by_a_full_lane_fail_with_the_reason_and_drop_t
         keys = [key_of(number) for number in range(3)]
         assert await ask_for(adapter, keys) == [Found(Presence.UNKNOWN, "throttled")] * 3
         puts = [put_item(key_of(number), 1000) for number in (2, 3)]
-        assert await adapter.put(puts) == [PutOutcome(PutStatus.THROTTLED, "queue_full")] * 2
+        assert await settled(adapter.put, puts) == [Settled(Outcome.THROTTLED, "queue_full")] * 2
         loads = [load_item(key_of(0), 1000), load_item(key_of(1), large)]
-        assert await adapter.load(loads) == [LoadOutcome(LoadStatus.FAILED, "throttled")] * 2
+        assert await settled(adapter.load, loads) == [Settled(Outcome.FAILED, "throttled")] * 2
         for item in (*puts, *loads):
             watched(item).check()
     finally:
@@ -358,5 +360,5 @@ async def test_operations_refused_by_a_full_lane_fail_with_the_reason_and_drop_t
         Presence.PRESENT, Presence.PRESENT, Presence.ABSENT,
     ]  # fmt: skip
     for number, size in enumerate((1000, large)):
-        assert await adapter.load([load_item(key_of(number), size)]) == [LoadOutcome(LoadStatus.LOADED)]
+        assert await settled(adapter.load, [load_item(key_of(number), size)]) == [Settled(Outcome.LOADED)]
     await adapter.close()

@@ -10,36 +10,34 @@ from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.tiers.reasons import MEANINGS, OTHER
 
 SRC = Path(__file__).resolve().parents[3] / "src" / "kvstrata"
-GIVEN_UP = {
-    ("PutOutcome", "FAILED"): 1, ("PutOutcome", "THROTTLED"): 1, ("LoadOutcome", "FAILED"): 1,
-}  # fmt: skip
-"""(Class, its status) of an outcome that gives a chunk up → place of the reason among its arguments."""
+GIVEN_UP = "FAILED", "THROTTLED"
 
 
-def outcomes() -> Iterator[tuple[str, ast.Call, int]]:
-    """(Where, the call, place of its reason) of each outcome that gives a chunk up."""
+def places() -> Iterator[tuple[str, ast.expr | None]]:
+    """(Where, the reason) of each outcome that gives a chunk up and stands in a call, or in a tuple with its reason."""
     for path in sorted(SRC.rglob("*.py")):
         text = path.read_text()
-        if not any(name in text for name, _ in GIVEN_UP):
+        if "Outcome.FAILED" not in text:
             continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-                status = node.args[0]
-                word = status.attr if isinstance(status, ast.Attribute) else ""
-                if (place := GIVEN_UP.get((node.func.id, word))) is not None:
-                    yield f"{path.relative_to(SRC)}:{node.lineno}", node, place
+        tree = ast.parse(text)
+        compared = {
+            id(one) for node in ast.walk(tree) if isinstance(node, ast.Compare) for one in node.comparators
+        }
+        for node in ast.walk(tree):
+            is_call = isinstance(node, ast.Call)
+            parts = node.args if is_call else getattr(node, "elts", [])
+            if isinstance(node, ast.Set) or id(node) in compared or not (is_call or len(parts) == 2):
+                continue
+            for part, reason in zip(parts, [*parts[1:], None], strict=False):
+                ways = [part.body, part.orelse] if isinstance(part, ast.IfExp) else [part]
+                if any(ast.unparse(way) in [f"Outcome.{word}" for word in GIVEN_UP] for way in ways):
+                    yield f"{path.relative_to(SRC)}:{node.lineno}", reason
 
 
 def test_no_outcome_gives_a_chunk_up_without_a_reason() -> None:
-    found, silent = 0, []
-    for where, call, place in outcomes():
-        found += 1
-        named = next((word.value for word in call.keywords if word.arg == "reason"), None)
-        reason = call.args[place] if len(call.args) > place else named
-        if reason is None or (isinstance(reason, ast.Constant) and not reason.value):
-            silent.append(where)
-    assert found > 30, "the walk finds the places"
-    assert silent == []
+    found = list(places())
+    assert len(found) > 30, "the walk finds the places"
+    assert [where for where, reason in found if reason is None or ast.unparse(reason) in ("''", "None")] == []
 
 
 def test_each_refusal_of_the_pool_has_a_meaning() -> None:

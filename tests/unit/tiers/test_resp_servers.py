@@ -14,14 +14,16 @@ from kvstrata.errors import StorageError
 from kvstrata.testing.strategies import (
     WAIT_S,
     Found,
+    Settled,
     ask_for,
     key_of,
     lent_context,
     load_item,
     put_item,
+    settled,
     watched,
 )
-from kvstrata.tiers.base import LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
+from kvstrata.tiers.base import Outcome, Presence, StorageAdapter
 from kvstrata.tiers.config import make_adapter
 from kvstrata.tiers.media.resp import connection as connection_module
 from kvstrata.tiers.media.resp.connection import MAX_BULK_BYTES, Link, LinkLost, ServerError
@@ -94,8 +96,8 @@ async def test_redirections_of_a_server_without_a_cluster_are_not_followed(word:
         adapter = await adapter_of(peer)
         assert await ask_for(adapter, [key_of(1)]) == [Found(Presence.UNKNOWN, "cluster_down")]
         item, hole = put_item(key_of(1), 1000), load_item(key_of(1), 1000)
-        assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "cluster_down")]
-        assert await adapter.load([hole]) == [LoadOutcome(LoadStatus.FAILED, "cluster_down")]
+        assert await settled(adapter.put, [item]) == [Settled(Outcome.FAILED, "cluster_down")]
+        assert await settled(adapter.load, [hole]) == [Settled(Outcome.FAILED, "cluster_down")]
         for one in (item, hole):
             watched(one).check()
         assert other.accepted == 0

@@ -15,19 +15,25 @@ from hypothesis import strategies as st
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
-from kvstrata.testing.strategies import Found, ask_for, key_of, load_item, put_item, record_length, watched
+from kvstrata.testing.strategies import (
+    Found,
+    Settled,
+    ask_for,
+    key_of,
+    load_item,
+    put_item,
+    record_length,
+    settled,
+    watched,
+)
 from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
+    Item,
     KeyPage,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
+    Outcome,
     Presence,
-    PutItem,
-    PutOutcome,
-    PutStatus,
     StorageAdapter,
     Usage,
 )
@@ -58,8 +64,8 @@ class Scripted(StorageAdapter):
         self.calls: list[str] = []
         self.go = asyncio.Event()
         self.go.set()
-        self.put_outcome = PutOutcome(PutStatus.STORED)
-        self.load_outcome = LoadOutcome(LoadStatus.LOADED)
+        self.put_outcome = Settled(Outcome.STORED)
+        self.load_outcome = Settled(Outcome.LOADED)
         self.found = Found(Presence.PRESENT)
         self.raises = False
         self.too_few = 0
@@ -83,17 +89,18 @@ class Scripted(StorageAdapter):
         ask.reason = self.found.reason
         return self._answer(bytes([self.found.presence]) * (len(keys) // KEY_BYTES))
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        await self._act("put")
-        for item in items:
-            item.hold.drop()
-        return self._answer([self.put_outcome] * len(items))
+    async def put(self, items: Sequence[Item]) -> None:
+        await self._move("put", self.put_outcome, items)
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        await self._act("load")
+    async def load(self, items: Sequence[Item]) -> None:
+        await self._move("load", self.load_outcome, items)
+
+    async def _move(self, call: str, settled: Settled, items: Sequence[Item]) -> None:
+        await self._act(call)
         for item in items:
-            item.hold.drop()
-        return self._answer([self.load_outcome] * len(items))
+            item.settle(*settled)
+        for item in items[: self.too_few]:
+            item.outcome = Outcome.UNSETTLED
 
     async def delete(self, keys: bytes) -> int:
         await self._act("delete")
@@ -123,8 +130,8 @@ async def test_a_closed_tier_answers_in_place_of_its_medium_and_ends_the_holds()
     tier = await opened(inner)
     await tier.close()
     item, load = put_item(key_of(1), SIZE), load_item(key_of(1), SIZE)
-    assert await tier.put([item]) == [PutOutcome(PutStatus.FAILED, "closed")]
-    assert await tier.load([load]) == [LoadOutcome(LoadStatus.FAILED, "closed")]
+    assert await settled(tier.put, [item]) == [Settled(Outcome.FAILED, "closed")]
+    assert await settled(tier.load, [load]) == [Settled(Outcome.FAILED, "closed")]
     assert await ask_for(tier, [key_of(1)]) == [Found(Presence.UNKNOWN, "closed")]
     assert (await tier.delete(key_of(1)), await tier.usage()) == (0, Usage(0, 0, 0))
     assert inner.calls == []
@@ -138,8 +145,7 @@ async def test_a_deadline_answers_while_the_hold_stays_with_the_medium() -> None
     tier = await opened(inner, deadline_ms=1)
     inner.go.clear()
     item, load = put_item(key_of(1), SIZE), load_item(key_of(1), SIZE)
-    assert await tier.put([item]) == [PutOutcome(PutStatus.FAILED, "deadline")]
-    assert await tier.load([load]) == [LoadOutcome(LoadStatus.FAILED, "deadline")]
+    late = [*await tier.put([item]), *await tier.load([load])]
     assert await ask_for(tier, [key_of(1)]) == [Found(Presence.UNKNOWN, "deadline")]
     assert not watched(item).dropped.is_set()
     assert not watched(load).dropped.is_set()
@@ -149,6 +155,9 @@ async def test_a_deadline_answers_while_the_hold_stays_with_the_medium() -> None
     watched(item).check()
     watched(load).check()
     assert tier.stuck_bytes == 0
+    assert (item.outcome, load.outcome) == (Outcome.STORED, Outcome.LOADED)
+    ended = [(one.outcome, one.reason) for one in late]
+    assert ended == [(Outcome.FAILED, "deadline")] * 2, "the medium's late outcomes change no answer"
 
 
 @on_virtual_time
@@ -157,7 +166,7 @@ async def test_a_cancelled_wait_leaves_the_operation_running_and_counts_its_byte
     tier = await opened(inner)
     inner.go.clear()
     item = put_item(key_of(1), SIZE)
-    wait = asyncio.create_task(tier.put([item]))
+    wait = asyncio.create_task(settled(tier.put, [item]))
     await until(lambda: inner.calls)
     wait.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -205,16 +214,16 @@ async def test_no_operation_is_taken_while_the_limit_of_stuck_bytes_is_used_up()
     inner.go.clear()
     stuck = [put_item(key_of(n), SIZE) for n in range(2)]
     for item in stuck:
-        await tier.put([item])
+        await settled(tier.put, [item])
     refused, load = put_item(key_of(3), SIZE), load_item(key_of(4), SIZE)
-    assert await tier.put([refused]) == [PutOutcome(PutStatus.FAILED, "breaker_open")]
-    assert await tier.load([load]) == [LoadOutcome(LoadStatus.FAILED, "breaker_open")]
+    assert await settled(tier.put, [refused]) == [Settled(Outcome.FAILED, "breaker_open")]
+    assert await settled(tier.load, [load]) == [Settled(Outcome.FAILED, "breaker_open")]
     watched(refused).check()
     watched(load).check()
     inner.go.set()
     await until(lambda: tier.stuck_bytes == 0)
     inner.calls.clear()
-    assert await tier.put([put_item(key_of(5), SIZE)]) == [PutOutcome(PutStatus.STORED)]
+    assert await settled(tier.put, [put_item(key_of(5), SIZE)]) == [Settled(Outcome.STORED)]
     await tier.close()
 
 
@@ -223,11 +232,11 @@ async def test_the_deadline_of_a_batch_grows_with_its_bytes() -> None:
     inner = Scripted()
     tier = await opened(inner, deadline_ms=1, bytes_per_deadline=1)
     inner.go.clear()
-    wait = asyncio.create_task(tier.put([put_item(key_of(1), 10_000_000)]))  # 10,000 s
+    wait = asyncio.create_task(settled(tier.put, [put_item(key_of(1), 10_000_000)]))  # 10,000 s
     assert await ask_for(tier, [key_of(1)]) == [Found(Presence.UNKNOWN, "deadline")]
     assert not wait.done()
     inner.go.set()
-    assert await wait == [PutOutcome(PutStatus.STORED)]
+    assert await wait == [Settled(Outcome.STORED)]
     await tier.close()
 
 
@@ -249,12 +258,12 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(o
     async def act() -> object:
         if operation == "put":
             item = put_item(key_of(1), SIZE)
-            [outcome] = await tier.put([item])
+            [outcome] = await settled(tier.put, [item])
             if failure == "io" or inner.calls == []:
                 watched(item).check()
             return outcome.reason
         if operation == "load":
-            [loaded] = await tier.load([load_item(key_of(1), SIZE)])
+            [loaded] = await settled(tier.load, [load_item(key_of(1), SIZE)])
             return loaded.reason
         if operation == "exists":
             [found] = await ask_for(tier, [key_of(1)])
@@ -265,8 +274,8 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(o
     inner.too_few = failure == "too_few"
     inner.says_nothing = failure == "says_nothing"
     if failure == "io":
-        inner.put_outcome = PutOutcome(PutStatus.FAILED, "io")
-        inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
+        inner.put_outcome = Settled(Outcome.FAILED, "io")
+        inner.load_outcome = Settled(Outcome.FAILED, "io")
         inner.found = Found(Presence.UNKNOWN, "io")
     word = "failed" if operation == "delete" else "io" if failure == "io" else "adapter_error"
     assert [await act() for _ in range(3)] == [word] * 3
@@ -281,8 +290,8 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(o
     assert inner.calls == [], "after a failed probe it stays open twice as long"
     clock.now_s += 0.1
     inner.raises, inner.too_few, inner.says_nothing = False, 0, False
-    inner.put_outcome = PutOutcome(PutStatus.STORED)
-    inner.load_outcome = LoadOutcome(LoadStatus.LOADED)
+    inner.put_outcome = Settled(Outcome.STORED)
+    inner.load_outcome = Settled(Outcome.LOADED)
     inner.found = Found(Presence.PRESENT)
     assert [await act() for _ in range(3)] == [""] * 3
     assert tier.breaker_states()[operation] == "closed"
@@ -291,21 +300,21 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(o
 @pytest.mark.parametrize(
     "outcome",
     [
-        PutOutcome(PutStatus.EXISTS),
-        PutOutcome(PutStatus.THROTTLED, "disk_full"),
-        PutOutcome(PutStatus.FAILED, "queue_full"),
+        Settled(Outcome.EXISTS),
+        Settled(Outcome.THROTTLED, "disk_full"),
+        Settled(Outcome.FAILED, "queue_full"),
     ],
 )
 @on_virtual_time
-async def test_failures_that_are_not_the_mediums_keep_the_breaker_closed(outcome: PutOutcome) -> None:
+async def test_failures_that_are_not_the_mediums_keep_the_breaker_closed(outcome: Settled) -> None:
     inner = Scripted()
     inner.put_outcome = outcome
     tier = await opened(inner)
     for _ in range(10):
-        assert await tier.put([put_item(key_of(1), SIZE)]) == [outcome]
-    inner.load_outcome = LoadOutcome(LoadStatus.CORRUPT)
+        assert await settled(tier.put, [put_item(key_of(1), SIZE)]) == [outcome]
+    inner.load_outcome = Settled(Outcome.CORRUPT)
     for _ in range(10):
-        await tier.load([load_item(key_of(1), SIZE)])
+        await settled(tier.load, [load_item(key_of(1), SIZE)])
     assert set(tier.breaker_states().values()) == {"closed"}
 
 
@@ -313,8 +322,8 @@ async def test_failures_that_are_not_the_mediums_keep_the_breaker_closed(outcome
 async def test_while_loads_fail_no_key_is_reported_as_present() -> None:
     inner, clock = Scripted(), HandClock()
     tier = await opened(inner, clock, failures=1)
-    inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
-    await tier.load([load_item(key_of(1), SIZE)])
+    inner.load_outcome = Settled(Outcome.FAILED, "io")
+    await settled(tier.load, [load_item(key_of(1), SIZE)])
     inner.calls.clear()
     assert await ask_for(tier, [key_of(1)]) == [Found(Presence.UNKNOWN, "breaker_open")]
     assert inner.calls == []

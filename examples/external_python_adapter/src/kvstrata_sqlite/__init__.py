@@ -18,7 +18,7 @@ import collections
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,14 +29,10 @@ from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
+    Item,
     KeyPage,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
+    Outcome,
     Presence,
-    PutItem,
-    PutOutcome,
-    PutStatus,
     StorageAdapter,
     Usage,
 )
@@ -76,7 +72,7 @@ class SqliteAdapter(StorageAdapter):
         self._index: collections.OrderedDict[bytes, int] = collections.OrderedDict()
         self._used_bytes = 0
         self._changing = asyncio.Lock()
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._lanes: Lanes | None = None
         self._context: AdapterContext | None = None
         self._connections: list[sqlite3.Connection] = []
@@ -123,13 +119,13 @@ class SqliteAdapter(StorageAdapter):
         """List keys by row number, which a record keeps as long as it exists."""
         return await self._own(self._in_lane(Lane.LOOKUP, lambda: self._read_keys(cursor, most)))
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, items: Sequence[Item]) -> None:
         """Put each record in a transaction of its own; STORED means that it is on the disk."""
-        return await self._own(self._put_batch(list(items)))
+        await self._own(self._put_batch(items))
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, items: Sequence[Item]) -> None:
         """Load all records at once, each in a thread."""
-        return await self._own(self._load_batch(list(items)))
+        await self._own(asyncio.gather(*map(self._load_one, items)))
 
     async def delete(self, keys: bytes) -> int:
         """Delete all keys in one transaction."""
@@ -143,33 +139,35 @@ class SqliteAdapter(StorageAdapter):
         """The bytes and records that count against the cap."""
         return Usage(self._used_bytes, self._capacity_bytes, len(self._index))
 
-    async def _own(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.create_task(work)
+    async def _own(self, work: Awaitable[T]) -> T:
+        task = asyncio.ensure_future(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
 
     # On the event loop.
 
-    async def _put_batch(self, items: list[PutItem]) -> list[PutOutcome]:
+    async def _put_batch(self, items: Sequence[Item]) -> None:
         async with self._changing:
-            return [await self._put_one(item) for item in items]
+            for item in items:
+                await self._put_one(item)
 
-    async def _put_one(self, item: PutItem) -> PutOutcome:
+    async def _put_one(self, item: Item) -> None:
         key, length = item.key, item.hold.length
-        if self._index.get(key) == length or 0 < self._capacity_bytes < length:
-            item.hold.drop()  # no thread will touch its bytes
-            exists = self._index.get(key) == length
-            return PutOutcome(PutStatus.EXISTS) if exists else PutOutcome(PutStatus.FAILED, "larger_than_cap")
+        if self._index.get(key) == length:
+            item.settle(Outcome.EXISTS)
+            return
+        if 0 < self._capacity_bytes < length:
+            item.settle(Outcome.FAILED, "larger_than_cap")
+            return
         victims = self._victims(length - self._index.get(key, 0))
-        failure = await self._in_lane(Lane.PUT, lambda: self._write_row(item, victims))
-        if failure is not None:
-            return failure
+        await self._in_lane(Lane.PUT, lambda: self._write_row(item, victims))
+        if item.outcome is not Outcome.STORED:
+            return
         self._forget([key], evicted=False)  # the new record replaces a copy of another length
         self._forget(victims, evicted=True)
         self._index[key] = length
         self._used_bytes += length
-        return PutOutcome(PutStatus.STORED)
 
     def _victims(self, more_bytes: int) -> list[bytes]:
         """Keys to remove, least recently used first, so that `more_bytes` fit below the cap."""
@@ -193,19 +191,15 @@ class SqliteAdapter(StorageAdapter):
                 self._context.record_evicted(key)
         return len(known)
 
-    async def _load_batch(self, items: list[LoadItem]) -> list[LoadOutcome]:
-        return list(await asyncio.gather(*map(self._load_one, items)))
-
-    async def _load_one(self, item: LoadItem) -> LoadOutcome:
-        outcome, row = await self._in_lane(Lane.LOAD, lambda: self._read_row(item))
-        if outcome.status is LoadStatus.LOADED and item.key in self._index:
+    async def _load_one(self, item: Item) -> None:
+        row = await self._in_lane(Lane.LOAD, lambda: self._read_row(item))
+        if item.outcome is Outcome.LOADED and item.key in self._index:
             self._index.move_to_end(item.key)
-        elif outcome.status in (LoadStatus.ABSENT, LoadStatus.CORRUPT):
+        elif item.outcome in (Outcome.ABSENT, Outcome.CORRUPT):
             # Delete the bad copy, so that the next put can store the record. A row that a faster put wrote stays.
             async with self._changing:
                 if not await self._in_lane(Lane.DELETE, lambda: self._is_there_without(item.key, row)):
                     self._forget([item.key], evicted=False)
-        return outcome
 
     async def _delete_batch(self, keys: list[bytes] | None) -> int:
         """Delete these keys (None: all); returns how many records were deleted."""
@@ -260,38 +254,37 @@ class SqliteAdapter(StorageAdapter):
             return None
         return KeyPage([key for _, key in rows], rows[-1][0] if len(rows) == most else 0)
 
-    def _write_row(self, item: PutItem, victims: list[bytes]) -> PutOutcome | None:
-        """Write one record; returns None if it is committed, else the outcome."""
+    def _write_row(self, item: Item, victims: list[bytes]) -> None:
+        """Write one record; STORED if it is committed."""
         try:
             with self._connection() as sql:
                 sql.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in victims])
                 sql.execute(
                     "INSERT OR REPLACE INTO records (key, record) VALUES (?, ?)", (item.key, item.hold.view())
                 )
+            item.settle(Outcome.STORED)  # SQLite has copied or written the bytes
         except sqlite3.Error as error:
             full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
-            return PutOutcome(PutStatus.THROTTLED, "full") if full else PutOutcome(PutStatus.FAILED, "io")
-        finally:
-            item.hold.drop()  # SQLite has copied or written the bytes
-        return None
+            item.settle(Outcome.THROTTLED if full else Outcome.FAILED, "full" if full else "io")
 
-    def _read_row(self, item: LoadItem) -> tuple[LoadOutcome, int]:
-        """Read one record; returns the outcome, and the row's id (0 without a row)."""
+    def _read_row(self, item: Item) -> int:
+        """Read one record; returns the row's id (0 without a row)."""
         try:
             with self._connection() as sql:
                 found = sql.execute("SELECT id, record FROM records WHERE key = ?", (item.key,)).fetchone()
-            if found is None:
-                return LoadOutcome(LoadStatus.ABSENT), 0
-            row, record = found
-            if len(record) > item.hold.length:
-                return LoadOutcome(LoadStatus.CORRUPT), row
-            item.hold.view()[: len(record)] = record
-            sound = verify_stored_record(item.hold.address, len(record), item.key) == CopyOutcome.OK
-            return LoadOutcome(LoadStatus.LOADED if sound else LoadStatus.CORRUPT), row
         except sqlite3.Error:
-            return LoadOutcome(LoadStatus.FAILED, "io"), 0
-        finally:
-            item.hold.drop()
+            item.settle(Outcome.FAILED, "io")
+            return 0
+        if found is None:
+            item.settle(Outcome.ABSENT)
+            return 0
+        row, record = found
+        is_sound = len(record) <= item.hold.length
+        if is_sound:
+            item.hold.view()[: len(record)] = record
+            is_sound = verify_stored_record(item.hold.address, len(record), item.key) == CopyOutcome.OK
+        item.settle(Outcome.LOADED if is_sound else Outcome.CORRUPT)
+        return int(row)
 
     def _is_there_without(self, key: bytes, row: int) -> bool:
         """Delete this row; returns whether the key has another."""

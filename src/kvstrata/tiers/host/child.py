@@ -46,10 +46,7 @@ from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Counts,
-    LoadItem,
-    LoadOutcome,
-    PutItem,
-    PutOutcome,
+    Item,
     ReadsPeers,
     Remarks,
     StorageAdapter,
@@ -187,16 +184,15 @@ class Host:
         match call.operation:
             case "exists":
                 return await adapter.exists(call.keys, ask), frames.word_of(ask.reason)
-            case "put":
-                puts = [PutItem(item[0], self._hold(call, i, False)) for i, item in enumerate(call.items)]
-                return _one_each(await adapter.put(puts), PutOutcome, len(puts))
-            case "load":
+            case "put" | "load":
                 asks = ask, Ask(each=True, owner=call.owner)
-                loads = [
-                    LoadItem(item[0], self._hold(call, i, True), asks[item[3]])
-                    for i, item in enumerate(call.items)
+                writes, move = call.operation == "load", getattr(adapter, call.operation)
+                items = [
+                    Item(row[0], self._hold(call, i, writes), asks[row[3]])
+                    for i, row in enumerate(call.items)
                 ]
-                return _one_each(await adapter.load(loads), LoadOutcome, len(loads))
+                await move(items)
+                return items
             case "delete":
                 return await adapter.delete(call.keys)
             case "clear":
@@ -292,19 +288,6 @@ def _made(config: Configure) -> StorageAdapter:
     adapter = medium.prepare(fields, config.place, config.name)()
     adapter.name = config.name
     return adapter
-
-
-def _one_each(outcomes: Any, kind: type[Any], count: int) -> list[Any]:
-    """Return the outcomes. Raises TypeError unless they are a list with one of that kind for each item."""
-    if (
-        isinstance(outcomes, (list, tuple))
-        and len(outcomes) == count
-        and all(issubclass(found, kind) for found in set(map(type, outcomes)))
-    ):
-        return list(outcomes)
-    raise TypeError(
-        f"{count} items were answered with {outcomes!r:.200}, which is not a list of one {kind.__name__} each"
-    )
 
 
 class _ToServer(logging.Formatter):

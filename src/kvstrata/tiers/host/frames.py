@@ -28,11 +28,8 @@ from kvstrata.tiers.base import (
     Capabilities,
     Counts,
     KeyPage,
-    LoadOutcome,
-    LoadStatus,
+    Outcome,
     Presence,
-    PutOutcome,
-    PutStatus,
     Remarks,
     Usage,
 )
@@ -223,15 +220,15 @@ def raised(number: int, error: BaseException) -> Raised:
 
 
 def answer_of(number: int, result: object, dropped: list[int]) -> Answer:
-    """The answer; a put's or load's outcomes are packed as statuses and reasons, the latter only if any has one."""
+    """The answer; of items their outcomes and reasons, the latter only if any has one."""
     if isinstance(result, list):
-        reasons = [word_of(reason) for _, reason in result] if any(reason for _, reason in result) else []
-        result = bytes([status for status, _ in result]), reasons
+        reasons = [word_of(item.reason) for item in result] if any(item.reason for item in result) else []
+        result = bytes([item.outcome for item in result]), reasons
     return Answer(number, msgspec.Raw(_ENCODER.encode(result)), dropped)
 
 
 def result_of(operation: Operation, count: int, answer: Answer) -> Any:
-    """What the adapter's method returned for `count` keys or items; of `exists` also why some are unknown.
+    """What the adapter's method returned for `count` keys; of items, their outcomes and reasons.
 
     Raises ChannelError.
     """
@@ -249,18 +246,12 @@ def result_of(operation: Operation, count: int, answer: Answer) -> Any:
         if statuses.translate(None, bytes(Presence)):
             raise ChannelError(f"a presence in {statuses.hex():.40} is none")
         return result
-    try:
-        if operation == "put":
-            return [*map(PutOutcome, map(PutStatus, statuses), _one_each(reasons, count))]
-        return [*map(LoadOutcome, map(LoadStatus, statuses), _one_each(reasons, count))]
-    except ValueError as error:
-        raise ChannelError(f"{operation}: {error}") from None
-
-
-def _one_each(reasons: list[str], count: int) -> list[str]:
     if reasons and len(reasons) != count:
         raise ChannelError(f"{len(reasons)} reasons for {count} items")
-    return reasons or [""] * count
+    try:
+        return list(map(Outcome, statuses)), reasons or [""] * count
+    except ValueError as error:
+        raise ChannelError(f"{operation}: {error}") from None
 
 
 def advertised_frame(advertisement: bytes) -> bytes:

@@ -33,8 +33,8 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -46,14 +46,10 @@ from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
+    Item,
     KeyPage,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
+    Outcome,
     Presence,
-    PutItem,
-    PutOutcome,
-    PutStatus,
     ReadsPeers,
     StorageAdapter,
     Usage,
@@ -65,9 +61,6 @@ from kvstrata.tiers.host.process import HostProcess
 from kvstrata.tiers.reasons import HOST_DIED, HOST_DOWN, QUEUE_FULL
 from kvstrata.tiers.work import Work
 from kvstrata.types import KEY_BYTES
-
-if TYPE_CHECKING:
-    from kvstrata.native.core import Hold
 
 log = logging.getLogger(__name__)
 
@@ -84,13 +77,16 @@ CLOSE_S = 3.0
 class _Request:
     """A row of the table: it is removed when it is answered and all its holds are dropped."""
 
-    __slots__ = ("begun_s", "bytes", "count", "future", "holds", "operation")
+    __slots__ = ("begun_s", "bytes", "count", "future", "holds", "items", "operation")
 
-    def __init__(self, call: Call, holds: list[Hold], future: asyncio.Future[Any], begun_s: float) -> None:
+    def __init__(
+        self, call: Call, items: Sequence[Item], future: asyncio.Future[Any], begun_s: float
+    ) -> None:
         self.operation = call.operation
-        self.count = len(call.keys) // KEY_BYTES or len(holds)
-        self.holds = dict(enumerate(holds))
-        self.bytes = sum([hold.length for hold in holds])
+        self.count = len(call.keys) // KEY_BYTES or len(items)
+        self.items = items
+        self.holds = {i: item.hold for i, item in enumerate(items)}
+        self.bytes = sum([item.hold.length for item in items])
         self.future: asyncio.Future[Any] | None = future
         """The result, or a reason (str) why nothing was done; None once the request was answered."""
         self.begun_s = begun_s
@@ -206,21 +202,13 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         page = await self._call("list_keys", cursor=cursor, most=min(most, MAX_ITEMS - MORE_KEYS))
         return None if isinstance(page, str) else page
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, items: Sequence[Item]) -> None:
         """See the contract. A cancelled wait lets the batch go on to its end."""
-        return [
-            PutOutcome(PutStatus.THROTTLED if found in (HOST_DOWN, QUEUE_FULL) else PutStatus.FAILED, found)
-            if isinstance(found, str)
-            else found
-            for found in await self._move("put", items)
-        ]
+        await self._move("put", items)
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, items: Sequence[Item]) -> None:
         """See the contract. A cancelled wait lets the batch go on to its end."""
-        return [
-            LoadOutcome(LoadStatus.FAILED, found) if isinstance(found, str) else found
-            for found in await self._move("load", items)
-        ]
+        await self._move("load", items)
 
     async def delete(self, keys: bytes) -> int:
         """See the contract; keys whose deletion was not answered count as absent."""
@@ -268,47 +256,39 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
 
     # --- requests ----------------------------------------------------------------------------------------
 
-    async def _move(self, operation: frames.Operation, items: Sequence[Any]) -> list[Any]:
-        """For each item of a put or load its outcome, or a reason (str) why there is none."""
+    async def _move(self, operation: frames.Operation, items: Sequence[Item]) -> None:
         parts = [items[at : at + MAX_ITEMS] for at in range(0, len(items), MAX_ITEMS)]
-        calls = [(len(part), self._call(operation, part)) for part in parts]
-        del items, parts  # the table of requests has the holds now
-        found: list[Any] = []
-        for count, future in calls:
-            outcomes = await future
-            found += [outcomes] * count if isinstance(outcomes, str) else outcomes
-        return found
+        for future in [self._call(operation, part) for part in parts]:
+            await future
 
     def _call(
-        self, operation: frames.Operation, items: Iterable[Any] = (), **fields: Any
+        self, operation: frames.Operation, items: Sequence[Item] = (), **fields: Any
     ) -> asyncio.Future[Any]:
-        """Send a call; its result, or a reason (str) why there is none. Owns the items' holds from now on."""
+        """Send a call; its result, or a reason (str) why there is none. Settles the items, and owns their holds."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        holds = [item.hold for item in items]
         channel, why = self._channel, ""
         if channel is None or self.state != "up":
             why = HOST_DOWN
         elif channel.is_full or len(self._requests) >= MAX_REQUESTS:
             why = QUEUE_FULL
         if why:
-            for hold in holds:
-                hold.drop()
+            for item in items:
+                item.settle(Outcome.THROTTLED if operation == "put" else Outcome.FAILED, why)
             future.set_result(why)
             return future
-        asks: list[Ask] = [getattr(item, "ask", None) or _LEADING for item in items]
-        if asks and asks[0].owner:
-            fields["owner"] = asks[0].owner
+        if items and items[0].ask is not None:
+            fields["owner"] = items[0].ask.owner
         rows = [
-            (item.key, item.hold.offset, item.hold.length, ask.each)
-            for item, ask in zip(items, asks, strict=True)
+            (item.key, item.hold.offset, item.hold.length, item.ask is not None and item.ask.each)
+            for item in items
         ]
         now_s = loop.time()
         if not any(request.operation != "clear" for request in self._requests.values()):
             self._heard_s = now_s
         self._last_number += 1
         call = Call(self._last_number, operation, rows, **fields)
-        self._requests[call.number] = _Request(call, holds, future, now_s)
+        self._requests[call.number] = _Request(call, items, future, now_s)
         self._send(call)
         if self._timer is None:
             self._look_later()
@@ -368,6 +348,8 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
                 future.set_exception(kind(message.message))
             return
         result = frames.result_of(request.operation, request.count, message)
+        for item, outcome, reason in zip(request.items, *result, strict=True) if request.items else ():
+            item.outcome, item.reason = outcome, reason
         self._drop(request, message.dropped)
         request.future = None
         if not future.done():
@@ -475,7 +457,11 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         for request in requests.values():
             for hold in request.holds.values():
                 hold.drop()
-            if request.future is not None and not request.future.done():
+            if request.future is None:
+                continue
+            for item in request.items:
+                item.outcome, item.reason = Outcome.FAILED, HOST_DIED
+            if not request.future.done():
                 request.future.set_result(HOST_DIED)
         if self._timer is not None:
             self._timer.cancel()
@@ -515,6 +501,3 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
             except (StorageError, ConfigError, TimeoutError, OSError) as error:
                 log.error("%s: its host could not be started again: %s", self.name, error)
             begun_s = loop.time()
-
-
-_LEADING = Ask()

@@ -37,20 +37,16 @@ from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
+    Item,
+    Outcome,
     Presence,
-    PutItem,
-    PutOutcome,
-    PutStatus,
     StorageAdapter,
     Usage,
 )
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.media.mooncake.sdk import check_answers, check_nics, import_store
 from kvstrata.tiers.media.shared import medium_word
-from kvstrata.tiers.reasons import FULL, QUEUE_FULL, RAISED, THROTTLED
+from kvstrata.tiers.reasons import FULL, QUEUE_FULL, THROTTLED
 from kvstrata.tiers.work import Work
 
 if TYPE_CHECKING:
@@ -126,7 +122,7 @@ class MooncakeAdapter(StorageAdapter):
         self._counting = threading.Lock()
         self._kept: dict[int, Hold] = {}
         """Holds that are never dropped (invariant 4), by their `id()`."""
-        self._putting: dict[bytes, asyncio.Future[PutStatus]] = {}
+        self._putting: dict[bytes, asyncio.Future[Outcome]] = {}
         self._work = Work(name)
         self._opened = False
         self._closed = False
@@ -223,18 +219,14 @@ class MooncakeAdapter(StorageAdapter):
         ask.reason = next((_reason(code) for code in codes if code not in (0, 1)), "")
         return bytes([code if code in (0, 1) else Presence.UNKNOWN for code in codes])
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, items: Sequence[Item]) -> None:
         """Put the records that the store lacks, in one call. A cancelled wait lets the batch go on to its end."""
-        return await self._work.own(self._put_batch(list(items)))
+        await self._work.own(self._put_batch(items))
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, items: Sequence[Item]) -> None:
         """Load all records in one call. A cancelled wait lets the batch go on to its end."""
-        batch = list(items)
-        future = self._lanes.submit(Lane.LOAD, lambda: self._read(batch)) if batch else None
-        if future is None:
-            self._drop(batch)
-            return [LoadOutcome(LoadStatus.FAILED, THROTTLED)] * len(batch)
-        return await self._work.own(future)
+        if items:
+            await self._work.own(self._move(Lane.LOAD, self._read, items, (Outcome.FAILED, THROTTLED)))
 
     async def delete(self, keys: bytes) -> int:
         """Remove records, even those that the store has leased to readers."""
@@ -254,37 +246,41 @@ class MooncakeAdapter(StorageAdapter):
 
     # --- on the event loop -------------------------------------------------------------------------------
 
-    async def _put_batch(self, items: list[PutItem]) -> list[PutOutcome]:
-        outcomes = [PutOutcome(PutStatus.FAILED, RAISED)] * len(items)
+    async def _put_batch(self, items: Sequence[Item]) -> None:
         loop = asyncio.get_running_loop()
-        firsts: list[int] = []
-        others: list[tuple[int, asyncio.Future[PutStatus]]] = []
-        for place, (key, hold) in enumerate(items):
-            if key in self._putting:
-                hold.drop()
-                others.append((place, self._putting[key]))
+        firsts: list[Item] = []
+        others: list[tuple[Item, asyncio.Future[Outcome]]] = []
+        for item in items:
+            if item.key in self._putting:
+                item.hold.drop()
+                others.append((item, self._putting[item.key]))
             else:
-                self._putting[key] = loop.create_future()
-                firsts.append(place)
-        batch = [items[place] for place in firsts]
-        stored = [PutOutcome(PutStatus.FAILED, RAISED)] * len(batch)
+                self._putting[item.key] = loop.create_future()
+                firsts.append(item)
         try:
-            future = self._lanes.submit(Lane.PUT, lambda: self._write(batch)) if batch else None
-            if future is not None:
-                stored = await future
-            elif batch:
-                self._drop(batch)
-                stored = [PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)] * len(batch)
+            if firsts:
+                await self._move(Lane.PUT, self._write, firsts, (Outcome.THROTTLED, QUEUE_FULL))
         finally:  # also when Mooncake's client raises, since other puts wait for these keys
-            for place, outcome in zip(firsts, stored, strict=True):
-                outcomes[place] = outcome
-                self._putting.pop(items[place].key).set_result(outcome.status)
-        for place, first in others:
-            there = await first in (PutStatus.STORED, PutStatus.EXISTS)
-            outcomes[place] = (
-                PutOutcome(PutStatus.EXISTS) if there else PutOutcome(PutStatus.THROTTLED, THROTTLED)
-            )
-        return outcomes
+            for item in firsts:
+                self._putting.pop(item.key).set_result(item.outcome)
+        for item, first in others:
+            there = await first in (Outcome.STORED, Outcome.EXISTS)
+            item.outcome, item.reason = (Outcome.EXISTS, "") if there else (Outcome.THROTTLED, THROTTLED)
+
+    async def _move(
+        self,
+        lane: Lane,
+        work: Callable[[Sequence[Item]], None],
+        items: Sequence[Item],
+        full: tuple[Outcome, str],
+    ) -> None:
+        """Run `work`, which settles the items, in a lane; if the lane is full, they are settled as `full`."""
+        future = self._lanes.submit(lane, lambda: work(items))
+        if future is not None:
+            await future
+            return
+        for item in items:
+            item.settle(*full)
 
     async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
         future = self._lanes.submit(lane, work, beyond_limit=True)
@@ -293,38 +289,39 @@ class MooncakeAdapter(StorageAdapter):
 
     # --- in threads of the lanes -------------------------------------------------------------------------
 
-    def _write(self, items: list[PutItem]) -> list[PutOutcome]:
+    def _write(self, items: Sequence[Item]) -> None:
         """Put records, whose keys must be distinct."""
         try:
             there = self._store.batch_is_exist([_name(item.key) for item in items])
+            codes = dict.fromkeys([item.key for item in items], _EXISTS)
             absent = [item for item, code in zip(items, there, strict=True) if code != 1]
-            codes = self._transfer(self._store.batch_put_from, absent, self._replicate)
-            stored = {item.key: code for item, code in zip(absent, codes, strict=True)}
+            put = self._transfer(self._store.batch_put_from, absent, self._replicate)
+            codes.update(zip([item.key for item in absent], put, strict=True))
             with self._counting:
-                self._stored.update(
-                    {item.key: item.hold.length for item in absent if stored[item.key] == _OK}
-                )
+                self._stored.update({item.key: item.hold.length for item in absent if codes[item.key] == _OK})
                 for key in list(itertools.islice(self._stored, max(0, len(self._stored) - MOST_COUNTED))):
                     del self._stored[key]
-            return [_put_outcome(stored.get(item.key, _EXISTS)) for item in items]
+            for item in items:
+                item.outcome, item.reason = _put_outcome(codes[item.key])
         finally:
             self._drop(items)
 
-    def _read(self, items: list[LoadItem]) -> list[LoadOutcome]:
+    def _read(self, items: Sequence[Item]) -> None:
         try:
             keys = [item.key for item in items]
             # If a key comes twice in one call, the store fills only one of the extents, and reports success for both.
             batches = [items] if len(set(keys)) == len(keys) else [[item] for item in items]
             codes = [code for batch in batches for code in self._transfer(self._store.batch_get_into, batch)]
             sound = self._sound(items, codes)
-            return [
-                _LOADED if place in sound else self._not_loaded(items[place].key, code)
-                for place, code in enumerate(codes)
-            ]
+            for place, code in enumerate(codes):
+                item = items[place]
+                item.outcome, item.reason = (
+                    (Outcome.LOADED, "") if place in sound else self._not_loaded(item.key, code)
+                )
         finally:
             self._drop(items)
 
-    def _transfer(self, call: Any, items: Sequence[PutItem | LoadItem], *more: Any) -> list[int]:
+    def _transfer(self, call: Any, items: Sequence[Item], *more: Any) -> list[int]:
         """The codes of one call. Extents that Mooncake may still read or write after it stay held (invariant 4)."""
         holds = [item.hold for item in items]
         begun_s = time.monotonic()
@@ -342,28 +339,28 @@ class MooncakeAdapter(StorageAdapter):
                 self._kept.update((id(hold), hold) for hold in late)
         return codes
 
-    def _drop(self, items: Sequence[PutItem | LoadItem]) -> None:
+    def _drop(self, items: Sequence[Item]) -> None:
         for item in items:
             if id(item.hold) not in self._kept:
                 item.hold.drop()
 
-    def _sound(self, items: list[LoadItem], codes: list[int]) -> set[int]:
+    def _sound(self, items: Sequence[Item], codes: list[int]) -> set[int]:
         """Indices of the items that were read whole and are sound records of their keys."""
         read = [place for place, code in enumerate(codes) if code > 0]
         records = [(items[place].hold.address, codes[place], items[place].key) for place in read]
         outcomes = self._verifier.verify_stored(records)
         return {place for place, outcome in zip(read, outcomes, strict=True) if outcome == CopyOutcome.OK}
 
-    def _not_loaded(self, key: bytes, code: int) -> LoadOutcome:
+    def _not_loaded(self, key: bytes, code: int) -> tuple[Outcome, str]:
         """The outcome of an item that is absent or not sound; `code` is the number of bytes read, or an error."""
         if code in (_NO_OBJECT, _NO_REPLICA_YET, _REPLICA_GONE):
-            return LoadOutcome(LoadStatus.ABSENT)
+            return Outcome.ABSENT, ""
         if code < 0 and code != _PARAMETERS:
-            return LoadOutcome(LoadStatus.FAILED, _reason(code))
+            return Outcome.FAILED, _reason(code)
         [removed] = self._remove([key])
         if removed == _NO_OBJECT:  # somebody else removed the value while it was being read
-            return LoadOutcome(LoadStatus.ABSENT)
-        return LoadOutcome(LoadStatus.CORRUPT)
+            return Outcome.ABSENT, ""
+        return Outcome.CORRUPT, ""
 
     def _remove(self, keys: Sequence[bytes]) -> list[int]:
         with self._counting:
@@ -377,15 +374,10 @@ class MooncakeAdapter(StorageAdapter):
         return int(self._store.remove_by_regex(f"^{KEY_PREFIX}.*", True))
 
 
-_LOADED = LoadOutcome(LoadStatus.LOADED)
-
-
-def _put_outcome(code: int) -> PutOutcome:
-    if code == _OK:
-        return PutOutcome(PutStatus.STORED)
-    if code == _EXISTS:
-        return PutOutcome(PutStatus.EXISTS)
-    return PutOutcome(PutStatus.THROTTLED if code == _FULL else PutStatus.FAILED, _reason(code))
+def _put_outcome(code: int) -> tuple[Outcome, str]:
+    if code in (_OK, _EXISTS):
+        return Outcome.STORED if code == _OK else Outcome.EXISTS, ""
+    return Outcome.THROTTLED if code == _FULL else Outcome.FAILED, _reason(code)
 
 
 def _reason(code: int) -> str:

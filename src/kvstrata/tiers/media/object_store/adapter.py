@@ -43,19 +43,15 @@ from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
+    Item,
+    Outcome,
     Presence,
-    PutItem,
-    PutOutcome,
-    PutStatus,
     StorageAdapter,
     Usage,
 )
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.media.object_store.failures import LATER, RANGE, advice, is_wrong, plain, reason_of
-from kvstrata.tiers.reasons import MISMATCH, QUEUE_FULL, THROTTLED
+from kvstrata.tiers.reasons import MISMATCH, QUEUE_FULL, RAISED, THROTTLED
 from kvstrata.tiers.work import Work
 
 try:
@@ -66,7 +62,6 @@ try:
 except ImportError:  # config.py then refuses the type and says what to install, so this module is not used
     pass
 
-Q = TypeVar("Q")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -92,12 +87,6 @@ def path_of(key: bytes) -> str:
     return f"{name[:2]}/{name}.kvc"
 
 
-def dropped(item: PutItem | LoadItem, outcome: T) -> T:
-    """`outcome`, for an item with which nothing is done: its hold ends."""
-    item.hold.drop()
-    return outcome
-
-
 class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Checked settings. Only `connect`, which makes the library's store, has the credentials; `url` has none."""
 
@@ -114,7 +103,7 @@ class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Part(NamedTuple):
     """The outcome of reading one part of the room for a record."""
 
-    status: LoadStatus
+    outcome: Outcome
     reason: str = ""
     size: int = 0
     """Bytes of the whole object; 0: the object ends before this part."""
@@ -192,21 +181,15 @@ class ObjectStoreAdapter(StorageAdapter):
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Send a HEAD for each key, concurrently in the lookup lane."""
-        full = Presence.UNKNOWN, THROTTLED
-        found = await self._work.own(self._each(Lane.LOOKUP, self._find, split(keys), lambda key: full))
-        ask.reason = next((reason for _, reason in found if reason), "")
-        return bytes([presence for presence, _ in found])
+        return await self._work.own(self._exists(keys, ask))
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, items: Sequence[Item]) -> None:
         """Put the records, divided among the threads of the lane."""
-        full = PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)
-        return await self._work.own(
-            self._each(Lane.PUT, self._write, items, lambda item: dropped(item, full))
-        )
+        await self._work.own(self._put(items))
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, items: Sequence[Item]) -> None:
         """Load the records, divided among the threads of the lane; parts of a large one are loaded concurrently."""
-        return await self._work.own(asyncio.gather(*map(self._load_one, items)))
+        await self._work.own(asyncio.gather(*map(self._load, items)))
 
     async def delete(self, keys: bytes) -> int:
         """Remove in bulk the records that a HEAD finds."""
@@ -237,31 +220,38 @@ class ObjectStoreAdapter(StorageAdapter):
         assert done is not None, "refused work that has no limit"
         return await done
 
-    async def _each(
-        self, lane: Lane, work: Callable[[Q], T], asked: Sequence[Q], refused: Callable[[Q], T]
-    ) -> list[T]:
-        """The outcomes of `work` for each of a batch in the lane's threads, of `refused` where the lane is full."""
-        waits = [self._lanes.submit(lane, functools.partial(work, one)) for one in asked]
-        return [refused(one) if wait is None else await wait for one, wait in zip(asked, waits, strict=True)]
+    async def _exists(self, keys: bytes, ask: Ask) -> bytes:
+        waits = [self._lanes.submit(Lane.LOOKUP, functools.partial(self._find, key)) for key in split(keys)]
+        found = [(Presence.UNKNOWN, THROTTLED) if wait is None else await wait for wait in waits]
+        ask.reason = next((reason for _, reason in found if reason), "")
+        return bytes([presence for presence, _ in found])
 
-    async def _load_one(self, item: LoadItem) -> LoadOutcome:
-        if item.hold.length > self.settings.part_bytes:
-            return await self._load_parts(item)
-        wait = self._lanes.submit(Lane.LOAD, functools.partial(self._load_whole, item))
-        return dropped(item, LoadOutcome(LoadStatus.FAILED, THROTTLED)) if wait is None else await wait
+    async def _put(self, items: Sequence[Item]) -> None:
+        waits = [(item, self._lanes.submit(Lane.PUT, functools.partial(self._write, item))) for item in items]
+        for item, wait in waits:
+            if wait is None:
+                item.settle(Outcome.THROTTLED, QUEUE_FULL)
+            else:
+                await wait
 
-    async def _load_parts(self, item: LoadItem) -> LoadOutcome:
-        """Load a record that is longer than a part."""
+    async def _load(self, item: Item) -> None:
         length, step = item.hold.length, self.settings.part_bytes
-        first = self._lanes.submit(Lane.LOAD, functools.partial(self._read, item, 0, step))
+        work: Callable[[], Any] = functools.partial(self._read, item, 0, step)
+        if length <= step:
+            work = functools.partial(self._load_whole, item)
+        first = self._lanes.submit(Lane.LOAD, work)
         if first is None:
-            return dropped(item, LoadOutcome(LoadStatus.FAILED, THROTTLED))
+            item.settle(Outcome.FAILED, THROTTLED)
+            return
+        if length <= step:
+            await first
+            return
         rest = [
             self._in_lane(Lane.LOAD, functools.partial(self._read, item, at, min(at + step, length)))
             for at in range(step, length, step)
         ]
         parts = list(await asyncio.gather(first, *rest, return_exceptions=True))
-        return await self._in_lane(Lane.LOAD, lambda: self._judge(item, lambda: parts))
+        await self._in_lane(Lane.LOAD, lambda: self._judge(item, lambda: parts))
 
     # -- in the lanes' threads -----------------------------------------------------------------------------
 
@@ -274,7 +264,10 @@ class ObjectStoreAdapter(StorageAdapter):
             return Presence.ABSENT, ""  # not a record; the next put replaces it
         return Presence.PRESENT, ""
 
-    def _write(self, item: PutItem) -> PutOutcome:
+    def _write(self, item: Item) -> None:
+        item.outcome, item.reason = self._written(item)  # `_written` sees to the hold
+
+    def _written(self, item: Item) -> tuple[Outcome, str]:
         path, length = path_of(item.key), item.hold.length
         view = item.hold.view()
         weakref.finalize(view, item.hold.drop).atexit = False  # invariant 2
@@ -282,22 +275,22 @@ class ObjectStoreAdapter(StorageAdapter):
         create = self._creates and not large
         try:
             if not create and self._size(path) == length:
-                return PutOutcome(PutStatus.EXISTS)
+                return Outcome.EXISTS, ""
             try:
                 self._send(path, view, create, large)
             except exceptions.AlreadyExistsError:
                 if self._size(path) == length:
-                    return PutOutcome(PutStatus.EXISTS)
+                    return Outcome.EXISTS, ""
                 self._send(path, view, False, large)
         except FileNotFoundError as error:  # the bucket does not exist
-            return PutOutcome(PutStatus.FAILED, self._note(error))
+            return Outcome.FAILED, self._note(error)
         except _ERRORS as error:
             reason = self._note(error)
-            return PutOutcome(PutStatus.THROTTLED if reason in LATER else PutStatus.FAILED, reason)
+            return Outcome.THROTTLED if reason in LATER else Outcome.FAILED, reason
         finally:
             del view
         self._count_change(length, 1)
-        return PutOutcome(PutStatus.STORED)
+        return Outcome.STORED, ""
 
     def _send(self, path: str, view: memoryview, create: bool, large: bool) -> None:
         obstore.put(
@@ -334,50 +327,54 @@ class ObjectStoreAdapter(StorageAdapter):
             target[: size - begin] = found.bytes()
         return size, found.meta["e_tag"]
 
-    def _read(self, item: LoadItem, begin: int, end: int) -> Part:
+    def _read(self, item: Item, begin: int, end: int) -> Part:
         """Read one part of a record into its extent."""
         room = item.hold.length
         try:
             size, e_tag = self._fetch(path_of(item.key), begin, item.hold.view()[begin:end], room)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
-                return Part(LoadStatus.FAILED, self._note(error))
-            return Part(LoadStatus.ABSENT)
+                return Part(Outcome.FAILED, self._note(error))
+            return Part(Outcome.ABSENT)
         except (*_ERRORS, ValueError) as error:  # ValueError: fewer bytes came than were announced
             if RANGE.search(str(error)):  # the object ends before this part
-                return Part(LoadStatus.LOADED if begin else LoadStatus.CORRUPT)
-            return Part(LoadStatus.FAILED, self._note(error))
-        return Part(LoadStatus.LOADED if size <= room else LoadStatus.CORRUPT, "", size, e_tag)
+                return Part(Outcome.LOADED if begin else Outcome.CORRUPT)
+            return Part(Outcome.FAILED, self._note(error))
+        return Part(Outcome.LOADED if size <= room else Outcome.CORRUPT, "", size, e_tag)
 
-    def _load_whole(self, item: LoadItem) -> LoadOutcome:
-        return self._judge(item, lambda: [self._read(item, 0, item.hold.length)])
+    def _load_whole(self, item: Item) -> None:
+        self._judge(item, lambda: [self._read(item, 0, item.hold.length)])
 
-    def _judge(self, item: LoadItem, read: Callable[[], Sequence[Part | BaseException]]) -> LoadOutcome:
-        """Read a record's parts with `read`, and judge the record; remove a bad one. The hold ends in any case."""
+    def _judge(self, item: Item, read: Callable[[], Sequence[Part | BaseException]]) -> None:
+        """Read a record's parts with `read`, and settle its item; removes a bad record."""
+        outcome, reason = Outcome.FAILED, RAISED
         try:
-            parts = []
-            for part in read():
-                if isinstance(part, BaseException):
-                    raise part
-                parts.append(part)
-            for status in (LoadStatus.FAILED, LoadStatus.ABSENT, LoadStatus.CORRUPT):
-                for part in parts:
-                    if part.status is status:
-                        if status is LoadStatus.CORRUPT:
-                            return self._bad(item, part.e_tag)
-                        return LoadOutcome(status, part.reason)
-            if len({part.e_tag for part in parts if part.size}) > 1:
-                return LoadOutcome(LoadStatus.FAILED, "changed")  # the parts come from two objects
-            verified = verify_stored_record(item.hold.address, parts[0].size, item.key)
-            if verified == CopyOutcome.OK:
-                return LoadOutcome(LoadStatus.LOADED)
-            if verified == CopyOutcome.MISMATCH:
-                return LoadOutcome(LoadStatus.FAILED, MISMATCH)
-            return self._bad(item, parts[0].e_tag)
+            outcome, reason = self._judged(item, read())
         finally:
-            item.hold.drop()
+            item.settle(outcome, reason)
 
-    def _bad(self, item: LoadItem, e_tag: str | None) -> LoadOutcome:
+    def _judged(self, item: Item, parts: Sequence[Part | BaseException]) -> tuple[Outcome, str]:
+        read = []
+        for part in parts:
+            if isinstance(part, BaseException):
+                raise part
+            read.append(part)
+        for outcome in (Outcome.FAILED, Outcome.ABSENT, Outcome.CORRUPT):
+            for part in read:
+                if part.outcome is outcome:
+                    return (
+                        self._bad(item, part.e_tag) if outcome is Outcome.CORRUPT else (outcome, part.reason)
+                    )
+        if len({part.e_tag for part in read if part.size}) > 1:
+            return Outcome.FAILED, "changed"  # the parts come from two objects
+        verified = verify_stored_record(item.hold.address, read[0].size, item.key)
+        if verified == CopyOutcome.OK:
+            return Outcome.LOADED, ""
+        if verified == CopyOutcome.MISMATCH:
+            return Outcome.FAILED, MISMATCH
+        return self._bad(item, read[0].e_tag)
+
+    def _bad(self, item: Item, e_tag: str | None) -> tuple[Outcome, str]:
         self._bad_objects += 1
         path = path_of(item.key)
         try:
@@ -388,8 +385,8 @@ class ObjectStoreAdapter(StorageAdapter):
         except FileNotFoundError:
             pass
         except _ERRORS as error:
-            return LoadOutcome(LoadStatus.FAILED, self._note(error))
-        return LoadOutcome(LoadStatus.CORRUPT)
+            return Outcome.FAILED, self._note(error)
+        return Outcome.CORRUPT, ""
 
     def _remove(self, paths: list[str]) -> None:
         try:

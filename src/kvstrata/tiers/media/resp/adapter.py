@@ -37,13 +37,9 @@ from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
     Capabilities,
-    LoadItem,
-    LoadOutcome,
-    LoadStatus,
+    Item,
+    Outcome,
     Presence,
-    PutItem,
-    PutOutcome,
-    PutStatus,
     StorageAdapter,
     Usage,
 )
@@ -161,24 +157,27 @@ class RespAdapter(StorageAdapter):
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
         """Ask for the STRLEN of each key."""
-        full = Presence.UNKNOWN, THROTTLED
-        words = await self._work.own(self._batch(Lane.LOOKUP, split(keys), self._find, full))
+        found: dict[bytes, tuple[Presence, str]] = {}
+        asked = split(keys)
+        for part in await self._work.own(self._batch(Lane.LOOKUP, asked, self._find)):
+            found.update(part)
+        words = [found.get(key, (Presence.UNKNOWN, THROTTLED)) for key in asked]
         ask.reason = next((reason for _, reason in words if reason), "")
         return bytes([presence for presence, _ in words])
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+    async def put(self, items: Sequence[Item]) -> None:
         """SET the records that are absent."""
-        full = PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)
-        return await self._work.own(self._batch(Lane.PUT, items, self._put, full))
+        full = Outcome.THROTTLED, QUEUE_FULL
+        await self._work.own(self._batch(Lane.PUT, items, self._put, full))
 
-    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+    async def load(self, items: Sequence[Item]) -> None:
         """GET the values into the extents."""
-        full = LoadOutcome(LoadStatus.FAILED, THROTTLED)
-        return await self._work.own(self._batch(Lane.LOAD, items, self._load, full))
+        full = Outcome.FAILED, THROTTLED
+        await self._work.own(self._batch(Lane.LOAD, items, self._load, full))
 
     async def delete(self, keys: bytes) -> int:
         """UNLINK."""
-        return sum(await self._work.own(self._batch(Lane.DELETE, split(keys), self._unlink, 0)))
+        return sum(await self._work.own(self._batch(Lane.DELETE, split(keys), self._unlink)))
 
     async def clear(self) -> int:
         """Remove the records under our prefix, which SCAN finds. Raises StorageError if a server does not answer."""
@@ -192,14 +191,20 @@ class RespAdapter(StorageAdapter):
         return await self._work.own(self._in_lane(Lane.LOOKUP, self._usage))
 
     async def _batch(
-        self, lane: Lane, asked: Sequence[Any], work: Callable[[Any], list[T]], refused: T
+        self,
+        lane: Lane,
+        asked: Sequence[Any],
+        work: Callable[[Any], T],
+        full: tuple[Outcome, str] = (Outcome.FAILED, THROTTLED),
     ) -> list[T]:
-        """Outcomes of `work` on the pieces of a batch; `refused` where the lane is full."""
-        outcomes = [refused] * len(asked)
-        pieces: list[list[int]] = []
-        filling: dict[Address | None, tuple[list[int], int]] = {}
+        """The results of `work` on pieces of a batch of keys or items. A piece that finds the lane full has none.
+
+        Its items are settled as `full`.
+        """
+        pieces: list[list[Any]] = []
+        filling: dict[Address | None, tuple[list[Any], int]] = {}
         clustered = self.settings.servers.cluster
-        for i, one in enumerate(asked):
+        for one in asked:
             key = one if isinstance(one, bytes) else one.key
             length = 0 if one is key else one.hold.length
             server = self._servers.known(self._pipelines.name_of(key)) if clustered else None
@@ -207,22 +212,18 @@ class RespAdapter(StorageAdapter):
             if not piece or piece_bytes + length > PIECE_BYTES:
                 piece, piece_bytes = [], 0
                 pieces.append(piece)
-            piece.append(i)
+            piece.append(one)
             filling[server] = piece, piece_bytes + length
         waits = []
-        for places in pieces:
-            items = [asked[i] for i in places]
-            wait = self._lanes.submit(lane, functools.partial(work, items), beyond_limit=lane is Lane.DELETE)
-            if wait is None:
-                for one in items:
-                    if not isinstance(one, bytes):
-                        one.hold.drop()
-            else:
-                waits.append((places, wait))
-        for places, wait in waits:
-            for i, outcome in zip(places, await wait, strict=True):
-                outcomes[i] = outcome
-        return outcomes
+        for piece in pieces:
+            wait = self._lanes.submit(lane, functools.partial(work, piece), beyond_limit=lane is Lane.DELETE)
+            if wait is not None:
+                waits.append(wait)
+                continue
+            for one in piece:
+                if isinstance(one, Item):
+                    one.settle(*full)
+        return [await wait for wait in waits]
 
     async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
         done = self._lanes.submit(lane, work, beyond_limit=True)
@@ -231,8 +232,8 @@ class RespAdapter(StorageAdapter):
 
     # -- in the lanes' threads -----------------------------------------------------------------------------
 
-    def _find(self, keys: list[bytes]) -> list[tuple[Presence, str]]:
-        return [self._found(answer) for answer in self._lengths(keys)]
+    def _find(self, keys: list[bytes]) -> dict[bytes, tuple[Presence, str]]:
+        return {key: self._found(answer) for key, answer in zip(keys, self._lengths(keys), strict=True)}
 
     def _found(self, answer: Answer) -> tuple[Presence, str]:
         if isinstance(answer, int):
@@ -247,57 +248,50 @@ class RespAdapter(StorageAdapter):
     def _lengths(self, keys: Sequence[bytes]) -> list[Answer]:
         return self._pipelines.exchange(keys, self._pipelines.about(b"STRLEN"))
 
-    def _unlink(self, keys: list[bytes]) -> list[int]:
+    def _unlink(self, keys: list[bytes]) -> int:
         answers = self._pipelines.exchange(keys, self._pipelines.about(b"UNLINK"))
         for answer in answers:
             if isinstance(answer, ServerError):
                 self._refused(answer)
-        return [answer if isinstance(answer, int) else 0 for answer in answers]
+        return sum([answer for answer in answers if isinstance(answer, int)])
 
-    def _put(self, items: list[PutItem]) -> list[PutOutcome]:
-        try:
-            return self._put_piece(items)
-        finally:
-            for item in items:
-                item.hold.drop()
-
-    def _put_piece(self, items: list[PutItem]) -> list[PutOutcome]:
+    def _put(self, items: list[Item]) -> None:
         if not self._has_room():
             self._full += len(items)
-            return [PutOutcome(PutStatus.THROTTLED, FULL)] * len(items)
-        outcomes = [PutOutcome(PutStatus.EXISTS)] * len(items)
-        there = self._lengths([item.key for item in items])
-        todo = []
-        for i, (item, length) in enumerate(zip(items, there, strict=True)):
+            for item in items:
+                item.settle(Outcome.THROTTLED, FULL)
+            return
+        # Of simultaneous puts of an absent key only the first stores; a value that is not our record is replaced.
+        beaten = self._set([(item, length == 0) for item, length in self._lacking(items)])
+        # Another server was faster, or the value is empty, which to STRLEN looks like an absent one.
+        for item in self._set([(item, False) for item, _ in self._lacking(beaten)]):
+            self._not_put(item, None)
+
+    def _lacking(self, items: list[Item]) -> list[tuple[Item, Answer]]:
+        """The items whose values are not there, with the values' lengths; settles the others."""
+        lacking: list[tuple[Item, Answer]] = []
+        for item, length in zip(items, self._lengths([item.key for item in items]), strict=True):
             if item.hold.length > MAX_VALUE_BYTES:
-                outcomes[i] = PutOutcome(PutStatus.FAILED, TOO_LARGE)
+                item.settle(Outcome.FAILED, TOO_LARGE)
+            elif length == item.hold.length:
+                item.settle(Outcome.EXISTS)
             elif isinstance(length, LinkLost) or (
                 isinstance(length, ServerError) and length.code != "WRONGTYPE"
             ):
-                outcomes[i] = self._not_put(length)
-            elif length != item.hold.length:
-                todo.append(i)
-        # Of simultaneous puts of an absent key only the first stores; a value that is not our record is replaced.
-        answers = self._set([items[i] for i in todo], [there[i] == 0 for i in todo])
-        for i, answer in zip(todo, answers, strict=True):
-            outcomes[i] = self._not_put(answer) if answer is not None else outcomes[i]
-        beaten = [i for i, answer in zip(todo, answers, strict=True) if answer is None]
-        if beaten:
-            # Another server was faster, or the value is empty, which to STRLEN looks like an absent one.
-            there = self._lengths([items[i].key for i in beaten])
-            again = [i for i, length in zip(beaten, there, strict=True) if length != items[i].hold.length]
-            for i, answer in zip(
-                again, self._set([items[i] for i in again], [False] * len(again)), strict=True
-            ):
-                outcomes[i] = self._not_put(answer)
-        return outcomes
+                self._not_put(item, length)
+            else:
+                lacking.append((item, length))
+        return lacking
 
-    def _set(self, items: Sequence[PutItem], only_new: Sequence[bool]) -> list[Answer]:
+    def _set(self, items: Sequence[tuple[Item, bool]]) -> list[Item]:
+        """SET these values, where the flag says so only if they are absent; settles all but those that were not."""
+        if not items:
+            return []
         words = [b"PX", b"%d" % self.settings.ttl_ms] if self.settings.ttl_ms else []
 
         def write(i: int, name: bytes) -> Sequence[Buffer]:
-            hold = items[i].hold
-            after = [*words, b"NX"] if only_new[i] else words
+            hold, only_new = items[i][0].hold, items[i][1]
+            after = [*words, b"NX"] if only_new else words
             head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
                 3 + len(after),
                 len(name),
@@ -310,23 +304,29 @@ class RespAdapter(StorageAdapter):
                 b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in after),
             )
 
-        return self._pipelines.exchange(
-            [item.key for item in items], write, [item.hold.length for item in items]
+        answers = self._pipelines.exchange(
+            [item.key for item, _ in items], write, [item.hold.length for item, _ in items]
         )
+        beaten = []
+        for (item, _), answer in zip(items, answers, strict=True):
+            if answer is None:
+                beaten.append(item)
+            else:
+                self._not_put(item, answer)
+        return beaten
 
-    def _not_put(self, answer: Answer) -> PutOutcome:
-        """The outcome of a put whose SET, or the STRLEN before it, got this answer."""
+    def _not_put(self, item: Item, answer: Answer) -> None:
+        """Settle a put whose SET, or the STRLEN before it, got this answer."""
         if answer == b"OK":
             self._refusal = ServerError("")
-            return PutOutcome(PutStatus.STORED)
-        if isinstance(answer, LinkLost):
-            return PutOutcome(PutStatus.FAILED, answer.reason)
-        assert not isinstance(answer, BadValue)
-        reason = self._refused(answer)
-        if reason == "full":
-            self._full += 1
-            return PutOutcome(PutStatus.THROTTLED, reason)
-        return PutOutcome(PutStatus.FAILED, reason)
+            item.settle(Outcome.STORED)
+        elif isinstance(answer, LinkLost):
+            item.settle(Outcome.FAILED, answer.reason)
+        else:
+            assert not isinstance(answer, BadValue)
+            reason = self._refused(answer)
+            self._full += reason == FULL
+            item.settle(Outcome.THROTTLED if reason == FULL else Outcome.FAILED, reason)
 
     def _refused(self, reply: Reply) -> str:
         """The short reason for a reply that is not the requested one; the server's own words go to log and status."""
@@ -336,20 +336,17 @@ class RespAdapter(StorageAdapter):
                 log.warning("%s: the server answers: %s", self.name, one_line(f"{reply.text:.200}"))
         return reason_of(reply)
 
-    def _load(self, items: list[LoadItem]) -> list[LoadOutcome]:
-        try:
-            answers = self._pipelines.exchange(
-                [item.key for item in items],
-                self._pipelines.about(b"GET"),
-                [item.hold.length for item in items],
-                lambda link, i: self._read(link, items[i]),
-            )
-            return [self._loaded(item, answer) for item, answer in zip(items, answers, strict=True)]
-        finally:
-            for item in items:
-                item.hold.drop()
+    def _load(self, items: list[Item]) -> None:
+        answers = self._pipelines.exchange(
+            [item.key for item in items],
+            self._pipelines.about(b"GET"),
+            [item.hold.length for item in items],
+            lambda link, i: self._read(link, items[i]),
+        )
+        for item, answer in zip(items, answers, strict=True):
+            self._loaded(item, answer)
 
-    def _read(self, link: Link, item: LoadItem) -> Answer:
+    def _read(self, link: Link, item: Item) -> Answer:
         """The answer to GET: the length of a record that now lies verified in its extent, or any other answer."""
         length = link.value_length()
         if not isinstance(length, int):
@@ -362,23 +359,23 @@ class RespAdapter(StorageAdapter):
         verified = CopyOutcome(verify_stored_record(item.hold.address, length, item.key))
         return length if verified is CopyOutcome.OK else BadValue(verified)
 
-    def _loaded(self, item: LoadItem, answer: Answer) -> LoadOutcome:
+    def _loaded(self, item: Item, answer: Answer) -> None:
         if isinstance(answer, BadValue) and answer.why is not CopyOutcome.MISMATCH:
             self._bad_values += 1
             self._unlink([item.key])
         match answer:
             case int():
-                return LoadOutcome(LoadStatus.LOADED)
+                item.settle(Outcome.LOADED)
             case None:
-                return LoadOutcome(LoadStatus.ABSENT)
+                item.settle(Outcome.ABSENT)
             case BadValue(why=CopyOutcome.MISMATCH):
-                return LoadOutcome(LoadStatus.FAILED, MISMATCH)
+                item.settle(Outcome.FAILED, MISMATCH)
             case BadValue():
-                return LoadOutcome(LoadStatus.CORRUPT)
+                item.settle(Outcome.CORRUPT)
             case LinkLost():
-                return LoadOutcome(LoadStatus.FAILED, answer.reason)
+                item.settle(Outcome.FAILED, answer.reason)
             case _:
-                return LoadOutcome(LoadStatus.FAILED, self._refused(answer))
+                item.settle(Outcome.FAILED, self._refused(answer))
 
     def _scan(self, most_s: float) -> Iterator[tuple[Address, list[bytes]]]:
         """The names of our records, in pages, each with its server. Raises LinkLost, also after `most_s`."""
