@@ -34,7 +34,8 @@ from kvstrata.server.processes import Processes, Readiness, TenantTokens, tenant
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
 from kvstrata.server.requests.requests import Requests
-from kvstrata.tiers.loads import TIER_PATIENCE_S, PrefetchController, PrefetchLimits
+from kvstrata.tiers.fetch import TIER_PATIENCE_S, PrefetchLimits
+from kvstrata.tiers.loads import PrefetchController
 from kvstrata.tiers.puts import StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import TailPuts

@@ -12,7 +12,8 @@ from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers import tier as tiers
 from kvstrata.tiers.base import AdapterContext
 from kvstrata.tiers.config import StorePolicy, TierConfig, configure_tier
-from kvstrata.tiers.loads import FetchOutcome, PrefetchController, PrefetchLimits
+from kvstrata.tiers.fetch import FetchOutcome, PrefetchLimits
+from kvstrata.tiers.loads import PrefetchController
 from kvstrata.tiers.puts import RetryRule, StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import TierLimits

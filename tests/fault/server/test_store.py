@@ -15,7 +15,7 @@ from kvstrata import failpoints
 from kvstrata.errors import BadRequest, ConfigError, StorageError
 from kvstrata.tiers import tier as tier_module
 from kvstrata.tiers.config import StorePolicy
-from kvstrata.tiers.loads import FetchOutcome
+from kvstrata.tiers.fetch import FetchOutcome
 from kvstrata.tiers.puts import KEYS_PER_TURN
 from kvstrata.types import KEY_BYTES
 from tests.fault.server.conftest import OpenTier, Puts, Start

@@ -12,7 +12,7 @@ from kvstrata.errors import BadRequest
 from kvstrata.native.core import storage_keys
 from kvstrata.rpc.cluster_wire import Command, CommandKind
 from kvstrata.server.cluster.commands import Actions, argument_of
-from kvstrata.tiers.loads import FetchOutcome
+from kvstrata.tiers.fetch import FetchOutcome
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of, part
 

@@ -11,7 +11,7 @@ import pytest
 from kvstrata.errors import Refused
 from kvstrata.rpc import wire
 from kvstrata.server.housekeeping import Housekeeping
-from kvstrata.tiers.loads import FetchOutcome
+from kvstrata.tiers.fetch import FetchOutcome
 from tests.harness.instance_in_process import InstanceInProcess, Said, said
 from tests.harness.rpc_client import chain_of
 

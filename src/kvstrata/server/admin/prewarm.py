@@ -20,7 +20,7 @@ from kvstrata.keys.spans import PromptKeys, peek
 from kvstrata.native.core import storage_keys
 from kvstrata.process.operations import Weights, keys_of
 from kvstrata.server.processes import EngineGroup, tenant_number
-from kvstrata.tiers.loads import Spent
+from kvstrata.tiers.fetch import Spent
 from kvstrata.types import LayoutIdentity, adapter_of, identity_root
 
 if TYPE_CHECKING:
