@@ -149,7 +149,6 @@ _ROOT = "kvstrata"
 _EVENT = "kvstrata_event"
 """Attribute of the records of an EventLog: the event and its fields."""
 _writer: LogWriter | None = None
-_followers: set[Callable[[], None]] = set()
 
 
 def set_up(level: str, form: str = "text") -> None:
@@ -172,25 +171,13 @@ def set_up(level: str, form: str = "text") -> None:
 
 
 def set_level(level: str) -> None:
-    """Log from `level` (debug, info, warning, error) upwards, and tell those who follow the level."""
+    """Log from `level` (debug, info, warning, error) upwards."""
     logging.getLogger(_ROOT).setLevel(level.upper())
-    for changed in tuple(_followers):
-        changed()
 
 
 def current_level() -> str:
     """The least severe level that is logged."""
     return logging.getLevelName(logging.getLogger(_ROOT).getEffectiveLevel()).lower()
-
-
-def follow_level(changed: Callable[[], None]) -> None:
-    """Call `changed` whenever the level was set, until `unfollow_level`."""
-    _followers.add(changed)
-
-
-def unfollow_level(changed: Callable[[], None]) -> None:
-    """End `follow_level`. Idempotent."""
-    _followers.discard(changed)
 
 
 def flush_log() -> None:

@@ -233,6 +233,7 @@ def test_an_adapter_host_follows_the_level_of_its_server(tmp_path: Path) -> None
     ).started() as server:
 
         def details() -> int:
+            ctl("--url", server.url, "l2", "list")  # asks the host, which learns of the level with each call
             return server.log.read_text().count(DETAIL)
 
         def change(level: str) -> str:

@@ -20,7 +20,7 @@ SAMPLES: list[Any] = [
     frames.answer_of(1, [Settled(Outcome.STORED), Settled(Outcome.FAILED, "full")], [1]),
     frames.answer_of(1, KeyPage([bytes(32)], 9), []),
     frames.Raised(1, "StorageError", "no", "field"),
-    frames.Counted({"syncs": 4}, {"why": "so"}),
+    frames.Report({"syncs": 4}, {"why": "so"}, [bytes(32)], b"here"),
 ]
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.binary() | st.text(),

@@ -87,10 +87,10 @@ UNTRUE: dict[str, Callable[[int], list[Any]]] = {
     "an answer twice": lambda n: [ended(n, bytes(2), []), ended(n, bytes(2), [])],
     "opened again": lambda n: [frames.Opened(CAPABILITIES)],
     "more fields": lambda n: [packed("Answer", n, [bytes(2), []], [0, 1], 0)],
-    "counts too large for a metric": lambda n: [frames.Counted({"a": 1 << 63})],
-    "more counts than anybody reads": lambda n: [frames.Counted({f"n{i}": i for i in range(201)})],
+    "counts too large for a metric": lambda n: [frames.Report({"a": 1 << 63})],
+    "more counts than anybody reads": lambda n: [frames.Report({f"n{i}": i for i in range(201)})],
     "more items than any frame has": lambda n: [frames.Dropped(n, [0] * (MAX_ITEMS + 1))],
-    "a frame that is too long": lambda n: [frames.frame_of(frames.Evicted([]))[:-1] + bytes(MAX_FRAME_BYTES)],
+    "a frame that is too long": lambda n: [frames.frame_of(frames.Report())[:-1] + bytes(MAX_FRAME_BYTES)],
 }  # fmt: skip
 
 
@@ -156,7 +156,7 @@ async def test_a_childs_numbers_are_shown_until_it_is_gone_and_are_no_sign_of_pr
     wait = asyncio.create_task(settled(adapter.put, [put_item(key_of(1), 100)]))
     await child.request()
     due_s = adapter._due_s()
-    child.say(frames.Counted({"syncs": 4}, {"why": "so"}))
+    child.say(frames.Report({"syncs": 4}, {"why": "so"}))
     await until(adapter.numbers)
     assert adapter.numbers() == {"syncs": 4}
     assert adapter.remarks() == {"why": "so"}

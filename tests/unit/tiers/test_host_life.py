@@ -120,7 +120,7 @@ async def test_a_child_that_advertises_before_it_is_open_is_given_up(pair) -> No
     child.reap()
     await until(lambda: len(Child.made) == 2)
     await Child.made[1].request()
-    Child.made[1].say(frames.Advertised(b"too early"))
+    Child.made[1].say(frames.Report(advertisement=b"too early"))
     await Child.made[1].until_killed()
     assert adapter.advertisement() == b""
 

@@ -38,7 +38,7 @@ from kvstrata.memory import linux
 from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.naming import name_process
 from kvstrata.native.core import ExtentsMap, Hold, LentHold
-from kvstrata.observability.logging import FLUSH_S, STDERR, LogWriter
+from kvstrata.observability.logging import FLUSH_S, STDERR, LogWriter, Thinning
 from kvstrata.process.keeper import die_with_parent
 from kvstrata.tiers import config as tier_config
 from kvstrata.tiers.base import (
@@ -63,6 +63,8 @@ log = logging.getLogger(__name__)
 REPORT_S = 0.05
 """Longest time from a drop or an eviction to its report; an answer may report it earlier."""
 COUNT_S = 1.0
+MAX_ADVERTISED_BYTES = MAX_FRAME_BYTES - 1024
+_thinning = Thinning()
 
 
 def main() -> NoReturn:
@@ -112,7 +114,7 @@ class Host:
         self._report_is_due = False
         self._unreported: dict[int, list[int]] = {}
         """Indices of the dropped items that are not reported yet, by request."""
-        self._counted = frames.Counted()
+        self._counted = frames.Report()
         self._advertised = b""
 
     async def run(self) -> None:
@@ -125,7 +127,6 @@ class Host:
             self._adapter = adapter = _made(config)
             await adapter.open(context)
             self._advertised = self._advertisement()
-            frames.advertised_frame(self._advertised)  # raises if it is too long
             self._send(frames.Opened(adapter.capabilities, self._advertised))
         except Exception as error:  # the plugin boundary
             if not isinstance(error, KvstrataError):
@@ -154,28 +155,27 @@ class Host:
 
     def _read(self, frame: bytes) -> None:
         request = frames.read_request(frame)
-        match request:
-            case frames.Close():
-                self._closing.set()
-            case frames.Level():
-                logging.getLogger().setLevel(request.level)
-            case _:
-                task = self._loop.create_task(self._answer(request))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        if isinstance(request, frames.Close):
+            self._closing.set()
+            return
+        root = logging.getLogger()
+        if request.log_level != root.level:
+            root.setLevel(request.log_level)
+        task = self._loop.create_task(self._answer(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, call: Call) -> None:
-        answer: Message
+        answer: frames.Answer | frames.Raised
         try:
-            result = await self._result_of(call)
-            self._collect()
-            self._report_evictions()
-            answer = frames.answer_of(call.number, result, self._unreported.pop(call.number, []))
+            answer = frames.answer_of(call.number, await self._result_of(call), [])
         except Exception as error:  # the plugin boundary
             if not (call.operation == "clear" and isinstance(error, StorageError)):
                 log_broken_contract(self._config.name, call.operation, error)
-            self._report()
             answer = frames.raised(call.number, error)
+        self._collect()
+        answer.dropped = self._unreported.pop(call.number, [])
+        self._report_evictions()
         self._send(answer)
 
     async def _result_of(self, call: Call) -> Any:
@@ -251,30 +251,35 @@ class Host:
     def _report_evictions(self) -> None:
         keys = [self._evictions.popleft() for _ in range(len(self._evictions))]
         for at in range(0, len(keys), MAX_ITEMS):
-            self._send(frames.Evicted(keys[at : at + MAX_ITEMS]))
+            self._send(frames.Report(evicted=keys[at : at + MAX_ITEMS]))
 
     def _advertisement(self) -> bytes:
-        return self._adapter.advertisement() if isinstance(self._adapter, ReadsPeers) else b""
+        """The adapter's advertisement; none, which is logged once, if it is too long for a frame."""
+        found = self._adapter.advertisement() if isinstance(self._adapter, ReadsPeers) else b""
+        if len(found) <= MAX_ADVERTISED_BYTES:
+            return found
+        what = "its advertisement for other instances has %d bytes, but an adapter host passes on at most %d"
+        text = f"%s: {what}; make the adapter use fewer network devices"
+        name = self._config.name
+        _thinning.log(log, logging.ERROR, "advertised", text, name, len(found), MAX_ADVERTISED_BYTES)
+        return b""
 
     def _count(self) -> None:
         """Report counters, remarks and the advertisement where they have changed; repeats itself every COUNT_S."""
         if self._closing.is_set():
             return
         name, adapter = self._config.name, self._adapter
-        advertisement = self._advertisement()
-        if advertisement != self._advertised:
-            self._advertised = advertisement
-            try:
-                self._channel.send(frames.advertised_frame(advertisement))
-            except StorageError as error:
-                log.error("%s: other instances keep using the last advertisement: %s", name, error)
-        counted = frames.Counted(
+        counted = frames.Report(
             read_checked(name, "numbers", adapter.numbers, Counts),
             read_checked(name, "remarks", adapter.remarks, Remarks),
         )
-        if counted != self._counted and self._channel.is_idle:
+        advertisement = self._advertisement()
+        if (counted != self._counted or advertisement != self._advertised) and self._channel.is_idle:
             self._counted = counted
-            self._send(counted)
+            report = msgspec.structs.replace(counted)
+            if advertisement != self._advertised:
+                report.advertisement = self._advertised = advertisement
+            self._send(report)
         self._loop.call_later(COUNT_S, self._count)
 
     def _send(self, message: Message) -> None:

@@ -15,15 +15,16 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from kvstrata.errors import ConfigError, KvstrataError, StorageError
+from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.tiers.base import (
     Capabilities,
     Counts,
@@ -96,14 +97,10 @@ class Call(Message):
     each: bool = False
     owner: bytes = b""
     """Of the Ask."""
+    log_level: int = logging.NOTSET
+    """That of the server's log now, as Python's logging numbers it."""
     cursor: int = 0
     most: int = 0
-
-
-class Level(Message):
-    """The level of the log, as Python's logging numbers it."""
-
-    level: int
 
 
 class Close(Message):
@@ -127,6 +124,8 @@ class Raised(Message):
     """Name of the exception's class."""
     message: str
     field: str = ""
+    dropped: Indices = []
+    """As in Answer."""
 
 
 class Answer(Message):
@@ -141,33 +140,24 @@ class Dropped(Message):
     """The adapter has finished with the bytes of these items of a put or load."""
 
     number: Number
-    indices: Indices
+    dropped: Indices
 
 
-class Evicted(Message):
-    """The adapter's own cap has dropped these keys."""
+class Report(Message):
+    """What has changed besides; None: nothing."""
 
-    keys: Keys
-
-
-class Counted(Message):
-    """The adapter's counters and remarks."""
-
-    numbers: Counts = {}
+    numbers: Counts | None = None
+    """The adapter's counters; with them come its remarks."""
     remarks: Remarks = {}
-
-
-class Advertised(Message):
+    evicted: Keys = []
+    """Keys that the adapter's own cap has dropped."""
+    advertisement: bytes | None = None
     """The adapter's advertisement for other instances from now on."""
-
-    advertisement: bytes
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_REQUESTS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Configure | Call | Level | Close)
-_ANSWERS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Opened | Raised | Answer | Dropped | Evicted | Counted | Advertised
-)
+_REQUESTS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Configure | Call | Close)
+_ANSWERS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Opened | Raised | Answer | Dropped | Report)
 _OUTCOMES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(tuple[bytes, Words])
 _COUNT: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Number)
 _RESULTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -254,27 +244,9 @@ def result_of(operation: Operation, count: int, answer: Answer) -> Any:
         raise ChannelError(f"{operation}: {error}") from None
 
 
-def advertised_frame(advertisement: bytes) -> bytes:
-    """The frame of an Advertised. Raises StorageError if the advertisement is too long for it."""
-    try:
-        return frame_of(Advertised(advertisement))
-    except ChannelError:
-        raise StorageError(
-            f"the advertisement for other instances has {len(advertisement)} bytes, but an adapter host can pass on "
-            f"only about {MAX_FRAME_BYTES}; make the adapter use fewer network devices",
-            field="advertisement",
-        ) from None
-
-
 def word_of(reason: str) -> str:
     """A reason as a frame has it."""
     return reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
-
-
-def key_parts_of(keys: bytes) -> Iterable[bytes]:
-    """Concatenated keys, at most MAX_ITEMS at a time."""
-    step = MAX_ITEMS * KEY_BYTES
-    return (keys[at : at + step] for at in range(0, len(keys), step))
 
 
 class Channel:

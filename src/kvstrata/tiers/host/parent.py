@@ -19,8 +19,8 @@ Invariants
 3. Frames that the child has not read wait here; beyond QUEUE_BYTES or MAX_REQUESTS, requests are refused.
 4. A child that has work and has sent nothing for `kill_ms` is killed.  Where `capabilities.quiesce` is `never`, a child
    with an operation older than `kill_ms` is killed too.  Both limits grow with the bytes under way, as deadlines do.
-   A clear has no time limit.  Counted and Advertised do not count as signs of work: the child's loop sends them even if
-   its adapter hangs.
+   A clear has no time limit.  A Report does not count as a sign of work: the child's loop sends it even if its adapter
+   hangs.
 
 The process: child.py, process.py; the messages: frames.py.
 """
@@ -39,7 +39,6 @@ from typing import Any
 import msgspec
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.observability.logging import follow_level, unfollow_level
 from kvstrata.patience import patience
 from kvstrata.tiers.base import (
     MORE_KEYS,
@@ -77,19 +76,66 @@ CLOSE_S = 3.0
 class _Request:
     """A row of the table: it is removed when it is answered and all its holds are dropped."""
 
-    __slots__ = ("begun_s", "bytes", "count", "future", "holds", "items", "operation")
+    __slots__ = ("begun_s", "bytes", "call", "count", "future", "held", "items")
 
-    def __init__(
-        self, call: Call, items: Sequence[Item], future: asyncio.Future[Any], begun_s: float
-    ) -> None:
-        self.operation = call.operation
+    def __init__(self, call: Call, items: Sequence[Item], begun_s: float) -> None:
+        self.call = call
         self.count = len(call.keys) // KEY_BYTES or len(items)
         self.items = items
-        self.holds = {i: item.hold for i, item in enumerate(items)}
+        self.held = set(range(len(items)))
+        """Items whose holds the child has not dropped."""
         self.bytes = sum([item.hold.length for item in items])
-        self.future: asyncio.Future[Any] | None = future
-        """The result, or a reason (str) why nothing was done; None once the request was answered."""
         self.begun_s = begun_s
+        self.future: asyncio.Future[Any] | None = asyncio.get_running_loop().create_future()
+        """What the adapter answers, see frames.py; None once the request was answered."""
+
+    def take(self, message: frames.Answer | frames.Raised | frames.Dropped) -> None:
+        """Take what the child says of this request. Raises ChannelError if it contradicts the request."""
+        if not isinstance(message, frames.Dropped):
+            if self.future is None:
+                raise ChannelError(f"request {message.number} was answered before")
+            if isinstance(message, frames.Answer):
+                result: Any = frames.result_of(self.call.operation, self.count, message)
+                for item, outcome, reason in zip(self.items, *result, strict=True) if self.items else ():
+                    item.outcome, item.reason = outcome, reason
+            else:
+                result = (StorageError if message.kind == "StorageError" else HostedError)(message.message)
+        for index in message.dropped:
+            if index not in self.held:
+                raise ChannelError(f"item {index} of {self.count} is dropped but not held")
+            self.held.remove(index)
+            self.items[index].hold.drop()
+        if not isinstance(message, frames.Dropped):
+            self._end(result)
+
+    def leave(self, name: str, outcome: Outcome, why: str) -> None:
+        """End what the child of this adapter does not answer: items with this outcome, keys unknown or not deleted."""
+        for index in self.held:
+            self.items[index].hold.drop()
+        if self.future is None:
+            return
+        for item in self.items:
+            item.outcome, item.reason = outcome, why
+        result: Any = None
+        match self.call.operation:
+            case "exists":
+                result = bytes([Presence.UNKNOWN]) * self.count, why
+            case "delete":
+                result = 0
+            case "clear":
+                result = StorageError(f"{name}: not cleared: {why}", field=name)
+            case "usage":
+                result = Usage(0, 0, 0)
+        self._end(result)
+
+    def _end(self, result: Any) -> None:
+        future, self.future = self.future, None
+        if future is None or future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 class HostedError(Exception):
@@ -116,7 +162,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         self._bytes_per_kill = bytes_per_kill
         self._max_pause_s = max_pause_s
         self._config = config
-        self._counted = frames.Counted()
+        self._reported = frames.Report()
         """The child's counters and remarks, about a second old; empty after the child has ended."""
         self._advertisement = b""
         self._restarts = 0
@@ -127,7 +173,6 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         """When the child last showed that it works, or got work after it had none."""
         self._context: AdapterContext | None = None
         self._pool_fds: list[int] = []
-        self._childs_level = logging.NOTSET
         self._process: HostProcess | None = None
         self._channel: Channel | None = None
         """None while no child can be asked anything."""
@@ -157,11 +202,11 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
 
     def numbers(self) -> dict[str, int]:
         """The counters of the adapter in the child, about a second old; empty after the child has ended."""
-        return self._counted.numbers
+        return self._reported.numbers or {}
 
     def remarks(self) -> dict[str, str]:
         """The adapter's remarks in the child, about a second old; also the reason if no more children are started."""
-        return {**self._counted.remarks, **self._work.remarks()}
+        return {**self._reported.remarks, **self._work.remarks()}
 
     def advertisement(self) -> bytes:
         """The medium's last advertisement; empty while no child is up, and for a medium that reads no peers."""
@@ -177,7 +222,6 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         if context.region_fd < 0:
             raise StorageError(f"{self.name}: an adapter host needs the pool's descriptor", field=self.name)
         self._context = context
-        follow_level(self._level_changed)
         self._pool_fds = [os.dup(fd) for fd in (context.region_fd, context.lock_fd) if fd >= 0]
         try:
             await self._begin()
@@ -187,20 +231,16 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         self._work.background(self._keep_up(), "host_keeper")
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
-        parts = list(frames.key_parts_of(keys))
-        futures = [self._call("exists", keys=part, each=ask.each, owner=ask.owner) for part in parts]
-        presences, why = b"", ""
-        for part, future in zip(parts, futures, strict=True):
-            found = await future
-            if isinstance(found, str):
-                found = bytes([Presence.UNKNOWN]) * (len(part) // KEY_BYTES), found
-            presences, why = presences + found[0], why or found[1]
-        ask.reason = why
-        return presences
+        calls = self._calls("exists", keys, each=ask.each, owner=ask.owner)
+        answers = [await call for call in calls]
+        ask.reason = next((why for _, why in answers if why), "")
+        return b"".join([found for found, _ in answers])
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        page = await self._call("list_keys", cursor=cursor, most=min(most, MAX_ITEMS - MORE_KEYS))
-        return None if isinstance(page, str) else page
+        page: KeyPage | None = await self._call(
+            "list_keys", cursor=cursor, most=min(most, MAX_ITEMS - MORE_KEYS)
+        )
+        return page
 
     async def put(self, items: Sequence[Item]) -> None:
         """See the contract. A cancelled wait lets the batch go on to its end."""
@@ -212,21 +252,17 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
 
     async def delete(self, keys: bytes) -> int:
         """See the contract; keys whose deletion was not answered count as absent."""
-        futures = [self._call("delete", keys=part) for part in frames.key_parts_of(keys)]
-        counts = [await future for future in futures]
-        return sum([count for count in counts if not isinstance(count, str)])
+        return sum([await call for call in self._calls("delete", keys)])
 
     async def clear(self) -> int:
         """See the contract. Raises StorageError also while no child is up."""
-        removed = await self._call("clear")
-        if isinstance(removed, str):
-            raise StorageError(f"{self.name}: not cleared: {removed}", field=self.name)
-        return int(removed)
+        removed: int = await self._call("clear")
+        return removed
 
     async def usage(self) -> Usage:
         """See the contract; all zero while no child is up."""
-        found = await self._call("usage")
-        return Usage(0, 0, 0) if isinstance(found, str) else found
+        found: Usage = await self._call("usage")
+        return found
 
     async def close(self) -> None:
         """Let the child finish its operations and close its adapter; kill it when it is silent for CLOSE_S.
@@ -234,7 +270,6 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         Returns when the child was reaped and every hold is dropped. Idempotent.
         """
         was_up, self._closed = self.state == "up", True
-        unfollow_level(self._level_changed)
         await self._work.stop()
         if self._ended is not None and not self._ended.done():
             if was_up:
@@ -261,34 +296,34 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         for future in [self._call(operation, part) for part in parts]:
             await future
 
+    def _calls(self, operation: frames.Operation, keys: bytes, **fields: Any) -> list[asyncio.Future[Any]]:
+        """The results for MAX_ITEMS of these keys at a time."""
+        step = MAX_ITEMS * KEY_BYTES
+        parts = [keys[at : at + step] for at in range(0, len(keys), step)]
+        return [self._call(operation, keys=part, **fields) for part in parts]
+
     def _call(
         self, operation: frames.Operation, items: Sequence[Item] = (), **fields: Any
     ) -> asyncio.Future[Any]:
-        """Send a call; its result, or a reason (str) why there is none. Settles the items, and owns their holds."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        channel, why = self._channel, ""
-        if channel is None or self.state != "up":
-            why = HOST_DOWN
-        elif channel.is_full or len(self._requests) >= MAX_REQUESTS:
-            why = QUEUE_FULL
-        if why:
-            for item in items:
-                item.settle(Outcome.THROTTLED if operation == "put" else Outcome.FAILED, why)
-            future.set_result(why)
-            return future
+        """Send a call; its result, see `_Request`. Settles the items, and owns their holds."""
         if items and items[0].ask is not None:
             fields["owner"] = items[0].ask.owner
         rows = [
             (item.key, item.hold.offset, item.hold.length, item.ask is not None and item.ask.each)
             for item in items
         ]
-        now_s = loop.time()
-        if not any(request.operation != "clear" for request in self._requests.values()):
-            self._heard_s = now_s
         self._last_number += 1
-        call = Call(self._last_number, operation, rows, **fields)
-        self._requests[call.number] = _Request(call, items, future, now_s)
+        call = Call(self._last_number, operation, rows, log_level=log.getEffectiveLevel(), **fields)
+        request = _Request(call, items, asyncio.get_running_loop().time())
+        future, channel = request.future, self._channel
+        assert future is not None
+        if channel is None or self.state != "up" or channel.is_full or len(self._requests) >= MAX_REQUESTS:
+            why = HOST_DOWN if self.state != "up" else QUEUE_FULL
+            request.leave(self.name, Outcome.THROTTLED if operation == "put" else Outcome.FAILED, why)
+            return future
+        if not any(request.call.operation != "clear" for request in self._requests.values()):
+            self._heard_s = request.begun_s
+        self._requests[call.number] = request
         self._send(call)
         if self._timer is None:
             self._look_later()
@@ -301,7 +336,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
     def _came(self, frame: bytes) -> None:
         try:
             message = frames.read_answer(frame)
-            if not isinstance(message, (frames.Counted, frames.Advertised)):
+            if not isinstance(message, frames.Report):
                 self._heard_s = asyncio.get_running_loop().time()
             self._take(message)
         except ChannelError as error:
@@ -310,14 +345,14 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
     def _take(self, message: Message) -> None:
         """Handle one message of the child. Raises ChannelError if it contradicts the state or the requests."""
         match message:
-            case frames.Evicted():
+            case frames.Report() if message.advertisement is None or self.state == "up":
                 assert self._context is not None
-                for key in message.keys:
+                for key in message.evicted:
                     self._context.record_evicted(key)
-            case frames.Counted():
-                self._counted = message
-            case frames.Advertised() if self.state == "up":
-                self._advertisement = message.advertisement
+                if message.numbers is not None:
+                    self._reported = message
+                if message.advertisement is not None:
+                    self._advertisement = message.advertisement
             case frames.Opened() if self.state == "starting":
                 assert self._opening is not None
                 self.capabilities, self._advertisement = message.capabilities, message.advertisement
@@ -326,41 +361,11 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
                 self._refusal = message
             case frames.Answer() | frames.Raised() | frames.Dropped() if message.number in self._requests:
                 request = self._requests[message.number]
-                self._take_answer(request, message)
-                if request.future is None and not request.holds:
+                request.take(message)
+                if request.future is None and not request.held:
                     del self._requests[message.number]
             case _:
                 raise ChannelError(f"{type(message).__name__} while it is {self.state}, or for no request")
-
-    def _take_answer(
-        self, request: _Request, message: frames.Answer | frames.Raised | frames.Dropped
-    ) -> None:
-        if isinstance(message, frames.Dropped):
-            self._drop(request, message.indices)
-            return
-        future = request.future
-        if future is None:
-            raise ChannelError(f"request {message.number} was answered before")
-        if isinstance(message, frames.Raised):
-            kind = StorageError if message.kind == "StorageError" else HostedError
-            request.future = None
-            if not future.done():
-                future.set_exception(kind(message.message))
-            return
-        result = frames.result_of(request.operation, request.count, message)
-        for item, outcome, reason in zip(request.items, *result, strict=True) if request.items else ():
-            item.outcome, item.reason = outcome, reason
-        self._drop(request, message.dropped)
-        request.future = None
-        if not future.done():
-            future.set_result(result)
-
-    def _drop(self, request: _Request, indices: list[int]) -> None:
-        for index in indices:
-            hold = request.holds.pop(index, None)
-            if hold is None:
-                raise ChannelError(f"item {index} of {request.count} is dropped but not held")
-            hold.drop()
 
     # --- silence -----------------------------------------------------------------------------------------
 
@@ -380,7 +385,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
 
     def _due_s(self) -> float | None:
         """When the child is to be killed if it sends nothing; None while it has no work with a time limit."""
-        working = [request for request in self._requests.values() if request.operation != "clear"]
+        working = [request for request in self._requests.values() if request.call.operation != "clear"]
         if self._channel is None or not working:
             return None
         due = [(self._heard_s, sum([request.bytes for request in working]))]
@@ -400,17 +405,15 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         self._opening, self._ended = loop.create_future(), loop.create_future()
         self._process.start()
         try:
-            self._childs_level = log.getEffectiveLevel()
             self._send(self._configuration())
             await self._opening
-        except ChannelError as error:
+        except BaseException as error:
             self._opening.cancel()
             self._break("")
+            if not isinstance(error, ChannelError):
+                raise
             where = self._config.place.path
             raise ConfigError(f"{where}: its fields take {error}", field=where) from None
-        except BaseException:
-            self._break("")
-            raise
         log.info("%s: its host is up, process %d", self.name, self._process.pid)
 
     def _configuration(self) -> frames.Configure:
@@ -424,14 +427,8 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
             instance_id=context.instance_id,
             region_bytes=context.region_bytes,
             import_paths=[path or os.getcwd() for path in sys.path],
-            log_level=self._childs_level,
+            log_level=log.getEffectiveLevel(),
         )
-
-    def _level_changed(self) -> None:
-        """Tell the child the level of this process's log, unless it knows it."""
-        if (level := log.getEffectiveLevel()) != self._childs_level:
-            self._childs_level = level
-            self._send(frames.Level(level))
 
     def _break(self, why: str) -> None:
         """Kill the child and read nothing more from it; idempotent. Its operations wait until it was reaped.
@@ -452,17 +449,10 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         if self._channel is not None:
             self._channel.read(frames.LAST_FRAMES)
         self._break("")
-        self._counted = frames.Counted()
+        self._reported = frames.Report()
         requests, self._requests = self._requests, {}
         for request in requests.values():
-            for hold in request.holds.values():
-                hold.drop()
-            if request.future is None:
-                continue
-            for item in request.items:
-                item.outcome, item.reason = Outcome.FAILED, HOST_DIED
-            if not request.future.done():
-                request.future.set_result(HOST_DIED)
+            request.leave(self.name, Outcome.FAILED, HOST_DIED)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
