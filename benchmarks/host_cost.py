@@ -13,7 +13,6 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,76 +21,15 @@ from typing import Any
 import uvloop
 
 from benchmarks.common import figure, median_spread, scratch, sized
-from benchmarks.hosted import ORDERS, BareProcess, Extents, keys_of, serve_bare
-from kvstrata.tiers.base import Ask, Item, Outcome, Presence, StorageAdapter
+from benchmarks.hosted import BareProcess, Extents, Way, serve_bare, turns
+from kvstrata.tiers.base import StorageAdapter
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
 
 ITEMS = 32
 PAYLOAD_BYTES = 1 << 20
-WARM_UP, ROUNDS = sized((6, 36), (1, 2))
+ROUNDS = sized((6, 36), (1, 2))
 TARGET = 0.9
-
-
-class Way:
-    """The adapter, which calls of this process reach."""
-
-    def __init__(self, adapter: StorageAdapter, extents: Extents) -> None:
-        self._adapter = adapter
-        self._extents = extents
-
-    async def put(self, keys: list[bytes]) -> bool:
-        """Put the sealed records; returns whether all are stored."""
-        items = [Item(key, self._extents.hold(i, key, for_put=True)) for i, key in enumerate(keys)]
-        await self._adapter.put(items)
-        return {item.outcome for item in items} == {Outcome.STORED}
-
-    async def exists(self, keys: list[bytes]) -> bool:
-        """Whether all records are there."""
-        return set(await self._adapter.exists(b"".join(keys), Ask())) == {Presence.PRESENT}
-
-    async def load(self, keys: list[bytes]) -> bool:
-        """Load the records; returns whether all are sound."""
-        items = [Item(key, self._extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
-        await self._adapter.load(items)
-        return {item.outcome for item in items} == {Outcome.LOADED}
-
-    async def delete(self, keys: list[bytes]) -> bool:
-        """Delete the records; returns whether all were there."""
-        return await self._adapter.delete(b"".join(keys)) == len(keys)
-
-    async def open(self) -> None:
-        """Open the adapter."""
-        await self._adapter.open(self._extents.context())
-
-    async def close(self) -> None:
-        """Close the adapter."""
-        await self._adapter.close()
-
-
-class Bare(Way):
-    """The adapter in a bare process."""
-
-    def __init__(self, folder: Path, extents: Extents) -> None:
-        self._process = BareProcess("benchmarks.host_cost", [str(folder)], extents)
-
-    async def put(self, keys: list[bytes]) -> bool:
-        return self._process.ask("put", keys)
-
-    async def exists(self, keys: list[bytes]) -> bool:
-        return self._process.ask("exists", keys)
-
-    async def load(self, keys: list[bytes]) -> bool:
-        return self._process.ask("load", keys)
-
-    async def delete(self, keys: list[bytes]) -> bool:
-        return self._process.ask("delete", keys)
-
-    async def open(self) -> None:
-        """It is open."""
-
-    async def close(self) -> None:
-        self._process.end()
 
 
 def in_process(folder: Path, number: int) -> StorageAdapter:
@@ -101,53 +39,26 @@ def in_process(folder: Path, number: int) -> StorageAdapter:
 
 async def serve(folder: Path, channel_fd: int, extents_fd: int) -> None:
     """Body of the bare process."""
-    way = Way(in_process(folder, 2), Extents(ITEMS, PAYLOAD_BYTES, extents_fd))
-    await way.open()
-    calls = {"put": way.put, "exists": way.exists, "load": way.load, "delete": way.delete}
-    await serve_bare(channel_fd, calls)
-    await way.close()
+    await serve_bare(channel_fd, Way(in_process(folder, 2), Extents(ITEMS, PAYLOAD_BYTES, extents_fd)))
 
 
-async def one_round(way: Way, extents: Extents, number: int) -> tuple[float, float, float]:
-    """Return the seconds of a put, an exists and a load of one batch; delete the batch."""
-    keys = keys_of(number, ITEMS)
-    extents.seal(keys)
-    times = []
-    for call in (way.put, way.exists, way.load):
-        begun_s = time.perf_counter()
-        done = await call(keys)
-        times.append(time.perf_counter() - begun_s)
-        assert done, call
-    assert await way.delete(keys)
-    return times[0], times[1], times[2]
-
-
-async def compare(folder: Path) -> dict[str, list[tuple[float, float, float]]]:
-    """Return (in process, in a host, in a bare process) seconds of each round, by operation."""
+async def compare(folder: Path) -> dict[str, list[list[float]]]:
+    """Return [in process, in a host, in a bare process] seconds of each round, by operation."""
     extents = Extents(ITEMS, PAYLOAD_BYTES)
     hosted = configure_tier({"type": "fs", "base_path": str(folder / "in-a-host")}, 1)
     ways = [
         Way(in_process(folder / "in-process", 0), extents),
         Way(HostedAdapter(hosted, kill_ms=60_000), extents),
-        Bare(folder / "bare", extents),
+        BareProcess("benchmarks.host_cost", [str(folder / "bare")], extents),
     ]
     try:
         for way in ways:
             await way.open()
-        rounds = []
-        for number in range(WARM_UP + ROUNDS):
-            times = {}
-            for which in ORDERS[number % len(ORDERS)]:
-                times[which] = await one_round(ways[which], extents, number)
-            rounds.append((times[0], times[1], times[2]))
+        return await turns(ways, ("put", "exists", "load"), ROUNDS, ITEMS)
     finally:
         for way in ways:
             await way.close()
         extents.close()
-    return {
-        operation: [(here[i], there[i], bare[i]) for here, there, bare in rounds[WARM_UP:]]
-        for i, operation in enumerate(("put", "exists", "load"))
-    }
 
 
 @contextmanager
@@ -157,7 +68,7 @@ def on_tmpfs() -> Iterator[Path]:
         yield Path(folder)
 
 
-def numbers(times: dict[str, list[tuple[float, float, float]]], medium: str) -> dict[str, Any]:
+def numbers(times: dict[str, list[list[float]]], medium: str) -> dict[str, Any]:
     """Return the medians of each operation in ms, and the speeds of host and bare process as shares of that in process.
 
     A share is the median of the rounds' own shares.

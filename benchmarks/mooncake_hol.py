@@ -18,21 +18,18 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, sized
-from benchmarks.hosted import Extents, keys_of
+from benchmarks.common import figure, median_spread, percentile, sized
+from benchmarks.hosted import Extents, MooncakeClient, Way, beside_mooncake, keys_of
 from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES
-from kvstrata.tiers.base import Ask, Item, Outcome
+from kvstrata.native.core import names_of
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
 from kvstrata.tiers.media.mooncake.adapter import KEY_PREFIX
-from tests.harness import mooncake
 
 STORES, STORE_ITEMS = sized((4, 256), (4, 16))
 LOOKUP_EVERY_S, LOAD_EVERY_S = 0.02, 0.2
@@ -42,91 +39,19 @@ WAYS = ("pool", "bare_lanes", "shared", "per_op")
 PER_OP = {"lookup": 1, "retrieve": 1, "store": 2}
 
 
-class Way:
-    """One of the WAYS to reach the store. Extents and sizes are the same for all ways."""
+class Pool(MooncakeClient):
+    """Threads that call the bare client: four for all kinds of calls, or some for each kind."""
 
-    def __init__(self, extents: Extents) -> None:
-        self.extents = extents
+    def __init__(self, extents: Extents, setup: dict[str, Any], own: dict[str, int] | None = None) -> None:
+        super().__init__(setup, extents, verifies=False)
+        calls = {"lookup": "batch_is_exist", "retrieve": "batch_get_into", "store": "batch_put_from"}
+        self._threads = {calls[kind]: ThreadPoolExecutor(count) for kind, count in (own or {}).items()}
+        self._others = ThreadPoolExecutor(4)
 
-    async def put(self, keys: list[bytes]) -> None:
-        """Put a record under each key; the same 64 sealed extents are the source for all keys."""
-        raise NotImplementedError
-
-    async def exists(self, keys: list[bytes]) -> None:
-        """Look all keys up."""
-        raise NotImplementedError
-
-    async def load(self, keys: list[bytes]) -> None:
-        """Load 64 records."""
-        raise NotImplementedError
-
-
-class Pool(Way):
-    """Four threads that call the bare client."""
-
-    def __init__(self, extents: Extents, setup: dict[str, Any]) -> None:
-        from mooncake.store import MooncakeDistributedStore
-
-        super().__init__(extents)
-        self.store = MooncakeDistributedStore()
-        assert self.store.setup(dict(setup)) == 0
-        assert self.store.register_buffer(extents.map.address, extents.length) == 0
-        self._threads = ThreadPoolExecutor(4)
-
-    async def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
-
-    async def put(self, keys: list[bytes]) -> None:
-        sources = [self.extents.address(i % ITEMS, for_put=True) for i in range(len(keys))]
-        lengths = [self.extents.record_bytes] * len(keys)
-        assert set(await self._run(self.store.batch_put_from, names_of(keys), sources, lengths)) == {0}
-
-    async def exists(self, keys: list[bytes]) -> None:
-        await self._run(self.store.batch_is_exist, names_of(keys))
-
-    async def load(self, keys: list[bytes]) -> None:
-        places = [self.extents.address(i, for_put=False) for i in range(len(keys))]
-        lengths = [self.extents.record_bytes] * len(keys)
-        assert await self._run(self.store.batch_get_into, names_of(keys), places, lengths) == lengths
-
-
-class BareLanes(Pool):
-    """The bare client with threads of its own for each kind of call, as many as the adapter's lanes have."""
-
-    def __init__(self, extents: Extents, setup: dict[str, Any]) -> None:
-        super().__init__(extents, setup)
-        self._own = {kind: ThreadPoolExecutor(count) for kind, count in PER_OP.items()}
-        self._kinds = {"batch_is_exist": "lookup", "batch_get_into": "retrieve", "batch_put_from": "store"}
-
-    async def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        threads = self._own[self._kinds[call.__name__]]
-        return await asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
-
-
-class Adapter(Way):
-    """The adapter in its host."""
-
-    def __init__(self, extents: Extents, adapter: HostedAdapter) -> None:
-        super().__init__(extents)
-        self.adapter = adapter
-
-    async def put(self, keys: list[bytes]) -> None:
-        items = [Item(key, self.extents.hold(i % ITEMS, key, for_put=True)) for i, key in enumerate(keys)]
-        await self.adapter.put(items)
-        assert {item.outcome for item in items} == {Outcome.STORED}, items[:3]
-
-    async def exists(self, keys: list[bytes]) -> None:
-        await self.adapter.exists(b"".join(keys), Ask())
-
-    async def load(self, keys: list[bytes]) -> None:
-        items = [Item(key, self.extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
-        await self.adapter.load(items)
-        assert {item.outcome for item in items} == {Outcome.LOADED}, items[:3]
-
-
-def names_of(keys: list[bytes]) -> list[str]:
-    """Return the names that the adapter gives to these keys."""
-    return [KEY_PREFIX + key.hex() for key in keys]
+    async def _call(self, name: str, keys: list[bytes], *arguments: Any) -> Any:
+        call, threads = getattr(self._store, name), self._threads.get(name, self._others)
+        names = names_of(KEY_PREFIX, keys)
+        return await asyncio.get_running_loop().run_in_executor(threads, call, names, *arguments)
 
 
 async def one_round(way: Way, number: int, loaded: list[bytes]) -> dict[str, float]:
@@ -137,7 +62,7 @@ async def one_round(way: Way, number: int, loaded: list[bytes]) -> dict[str, flo
     done = asyncio.Event()
 
     async def look_up(due_s: float) -> None:
-        await way.exists(keys[:EXISTS])
+        await way.exists(keys[:EXISTS])  # not all are stored yet
         lookups.append(time.perf_counter() - due_s)
 
     async def look_ups() -> None:
@@ -151,14 +76,14 @@ async def one_round(way: Way, number: int, loaded: list[bytes]) -> dict[str, flo
     async def load() -> None:
         while not done.is_set():
             begun_s = time.perf_counter()
-            await way.load(loaded)
+            assert await way.load(loaded)
             loads.append(time.perf_counter() - begun_s)
             await asyncio.sleep(max(0.0, begun_s + LOAD_EVERY_S - time.perf_counter()))
 
     beside = [asyncio.create_task(look_ups()), asyncio.create_task(load())]
     begun_s = time.perf_counter()
     parts = [keys[begin : begin + STORE_ITEMS] for begin in range(0, len(keys), STORE_ITEMS)]
-    await asyncio.gather(*(way.put(part) for part in parts))
+    assert all(await asyncio.gather(*(way.put(part) for part in parts)))
     stores_s = time.perf_counter() - begun_s
     done.set()
     await asyncio.gather(*beside)
@@ -175,36 +100,27 @@ async def measure(setup: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
     """Return RUNS rounds of each way; a warm-up round of each comes first."""
     extents = Extents(ITEMS, PAYLOAD_BYTES)
     pool = Pool(extents, setup)
-    ways: dict[str, Way] = {"pool": pool, "bare_lanes": BareLanes(extents, setup)}
+    ways: dict[str, Way] = {"pool": pool, "bare_lanes": Pool(extents, setup, PER_OP)}
     for place, (name, fields) in enumerate((("shared", {}), ("per_op", {"per_op_workers": PER_OP}))):
         entry = {"type": "mooncake_store", **setup, **fields}
-        adapter = HostedAdapter(configure_tier(entry, place), kill_ms=600_000)
-        await adapter.open(extents.context())
-        ways[name] = Adapter(extents, adapter)
+        ways[name] = Way(HostedAdapter(configure_tier(entry, place), kill_ms=600_000), extents)
+        await ways[name].open()
     loaded = keys_of(1 << 30, ITEMS)
     extents.seal(loaded)
-    await pool.put(loaded)
+    assert await pool.put(loaded)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(RUNS + 1):
         for place, (name, way) in enumerate(ways.items()):
             times = await one_round(way, number * len(ways) + place, loaded)
             if number:
                 found[name].append(times)
-            names = names_of(keys_of(number * len(ways) + place, STORES * STORE_ITEMS))
-            await asyncio.to_thread(pool.store.batch_remove, names, True)
+            await pool.delete(keys_of(number * len(ways) + place, STORES * STORE_ITEMS))
     return found
 
 
 def run() -> list[dict[str, Any]]:
-    """Measure the figure in a process that finds Mooncake's libraries."""
-    with scratch("mooncake-hol") as folder, mooncake.cluster(folder, segment_mb=2048) as (master, _):
-        command = [sys.executable, "-m", "benchmarks.mooncake_hol", json.dumps(master.setup())]
-        done = subprocess.run(
-            command, env=mooncake.environment(), cwd=ROOT, stdout=subprocess.PIPE, check=False, timeout=1200
-        )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[:3])} ended with {done.returncode}")
-    rounds = json.loads(done.stdout)
+    """Measure the figure."""
+    rounds = beside_mooncake("benchmarks.mooncake_hol", segment_mb=2048)
 
     def ratio(part: str, way: str = "per_op") -> float:
         pairs = zip(rounds["pool"], rounds[way], strict=True)
