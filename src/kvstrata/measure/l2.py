@@ -20,17 +20,17 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused, StorageError
 from kvstrata.memory import linux
-from kvstrata.native.core import Hold, Pool, RecordSpec, record_bytes, seal_record
+from kvstrata.native.core import Hold, LoadBatch, LoadRequest, Pool, RecordSpec, record_bytes, seal_record
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.tiers.base import AdapterContext, Ask, Item, Outcome, Presence
 from kvstrata.tiers.tier import Tier
-from kvstrata.types import KEY_BYTES, unpack_extents
+from kvstrata.types import KEY_BYTES
 
 EXISTS_CALLS = 10
 """Calls of `exists` for each batch in a pass."""
@@ -83,7 +83,6 @@ class Records:
             max_session_share=1,
         )
         self.pool.prefault_start(1)
-        self._row = self.pool.claim_row(secrets.token_bytes(16), secrets.token_bytes(16), os.getpid())
         self._libc = ctypes.CDLL(None)
         self._libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -107,15 +106,13 @@ class Records:
         The caller drops the holds, then `forget` removes the records.  Raises StorageError if the adapter still holds
         extents of an earlier batch.
         """
-        held = []
-        for number in numbers:
-            ticket, address = self._reserve(number)
-            ctypes.memmove(address, self._at(number), self.record_bytes)
-            if self.pool.commit(ticket, [0]) != bytes([CommitOutcome.COMMITTED]):
-                raise InternalError("the pool refused a record of this benchmark")
-            hold = self.pool.hold(self.keys[number])
-            assert hold is not None
-            held.append(hold)
+        batch = self.reserved(numbers)
+        for number, hold in zip(numbers, batch.holds, strict=True):
+            ctypes.memmove(hold.address, self._at(number), self.record_bytes)
+            hold.drop()
+        if set(batch.finish(bytes([1]) * len(numbers))) != {CommitOutcome.COMMITTED}:
+            raise InternalError("the pool refused a record of this benchmark")
+        held, _ = self.pool.hold_batch(self._keys_of(numbers), self.pool.extents_bytes)
         return held
 
     async def forget(self, numbers: Sequence[int]) -> None:
@@ -130,37 +127,29 @@ class Records:
                 )
             await asyncio.sleep(0.001 if left else 0)
 
-    @contextlib.contextmanager
-    def reserved(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Reserve wiped extents for these records, as the server does for loads; yields one ticket for each.
+    def reserved(self, numbers: Sequence[int]) -> LoadBatch:
+        """Reserve extents for these records, as the server does for loads; they are given back with the batch.
 
-        Raises StorageError if the adapter still holds extents of an earlier batch.  The reservations end with the
-        context.
+        Raises StorageError if the adapter still holds extents of an earlier batch.
         """
-        tickets = []
-        try:
-            for number in numbers:
-                ticket, address = self._reserve(number)
-                ctypes.memset(address, WIPED, self.record_bytes)
-                tickets.append(ticket)
-            yield tickets
-        finally:
-            for ticket in tickets:
-                self.pool.abort(ticket)
+        request = LoadRequest(self._keys_of(numbers), b"", [self.record_bytes], IDENTITY)
+        batch = self.pool.reserve_batch(request, range(len(numbers)))
+        if batch.refusal is not None:
+            why = ReserveOutcome(batch.refusal[1]).name.lower()
+            raise StorageError(
+                f"no extent for a record ({why}): the adapter may hold those of an earlier batch"
+            )
+        return batch
 
-    def hold(self, ticket: int) -> Hold:
-        """A hold on a reserved extent; the caller drops it."""
-        hold = self.pool.hold(reserved_ticket=ticket, index=0)
-        assert hold is not None
-        return hold
+    def wipe(self, hold: Hold) -> None:
+        """Overwrite an extent."""
+        ctypes.memset(hold.address, WIPED, self.record_bytes)
 
-    def check(self, numbers: Sequence[int], tickets: Sequence[int], what: str) -> None:
-        """Compare every byte of the loaded records, and wipe them. Raises InternalError for a wrong byte."""
-        for number, ticket in zip(numbers, tickets, strict=True):
-            with self.hold(ticket) as hold:
-                if self._libc.memcmp(hold.address, self._at(number), self.record_bytes):
-                    raise InternalError(f"{what} gave other bytes than were stored")
-                ctypes.memset(hold.address, WIPED, self.record_bytes)
+    def check(self, number: int, hold: Hold, what: str) -> None:
+        """Compare every byte of a loaded record, and wipe it. Raises InternalError for a wrong byte."""
+        if self._libc.memcmp(hold.address, self._at(number), self.record_bytes):
+            raise InternalError(f"{what} gave other bytes than were stored")
+        self.wipe(hold)
 
     def close(self) -> None:
         """Free everything; memory with a hold stays mapped until the hold is dropped."""
@@ -173,16 +162,8 @@ class Records:
     def _at(self, number: int) -> int:
         return self._address + number * self.record_bytes
 
-    def _reserve(self, number: int) -> tuple[int, int]:
-        ticket, outcomes, packed = self.pool.reserve(
-            self.keys[number], b"", self.record_bytes, self._row, IDENTITY
-        )
-        if not ticket:
-            why = ReserveOutcome(outcomes[0]).name.lower()
-            raise StorageError(
-                f"no extent for a record ({why}): the adapter may hold those of an earlier batch"
-            )
-        return ticket, self.pool.extents_address + unpack_extents(packed)[0].offset_bytes
+    def _keys_of(self, numbers: Sequence[int]) -> bytes:
+        return b"".join([self.keys[number] for number in numbers])
 
 
 class Work:
@@ -296,14 +277,16 @@ class Workload(Work):
 
     async def _load(self, numbers: range, taken: Pass) -> None:
         records = self._records
-        with records.reserved(numbers) as tickets:
-            holds = [records.hold(ticket) for ticket in tickets]
-            items = [Item(records.keys[n], hold) for n, hold in zip(numbers, holds, strict=True)]
-            begun_s = time.perf_counter()
-            settled = await self._adapter.load(items)
-            taken.load.append(time.perf_counter() - begun_s)
-            self._all("load", Outcome.LOADED, settled)
-            records.check(numbers, tickets, f"{self._adapter.name}: load")
+        batch = records.reserved(numbers)
+        items = [Item(records.keys[n], hold) for n, hold in zip(numbers, batch.holds, strict=True)]
+        for item in items:
+            records.wipe(item.hold)
+        begun_s = time.perf_counter()
+        settled = await self._adapter.load(items)
+        taken.load.append(time.perf_counter() - begun_s)
+        self._all("load", Outcome.LOADED, settled)
+        for number, item in zip(numbers, items, strict=True):  # the reservation keeps the bytes
+            records.check(number, item.hold, f"{self._adapter.name}: load")
 
 
 def in_batches(count: int, batch: int) -> list[range]:
