@@ -28,8 +28,8 @@ from benchmarks.common import compared, scratch, sized
 from kvstrata.native.core import crc32c
 from kvstrata.tiers.base import StorageAdapter
 from kvstrata.tiers.lanes import Lane
-from kvstrata.tiers.media.disk.adapter import disk_adapter
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.disk import disk_adapter
+from kvstrata.tiers.media.fs import FsAdapter
 from kvstrata.tiers.native_adapter import NativeAdapter
 from tests.oracles import disk_log
 
@@ -62,13 +62,13 @@ async def _rounds(
     make: MakeAdapter, folder: Path, mib: int, count: int, batch: int
 ) -> tuple[list[float], ...]:
     """Return GB/s of puts, raw writes, loads and raw reads, which take turns; one value for each repeat."""
-    extents = raw_io.Extents(mib * MB, count)
+    extents = raw_io.Records(mib * MB, count)
     gb = mib * MB * count / 1e9
     puts, writes, loads, reads = [], [], [], []
     for repeat in range(REPEATS + 1):
         raw = folder / "raw"
         raw.mkdir()
-        extents.seal()
+        extents.renew()
         adapter = await raw_io.opened(make(folder / "kv"))
         try:
             wrote = raw_io.raw_write_s(raw, extents, THREADS, batch)

@@ -89,11 +89,11 @@ async def _rounds(entry: dict[str, Any]) -> dict[str, list[float]]:
     assert isinstance(adapter, ObjectStoreAdapter)
     await raw_io.opened(adapter)
     raw = _Raw(adapter.settings.connect())
-    extents = raw_io.Extents(MB, RECORDS)
+    extents = raw_io.Records(MB, RECORDS)
     times: dict[str, list[float]] = {}
     try:
         for repeat in range(REPEATS + 1):
-            extents.seal()
+            extents.renew()
             bare = [(f"raw/{path_of(key)}", extents.bytes(i)) for i, key in enumerate(extents.keys)]
             took = {
                 "raw put": raw.seconds(Lane.PUT, _put, bare),

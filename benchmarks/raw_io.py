@@ -4,74 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import ctypes
-import hashlib
 import itertools
-import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from benchmarks.hosted import Extents, keys_of
 from kvstrata.clock import SystemClock
 from kvstrata.measure.l2 import in_batches
-from kvstrata.native import core
 from kvstrata.tiers.base import AdapterContext, Ask, Item, Outcome, StorageAdapter
 
 MB = 1 << 20
 HEADER_BYTES = 4096
 
 
-class Extents:
-    """Page-aligned memory with `count` records of `record_bytes` each, sealed under keys that no other object uses."""
+class Records(Extents):
+    """`count` records of `record_bytes` each, whole pages, sealed under keys that no other object uses."""
 
     _numbers = itertools.count()
 
     def __init__(self, record_bytes: int, count: int) -> None:
-        self.record_bytes = record_bytes
-        self.count = count
-        self._memory = mmap.mmap(-1, record_bytes * count)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._view = memoryview(self._memory)
+        super().__init__(count, record_bytes - HEADER_BYTES)
         noise = os.urandom(MB)
-        for at in range(0, len(self._memory), MB):
-            self._memory[at : at + MB] = noise[: min(MB, len(self._memory) - at)]
+        for i in range(count):
+            record = self.bytes(i)
+            for at in range(0, record_bytes, MB):
+                record[at : at + MB] = noise[: min(MB, record_bytes - at)]
         self.keys: list[bytes] = []
-        self.seal()
+        self.renew()
 
-    def seal(self) -> None:
+    def renew(self) -> None:
         """Give every record a fresh key."""
-        payload = self.record_bytes - HEADER_BYTES
-        self.keys = [
-            hashlib.sha256(b"%d %d" % (os.getpid(), n)).digest()
-            for n in itertools.islice(self._numbers, self.count)
-        ]
-        for i, key in enumerate(self.keys):
-            spec = core.RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
-            core.seal_record(self._address + i * self.record_bytes, self.record_bytes, spec, [payload])
+        self.keys = keys_of(os.getpid() << 32 | next(self._numbers), self.items)
+        self.seal(self.keys)
 
     def bytes(self, i: int) -> memoryview:
         """Return the bytes of record `i`."""
-        return self._view[i * self.record_bytes : (i + 1) * self.record_bytes]
-
-    def hold(self, i: int) -> Hold:
-        """Return a hold on record `i`, as an adapter gets it."""
-        return Hold(self._address + i * self.record_bytes, self.record_bytes, self.bytes(i))
-
-
-class Hold:
-    """A hold on bytes that nothing frees before their `Extents`."""
-
-    def __init__(self, address: int, length: int, view: memoryview) -> None:
-        self.address, self.length = address, length
-        self._view = view
-
-    def view(self) -> memoryview:
-        """Return the bytes."""
-        return self._view
-
-    def drop(self) -> None:
-        """Do nothing: the bytes belong to their `Extents`."""
+        return self.map.view(self.address(i, for_put=True) - self.map.address, self.record_bytes)
 
 
 class RawFiles:
@@ -136,20 +106,20 @@ def _timed(
     return time.perf_counter() - begun_s
 
 
-def raw_write_s(folder: Path, extents: Extents, threads: int, batch: int) -> float:
+def raw_write_s(folder: Path, records: Records, threads: int, batch: int) -> float:
     """Return the seconds of writing each record to a file of its own; the files stay for `raw_read_s`."""
     files = RawFiles(folder, threads, threads)
     try:
-        return sum(files.write_s(n, [extents.bytes(i) for i in n]) for n in in_batches(extents.count, batch))
+        return sum(files.write_s(n, [records.bytes(i) for i in n]) for n in in_batches(records.items, batch))
     finally:
         files.close()
 
 
-def raw_read_s(folder: Path, extents: Extents, threads: int, batch: int) -> float:
+def raw_read_s(folder: Path, records: Records, threads: int, batch: int) -> float:
     """Return the seconds of reading the files of `raw_write_s` back into the records."""
     files = RawFiles(folder, threads, threads)
     try:
-        return sum(files.read_s(n, [extents.bytes(i) for i in n]) for n in in_batches(extents.count, batch))
+        return sum(files.read_s(n, [records.bytes(i) for i in n]) for n in in_batches(records.items, batch))
     finally:
         files.close()
 
@@ -160,30 +130,28 @@ async def opened(adapter: StorageAdapter) -> StorageAdapter:
     return adapter
 
 
-async def put_s(adapter: StorageAdapter, extents: Extents, batch: int) -> float:
+async def put_s(adapter: StorageAdapter, records: Records, batch: int) -> float:
     """Return the seconds of putting all records. Raises RuntimeError when one is not stored."""
-    started = time.perf_counter()
-    for numbers in in_batches(extents.count, batch):
-        items = [Item(extents.keys[i], extents.hold(i)) for i in numbers]  # type: ignore[arg-type]
-        await adapter.put(items)
-        _all(items, Outcome.STORED)
-    return time.perf_counter() - started
+    return await _move_s(adapter.put, records, batch, Outcome.STORED)
 
 
-async def load_s(adapter: StorageAdapter, extents: Extents, batch: int) -> float:
+async def load_s(adapter: StorageAdapter, records: Records, batch: int) -> float:
     """Return the seconds of loading and verifying all records in place. Raises RuntimeError when one is not loaded."""
+    return await _move_s(adapter.load, records, batch, Outcome.LOADED)
+
+
+async def _move_s(
+    move: Callable[[Sequence[Item]], Awaitable[None]], records: Records, batch: int, wanted: Outcome
+) -> float:
+    for_put = wanted is Outcome.STORED
     started = time.perf_counter()
-    for numbers in in_batches(extents.count, batch):
-        items = [Item(extents.keys[i], extents.hold(i)) for i in numbers]  # type: ignore[arg-type]
-        await adapter.load(items)
-        _all(items, Outcome.LOADED)
+    for numbers in in_batches(records.items, batch):
+        items = [Item(records.keys[i], records.hold(i, records.keys[i], for_put=for_put)) for i in numbers]
+        await move(items)
+        for item in items:
+            if item.outcome is not wanted:
+                raise RuntimeError(f"{item.outcome!r} ({item.reason}) instead of {wanted!r}")
     return time.perf_counter() - started
-
-
-def _all(items: Sequence[Item], wanted: Outcome) -> None:
-    for item in items:
-        if item.outcome is not wanted:
-            raise RuntimeError(f"{item.outcome!r} ({item.reason}) instead of {wanted!r}")
 
 
 async def exists_s(adapter: StorageAdapter, keys: Sequence[bytes], repeats: int) -> list[float]:

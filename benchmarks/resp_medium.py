@@ -66,14 +66,14 @@ def _raw_exists_s(client: redis.Redis, names: list[str]) -> float:
 
 async def _rounds(server: RedisServer, client: redis.Redis) -> dict[str, list[float]]:
     """Return the seconds of each repeat; the adapter and redis-py take turns."""
-    extents = raw_io.Extents(MB, RECORDS)
+    extents = raw_io.Records(MB, RECORDS)
     adapter = await raw_io.opened(make_adapter(server.entry(), 0))
     times: dict[str, list[float]] = {
         name: [] for name in ("put", "raw put", "load", "raw load", "exists", "raw exists")
     }
     try:
         for repeat in range(REPEATS + 1):
-            extents.seal()
+            extents.renew()
             values = {f"raw:{key.hex()}": bytes(extents.bytes(i)) for i, key in enumerate(extents.keys)}
             took = {
                 "raw put": _raw_put_s(client, values),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstrata.tiers.base import Item
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 
 
 class ThrottledFs(FsAdapter):

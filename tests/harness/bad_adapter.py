@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from kvstrata.errors import StorageError
 from kvstrata.process.keeper import PR_SET_PDEATHSIG
 from kvstrata.tiers.base import AdapterContext, Ask, Item, Outcome
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 
 
 def _hold_the_gil() -> None:

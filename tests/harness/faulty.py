@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.tiers.base import Ask, Item, Outcome
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 
 
 class Fault(enum.StrEnum):

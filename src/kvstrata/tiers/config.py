@@ -40,9 +40,9 @@ GROUP = "kvstrata.l2_adapters"
 MB = 1 << 20
 
 TYPES = {
-    "disk": "kvstrata.tiers.media.disk.config:MEDIUM",
-    "fs": "kvstrata.tiers.media.fs.config:MEDIUM",
-    "fs_native": "kvstrata.tiers.media.fs.config:MEDIUM",
+    "disk": "kvstrata.tiers.media.disk:MEDIUM",
+    "fs": "kvstrata.tiers.media.fs:MEDIUM",
+    "fs_native": "kvstrata.tiers.media.fs:MEDIUM",
     "mooncake_store": "kvstrata.tiers.media.mooncake.config:MEDIUM",
     "object_store": "kvstrata.tiers.media.object_store.config:MEDIUM",
     "s3": "kvstrata.tiers.media.object_store.config:MEDIUM",

@@ -17,7 +17,7 @@ from kvstrata.testing.strategies import Settled, key_of, load_item, put_item, re
 from kvstrata.tiers.base import AdapterContext, Capabilities, Item, Outcome, StorageAdapter
 from kvstrata.tiers.codec import ChainSettings, ZstdOptions
 from kvstrata.tiers.config import TierConfig
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 from kvstrata.tiers.tier import Tier, TierLimits
 from tests.conformance.tiers.test_fs import Folder
 from tests.conformance.tiers.test_suite_itself import Forgets, Records

@@ -13,7 +13,7 @@ from kvstrata.errors import ConfigError, StorageError
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
 from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, settled
 from kvstrata.tiers.base import AdapterContext, Outcome, StorageAdapter
-from kvstrata.tiers.media.disk.adapter import disk_adapter
+from kvstrata.tiers.media.disk import disk_adapter
 from tests.oracles import disk_log
 from tests.oracles.crc32c import crc32c_fast as crc32c
 

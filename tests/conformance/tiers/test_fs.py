@@ -17,7 +17,7 @@ from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, AdapterContr
 from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, record_length, settled, watched
 from kvstrata.tiers.base import AdapterContext, Outcome, Presence, StorageAdapter
 from kvstrata.tiers.lanes import Lane
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 
 HANG_S = 120.0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.tiers.base import KeyPage
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 
 
 class LateAdapter(FsAdapter):

@@ -31,8 +31,8 @@ from kvstrata.testing.strategies import (
     watched,
 )
 from kvstrata.tiers.base import AdapterContext, Outcome, Presence
-from kvstrata.tiers.media.disk.adapter import disk_adapter
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.disk import disk_adapter
+from kvstrata.tiers.media.fs import FsAdapter
 from kvstrata.tiers.native_adapter import NativeAdapter
 from tests.harness.amount import amount
 from tests.harness.signals import send

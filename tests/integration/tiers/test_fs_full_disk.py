@@ -14,7 +14,7 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.testing.strategies import ask_for, key_of, load_item, put_item, settled, watched
 from kvstrata.tiers.base import AdapterContext, Outcome, Presence
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
 
 pytestmark = pytest.mark.integration

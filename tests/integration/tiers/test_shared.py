@@ -25,7 +25,7 @@ from kvstrata.testing.strategies import (
     watched,
 )
 from kvstrata.tiers.base import AdapterContext, Outcome
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 from tests.harness import mooncake
 from tests.harness.l2_load import N_CHUNKS, Load, assert_shared, clear_l1, served, stored, until_stored
 from tests.harness.redis_server import RedisServer, Sentinel, cluster

@@ -34,7 +34,7 @@ from kvstrata.testing.strategies import (
     watched,
 )
 from kvstrata.tiers.base import AdapterContext, Outcome, Presence
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 
 T = TypeVar("T")
 

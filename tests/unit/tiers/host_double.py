@@ -24,7 +24,7 @@ from kvstrata.tiers.host.frames import (
     read_request,
 )
 from kvstrata.tiers.host.parent import HostedAdapter
-from kvstrata.tiers.media.fs.config import FsConfig
+from kvstrata.tiers.media.fs import FsConfig
 from kvstrata.tiers.structs import Place
 
 STORED = Settled(Outcome.STORED)
@@ -39,7 +39,7 @@ def never_made() -> StorageAdapter:
 CONFIG = TierConfig(
     "hosted-0",
     never_made,
-    "kvstrata.tiers.media.fs.config:MEDIUM",
+    "kvstrata.tiers.media.fs:MEDIUM",
     FsConfig(base_path="/x"),
     Place("l2_adapters[0]"),
 )

@@ -21,7 +21,7 @@ from kvstrata.tiers.codec import ChainSettings
 from kvstrata.tiers.config import GROUP, StorePolicy, TierConfig, configure_tier, make_adapter
 from kvstrata.tiers.host.parent import HostedAdapter
 from kvstrata.tiers.lanes import Lane
-from kvstrata.tiers.media.fs.adapter import FsAdapter
+from kvstrata.tiers.media.fs import FsAdapter
 from kvstrata.tiers.tier import Tier, limits_of
 
 FS = {"type": "fs", "base_path": "/data/kv"}

@@ -1,1 +1,0 @@
-"""A log of segments on a local disk."""

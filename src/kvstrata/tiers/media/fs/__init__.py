@@ -1,1 +1,0 @@
-"""A directory of files, of this server alone or shared with others."""
