@@ -20,7 +20,7 @@ from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPat
 from kvstrata.gateway.routing.policies import POLICIES, Policy
 
 TOKENS = 131_072
-TARGETS_US = {64: 200.0, 1_000: 3_000.0}
+TARGETS_US = {64: 100.0, 1_000: 500.0}
 HOLDERS = 8
 DECISIONS = sized(400, 3)
 REPEATS = sized(7, 1)
@@ -36,6 +36,8 @@ def fleet(n_engines: int) -> list[EngineState]:
             name=f"engine-{number}",
             prefill_tokens_s=chance.uniform(12_000, 18_000),
             backlog_tokens=chance.uniform(0, 40_000),
+            token_s=0.006,
+            token_each_s=0.0003,
             at_s=chance.uniform(9.0, 10.0),
             prefill_tokens=chance.randrange(40_000),
             inflight_tokens=chance.randrange(200_000),
@@ -79,7 +81,12 @@ def decision_us(policy: Policy, engines: list[EngineState], knowledge: Knowledge
         times = []
         for number in range(DECISIONS):
             request = Request(
-                id=f"{repeat}/{number}", tokens=TOKENS, number=number, session=f"s{number % 50}"
+                id=f"{repeat}/{number}",
+                tokens=TOKENS,
+                number=number,
+                session=f"s{number % 50}",
+                answer_tokens=300.0,
+                sharing=number % 4,
             )
             begun = time.perf_counter_ns()
             choose(request, engines, knowledge, 10.0, policy=policy)
@@ -94,13 +101,13 @@ def run() -> list[dict[str, Any]]:
     for n_engines, target_us in TARGETS_US.items():
         engines, known = fleet(n_engines), kinds(n_engines)
         ours = {
-            kind: decision_us(POLICIES["ttft"](), engines, knowledge) for kind, knowledge in known.items()
+            kind: decision_us(POLICIES["auto"](), engines, knowledge) for kind, knowledge in known.items()
         }
-        ours["idle"] = decision_us(POLICIES["ttft"](), idle(n_engines), known["none"])
+        ours["idle"] = decision_us(POLICIES["auto"](), idle(n_engines), known["none"])
         others = {
             name: decision_us(make(), engines, known["holders"])
             for name, make in POLICIES.items()
-            if name != "ttft"
+            if name != "auto"
         }
         figures.append(
             compared(

@@ -47,6 +47,10 @@ class Result(NamedTuple):
     """Of the prompt."""
     cached: int
     hot: bool
+    whole_s: float
+    """Until the last token."""
+    answer: int
+    """Tokens of the answer."""
 
 
 class Death(NamedTuple):
@@ -283,8 +287,17 @@ class Run:
             self.outside.ended(request)
         if not cut:  # what an answer tells comes with its end
             self.choosing.learn(choice, len(asked.prompt), cached)
+            self.choosing.learn_answer(choice, len(asked.answer))
         self.results.append(
-            Result(choice.engine.name, first_s - asked.at, len(asked.prompt), cached, asked.hot)
+            Result(
+                choice.engine.name,
+                first_s - asked.at,
+                len(asked.prompt),
+                cached,
+                asked.hot,
+                request.ended_ps / PS_PER_S - asked.at,
+                len(asked.answer),
+            )
         )
 
 

@@ -56,9 +56,9 @@ def none(draw: random.Random, count: int) -> list[Asked]:
     return asked
 
 
-def answered(draw: random.Random, prompt: list[int]) -> bytes:
+def answered(draw: random.Random, prompt: list[int], median: float = 120, most: int = 600) -> bytes:
     """An answer of a drawn length."""
-    return answer_to(prompt, length(draw, 120, 0.7, 600), 0)
+    return answer_to(prompt, length(draw, median, 0.7, most), 0)
 
 
 def shared(draw: random.Random, count: int) -> list[Asked]:
@@ -77,8 +77,71 @@ def shared(draw: random.Random, count: int) -> list[Asked]:
     return asked
 
 
+def documents(
+    draw: random.Random, count: int, number: int, size: float, own: tuple[int, int], answer: float
+) -> list[Asked]:
+    """Questions about documents of a Zipf distribution, with answers of about so many tokens."""
+    texts = [fresh(draw, length(draw, size, 0.3, 20_000)) for _ in range(number)]
+    weights = [1.0 / (rank + 1) for rank in range(number)]
+    seen: set[int] = set()
+    asked, now = [], 0.0
+    for at in range(count):
+        now += draw.expovariate(1.0)
+        [which] = draw.choices(range(number), weights)
+        prompt = texts[which] + fresh(draw, draw.randrange(*own))
+        known = len(texts[which]) if which in seen else 0
+        seen.add(which)
+        asked.append(Asked(now, prompt, answered(draw, prompt, answer, 4_000), f"s{at}", known))
+    return asked
+
+
+def hot(draw: random.Random, count: int) -> list[Asked]:
+    """One prefix, as of an assistant with tools, and long answers."""
+    return documents(draw, count, 1, 4_000, (30, 90), 500)
+
+
+def retrieved(draw: random.Random, count: int) -> list[Asked]:
+    """Long documents, some of them popular."""
+    return documents(draw, count, 40, 12_000, (50, 300), 400)
+
+
+def reasoning(draw: random.Random, count: int) -> list[Asked]:
+    """Short questions without anything in common, and very long answers."""
+    return documents(draw, count, count, 400, (50, 300), 2_000)
+
+
+def chats(draw: random.Random, count: int) -> list[Asked]:
+    """People who talk, and get long answers."""
+    return talks(draw, count, said=200, pause=count / 12, first=1_000, turns=8, answer=500)
+
+
+def long_agents(draw: random.Random, count: int) -> list[Asked]:
+    """Agents that write."""
+    return talks(draw, count, said=600, pause=count / 40, first=6_000, turns=12, answer=1_000)
+
+
+def mixed(draw: random.Random, count: int) -> list[Asked]:
+    """Half of one hot prefix, the rest of all kinds."""
+    kinds = [(hot, 2), (retrieved, 4), (reasoning, 8), (conversations, 8)]
+    made = [one for kind, share in kinds for one in at_one(kind(draw, count // share), count)]
+    return sorted(made, key=lambda one: one.at)
+
+
+def at_one(asked: list[Asked], span: float) -> list[Asked]:
+    """The same requests spread over a time."""
+    first, last = asked[0].at, asked[-1].at
+    scale = span / max(last - first, 1e-9)
+    return [one._replace(at=(one.at - first) * scale) for one in asked]
+
+
 def talks(
-    draw: random.Random, count: int, said: float, pause: float, first: float, turns: int
+    draw: random.Random,
+    count: int,
+    said: float,
+    pause: float,
+    first: float,
+    turns: int,
+    answer: float = 120,
 ) -> list[Asked]:
     """Conversations: turns of about `said` tokens after `first`, with pauses (in mean times between requests)."""
     asked: list[Asked] = []
@@ -91,10 +154,10 @@ def talks(
         for _ in range(draw.randrange(1, turns + 1)):
             if len(prompt) > MAX_TOKENS - 2_000:
                 break
-            answer = answered(draw, prompt)
-            asked.append(Asked(now, list(prompt), answer, f"s{number}", known))
+            words = answered(draw, prompt, answer, int(5 * answer))
+            asked.append(Asked(now, list(prompt), words, f"s{number}", known))
             known = len(prompt)
-            prompt += list(answer) + fresh(draw, length(draw, said, 0.8, 6_000))
+            prompt += list(words) + fresh(draw, length(draw, said, 0.8, 6_000))
             now += pause * (0.5 + draw.expovariate(1.0))
     return sorted(asked, key=lambda one: one.at)[:count]
 
@@ -152,6 +215,12 @@ LOADS: dict[str, Callable[[random.Random, int], list[Asked]]] = {
     "conversations": conversations,
     "shared": shared,
     "agents": agents,
+    "hot": hot,
+    "retrieved": retrieved,
+    "reasoning": reasoning,
+    "chats": chats,
+    "long agents": long_agents,
+    "mixed": mixed,
     "none": none,
     "burst": burst,
 }

@@ -73,8 +73,8 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         "Work that an engine is sent in advance, in seconds of computing prompts; two prompts in any case. More makes "
         "the order of waiting requests count less.", ge=0, le=60)] = 0.2
     max_requests: Annotated[int, says(
-        "Maximum number of requests that wait; further ones get 429. 0: none waits. Needs the policy `ttft`, and does "
-        "not go with the picker.", ge=0, le=65_536)] = 0
+        "Maximum number of requests that wait; further ones get 429. 0: none waits. Needs the policy `auto` or `ttft`, "
+        "and does not go with the picker.", ge=0, le=65_536)] = 0
 
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,7 +123,7 @@ class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the policy `ttft` gets the token ids of prompts that are text."""
+    """How the policies `auto` and `ttft` get the token ids of prompts that are text."""
 
     tokenizers: Annotated[list[TokenizerSettings], says(
         "Tokenizers of models. Each is compared with each engine of its model (/tokenize), and used for what they "
@@ -178,7 +178,7 @@ class GatewayControllersSettings(msgspec.Struct, frozen=True, kw_only=True, forb
 
     urls: Annotated[list[ControllerUrl], says(
         "Reply ports of all controllers of the cluster, as `tcp://HOST:8400`. One of them is asked with each prompt "
-        "(`policy: ttft`), another one when it does not answer in time.", max_length=8)] = []
+        "(`policy: auto` or `ttft`), another one when it does not answer in time.", max_length=8)] = []
     curve_file: Annotated[str, says(
         "File with this gateway's CURVE keys, as `kvstrata cluster add` makes it for a member. Empty: the key that "
         "this user's processes on this host share.")] = ""
@@ -206,8 +206,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_key_file: Annotated[str, says(
         "File with the engine's `--api-key`, readable by its owner only; empty: it has none.")] = ""
     kv_events: Annotated[str, says(
-        "Where the engine publishes its KV events, for the policy `ttft`: tcp://HOST:PORT; empty: the engine is asked "
-        "(/kv_event_sources); `off`: nowhere.",
+        "Where the engine publishes its KV events, for the policies `auto` and `ttft`: tcp://HOST:PORT; empty: the "
+        "engine is asked (/kv_event_sources); `off`: nowhere.",
         pattern=r"^(|off|tcp://[^\s/?#@*]+:[0-9]{1,5})$", demand="must be empty, `off` or tcp://HOST:PORT")] = ""
     kv_events_replay: Annotated[str, says(
         "Where the engine sends events again (its `replay_endpoint`), beside `kv_events`; empty: nowhere, and events "
@@ -248,7 +248,7 @@ class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "A service of Kubernetes; without it none is asked for.")] = None
 
 
-PolicyName = Literal["ttft", "least_loaded", "round_robin", "session"]
+PolicyName = Literal["auto", "ttft", "least_loaded", "round_robin", "session"]
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -258,10 +258,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     engines: Annotated[list[EngineSettings], says("Engines that requests are sent to.", max_length=4_096)] = []
     engines_from: EnginesFrom = EnginesFrom()
     policy: Annotated[PolicyName, says(
-        "How an engine is chosen: `least_loaded` takes one with the fewest requests under way, `round_robin` one "
-        "after the other, `session` the same one for all requests of a session while it serves, `ttft` the one whose "
-        "first token is expected soonest, by its queue, its measured rate and what it was sent "
-        "before.")] = "least_loaded"
+        "How an engine is chosen: `auto` takes the one where the request costs all requests the least time until their "
+        "last tokens, by queues, measured rates and what each engine has cached; `ttft` the one whose first token is "
+        "expected soonest, by the same; `least_loaded` one with the fewest requests under way, `round_robin` one after "
+        "the other, `session` the same one for all requests of a session while it serves.")] = "auto"
     slo: Annotated[list[SloSettings], says("Classes of service.", max_length=16)] = []
     tenants: Annotated[list[GatewayTenantSettings], says(
         "Tenants; empty: clients need no key, and their `Authorization` goes to the engine.", max_length=1_024)] = []
@@ -280,3 +280,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         "Serve clients without keys, and any Envoy, on addresses that other machines reach.")] = False
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the policy goes by what engines have cached, and by how fast they are."""
+        return self.policy in ("auto", "ttft")

@@ -205,7 +205,7 @@ class App:
         if isinstance(read, Failure):
             return read
         call.asked, wanted = read
-        if wanted.prompt is None and parts.settings.policy == "ttft" and call.path in ROUTES:
+        if wanted.prompt is None and parts.settings.predicts and call.path in ROUTES:
             known = await parts.tokens.of(call.path, body, call.asked.model, meter.tenant)
             call.passed, call.computed = known.body, known.ids is not None
             wanted = parts.reader.with_ids(call.asked, wanted, known.ids)

@@ -23,12 +23,13 @@ from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.loading import Loading
 from kvstrata.gateway.metering import Meter, Meters
-from kvstrata.gateway.prefixes import Prefixes
+from kvstrata.gateway.prefixes import PIECE_TOKENS, Prefixes
 from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import Record, choose
+from kvstrata.gateway.routing.decode import Decoded
 from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Way
-from kvstrata.gateway.routing.policies import AnyPolicy
+from kvstrata.gateway.routing.policies import AnyPolicy, longest
 from kvstrata.gateway.sharing.telling import Teller
 
 
@@ -61,6 +62,8 @@ class Turn:
 
     timed: TimedPrompt | None = None
     """None: not dispatched."""
+    decoded: Decoded | None = None
+    """Of an answer that has ended and came as a stream."""
 
     def spoil(self) -> None:
         """How long its prompt takes tells nothing."""
@@ -128,6 +131,8 @@ class Choosing:
         """Called for a request whose engine reads its prefix from a peer, with the life of a block."""
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have got room."""
+        self._sent: Counter[bytes] = Counter()
+        """Requests in flight by the keys of their prompts' pieces."""
 
     def candidates(self, model: str, without: Iterable[ServingEngine]) -> list[ServingEngine]:
         """What a request of a model may be sent to."""
@@ -142,9 +147,16 @@ class Choosing:
             for engine in serving:
                 if engine.name == wanted.made_by:
                     return self._choice(wanted, engine, 0, Knowledge(), None, None)
-        request = Request(id=wanted.word, tokens=wanted.tokens, number=wanted.number, session=wanted.session)
         now_s = self._now_s()
         knowledge = self._knowledge(wanted, serving, now_s)
+        request = Request(
+            id=wanted.word,
+            tokens=wanted.tokens,
+            number=wanted.number,
+            session=wanted.session,
+            answer_tokens=self._fleet.decode_rates.answer_tokens(wanted.model),
+            sharing=self._sharing(wanted, knowledge),
+        )
         tiers = {copy.tier for copy in knowledge.copies} - {"l0"}
         peers = {copy.source for copy in knowledge.copies if copy.tier == "peer"}
         loads = self._fleet.loads(serving, tiers, self._loading.queued(peers) if tiers else Counter())
@@ -201,6 +213,11 @@ class Choosing:
             event_lag_s=self._residency.event_lag_s,
         )
 
+    def _sharing(self, wanted: Wanted, knowledge: Knowledge) -> int:
+        """Requests in flight whose prompts begin with the longest prefix of this one that any engine has."""
+        pieces = longest(knowledge) // PIECE_TOKENS
+        return self._sent[wanted.keys[min(pieces, len(wanted.keys)) - 1]] if pieces and wanted.keys else 0
+
     def none_serves(self, model: str) -> Failure:
         """Why no engine was found for a model (empty: for any)."""
         if model and self._fleet.knows_all_models() and not self._fleet.serving(model):
@@ -252,6 +269,7 @@ class Choosing:
             self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
             if way.tier == "peer":
                 self.reads(wanted, engine, way, self._residency.block_life_s)
+        self._sent.update(wanted.keys)
         choice.turn.timed = self._fleet.began(
             engine,
             str(wanted.number),
@@ -301,7 +319,12 @@ class Choosing:
         """The request has ended at this engine, however. `answered`: its first token had come."""
         if not answered:
             choice.turn.spoil()
-        self._fleet.ended(choice.engine, str(choice.wanted.number))
+        decoded = self._fleet.ended(choice.engine, str(choice.wanted.number))
+        choice.turn.decoded = decoded if choice.wanted.streams else None
+        self._sent.subtract(choice.wanted.keys)
+        for key in choice.wanted.keys:
+            if self._sent[key] <= 0:
+                del self._sent[key]
         if self.teller is not None:
             self.teller.ended(choice.wanted.number, answered=answered)
         if not answered:
@@ -315,6 +338,14 @@ class Choosing:
         prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
         if prompt and cached is not None:
             self.learn(choice, prompt, cached)
+        self.learn_answer(choice, tokens.get("completion", meter.events))
+
+    def learn_answer(self, choice: Choice, tokens: int) -> None:
+        """An answer that has ended had so many tokens."""
+        if choice.turn.decoded is not None:
+            self._fleet.decode_rates.observe(
+                choice.engine.name, choice.wanted.model, choice.turn.decoded, tokens
+            )
 
     def learn(self, choice: Choice, prompt: int, cached: int) -> None:
         """What an answer tells: tokens of its prompt, and how many of them were cached."""

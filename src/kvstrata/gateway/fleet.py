@@ -29,6 +29,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.gateway.busy_periods import BusyPeriod, TimedPrompt
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.residency.sources import Source, source_of
+from kvstrata.gateway.routing.decode import Decoded, DecodeRates
 from kvstrata.gateway.routing.load_rates import LoadRates
 from kvstrata.gateway.routing.model import EngineState as Load
 from kvstrata.gateway.routing.model import Tier
@@ -130,6 +131,7 @@ class Fleet:
         self.queues = Queues()
         """Requests under way by their numbers, and the loads of the engines."""
         self.rates = Rates(ASSUMED_TOKENS_S)
+        self.decode_rates = DecodeRates()
         self.load_rates = LoadRates()
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
@@ -201,6 +203,7 @@ class Fleet:
         if target.busy is not None:
             target.busy.spoil()
         self.rates.forget(target.name)
+        self.decode_rates.forget(target.name)
         self.load_rates.forget(target.name)
         if target.ours or target.load.requests:
             self._leaving.append(target)
@@ -331,15 +334,18 @@ class Fleet:
                 # Samples are of the load under which a busy period began, so a rate under another load would be wrong.
                 running = each.busy.running if each.busy is not None else each.load.running
                 self.queues.rate(each.name, self.rates.rate(each.name, running), now_s)
+                each.load.token_s, each.load.token_each_s = self.decode_rates.line(each.name)
 
-    def ended(self, engine: ServingEngine, number: str, *, ours: bool = True) -> None:
-        """A request that `began` has ended, however."""
+    def ended(self, engine: ServingEngine, number: str, *, ours: bool = True) -> Decoded | None:
+        """A request that `began` has ended, however. Returns what is known of its answer, if there was one."""
         engine.ours -= ours
+        decoded = self.queues.decoded(number, self._now_s())
         self.queues.ended(number, self._now_s())
         self._rests(engine)
         if engine in self._leaving and not (engine.ours or engine.load.requests):
             self._leaving.remove(engine)
             self._forget(engine)
+        return decoded
 
     def share(self, engine: ServingEngine) -> float:
         """The share of the usual load that an engine may get now."""

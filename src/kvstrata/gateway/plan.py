@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 PICKER_NEEDS = {"grpc": "grpcio", "xds": "xds-protos"}
 """Modules of the extra `picker`, and their packages."""
-SHARE = frozenset(("ttft", "least_loaded"))
+SHARE = frozenset(("auto", "ttft", "least_loaded"))
 """Policies that go by what other gateways have sent."""
-TTFT = "ttft"
-"""The policy that goes by what engines have cached."""
 
 
 class Plan(NamedTuple):
@@ -91,8 +89,10 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
             "queue.max_requests",
             "Envoy would not wait for the picker; leave the queue to a gateway without one",
         )
-    if settings.queue.max_requests and settings.policy != TTFT:
-        raise _wrong("queue.max_requests", f"needs `policy: {TTFT}`, which measures how long engines take")
+    if settings.queue.max_requests and not settings.predicts:
+        raise _wrong(
+            "queue.max_requests", "needs `policy: auto` or `ttft`, which measure how long engines take"
+        )
     token = read_bearer_token(http.token_file, TOKEN_FIELD) if http.token_file else fresh_token()
     return Plan(
         settings,
@@ -147,8 +147,8 @@ def _check_classes(settings: GatewaySettings) -> None:
     """Raise ConfigError for wrong classes of service."""
     _refuse_twice("slo", "name", [one.name for one in settings.slo])
     for i, slo in enumerate(settings.slo):
-        if slo.shed and settings.policy != TTFT:
-            raise _wrong(f"slo[{i}].shed", f"needs `policy: {TTFT}` too")
+        if slo.shed and not settings.predicts:
+            raise _wrong(f"slo[{i}].shed", "needs `policy: auto` or `ttft` too")
         if slo.shed and not slo.ttft_ms:
             raise _wrong(f"slo[{i}].shed", f"needs `slo[{i}].ttft_ms` too")
     classes = {one.name for one in settings.slo}

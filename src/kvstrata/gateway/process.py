@@ -30,7 +30,7 @@ from kvstrata.gateway.kubernetes import Endpoints
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.metrics import Glance, sections
 from kvstrata.gateway.parts import Parts
-from kvstrata.gateway.plan import TTFT, Plan, plan
+from kvstrata.gateway.plan import Plan, plan
 from kvstrata.gateway.probing import Probing, probe_timeout_s
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
@@ -104,7 +104,7 @@ class Gateway(Process):
             drop_keys=lambda: door.knows_tenants,
         )  # fmt: skip
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
-        probing.listens(settings.policy == TTFT)
+        probing.listens(settings.predicts)
         forwarder.suspect = probing.suspect
         forwarder.takes_ids = tokens.takes_ids
         self._parts = parts = Parts(
@@ -256,7 +256,7 @@ class Gateway(Process):
         parts.controllers.set(settings.controllers, newer.controller_keys)
         parts.tokens.set(settings.tokens, newer.tokenizers)
         self._probing.settings = settings.health
-        self._probing.listens(settings.policy == TTFT)
+        self._probing.listens(settings.predicts)
         parts.door.set_tenants(newer.tenants)
         self._probing.set_engines(newer.engines)
         return Changes(settings, applied, changed - applied).shown()

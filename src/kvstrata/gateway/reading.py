@@ -55,7 +55,7 @@ class Reader:
         if isinstance(found, Failure):
             return found
         given = headers.get(SESSION, b"").decode("latin-1")
-        prompt = ids_in(found.text) if self.settings.policy == "ttft" else None
+        prompt = ids_in(found.text) if self.settings.predicts else None
         after = response or found.after_response
         return found, Wanted(
             word=word,
@@ -100,7 +100,7 @@ class Reader:
 
     def _keys(self, found: Asked, prompt: array[int] | None, tenant: str) -> list[bytes]:
         """The keys of the prompt's pieces; none if the policy does not go by them."""
-        if self.settings.policy != "ttft" or not found.text:
+        if not self.settings.predicts or not found.text:
             return []
         context = (found.model.encode(), tenant.encode(), *found.context)
         return keys_of(context, found.text if prompt is None else prompt.tobytes(), self.secret)

@@ -44,6 +44,8 @@ requests = st.builds(
     tokens=st.integers(1, 30_000),
     number=st.integers(0, 10**6),
     session=st.text(max_size=3),
+    answer_tokens=st.floats(0, 1e5),
+    sharing=st.integers(0, 10**4),
 )
 
 
@@ -62,6 +64,8 @@ def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
         "waiting": st.integers(0, 100),
         "running": st.integers(0, 300),
         "context_tokens": st.integers(0, 10**6),
+        "token_s": st.floats(0, 10),
+        "token_each_s": st.floats(0, 1),
         "paths": paths,
     }
     return st.builds(EngineState, name=st.just(name), **{**fields, **more})

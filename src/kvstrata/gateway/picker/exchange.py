@@ -231,7 +231,7 @@ class Exchange:
         if isinstance(read, Failure):
             return self._refuse(read)
         self._asked, self._wanted = read
-        if self._parts.settings.policy != "ttft" or self._path not in ROUTES:
+        if not self._parts.settings.predicts or self._path not in ROUTES:
             return self._choose()
         self.state = State.READ
         if self._wanted.prompt is None:

@@ -30,6 +30,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     session: str = ""
     """Name of the conversation, where the client gave one."""
+    answer_tokens: float = 0.0
+    """Expected length of the answer; 0: not known."""
+    sharing: int = 0
+    """Requests in flight whose prompts begin as far as any engine has this one's."""
 
 
 class LoadPath(msgspec.Struct, kw_only=True):
@@ -47,6 +51,10 @@ class EngineState(msgspec.Struct, kw_only=True):
     name: str
     prefill_tokens_s: float
     """Measured; more than 0. `rates.Rates` gives one for engines that were not measured yet."""
+    token_s: float = 0.0
+    """Measured seconds of an answer's token, without the part below."""
+    token_each_s: float = 0.0
+    """More of them for each request in flight."""
     healthy: bool = True
     share: float = 1.0
     """Of the usual load that it may get now, in (0, 1]: less than 1 soon after its return. Only `least_loaded` asks."""

@@ -17,6 +17,8 @@ from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, Request
 RANK_MULTIPLIER = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4)."""
 MAX_NAMES = 1 << 16
+DECODE_SHARE = 0.25
+"""Of the seconds that answers take, beside those until first tokens; between 1/8 and 1/2 it hardly matters."""
 
 
 class View(NamedTuple):
@@ -166,6 +168,70 @@ class Ttft(Policy, frozen=True, kw_only=True, tag="ttft", tag_field="policy"):
         return Estimate(queue_s, load_s, compute_s, copy, cached_tokens, load_tokens)
 
 
+class Auto(Ttft, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
+    """Our policy: what the request costs everybody until its last token, and not only itself until its first.
+
+        cost = TTFT + DECODE_SHARE · (o · (α + β · (R + 1)) + R_run · u / mu)
+
+    o: expected tokens of the answer; α + β·R: the engine's seconds a token with R requests; R_run: its requests that
+    have their first token, which wait while it computes u tokens.  Without these terms the engine that holds a
+    popular prefix would get every request.
+
+    Replicas: u counts what lies before the end of the longest prefix that any engine has by 1 / (1 + k / N), where k
+    requests in flight begin with it at N engines: another copy of it serves the next ones.
+    """
+
+    near_share: ClassVar[float] = 0.0
+    """The answer's part is large and nearly the same everywhere: one per cent of the whole may be all of the rest."""
+
+    def scores(self, view: View) -> list[float]:
+        """Return the cost in seconds at each engine."""
+        held, spared_share = self._replica(view)
+        own, cached, now_s, most = view.own, view.knowledge.cached.get, view.now_s, view.request.tokens - 1
+        answer = DECODE_SHARE * view.request.answer_tokens
+        costs = []
+        for engine in view.engines:
+            if view.shared or engine.name in own:
+                costs.append(self._cost(view, engine, held, spared_share)[1])
+                continue
+            has = min(cached(engine.name, 0), most)
+            computed = most + 1 - has - (spared_share * (held - has) if held > has else 0.0)
+            costs.append(
+                engine.queue_s(now_s)
+                + computed / engine.prefill_tokens_s * (1.0 + DECODE_SHARE * engine.running)
+                + answer * (engine.token_s + engine.token_each_s * (engine.requests + 1))
+            )
+        return costs
+
+    def terms(self, view: View, index: int) -> dict[str, float]:
+        """Return the seconds of each term, and the tokens behind them."""
+        engine = view.engines[index]
+        spared_s, _, answer_s, others_s = self._cost(view, engine, *self._replica(view))
+        more = {"answer_s": answer_s, "others_s": others_s, "spared_s": spared_s}
+        return super().terms(view, index) | more
+
+    @staticmethod
+    def _replica(view: View) -> tuple[int, float]:
+        """The longest prefix that any engine has, and the share of it that a further copy would not cost."""
+        held = min(longest(view.knowledge), view.request.tokens - 1)
+        return held, 1.0 - 1.0 / (1.0 + view.request.sharing / max(1, len(view.engines)))
+
+    def _cost(self, view: View, engine: EngineState, held: int, spared_share: float) -> tuple[float, ...]:
+        """(What a further copy is worth, the cost, its answer's part, the others' part), in seconds."""
+        estimate = self.estimate(view, engine)
+        spared_s = spared_share * max(0, held - estimate.cached_tokens) / engine.prefill_tokens_s
+        answer_s = view.request.answer_tokens * (engine.token_s + engine.token_each_s * (engine.requests + 1))
+        others_s = engine.running * (estimate.compute_s - spared_s)
+        cost_s = estimate.ttft_s - spared_s + DECODE_SHARE * (answer_s + others_s)
+        return spared_s, cost_s, answer_s, others_s
+
+
+def longest(knowledge: Knowledge) -> int:
+    """Return how many tokens of the prompt the engine has that has most of them in its own cache."""
+    copies = (copy.tokens for copy in knowledge.copies if copy.tier == "l0")
+    return max(*knowledge.cached.values(), *copies, 0, 0)
+
+
 def _probability(copy: Copy, knowledge: Knowledge) -> float:
     """Return how likely it is that a copy can be used."""
     if copy.certainty == "degraded":
@@ -212,9 +278,10 @@ class Session(LeastLoaded, frozen=True, kw_only=True, tag="session", tag_field="
         return [0.0 if index == chosen else 1.0 for index in range(len(view.engines))]
 
 
-AnyPolicy = Ttft | LeastLoaded | RoundRobin | Session
+AnyPolicy = Auto | Ttft | LeastLoaded | RoundRobin | Session
 
 POLICIES: dict[str, type[AnyPolicy]] = {
+    "auto": Auto,
     "ttft": Ttft,
     "least_loaded": LeastLoaded,
     "round_robin": RoundRobin,

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from kvstrata.gateway.routing.decode import Decoded
 from kvstrata.gateway.routing.model import EngineState
 
 LIMIT = 1 << 20
@@ -53,13 +54,24 @@ class Waiting(NamedTuple):
 class InFlight:
     """A request that was dispatched and has not ended."""
 
-    __slots__ = ("context_tokens", "engine", "running", "uncached_tokens")
+    __slots__ = (
+        "began_s",
+        "computed_tokens",
+        "context_tokens",
+        "engine",
+        "requests_s",
+        "running",
+        "uncached_tokens",
+    )
 
     def __init__(self, engine: EngineQueue, uncached_tokens: int, context_tokens: int) -> None:
         self.engine = engine
         self.uncached_tokens = uncached_tokens
         self.context_tokens = context_tokens
         self.running = False
+        self.began_s = self.requests_s = 0.0
+        """When its first token came, and the engine's `requests_s` and `computed_tokens` then."""
+        self.computed_tokens = 0
 
 
 class EngineQueue:
@@ -76,6 +88,10 @@ class EngineQueue:
         """The waiting ones that this router sent."""
         self.full = False
         """Whether `ours` was `UNMEASURED` since it was 0."""
+        self.requests_s = 0.0
+        """Integral of the requests in flight over time."""
+        self.computed_tokens = 0
+        """Of prompts whose first token has come."""
         self._clear()
 
     def _clear(self) -> None:
@@ -88,6 +104,7 @@ class EngineQueue:
         """Count as computed what the engine should have computed since the last call. A clock that steps back waits."""
         state = self.state
         if now_s > state.at_s:
+            self.requests_s += state.requests * (now_s - state.at_s)
             if state.backlog_tokens:
                 computed = (now_s - state.at_s) * state.prefill_tokens_s
                 state.backlog_tokens = max(0.0, state.backlog_tokens - computed)
@@ -251,7 +268,23 @@ class Queues:
         flight.engine.stop_waiting(request, computed=True)
         flight.engine.state.moved_s = None if flight.engine.whole else now_s
         flight.engine.state.running += 1
+        flight.engine.computed_tokens += flight.uncached_tokens
+        flight.began_s, flight.requests_s = now_s, flight.engine.requests_s
+        flight.computed_tokens = flight.engine.computed_tokens
         return True
+
+    def decoded(self, request: str, now_s: float) -> Decoded | None:
+        """What is known of the answer of a running request until now; None: it has none, or no time has passed."""
+        flight = self._flights.get(request)
+        if flight is None or not flight.running or now_s <= flight.began_s:
+            return None
+        flight.engine.drain(now_s)
+        seconds = now_s - flight.began_s
+        return Decoded(
+            seconds,
+            (flight.engine.requests_s - flight.requests_s) / seconds,
+            flight.engine.computed_tokens - flight.computed_tokens,
+        )
 
     def ended(self, request: str, now_s: float) -> bool:
         """Release a request: answered, failed, refused or cancelled."""
