@@ -549,10 +549,18 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
         const char* reason
 
     cdef cppclass PutItem:
+        Digest key
+        const uint8_t* bytes
+        uint32_t length
+        BytesHold hold
         PutStatus status
         const char* reason
 
     cdef cppclass LoadItem:
+        Digest key
+        uint8_t* bytes
+        uint32_t length
+        BytesHold hold
         LoadStatus status
         const char* reason
 

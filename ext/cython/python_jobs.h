@@ -79,24 +79,9 @@ inline std::unique_ptr<LaneJob> make_exists(PyObject* token, std::shared_ptr<Con
   return make_job<ExistsJob>(token, std::move(connector), std::move(items));
 }
 
-// A record to put, or the memory for a record to load, as Python passes it.
-struct BytesItem {
-  Digest key{};
-  std::uint8_t* bytes = nullptr;
-  std::uint32_t length = 0;
-  BytesHold hold;
-};
-
 template <typename Job>
 std::unique_ptr<LaneJob> make_batch(PyObject* token, std::shared_ptr<Connector> connector,
-                                    std::vector<BytesItem>& given, std::size_t per_piece) {
-  std::vector<typename Job::Item> items(given.size());
-  for (std::size_t i = 0; i < given.size(); ++i) {
-    items[i].key = given[i].key;
-    items[i].bytes = given[i].bytes;
-    items[i].length = given[i].length;
-    items[i].hold = std::move(given[i].hold);
-  }
+                                    std::vector<typename Job::Item>& items, std::size_t per_piece) {
   return make_job<Job>(token, std::move(connector), std::move(items), per_piece);
 }
 

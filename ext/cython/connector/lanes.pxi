@@ -43,14 +43,11 @@ cdef extern from "lanes/connector_jobs.h" namespace "kvstrata" nogil:
 cdef extern from "python_jobs.h" namespace "kvstrata::python":
     unique_ptr[LaneJob] make_call(PyObject*, void (*)(PyObject*) noexcept) except +
     unique_ptr[LaneJob] make_exists(PyObject*, shared_ptr[CConnector], vector[ExistsItem]&) except +
-    cdef cppclass BytesItem:
-        Digest key
-        uint8_t* bytes
-        uint32_t length
-        BytesHold hold
-
-    unique_ptr[LaneJob] make_batch[Job](
-        PyObject*, shared_ptr[CConnector], vector[BytesItem]&, size_t
+    unique_ptr[LaneJob] make_put "kvstrata::python::make_batch<kvstrata::PutJob>"(
+        PyObject*, shared_ptr[CConnector], vector[PutItem]&, size_t
+    ) except +
+    unique_ptr[LaneJob] make_load "kvstrata::python::make_batch<kvstrata::LoadJob>"(
+        PyObject*, shared_ptr[CConnector], vector[LoadItem]&, size_t
     ) except +
     PyObject* token_of(LaneJob*) noexcept
     T* job_as[T](LaneJob*) noexcept
@@ -99,23 +96,22 @@ cdef BytesHold _hold(object hold) except *:
     return hold_of_object(<PyObject*>hold)
 
 
-cdef vector[BytesItem] _batch(object items) except *:
-    cdef vector[BytesItem] batch
-    cdef Py_ssize_t i = 0
-    batch.resize(len(items))
-    for item in items:
-        hold = item.hold
-        set_key(batch[i].key, item.key)
-        batch[i].bytes = <uint8_t*><size_t>hold.address
-        batch[i].length = hold.length
-        batch[i].hold = _hold(hold)
-        i += 1
-    return batch
-
-
 ctypedef fused Moved:
     PutItem
     LoadItem
+
+
+cdef int _fill(vector[Moved]& moved, object items) except -1:
+    cdef size_t i = 0
+    moved.resize(len(items))
+    for item in items:
+        hold = item.hold
+        set_key(moved[i].key, item.key)
+        moved[i].bytes = <uint8_t*><size_t>hold.address
+        moved[i].length = hold.length
+        moved[i].hold = _hold(hold)
+        i += 1
+    return 0
 
 
 cdef int _settle(_Token token, vector[Moved]& moved) except -1:
@@ -198,17 +194,19 @@ cdef class NativeLanes:
         return self._submit(lane, job, False)
 
     def submit_put(self, int lane, NativeConnector connector not None, items, outcomes, token):
-        cdef vector[BytesItem] batch = _batch(items)
+        cdef vector[PutItem] batch
         cdef _Token owner = _Token(token, PUT, items, outcomes)
         cdef unique_ptr[LaneJob] job
-        job = make_batch[PutJob](<PyObject*>owner, connector.connector, batch, connector.per_piece)
+        _fill(batch, items)
+        job = make_put(<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)
 
     def submit_load(self, int lane, NativeConnector connector not None, items, outcomes, token):
-        cdef vector[BytesItem] batch = _batch(items)
+        cdef vector[LoadItem] batch
         cdef _Token owner = _Token(token, LOAD, items, outcomes)
         cdef unique_ptr[LaneJob] job
-        job = make_batch[LoadJob](<PyObject*>owner, connector.connector, batch, connector.per_piece)
+        _fill(batch, items)
+        job = make_load(<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)
 
     def take_done(self):
