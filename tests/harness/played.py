@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import kvstrata.client.client
+import kvstrata.clock
 import kvstrata.process.supervisor
 from kvstrata.client.link import ATTACH_RETRY_FIRST_S, Link
 from kvstrata.memory import linux
@@ -281,6 +282,7 @@ def played() -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("kvstrata.") and getattr(module, "time", None) is time:
                 patch.setattr(module, "time", _Time())
+        patch.setattr(kvstrata.clock.SystemClock, "monotonic_s", staticmethod(lambda: playing.now_s))
         patch.setattr(kvstrata.process.supervisor, "threading", _AtOnce)
         patch.setattr(kvstrata.session.attach, "socket", _Sockets())
         patch.setattr(kvstrata.client.link, "process_locks", lambda: playing.attaching.locks)

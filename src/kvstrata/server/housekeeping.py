@@ -94,7 +94,7 @@ class PoolEvents:
                     news.pool_events_lost()
             for news in self._news:
                 news.pool_events(events)
-            self._waiting.extend((kind, key) for kind, key, _ in events)
+            self._waiting.extend([(kind, key) for kind, key, _ in events])
         if idle and self._waiting:
             self._tell()
 

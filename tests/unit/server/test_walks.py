@@ -23,9 +23,9 @@ from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, SECTIONS, chain
 SOURCES = str(kvstrata.__path__[0])
 SESSION = b"one engine".ljust(16, b".")
 CHUNKS = 4
-LIMITS = {"store": (10, 43), "lookup": (11, 31), "release": (5, 16)}
+LIMITS = {"store": (10, 43), "lookup": (11, 29), "release": (5, 16)}
 """Files and calls of each walk."""
-DISK_LIMITS = {"store": (17, 139), "lookup": (24, 275)}
+DISK_LIMITS = {"store": (17, 131), "lookup": (24, 249)}
 """The same with a disk tier: a store that is put to it, and a lookup that loads from it."""
 
 
