@@ -139,7 +139,7 @@ ROWS = (
     )),
     Row("Cluster and process", 8, (
         Panel("Accepted by a controller", {"cluster_member": ""}, ("instance",)),
-        Panel("Time of a heartbeat", {"cluster_heartbeat_seconds": ""}),
+        Panel("Followers", {"control_polls": "answered", "control_too_old": "had fallen behind"}),
         Panel("Restarts and lost log lines", {"process_restarts": "restarts", "log_dropped_lines": "log lines"}),
     )),
     Row("Gateways", 8, (

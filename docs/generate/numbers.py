@@ -6,15 +6,14 @@ import itertools
 from collections.abc import Iterable
 
 from docs.generate.source import GENERATED, table
+from kvstrata.cluster.directory import Directory
+from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.directory import Directory
 from kvstrata.controller.gateways import Gateways
 from kvstrata.controller.metrics import ClusterNumbers
 from kvstrata.controller.ranking import Ranking
 from kvstrata.controller.sampling import Sampling
 from kvstrata.controller.snapshot import Snapshots
-from kvstrata.controller.sockets import Sockets
-from kvstrata.controller.syncs import Syncs
 from kvstrata.gateway.admission import Admission
 from kvstrata.gateway.controllers.asking import Controllers
 from kvstrata.gateway.metering import Meters
@@ -31,6 +30,7 @@ from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.status import ForecastNumbers, InstanceNumbers, PoolNumbers, SessionNumbers
 from kvstrata.server.claims import Claims
+from kvstrata.server.cluster.held import HeldChunks
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.listener import AttachServer, Traffic
 from kvstrata.server.recuts.recuts import Recuts
@@ -54,7 +54,8 @@ SERVER: Parts = {
     "recuts": (Recuts,),
     "claims": (Claims,),
     "cluster": (Membership,),
-    "peers_served": (PeerLeases, ControlPort, ZmqServer),
+    "peers_served": (PeerLeases,),
+    "control": (HeldChunks, ControlPort, ZmqServer),
     "attach": (AttachServer,),
     "rpc": (Traffic,),
     "http": (Bounds, UnderWay),
@@ -64,7 +65,7 @@ SERVER: Parts = {
 """By section of the status document."""
 CONTROLLER: Parts = {
     "controller": (
-        *(ClusterNumbers, Sampling, Directory, Syncs, Ranking, Gateways, Cluster, Sockets, Snapshots),
+        *(ClusterNumbers, Sampling, Directory, Ranking, Gateways, Cluster, Answers, ZmqServer, Snapshots),
         ProcessNumbers,
     ),
     "controller_http": (Bounds, UnderWay),

@@ -121,22 +121,23 @@ class InstanceIdTaken(CallerError):
     retryable = True
 
 
+class UnreachableInstance(CallerError):
+    """The controller gets no answer at the control port of the instance that registers; open the way, and try again."""
+
+    code = "unreachable_instance"
+    retryable = True
+
+
 class WrongKey(CallerError):
     """The instance id belongs to another key; give the instance a name of its own, or have the id forgotten."""
 
     code = "wrong_key"
 
 
-class BadSync(CallerError):
-    """A message of a full sync contradicts the sync under way, or its own checksum; fix the sender."""
+class TooOld(CallerError):
+    """The instance does not know all changes since the follower's cursor; list its chunks anew."""
 
-    code = "bad_sync"
-
-
-class SyncAgain(BadSync):
-    """The full sync is unknown, incomplete, damaged or still being published; send again, or begin another sync."""
-
-    retryable = True
+    code = "too_old"
 
 
 # --- the configuration ----------------------------------------------------------------------------------------
@@ -277,13 +278,6 @@ class NotLeading(RemoteError):
     """This controller does not lead, or cannot be sure that it does; ask the leader."""
 
     code = "not_leading"
-    retryable = True
-
-
-class NoSlots(RemoteError):
-    """The directory has no free slot for an instance's tiers until the controller has swept old ones; sync again."""
-
-    code = "no_slots"
     retryable = True
 
 

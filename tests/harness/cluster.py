@@ -25,7 +25,8 @@ def key_files(folder: Path) -> tuple[Path, Path]:
     public, secret = (key.decode() for key in zmq.curve_keypair())
     folder.mkdir(parents=True, exist_ok=True)
     controllers, members = folder / "controller.keys", folder / "members.keys"
-    for path, text in ((controllers, f"secret {secret}\nclient {public}\n"), (members, f"secret {secret}\n")):
+    listed = f"secret {secret}\nclient {public}\ngateway {public}\n"
+    for path, text in ((controllers, listed), (members, f"secret {secret}\n")):
         path.touch(0o600)
         path.write_text(text)
     return controllers, members

@@ -1,25 +1,30 @@
-"""A stand-in for an instance: it speaks the cluster's protocol and has no KV bytes.  Blocking, one thread, no retries.
+"""A stand-in for an instance: it speaks the cluster's protocol and has no KV bytes.
 
-Tests decide which messages are sent, lost or repeated; only `answer_commands` acts by itself, as a real instance would.
+A test registers it, blocking; a thread of all stand-ins answers the followers at its control port from what the test
+says that it holds.  Operations wait until the test answers them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
+import queue
 import secrets
 import struct
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Self, TypeVar
 
 import msgspec
 import zmq
 
-from kvstrata.native.core import crc32c
+from kvstrata.errors import BadRequest, TooOld
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.cluster_wire import KvKind
-from kvstrata.rpc.zmq_curve import SharedKey
+from kvstrata.rpc.control_port import ControlPort
+from kvstrata.rpc.zmq_curve import CurveKeys, KeyKind, SharedKey
 
 KEYS: defaultdict[str, tuple[bytes, bytes]] = defaultdict(zmq.curve_keypair)
 """Public and secret key of each instance id, which every process of the instance keeps."""
@@ -27,6 +32,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 HANG_S = 120.0
 LOAD = wire.Load({}, {}, {}, {}, 0, 0, 0, 0)
+PAGE_TAGS = 65_536
+MAX_RUNS = 64
 
 
 def tags_of(numbers: Iterable[int]) -> bytes:
@@ -55,8 +62,131 @@ class Refused(Exception):
         self.retry_after_ms = failure.retry_after_ms
 
 
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="stand-ins", daemon=True).start()
+    return loop
+
+
+def on_loop(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run on the loop of the stand-ins."""
+    return asyncio.run_coroutine_threadsafe(work, _loop()).result(HANG_S)
+
+
+class Holdings:
+    """What a stand-in holds, and its control port. Belongs to the loop, except for what is said otherwise."""
+
+    def __init__(self, incarnation: int, secret: bytes) -> None:
+        self.held: dict[str, dict[bytes, None]] = {}
+        self.log: list[wire.Run] = []
+        self.forgotten = 0
+        """Changes that are not in the log any more."""
+        self.condition = wire.Condition("ready", LOAD, [])
+        self.silent = False
+        self.unlistable: set[str] = set()
+        self.lists = 0
+        self.operations: queue.Queue[wire.Do] = queue.Queue()
+        """May be read on any thread."""
+        self.answers: dict[int, asyncio.Future[Any]] = {}
+        self.in_step, self.told = threading.Event(), threading.Event()
+        """Set when a follower waits for the next change, and when a condition was told."""
+        self._incarnation = incarnation
+        self._secret = secret
+        self._changed = asyncio.Event()
+        self.listen(0)
+
+    def listen(self, number: int) -> None:
+        """Open the control port; 0 takes a free one."""
+        self.port = ControlPort(asyncio.get_running_loop(), self._incarnation)
+        self.number = self.port.server.bind_tcp(
+            "127.0.0.1", number, curve=CurveKeys(self._secret, None), clients=lambda: None, insecure=False
+        )
+        both = (KeyKind.CONTROLLER, KeyKind.GATEWAY)
+        self.port.serve(both, {wire.Changes: self._changes, wire.List: self._list})
+        self.port.serve((KeyKind.CONTROLLER,), {wire.Do: self._do})
+        self.port.start()
+
+    async def change(self, runs: Iterable[wire.Run], *, held: bool = True) -> None:
+        for run in runs:
+            self.log.append(run)
+            if not held:
+                continue
+            tags = self.held.setdefault(run.tier, {})
+            parts = [run.tags[at : at + 8] for at in range(0, len(run.tags), 8)]
+            if run.change is wire.Change.CLEAR:
+                tags.clear()
+            elif run.change is wire.Change.ADMIT:
+                tags.update(dict.fromkeys(parts))
+            else:
+                for tag in parts:
+                    tags.pop(tag, None)
+        self.in_step.clear()
+        self._wake()
+
+    async def forget(self) -> None:
+        """Forget all changes, as a ring that has gone round does."""
+        self.forgotten += len(self.log) + 1
+        self.log.clear()
+        self.in_step.clear()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _changes(self, asked: wire.Changes) -> wire.Changed:
+        await self._if_silent()
+        if asked.cursor >= 0 and asked.wait_ms and asked.cursor == self._end:
+            self.in_step.set()
+            try:
+                await asyncio.wait_for(self._changed.wait(), asked.wait_ms / 1000)
+            except TimeoutError:
+                pass
+            await self._if_silent()
+        condition = self.condition if asked.condition else None
+        if condition is not None:
+            self.told.set()
+        if asked.cursor < 0:
+            return wire.Changed(asked.seq, self._incarnation, self._end, [], condition)
+        if not self.forgotten <= asked.cursor <= self._end:
+            raise TooOld("cursor: too old")
+        runs: list[wire.Run] = []
+        n_tags = 0
+        for run in self.log[asked.cursor - self.forgotten : asked.cursor - self.forgotten + MAX_RUNS]:
+            runs.append(run)
+            n_tags += len(run.tags) // 8
+            if n_tags >= wire.MAX_CHANGES:
+                break
+        return wire.Changed(asked.seq, self._incarnation, asked.cursor + len(runs), runs, condition)
+
+    @property
+    def _end(self) -> int:
+        return self.forgotten + len(self.log)
+
+    async def _list(self, asked: wire.List) -> wire.Listed:
+        await self._if_silent()
+        self.lists += 1
+        if asked.tier in self.unlistable:
+            return wire.Listed(asked.seq, self._incarnation, 0, b"", False)
+        tags = list(self.held.get(asked.tier, ()))
+        page = tags[asked.cursor : asked.cursor + PAGE_TAGS]
+        following = asked.cursor + PAGE_TAGS if asked.cursor + PAGE_TAGS < len(tags) else 0
+        return wire.Listed(asked.seq, self._incarnation, following, b"".join(page))
+
+    async def _do(self, asked: wire.Do) -> wire.Outcome:
+        await self._if_silent()
+        answer = self.answers[asked.seq] = asyncio.get_running_loop().create_future()
+        self.operations.put(asked)
+        return wire.Outcome(asked.seq, self._incarnation, await answer)
+
+    async def _if_silent(self) -> None:
+        if self.silent:
+            await asyncio.Event().wait()
+
+
 class ClusterInstance:
-    """One instance. It is told the controller's `reply_port` and learns the other ports when it registers."""
+    """One instance, which is told the controller's `reply_port`."""
 
     def __init__(
         self,
@@ -65,7 +195,6 @@ class ClusterInstance:
         *,
         incarnation: int = 0,
         tiers: tuple[str, ...] = ("l1", "disk-0"),
-        peer: str = "tcp://127.0.0.1:9",
         keys: tuple[bytes, bytes] | None = None,
         environment: Mapping[str, str] = os.environ,
         **more: Any,
@@ -74,22 +203,21 @@ class ClusterInstance:
         self.public_key, self._secret_key = KEYS[name] if keys is None else keys
         self.incarnation = incarnation or secrets.randbelow(1 << 62) + 1
         self.tiers = list(tiers)
-        self.peer = peer
-        self.more = {"host": "here", "pid": 1, "l1_bytes": 1 << 30, **more}
+        self.more = {"host": "here", "pid": 1, "l1_bytes": 1 << 30, "gives_to_peers": True, **more}
         self.seq = 0
-        self.event_seq = 0
-        self.sync_number = 0
-        self.commands: list[wire.Command] = []
         self.epoch = 0
-        self.registered: wire.Registered | None = None
         self._server_key = SharedKey("controller.curve_file", environment).keys.server
         self._context = zmq.Context()
-        self.reply = self._socket(zmq.DEALER, reply_port)
-        self.pull: zmq.Socket[bytes] | None = None
-        self.heart: zmq.Socket[bytes] | None = None
+        self.reply = self._socket(reply_port)
 
-    def _socket(self, kind: int, port: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
+        async def made() -> Holdings:
+            return Holdings(self.incarnation, self._secret_key)
+
+        self.holdings: Holdings = on_loop(made())
+        self.endpoint = f"tcp://127.0.0.1:{self.holdings.number}"
+
+    def _socket(self, port: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDTIMEO, round(1000 * HANG_S))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
@@ -99,30 +227,27 @@ class ClusterInstance:
         socket.connect(f"tcp://127.0.0.1:{port}")
         return socket
 
+    # --- questions to the controller --------------------------------------------------------------------------
+
     def next_seq(self) -> int:
         self.seq += 1
         return self.seq
 
-    def receive(self, socket: zmq.Socket[bytes], seq: int, timeout_s: float = HANG_S) -> msgspec.Struct:
-        """Return the answer to a request, and skip other answers and nudges. Raises TimeoutError, Refused."""
+    def ask(self, request: Any, kind: type[R], timeout_s: float = HANG_S) -> R:
+        """Send a request; return its answer, and skip other answers. Raises TimeoutError, Refused."""
+        self.reply.send(wire.encode(request))
         end_s = time.monotonic() + timeout_s
         while True:
-            if not socket.poll(max(0, round(1000 * (end_s - time.monotonic())))):
-                raise TimeoutError(f"no answer to {seq} within {timeout_s} s")
-            answer = wire.ANSWERS.decode(socket.recv())
-            if isinstance(answer, wire.Nudge) or answer.seq not in (seq, 0):
+            if not self.reply.poll(max(0, round(1000 * (end_s - time.monotonic())))):
+                raise TimeoutError(f"no answer to {request.seq} within {timeout_s} s")
+            answer = wire.ANSWERS.decode(self.reply.recv())
+            if answer.seq not in (request.seq, 0):
                 continue
             self.epoch = answer.epoch
             if isinstance(answer, wire.Failure):
                 raise Refused(answer)
+            assert isinstance(answer, kind), answer
             return answer
-
-    def ask(self, request: Any, kind: type[R], timeout_s: float = HANG_S) -> R:
-        """Send a request on the reply socket; return its answer. Raises TimeoutError, Refused."""
-        self.reply.send(wire.encode(request))
-        answer = self.receive(self.reply, request.seq, timeout_s)
-        assert isinstance(answer, kind), answer
-        return answer
 
     def register(self, timeout_s: float = HANG_S, **changes: Any) -> wire.Registered:
         fields: dict[str, Any] = {
@@ -132,139 +257,22 @@ class ClusterInstance:
             "version": "test",
             "tiers": self.tiers,
             "chunk_tokens": 16,
-            "peer_endpoint": self.peer,
+            "control_endpoint": self.endpoint,
             "http_url": "",
-            "last_event": self.event_seq,
             **self.more,
             **changes,
         }
-        answer = self.ask(wire.Register(seq=self.next_seq(), **fields), wire.Registered, timeout_s)
-        for socket in (self.pull, self.heart):
-            if socket is not None:
-                socket.close()
-        self.pull = self._socket(zmq.PUSH, answer.pull_port)
-        self.heart = self._socket(zmq.DEALER, answer.heartbeat_port)
-        self.registered = answer
-        return answer
+        return self.ask(wire.Register(seq=self.next_seq(), **fields), wire.Registered, timeout_s)
 
     def goodbye(self) -> None:
         self.ask(wire.Goodbye(self.next_seq(), self.name, self.incarnation), wire.Done)
 
-    def sync_parts(self, held: Mapping[str, bytes], part_bytes: int = 65_536) -> list[wire.SyncPart]:
-        """Make the parts of a new sync, without sending them."""
-        self.sync_number += 1
-        cut = [
-            (tier, tags[at : at + part_bytes])
-            for tier, tags in held.items()
-            for at in range(0, len(tags), part_bytes)
-        ]
-        return [
-            wire.SyncPart(
-                self.next_seq(),
-                self.name,
-                self.incarnation,
-                self.sync_number,
-                index,
-                tier,
-                tags,
-                crc32c(tags),
-            )
-            for index, (tier, tags) in enumerate(cut)
-        ]
-
-    def begin(self, events_seq: int | None = None) -> None:
-        """Begin the sync whose parts `sync_parts` returned last."""
-        seq = self.event_seq if events_seq is None else events_seq
-        self.ask(
-            wire.SyncBegin(self.next_seq(), self.name, self.incarnation, self.sync_number, seq), wire.Done
-        )
-
-    def end(self, n_parts: int, held: Mapping[str, bytes]) -> None:
-        counts = {tier: len(tags) // 8 for tier, tags in held.items()}
-        self.ask(
-            wire.SyncEnd(self.next_seq(), self.name, self.incarnation, self.sync_number, n_parts, counts),
-            wire.Done,
-        )
-
-    def sync(self, held: Mapping[str, bytes], part_bytes: int = 65_536) -> None:
-        """Make a full sync, with up to four parts unanswered at a time."""
-        parts = self.sync_parts(held, part_bytes)
-        self.begin()
-        unanswered: list[int] = []
-        for part in parts:
-            self.reply.send(wire.encode(part))
-            unanswered.append(part.seq)
-            if len(unanswered) >= 4:
-                self.receive(self.reply, unanswered.pop(0))
-        for seq in unanswered:
-            self.receive(self.reply, seq)
-        self.end(len(parts), held)
-
     def join(self, held: Mapping[str, bytes]) -> Self:
-        """Register, sync if the controller asks for it, and send one heartbeat."""
-        if self.register().sync:
-            self.sync(held)
-        self.heartbeat()
+        """Register, holding this, and wait until the controller knows it."""
+        self.hold(held)
+        self.register()
+        self.until_followed()
         return self
-
-    def tell(self, *runs: wire.Run, seq: int | None = None) -> None:
-        """Send one batch of events, with the next number or, without counting the batch, with `seq`."""
-        assert self.pull is not None
-        if seq is None:
-            self.event_seq += 1
-            seq = self.event_seq
-        self.pull.send(wire.encode(wire.Events(self.name, self.incarnation, seq, list(runs))))
-
-    def admit(self, tags: bytes, tier: str = "l1") -> None:
-        """Tell the controller that these chunks were admitted to a tier."""
-        self.tell(wire.Run(wire.Change.ADMIT, tier, tags))
-
-    def evict(self, tags: bytes, tier: str = "l1") -> None:
-        """Tell the controller that these chunks were evicted from a tier."""
-        self.tell(wire.Run(wire.Change.EVICT, tier, tags))
-
-    def heartbeat(
-        self,
-        results: Iterable[wire.CommandResult] = (),
-        *,
-        state: str = "ready",
-        load: wire.Load = LOAD,
-        models: Iterable[KvKind] = (),
-        timeout_s: float = HANG_S,
-        **more: Any,
-    ) -> list[wire.Command]:
-        """Send one heartbeat; return the commands that wait for this instance."""
-        assert self.heart is not None
-        told = wire.Heartbeat(
-            self.next_seq(),
-            self.name,
-            self.incarnation,
-            self.event_seq,
-            state,
-            load,
-            list(models),
-            list(results),
-            **more,
-        )
-        self.heart.send(wire.encode(told))
-        answer = self.receive(self.heart, told.seq, timeout_s)
-        assert isinstance(answer, wire.Beat)
-        self.commands = answer.commands
-        return answer.commands
-
-    def nudged(self, timeout_s: float = HANG_S) -> bool:
-        """Wait for a Nudge; False when none comes."""
-        assert self.heart is not None
-        if not self.heart.poll(round(1000 * timeout_s)):
-            return False
-        return isinstance(wire.ANSWERS.decode(self.heart.recv()), wire.Nudge)
-
-    def answer_commands(self, answer: Callable[[wire.Command], dict[str, Any]]) -> list[wire.Command]:
-        """Wait for a Nudge, carry out the waiting commands and report their results; return these commands."""
-        assert self.nudged(), "no Nudge came"
-        commands = self.heartbeat()
-        self.heartbeat([wire.CommandResult(one.number, True, "", answer(one)) for one in commands])
-        return commands
 
     def where(self, tags: bytes, n_slices: int = 1) -> list[wire.Owner]:
         """Ask the controller which other instances hold a leading part of these keys."""
@@ -272,7 +280,7 @@ class ClusterInstance:
         return self.ask(request, wire.WhereReply).owners
 
     def until_where(self, tags: bytes, wanted: Callable[[list[wire.Owner]], bool]) -> list[wire.Owner]:
-        """Ask `where` until `wanted` accepts the answer, since events have no answer. Raises TimeoutError."""
+        """Ask `where` until `wanted` accepts the answer. Raises TimeoutError."""
         end_s = time.monotonic() + HANG_S
         while True:
             owners = self.where(tags)
@@ -282,8 +290,83 @@ class ClusterInstance:
                 raise TimeoutError(f"still {owners}")
             time.sleep(0.005)
 
+    # --- what the followers of this instance read -------------------------------------------------------------
+
+    def hold(self, held: Mapping[str, bytes]) -> None:
+        """Hold this from now on, without a change that says so."""
+        tags = {
+            tier: dict.fromkeys(of[at : at + 8] for at in range(0, len(of), 8)) for tier, of in held.items()
+        }
+        self.holdings.held = tags
+        self.holdings.in_step.clear()
+
+    def change(self, *runs: wire.Run) -> None:
+        on_loop(self.holdings.change(runs))
+
+    def log(self, runs: Iterable[wire.Run]) -> None:
+        """As `change`, but a list of the tiers would not show it; for benchmarks."""
+        on_loop(self.holdings.change(runs, held=False))
+
+    def admit(self, tags: bytes, tier: str = "l1") -> None:
+        self.change(wire.Run(wire.Change.ADMIT, tier, tags))
+
+    def evict(self, tags: bytes, tier: str = "l1") -> None:
+        self.change(wire.Run(wire.Change.EVICT, tier, tags))
+
+    def forget_changes(self) -> None:
+        """Know no earlier change any more, so that followers list again."""
+        on_loop(self.holdings.forget())
+
+    def until_followed(self) -> None:
+        """Wait until a follower waits for the next change."""
+        assert self.holdings.in_step.wait(HANG_S), "nobody follows"
+
+    def tell(self, **changes: Any) -> None:
+        """Change the condition, and wait until a follower has asked for it."""
+        self.holdings.condition = msgspec.structs.replace(self.holdings.condition, **changes)
+        for _ in range(2):  # the first answer may have been under way
+            self.holdings.told.clear()
+            assert self.holdings.told.wait(HANG_S), "nobody asks for the condition"
+
+    def be_silent(self, silent: bool = True) -> None:
+        """Answer nothing at the control port; or answer again."""
+        self.holdings.silent = silent
+
+    def operation(self, timeout_s: float = HANG_S) -> wire.Do:
+        """Wait for an operation of a controller. Raises queue.Empty."""
+        return self.holdings.operations.get(timeout=timeout_s)
+
+    def has_operation(self) -> bool:
+        return not self.holdings.operations.empty()
+
+    def answer(self, asked: wire.Do, body: dict[str, Any] | None = None, *, refused: str = "") -> None:
+        """Answer an operation, or refuse it with this message."""
+
+        async def end() -> None:
+            future = self.holdings.answers.pop(asked.seq)
+            if future.done():
+                return
+            if refused:
+                future.set_exception(BadRequest(refused))
+            else:
+                future.set_result(body or {})
+
+        on_loop(end())
+
+    def reopen(self) -> None:
+        """End all connections of followers, and listen again at the same port."""
+
+        async def again() -> None:
+            holdings = self.holdings
+            await holdings.port.close()
+            holdings.in_step.clear()
+            holdings.listen(holdings.number)
+
+        on_loop(again())
+
     def close(self) -> None:
         """Close all sockets without a goodbye."""
+        on_loop(self.holdings.port.close())
         self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:

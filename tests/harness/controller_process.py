@@ -14,7 +14,7 @@ from tests.harness.http_read import read
 from tests.harness.network import Host
 from tests.harness.own_process import OwnProcess, ServerFailed
 
-PORTS = ("pull", "reply", "heartbeat")
+PORTS = ("reply",)
 
 
 class ControllerProcess(OwnProcess):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstrata.rpc.cluster_wire import (
-    REPLY_REQUESTS,
+    TO_CONTROLLER,
     ClusterReply,
     Failure,
     Owner,
@@ -70,7 +70,7 @@ class Directory(Endpoint):
     """Answers `Where` with the owners that hold a leading part of the keys, the longest part first."""
 
     def __init__(self) -> None:
-        super().__init__(REPLY_REQUESTS)
+        super().__init__(TO_CONTROLLER)
         self.holds: dict[str, tuple[Owner, set[bytes]]] = {}
         """Instance → owner, and the tags that it holds."""
         self.failure: Failure | None = None

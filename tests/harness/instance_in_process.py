@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +15,12 @@ from kvstrata.config.model import ServerSettings
 from kvstrata.native.core import Pool, RecordSpec, seal_record, storage_keys
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import wire
-from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.processes import Process, RowState, TenantTokens
 from kvstrata.server.requests.grants import Lease, Reservation
 from kvstrata.server.requests.requests import Requests
+from kvstrata.tiers.puts import News
 from kvstrata.tiers.set import TierSet
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
@@ -60,7 +59,7 @@ class InstanceInProcess:
         entries: int = 2048,
         *,
         loop: VirtualLoop | None = None,
-        news: Sequence[TierNews] = (),
+        news: News | None = None,
     ) -> None:
         self.loop = loop or asyncio.new_event_loop()
         index, extents = os.memfd_create("index"), os.memfd_create("extents")

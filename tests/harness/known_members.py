@@ -1,43 +1,50 @@
-"""A controller's members, their syncs and commands; tests drive them by messages, as controller/cluster.py does."""
+"""A controller's members without a network: tests drive them by messages, as controller/cluster.py does."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.commands import Commands
 from kvstrata.controller.instance_keys import InstanceKeys, Listed
-from kvstrata.controller.member import Issued, Member, Outbox, Sync
+from kvstrata.controller.member import Issued, Member, Outbox
 from kvstrata.controller.members import Members
 from kvstrata.controller.orders import Orders
-from kvstrata.controller.syncs import Syncs
 from kvstrata.rpc import cluster_wire as wire
 
 KEY = "k" * 40
 """The key that messages come with, unless a test names another."""
 
 
+class Unsent(Commands):
+    """Commands that are never sent."""
+
+    def _send_next(self, member: Member) -> None:
+        pass
+
+
 class KnownMembers:
-    """Members without a directory; a caller that needs one applies the returned changes itself."""
+    """Members without a directory."""
 
     def __init__(
         self,
         *,
         orders: Orders | None = None,
         max_instances: int = 8,
-        first_command: int = 100,
         unix_s: Callable[[], float] = time.time,
         listed: Listed | None = None,
     ) -> None:
         orders = orders or Orders()
         self.keys = InstanceKeys(orders, unix_s, lambda: listed)
         self.outbox = Outbox()
-        self.commands = Commands(self.outbox, first_command)
-        self.syncs = Syncs(self.commands, self.outbox)
+        self.ended: list[Issued] = []
+        self.commands = Unsent(100, ended=self.ended.append)
         self.members = Members(
             self.commands,
-            self.syncs,
             self.outbox,
             orders=orders,
             keys=self.keys,
@@ -51,16 +58,11 @@ class KnownMembers:
         """Return the member of this id, None for an unknown id; Any, so that tests need no assertion for the type."""
         return self.members.get(instance)
 
-    def register(self, told: wire.Register, now_s: float, key: str = KEY) -> tuple[Member, bool]:
+    def register(self, told: wire.Register, now_s: float, key: str = KEY) -> Member:
         return self.members.register(told, key, now_s)
 
-    def goodbye(self, told: wire.Goodbye, now_s: float, key: str = KEY) -> None:
-        self.members.goodbye(told, key, now_s)
-
-    def heartbeat(
-        self, told: wire.Heartbeat, now_s: float, *, leads: bool = True, key: str = KEY
-    ) -> list[wire.Command]:
-        return self.members.heartbeat(told, key, now_s, leads=leads)
+    def goodbye(self, told: wire.Goodbye, key: str = KEY) -> None:
+        self.members.goodbye(told, key)
 
     def tick(self, now_s: float) -> None:
         self.members.tick(now_s)
@@ -68,19 +70,40 @@ class KnownMembers:
     def issue(self, member: Member, kind: wire.CommandKind, argument: dict[str, Any], now_s: float) -> Issued:
         return self.commands.issue(member, kind, argument, now_s)
 
-    def events(self, told: wire.Events, key: str = KEY) -> Member | None:
-        """Take a batch of events; return the member whose placements it changes, None when the batch is dropped."""
-        member = self.members.get(told.instance)
-        return member if self.syncs.events(member, told, key) else None
 
-    def sync_begin(self, told: wire.SyncBegin, now_s: float, key: str = KEY) -> tuple[Member, Sync | None]:
-        member = self.members.speaker(told.instance, told.incarnation, key, now_s)
-        return member, self.syncs.begin(member, told, now_s)
+class AskedLink:
+    """A link whose questions wait until the test answers them."""
 
-    def sync_part(self, told: wire.SyncPart, now_s: float, key: str = KEY) -> tuple[Member, Sync, bool]:
-        member = self.members.speaker(told.instance, told.incarnation, key, now_s)
-        return member, *self.syncs.part(member, told)
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, asyncio.Future[Any]]] = []
 
-    def sync_end(self, told: wire.SyncEnd, now_s: float, key: str = KEY) -> tuple[Member, Sync | None]:
-        member = self.members.speaker(told.instance, told.incarnation, key, now_s)
-        return member, self.syncs.end(member, told)
+    async def ask(self, request: Any, answer: Any, timeout_s: float) -> Any:
+        outcome = asyncio.get_running_loop().create_future()
+        self.asked.append((request, outcome))
+        return await outcome
+
+    def close(self) -> None:
+        pass
+
+
+def joined(cluster: Cluster, told: wire.Register, key: str = KEY, *, confirmed: bool = False) -> Member:
+    """Make a member of a cluster that is followed by nobody; its commands get no answer."""
+    member = cluster.members.register(told, key, cluster.clock.monotonic_s())
+    follower: Any = SimpleNamespace(
+        link=AskedLink(), confirmed=confirmed, cursor=0, reason="", changes=0, lists=0, list_took_s=0.0,
+        listed_s=None, listing=False, list_anew=lambda reason: None,
+    )  # fmt: skip
+    member.follower = follower
+    cluster._following[member.group] = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[assignment]
+    cluster.lookups.set_readable(member.group, member.readable)
+    cluster.lookups.set_shared(member.group, told.media)
+    cluster.settle()
+    return member
+
+
+async def tell(cluster: Cluster, member: Member, *runs: wire.Run) -> None:
+    """Have these changes of a member applied, as its follower does."""
+    cluster.directory.apply(member.group, member.told.tiers, list(runs))
+    if member.told.media:
+        cluster.apply_to_sharers(member, runs)
+    await cluster.directory.idle()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from kvstrata.errors import (
     WIRE_ERRORS,
-    BadSync,
     InstanceIdTaken,
     InternalError,
     KvstrataError,
-    NoSlots,
     Superseded,
+    TooOld,
     UnknownInstance,
+    UnreachableInstance,
     WrongKey,
     from_wire,
 )
@@ -35,8 +35,8 @@ GOLDEN = """
     superseded         yes  CallerError    Superseded
     instance_id_taken  yes  CallerError    InstanceIdTaken
     wrong_key          no   CallerError    WrongKey
-    bad_sync           no   CallerError    BadSync
-    no_slots           yes  RemoteError    NoSlots
+    too_old            no   CallerError    TooOld
+    unreachable_instance yes CallerError   UnreachableInstance
 """
 """Code, retryable, branch, class. A changed line is a change of the wire."""
 
@@ -49,7 +49,7 @@ def line(code: str, error: type[KvstrataError]) -> str:
 
 
 def test_codes_of_the_wire_stay() -> None:
-    of_controllers = [UnknownInstance, Superseded, InstanceIdTaken, WrongKey, BadSync, NoSlots]
+    of_controllers = [UnknownInstance, Superseded, InstanceIdTaken, WrongKey, TooOld, UnreachableInstance]
     lines = [line(error.code, error) for error in [*WIRE_ERRORS.values(), *of_controllers]]
     assert lines == [" ".join(row.split()) for row in GOLDEN.strip().splitlines()]
 

@@ -15,7 +15,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("server", "controller", "gateway", "connectors", "measure"),
-    ("client", "p2p"),
+    ("client", "cluster", "p2p"),
     ("testing",),
     ("tiers",),
     ("storage",),

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from kvstrata.cli.boundary import guarded
-from kvstrata.rpc.zmq_curve import CONTROLLER, KeyFolder
+from kvstrata.rpc.zmq_curve import KeyFolder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,8 +24,12 @@ def parser() -> argparse.ArgumentParser:
     ):
         made = commands.add_parser(command, help=text)
         made.add_argument("folder", metavar="FOLDER", help="where the key files are kept")
-        made.add_argument("names", metavar="NAME", nargs="+", help="a member, as a rule its host's name")
+        several = "+" if command == "remove" else "*"
+        made.add_argument("names", metavar="NAME", nargs=several, help="a member, as a rule its host's name")
         if command != "remove":
+            made.add_argument(
+                "--gateway", metavar="NAME", action="append", default=[], help="a gateway; may be given again"
+            )
             made.add_argument("--overwrite", action="store_true", help="replace keys that exist")
     return top
 
@@ -37,15 +41,13 @@ def main(arguments: Sequence[str] | None) -> int:
     keys = KeyFolder(options.folder)
     match options.command:
         case "init":
-            keys.make(options.names, overwrite=options.overwrite)
+            keys.make(options.names, options.gateway, overwrite=options.overwrite)
         case "add":
-            keys.add(options.names, overwrite=options.overwrite)
+            keys.add(options.names, options.gateway, overwrite=options.overwrite)
         case _:
             keys.remove(options.names)
     for path in keys.written:
-        flag = "--curve-secret-file" if path.stem == CONTROLLER else "--cluster-curve-file"
-        process = "lmcache-controller" if path.stem == CONTROLLER else "lmcache-server"
-        print(f"{path}  {process} {flag}")
+        print(f"{path}  {keys.use_of(path)}")
     for name in keys.missing:
         print(f"{name}: its file is not in {keys.folder}; copy the `client` lines of another member into it")
     return 0

@@ -113,7 +113,7 @@ def _instances(answer: Mapping[str, Any]) -> Any:
         {
             "id": row["id"],
             "state": "draining" if row["draining"] else row["state"],
-            "sync": row["sync"]["state"],
+            "followed": row["following"]["state"],
             "host": row["host"],
             "zone": row["zone"] or "-",
             "l1_keys": row["keys"].get("l1", 0),

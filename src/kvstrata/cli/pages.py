@@ -387,8 +387,12 @@ def cluster_warnings(cluster: dict[str, Any], instances: list[dict[str, Any]]) -
             found.append(f"{row['id']}: {row['state']}, heard {span(row['heard_ago_s'])} ago")
             continue
         found += [f"{row['id']}: {tier} is {state}" for tier, state in row["tier_states"].items()]
-        if row["sync"]["state"] == "wanted":
-            found.append(f"{row['id']}: a full sync is wanted")
+        if row["late"]:
+            found.append(f"{row['id']}: has not answered for {span(row['heard_ago_s'])}")
+        if row["following"]["state"] == "wanted":
+            found.append(
+                f"{row['id']}: its chunks are to be listed again ({row['following']['listed_because']})"
+            )
     if cluster["restarts"]:
         found.append(f"{cluster['restarts']} restarts, the last after {cluster['last_end']}")
     if refused := cluster["directory"]["refused_keys_total"]:

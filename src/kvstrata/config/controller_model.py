@@ -47,13 +47,12 @@ class EtcdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class MonitorPorts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """ZMQ ports of the controller, all on one address."""
+    """The controller's ZMQ port."""
 
-    pull: Annotated[int, says("Port for the events of instances' chunks; 0 takes a free one.", ge=0, le=65_535)] = 8300
     reply: Annotated[int, says(
-        "Port for registration, full syncs and lookups. Instances are configured with this port, and learn the others "
-        "from the controller.", ge=0, le=65_535)] = 8400
-    heartbeat: Annotated[int, says("Port for heartbeats and commands.", ge=0, le=65_535)] = 8082
+        "Port for registrations, lookups and gateways; 0 takes a free one.", ge=0, le=65_535)] = 8400
+    pull: Annotated[int | None, says("Has no effect: the controller asks instances at their own ports.")] = None
+    heartbeat: Annotated[int | None, says("Has no effect, likewise.")] = None
 
 
 class ControllerHttpSettings(ListenSettings, frozen=True, kw_only=True):
@@ -81,10 +80,11 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         pattern=r"^[A-Za-z0-9._-]{0,64}$", demand=NAME)] = ""
     http: ControllerHttpSettings = ControllerHttpSettings()
     monitor_host: Annotated[str, says(
-        "Address of the ZMQ ports; empty: that of `http.host`.")] = ""
+        "Address of the ZMQ port; empty: that of `http.host`.")] = ""
     monitor_ports: MonitorPorts = MonitorPorts()
     heartbeat_s: Annotated[float, says(
-        "Time between two heartbeats of an instance, in seconds.", ge=0.05, le=3_600)] = 10.0
+        "An instance that has answered nothing for this time, in seconds, is late; it is asked twice as often.",
+        ge=0.05, le=3_600)] = 10.0
     dead_after_s: Annotated[float, says(
         "Silence after which an instance is dead and its chunks are forgotten, in seconds; at least twice "
         "`heartbeat_s`.", limit=True, ge=0.1, le=86_400)] = 30.0

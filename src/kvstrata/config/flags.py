@@ -121,7 +121,7 @@ PICKER = "127.0.0.1:9002"
 HELP = {
     "--l2-adapter": 'an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
     '"capacity_gb": 200}\'; `none` for no L2 (a disk tier in the cache folder)',
-    "--monitor-ports": 'ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\' (these)',
+    "--monitor-ports": "ZMQ port: '{\"reply\": 8400}' (this one)",
     "--engine": "an engine: http://HOST:PORT; dns+http://NAME:PORT: all of NAME; repeatable (this host's)",
     "--p2p-tcp": "let UCX use tcp; whoever reaches its ports can read and write this process's memory",
     "--picker": f"answer Envoy's questions for an engine on a gRPC port as well ({PICKER} without HOST:PORT)",

@@ -104,10 +104,10 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "Transfer engine that moves the bytes; `auto`: ucx if this build has it, else nixl if it is installed, else "
         "off. All peers must use the same engine.")] = "auto"
     listen: Annotated[str, says(
-        "HOST:PORT on which peers ask for leases; port 0 takes a free one.",
+        "HOST:PORT of the control port, where controllers, gateways and peers ask; port 0 takes a free one.",
         pattern=r"^[^\s/]+:\d{1,5}$", demand="must be HOST:PORT, such as localhost:0")] = "localhost:0"
     advertise: Annotated[str, says(
-        "HOST or HOST:PORT at which peers reach `listen`; empty: the same as `listen`.",
+        "HOST or HOST:PORT at which they reach `listen`; empty: the same as `listen`.",
         pattern=r"^([^\s/:]+|[^\s/]+:\d{1,5})?$", demand="must be HOST or HOST:PORT, or empty")] = ""
     tcp: Annotated[bool, says(
         "UCX may use tcp. Whoever reaches its ports can read and write the memory of the server, so keep them in a "

@@ -134,6 +134,14 @@ class Waiting(msgspec.Struct):
     wait_s: WaitS = 5.0
 
 
+class Freeze(msgspec.Struct, kw_only=True):
+    """One instance, and for how long it stores nothing new."""
+
+    name: Name
+    seconds: Annotated[float, Meta(ge=0, le=60, description="How long, at most 60; 0 ends it.")]
+    wait_s: WaitS = 5.0
+
+
 class Command(msgspec.Struct):
     """One command."""
 
@@ -355,11 +363,20 @@ async def undrain(parts: Admin, ask: Waiting) -> Reply:
     return await parts.ended(await parts.orders.drain(ask.name, False), ask.wait_s)
 
 
-@operation("POST", "/v1/instances/{name}/resync", ctl="resync", tag="instances", acts=True)
-async def resync(parts: Admin, ask: Waiting) -> Reply:
-    """Command an instance to begin a full sync."""
-    issued = parts.cluster.issue(parts.orders.member(ask.name), CommandKind.RESYNC, {"freeze_ms": 0})
-    return await parts.ended([issued], ask.wait_s)
+@operation("POST", "/v1/instances/{name}/resync", ctl="resync", tag="instances")
+def resync(parts: Admin, ask: Instance) -> Document:
+    """List an instance's chunks again, for the directory of this controller."""
+    member = parts.orders.member(ask.name)
+    parts.cluster.list_anew(member)
+    return {"id": member.id, "following": views.instance_row(parts.cluster, member, {})["following"]}
+
+
+@operation("POST", "/v1/instances/{name}/freeze", ctl="freeze", tag="instances", acts=True)
+async def freeze(parts: Admin, ask: Freeze) -> Reply:
+    """Have an instance store nothing new for a time, and serve what it has; 0 ends that."""
+    member = parts.orders.member(ask.name)
+    argument = {"freeze_ms": round(1000 * ask.seconds)}
+    return await parts.ended([parts.cluster.issue(member, CommandKind.FREEZE, argument)], ask.wait_s)
 
 
 @operation("DELETE", "/v1/instances/{name}", ctl="remove", tag="instances", acts=True)

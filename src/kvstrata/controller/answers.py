@@ -1,7 +1,6 @@
-"""Decodes frames of instances and gateways, hands them to the cluster, and sends the answers.
+"""The controller's port: instances and gateways ask here, each what the kind of its key may ask.
 
-1. Each request and each heartbeat gets one answer; an invalid frame gets a Failure.  Events get no answer; an invalid
-   frame among them is counted and dropped.
+1. Each request gets one answer; an invalid frame gets a Failure.
 2. A message that fails affects only its sender.
 3. At most MAX_UNANSWERED requests are under way; further requests are refused.
 """
@@ -9,27 +8,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Collection
 
 import msgspec
 
+from kvstrata.cluster.lookups import INLINE_TAGS
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.lookups import INLINE_TAGS
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.prompts import Named
-from kvstrata.controller.sockets import Sockets
-from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
+from kvstrata.errors import BadRequest, InternalError, KvstrataError, NotPermitted, Refused
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
-    EVENTS,
-    HEARTBEATS,
+    BAD_FRAME,
     MAX_PEER_KEYS,
-    REPLY_REQUESTS,
     TAG_BYTES,
-    Beat,
+    TO_CONTROLLER,
+    ClusterRequest,
     Done,
-    Failure,
     GatewayBeat,
     Goodbye,
     Holdings,
@@ -37,72 +36,93 @@ from kvstrata.rpc.cluster_wire import (
     Register,
     Registered,
     Replicate,
-    SyncBegin,
-    SyncEnd,
-    SyncPart,
-    ToReply,
+    ToController,
     Where,
     WhereReply,
     encode,
+    failure,
 )
-from kvstrata.rpc.zmq_server import Address
+from kvstrata.rpc.zmq_curve import KeyKind
+from kvstrata.rpc.zmq_server import Address, ZmqServer
 from kvstrata.types import KEY_BYTES
 
 MAX_UNANSWERED = 4_096
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors that decoding an invalid frame may raise."""
+ASKS: dict[KeyKind, tuple[type[ClusterRequest], ...]] = {
+    KeyKind.INSTANCE: (Register, Goodbye, Where),
+    KeyKind.GATEWAY: (GatewayBeat, Holdings, Replicate),
+    KeyKind.CONTROLLER: (),
+}
+"""What a key of each kind may ask."""
 
 
-class Answers:
-    """Connects the sockets with one cluster."""
+def zmq_host(settings: ControllerSettings) -> str:
+    """The address of the ZMQ port."""
+    return settings.monitor_host or settings.http.host
+
+
+def zmq_host_setting(settings: ControllerSettings) -> str:
+    """The setting that names the address of the ZMQ port."""
+    return "monitor_host" if settings.monitor_host else "http.host"
+
+
+class Answers(Numbers):
+    """Connects the port with one cluster. Belongs to the event loop."""
+
+    bad_frames = counter("Invalid frames.")
 
     def __init__(
         self,
         cluster: Cluster,
         operations: Operations,
-        sockets: Sockets,
+        server: ZmqServer,
         supervisor: Supervisor,
         peer_hosts: PeerHosts,
+        kinds_of: Callable[[str], Collection[KeyKind]],
     ) -> None:
+        """`server` is bound; `kinds_of` says what a client's public key is."""
         self._operations = operations
         self._cluster = cluster
         self._peer_hosts = peer_hosts
-        self._sockets = sockets
+        self._server = server
         self._supervisor = supervisor
+        self._kinds_of = kinds_of
         self._log = EventLog("links")
         self._unanswered = 0
 
     def start(self) -> None:
         """Begin to read."""
-        self._sockets.start(self._on_request, self._on_events, self._on_heartbeat, self._wrong_frames)
-
-    # --- reply ----------------------------------------------------------------------------------------------
+        self._server.start(self._on_request, self._wrong_frames)
 
     def _on_request(self, address: Address, frame: bytes) -> None:
         started_s = time.perf_counter()
         try:
-            request = REPLY_REQUESTS.decode(frame)
-        except UNREADABLE as error:
-            self._sockets.answer(address, self._bad("reply", error))
+            request = TO_CONTROLLER.decode(frame)
+        except BAD_FRAME as error:
+            self._server.send(address, self._bad(error))
             return
-        if isinstance(request, Where | Holdings) and (wrong := _odd_tags(request)):
-            self._sockets.answer(address, self._failure(request.seq, BadRequest(wrong, field="tags")))
+        kinds = self._kinds_of(address.key)
+        # A member whose key is listed no more is refused, and forgotten, by its id.
+        unlisted = isinstance(request, Register) and not kinds
+        if not unlisted and not any(isinstance(request, ASKS[kind]) for kind in kinds):
+            self._server.send(address, self._failure(request.seq, _denied(request, kinds)))
+        elif isinstance(request, Where | Holdings) and (wrong := _odd_tags(request)):
+            self._server.send(address, self._failure(request.seq, BadRequest(wrong, field="tags")))
         elif isinstance(request, Where) and not request.each and len(request.tags) <= INLINE_TAGS * TAG_BYTES:
             owners = self._cluster.ranking.where_now(request)
-            self._sockets.answer(address, encode(WhereReply(request.seq, self._cluster.epoch, owners)))
+            self._server.send(address, encode(WhereReply(request.seq, self._cluster.epoch, owners)))
             self._cluster.ranking.seconds.add(time.perf_counter() - started_s)
         elif isinstance(request, Holdings) and 2 * len(request.tags) <= INLINE_TAGS * TAG_BYTES:
             holdings = self._cluster.gateways.holdings_now(request)
-            self._sockets.answer(address, encode(HoldingsReply(request.seq, self._cluster.epoch, holdings)))
+            self._server.send(address, encode(HoldingsReply(request.seq, self._cluster.epoch, holdings)))
             self._cluster.gateways.seconds.add(time.perf_counter() - started_s)
         elif self._unanswered >= MAX_UNANSWERED:
             busy = Refused("too many requests are under way; ask again", retry_after_s=0.1)
-            self._sockets.answer(address, self._failure(request.seq, busy))
+            self._server.send(address, self._failure(request.seq, busy))
         else:
             self._unanswered += 1
             self._supervisor.job(self._answer(address, request, started_s), type(request).__name__)
 
-    async def _answer(self, address: Address, request: ToReply, started_s: float) -> None:
+    async def _answer(self, address: Address, request: ToController, started_s: float) -> None:
         try:
             reply = encode(await self._outcome(request, address))
         except KvstrataError as refused:
@@ -113,34 +133,21 @@ class Answers:
             reply = self._failure(request.seq, InternalError("the controller failed; see its log"))
         finally:
             self._unanswered -= 1
-        self._sockets.answer(address, reply)
+        self._server.send(address, reply)
         if isinstance(request, Where | Holdings):
             of = self._cluster.ranking if isinstance(request, Where) else self._cluster.gateways
             of.seconds.add(time.perf_counter() - started_s)
 
-    async def _outcome(self, request: ToReply, address: Address) -> msgspec.Struct:
+    async def _outcome(self, request: ToController, address: Address) -> msgspec.Struct:
         cluster, key = self._cluster, address.key
         match request:
             case Register():
-                await self._peer_hosts.check(request.peer_endpoint, address.host)
-                sync = cluster.register(request, key)
-                return Registered(
-                    request.seq,
-                    cluster.epoch,
-                    cluster.name,
-                    self._sockets.ports["pull"],
-                    self._sockets.ports["heartbeat"],
-                    round(1000 * cluster.settings.heartbeat_s),
-                    sync,
-                )
+                await self._peer_hosts.check(request.control_endpoint, address.host)
+                await cluster.register(request, key)
+                beat_ms = round(1000 * cluster.settings.heartbeat_s)
+                return Registered(request.seq, cluster.epoch, cluster.name, beat_ms)
             case Goodbye():
                 cluster.goodbye(request, key)
-            case SyncBegin():
-                cluster.sync_begin(request, key)
-            case SyncPart():
-                await cluster.sync_part(request, key)
-            case SyncEnd():
-                await cluster.sync_end(request, key)
             case Where():
                 return WhereReply(request.seq, cluster.epoch, await cluster.ranking.where(request))
             case GatewayBeat():
@@ -173,63 +180,25 @@ class Answers:
         )  # fmt: skip
         await self._operations.copy(named, asked.to, asked.source, move=False)
 
-    # --- pull -----------------------------------------------------------------------------------------------
+    def _bad(self, error: Exception) -> bytes:
+        self.bad_frames += 1
+        self._log.repeated(30, "bad_frame", "bad_frame", error=str(error))
+        return self._failure(0, BadRequest(f"not a message to a controller: {error}"))
 
-    def _on_events(self, address: Address, frame: bytes) -> None:
-        try:
-            events = EVENTS.decode(frame)
-        except UNREADABLE as error:
-            self._bad("pull", error)
-            return
-        self._cluster.apply(events, address.key)
-        if self._cluster.directory.busy:
-            self._sockets.pause()
-
-    # --- heartbeat ------------------------------------------------------------------------------------------
-
-    def _on_heartbeat(self, address: Address, frame: bytes) -> None:
-        cluster = self._cluster
-        try:
-            told = HEARTBEATS.decode(frame)
-        except UNREADABLE as error:
-            self._sockets.beat(address, self._bad("heartbeat", error))
-            return
-        try:
-            commands = cluster.heartbeat(told, address.key)
-        except KvstrataError as refused:
-            self._sockets.beat(address, self._failure(told.seq, refused))
-            return
-        self._sockets.heard(told.instance, address)
-        self._sockets.keep_addresses(
-            2 * len(cluster.members) + 16, lambda name: cluster.members.get(name) is not None
-        )
-        self._sockets.beat(
-            address, encode(Beat(told.seq, cluster.epoch, commands, *cluster.leadership.proof))
-        )
-
-    # --- failures -------------------------------------------------------------------------------------------
-
-    def _bad(self, name: str, error: Exception) -> bytes:
-        self._sockets.bad_frames[name] += 1
-        self._log.repeated(30, f"bad_frame {name}", "bad_frame", socket=name, error=str(error))
-        return self._failure(0, BadRequest(f"not a message of the {name} socket: {error}"))
-
-    def _wrong_frames(self, name: str, count: int) -> bytes:
-        return self._bad(name, BadRequest(f"{count} frames; a message has one frame"))
+    def _wrong_frames(self, _: Address, count: int) -> bytes:
+        return self._bad(BadRequest(f"{count} frames; a message has one frame"))
 
     def _failure(self, seq: int, error: KvstrataError) -> bytes:
         self._cluster.refused_requests[error.code] += 1
-        return encode(
-            Failure(
-                seq,
-                self._cluster.epoch,
-                error.code,
-                error.message,
-                error.field,
-                error.retryable,
-                error.retry_after_ms,
-            )
-        )
+        return encode(failure(seq, self._cluster.epoch, error))
+
+
+def _denied(request: ClusterRequest, kinds: Collection[KeyKind]) -> NotPermitted:
+    whose = [kind for kind, asks in ASKS.items() if isinstance(request, asks)]
+    return NotPermitted(
+        f"{type(request).__name__} is for a key of kind {' or '.join(whose)}; the key of this connection is of kind "
+        f"{' and '.join(sorted(kinds)) or 'none'} (kvstrata cluster init)"
+    )
 
 
 def _odd_tags(request: Where | Holdings) -> str:

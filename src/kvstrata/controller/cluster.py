@@ -1,55 +1,58 @@
 """The cluster as this controller knows it: carries out instances' messages and admins' orders, on one loop.
 
-Messages (answers.py) and the HTTP API (app.py) both arrive here.  Only `outcome` waits for instances, for a bounded
-time.
+Messages (answers.py) and the HTTP API (admin.py) both arrive here.  Only `register` and `outcome` wait for instances,
+for a bounded time.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvstrata.clock import Clock
+from kvstrata.cluster.directory import Directory
+from kvstrata.cluster.follow import LISTS, Follower
+from kvstrata.cluster.lookups import Lookups
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.commands import COMMAND_TTL_S, Commands
-from kvstrata.controller.directory import Directory, Fill, SlotsExhausted
 from kvstrata.controller.gateways import Gateways
 from kvstrata.controller.history import Journal
 from kvstrata.controller.instance_keys import InstanceKeys, Listed
 from kvstrata.controller.leadership import Leadership
-from kvstrata.controller.lookups import Lookups
-from kvstrata.controller.member import Issued, Member, MemberState, Outbox, Sync
+from kvstrata.controller.member import Issued, Member, MemberState, Outbox
 from kvstrata.controller.members import Members
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.ranking import Ranking
 from kvstrata.controller.sampling import Sampling
-from kvstrata.controller.syncs import Syncs
-from kvstrata.errors import NoSlots, NotLeading, Refused, SyncAgain
+from kvstrata.errors import ClusterFailure, NotLeading, Unavailable, UnreachableInstance
 from kvstrata.native.core import Registry
 from kvstrata.observability.numbers import Numbers, counter
+from kvstrata.patience import patience
+from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     Change,
-    Command,
+    Changed,
+    Changes,
     CommandKind,
-    Events,
+    Condition,
     Goodbye,
-    Heartbeat,
     Register,
     Run,
-    SyncBegin,
-    SyncEnd,
-    SyncPart,
 )
+from kvstrata.rpc.zmq_curve import ClusterKeys
+from kvstrata.rpc.zmq_link import AskLink, Links
 from kvstrata.types import GB
 
 if TYPE_CHECKING:  # importing it needs the client library of etcd
     from kvstrata.controller.election import Election
 
 TICK_S = 0.25
-NO_SLOTS_RETRY_S = 0.5
-OF_EACH = frozenset({CommandKind.RESYNC})
-"""Commands that every controller sends for its own directory, even if it does not lead."""
+REACH_S = 2.0
+"""Time for an instance that registers to answer at its control port."""
 ONLY_ASKING = frozenset({CommandKind.RUNTIME, CommandKind.STATUS, CommandKind.CLAIMS})
 """Commands that change nothing; dashboards send them all the time, so their success is not an event."""
 
@@ -68,33 +71,39 @@ class Cluster(Numbers):
         *,
         name: str,
         epoch: int,
+        supervisor: Supervisor,
+        keys: ClusterKeys,
         election: Election | None = None,
         listed: Callable[[], Listed | None] = lambda: None,
-        nudge: Callable[[str], None] = lambda instance: None,
-        drained: Callable[[], None] = lambda: None,
     ) -> None:
-        """`listed`: see InstanceKeys.  `nudge` asks an instance for a heartbeat; `drained` is called when the directory
-        accepts events again.
-        """
+        """`listed`: see InstanceKeys. `keys`: with which this controller asks instances."""
         self.settings = settings
         self.name = name
         self.clock = clock
         self.epoch = epoch
         self.started_s = clock.monotonic_s()
         self.orders = orders
-        self._nudge = nudge
+        self._supervisor = supervisor
+        self._own_keys = keys
+        self._links = Links(loop)
+        self._lists = asyncio.Semaphore(LISTS)
+        self._following: dict[int, asyncio.Task[None]] = {}
+        """By group: the task that follows the member."""
+        self._resume: dict[int, int] = {}
+        """By group: the cursor from which a member of the snapshot is followed on."""
+        self.restored = asyncio.Event()
+        """Set except while placements of a snapshot are restored, which changes since the snapshot must follow."""
+        self.restored.set()
         self.journal = Journal(clock, epoch * 1000)
         registry = Registry(max_bytes=int(settings.directory.max_gb * GB))
         self.lookups = Lookups(loop, registry)
-        self.directory = Directory(loop, registry, self.lookups, failed=self._change_failed, drained=drained)
+        self.directory = Directory(loop, registry, self.lookups, failed=self._change_failed)
         self.leadership = Leadership(election, self.journal, retry_after_s=settings.etcd.ttl_s)
         self._outbox = Outbox()
-        self.commands = Commands(self._outbox, epoch * 1000)
-        self.syncs = Syncs(self.commands, self._outbox)
+        self.commands = Commands(epoch * 1000, lambda: self.leadership.proof, self._command_ended)
         self._keys = InstanceKeys(orders, lambda: clock.unix_ms() / 1000, listed)
         self.members = Members(
             self.commands,
-            self.syncs,
             self._outbox,
             orders=orders,
             keys=self._keys,
@@ -105,55 +114,128 @@ class Cluster(Numbers):
         self.ranking = Ranking(clock, self.members, self.lookups)
         self.gateways = Gateways(clock, self.members, self.lookups, self._keys)
         self.sampling = Sampling(clock, self.members, self.directory, self.lookups, self.ranking)
-        self._fills: dict[int, Fill] = {}
-        """By group: the slots that its full sync under way fills."""
-        self._outcomes: dict[int, asyncio.Future[None]] = {}
         self._ready = "starting"
         orders.changed = self._orders_changed
 
     # --- messages of instances, with the keys of their connections ------------------------------------------
 
-    def register(self, told: Register, key: str) -> bool:
-        """An instance registers; returns whether a full sync is wanted. Raises as `Members.register`."""
-        member, sync = self.members.register(told, key, self._now())
-        self._abandon(member)
-        self.lookups.set_readable(member.group, member.readable)
-        self.lookups.set_shared(member.group, told.media)
-        self.settle()
-        return sync
+    async def register(self, told: Register, key: str) -> None:
+        """An instance registers, perhaps again; a new one is asked for an answer first.
+
+        Raises as `Members.check`, and UnreachableInstance.
+        """
+        told = msgspec.structs.replace(told, seq=0)
+        link = None
+        try:
+            member = self.members.check(told, key, self._now())
+            if member is not None and member.told == told:
+                return
+            known = member is not None and member.told.control_endpoint == told.control_endpoint
+            link = self._link(told, key) if known else await self._reach(told, key)
+            member = self.members.register(told, key, self._now())
+            self.lookups.set_readable(member.group, member.readable)
+            self.lookups.set_shared(member.group, told.media)
+            self._follow(member, link)
+            link = None
+        finally:
+            if link is not None:
+                link.close()
+            self.settle()
 
     def goodbye(self, told: Goodbye, key: str) -> None:
         """An instance leaves. Raises UnknownInstance, WrongKey."""
-        self.members.goodbye(told, key, self._now())
+        self.members.goodbye(told, key)
         self.settle()
 
-    def heartbeat(self, told: Heartbeat, key: str) -> list[Command]:
-        """A heartbeat arrives; returns the commands for its answer. Raises UnknownInstance, Superseded, WrongKey."""
-        leads = self.leadership.token is not None
-        commands = self.members.heartbeat(told, key, self._now(), leads=leads)
-        if not leads:
-            commands = [command for command in commands if command.kind in OF_EACH]
-        self.ranking.forget_referred(told.instance)
-        member = self.members.get(told.instance)
+    # --- following ------------------------------------------------------------------------------------------
+
+    def _link(self, told: Register, key: str) -> AskLink:
+        def changed(up: bool) -> None:
+            if not up:
+                link.fail_sent()
+
+        link = self._links.ask(told.control_endpoint, keys=self._own_keys.to(key), changed=changed)
+        return link
+
+    async def _reach(self, told: Register, key: str) -> AskLink:
+        """A link to the control port of an instance, which has answered there. Raises UnreachableInstance."""
+        try:
+            link = self._link(told, key)
+        except Unavailable as error:
+            raise UnreachableInstance(
+                f"control_endpoint: {error.message}", field="control_endpoint"
+            ) from None
+        try:
+            reply = await link.ask(Changes(0, -1), Changed, patience(REACH_S))
+            if reply.epoch == told.incarnation:
+                return link
+            why = "another process answers there"
+        except (Unavailable, ClusterFailure) as error:
+            why = error.message
+        link.close()
+        raise UnreachableInstance(
+            f"control_endpoint: the controller cannot ask {told.instance} at {told.control_endpoint}: {why}; let the "
+            "controller's host through to this port, and see p2p.listen, p2p.advertise and the keys of both",
+            field="control_endpoint",
+        )
+
+    def _follow(self, member: Member, link: AskLink) -> None:
+        """Follow a member over this link from now on; where the directory knows it already, from there."""
+        before, cursor = member.follower, self._resume.pop(member.group, None)
+        if before is not None:
+            before.link.close()
+            if before.confirmed and before.tiers == member.told.tiers:
+                cursor = before.cursor
+        member.follower = follower = Follower(
+            link,
+            self.directory,
+            member.group,
+            _Heard(self, member),
+            self._lists,
+            incarnation=member.incarnation,
+            tiers=member.told.tiers,
+            beat_s=self.settings.heartbeat_s,
+            cursor=cursor,
+        )
+        task = self._following.pop(member.group, None)
+        if task is not None:
+            task.cancel()
+
+        async def run() -> None:
+            if cursor is not None:
+                await self.restored.wait()
+            await follower.run()
+
+        self._following[member.group] = self._supervisor.spawn(run(), f"follow-{member.id}")
+
+    def cursors(self) -> dict[int, int]:
+        """By group: the first change of each member in step that was not given to the directory."""
+        found = {one.group: one.follower.cursor for one in self.members if one.follower and one.confirmed}
+        return {group: cursor for group, cursor in found.items() if cursor is not None}
+
+    def resume(self, instance: str, cursor: int) -> None:
+        """Follow a member of the snapshot from here on, once it has registered."""
+        member = self.members.get(instance)
         if member is not None:
+            self._resume[member.group] = cursor
+
+    def list_restored(self) -> None:
+        """The snapshot's placements are not whole: list all members that were to be followed on from it."""
+        self._resume.clear()
+        for member in self.live():
+            if member.follower is not None and not member.follower.lists:
+                member.follower.list_anew("snapshot_ignored")
+
+    def heard(self, member: Member, condition: Condition | None) -> None:
+        """A member has answered."""
+        self.members.heard(member, condition, self._now(), leads=self.leadership.token is not None)
+        if condition is not None:
+            self.ranking.forget_referred(member.id)
             self.sampling.count_hits(member)
-            self.leadership.check_obeys(member, told.obeys)
-        self.settle()
-        return commands
-
-    def apply(self, told: Events, key: str) -> None:
-        """Apply a batch of events, if it is the next one of a member."""
-        member = self.members.get(told.instance)
-        if self.syncs.events(member, told, key) and member is not None:
-            try:
-                self.directory.apply(member.group, member.told.tiers, told.runs)
-                if member.told.media:
-                    self._apply_to_sharers(member, told.runs)
-            except SlotsExhausted:
-                self.syncs.want(member, "no_slots")
+            self.leadership.check_obeys(member, condition.obeys)
         self.settle()
 
-    def _apply_to_sharers(self, member: Member, runs: Sequence[Run]) -> None:
+    def apply_to_sharers(self, member: Member, runs: Sequence[Run]) -> None:
         """What one member no longer finds in a shared medium, no other one finds there."""
         for run in runs:
             medium = member.told.media.get(run.tier)
@@ -166,53 +248,13 @@ class Cluster(Numbers):
                         lost = Run(run.change, tier, run.tags)
                         self.directory.apply(other.group, other.told.tiers, [lost])
 
-    def sync_begin(self, told: SyncBegin, key: str) -> None:
-        """A full sync begins. Raises UnknownInstance, Superseded, WrongKey, BadSync, SyncAgain, NoSlots."""
-        member = self.members.speaker(told.instance, told.incarnation, key, self._now())
-        sync = self.syncs.begin(member, told, self._now())
-        if sync is None:
-            return
-        self._abandon(member)
-        try:
-            self._fills[member.group] = self.directory.begin(member.group, member.told.tiers)
-        except SlotsExhausted:
-            self.syncs.failed(member, sync, "no_slots")
-            raise NoSlots(
-                "no slot is free until retired ones are swept; begin again", retry_after_s=NO_SLOTS_RETRY_S
-            ) from None
-
-    async def sync_part(self, told: SyncPart, key: str) -> None:
-        """A part of a full sync arrives. Raises UnknownInstance, Superseded, WrongKey, BadSync, SyncAgain, Refused."""
-        if self.directory.full:
-            raise Refused("the controller is behind with full syncs; send the part again", retry_after_s=0.1)
-        member = self.members.speaker(told.instance, told.incarnation, key, self._now())
-        sync, fresh = self.syncs.part(member, told)
-        fill = self._fills.get(member.group)
-        if not fresh or fill is None:
-            return
-        wrong = await self.directory.fill(fill, told.tier, told.tags)
-        if wrong:
-            self._sync_failed(member, sync, wrong)
-            raise Refused(
-                f"the directory cannot take the part: {wrong}; see directory.max_gb",
-                field="directory.max_gb",
-                retry_after_s=self.settings.heartbeat_s,
+    def list_anew(self, member: Member) -> None:
+        """List a member's chunks again, as an admin wishes. Raises Unavailable."""
+        if member.follower is None or member.state is not MemberState.LIVE:
+            raise Unavailable(
+                f"instance: {member.id} is {member.state}; only a live instance is listed", field="instance"
             )
-
-    async def sync_end(self, told: SyncEnd, key: str) -> None:
-        """A full sync ends and is published. Raises UnknownInstance, Superseded, WrongKey, SyncAgain."""
-        member = self.members.speaker(told.instance, told.incarnation, key, self._now())
-        sync = self.syncs.end(member, told)
-        if sync is None:
-            await self.directory.idle()
-            return
-        fill = self._fills.pop(member.group, None)
-        wrong = await self.directory.publish(fill) if fill is not None else "bad_slot"
-        if wrong or not self.syncs.done(member, sync, self._now()):
-            self._sync_failed(member, sync, wrong)
-            raise SyncAgain(f"sync: {told.sync} was dropped before it was published; begin again")
-        self.directory.forget_tiers_but(member.group, member.told.tiers)
-        self.settle()
+        member.follower.list_anew("asked")
 
     # --- requests of admins ---------------------------------------------------------------------------------
 
@@ -228,7 +270,7 @@ class Cluster(Numbers):
         """Another controller leads now, or none: end commands that only a leader may send."""
         self.leadership.changed()
         if self.leadership.token is None:
-            self.commands.give_up(self.members, "this controller no longer leads", keep=OF_EACH)
+            self.commands.give_up(self.members, "this controller no longer leads")
             self.settle()
 
     def live(self) -> list[Member]:
@@ -250,21 +292,22 @@ class Cluster(Numbers):
     ) -> Issued:
         """Issue a command to a member. Raises NotLeading, Unavailable, Refused."""
         self.leadership.must_lead()
-        issued = self.commands.issue(member, kind, argument, self._now(), ttl_s=ttl_s)
-        self._nudge(member.id)
-        return issued
+        return self.commands.issue(member, kind, argument, self._now(), ttl_s=ttl_s)
 
     async def outcome(self, issued: Sequence[Issued], wait_s: float) -> bool:
         """Wait until these commands have ended, at most `wait_s`; returns whether all have. The commands go on."""
-        waits = [self._outcome(one) for one in issued if one.result is None]
-        if waits and wait_s > 0:
-            await asyncio.wait(waits, timeout=wait_s)
+        try:
+            async with asyncio.timeout(wait_s):
+                for one in issued:
+                    await one.ended.wait()
+        except TimeoutError:
+            pass
         return all(one.result is not None for one in issued)
 
     # --- periodic -------------------------------------------------------------------------------------------
 
     async def keep_time(self) -> None:
-        """Find dead members, end expired commands and add points to the series, until cancelled."""
+        """Find dead members and add points to the series, until cancelled."""
         while True:
             now_s = self._now()
             self.members.tick(now_s)
@@ -287,24 +330,20 @@ class Cluster(Numbers):
         """Carry out the decisions in the outbox."""
         outbox = self._outbox
         for member in outbox.forgotten:
-            self._abandon(member)
+            if member.follower is not None:
+                member.follower.link.close()
+                self._following.pop(member.group).cancel()
+            self._resume.pop(member.group, None)
             self.directory.forget(member.group)
             self.sampling.forget(member)
             self.ranking.forget_referred(member.id)
-        for issued in outbox.ended:
-            waiting = self._outcomes.pop(issued.number, None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(None)
-            assert issued.result is not None
-            if issued.kind not in ONLY_ASKING or not issued.result.ok:
-                self.journal.say("command", issued.instance, number=issued.number, command=str(issued.kind),
-                                 ok=issued.result.ok, message=issued.result.message)  # fmt: skip
         for news in outbox.news:
             self.journal.say(news.kind, news.instance, **news.facts)
         outbox.clear()
 
     def close(self) -> None:
         """End the threads. The cluster must not be used afterwards."""
+        self._links.close()
         self.directory.close()
         self.lookups.close()
 
@@ -313,11 +352,11 @@ class Cluster(Numbers):
     def _now(self) -> float:
         return self.clock.monotonic_s()
 
-    def _outcome(self, issued: Issued) -> asyncio.Future[None]:
-        future = self._outcomes.get(issued.number)
-        if future is None:
-            future = self._outcomes[issued.number] = asyncio.get_running_loop().create_future()
-        return future
+    def _command_ended(self, issued: Issued) -> None:
+        assert issued.result is not None
+        if issued.kind not in ONLY_ASKING or not issued.result.ok:
+            self.journal.say("command", issued.instance, number=issued.number, command=str(issued.kind),
+                             ok=issued.result.ok, message=issued.result.message)  # fmt: skip
 
     def _orders_changed(self) -> None:
         """Apply changed orders to the members."""
@@ -330,17 +369,24 @@ class Cluster(Numbers):
                 self.lookups.set_readable(member.group, member.readable)
         self.settle()
 
-    def _abandon(self, member: Member) -> None:
-        fill = self._fills.pop(member.group, None)
-        if fill is not None:
-            self.directory.abandon(fill)
-
-    def _sync_failed(self, member: Member, sync: Sync, reason: str) -> None:
-        if member.sync is sync:
-            self._abandon(member)
-        self.syncs.failed(member, sync, reason)
-        self.settle()
-
     def _change_failed(self, group: int, reason: str) -> None:
         """The directory had no room for some placements. Lookups miss these chunks; nothing else is affected."""
         self.journal.say("directory_full", reason=reason)
+
+
+class _Heard:
+    """What a follower hears of one member."""
+
+    def __init__(self, cluster: Cluster, member: Member) -> None:
+        self._cluster, self._member = cluster, member
+        self.heard = partial(cluster.heard, member)
+
+    def applied(self, runs: Sequence[Run]) -> None:
+        if self._member.told.media:
+            self._cluster.apply_to_sharers(self._member, runs)
+
+    def listed(self, took_s: float) -> None:
+        self._cluster.journal.say("listed", self._member.id, took_s=round(took_s, 3))
+
+    def lost(self, reason: str) -> None:
+        self._cluster.journal.say("list_again", self._member.id, reason=reason)

@@ -1,44 +1,48 @@
-"""Commands of a controller to its instances: each is repeated until it ends, and ends once.  No I/O, no clock.
+"""Commands of a controller to its instances: each is sent once, to the instance's control port, and ends once.
 
-1. Every answer to a heartbeat of the member carries the command, until its result arrives, it expires, the member is
-   gone, or this controller no longer leads.
-2. At most MAX_WAITING commands of a member have not ended.  The last MAX_ENDED commands of all members are remembered.
-3. One answer carries at most MAX_COMMANDS commands with at most MAX_BEAT_BYTES of keys, but always one; the next answer
-   carries the rest.
+1. A command that was sent may have been carried out although no answer came: its connection ended, it expired, the
+   member is gone, or this controller no longer leads.  Nothing is sent again.
+2. At most MAX_SENT commands of a member are under way; at most MAX_WAITING have not ended.  The last MAX_ENDED commands
+   of all members are remembered.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvstrata.controller.member import Issued, Member, MemberState, Outbox
-from kvstrata.errors import Refused, Unavailable
-from kvstrata.rpc.cluster_wire import (
-    MAX_CLUSTER_MESSAGE_BYTES,
-    MAX_COMMANDS,
-    Command,
-    CommandKind,
-    CommandResult,
-)
+from kvstrata.controller.member import Issued, Member, MemberState, Result
+from kvstrata.errors import ClusterFailure, Refused, Unavailable
+from kvstrata.rpc.cluster_wire import CommandKind, Do, Outcome
 
+MAX_SENT = 16
 MAX_WAITING = 256
-"""Most commands of one member that have not ended."""
 MAX_ENDED = 1_024
-MAX_BEAT_BYTES = MAX_CLUSTER_MESSAGE_BYTES // 2
-"""Most bytes of keys in the commands of one answer."""
 COMMAND_TTL_S = 600.0
+ANSWER_S = 2.0
+"""Time for the answer to arrive, beyond the command's own."""
 
 
 class Commands:
-    """The commands to all members."""
+    """The commands to all members. Belongs to the event loop."""
 
-    def __init__(self, outbox: Outbox, first_number: int) -> None:
-        """`first_number` must be greater than the number of any earlier command."""
-        self._outbox = outbox
+    def __init__(
+        self,
+        first_number: int,
+        proof: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        ended: Callable[[Issued], None] = lambda issued: None,
+    ) -> None:
+        """`first_number` must be greater than the number of any earlier command.
+
+        `proof()`: token and cluster id of this controller's leadership.  `ended` is called for each that has ended.
+        """
         self._next_number = first_number
+        self._proof = proof
+        self._ended = ended
         self._recent: OrderedDict[int, Issued] = OrderedDict()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def get(self, number: int) -> Issued | None:
         """The recent command with this number; None if there is none."""
@@ -57,7 +61,7 @@ class Commands:
         *,
         ttl_s: float = COMMAND_TTL_S,
     ) -> Issued:
-        """Make a command, for the next heartbeat's answer. Raises Unavailable or Refused as `check_room`."""
+        """Make a command, and send it as soon as fewer than MAX_SENT are under way. Raises as `check_room`."""
         self.check_room(member, 1)
         issued = Issued(self._next_number, member.id, kind, argument, now_s, ttl_s)
         self._next_number += 1
@@ -68,6 +72,7 @@ class Commands:
             if oldest is None:
                 break
             del self._recent[oldest]
+        self._send_next(member)
         return issued
 
     def check_room(self, member: Member, count: int) -> None:
@@ -90,54 +95,47 @@ class Commands:
             issued.kind is kind for issued in member.waiting.values()
         )
 
-    def due(self, member: Member) -> list[Command]:
-        """The commands for the answer to a heartbeat."""
-        commands: list[Command] = []
-        n_bytes = 0
-        for issued in list(member.waiting.values())[:MAX_COMMANDS]:
-            n_bytes += sum(
-                len(value) for value in issued.command.argument.values() if isinstance(value, bytes)
-            )
-            if commands and n_bytes > MAX_BEAT_BYTES:
-                break
-            issued.is_sent = True
-            commands.append(issued.command)
-        return commands
-
-    # --- how they end ---------------------------------------------------------------------------------------
-
-    def answered(self, member: Member, results: Sequence[CommandResult]) -> None:
-        """A heartbeat brings results; results of commands that have ended are ignored."""
-        for result in results:
-            issued = member.waiting.get(result.number)
-            if issued is not None:
-                self._end(member, issued, result)
-
-    def synced(self, member: Member, begun_s: float) -> None:
-        """A full sync that began at `begun_s` has ended: it answers the RESYNC commands that were issued before."""
+    def end_all(self, member: Member, why: str) -> None:
+        """End all commands of a member."""
         for issued in list(member.waiting.values()):
-            if issued.kind is CommandKind.RESYNC and issued.issued_s <= begun_s:
-                self._end(member, issued, CommandResult(issued.number, True, ""))
+            self._end(member, issued, Result(False, why))
 
-    def expire(self, member: Member, now_s: float) -> None:
-        """End the member's expired commands."""
-        over = [issued for issued in member.waiting.values() if now_s >= issued.expires_s]
-        self._drop(member, over, "no answer before it expired")
-
-    def lost(self, member: Member, why: str) -> None:
-        """End all commands of a member that is dead or gone."""
-        self._drop(member, list(member.waiting.values()), why)
-
-    def give_up(self, members: Iterable[Member], why: str, *, keep: frozenset[CommandKind]) -> None:
-        """End all commands of these members, except those of the kinds in `keep`."""
+    def give_up(self, members: Iterable[Member], why: str) -> None:
+        """End all commands of these members."""
         for member in members:
-            self._drop(member, [one for one in member.waiting.values() if one.kind not in keep], why)
+            self.end_all(member, why)
 
-    def _drop(self, member: Member, commands: list[Issued], why: str) -> None:
-        for issued in commands:
-            self._end(member, issued, CommandResult(issued.number, False, why))
+    def _send_next(self, member: Member) -> None:
+        sent = sum(issued.is_sent for issued in member.waiting.values())
+        for issued in list(member.waiting.values()):
+            if sent >= MAX_SENT:
+                return
+            if not issued.is_sent:
+                issued.is_sent, sent = True, sent + 1
+                name = f"command-{issued.kind}"
+                self._tasks[issued.number] = asyncio.create_task(self._send(member, issued), name=name)
 
-    def _end(self, member: Member, issued: Issued, result: CommandResult) -> None:
+    async def _send(self, member: Member, issued: Issued) -> None:
+        assert member.follower is not None, "a live member is followed"
+        token, cluster_id = self._proof()
+        asked = Do(0, issued.kind, issued.argument, round(1000 * issued.ttl_s), token, cluster_id)
+        try:
+            outcome = await member.follower.link.ask(asked, Outcome, issued.ttl_s + ANSWER_S)
+            result = Result(True, "", outcome.body)
+        except ClusterFailure as refused:
+            result = Result(False, refused.message)
+        except Unavailable as silent:
+            result = Result(False, f"{silent.message}; it may have been carried out")
+        del self._tasks[issued.number]
+        self._end(member, issued, result)
+
+    def _end(self, member: Member, issued: Issued, result: Result) -> None:
+        task = self._tasks.pop(issued.number, None)
+        if task is not None:
+            task.cancel()
         issued.result = result
+        issued.ended.set()
         del member.waiting[issued.number]
-        self._outbox.ended.append(issued)
+        self._ended(issued)
+        if member.state is MemberState.LIVE and member.waiting:
+            self._send_next(member)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvstrata.clock import Clock
+from kvstrata.cluster.lookups import Held, Lookups
 from kvstrata.controller import prompts
 from kvstrata.controller.instance_keys import InstanceKeys
-from kvstrata.controller.lookups import Held, Lookups
 from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.members import Members
 from kvstrata.errors import BadRequest
@@ -146,7 +146,7 @@ def _served(member: Member, adapters: dict[int, list[int]]) -> Served:
         member.id,
         list(adapters),
         member.engines,
-        bool(told.peer_endpoint),
+        told.gives_to_peers,
         member.readable,
         member.rates,
         sorted(set(told.media.values())),

@@ -19,7 +19,7 @@ LOUD = frozenset(
         "died",
         "superseded",
         "obeys_others",
-        "resync",
+        "list_again",
         "directory_full",
         "clock",
         "snapshot_ignored",
@@ -110,8 +110,8 @@ class Point(NamedTuple):
     hits_per_s: dict[str, float]
     """Chunks that lookups asked for, by source: `l1`, `l2`, `peer`, and `miss`."""
     event_keys_per_s: float
-    """Tags of events that were applied."""
-    sync_keys_per_s: float
+    """Tags of changes that were applied."""
+    listed_keys_per_s: float
     lookups_per_s: float
     directory_bytes: int
 

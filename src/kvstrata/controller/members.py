@@ -1,14 +1,16 @@
 """Decides which incarnation of an instance is a member of the cluster, and which members live.  No I/O, no clock.
 
-1. An id belongs to a key (instance_keys.py).  Only messages that come with the key of a member count as the member's.
+1. An id belongs to a key (instance_keys.py).  Only messages that come with the key of a member count as the member's,
+   and only a process that has its secret key can answer the controller.
 2. An id has one member.  Another incarnation of the same id and key takes over at once on the same host (a restarted
    process), and on another host after the death of the old one.  A superseded incarnation is refused as long as its
    successor lives; after the successor's death it may register again.
 3. Placements belong to a `group`, a number that is new each time that an incarnation becomes a member.  When the outbox
    names a member in `forgotten`, its placements are dropped.
 4. Everything here is bounded: members, dead members, and remembered incarnations.
-5. An order says whether a member is drained (orders.py), and its heartbeats say whether it leases nothing to peers.  As
+5. An order says whether a member is drained (orders.py), and its condition says whether it leases nothing to peers.  As
    long as the two differ, the member is commanded again.
+6. A member lives as long as it answers (cluster/follow.py); its registrations, which it repeats, do not count.
 
 The states of a member are a table in member.py.  Every method takes the time, in monotonic seconds.
 """
@@ -22,7 +24,6 @@ from kvstrata.controller.commands import Commands
 from kvstrata.controller.instance_keys import InstanceKeys
 from kvstrata.controller.member import Member, MemberEvent, MemberState, News, Outbox
 from kvstrata.controller.orders import Orders
-from kvstrata.controller.syncs import Syncs
 from kvstrata.errors import (
     BadRequest,
     InstanceIdTaken,
@@ -36,10 +37,9 @@ from kvstrata.errors import (
 )
 from kvstrata.rpc.cluster_wire import (
     CLUSTER_PROTOCOL_VERSION,
-    Command,
     CommandKind,
+    Condition,
     Goodbye,
-    Heartbeat,
     Register,
 )
 
@@ -50,7 +50,7 @@ MAX_DEAD = 256
 """Dead members that are still shown; the oldest is forgotten first."""
 PAUSE_S = 5.0
 """A longer time between two ticks means that this process was stopped meanwhile."""
-_PEER_ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}")
+_ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}")
 
 
 class Members:
@@ -59,7 +59,6 @@ class Members:
     def __init__(
         self,
         commands: Commands,
-        syncs: Syncs,
         outbox: Outbox,
         *,
         orders: Orders,
@@ -70,7 +69,6 @@ class Members:
         now_s: float,
     ) -> None:
         self._commands = commands
-        self._syncs = syncs
         self._outbox = outbox
         self._orders = orders
         self._keys = keys
@@ -98,11 +96,8 @@ class Members:
         """The member whose placements have this group."""
         return self._by_group.get(group)
 
-    def speaker(self, instance: str, incarnation: int, key: str, now_s: float) -> Member:
-        """The live sender of a message, which arrives now with this key.
-
-        Raises UnknownInstance, Superseded, WrongKey.
-        """
+    def speaker(self, instance: str, incarnation: int, key: str) -> Member:
+        """The live sender of a message with this key. Raises UnknownInstance, Superseded, WrongKey."""
         member = self._by_id.get(instance)
         if member is not None and member.key != key:
             raise WrongKey(
@@ -116,34 +111,55 @@ class Members:
                 f"instance: {instance} (incarnation {incarnation}) is not registered; register first",
                 field="instance",
             )
-        member.heard_s = max(member.heard_s, now_s)
         return member
 
     # --- coming and going -----------------------------------------------------------------------------------
 
-    def register(self, told: Register, key: str, now_s: float) -> tuple[Member, bool]:
-        """An instance registers with this key; returns its member, and whether a full sync is wanted.
+    def check(self, told: Register, key: str, now_s: float) -> Member | None:
+        """Whether an instance may register with this key; returns the member that it is already, else None.
 
-        Raises BadRequest, WrongVersion, NotPermitted, WrongKey, Superseded, InstanceIdTaken or Refused; then nothing
-        has changed.
+        Raises BadRequest, WrongVersion, NotPermitted, WrongKey, Superseded, InstanceIdTaken or Refused.  A member whose
+        key may not use its id any more is forgotten.
         """
         _check_register(told)
-        self._keys.check(told.instance, key, told.host)
+        known = self._by_id.get(told.instance)
+        try:
+            self._keys.check(told.instance, key, told.host)
+        except NotPermitted:
+            if known is not None and known.key == key and known.state is not MemberState.DEAD:
+                self._forget(known, MemberEvent.REMOVED, "removed")
+            raise
         if told.instance in self._orders.removed:
             raise NotPermitted(
                 f"instance: {told.instance} was removed by an admin; let it in again with "
                 f"`kvstrata ctl cluster allow {told.instance}`",
                 field="instance",
             )
-        known = self._by_id.get(told.instance)
-        if known is not None and known.state is not MemberState.DEAD:
-            if known.incarnation == told.incarnation:
-                self._keys.learn(told.instance, key, self._by_id.__contains__)
-                return self._register_again(known, told, key, now_s)
-            self._check_takeover(known, told, now_s)
-        else:
+        if known is None or known.state is MemberState.DEAD:
             self._check_room()
+            return None
+        if known.incarnation == told.incarnation:
+            return known if known.state is MemberState.LIVE else None
+        self._check_takeover(known, told, now_s)
+        return None
+
+    def register(self, told: Register, key: str, now_s: float) -> Member:
+        """An instance registers with this key, perhaps again; returns its member. Raises as `check`."""
+        self.check(told, key, now_s)
         self._keys.learn(told.instance, key, self._by_id.__contains__)
+        known = self._by_id.get(told.instance)
+        if (
+            known is not None
+            and known.state is not MemberState.DEAD
+            and known.incarnation == told.incarnation
+        ):
+            restored = known.state is MemberState.RESTORED
+            known.told, known.key = told, key
+            known.happened(MemberEvent.REGISTERED)
+            if restored:
+                known.heard_s = now_s
+                self._outbox.say("came_back", known, incarnation=known.incarnation)
+            return known
         superseded: list[int] = []
         if known is not None:
             superseded = [one for one in (*known.superseded, known.incarnation) if one != told.incarnation]
@@ -151,9 +167,8 @@ class Members:
             self._forget(known, MemberEvent.REPLACED, "superseded" if lived else "came_back")
         member = self._add(told, key, MemberEvent.REGISTERED, now_s)
         member.superseded.extend(superseded)
-        member.sync_wanted = "registered"
         self._outbox.say("joined", member, host=told.host, incarnation=told.incarnation, version=told.version)
-        return member, True
+        return member
 
     def restore(self, told: Register, key: str, *, now_s: float) -> Member | None:
         """Add a member of the snapshot; returns None if its id is taken or has another key, or the cluster is full."""
@@ -166,12 +181,12 @@ class Members:
             return None
         return self._add(told, key, MemberEvent.READ, now_s)
 
-    def goodbye(self, told: Goodbye, key: str, now_s: float) -> None:
+    def goodbye(self, told: Goodbye, key: str) -> None:
         """The instance leaves; a repeated goodbye does nothing. Raises UnknownInstance, WrongKey."""
         member = self._by_id.get(told.instance)
         if member is None or told.incarnation in member.superseded:
             return
-        self._forget(self.speaker(told.instance, told.incarnation, key, now_s), MemberEvent.LEFT, "left")
+        self._forget(self.speaker(told.instance, told.incarnation, key), MemberEvent.LEFT, "left")
         if told.for_ever:
             self._keys.forget(told.instance)
 
@@ -180,10 +195,9 @@ class Members:
         self._forget(member, MemberEvent.REMOVED, "removed")
 
     def tick(self, now_s: float) -> None:
-        """Find members that have died and commands that have expired.
+        """Find members that have died.
 
-        If this process was stopped, that time does not count as anybody's silence: messages sent meanwhile wait to be
-        read.
+        If this process was stopped, that time does not count as anybody's silence: answers wait to be read.
         """
         stood_still_s = now_s - self._ticked_s
         self._ticked_s = now_s
@@ -195,7 +209,6 @@ class Members:
         for member in list(self._by_id.values()):
             if member.state is MemberState.DEAD:
                 continue
-            self._commands.expire(member, now_s)
             if now_s - member.heard_s < self._dead_after_s:
                 continue
             if member.state is MemberState.RESTORED:
@@ -203,35 +216,23 @@ class Members:
             else:
                 self._die(member, now_s)
 
-    # --- heartbeats -----------------------------------------------------------------------------------------
+    # --- answers --------------------------------------------------------------------------------------------
 
-    def heartbeat(self, told: Heartbeat, key: str, now_s: float, *, leads: bool = True) -> list[Command]:
-        """A heartbeat arrives; returns the commands for its answer.
-
-        Raises UnknownInstance, Superseded, WrongKey, or NotPermitted if the key file no longer lists the sender.
-        """
-        self._keys.check(told.instance, key, "")
-        member = self.speaker(told.instance, told.incarnation, key, now_s)
-        member.load = told.load
-        member.models, member.engines, member.rates = told.models, told.engines, told.rates
-        if member.reported != told.state:
-            self._outbox.say("state", member, was=member.reported, now=told.state)
-            member.reported = told.state
-        self._commands.answered(member, told.results)
-        if leads:
-            self._tell_whether_drained(member, told, now_s)
-        self._syncs.look_for_lost_events(member, told.last_event, now_s)
-        self._syncs.ask(member, now_s)
-        return self._commands.due(member)
-
-    def _tell_whether_drained(self, member: Member, told: Heartbeat, now_s: float) -> None:
-        """Command the member to drain or undrain, if its heartbeat differs from the order.
-
-        An earlier command may not have reached it, or may have reached an earlier process of the instance.
-        """
-        if told.draining == member.draining or told.state == "stopping":
+    def heard(self, member: Member, condition: Condition | None, now_s: float, *, leads: bool = True) -> None:
+        """A member has answered, perhaps with its condition."""
+        if member.state is not MemberState.LIVE:
             return
-        if self._commands.room(member, CommandKind.DRAIN):
+        member.heard_s = max(member.heard_s, now_s)
+        if condition is None:
+            return
+        member.load = condition.load
+        member.models, member.engines, member.rates = condition.models, condition.engines, condition.rates
+        if member.reported != condition.state:
+            self._outbox.say("state", member, was=member.reported, now=condition.state)
+            member.reported = condition.state
+        # An earlier command may not have reached it, or may have reached an earlier process of the instance.
+        differs = condition.draining != member.draining and condition.state != "stopping"
+        if leads and differs and self._commands.room(member, CommandKind.DRAIN):
             self._commands.issue(member, CommandKind.DRAIN, {"on": member.draining}, now_s)
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -254,22 +255,6 @@ class Members:
                 field="instance",
                 retry_after_s=max(0.1, known.heard_s + self._dead_after_s - now_s),
             )
-
-    def _register_again(self, member: Member, told: Register, key: str, now_s: float) -> tuple[Member, bool]:
-        """A member registers again, over a new connection or with a restarted controller."""
-        restored = member.state is MemberState.RESTORED
-        if told.tiers != member.told.tiers:
-            self._syncs.want(member, "tiers_changed")
-        member.told, member.key = told, key
-        member.happened(MemberEvent.REGISTERED)
-        member.heard_s = now_s
-        self._syncs.registered_again(member)
-        if restored:
-            member.sync_wanted = "restored"
-            self._outbox.say("came_back", member, incarnation=member.incarnation)
-        elif told.last_event != member.applied_seq and member.confirmed:
-            self._syncs.want(member, "gap", expected=told.last_event, got=member.applied_seq)
-        return member, not member.confirmed
 
     def _add(self, told: Register, key: str, first: MemberEvent, now_s: float) -> Member:
         while self._next_group in self._by_group:
@@ -303,11 +288,10 @@ class Members:
             del self._by_id[old.id]
 
     def _lose(self, member: Member, why: str) -> None:
-        """End the member's placements, sync and commands."""
+        """End the member's placements and commands, and follow it no more."""
         self._keys.seen(member.id)
         self._outbox.forgotten.append(member)
-        self._syncs.lost(member)
-        self._commands.lost(member, why)
+        self._commands.end_all(member, why)
 
 
 def _superseded(member: Member) -> KvstrataError:
@@ -328,8 +312,8 @@ def _check_register(told: Register) -> None:
         raise BadRequest(f"tiers: {told.tiers}: must begin with 'l1' and name each tier once", field="tiers")
     if unknown := told.media.keys() - set(told.tiers[1:]):
         raise BadRequest(f"media: {sorted(unknown)}: must be among tiers, and not l1", field="media")
-    if told.peer_endpoint and not _PEER_ENDPOINT.fullmatch(told.peer_endpoint):
+    if not _ENDPOINT.fullmatch(told.control_endpoint):
         raise BadRequest(
-            f"peer_endpoint: {told.peer_endpoint!r:.80}: must be tcp://host:port, or empty",
-            field="peer_endpoint",
+            f"control_endpoint: {told.control_endpoint!r:.80}: must be tcp://host:port",
+            field="control_endpoint",
         )

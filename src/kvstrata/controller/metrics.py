@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.member import SHOWN_STATES, MemberState
-from kvstrata.controller.sockets import Sockets
 from kvstrata.observability.logging import LogNumbers
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.process.keeper import Restarts
 from kvstrata.process.lifecycle import ProcessNumbers
+from kvstrata.rpc.zmq_server import ZmqServer
 
 if TYPE_CHECKING:
+    from kvstrata.controller.answers import Answers
     from kvstrata.controller.snapshot import Snapshots
 
 PREFIX = "controller"
@@ -25,7 +26,11 @@ PREFIX = "controller"
 class Surroundings(NamedTuple):
     """Facts and counts of one controller process."""
 
-    sockets: Sockets
+    server: ZmqServer
+    """The ZMQ port."""
+    answers: Answers
+    port: int
+    """Its number."""
     http: Callable[[], Iterable[Numbers]]
     """The numbers of the HTTP port."""
     snapshots: Snapshots | None
@@ -99,8 +104,15 @@ class ClusterNumbers(Numbers):
 
 def sections(cluster: Cluster, around: Surroundings) -> Iterator[tuple[str, Numbers]]:
     """All parts of a controller that have numbers, each with its prefix."""
-    of_cluster = (cluster.sampling, cluster.directory, cluster.syncs, cluster.ranking, cluster.gateways)
-    parts = (ClusterNumbers(cluster), *of_cluster, cluster, around.sockets, ProcessNumbers(around.restarts))
+    of_cluster = (cluster.sampling, cluster.directory, cluster.ranking, cluster.gateways)
+    parts = (
+        ClusterNumbers(cluster),
+        *of_cluster,
+        cluster,
+        around.answers,
+        around.server,
+        ProcessNumbers(around.restarts),
+    )
     yield from ((PREFIX, part) for part in parts)
     if around.snapshots is not None:
         yield PREFIX, around.snapshots

@@ -1,6 +1,6 @@
 """Operations of admins on the cluster: find, claim, copy, move and drop chunks; drain and remove instances.
 
-Answers to heartbeats carry their commands to instances.  An operation goes on after its caller has stopped waiting.
+An operation goes on after its caller has stopped waiting.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvstrata.cluster.lookups import Found, Place
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.commands import COMMAND_TTL_S
-from kvstrata.controller.lookups import Found, Place
 from kvstrata.controller.member import Issued, Member, MemberState
 from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, KvstrataError, NotFound, Unavailable
@@ -178,7 +178,7 @@ class Operations:
             n_chunks = named.n_chunks
         if owner is target:
             raise BadRequest(f"to: {to} is also the source of the chunks; name another instance", field="to")
-        if not owner.told.peer_endpoint:
+        if not owner.told.gives_to_peers:
             raise BadRequest(f"source: {owner.id} serves no peers", field="source")
         if owner.state is not MemberState.LIVE:
             raise Unavailable(f"source: {owner.id} is {owner.state}", field="source")
@@ -186,7 +186,7 @@ class Operations:
         told = {
             "instance": owner.id,
             "incarnation": owner.incarnation,
-            "peer_endpoint": owner.told.peer_endpoint,
+            "peer_endpoint": owner.told.control_endpoint,
             "confirmed": owner.confirmed,
             "peer_key": owner.key,
         }
@@ -322,6 +322,6 @@ def _some(keys: bytes) -> bytes:
 
 def _all_arrived(pull: Issued) -> bool:
     """Whether a pull brought every chunk that it names into L1; a pull that succeeds may bring only a part."""
-    result, argument = pull.result, pull.command.argument
+    result, argument = pull.result, pull.argument
     n_chunks = len(argument["keys"]) // (KEY_BYTES * argument["n_slices"])
     return result is not None and result.ok and result.body.get("count") == n_chunks

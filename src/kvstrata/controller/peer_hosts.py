@@ -1,10 +1,10 @@
-"""Which hosts an instance may name in its `peer_endpoint`: those that it can be on, as its connection shows.
+"""Which hosts an instance may name in its `control_endpoint`: those that it can be on, as its connection shows.
 
 1. The address that its connection comes from, or a name of that address.
 2. Any address of this machine, if the connection comes from this machine.
 3. Any host that the setting `peer_hosts` lists, by name, address or network.
 
-Readers connect to the endpoints of the directory, so without this rule a member could send them anywhere.
+Controllers, gateways and readers connect to these endpoints, so without this rule a member could send them anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstrata.patience import patience
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 RESOLVE_S = 2.0
-_FIELD = "peer_endpoint"
+_FIELD = "control_endpoint"
 
 
 class PeerHosts:

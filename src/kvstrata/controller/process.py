@@ -1,6 +1,6 @@
 """The controller's process: the order in which it starts and stops its parts (process/lifecycle.py).
 
-    settings ─▶ ports bound ─▶ snapshot read ─▶ sockets read ─▶ HTTP ─▶ ready ─▶ last snapshot ─▶ stop
+    settings ─▶ ports bound ─▶ snapshot read ─▶ port read ─▶ HTTP ─▶ ready ─▶ last snapshot ─▶ stop
 
 The snapshot's placements are restored while the controller serves, and are served as unconfirmed.
 """
@@ -13,7 +13,7 @@ import importlib.util
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -26,7 +26,7 @@ from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.load import sorted_out
 from kvstrata.config.private_dir import user_folder
 from kvstrata.controller.admin import OPERATIONS, Admin
-from kvstrata.controller.answers import Answers
+from kvstrata.controller.answers import Answers, zmq_host, zmq_host_setting
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.dashboard_files import DashboardFiles
 from kvstrata.controller.metrics import Surroundings, sections
@@ -34,7 +34,6 @@ from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.snapshot import Snapshots
-from kvstrata.controller.sockets import Sockets, zmq_host, zmq_host_setting
 from kvstrata.errors import ConfigError, install
 from kvstrata.observability.logging import EventLog, current_level, set_level
 from kvstrata.observability.numbers import Pages
@@ -50,15 +49,19 @@ from kvstrata.process.listen import (
     warn_if_open,
 )
 from kvstrata.process.ports import Listening, refuse_open, refuse_port_twice
+from kvstrata.rpc.cluster_wire import MAX_CLUSTER_MESSAGE_BYTES
 from kvstrata.rpc.zmq_curve import (
     ADVICE,
     OPEN,
+    ClusterKeys,
     ControllerKeys,
     CurveKeys,
     KeyFile,
+    KeyKind,
     SharedKey,
     read_controller_keys,
 )
+from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
@@ -88,7 +91,7 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
     if settings.dead_after_s < 2 * settings.heartbeat_s:
         raise ConfigError(
             f"dead_after_s: {settings.dead_after_s:g} is less than twice heartbeat_s ({settings.heartbeat_s:g}), so an "
-            "instance would be dead after one lost heartbeat; make it longer",
+            "instance would be dead after one lost answer; make it longer",
             field="dead_after_s",
         )
     refuse_port_twice(tcp_ports(settings))
@@ -105,11 +108,10 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
 
 def tcp_ports(settings: ControllerSettings) -> list[Listening]:
     """The tcp ports that the settings ask for."""
-    host, ports = zmq_host(settings), settings.monitor_ports
-    found = [
-        Listening(f"monitor_ports.{name}", host, getattr(ports, name)) for name in ports.__struct_fields__
+    return [
+        Listening("monitor_ports.reply", zmq_host(settings), settings.monitor_ports.reply),
+        Listening("http.port", settings.http.host, settings.http.port),
     ]
-    return [*found, Listening("http.port", settings.http.host, settings.http.port)]
 
 
 def snapshot_dir(settings: ControllerSettings, port: int, environment: Mapping[str, str]) -> Path | None:
@@ -170,11 +172,14 @@ class Controller(Process):
         self.closers.append(soon(listener.close))
         url = own_url(settings, listener)
         epoch = clock.unix_ms()
-        sockets = Sockets(loop, epoch)
-        self.closers.append(soon(sockets.close))
+        server = ZmqServer(loop, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
+        self.closers.append(soon(server.close))
         keys = self._plan.keys
-        self._bind(sockets, keys)
-        name = settings.name or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{sockets.ports['reply']}")[:64]
+        port_number, secret = self._bind(server, keys)
+        if settings.monitor_ports.pull is not None or settings.monitor_ports.heartbeat is not None:
+            self.log.warning("no_effect", settings="monitor_ports.pull, monitor_ports.heartbeat",
+                             why="the controller asks instances at their own ports")  # fmt: skip
+        name = settings.name or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port_number}")[:64]
         election = make_election(settings, name, clock, url)
         self._cluster = cluster = Cluster(
             loop,
@@ -183,12 +188,12 @@ class Controller(Process):
             Orders(election.write if election is not None else None),
             name=name,
             epoch=epoch,
+            supervisor=self.supervisor,
+            keys=ClusterKeys(secret, b"", None),
             election=election,
             listed=lambda: keys.now().listed if keys is not None else None,
-            nudge=sockets.nudge,
-            drained=sockets.resume,
         )
-        # The cluster is closed after the sockets, so that no frame reaches a closed cluster.
+        # The cluster is closed after the port, so that no frame reaches a closed cluster.
         self.closers.insert(-1, soon(cluster.close))
         folder = snapshot_dir(settings, listener.port, os.environ)
         # A free port differs at each start, so the next start would not find a snapshot that is named after it.
@@ -196,8 +201,19 @@ class Controller(Process):
             self._snapshots = Snapshots(loop, cluster, folder, settings.directory.snapshot_s)
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
+        operations = Operations(cluster, self.supervisor)
+        answers = Answers(
+            cluster,
+            operations,
+            server,
+            self.supervisor,
+            self._plan.peer_hosts,
+            lambda key: keys.now().kinds_of(key) if keys is not None else tuple(KeyKind),
+        )
         self._around = around = Surroundings(
-            sockets=sockets,
+            server=server,
+            answers=answers,
+            port=port_number,
             http=lambda: self._http_port.numbers if self._http_port is not None else (),
             snapshots=self._snapshots,
             restarts=self._restarts,
@@ -207,7 +223,6 @@ class Controller(Process):
         own_name = urlsplit(settings.etcd.advertise_url).netloc
         logins = Logins(listener.port)
         access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name], logins=logins)
-        operations = Operations(cluster, self.supervisor)
         pages = await loop.run_in_executor(None, Pages, functools.partial(sections, cluster, around))
         admin = Admin(
             cluster,
@@ -224,7 +239,7 @@ class Controller(Process):
         self._http_token = ServedToken(port.set_token, settings.http, listener.port, token, self.log)
         self.closers.append(soon(self._http_token.close))
         self.supervisor.spawn(self._http_token.keep(), "token")
-        Answers(cluster, operations, sockets, self.supervisor, self._plan.peer_hosts).start()
+        answers.start()
         if election is not None:
             self.closers.append(election.close)
             self.supervisor.spawn(election.run(cluster.orders, cluster.leadership_changed), "election")
@@ -244,7 +259,7 @@ class Controller(Process):
             "host": settings.http.host,
             "http_port": listener.port,
             "http_token_file": self._http_token.path,
-            "ports": sockets.ports,
+            "ports": {"reply": port_number},
             "snapshot_dir": str(folder) if self._snapshots is not None else "",
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
@@ -252,23 +267,41 @@ class Controller(Process):
         self.log.info("dashboard", open=admin.link(), once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
 
-    def _bind(self, sockets: Sockets, keys: KeyFile[ControllerKeys] | None) -> None:
-        """Bind the ports for instances: with a key file, with the key that this user's processes share, or open."""
+    def _bind(self, server: ZmqServer, keys: KeyFile[ControllerKeys] | None) -> tuple[int, bytes]:
+        """Bind the ZMQ port: with a key file, with the key that this user's processes share, or open.
+
+        Returns the port, and the secret key, with which the controller asks instances too.
+        """
         settings = self._plan.settings
+
+        def bind(curve: CurveKeys, clients: Callable[[], frozenset[bytes] | None], note: str) -> int:
+            return server.bind_tcp(
+                zmq_host(settings),
+                settings.monitor_ports.reply,
+                curve=curve,
+                clients=clients,
+                insecure=settings.security.insecure,
+                host_setting=zmq_host_setting(settings),
+                port_setting="monitor_ports.reply",
+                flag="--monitor-ports",
+                refused_note=note,
+            )
+
         if keys is not None:
-            sockets.bind(settings, keys.now().curve, keys.clients, "")
-        elif settings.security.insecure:
-            sockets.bind(settings, OPEN, lambda: None, "")
+            return bind(keys.now().curve, keys.clients, ""), keys.now().curve.secret
+        if settings.security.insecure:
+            port = bind(OPEN, lambda: None, "")
             self.log.warning(
                 "cluster_ports_open",
-                ports=sockets.ports,
-                note="--insecure: everybody who reaches these ports may join the cluster and read its chunks; start "
+                port=port,
+                note="--insecure: everybody who reaches this port may join the cluster and read its chunks; start "
                 "controller and instances without it, or give key files (kvstrata cluster init)",
             )
-        else:
-            shared = SharedKey("security.curve_secret_file")
-            sockets.bind(settings, CurveKeys(shared.keys.secret, None), lambda: None, ADVICE)
-            self.supervisor.spawn(shared.keep(), "cluster-key")
+            return port, OPEN.secret
+        shared = SharedKey("security.curve_secret_file")
+        port = bind(CurveKeys(shared.keys.secret, None), lambda: None, ADVICE)
+        self.supervisor.spawn(shared.keep(), "cluster-key")
+        return port, shared.keys.secret
 
     @property
     def drain_s(self) -> float:

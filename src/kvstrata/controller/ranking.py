@@ -6,7 +6,7 @@ The longest prefix is best; then come owners whose chunks are confirmed, owners 
 from __future__ import annotations
 
 from kvstrata.clock import Clock
-from kvstrata.controller.lookups import Found, Lookups
+from kvstrata.cluster.lookups import Found, Lookups
 from kvstrata.controller.member import Member
 from kvstrata.controller.members import Members
 from kvstrata.observability.numbers import Numbers, counter, histogram
@@ -28,7 +28,7 @@ class Ranking(Numbers):
         self._members = members
         self._lookups = lookups
         self._referred: dict[str, int] = {}
-        """Number of times that readers were sent to an instance since its last heartbeat."""
+        """Number of times that readers were sent to an instance since its last condition."""
         self.keys = 0
         """Number of tags in all questions."""
 
@@ -70,7 +70,7 @@ class Ranking(Numbers):
             Owner(
                 member.id,
                 member.incarnation,
-                member.told.peer_endpoint,
+                member.told.control_endpoint,
                 n_chunks * told.n_slices,
                 member.confirmed,
                 member.key,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvstrata.clock import Clock
-from kvstrata.controller.directory import Directory
+from kvstrata.cluster.directory import Directory
+from kvstrata.cluster.lookups import Lookups
 from kvstrata.controller.history import SAMPLE_S, Point, Series
-from kvstrata.controller.lookups import Lookups
-from kvstrata.controller.member import Member, MemberState
+from kvstrata.controller.member import Member, MemberState, total_keys
 from kvstrata.controller.members import Members
 from kvstrata.controller.ranking import Ranking
 from kvstrata.observability.numbers import Numbers, counter
@@ -25,7 +25,7 @@ class _Sampled(NamedTuple):
     at_s: float
     hits: dict[str, int]
     event_keys: int
-    sync_keys: int
+    listed_keys: int
     lookups: int
 
 
@@ -52,7 +52,7 @@ class Sampling(Numbers):
         self.series = Series()
 
     def count_hits(self, member: Member) -> None:
-        """Add the hits that the member's heartbeat reports beyond its last one."""
+        """Add the hits that the member's condition reports beyond its last one."""
         before, reported = self._hits.get(member.group, {}), _by_source(member.load.hits_total)
         for source, count in reported.items():
             gained = max(0, count - before[source]) if source in before else 0
@@ -69,9 +69,10 @@ class Sampling(Numbers):
             return
         before, directory = self._last, self._directory
         seconds = max(now_s - before.at_s, 0.001)
-        keys: dict[str, int] = {}
+        known: dict[int, dict[str, int]] = {}
         for place, count in self._lookups.keys().items():
-            keys[place.tier] = keys.get(place.tier, 0) + count
+            known.setdefault(place.group, {})[place.tier] = count
+        keys = total_keys((one for one in self._members if one.state is not MemberState.DEAD), known)
         used: dict[str, int] = {}
         for member in self._members:
             if member.state is MemberState.LIVE:
@@ -82,7 +83,7 @@ class Sampling(Numbers):
             now_s,
             dict(self.hits_total),
             directory.admitted_keys + directory.evicted_keys,
-            directory.synced_keys,
+            directory.listed_keys,
             sum(self._ranking.seconds.counts),
         )
         self.series.add(
@@ -97,7 +98,7 @@ class Sampling(Numbers):
                     for source, count in now.hits.items()
                 },
                 event_keys_per_s=(now.event_keys - before.event_keys) / seconds,
-                sync_keys_per_s=(now.sync_keys - before.sync_keys) / seconds,
+                listed_keys_per_s=(now.listed_keys - before.listed_keys) / seconds,
                 lookups_per_s=(now.lookups - before.lookups) / seconds,
                 directory_bytes=directory.usage().bytes,
             )

@@ -4,8 +4,9 @@ The orders of admins (orders.py) lie in the same folder.
 
     magic (8) · blocks: n u32, n tags u64, n slots u16 · end: n = 0 · document (JSON) · footer
 
-Little-endian.  The document names the members, and the slot number of each of their tiers.  It is written last, and
-leaves out slots that changed their tier while the placements were written.  The footer has the document's offset, and
+Little-endian.  The document names the members, the slot number of each of their tiers, and the number of the first
+change of each that the placements may lack; a member that was not in step has none.  It is written last, and leaves out
+slots that changed their tier while the placements were written.  The footer has the document's offset, and
 the CRC32C of everything before it.
 
 1. A file becomes the snapshot by rename, after its fsync; then the folder is synced.  After a crash the previous
@@ -30,10 +31,10 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from kvstrata.cluster.directory import SlotsExhausted
+from kvstrata.cluster.lookups import Place
 from kvstrata.config.private_dir import make_private_dir
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.directory import SlotsExhausted
-from kvstrata.controller.lookups import Place
 from kvstrata.controller.member import MemberState
 from kvstrata.controller.orders import sync_folder
 from kvstrata.errors import ConfigError
@@ -43,7 +44,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import LONG_BUCKETS, Numbers, counter, gauge, histogram
 from kvstrata.rpc.cluster_wire import Register
 
-MAGIC = b"KVSDIR\x00\x02"
+MAGIC = b"KVSDIR\x00\x03"
 """First bytes of a snapshot; the last of them is the format's version."""
 FILE = "directory.snapshot"
 MAX_AGE_S = 3_600.0
@@ -137,7 +138,9 @@ class Snapshots(Numbers):
         if self._restoring or self._writing is not None:
             return  # not all placements of the file are restored yet, or a write is under way
         started_s = self._cluster.clock.monotonic_s()
-        self._writing = self._loop.run_in_executor(self._thread, self._write)
+        cursors = self._cluster.cursors()
+        await self._cluster.directory.idle()  # until all changes before these cursors are in the placements
+        self._writing = self._loop.run_in_executor(self._thread, self._write, cursors)
         try:
             n_bytes = await asyncio.shield(self._writing)
         except OSError as error:
@@ -176,7 +179,7 @@ class Snapshots(Numbers):
 
     # --- writing (on the thread) ------------------------------------------------------------------------------
 
-    def _write(self) -> int:
+    def _write(self, cursors: dict[int, int]) -> int:
         before = self._cluster.lookups.places()
         fresh = self._path.with_suffix(".new")
         with open(fresh, "wb") as file:
@@ -195,7 +198,7 @@ class Snapshots(Numbers):
             out.write(_COUNT.pack(0))
             document_at = out.n_bytes
             # The document is made on the loop's thread, since only that thread changes the members and slots in it.
-            told = asyncio.run_coroutine_threadsafe(self._document(before), self._loop).result()
+            told = asyncio.run_coroutine_threadsafe(self._document(before, cursors), self._loop).result()
             out.write(told)
             file.write(_FOOTER.pack(document_at, out.crc, _END))
             file.flush()
@@ -205,7 +208,7 @@ class Snapshots(Numbers):
         sync_folder(self._path.parent)
         return n_bytes
 
-    async def _document(self, before: dict[int, Place]) -> bytes:
+    async def _document(self, before: dict[int, Place], cursors: dict[int, int]) -> bytes:
         cluster = self._cluster
         tiers: dict[int, dict[str, int]] = {}
         for slot, place in cluster.lookups.places().items():
@@ -216,6 +219,7 @@ class Snapshots(Numbers):
                 "told": msgspec.to_builtins(member.told),
                 "key": member.key,
                 "slots": tiers.get(member.group, {}),
+                "cursor": cursors.get(member.group),
             }
             for member in cluster.members
             if member.state is not MemberState.DEAD
@@ -243,16 +247,20 @@ class Snapshots(Numbers):
                 told = msgspec.convert(entry["told"], Register)
                 key = str(entry["key"])
                 slots = {str(tier): int(slot) for tier, slot in entry["slots"].items()}
+                cursor = None if entry["cursor"] is None else int(entry["cursor"])
             except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
                 raise BadSnapshot(f"a member in it cannot be read: {error}") from None
             restored = self._restore_member(told, key)
             if restored is None:
                 continue
             self.status["restored_members"] += 1
+            if cursor is not None and slots.keys() == restored.keys():
+                cluster.resume(told.instance, cursor)
             for tier, slot in restored.items():
                 if 0 < slots.get(tier, 0) < 65_536:
                     slot_of[slots[tier]] = slot
         self._slot_of = slot_of
+        cluster.restored.clear()
         cluster.journal.say(
             "snapshot_restored", members=self.status["restored_members"], path=str(self._path)
         )
@@ -275,6 +283,7 @@ class Snapshots(Numbers):
         self._restoring = True
         lookups = self._cluster.lookups
         ours = lookups.places()
+        used = [index for index, slot in enumerate(slot_of) if slot]  # not all 65,536 for each block
         blocks = read_blocks(self._path)
         try:
             while True:
@@ -282,18 +291,20 @@ class Snapshots(Numbers):
                 if block is None:
                     break
                 now = lookups.places()
-                for index, slot in enumerate(slot_of):
+                for index in used:
+                    slot = slot_of[index]
                     if slot and now.get(slot) != ours[slot]:
                         slot_of[index] = 0
                 wrong = await self._cluster.directory.restore(block[0], block[1], slot_of)
                 if wrong:
-                    self._ignore(f"it was restored only in part: {wrong}")
-                    break
+                    raise BadSnapshot(f"it was restored only in part: {wrong}")
                 self.status["restored_keys"] += len(block[0])
         except BadSnapshot as error:
+            self._cluster.list_restored()
             self._ignore(str(error))
         finally:
             self._restoring = False
+            self._cluster.restored.set()
 
     def _ignore(self, reason: str, path: Path | None = None) -> None:
         self.status["ignored"] += 1

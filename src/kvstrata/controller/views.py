@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvstrata import __version__
-from kvstrata.controller.member import SHOWN_STATES, Issued, Member, MemberState
+from kvstrata.controller.member import SHOWN_STATES, Issued, Member, MemberState, total_keys
 from kvstrata.types import GB, KEY_BYTES
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
+    from kvstrata.cluster.lookups import Place
     from kvstrata.controller.cluster import Cluster
     from kvstrata.controller.gateways import Gateway
     from kvstrata.controller.history import Happened
-    from kvstrata.controller.lookups import Place
     from kvstrata.controller.metrics import Surroundings
     from kvstrata.controller.operations import Placement
 
@@ -41,40 +41,43 @@ def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> B
         "draining": member.draining,
         "confirmed": member.confirmed,
         "incarnation": str(member.incarnation),
-        **_fields(told, "version host pid zone http_url peer_endpoint tiers chunk_tokens l1_bytes"),
+        **_fields(
+            told, "version host pid zone http_url control_endpoint gives_to_peers tiers chunk_tokens l1_bytes"
+        ),
         "keys": dict(keys),
         **_fields(load, "used_bytes capacity_bytes tier_states hits_total sessions"),
         **_fields(load, "peer_leased_bytes peer_sent_bytes_total peer_read_bytes_total"),
         "engines": member.engines,
-        "event_batches": member.event_batches,
-        "last_event": member.applied_seq,
         "waiting_commands": len(member.waiting),
         "heard_ago_s": round(max(0.0, now_s - member.heard_s), 3),
+        "late": member.state is MemberState.LIVE and now_s - member.heard_s > cluster.settings.heartbeat_s,
         "joined_ago_s": round(max(0.0, now_s - member.joined_s), 3),
-        "sync": _sync(member, now_s),
+        "following": _following(member, now_s),
     }
 
 
-def _sync(member: Member, now_s: float) -> Body:
-    """The full syncs of an instance.
+def _following(member: Member, now_s: float) -> Body:
+    """How the controller follows an instance.
 
-    `exact`: one has ended, and every event since then was applied; `wanted`: the instance is asked for one; `running`:
-    one is under way; `none`: only the snapshot is known.
+    `exact`: the directory has all changes up to its last answer; `behind`: it does not have all of them yet; `listing`:
+    the instance is listed; `wanted`: it is to be listed; `none`: only the snapshot is known.
     """
-    sync, ended_s = member.sync, member.synced_s
-    if sync is not None:
-        state = "running"
-    elif member.confirmed:
+    follower = member.follower
+    if follower is None:
+        state = "none"
+    elif follower.confirmed:
         state = "exact"
+    elif follower.cursor is not None:
+        state = "behind"
     else:
-        state = "wanted" if member.sync_wanted else "none"
+        state = "listing" if follower.listing else "wanted"
+    ended_s = follower.listed_s if follower is not None else None
     return {
         "state": state,
-        "wanted_because": member.sync_wanted,
-        "parts": sync.parts if sync is not None else 0,
-        "keys": sum(sync.tags.values()) if sync is not None else 0,
-        "count": member.sync_count,
-        "last_took_s": round(member.sync_took_s, 4),
+        "listed_because": follower.reason if follower is not None else "",
+        "changes": follower.changes if follower is not None else 0,
+        "lists": follower.lists if follower is not None else 0,
+        "last_took_s": round(follower.list_took_s, 4) if follower is not None else 0.0,
         "last_ended_ago_s": None if ended_s is None else round(now_s - ended_s, 3),
     }
 
@@ -99,19 +102,16 @@ def instances(cluster: Cluster) -> Body:
 
 
 def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict[str, Counter[str]]:
-    """Totals by tier over all instances that are not dead, L1 first; `keys` as from `keys_of`.
-
-    Of a shared tier each instance knows a part, so `keys` is the number that one of them knows at most.
-    """
+    """Totals by tier over all instances that are not dead, L1 first; `keys` as from `keys_of`."""
     totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for member in cluster.members:
-        if member.state is MemberState.DEAD:
-            continue
-        ours, load = keys.get(member.group, {}), member.load
+    members = [member for member in cluster.members if member.state is not MemberState.DEAD]
+    known = total_keys(members, keys)
+    for member in members:
+        load = member.load
         for tier in member.told.tiers:
-            known, total = ours.get(tier, 0), totals[tier]
+            total = totals[tier]
             total["instances"] += 1
-            total["keys"] = max(total["keys"], known) if tier in member.told.media else total["keys"] + known
+            total["keys"] = known[tier]
             total["used_bytes"] += load.used_bytes.get(tier, 0)
             total["capacity_bytes"] += load.capacity_bytes.get(tier, 0)
     return {tier: totals[tier] for tier in sorted(totals, key=lambda tier: (tier != "l1", tier))}
@@ -187,10 +187,11 @@ def _gateway(known: Gateway, now_s: float) -> Body:
 
 def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
     """The cluster at a glance."""
-    totals = tier_totals(cluster, keys_of(cluster))
+    totals, now_s = tier_totals(cluster, keys_of(cluster)), cluster.clock.monotonic_s()
     states = [member.state.value for member in cluster.members]
     counts = {state.value: states.count(state.value) for state in SHOWN_STATES}
     counts["draining"] = sum(member.draining for member in cluster.live())
+    counts["late"] = sum(now_s - one.heard_s > cluster.settings.heartbeat_s for one in cluster.live())
     counts["unconfirmed"] = sum(not member.confirmed for member in cluster.live())
     directory, usage = cluster.directory, cluster.directory.usage()
     total = sum(cluster.ranking.seconds.counts)
@@ -200,7 +201,7 @@ def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
         "version": __version__,
         "epoch": cluster.epoch,
         "unix_ms": cluster.clock.unix_ms(),
-        "up_s": round(cluster.clock.monotonic_s() - cluster.started_s, 3),
+        "up_s": round(now_s - cluster.started_s, 3),
         "restarts": around.restarts.times,
         "last_end": around.restarts.cause,
         "ready": ready,
@@ -219,21 +220,20 @@ def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
             "retired_slots": usage.retired,
             "admitted_keys_total": directory.admitted_keys,
             "evicted_keys_total": directory.evicted_keys,
-            "synced_keys_total": directory.synced_keys,
+            "listed_keys_total": directory.listed_keys,
             "refused_keys_total": directory.refused_keys + usage.refused,
             "waiting_bytes": directory.waiting_bytes,
         },
-        "gateways": [_gateway(one, cluster.clock.monotonic_s()) for one in cluster.gateways],
+        "gateways": [_gateway(one, now_s) for one in cluster.gateways],
         "lookups": {
             "total": total,
             "hits_total": cluster.ranking.hits,
             "keys_total": cluster.ranking.keys,
             "mean_ms": round(1000 * cluster.ranking.seconds.sum_s / total, 4) if total else 0.0,
         },
-        "dropped_event_batches": cluster.syncs.dropped,
         "refused_requests": cluster.refused_requests,
-        "sockets": around.sockets.rows(),
-        "monitor_ports": dict(around.sockets.ports),
+        "port": {**around.server.document(), "bad_frames": around.answers.bad_frames},
+        "monitor_ports": {"reply": around.port},
         "snapshot": dict(around.snapshots.status) if around.snapshots is not None else {},
         "election": election_body(cluster),
         "last_event": cluster.journal.tail.last,
@@ -262,7 +262,7 @@ def command_row(cluster: Cluster, issued: Issued) -> Body:
         "state": state,
         "message": result.message if result is not None else "",
         "age_s": round(cluster.clock.monotonic_s() - issued.issued_s, 3),
-        "argument": plain(issued.command.argument),
+        "argument": plain(issued.argument),
         "result": plain(result.body) if result is not None else {},
     }
 

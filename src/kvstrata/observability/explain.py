@@ -38,7 +38,6 @@ import msgspec
 from kvstrata.clock import Clock
 from kvstrata.errors import BadRequest
 from kvstrata.observability.numbers import (
-    LONG_BUCKETS,
     RATIO_BUCKETS,
     SHORT_BUCKETS,
     Numbers,
@@ -133,14 +132,6 @@ class ServerNumbers(Numbers, prefix=""):
     prefetch = histogram("Time that a lookup took to load chunks from L2.", name="l2_prefetch_seconds")
     compute_ratio = histogram(
         "Expected by measured time of computing what was left to the engine.", bounds=RATIO_BUCKETS
-    )
-    heartbeat = histogram(
-        "Time from a heartbeat to the controller's answer.", name="cluster_heartbeat_seconds"
-    )
-    sync = histogram(
-        "Duration of a full sync with the controller, also of one that failed.",
-        name="cluster_sync_seconds",
-        bounds=LONG_BUCKETS,
     )
 
     def __init__(self) -> None:

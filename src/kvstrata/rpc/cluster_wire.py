@@ -1,24 +1,24 @@
-"""Messages between instances, their controller and their peers: one msgpack array per frame, the message's name first.
+"""Messages between instances, their controllers, gateways and peers: one msgpack array per frame, its name first.
 
-The controller has three sockets, named as in its `--monitor-ports`:
+A controller has one port, where instances and gateways ask:
 
-    reply       ROUTER   Register, Goodbye, SyncBegin, SyncPart, SyncEnd, Where        one answer each
-                         GatewayBeat, Holdings, Replicate
-    pull        PULL     Events                                                        no answer
-    heartbeat   ROUTER   Heartbeat                                                     Beat with commands; Nudge
+    instances    Register, Goodbye, Where
+    gateways     GatewayBeat, Holdings, Replicate
 
-and each instance has one for its peers:
+and each instance has one, its control port:
 
-    peer        ROUTER   PeerHello, PeerLease, PeerRelease                             one answer each
+    controllers and gateways    Changes, List      follow what the instance holds (cluster/follow.py)
+    controllers                 Do                 carry out an operation
+    peers                       PeerHello, PeerLease, PeerRelease
 
 A request is `[name, seq, …]`, its answer `[name, seq, epoch, …]` or a Failure.  The asker chooses `seq`, which only
-pairs the answer with its question.  `epoch` changes whenever the answering process restarts.  Times are remaining
-milliseconds.  The directory knows a chunk by its *tag*, the first 8 bytes of the 32-byte storage key, which are
-uniformly distributed; the owner of the chunk compares the whole key.  An *incarnation* names one run of an instance's
-process.
+pairs the answer with its question.  `epoch` changes whenever the answering process restarts; of an instance it is the
+*incarnation*, which names one run of its process.  Times are remaining milliseconds.  Followers know a chunk by its
+*tag*, the first 8 bytes of the 32-byte storage key, which are uniformly distributed; the owner of the chunk compares
+the whole key.
 
-All sockets speak CURVE (zmq_curve.py).  Messages that name their sender's instance count only if they come over a
-connection with the key under which the instance has registered.
+All ports speak CURVE (zmq_curve.py).  The kind of a connection's key decides what may be asked over it, and messages
+that name their sender's instance count only if they come with the key under which the instance has registered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TAG_BYTES = 8
 MAX_TAGS = 262_144
 """Tags in one message (2 MiB)."""
 MAX_ENGINES = 64
-"""Engines of one instance that its heartbeats name."""
+"""Engines of one instance that its condition names."""
 
 InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Endpoint = Annotated[str, Meta(max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]*$")]
@@ -47,19 +47,19 @@ Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
 Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A text without control characters, which pages and logs show as it is."""
 MAX_ADAPTERS = 256
-"""Adapters that one heartbeat of an instance names: the newest."""
+"""Adapters that an instance's condition names: the newest."""
 MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 6
+CLUSTER_PROTOCOL_VERSION = 7
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one lease of a peer."""
 MAX_LEASE_MS = 60_000
-MAX_RUNS = 4_096
-MAX_COMMANDS = 64
-"""Commands in one answer to a heartbeat."""
+MAX_CHANGES = 4_096
+"""Changes that one answer sums up."""
+MAX_WAIT_MS = 60_000
 MAX_OWNERS = 8
 MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
@@ -127,53 +127,51 @@ class Failure(ClusterReply, frozen=True, tag="failure"):
     code: str
     """A code of the error tree, or `unknown_instance` (register first), `superseded` (another incarnation of this
     id is registered), `instance_id_taken` (a live instance elsewhere has this id), `wrong_key` (this id belongs to
-    another key), `no_slots` (the controller has as many instances as it may), `bad_sync` (begin the sync again)."""
+    another key), `too_old` (list the instance's chunks anew)."""
     message: str
     field: str
     retryable: bool
     retry_after_ms: int = 0
 
 
-# --- instance to controller: reply socket -----------------------------------------------------------------
+# --- instance to controller ---------------------------------------------------------------------------------
 
 
 class Register(ClusterRequest, frozen=True, tag="register"):
-    """An instance joins the cluster, or tells a restarted controller that it is alive."""
+    """An instance joins the cluster. Sent again every `beat_ms` of the answer: the controller may have forgotten it.
+
+    The first answer comes once the controller has reached the instance's control port.
+    """
 
     protocol: int
     instance: InstanceId
     incarnation: Incarnation
     version: Word
     tiers: Annotated[list[TierName], Meta(min_length=1, max_length=1 + MAX_L2_ADAPTERS)]
-    """The tiers whose chunks the instance reports; the first is `l1`."""
+    """The tiers whose chunks followers may list; the first is `l1`."""
     l1_bytes: Count
     chunk_tokens: Count
-    peer_endpoint: Endpoint
-    """Where peers ask for leases (`tcp://host:port`); empty: peers cannot read the instance's chunks."""
+    control_endpoint: Endpoint
+    """The instance's control port (`tcp://host:port`)."""
     http_url: Endpoint
+    gives_to_peers: bool = False
+    """Peers may ask there for leases."""
     zone: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
     """Instances of one zone are near each other."""
     host: Word = ""
     pid: Count = 0
-    last_event: Seq = 0
-    """Seq of the instance's last Events; the next Events have the next number."""
     media: Annotated[dict[TierName, Medium], Meta(max_length=MAX_L2_ADAPTERS)] = msgspec.field(
         default_factory=dict
     )
     """Of tiers whose media other instances share: a word that all tiers of one medium have.  Of these tiers an instance
-    tells what it has put or found there."""
+    lists what it has put or found there."""
 
 
 class Registered(ClusterReply, frozen=True, tag="register"):
     """The instance is a member from now on."""
 
     controller: str
-    pull_port: int
-    heartbeat_port: int
-    """Both ports are on the host of this connection."""
-    heartbeat_ms: int
-    sync: bool
-    """The controller wants a full sync; if false, what it knows of this incarnation is still right."""
+    beat_ms: int
 
 
 class Goodbye(ClusterRequest, frozen=True, tag="goodbye"):
@@ -185,48 +183,8 @@ class Goodbye(ClusterRequest, frozen=True, tag="goodbye"):
     """Nobody will register under this id again, so the controller forgets the id's key too."""
 
 
-class SyncBegin(ClusterRequest, frozen=True, tag="sync_begin"):
-    """Begins a full sync: the parts with this `sync` name everything that the instance holds.
-
-    They contain Events up to `events_seq`; the instance sends later Events only after the answer to SyncEnd.  Until
-    then the directory serves what it knew before.  A new SyncBegin ends an unfinished sync.
-    """
-
-    instance: InstanceId
-    incarnation: Incarnation
-    sync: Count
-    events_seq: Seq
-
-
-class SyncPart(ClusterRequest, frozen=True, tag="sync_part"):
-    """One batch of a full sync. Parts are numbered from 0 over all tiers; a repeated part changes nothing."""
-
-    instance: InstanceId
-    incarnation: Incarnation
-    sync: Count
-    index: Count
-    tier: TierName
-    tags: Tags
-    crc: Count
-    """CRC32C of `tags`."""
-
-
-class SyncEnd(ClusterRequest, frozen=True, tag="sync_end"):
-    """Ends a full sync, which then replaces what the directory knew of the instance.
-
-    Refused with `bad_sync` if a part is missing or the counts differ.
-    """
-
-    instance: InstanceId
-    incarnation: Incarnation
-    sync: Count
-    parts: Count
-    tags: dict[TierName, Count]
-    """Number of tags that were sent for each tier."""
-
-
 class Done(ClusterReply, frozen=True, tag="done"):
-    """A goodbye or a step of a sync has succeeded."""
+    """The request has succeeded."""
 
 
 class Where(ClusterRequest, frozen=True, tag="where"):
@@ -262,11 +220,11 @@ class WhereReply(ClusterReply, frozen=True, tag="where"):
     owners: list[Owner]
 
 
-# --- instance to controller: pull socket ------------------------------------------------------------------
+# --- to an instance: what it holds ---------------------------------------------------------------------------
 
 
 class Change(enum.IntEnum):
-    """The change of a run's chunks."""
+    """The change of a run's chunks; the numbers are those of `Pool.note_changes`."""
 
     ADMIT = 0
     EVICT = 1
@@ -275,31 +233,108 @@ class Change(enum.IntEnum):
 
 
 class Run(msgspec.Struct, array_like=True, frozen=True):
-    """Chunks of one tier, in order, that changed in the same way one after the other."""
+    """Chunks of one tier that changed in the same way."""
 
     change: Change
     tier: TierName
     tags: Tags
 
 
-class Events(msgspec.Struct, array_like=True, frozen=True, tag="events"):
-    """Changes in their order. `seq` numbers the batches of one incarnation from 1; a gap calls for a full sync."""
+class Changes(ClusterRequest, frozen=True, tag="changes"):
+    """Asks what has changed since `cursor`.
 
-    instance: InstanceId
-    incarnation: Incarnation
-    seq: Seq
-    runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
+    Without changes the answer comes when there are some, or after `wait_ms`.  Refused with `too_old` if the instance
+    does not know all changes since then: the follower lists the chunks anew.
+    """
+
+    cursor: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
+    """`next` of the last answer; -1: nothing is asked but the present `next`, at once."""
+    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
+    condition: bool = False
+    """Whether the answer has the instance's condition."""
 
 
-# --- instance to controller: heartbeat socket -------------------------------------------------------------
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """Counts of an instance since its start (`_total`), and its present numbers."""
+
+    chunks: ByTier
+    """Records by tier."""
+    used_bytes: ByTier
+    """Bytes used, by tier, as of a moment ago; tiers that do not know them are left out."""
+    capacity_bytes: ByTier
+    """Capacity by tier; tiers without a cap are left out."""
+    hits_total: Annotated[dict[HitSource, int], Meta(max_length=16)]
+    """Chunks that lookups found, by source: `l1`, `l2`, `peer`; and `miss`."""
+    peer_leased_bytes: int
+    peer_sent_bytes_total: int
+    peer_read_bytes_total: int
+    sessions: int
+    tier_states: Annotated[dict[TierName, Word], Meta(max_length=MAX_TIERS)] = {}
+    """Of tiers that are not active."""
+
+
+class TierRate(msgspec.Struct, array_like=True, frozen=True):
+    """How fast an instance loads from one tier into its L1, or its engines from L1 into their blocks, as measured."""
+
+    tier: Annotated[str, Meta(pattern="^(l1|l2|peer)$")]
+    latency_us: Annotated[int, Meta(ge=0, le=MAX_LATENCY_US)]
+    bytes_s: Annotated[int, Meta(ge=1, le=MAX_BYTES_S)]
+
+
+class Condition(msgspec.Struct, array_like=True, frozen=True):
+    """How an instance is."""
+
+    state: Annotated[str, Meta(pattern="^(ready|frozen|draining|stopping)$")]
+    load: Load
+    models: Annotated[list[KvKind], Meta(max_length=64)]
+    obeys: tuple[ClusterId, Count] = (0, 0)
+    """The greatest (cluster id, token) that the instance has seen. A leader with a smaller pair concludes that etcd has
+    lost its data, and takes a greater cluster id."""
+    draining: bool = False
+    """The instance leases nothing to peers. A leader that ordered otherwise repeats its order."""
+    engines: Annotated[list[EngineUrl], Meta(max_length=MAX_ENGINES)] = msgspec.field(default_factory=list)
+    """Where the engines that are attached to this instance are reached over HTTP, as far as they tell, sorted."""
+    rates: Annotated[list[TierRate], Meta(max_length=3)] = msgspec.field(default_factory=list)
+    """How fast the instance fills its L1 from L2 and from peers, and its engines load from L1, as far as measured."""
+
+
+class Changed(ClusterReply, frozen=True, tag="changes"):
+    """What has changed, to be applied in this order; runs of one tier name no tag twice.
+
+    If `next` is MAX_CHANGES beyond the asked cursor, more changes may wait.
+    """
+
+    next: int
+    runs: Annotated[list[Run], Meta(max_length=3 * MAX_TIERS)]
+    condition: Condition | None = None
+
+
+class List(ClusterRequest, frozen=True, tag="list"):
+    """Asks for a page of the chunks that a tier holds. Chunks that come or go meanwhile are in the changes."""
+
+    tier: TierName
+    cursor: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    """0, or `next` of the page before."""
+
+
+class Listed(ClusterReply, frozen=True, tag="list"):
+    """One page."""
+
+    next: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    """0 after the last page."""
+    tags: Tags
+    complete: bool = True
+    """False: the tier cannot be listed (any further) now; list it again later."""
+
+
+# --- to an instance: operations ------------------------------------------------------------------------------
 
 
 class CommandKind(enum.StrEnum):
-    """A command of the controller to an instance, with the fields of its `argument`."""
+    """An operation that a controller has an instance carry out, with the fields of its `argument`."""
 
-    RESYNC = "resync"
-    """{"freeze_ms": 0 to 5000}: begin a full sync; meanwhile, for at most this time, store nothing new and send no
-    Events."""
+    FREEZE = "freeze"
+    """{"freeze_ms": 0 to 60000}: store nothing new for this time, and serve what is in L1; 0 ends it."""
     CLEAR = "clear"
     """{"tier": "l1" | "l2" | "all", "tenant": str | null}: drop the chunks; bytes in use become free when their use
     ends."""
@@ -325,83 +360,27 @@ class CommandKind(enum.StrEnum):
     """{}: answer the document of /v1/status."""
 
 
-class Command(msgspec.Struct, array_like=True, frozen=True):
-    """An order of the controller. It is repeated in each answer until its result arrives; the instance carries it out
-    only once, by its `number`."""
+class Do(ClusterRequest, frozen=True, tag="do"):
+    """Carry out an operation, once. Refused unless it comes from the latest leader that the instance has heard of.
 
-    number: Seq
+    The answer, an Outcome, comes when it has ended; after `deadline_ms` nobody waits for it any more.
+    """
+
     kind: CommandKind
     argument: dict[str, Any]
+    deadline_ms: Annotated[int, Meta(ge=1, le=3_600_000)]
+    token: Count = 0
+    """Number of the controller's leadership, if the cluster has several controllers; 0: it is the only one."""
+    cluster_id: ClusterId = 0
+    """Compared before the token; it grows when etcd has lost its data or was restored. An instance keeps the greatest
+    (cluster id, token) that it has seen from any controller, and refuses operations that come with a smaller pair."""
 
 
-class CommandResult(msgspec.Struct, array_like=True, frozen=True):
-    """Outcome of a command."""
+class Outcome(ClusterReply, frozen=True, tag="do"):
+    """The operation has succeeded."""
 
-    number: Seq
-    ok: bool
-    message: Text
-    """Why the command failed; empty if it succeeded."""
     body: dict[str, Any] = {}
     """The `count` of changed things, or the document that was asked for."""
-
-
-class Load(msgspec.Struct, array_like=True, frozen=True):
-    """Counts of an instance since its start (`_total`), and its present numbers."""
-
-    chunks: ByTier
-    """Records by tier."""
-    used_bytes: ByTier
-    """Bytes used, by tier, as of a moment ago; tiers that do not know them are left out."""
-    capacity_bytes: ByTier
-    """Capacity by tier; tiers without a cap are left out."""
-    hits_total: Annotated[dict[HitSource, int], Meta(max_length=16)]
-    """Chunks that lookups found, by source: `l1`, `l2`, `peer`; and `miss`."""
-    peer_leased_bytes: int
-    peer_sent_bytes_total: int
-    peer_read_bytes_total: int
-    sessions: int
-    tier_states: Annotated[dict[TierName, Word], Meta(max_length=MAX_TIERS)] = {}
-    """Of tiers that are not active."""
-
-
-class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):
-    """The instance is alive. Sent every `heartbeat_ms`, and at once after a Nudge and when commands have ended."""
-
-    instance: InstanceId
-    incarnation: Incarnation
-    last_event: Seq
-    """Seq of the last Events that were sent; if the controller lacks some, they are lost."""
-    state: Annotated[str, Meta(pattern="^(ready|syncing|frozen|draining|stopping)$")]
-    load: Load
-    models: Annotated[list[KvKind], Meta(max_length=64)]
-    results: Annotated[list[CommandResult], Meta(max_length=MAX_COMMANDS)]
-    obeys: tuple[ClusterId, Count] = (0, 0)
-    """The greatest (cluster id, token) that the instance has seen. A leader with a smaller pair concludes that etcd has
-    lost its data, and takes a greater cluster id."""
-    draining: bool = False
-    """The instance leases nothing to peers. A leader that ordered otherwise repeats its order."""
-    engines: Annotated[list[EngineUrl], Meta(max_length=MAX_ENGINES)] = msgspec.field(default_factory=list)
-    """Where the engines that are attached to this instance are reached over HTTP, as far as they tell, sorted."""
-    rates: Annotated[list[TierRate], Meta(max_length=3)] = msgspec.field(default_factory=list)
-    """How fast the instance fills its L1 from L2 and from peers, and its engines load from L1, as far as measured."""
-
-
-class Beat(ClusterReply, frozen=True, tag="beat"):
-    """The controller received the heartbeat. If `epoch` has changed, the instance registers again."""
-
-    commands: list[Command]
-    token: int = 0
-    """Number of the controller's leadership, if the cluster has several controllers; 0: this one does not lead, or is
-    the only one."""
-    cluster_id: int = 0
-    """Compared before the token; it grows when etcd has lost its data or was restored. An instance keeps the greatest
-    (cluster id, token) that it has seen from any controller, and refuses commands that come with a smaller pair."""
-
-
-class Nudge(msgspec.Struct, array_like=True, frozen=True, tag="nudge"):
-    """Sent by the controller without a request: it has commands, so the instance sends a heartbeat now."""
-
-    epoch: int
 
 
 # --- instance to instance ---------------------------------------------------------------------------------
@@ -501,14 +480,6 @@ class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
     """Those that have ended."""
 
 
-class TierRate(msgspec.Struct, array_like=True, frozen=True):
-    """How fast an instance loads from one tier into its L1, or its engines from L1 into their blocks, as measured."""
-
-    tier: Annotated[str, Meta(pattern="^(l1|l2|peer)$")]
-    latency_us: Annotated[int, Meta(ge=0, le=MAX_LATENCY_US)]
-    bytes_s: Annotated[int, Meta(ge=1, le=MAX_BYTES_S)]
-
-
 class Served(msgspec.Struct, array_like=True, frozen=True):
     """An instance, as gateways need to know it."""
 
@@ -587,10 +558,10 @@ class Replicate(ClusterRequest, frozen=True, tag="replicate"):
     """See KvKind."""
 
 
-ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where | GatewayBeat | Holdings | Replicate
-ToInstance = PeerHello | PeerLease | PeerRelease
-FromCluster = (
-    Failure | Registered | Done | WhereReply | Beat | Nudge | PeerWelcome | PeerLeased | PeerReleased
+ToController = Register | Goodbye | Where | GatewayBeat | Holdings | Replicate
+ToInstance = Changes | List | Do | PeerHello | PeerLease | PeerRelease
+Answer = (
+    Failure | Registered | Done | WhereReply | Changed | Listed | Outcome | PeerWelcome | PeerLeased | PeerReleased
     | GatewayHeard | HoldingsReply
 )  # fmt: skip
 
@@ -605,12 +576,10 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-REPLY_REQUESTS: msgspec.msgpack.Decoder[ToReply] = msgspec.msgpack.Decoder(ToReply)
-EVENTS: msgspec.msgpack.Decoder[Events] = msgspec.msgpack.Decoder(Events)
-HEARTBEATS: msgspec.msgpack.Decoder[Heartbeat] = msgspec.msgpack.Decoder(Heartbeat)
+TO_CONTROLLER: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
 TO_INSTANCE: msgspec.msgpack.Decoder[ToInstance] = msgspec.msgpack.Decoder(ToInstance)
-ANSWERS: msgspec.msgpack.Decoder[FromCluster] = msgspec.msgpack.Decoder(FromCluster)
-"""Decoders of the messages that an instance or a reader may receive; all raise one of BAD_FRAME for anything else."""
+ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+"""Decoders of the messages that each side may receive; all raise one of BAD_FRAME for anything else."""
 
 
 def failure(seq: int, epoch: int, error: KvstrataError) -> Failure:

@@ -99,6 +99,7 @@ class ControlPort(Numbers):
         )
         self._later.add(task)
         task.add_done_callback(self._later.discard)
+        task.add_done_callback(lambda _: answer.close())  # a task may be cancelled before it begins
 
     def _handler(self, request: ClusterRequest, key: str) -> Handler:
         kinds, handler = self._served.get(type(request), (frozenset(), None))

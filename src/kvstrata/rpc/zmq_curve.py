@@ -88,12 +88,27 @@ class ClusterKeys(NamedTuple):
     server: bytes
     """Public key of the processes that the member connects to."""
     clients: frozenset[bytes] | None
-    """Public keys of the processes that may connect to the member; None: any may."""
+    """Public keys of the instances that may connect to the member; None: any process may."""
+    gateways: frozenset[bytes] = frozenset()
+    """Public keys of the gateways that may."""
 
     @property
     def curve(self) -> CurveKeys:
-        """The keys for the sockets on which the member listens."""
-        return CurveKeys(self.secret, self.clients)
+        """The keys for the sockets on which the member listens: controllers may connect too."""
+        if self.clients is None:
+            return CurveKeys(self.secret, None)
+        return CurveKeys(self.secret, self.clients | self.gateways | {self.server})
+
+    def kinds_of(self, key: str) -> frozenset[KeyKind]:
+        """What a client's public key is. Where all share one key, or any may connect, it is all of them."""
+        if self.clients is None:
+            return frozenset(KeyKind)
+        kinds = {
+            KeyKind.INSTANCE: self.clients,
+            KeyKind.GATEWAY: self.gateways,
+            KeyKind.CONTROLLER: {self.server},
+        }
+        return frozenset(kind for kind, known in kinds.items() if key.encode() in known)
 
     def to(self, server: str) -> ClusterKeys:
         """The same keys for connections to the process with this public key (Z85)."""
@@ -124,18 +139,29 @@ class ControllerKeys(NamedTuple):
     curve: CurveKeys
     listed: Mapping[str, tuple[str, ...]]
     """Its clients' public keys, each with the instance ids that it may use (`NAME`, or `NAME-*`; empty: any)."""
+    kinds: Mapping[str, frozenset[KeyKind]]
+    """What each of these keys is."""
+
+    def kinds_of(self, key: str) -> frozenset[KeyKind]:
+        """What a client's public key is."""
+        return self.kinds.get(key, frozenset())
 
 
 def read_controller_keys(path: str, field: str = "security.curve_secret_file") -> ControllerKeys:
-    """Read a controller's keys: one line `secret KEY`, and a line `client KEY [ID …]` for each client.
+    """Read a controller's keys: a line `secret KEY`, and `client KEY [ID …]` or `gateway KEY [NAME …]` for each client.
 
     Raises ConfigError, which names `field`.
     """
     ids: dict[bytes, tuple[str, ...]] = {}
-    keys = _key_lines(path, field, ("secret", "client"), ids)
+    keys = _key_lines(path, field, ("secret", "client", "gateway"), ids)
     _check_clients(keys["client"], path, field)
-    curve = CurveKeys(keys["secret"][-1], frozenset(keys["client"]))
-    return ControllerKeys(curve, {key.decode(): ids[key] for key in curve.clients or ()})
+    clients = frozenset(keys["client"] + keys["gateway"])
+    listed = {key.decode(): ids[key] for key in clients}
+    words = {"client": KeyKind.INSTANCE, "gateway": KeyKind.GATEWAY}
+    kinds = {
+        key.decode(): frozenset(kind for word, kind in words.items() if key in keys[word]) for key in clients
+    }
+    return ControllerKeys(CurveKeys(keys["secret"][-1], clients), listed, kinds)
 
 
 def _check_clients(clients: list[bytes], path: str, field: str) -> None:
@@ -147,12 +173,13 @@ def _check_clients(clients: list[bytes], path: str, field: str) -> None:
 
 
 def read_cluster_keys(path: str, field: str) -> ClusterKeys:
-    """Read the keys of a cluster's member: `secret KEY`, and `server KEY` and `client KEY` lines for other keys.
+    """Read the keys of a cluster's member: `secret KEY`, and lines `server KEY` (the controllers'), `client KEY` (an
+    instance's) and `gateway KEY` for other keys.
 
-    With only `secret KEY` all members share the secret, and each may connect to every other.  Raises ConfigError, which
-    names `field`.
+    With only `secret KEY` all members share the secret, and each may ask every other anything.  Raises ConfigError,
+    which names `field`.
     """
-    keys = _key_lines(path, field, ("secret", "server", "client"))
+    keys = _key_lines(path, field, ("secret", "server", "client", "gateway"))
     secret = keys["secret"][-1]
     remember_secret(secret.decode())
     try:
@@ -161,7 +188,13 @@ def read_cluster_keys(path: str, field: str) -> ClusterKeys:
         raise ConfigError(
             f"{field}: {path}: the secret is not a CURVE key; make one with zmq.curve_keypair()", field=field
         ) from None
-    return ClusterKeys(secret, (keys["server"] or [own])[-1], frozenset(keys["client"] or [own]))
+    shared = not (keys["server"] or keys["client"] or keys["gateway"])
+    return ClusterKeys(
+        secret,
+        (keys["server"] or [own])[-1],
+        frozenset(keys["client"] or [own]),
+        frozenset([own] if shared else keys["gateway"]),
+    )
 
 
 def _key_lines(
@@ -176,7 +209,7 @@ def _key_lines(
         parts = line.split()
         if not parts or parts[0].startswith("#"):  # within a line, # is a character of Z85
             continue
-        named = parts[2:] if ids is not None and parts[0] == "client" else []
+        named = parts[2:] if ids is not None and parts[0] in ("client", "gateway") else []
         wrong = len(parts) != 2 + len(named) or parts[0] not in keys or len(parts[1]) != Z85_CHARS
         if wrong or not all(_ID.fullmatch(one) for one in named):
             shapes = " or ".join(f"`{word} KEY`" for word in words)
@@ -186,7 +219,7 @@ def _key_lines(
                 field=field,
             )
         keys[parts[0]].append(parts[1].encode())
-        if ids is not None and parts[0] == "client":
+        if ids is not None and parts[0] != "secret":
             ids[parts[1].encode()] = (*ids.get(parts[1].encode(), ()), *named)
     if not keys["secret"]:
         raise ConfigError(f"{field}: {path}: has no line `secret KEY`", field=field)
@@ -336,10 +369,10 @@ class KeyFolder:
         self.missing: list[str] = []
         """Members whose files are not in the folder any more, and so were not brought up to date."""
 
-    def make(self, names: Iterable[str], *, overwrite: bool) -> None:
-        """Make keys for a controller and these members. Raises ConfigError."""
-        names = _checked(names)
-        found = [path for path in map(self._path, (CONTROLLER, *names)) if path.exists()]
+    def make(self, names: Iterable[str], gateways: Iterable[str] = (), *, overwrite: bool) -> None:
+        """Make keys for a controller, these instances and these gateways. Raises ConfigError."""
+        kinds = _kinds(names, gateways)
+        found = [path for path in map(self._path, (CONTROLLER, *kinds)) if path.exists()]
         if found and not overwrite:
             raise ConfigError(
                 f"{_FIELD}: {found[0]} exists already; give another folder, use `kvstrata cluster add` for more "
@@ -347,25 +380,26 @@ class KeyFolder:
                 field=_FIELD,
             )
         make_private_dir(self.folder, _FIELD)
-        self._write_all(new_secret(), {name: new_secret() for name in names}, {})
+        self._write_all(new_secret(), {name: new_secret() for name in kinds}, {}, kinds)
 
-    def add(self, names: Iterable[str], *, overwrite: bool) -> None:
+    def add(self, names: Iterable[str], gateways: Iterable[str] = (), *, overwrite: bool) -> None:
         """Make keys for more members; with `overwrite` also for members that have one. Raises ConfigError."""
-        names = _checked(names)
-        controller, public = self._read()
-        known = [name for name in names if name in public]
+        fresh_kinds = _kinds(names, gateways)
+        controller, public, kinds = self._read()
+        known = [name for name in fresh_kinds if name in public]
         if known and not overwrite:
             raise ConfigError(
                 f"NAME: {known[0]} has a key already; give another name, or replace its key with --overwrite",
                 field="NAME",
             )
-        fresh = {name: new_secret() for name in names}
-        self._write_all(controller, fresh, {name: key for name, key in public.items() if name not in fresh})
+        fresh = {name: new_secret() for name in fresh_kinds}
+        kept = {name: key for name, key in public.items() if name not in fresh}
+        self._write_all(controller, fresh, kept, kinds | fresh_kinds)
 
     def remove(self, names: Iterable[str]) -> None:
         """Shut members out: their keys leave all files, and their own files are deleted. Raises ConfigError."""
         names = _checked(names)
-        controller, public = self._read()
+        controller, public, kinds = self._read()
         for name in names:
             if name not in public:
                 raise ConfigError(
@@ -375,33 +409,52 @@ class KeyFolder:
         left = {name: key for name, key in public.items() if name not in names}
         if not left:
             raise ConfigError("NAME: no member would be left; delete the folder instead", field="NAME")
-        self._write_all(controller, {}, left)
+        self._write_all(controller, {}, left, kinds)
         for name in names:
             self._path(name).unlink(missing_ok=True)
+
+    def use_of(self, path: Path) -> str:
+        """The process that reads a written file, and the setting that names it."""
+        if path.stem == CONTROLLER:
+            return "lmcache-controller --curve-secret-file"
+        is_gateway = self._read()[2].get(path.stem) is KeyKind.GATEWAY
+        return (
+            "lmcache-gateway controllers.curve_file" if is_gateway else "lmcache-server --cluster-curve-file"
+        )
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.keys"
 
-    def _read(self) -> tuple[bytes, dict[str, bytes]]:
-        """The controller's secret, and the members' public keys. Raises ConfigError."""
+    def _read(self) -> tuple[bytes, dict[str, bytes], dict[str, KeyKind]]:
+        """The controller's secret, and the members' public keys and kinds. Raises ConfigError."""
         path = self._path(CONTROLLER)
         keys = read_controller_keys(str(path), _FIELD)
         public: dict[str, bytes] = {}
+        kinds: dict[str, KeyKind] = {}
         for key, ids in keys.listed.items():
             if not ids:
                 raise ConfigError(
                     f"{_FIELD}: {path}: the line `client {key}` names no member; write the member's name after the key",
                     field=_FIELD,
                 )
-            public[ids[0].removesuffix("-*")] = key.encode()
-        return keys.curve.secret, public
+            name = ids[0].removesuffix("-*")
+            public[name] = key.encode()
+            kinds[name] = min(keys.kinds[key])
+        return keys.curve.secret, public, kinds
 
-    def _write_all(self, controller: bytes, fresh: dict[str, bytes], kept: dict[str, bytes]) -> None:
+    def _write_all(
+        self,
+        controller: bytes,
+        fresh: dict[str, bytes],
+        kept: dict[str, bytes],
+        kinds: Mapping[str, KeyKind],
+    ) -> None:
         """Write the controller's file, and the members': `fresh` by new secrets, `kept` have these public keys."""
         public = {**kept, **{name: public_of(secret) for name, secret in fresh.items()}}
-        lines = [f"client {key.decode()} {name} {name}-*" for name, key in sorted(public.items())]
+        words = {name: "gateway" if kinds[name] is KeyKind.GATEWAY else "client" for name in public}
+        lines = [f"{words[name]} {key.decode()} {name} {name}-*" for name, key in sorted(public.items())]
         self._write(CONTROLLER, "security.curve_secret_file of a controller", controller, lines)
-        others = [f"client {key.decode()}" for _, key in sorted(public.items())]
+        others = [f"{words[name]} {key.decode()}" for name, key in sorted(public.items())]
         lines = [f"server {public_of(controller).decode()}", *others]
         for name in sorted(public):
             secret = fresh.get(name)
@@ -410,7 +463,8 @@ class KeyFolder:
                 continue
             if secret is None:
                 secret = read_cluster_keys(str(self._path(name)), _FIELD).secret
-            self._write(name, f"controller.curve_file of {name}", secret, lines)
+            setting = "controllers" if kinds[name] is KeyKind.GATEWAY else "controller"
+            self._write(name, f"{setting}.curve_file of {name}", secret, lines)
 
     def _write(self, name: str, use: str, secret: bytes, lines: list[str]) -> None:
         path = self._path(name)
@@ -420,6 +474,22 @@ class KeyFolder:
         except OSError as error:
             raise ConfigError(f"{_FIELD}: {path} cannot be written: {error.strerror}", field=_FIELD) from None
         self.written.append(path)
+
+
+def _kinds(names: Iterable[str], gateways: Iterable[str]) -> dict[str, KeyKind]:
+    """Kinds by checked names. Raises ConfigError."""
+    instances, others = _checked(names), _checked(gateways)
+    if not instances and not others:
+        raise ConfigError("NAME: none is given; name the hosts of instances, or a --gateway", field="NAME")
+    for name in others:
+        if name in instances:
+            raise ConfigError(
+                f"NAME: {name} is both an instance and a gateway; give each a name of its own", field="NAME"
+            )
+    return {
+        **dict.fromkeys(instances, KeyKind.INSTANCE),
+        **dict.fromkeys(others, KeyKind.GATEWAY),
+    }
 
 
 def _checked(names: Iterable[str]) -> list[str]:

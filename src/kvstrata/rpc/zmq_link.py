@@ -1,4 +1,5 @@
-"""The asking side of cluster messages: ZMQ sockets on one asyncio loop, for questions (DEALER) and for events (PUSH).
+"""The asking side of cluster messages: ZMQ sockets on one asyncio loop, for questions (DEALER), and for messages of
+gateways to each other (PUSH).
 
 Rules:
 
@@ -32,7 +33,6 @@ from kvstrata.rpc.cluster_wire import (
     ClusterReply,
     ClusterRequest,
     Failure,
-    Nudge,
     encode,
 )
 from kvstrata.rpc.zmq_curve import ClusterKeys
@@ -74,26 +74,20 @@ class Links:
         endpoint: str,
         *,
         keys: ClusterKeys | None = None,
-        told: Callable[[Nudge], None] | None = None,
         changed: Callable[[bool], None] | None = None,
         refused: Callable[[], None] | None = None,
     ) -> AskLink:
         """Open a link for questions to `endpoint`, whose process may be absent.
 
-        `told` gets each Nudge.  `changed` gets True for each new connection, which may lead to another process than the
+        `changed` gets True for each new connection, which may lead to another process than the
         last one, and False when it ends.  `refused` is called for each connection that the other side ends in the
         handshake, as it does if the keys do not fit.  Raises Unavailable if libzmq refuses the endpoint.
         """
-        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), told, changed, refused)
+        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), changed, refused)
         self._connect(link, endpoint)
         return link
 
-    def push(
-        self,
-        endpoint: str,
-        *,
-        keys: ClusterKeys | None = None,
-    ) -> PushLink:
+    def push(self, endpoint: str, *, keys: ClusterKeys | None = None) -> PushLink:
         """Open a link for messages without an answer."""
         link = PushLink(self._loop, self._socket(zmq.PUSH, endpoint, keys))
         self._connect(link, endpoint)
@@ -209,11 +203,9 @@ class AskLink(_Link):
         self,
         loop: asyncio.AbstractEventLoop,
         link: zmq.Socket[bytes],
-        told: Callable[[Nudge], None] | None,
         changed: Callable[[bool], None] | None,
         refused: Callable[[], None] | None,
     ) -> None:
-        self._told = told
         self._changed = changed
         self._watch: zmq.Socket[bytes] | None = None
         """The socket on which libzmq reports handshakes that fail."""
@@ -263,6 +255,14 @@ class AskLink(_Link):
         if not isinstance(reply, answer):
             raise Unavailable(f"{self.endpoint} answered {type(reply).__name__} for {answer.__name__}")
         return reply
+
+    def fail_sent(self) -> None:
+        """End the questions that were sent with Unavailable: their connection has ended, and no answer will come."""
+        for seq, outcome in self._open.items():
+            if seq not in self._unsent and not outcome.done():
+                outcome.set_exception(
+                    Unavailable(f"the connection to {self.endpoint} ended before the answer")
+                )
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close the link; open questions end with Unavailable."""
@@ -314,10 +314,6 @@ class AskLink(_Link):
             message = ANSWERS.decode(frames[0])
         except BAD_FRAME:
             self.garbage_count += 1
-            return
-        if isinstance(message, Nudge):
-            if self._told is not None:
-                self._told(message)
             return
         outcome = self._open.get(message.seq)
         if outcome is not None and not outcome.done():

@@ -3,8 +3,7 @@ files by which processes find it, and on the events of the pool.
 
 Work on L1 runs on a lane of its own, so that requests cannot crowd it out, however many they are.
 
-Pool.events() ─▶ drain ─┬─▶ news (at once, in order)
-                        └─▶ EVENTS_PER_TURN in each turn of the loop ─▶ history, verified
+Pool.events() ─▶ drain ─▶ EVENTS_PER_TURN in each turn of the loop ─▶ history, verified
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import collections
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,6 @@ from kvstrata.memory.paths import LESSONS, RPC_SOCKET, socket_dir
 from kvstrata.native.core import Pool
 from kvstrata.observability.explain import Explainer
 from kvstrata.observability.logging import EventLog
-from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.request_log import RequestLog
 from kvstrata.types import PoolEvent
 
@@ -64,12 +62,11 @@ class PoolEvents:
         self,
         pool: Pool,
         explainer: Explainer,
-        news: Sequence[TierNews],
         clock: Clock,
         doubt: Callable[[], None],
     ) -> None:
         """`doubt` is called when a record was found corrupt, and when events were lost."""
-        self._pool, self._explainer, self._news, self._clock = pool, explainer, news, clock
+        self._pool, self._explainer, self._clock = pool, explainer, clock
         self._doubt = doubt
         self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
         self._lost = 0
@@ -90,10 +87,6 @@ class PoolEvents:
                 self._lost = self._pool.events_lost
                 self._explainer.events_lost()
                 self._doubt()
-                for news in self._news:
-                    news.pool_events_lost()
-            for news in self._news:
-                news.pool_events(events)
             self._waiting.extend([(kind, key) for kind, key, _ in events])
         if idle and self._waiting:
             self._tell()

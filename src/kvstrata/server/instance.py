@@ -1,6 +1,6 @@
 """Opens an instance. Only this file and parts.py know all of its rooms.
 
-    ports ─▶ segment and pool ─▶ news ─▶ parts ─▶ tiers open ─▶ attach ─▶ membership ─▶ HTTP made
+    ports ─▶ segment and pool ─▶ held ─▶ parts ─▶ tiers open ─▶ attach ─▶ membership ─▶ HTTP made
 
 Rules:
 
@@ -37,16 +37,15 @@ from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.server.admin.operations import OPERATIONS, Admin
-from kvstrata.server.cluster.events import TierNews
+from kvstrata.server.cluster.held import HeldChunks
 from kvstrata.server.cluster.membership import (
     Membership,
     make_membership,
     other_hosts_out_of_reach,
     peer_config,
-    serve_peers,
+    serve,
 )
 from kvstrata.server.cluster.own_key import member_keys
-from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.listener import AttachServer
 from kvstrata.server.parts import Parts
@@ -108,12 +107,13 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         started_s=shell.started_s,
     )
 
-    # 2. News of L2 for controllers, the parts, and the tiers.
+    # 2. What followers read, the parts, and the tiers.
     tiers = TierSet(pool)
-    told = ToldTiers(tiers, shell.supervisor)
-    urls = settings.controller.url.split(",") if settings.controller.url else []
-    news_of = {url: TierNews(told) for url in dict.fromkeys(urls)}
-    keys = member_keys(settings, facts, shell.supervisor, os.environ) if news_of else None
+    urls = dict.fromkeys(settings.controller.url.split(",") if settings.controller.url else [])
+    held = HeldChunks(pool, tiers, shell.supervisor) if urls else None
+    if held is not None:
+        closers.append(held.stop)
+    keys = member_keys(settings, facts, shell.supervisor, os.environ) if urls else None
     peer = peer_config(plan, keys)
     parts = Parts(
         settings,
@@ -123,7 +123,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         shell.supervisor,
         clock=SystemClock(),
         tiers=tiers,
-        news=list(news_of.values()),
+        news=held,
         tokens=plan.tokens,
         peer_tier=peer.name if peer else "",
     )
@@ -146,14 +146,15 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         max_reserved_bytes=facts.max_reserved_bytes,
     )
 
-    # 4. The cluster, if a controller is set: a server of peers, and a link to each controller.
+    # 4. The cluster, if a controller is set: the control port, and a link to each controller.
     served = membership = None
-    if keys is not None:
-        served = serve_peers(plan, keys, parts, closers)
-        membership = make_membership(plan, keys, parts, told, news_of, served)
+    if keys is not None and held is not None:
+        served = serve(plan, keys, parts, closers)
+        membership = make_membership(plan, keys, parts, held, urls, served)
         closers.append(membership.stop)
         board.put("cluster", membership)
-        board.put("peers_served", served.server.leases, *(served.port.numbers() if served.port else ()))
+        board.put("peers_served", served.peers.leases)
+        board.put("control", held, *served.port.numbers())
 
     # 5. Housekeeping, and the HTTP application.
     housekeeping = Housekeeping(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
@@ -27,7 +26,6 @@ from kvstrata.server.admin.status import (
     processes_section,
 )
 from kvstrata.server.claims import Claims
-from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.housekeeping import PoolEvents
 from kvstrata.server.plan import InstanceFacts
 from kvstrata.server.processes import Processes, Readiness, TenantTokens, tenant_number
@@ -36,7 +34,7 @@ from kvstrata.server.requests.grants import Grants
 from kvstrata.server.requests.requests import Requests
 from kvstrata.tiers.fetch import TIER_PATIENCE_S, PrefetchLimits
 from kvstrata.tiers.loads import PrefetchController
-from kvstrata.tiers.puts import StoreController, StoreLimits
+from kvstrata.tiers.puts import News, StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import TailPuts
 from kvstrata.types import GB
@@ -62,11 +60,14 @@ class Parts:
         *,
         clock: Clock,
         tiers: TierSet,
-        news: Sequence[TierNews],
+        news: News | None = None,
         tokens: TenantTokens,
         peer_tier: str,
     ) -> None:
-        """Set the quotas of tenants and make the parts. `peer_tier`: the tier that reads peers, "" without one."""
+        """Set the quotas of tenants and make the parts.
+
+        `news`: who hears of what tiers have, in a cluster.  `peer_tier`: the tier that reads peers, "" without one.
+        """
         self.settings, self.facts, self.pool = settings, facts, pool
         self.loop, self.supervisor, self.clock = loop, supervisor, clock
         self.tiers, self.tokens = tiers, tokens
@@ -84,7 +85,7 @@ class Parts:
             counters.tenants[tenant_number(tenant)] = TenantNumbers(tenant)
         self.readiness = Readiness()
         self.frozen_by: set[str] = set()
-        """The controllers for whose full sync no reserve is granted now (server/cluster/sync.py)."""
+        """Who has ordered that no reserve is granted now: a controller, for a bounded time."""
         self.explainer = explainer = Explainer(counters, clock, settings.l1.eviction_policy)
         self.trend = Trend(counters, explainer, clock)
         endpoint = settings.observability.otlp_endpoint
@@ -111,7 +112,7 @@ class Parts:
         self.tails = TailPuts(pool, self.store, tiers, clock, settings.l2.tails_after_s)
         self.prewarms = Prewarms(self)
         self.claims = Claims(self)
-        self.events = PoolEvents(pool, explainer, news, clock, self.claims.doubt)
+        self.events = PoolEvents(pool, explainer, clock, self.claims.doubt)
 
         # What serves processes.
         self.recuts = Recuts(self, self._recut_lane)

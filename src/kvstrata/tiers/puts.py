@@ -210,7 +210,7 @@ class TierPuts(Numbers):
         pool: Pool,
         limits: StoreLimits,
         skipped: Callable[[bytes, str], None],
-        news: Sequence[News],
+        news: News | None,
         progressed: Callable[[], None],
     ) -> None:
         """`progressed` is called whenever a batch has ended."""
@@ -378,8 +378,8 @@ class TierPuts(Numbers):
                 self.skip(key, item.reason or _WORDS[outcome])
         if present:
             self.planner.stored(present)
-            for news in self._news:
-                news.tier_got(self.name, present)
+            if self._news is not None:
+                self._news.tier_got(self.name, present)
         for attempts, keys in throttled.items():
             self._retry_later(keys, attempts)
         self._begin()
@@ -430,8 +430,8 @@ class TierPuts(Numbers):
     def emptied(self) -> None:
         """Note that the tier has no records any more."""
         self.planner.forget()
-        for news in self._news:
-            news.tier_emptied(self.name)
+        if self._news is not None:
+            self._news.tier_emptied(self.name)
 
     async def _cleared_too(self, items: Sequence[Item]) -> None:
         """Delete the records of a batch, which were cleared meanwhile, and correct the outcomes.
@@ -451,15 +451,15 @@ class TierPuts(Numbers):
     def dropped(self, keys: Sequence[bytes]) -> None:
         """Note that the tier does not have these records any more."""
         self.planner.gone(keys)
-        for news in self._news:
-            news.tier_lost(self.name, keys)
+        if self._news is not None:
+            self._news.tier_lost(self.name, keys)
 
 
 class StoreController(Numbers):
     """Puts chunks of L1 to the tiers. All methods belong to the event loop.
 
     `skipped(key, reason)` is called for every chunk that a tier will not get, with the reason's short word.
-    `news`: of each controller.
+    `news` hears which chunks the tiers have.
     """
 
     backlog_bytes = gauge(
@@ -479,7 +479,7 @@ class StoreController(Numbers):
         limits: StoreLimits,
         skipped: Callable[[bytes, str], None],
         *,
-        news: Sequence[News] = (),
+        news: News | None = None,
     ) -> None:
         self.limits = limits
         self.wants_touches = False
@@ -530,9 +530,8 @@ class StoreController(Numbers):
 
     def found(self, name: str, keys: Sequence[bytes]) -> None:
         """Note that these records were loaded from the tier."""
-        if name in self._puts:
-            for news in self._news:
-                news.tier_got(name, keys)
+        if name in self._puts and self._news is not None:
+            self._news.tier_got(name, keys)
 
     # -- the end, and clear --------------------------------------------------------------------------------
 

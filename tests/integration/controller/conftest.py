@@ -17,8 +17,8 @@ from tests.harness.controller_process import ControllerProcess
 
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
-    """A running controller."""
-    with ControllerProcess(tmp_path) as process:
+    """A running controller, which asks its members for their condition every 0.2 s."""
+    with ControllerProcess(tmp_path, flags=("--heartbeat-s", "0.4")) as process:
         yield process
 
 

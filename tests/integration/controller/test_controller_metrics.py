@@ -51,7 +51,7 @@ def test_the_page_of_metrics_lists_every_metric_that_is_served(start):
         (one.name, *one.labels.values()): one.value for family in served.values() for one in family.samples
     }
     assert (
-        values["kvstrata_controller_keys", "a", "l1"] == values["kvstrata_controller_synced_keys_total",] == 1
+        values["kvstrata_controller_keys", "a", "l1"] == values["kvstrata_controller_listed_keys_total",] == 1
     )
     assert values["kvstrata_controller_instance_up", "a"] == 1
     assert values["kvstrata_controller_snapshot_seconds_count",] >= 1

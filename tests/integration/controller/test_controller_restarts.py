@@ -16,7 +16,7 @@ from tests.harness.cluster_instance import ClusterInstance, Refused, holders, ta
 from tests.harness.controller_process import ControllerProcess
 
 pytestmark = pytest.mark.integration
-ANY = '{"pull": 0, "reply": 0, "heartbeat": 0}'
+ANY = '{"reply": 0}'
 SNAPSHOTS = {**os.environ, "KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_S": "1"}
 
 
@@ -28,7 +28,7 @@ def written(controller: ControllerProcess) -> None:
     )
 
 
-def test_a_killed_controller_serves_its_snapshot_as_unconfirmed_until_each_sync(tmp_path):
+def test_a_killed_controller_serves_its_snapshot_as_unconfirmed_until_each_is_followed(tmp_path):
     with ControllerProcess(tmp_path, environment=SNAPSHOTS) as controller:
         port = controller.ports["reply"]
         with (
@@ -49,15 +49,20 @@ def test_a_killed_controller_serves_its_snapshot_as_unconfirmed_until_each_sync(
             )
             assert not any(owner.confirmed for owner in owners)
             assert c.epoch != epoch
-            with pytest.raises(Refused, match="unknown_instance"):
-                a.heartbeat()
-            assert a.register().sync
-            assert not c.where(tags_of(range(1000)))[0].confirmed
-            a.sync({"l1": tags_of(range(900))})
+            a.evict(tags_of(range(900, 1000)))
+            a.register()
+            a.until_followed()
             assert [(owner.n_keys, owner.confirmed) for owner in c.where(tags_of(range(1000)))] == [
                 (900, True),
                 (500, False),
             ]
+            assert controller.ask("/v1/instances/a")["following"]["lists"] == 0, "it was followed on"
+            b.evict(tags_of(range(100, 500)))
+            b.forget_changes()
+            b.register()
+            b.until_followed()
+            assert controller.ask("/v1/instances/b")["following"]["lists"] == 1
+            assert holders(c.where(tags_of(range(1000)))) == {"a": 900, "b": 100}
             # Another process registers as `b`: the keys of the old one are forgotten at once.
             with ClusterInstance(port, "b") as later:
                 later.register()
@@ -135,8 +140,8 @@ def test_orders_survive_a_controller_that_is_killed_right_after_its_answer(tmp_p
             a.join({"l1": tags_of([1])})
             c.join({})
             assert c.where(tags_of([1])) == []
-            (drain,) = a.heartbeat()
-            assert (drain.kind, drain.argument) == (wire.CommandKind.DRAIN, {"on": True})
+            for drain in (a.operation(), a.operation()):  # of the first controller, and of the second
+                assert (drain.kind, drain.argument) == (wire.CommandKind.DRAIN, {"on": True})
             with pytest.raises(Refused) as refused:
                 b.register()
             assert refused.value.code == "not_permitted"
@@ -154,7 +159,8 @@ def test_sigterm_writes_a_last_snapshot(tmp_path):
         assert controller.stop() == 0
         controller.start()
         assert controller.ask("/v1/instances/a")["state"] == "restored"
-        assert a.register().sync
+        a.register()
+        a.until_followed()
 
 
 def test_a_folder_of_snapshots_that_others_can_write_stops_the_start(tmp_path):

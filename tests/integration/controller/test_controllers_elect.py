@@ -39,7 +39,9 @@ def two_controllers(etcd: EtcdServer, folder: Path) -> Iterator[dict[str, Contro
     config = folder / "controller.yaml"
     config.write_text(etcd.controllers_settings(folder, ETCD["ttl_s"]))
     made = {
-        name: ControllerProcess(folder / name, flags=("--name", name, "--config", str(config)))
+        name: ControllerProcess(
+            folder / name, flags=("--name", name, "--heartbeat-s", "0.4", "--config", str(config))
+        )
         for name in ("one", "two")
     }
     try:
@@ -101,25 +103,6 @@ def posted(controller: ControllerProcess, path: str) -> tuple[int, str]:
         return error.code, error.headers.get("Location", "")
 
 
-def tokens_of(instance: ClusterInstance) -> tuple[int, list[wire.CommandKind]]:
-    """(Token, kinds of commands) in the answer to the instance's next heartbeat."""
-    assert instance.heart is not None
-    told = wire.Heartbeat(
-        instance.next_seq(),
-        instance.name,
-        instance.incarnation,
-        0,
-        "ready",
-        wire.Load({}, {}, {}, {}, 0, 0, 0, 0),
-        [],
-        [],
-    )
-    instance.heart.send(wire.encode(told))
-    beat = instance.receive(instance.heart, told.seq)
-    assert isinstance(beat, wire.Beat)
-    return beat.token, [command.kind for command in beat.commands]
-
-
 def test_both_controllers_answer_lookups_and_only_the_leader_sends_commands(shared):
     leader = leader_of(shared)
     [follower] = set(shared) - {leader}
@@ -134,11 +117,11 @@ def test_both_controllers_answer_lookups_and_only_the_leader_sends_commands(shar
             307,
             f"{shared[leader].url.replace('127.0.0.1', 'localhost')}/v1/instances/a/drain?x=1",
         )
-        assert tokens_of(at[follower]) == (0, [])
         assert posted(shared[leader], "/v1/instances/a/drain")[0] == 202
-        token, kinds = tokens_of(at[leader])
-        assert token > 0
-        assert kinds == [wire.CommandKind.DRAIN]
+        asked = at[leader].operation()
+        assert asked.token > 0
+        assert asked.kind is wire.CommandKind.DRAIN
+        assert not at[follower].has_operation()
     finally:
         for one in (*at.values(), *asker.values()):
             one.close()
@@ -171,9 +154,9 @@ def test_an_id_belongs_to_its_key_at_every_controller_once_one_of_them_has_seen_
 
 
 def registered(instance: ClusterInstance) -> bool:
-    """Return whether a controller takes this instance's heartbeats."""
+    """Return whether a controller knows this instance with its key."""
     try:
-        instance.heartbeat()
+        instance.register()
     except Refused:
         return False
     return True
@@ -186,8 +169,9 @@ def test_a_leader_that_was_frozen_sends_no_command_when_it_wakes(controllers):
     with ClusterInstance(controllers[old].ports["reply"], "a") as instance:
         instance.join({})
         assert posted(controllers[old], "/v1/instances/a/drain")[0] == 202
-        stale, kinds = tokens_of(instance)
-        assert kinds == [wire.CommandKind.DRAIN]
+        asked = instance.operation()
+        stale = asked.token
+        assert asked.kind is wire.CommandKind.DRAIN
         controllers[old].signal(signal.SIGSTOP)
         greater = eventually(
             "the other leads",
@@ -195,8 +179,9 @@ def test_a_leader_that_was_frozen_sends_no_command_when_it_wakes(controllers):
         )
         assert greater > stale
         controllers[old].signal(signal.SIGCONT)
-        assert tokens_of(instance) == (0, []), "a controller that does not lead sends no waiting command"
         assert leader_of(controllers) == new
+        instance.tell(state="draining")  # a leader would repeat its order now
+        assert not instance.has_operation(), "a controller that does not lead commands nothing"
         assert posted(controllers[old], "/v1/instances/a/drain")[0] == 307
 
 
@@ -219,8 +204,8 @@ def test_orders_of_admins_survive_the_leader_that_took_them(controllers):
             b_here.join({})
             controllers[old].ask("/v1/instances/a/drain", {"wait_s": 0})
             controllers[old].ask("/v1/instances/b", method="DELETE")
-        (drain,) = a.heartbeat()
-        a.heartbeat([wire.CommandResult(drain.number, True, "", {"count": 1})], draining=True)
+        a.answer(a.operation(), {"leases": 0})
+        a.tell(draining=True)
         eventually("the other knows", lambda: not c.where(tags_of([1])))
         controllers.pop(old).kill()
         assert leader_of(controllers) == new
@@ -229,7 +214,9 @@ def test_orders_of_admins_survive_the_leader_that_took_them(controllers):
         with pytest.raises(Refused) as refused:
             b.register()
         assert refused.value.code == "not_permitted"
-        assert a_there.heartbeat(draining=True) == []
+        while a_there.has_operation():
+            a_there.operation()
+        a_there.tell(draining=True)
         controllers[new].ask("/v1/instances/a/undrain", {"wait_s": 0})
         assert [owner.instance for owner in c.where(tags_of([1]))] == ["a"]
 
@@ -239,7 +226,7 @@ def test_an_instance_that_has_seen_a_greater_token_is_led_again_by_a_greater_clu
     seen = leader.ask("/v1/cluster")["election"]
     with ClusterInstance(leader.ports["reply"], "c") as instance:
         instance.join({})
-        instance.heartbeat(obeys=(seen["cluster_id"], seen["token"] + 1_000_000))
+        instance.tell(obeys=(seen["cluster_id"], seen["token"] + 1_000_000))
 
         def greater() -> bool:
             now = leader.ask("/v1/cluster")["election"]

@@ -115,7 +115,7 @@ def test_on_loopback_ucx_opens_no_port_and_nixl_none_that_other_hosts_reach(
         read(other, stored_and_known(cluster, one))
         for server in cluster.servers:
             (peer,) = [
-                row["peer_endpoint"]
+                row["control_endpoint"]
                 for row in cluster.controller.ask("/v1/instances")["instances"]
                 if row["pid"] == server.pid
             ]

@@ -102,7 +102,7 @@ def test_the_controller_knows_which_chunks_are_stored_and_dropped(controller, se
     controller.ask("/v1/clear", {"tier": "all"})
     until(lambda: keys_in(controller, "l1") == keys_in(controller, "fs-0") == 0)
     assert confirmed(controller)
-    assert cluster_of(server)["syncs"] == 1
+    assert ours(controller)["following"]["lists"] == 1
 
 
 def split(keys: bytes) -> list[bytes]:
@@ -181,7 +181,22 @@ def test_commands_are_carried_out_and_answered(controller, server, client):
     until(lambda: ours(controller)["reported_state"] == "draining")
     controller.ask("/v1/instances/ours/undrain", {})
     until(lambda: ours(controller)["reported_state"] == "ready")
-    assert controller.ask("/v1/instances/ours/resync", {})["commands"][0]["state"] == "done"
+    lists = ours(controller)["following"]["lists"]
+    controller.ask("/v1/instances/ours/resync", {})
+    until(lambda: confirmed(controller) and ours(controller)["following"]["lists"] > lists)
+
+
+def test_a_freeze_refuses_stores_until_its_time_is_over_or_it_is_ended(controller, server, client):
+    until(lambda: confirmed(controller))
+    kept, later = Prompt(client, 1, 5), Prompt(client, 2, 5)
+    kept.store()
+    assert controller.ask("/v1/instances/ours/freeze", {"seconds": 60})["done"]
+    until(lambda: ours(controller)["reported_state"] == "frozen")
+    assert set(later.store()) == {wire.ReserveOutcome.FROZEN} and kept.hits() == 5
+    controller.ask("/v1/instances/ours/freeze", {"seconds": 0})
+    assert set(later.store()) == {wire.ReserveOutcome.RESERVED}
+    controller.ask("/v1/instances/ours/freeze", {"seconds": 0.2})
+    until(lambda: set(Prompt(client, 3, 5).store()) == {wire.ReserveOutcome.RESERVED})
 
 
 @pytest.mark.long

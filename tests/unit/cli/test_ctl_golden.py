@@ -28,7 +28,7 @@ ADAPTER = {
     "breakers": {"load": "open", "put": "closed"},
 }  # fmt: skip
 INSTANCE = {
-    "id": "a", "state": "live", "draining": True, "sync": {"state": "exact"}, "host": "h", "zone": "",
+    "id": "a", "state": "live", "draining": True, "following": {"state": "exact"}, "host": "h", "zone": "",
     "keys": {"l1": 3, "fs-0": 4}, "used_bytes": {"l1": 5}, "heard_ago_s": 1.5,
 }  # fmt: skip
 EVENT = {"unix_ms": 1_700_000_000_000, "number": 7, "kind": "joined", "instance": "a", "facts": {"x": 1}}

@@ -11,6 +11,8 @@ from kvstrata.clock import SystemClock
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.orders import Orders
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.zmq_curve import ClusterKeys, new_secret
 from tests.harness.known_members import KEY
 
 
@@ -44,7 +46,12 @@ async def cluster(clock: Clock, listed: dict[str, tuple[str, ...]]) -> AsyncIter
         Orders(),
         name="c",
         epoch=clock.unix_ms(),
+        supervisor=Supervisor(loop),
+        keys=ClusterKeys(new_secret(), b"", None),
         listed=lambda: listed,
     )
     yield made
+    for task in made._following.values():
+        task.cancel()
+    made.commands.give_up(made.members, "the test ends")
     made.close()

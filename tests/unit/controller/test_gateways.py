@@ -14,7 +14,6 @@ from kvstrata.rpc.cluster_wire import (
     MAX_HOLDERS,
     MAX_TOLD_ADAPTERS,
     Change,
-    Events,
     GatewayBeat,
     Holding,
     Holdings,
@@ -24,7 +23,7 @@ from kvstrata.rpc.cluster_wire import (
 )
 from kvstrata.types import LayoutIdentity
 from tests.harness.cluster_instance import tags_of
-from tests.harness.known_members import KEY
+from tests.harness.known_members import KEY, joined, tell
 from tests.unit.controller.member_messages import register
 
 CHUNKS = tags_of(range(8))
@@ -37,13 +36,12 @@ def listed() -> dict[str, tuple[str, ...]]:
 
 async def join(cluster: Cluster, name: str, l1: int, disk: tuple[int, int], **more: str) -> None:
     """Make a member with the first `l1` chunks in L1, and those of a range in its disk tier."""
-    cluster.register(register(1, name, tiers=["l1", "disk"], **more), KEY)
+    member = joined(cluster, register(1, name, tiers=["l1", "disk"], **more))
     runs = [
         Run(Change.ADMIT, "l1", CHUNKS[: 8 * l1]),
         Run(Change.ADMIT, "disk", CHUNKS[8 * disk[0] : 8 * disk[1]]),
     ]
-    cluster.apply(Events(name, 1, 1, runs), KEY)
-    await cluster.directory.idle()
+    await tell(cluster, member, *runs)
 
 
 def beat(name: str = "gw-1") -> GatewayBeat:
@@ -56,7 +54,7 @@ async def test_l1_and_what_l2_adds_are_told_apart(cluster: Cluster) -> None:
     asked = Holdings(1, CHUNKS, 1)
     for found in (cluster.gateways.holdings_now(asked), await cluster.gateways.holdings(asked)):
         assert [(row.instance, row.l1_chunks, row.own_chunks) for row in found] == [("a", 3, 6), ("b", 0, 5)]
-        assert all(row.unconfirmed_ms for row in found), "no full sync has ended"
+        assert all(row.unconfirmed_ms for row in found), "no list has ended"
     assert not cluster.gateways.holdings_now(Holdings(1, tags_of(range(50, 58)), 1))
     cluster.directory.forget(next(one for one in cluster.members if one.id == "a").group)
     assert [row.instance for row in cluster.gateways.holdings_now(asked)] == ["b"]
@@ -65,7 +63,8 @@ async def test_l1_and_what_l2_adds_are_told_apart(cluster: Cluster) -> None:
 async def test_what_the_directory_has_followed_is_certain(cluster: Cluster) -> None:
     await join(cluster, "a", 3, (0, 3))
     for member in cluster.members:
-        member.confirmed = True
+        assert member.follower is not None
+        member.follower.confirmed = True
     assert cluster.gateways.holdings_now(Holdings(1, CHUNKS, 1)) == [Holding("a", 3, 3)]
 
 
@@ -121,11 +120,7 @@ async def test_gateways_are_bounded_and_silent_ones_are_forgotten(cluster: Clust
 async def test_an_answer_names_those_that_hold_most(cluster: Cluster) -> None:
     assert MAX_HOLDERS < 100
     for n in range(100):
-        cluster.register(register(1, "a" if not n else f"gw-{n}"), KEY)
-        cluster.apply(
-            Events("a" if not n else f"gw-{n}", 1, 1, [Run(Change.ADMIT, "l1", CHUNKS[: 8 * (1 + n % 8)])]),
-            KEY,
-        )
-    await cluster.directory.idle()
+        member = joined(cluster, register(1, "a" if not n else f"gw-{n}"))
+        await tell(cluster, member, Run(Change.ADMIT, "l1", CHUNKS[: 8 * (1 + n % 8)]))
     found = cluster.gateways.holdings_now(Holdings(1, CHUNKS, 1))
     assert len(found) == MAX_HOLDERS and [row.l1_chunks for row in found[:12]] == [8] * 12

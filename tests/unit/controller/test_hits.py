@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.controller.lookups import Found, Lookups, Place
+from kvstrata.cluster.lookups import Found, Lookups, Place
 from kvstrata.controller.operations import _placement, _pulls
 from kvstrata.controller.prompts import Named
 from kvstrata.keys.batch import count, split

@@ -26,7 +26,7 @@ def refusal(known: KnownMembers, name: str, key: str) -> str:
 def test_an_instance_that_leaves_for_ever_leaves_its_id():
     known = KnownMembers()
     refusal(known, "a", OURS)
-    known.goodbye(wire.Goodbye(1, "a", CURRENT, for_ever=True), 0.0, OURS)
+    known.goodbye(wire.Goodbye(1, "a", CURRENT, for_ever=True), OURS)
     assert refusal(known, "a", THEIRS) == ""
 
 
@@ -74,7 +74,7 @@ def test_an_id_is_new_from_the_end_of_its_member_on(leaves):
     orders.keys |= {f"i{number}": KeyOfId(OURS, KEPT_S) for number in range(MAX_KEYS - 1)}
     now[0] = KEPT_S + 1.0
     if leaves:
-        known.goodbye(wire.Goodbye(1, "a", CURRENT), 0.0, OURS)
+        known.goodbye(wire.Goodbye(1, "a", CURRENT), OURS)
     else:
         for now_s in range(0, 33, 3):
             known.tick(float(now_s))

@@ -12,30 +12,22 @@ from kvstrata.controller.member import MemberState
 from kvstrata.controller.members import MAX_DEAD
 from kvstrata.errors import KvstrataError
 from kvstrata.rpc import cluster_wire as wire
-from tests.harness.known_members import KnownMembers
-from tests.unit.controller.member_messages import CURRENT, NEXT, OLD, events, heartbeat, in_state, register
+from tests.harness.cluster_instance import LOAD
+from tests.harness.known_members import KEY, KnownMembers
+from tests.unit.controller.member_messages import CURRENT, NEXT, OLD, in_state, register
 
 REQUESTS: dict[str, Callable[..., Any]] = {
     "register": lambda known, who, **key: known.register(register(who), 33.0, **key),
-    "goodbye": lambda known, who, **key: known.goodbye(wire.Goodbye(1, "a", who), 33.0, **key),
-    "heartbeat": lambda known, who, **key: known.heartbeat(heartbeat(who), 33.0, **key),
-    "sync": lambda known, who, **key: known.sync_begin(wire.SyncBegin(1, "a", who, 7, 0), 33.0, **key),
+    "goodbye": lambda known, who, **key: known.goodbye(wire.Goodbye(1, "a", who), **key),
 }
 OK = ""
 TABLE = {
     # state: (answer to the member's own incarnation, to the superseded one, to another one), by request
-    "unknown": {"register": (OK, OK, OK), "goodbye": (OK, OK, OK), "heartbeat": ("unknown_instance",) * 3,
-                "sync": ("unknown_instance",) * 3},
-    "restored": {"register": (OK, OK, OK), "goodbye": ("unknown_instance",) * 3,
-                 "heartbeat": ("unknown_instance",) * 3, "sync": ("unknown_instance",) * 3},
-    "live": {"register": (OK, "superseded", OK), "goodbye": (OK, OK, "unknown_instance"),
-             "heartbeat": (OK, "superseded", "unknown_instance"), "sync": (OK, "superseded", "unknown_instance")},
-    "confirmed": {"register": (OK, "superseded", OK), "goodbye": (OK, OK, "unknown_instance"),
-                  "heartbeat": (OK, "superseded", "unknown_instance"), "sync": (OK, "superseded", "unknown_instance")},
-    "dead": {"register": (OK, OK, OK), "goodbye": ("unknown_instance", OK, "unknown_instance"),
-             "heartbeat": ("unknown_instance",) * 3, "sync": ("unknown_instance",) * 3},
-    "gone": {"register": (OK, OK, OK), "goodbye": (OK, OK, OK), "heartbeat": ("unknown_instance",) * 3,
-             "sync": ("unknown_instance",) * 3},
+    "unknown": {"register": (OK, OK, OK), "goodbye": (OK, OK, OK)},
+    "restored": {"register": (OK, OK, OK), "goodbye": ("unknown_instance",) * 3},
+    "live": {"register": (OK, "superseded", OK), "goodbye": (OK, OK, "unknown_instance")},
+    "dead": {"register": (OK, OK, OK), "goodbye": ("unknown_instance", OK, "unknown_instance")},
+    "gone": {"register": (OK, OK, OK), "goodbye": (OK, OK, OK)},
 }  # fmt: skip
 
 
@@ -61,13 +53,13 @@ def test_each_request_in_each_state(state):
 
 
 def test_a_superseded_incarnation_comes_back_once_its_successor_is_dead_and_the_successor_then_does_not():
-    known = in_state("confirmed")
+    known = in_state("live")
     known.register(register(NEXT), 0.0)
     with pytest.raises(KvstrataError, match="another process has registered"):
         known.register(register(CURRENT), 0.0)
     for now_s in range(0, 33, 3):
         known.tick(float(now_s))
-    assert known.register(register(CURRENT), 34.0)[0].superseded.count(NEXT) == 1
+    assert known.register(register(CURRENT), 34.0).superseded.count(NEXT) == 1
     for late in (NEXT, OLD):
         with pytest.raises(KvstrataError) as denied:
             known.register(register(late), 35.0)
@@ -76,17 +68,17 @@ def test_a_superseded_incarnation_comes_back_once_its_successor_is_dead_and_the_
 
 
 def test_the_keys_of_an_older_incarnation_are_forgotten_and_its_commands_end():
-    known = in_state("confirmed")
+    known = in_state("live")
     member = known.get("a")
     issued = known.issue(member, wire.CommandKind.STATUS, {}, 1.0)
     known.outbox.forgotten.clear()
     known.register(register(NEXT), 2.0)
-    assert known.outbox.forgotten == [member] and known.outbox.ended == [issued]
+    assert known.outbox.forgotten == [member] and known.ended == [issued]
     assert issued.result is not None and not issued.result.ok
 
 
 def test_an_id_in_use_on_another_host_is_free_once_that_member_is_dead():
-    known = in_state("confirmed")
+    known = in_state("live")
     with pytest.raises(KvstrataError) as denied:
         known.register(register(NEXT, host="two"), 12.0)
     assert denied.value.code == "instance_id_taken" and denied.value.retry_after_ms == 18_000
@@ -94,18 +86,18 @@ def test_an_id_in_use_on_another_host_is_free_once_that_member_is_dead():
         known.register(register(NEXT, host=""), 12.0)
     for now_s in range(0, 33, 3):
         known.tick(float(now_s))
-    assert known.register(register(NEXT, host="two"), 31.0)[0].incarnation == NEXT
+    assert known.register(register(NEXT, host="two"), 31.0).incarnation == NEXT
 
 
 def test_a_member_is_dead_after_its_silence_and_not_before():
-    known = in_state("confirmed")
+    known = in_state("live")
     member = known.get("a")
     for now_s in (4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 29.9):
         known.tick(now_s)
         assert member.state is MemberState.LIVE
     known.tick(30.0)
     assert member.state is MemberState.DEAD and known.outbox.forgotten[-1] is member
-    assert not member.readable and not member.confirmed
+    assert not member.readable
 
 
 def test_a_member_of_the_snapshot_that_does_not_come_back_is_forgotten_after_the_same_silence():
@@ -121,7 +113,7 @@ def test_a_member_of_the_snapshot_that_does_not_come_back_is_forgotten_after_the
 
 @pytest.mark.parametrize("jump_s", [6.0, 1e9])
 def test_time_in_which_the_controller_stood_still_counts_as_no_members_silence(jump_s):
-    known = in_state("confirmed")
+    known = in_state("live")
     known.tick(1.0)
     known.tick(1.0 + jump_s)
     assert known.get("a").heard_s <= 1.0 + jump_s
@@ -160,15 +152,46 @@ def test_dead_members_are_bounded():
     )
 
 
-def test_events_count_only_from_the_living_incarnation_of_a_member():
-    for state, who, dropped in (
-        ("gone", CURRENT, "unknown_instance"),
-        ("restored", CURRENT, "restored_instance"),
-        ("dead", CURRENT, "dead_instance"),
-        ("live", OLD, "superseded"),
-        ("live", NEXT, "superseded"),
-        ("live", CURRENT, ""),
-    ):
-        known = in_state(state)
-        assert (known.events(events(1, who)) is None) == bool(dropped)
-        assert known.syncs.dropped == ({dropped: 1} if dropped else {})
+def test_a_registration_that_is_repeated_is_no_answer_so_a_silent_member_still_dies():
+    known = in_state("live")
+    for now_s in range(0, 33, 3):
+        if now_s < 30:
+            known.register(register(), float(now_s))
+        known.tick(float(now_s))
+    assert known.get("a").state is MemberState.DEAD
+
+
+def test_an_answer_keeps_a_member_alive_and_only_a_live_one():
+    known = in_state("live")
+    member = known.get("a")
+    for now_s in range(0, 60, 3):
+        known.members.heard(member, None, float(now_s))
+        known.tick(float(now_s))
+    assert member.state is MemberState.LIVE
+    for now_s in range(60, 95, 3):
+        known.tick(float(now_s))
+    known.members.heard(member, wire.Condition("ready", LOAD, []), 95.0)
+    assert member.state is MemberState.DEAD and member.heard_s < 60
+
+
+def test_a_member_that_drains_otherwise_than_ordered_is_commanded_once_until_that_has_ended():
+    known = in_state("live")
+    member = known.get("a")
+    asked = wire.Condition("ready", LOAD, [], draining=True)
+    for _ in range(3):
+        known.members.heard(member, asked, 1.0)
+    [issued] = member.waiting.values()
+    assert (issued.kind, issued.argument) == (wire.CommandKind.DRAIN, {"on": False})
+    known.commands.end_all(member, "the test says so")
+    known.members.heard(member, asked, 2.0, leads=False)
+    assert not member.waiting
+
+
+def test_a_member_whose_key_is_listed_no_more_is_forgotten_when_it_registers_again():
+    listed = {KEY: ("a",)}
+    known = KnownMembers(listed=listed)
+    known.register(register(), 0.0)
+    listed[KEY] = ("b",)
+    with pytest.raises(KvstrataError, match="does not list a"):
+        known.register(register(), 1.0)
+    assert known.get("a") is None

@@ -1,4 +1,4 @@
-"""Commands of a controller: what an admin's request becomes, when each is sent, repeated and given up."""
+"""Commands of a controller: what an admin's request becomes, when each is sent and given up."""
 
 from __future__ import annotations
 
@@ -7,58 +7,60 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.commands import COMMAND_TTL_S, MAX_WAITING
+from kvstrata.controller.commands import MAX_SENT, MAX_WAITING
 from kvstrata.controller.member import Issued
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.prompts import Named
-from kvstrata.errors import BadRequest, KvstrataError
+from kvstrata.errors import BadRequest, ClusterFailure, KvstrataError, Unavailable
 from kvstrata.process.operations import MAX_KEYS, Claiming
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity
 from tests.harness.cluster_instance import LOAD
-from tests.harness.known_members import KEY, KnownMembers
-from tests.unit.controller.member_messages import CURRENT, NEXT, heartbeat, in_state, register
+from tests.harness.known_members import AskedLink, KnownMembers, joined
+from tests.unit.controller.member_messages import NEXT, in_state, register
 
 
-def test_a_command_is_repeated_until_its_result_arrives():
-    known = in_state("confirmed")
-    issued = known.issue(known.get("a"), wire.CommandKind.CLEAR, {"tier": "l1"}, 1.0)
-    assert known.heartbeat(heartbeat(), 2.0) == known.heartbeat(heartbeat(), 3.0) == [issued.command]
-    done = wire.CommandResult(issued.number, True, "", {"count": 1})
-    assert known.heartbeat(heartbeat(results=[done]), 4.0) == []
-    known.heartbeat(heartbeat(results=[wire.CommandResult(issued.number, False, "late")]), 5.0)
-    assert issued.result is done and known.outbox.ended == [issued]
+async def test_a_command_is_sent_once_and_ends_by_its_answer(cluster):
+    member = joined(cluster, register())
+    issued = [cluster.issue(member, wire.CommandKind.CLEAR, {"tier": "l1"}) for _ in range(MAX_SENT + 1)]
+    link = link_of(member)
+    await turns()
+    assert [one.is_sent for one in issued] == [True] * MAX_SENT + [False]
+    (asked, outcome), *_ = link.asked
+    assert (asked.kind, asked.argument, asked.token) == (wire.CommandKind.CLEAR, {"tier": "l1"}, 0)
+    outcome.set_result(wire.Outcome(1, 1, {"count": 1}))
+    assert await cluster.outcome(issued[:1], 10.0)
+    assert issued[0].result == (True, "", {"count": 1})
+    await turns()
+    assert issued[-1].is_sent and len(link.asked) == MAX_SENT + 1
+    link.asked[1][1].set_exception(
+        ClusterFailure("refused", "no", field="", retryable=False, retry_after_ms=0)
+    )
+    link.asked[2][1].set_exception(Unavailable("the connection ended"))
+    await cluster.outcome(issued[1:3], 10.0)
+    assert issued[1].result[:2] == (False, "no")
+    assert issued[2].result[:2] == (False, "the connection ended; it may have been carried out")
+    cluster.members.remove(member)
+    cluster.settle()
+    assert all(one.result is not None for one in issued) and not member.waiting
+    await turns()
+    assert all(future.done() for _, future in link.asked), "nobody waits for an answer any more"
 
 
-def test_waiting_commands_are_bounded_expire_and_are_sent_a_few_at_a_time():
-    known = in_state("confirmed")
+def test_waiting_commands_are_bounded():
+    known = in_state("live")
     member = known.get("a")
     for _ in range(MAX_WAITING):
         known.issue(member, wire.CommandKind.STATUS, {}, 1.0)
     with pytest.raises(KvstrataError) as denied:
         known.issue(member, wire.CommandKind.STATUS, {}, 1.0)
     assert denied.value.code == "refused"
-    assert len(known.heartbeat(heartbeat(), 1.0)) == wire.MAX_COMMANDS
-    for now_s in range(1, round(COMMAND_TTL_S) + 5, 4):
-        known.heartbeat(heartbeat(), float(now_s))
-        known.tick(float(now_s))
-    assert not member.waiting and len(known.outbox.ended) == MAX_WAITING
-    assert not known.outbox.ended[0].result.ok
-
-
-def test_an_answer_with_commands_never_exceeds_one_message():
-    known = in_state("confirmed")
-    for _ in range(8):
-        known.issue(known.get("a"), wire.CommandKind.EVICT, {"keys": bytes(2 << 20)}, 1.0)
-    commands = known.heartbeat(heartbeat(), 1.0)
-    assert commands and len(wire.encode(wire.Beat(1, 1, commands))) < wire.MAX_CLUSTER_MESSAGE_BYTES
 
 
 @pytest.mark.parametrize("state", ["restored", "dead"])
@@ -74,38 +76,32 @@ async def test_a_drain_and_an_undrain_reach_an_instance_that_was_cut_off_or_rest
     known = KnownMembers(orders=orders)
     known.register(register(), 0.0)
 
-    def told(draining: bool, incarnation: int = CURRENT, now_s: float = 1.0) -> list[tuple[int, bool]]:
-        """(Number, on) of the commands that answer a heartbeat of an instance that reports `draining`."""
-        beat = msgspec.structs.replace(heartbeat(incarnation), draining=draining)
-        commands = known.heartbeat(beat, now_s)
-        return [(one.number, one.argument["on"]) for one in commands if one.kind is wire.CommandKind.DRAIN]
+    def told(draining: bool, now_s: float = 1.0) -> list[bool]:
+        """What the instance, which reports `draining`, is commanded."""
+        known.members.heard(known.get("a"), wire.Condition("ready", LOAD, [], draining=draining), now_s)
+        waiting = known.get("a").waiting.values()
+        return [one.argument["on"] for one in waiting if one.kind is wire.CommandKind.DRAIN]
 
-    def ended(number: int, draining: bool, incarnation: int = CURRENT) -> None:
-        """The instance carries out a command and sends the result."""
-        result = wire.CommandResult(number, True, "")
-        beat = msgspec.structs.replace(heartbeat(incarnation, results=[result]), draining=draining)
-        known.heartbeat(beat, 1.0)
+    def ended() -> None:
+        """The instance carries out its command."""
+        known.commands.end_all(known.get("a"), "")
 
     assert told(False) == []
     await orders.drain("a", True)
-    [(number, on)] = told(False)
-    assert on and told(False) == [(number, True)], "one command, until its result comes"
-    ended(number, True)
+    assert told(False) == told(False) == [True], "one command, until its result comes"
+    ended()
     assert told(True) == []
     known.tick(1.0)
     known.tick(2.0)
     known.members._die(known.get("a"), 40.0)
     await orders.drain("a", False)
     known.register(register(), 41.0)
-    [(number, on)] = told(True, now_s=42.0)
-    assert not on
-    ended(number, False)
-    assert told(False, now_s=43.0) == []
+    assert told(True, 42.0) == [False]
+    ended()
+    assert told(False, 43.0) == []
     await orders.drain("a", True)
-    member, _ = known.register(register(NEXT), 44.0)
-    assert not member.readable
-    [(_, on)] = told(False, NEXT, 45.0)
-    assert on, "another process of the instance is told again"
+    assert not known.register(register(NEXT), 44.0).readable
+    assert told(False, 45.0) == [True], "another process of the instance is told again"
 
 
 MANY = 2 * wire.MAX_PEER_KEYS + 3
@@ -121,37 +117,34 @@ class Instances:
 
     def join(self, name: str, keys: bytes = b"") -> None:
         """Make a member that holds these keys in L1."""
-        register = wire.Register(
-            1, wire.CLUSTER_PROTOCOL_VERSION, name, 1, "", ["l1"], 1 << 30, 16, f"tcp://{name}:1", "", "", name, 1
-        )  # fmt: skip
-        self.cluster.register(register, KEY)
-        for seq, at in enumerate(range(0, len(keys), 1024 * KEY_BYTES), 1):
+        told = register(1, name, tiers=["l1"], control_endpoint=f"tcp://{name}:1", host=name)
+        member = joined(self.cluster, told)
+        for at in range(0, len(keys), 1024 * KEY_BYTES):
             tags = wire.tags_of(keys[at : at + 1024 * KEY_BYTES])
-            self.cluster.apply(wire.Events(name, 1, seq, [wire.Run(wire.Change.ADMIT, "l1", tags)]), KEY)
+            self.cluster.directory.apply(member.group, ["l1"], [wire.Run(wire.Change.ADMIT, "l1", tags)])
 
-    def commands(self, name: str, *results: wire.CommandResult) -> list[wire.Command]:
-        """The commands that answer the instance's heartbeat."""
-        told: list[wire.Command] = self.cluster.heartbeat(
-            wire.Heartbeat(1, name, 1, 0, "ready", LOAD, [], list(results)), KEY
-        )
-        return [one for one in told if one.kind is not wire.CommandKind.RESYNC]
+    async def commands(self, name: str) -> list[wire.Do]:
+        """What the instance was asked."""
+        await turns()
+        return [asked for asked, _ in link_of(self.cluster.members.get(name)).asked]
 
-    async def answer(self, name: str, outcome: Callable[[wire.Command], Any]) -> list[wire.Command]:
-        """Send results for all waiting commands: `outcome` gives a count, or why the command failed."""
-        carried_out = self.commands(name)
-        results = []
-        for one in carried_out:
-            said = outcome(one)
-            failed = isinstance(said, str)
-            results.append(
-                wire.CommandResult(
-                    one.number, not failed, said if failed else "", {} if failed else {"count": said}
-                )
-            )
-        self.commands(name, *results)
-        for _ in range(20):
-            await asyncio.sleep(0)  # the operation that waits for the results goes on
+    async def answer(self, name: str, outcome: Callable[[wire.Do], int]) -> list[wire.Do]:
+        """Answer all waiting commands with a count."""
+        carried_out = await self.commands(name)
+        for asked, future in link_of(self.cluster.members.get(name)).asked:
+            future.set_result(wire.Outcome(1, 1, {"count": outcome(asked)}))
+        await turns()  # the operation that waits for the results goes on
         return carried_out
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def link_of(member: Any) -> AskedLink:
+    found: AskedLink = member.follower.link
+    return found
 
 
 @pytest.fixture
@@ -169,12 +162,11 @@ def named(n_keys: int, n_slices: int = 1) -> Named:
     return Named(keys, n_slices, b"r" * KEY_BYTES, "", 16)
 
 
-def n_keys(command: wire.Command | Issued) -> int:
-    argument = command.argument if isinstance(command, wire.Command) else command.command.argument
-    return len(argument["keys"]) // KEY_BYTES
+def n_keys(command: wire.Do | Issued) -> int:
+    return len(command.argument["keys"]) // KEY_BYTES
 
 
-def keys_of(commands: list[wire.Command]) -> bytes:
+def keys_of(commands: list[wire.Do]) -> bytes:
     return b"".join(one.argument["keys"] for one in commands)
 
 
@@ -216,10 +208,10 @@ async def test_many_keys_are_claimed_by_one_command_and_released_wherever_they_a
     instances.join("b")
     await instances.cluster.directory.idle()
     [issued] = await instances.operations.claim(named(MANY), None, Claiming(ttl_s=60, bytes=7))
-    [asked] = instances.commands("a")
+    [asked] = await instances.commands("a")
     assert (asked.kind, n_keys(asked), asked.argument["identity"]) == ("claim", MANY, b"r" * KEY_BYTES)
     assert (asked.argument["ttl_s"], asked.argument["max_bytes"], issued.instance) == (60, 7, "a")
-    assert len(wire.encode(wire.Beat(1, 1, [asked]))) < wire.MAX_CLUSTER_MESSAGE_BYTES
+    assert len(wire.encode(asked)) < wire.MAX_CLUSTER_MESSAGE_BYTES
     with pytest.raises(BadRequest, match="at most 65536"):
         await instances.operations.claim(named(MAX_KEYS + 1), "a", Claiming())
     assert [one.instance for one in instances.operations.release("c", None)] == ["a", "b"]
@@ -235,7 +227,7 @@ async def test_a_request_for_more_commands_than_an_instance_may_have_is_refused_
         await instances.operations.evict_chunks(one, ["b"])
     with pytest.raises(KvstrataError, match=r"b, and 3 more would exceed"):
         await instances.operations.evict_chunks(named(MANY), ["a", "b"])
-    assert instances.commands("a") == []
+    assert await instances.commands("a") == []
 
 
 @pytest.mark.parametrize("what", ["evict", "claim", "copy"])

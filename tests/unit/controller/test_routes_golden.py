@@ -12,22 +12,24 @@ import json
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.controller.admin import LOGIN, OPERATIONS, Admin
+from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.dashboard_files import DashboardFiles
 from kvstrata.controller.metrics import Surroundings, sections
 from kvstrata.controller.operations import Operations
+from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.process import PUBLIC
 from kvstrata.errors import NotFound, Refused, Unavailable
 from kvstrata.observability.explain import Explained
 from kvstrata.observability.logging import EventLog
-from kvstrata.observability.numbers import Numbers, Pages
+from kvstrata.observability.numbers import Pages
 from kvstrata.process.http_gate import PROBES, Access
 from kvstrata.process.http_login import Logins
 from kvstrata.process.http_thread import Port, make_port
@@ -35,21 +37,17 @@ from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.process.operations import Claiming
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin import operations as server
 from kvstrata.server.admin.clear import Cleared
 from kvstrata.server.admin.prewarm import Job
 from kvstrata.server.claims import Claim
 from tests.harness.instance_in_process import InstanceInProcess
-from tests.harness.known_members import KEY
+from tests.harness.known_members import joined, tell
 
 GOLDEN = Path(__file__).with_name("routes_golden.txt")
 TOKEN, LISTEN = "t" * 32, ListenSettings(open_metrics=False)
 BEARER = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
-
-
-class NoSockets(Numbers):
-    ports: Mapping[str, int] = MappingProxyType({})
-    rows = dict
 
 
 def admin(ready: bool) -> Any:
@@ -117,16 +115,17 @@ async def controller(cluster: Cluster, supervisor: Supervisor) -> Port:
     """The port of a controller with the instances `a`, which has a chunk, and `b`."""
     for name in "ab":
         where, version = f"tcp://{name}:1", wire.CLUSTER_PROTOCOL_VERSION
-        told = wire.Register(1, version, name, 1, "", ["l1"], 1 << 30, 16, where, "", "", name, 1)
-        cluster.register(told, KEY)
-    tags = wire.tags_of(bytes(range(32)))
-    cluster.apply(wire.Events("a", 1, 1, [wire.Run(wire.Change.ADMIT, "l1", tags)]), KEY)
-    await cluster.directory.idle()
+        told = wire.Register(1, version, name, 1, "", ["l1"], 1 << 30, 16, where, "", True, "", name, 1)
+        member = joined(cluster, told)
+        if name == "a":
+            await tell(cluster, member, wire.Run(wire.Change.ADMIT, "l1", wire.tags_of(bytes(range(32)))))
     cluster.set_ready()
     logins = Logins(9000)
     access = Access(LISTEN, TOKEN, public=PUBLIC, pages=["/"], logins=logins)
-    around = Surroundings(NoSockets(), list, None, NOT_RESTARTED)
-    orders, page = Operations(cluster, supervisor), Pages(lambda: sections(cluster, around)).page
+    orders, listening = Operations(cluster, supervisor), ZmqServer(asyncio.get_running_loop())
+    answers = Answers(cluster, orders, listening, supervisor, PeerHosts([]), lambda key: ())
+    around = Surroundings(listening, answers, 8400, list, None, NOT_RESTARTED)
+    page = Pages(lambda: sections(cluster, around)).page
     url, log = "http://localhost:9000", EventLog("controller")
     parts = Admin(cluster, orders, around, access, logins, url, page, DashboardFiles(), log)
     return await make_port("controller", OPERATIONS, parts, access)

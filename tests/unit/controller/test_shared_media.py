@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.history import SAMPLE_S
 from kvstrata.controller.views import keys_of, tier_totals
 from kvstrata.errors import BadRequest
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Change, Events, Run
+from kvstrata.rpc.cluster_wire import TAG_BYTES, Change, Run
+from tests.harness import known_members
 from tests.harness.cluster_instance import tags_of
-from tests.harness.known_members import KEY
+from tests.harness.known_members import joined
 from tests.unit.controller.member_messages import register
 
 WORD = "0123456789abcdef"
@@ -17,12 +21,13 @@ WORD = "0123456789abcdef"
 
 def join(cluster: Cluster, name: str, tier: str, media: dict[str, str]) -> None:
     """Make a member with L1 and one more tier."""
-    cluster.register(register(1, name, tiers=["l1", tier], media=media), KEY)
+    joined(cluster, register(1, name, tiers=["l1", tier], media=media))
 
 
-async def tell(cluster: Cluster, name: str, seq: int, *runs: Run) -> None:
-    cluster.apply(Events(name, 1, seq, list(runs)), KEY)
-    await cluster.directory.idle()
+async def tell(cluster: Cluster, name: str, *runs: Run) -> None:
+    member = cluster.members.get(name)
+    assert member is not None
+    await known_members.tell(cluster, member, *runs)
 
 
 def held(cluster: Cluster) -> dict[str, int]:
@@ -41,29 +46,31 @@ async def test_losses_count_for_all_who_share_the_medium(cluster: Cluster) -> No
     join(cluster, "own", "redis", {})
     tags = tags_of(range(5))
     for name, tier in (("a", "redis"), ("b", "store"), ("other", "redis"), ("own", "redis")):
-        await tell(cluster, name, 1, Run(Change.ADMIT, "l1", tags), Run(Change.ADMIT, tier, tags))
+        await tell(cluster, name, Run(Change.ADMIT, "l1", tags), Run(Change.ADMIT, tier, tags))
     assert held(cluster) == {"a": 5, "b": 5, "other": 5, "own": 5}
     totals = tier_totals(cluster, keys_of(cluster))
     assert (totals["store"]["keys"], totals["l1"]["keys"]) == (5, 20)
 
-    await tell(
-        cluster, "a", 2, Run(Change.EVICT, "redis", tags[: 2 * TAG_BYTES]), Run(Change.EVICT, "l1", tags)
-    )
+    await tell(cluster, "a", Run(Change.EVICT, "redis", tags[: 2 * TAG_BYTES]), Run(Change.EVICT, "l1", tags))
     assert held(cluster) == {"a": 3, "b": 3, "other": 5, "own": 5}
-    await tell(cluster, "own", 2, Run(Change.EVICT, "redis", tags))
+    await tell(cluster, "own", Run(Change.EVICT, "redis", tags))
     assert held(cluster) == {"a": 3, "b": 3, "other": 5, "own": 0}
-    await tell(cluster, "b", 2, Run(Change.CLEAR, "store", b""))
+    await tell(cluster, "b", Run(Change.CLEAR, "store", b""))
     assert held(cluster) == {"a": 0, "b": 0, "other": 5, "own": 0}
-    await tell(cluster, "b", 3, Run(Change.ADMIT, "store", tags))
+    await tell(cluster, "b", Run(Change.ADMIT, "store", tags))
     assert held(cluster) == {"a": 0, "b": 5, "other": 5, "own": 0}, "what one puts, only it is known to find"
     assert tier_totals(cluster, keys_of(cluster))["l1"]["keys"] == 15
 
 
-async def test_a_total_of_a_shared_tier_counts_no_chunk_twice(cluster: Cluster) -> None:
+async def test_a_total_of_a_shared_tier_counts_no_chunk_twice(cluster: Cluster, clock: Any) -> None:
     for name, count in (("a", 3), ("b", 5)):
         join(cluster, name, "redis", {"redis": WORD})
-        await tell(cluster, name, 1, Run(Change.ADMIT, "redis", tags_of(range(count))))
+        await tell(cluster, name, Run(Change.ADMIT, "redis", tags_of(range(count))))
     assert tier_totals(cluster, keys_of(cluster))["redis"]["keys"] == 5
+    clock.ahead_s = SAMPLE_S
+    cluster.sampling.sample(clock.monotonic_s())
+    [point] = cluster.sampling.series.since(0)
+    assert point.keys["redis"] == 5
 
 
 async def test_media_of_tiers_that_are_not_registered_are_refused(cluster: Cluster) -> None:

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from kvstrata.errors import Unavailable
 from kvstrata.rpc.cluster_wire import (
-    REPLY_REQUESTS,
+    TO_CONTROLLER,
     Done,
     Goodbye,
     PeerReleased,
@@ -46,7 +46,7 @@ class Other:
 
     def _on_frame(self, address: Address, frame: bytes) -> None:
         self.heard.append((address, frame))
-        for reply in self.answer(REPLY_REQUESTS.decode(frame).seq):
+        for reply in self.answer(TO_CONTROLLER.decode(frame).seq):
             self.server.send(address, reply)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import storage_keys
-from kvstrata.rpc.cluster_wire import Command, CommandKind
+from kvstrata.rpc.cluster_wire import CommandKind, Do
 from kvstrata.server.cluster.commands import Actions, argument_of
 from kvstrata.tiers.fetch import FetchOutcome
 from tests.harness.instance_in_process import InstanceInProcess
@@ -39,8 +39,8 @@ def test_a_pull_counts_the_chunks_that_are_there_when_it_ends(server, identity):
 
     actions = actions_of(server, prefetch=PrefetchWhileTheSecondChunkLeaves())
     argument = {"keys": keys, "n_slices": 1, "identity": identity.root}
-    body = server.loop.run_until_complete(actions.do(argument_of(Command(1, CommandKind.PULL, argument))))
-    assert body == {"count": 1, "loaded": 2, "reason": ""}
+    outcome = server.loop.run_until_complete(actions.carry_out(Do(1, CommandKind.PULL, argument, 60_000)))
+    assert outcome.body == {"count": 1, "loaded": 2, "reason": ""}
 
 
 KEY, ROOT = b"k" * 32, b"r" * 32
@@ -58,9 +58,9 @@ OWNER = {
     ("kind", "argument", "says"),
     [
         (
-            CommandKind.RESYNC,
-            {"freeze_ms": 5_001},
-            "freeze_ms: must be a whole number from 0 to 5000, found 5001",
+            CommandKind.FREEZE,
+            {"freeze_ms": 60_001},
+            "freeze_ms: must be a whole number from 0 to 60000, found 60001",
         ),
         (
             CommandKind.CLEAR,
@@ -89,6 +89,6 @@ OWNER = {
 )
 def test_a_wrong_argument_names_the_field_and_what_it_must_be(kind, argument, says):
     with pytest.raises(BadRequest) as refused:
-        argument_of(Command(1, kind, argument))
+        argument_of(Do(1, kind, argument, 1_000))
     assert refused.value.message.startswith(says)
     assert refused.value.field == says.partition(":")[0]

@@ -1,130 +1,132 @@
-"""An instance against controllers whose answers the test chooses: syncs, freezes, commands, message by message."""
+"""An instance against controllers whose answers the test chooses, on virtual time: registrations and operations."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 
-from kvstrata.rpc import cluster_wire, wire
-from kvstrata.rpc.cluster_wire import Command, CommandKind, Goodbye, Register, SyncBegin, SyncEnd, SyncPart
-from kvstrata.server.cluster.events import MAX_QUEUED_TAGS
-from tests.unit.server.controller_double import ControllerDouble, Member, split
+from kvstrata.errors import BadRequest, ClusterFailure, NotPermitted, Refused, Unavailable
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc import cluster_wire
+from kvstrata.rpc.cluster_wire import CommandKind, Do, Goodbye, Register
+from kvstrata.server.cluster import link as link_module
+from kvstrata.server.cluster.commands import MAX_DOING, Actions
+from kvstrata.server.cluster.link import Advertised, ControllerLink
+from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.virtual import VirtualLoop
 
 pytestmark = pytest.mark.usefixtures("patience_of_production")
 
-FROZEN, RESERVED = wire.ReserveOutcome.FROZEN, wire.ReserveOutcome.RESERVED
+EPOCH = 5
+BEAT_S = 10.0
+
+
+class Controller:
+    """Answers registrations, except while it is `silent`."""
+
+    def __init__(self) -> None:
+        self.silent = False
+        self.failures: list[str] = []
+        self.asked: list[Any] = []
+        self.connections = 0
+        self.changed: Callable[[bool], None] = lambda up: None
+
+    def links(self) -> Any:
+        numbers = itertools.count(1)
+
+        async def ask(request: Any, kind: type[Any], timeout_s: float) -> Any:
+            request = cluster_wire.TO_CONTROLLER.decode(
+                cluster_wire.encode(msgspec.structs.replace(request, seq=next(numbers)))
+            )
+            self.asked.append(request)
+            if self.silent:
+                await asyncio.sleep(timeout_s)
+                raise Unavailable("no answer")
+            if self.failures:
+                raise ClusterFailure(self.failures.pop(0), "no", field="", retryable=True, retry_after_ms=0)
+            if isinstance(request, Register):
+                return cluster_wire.Registered(request.seq, EPOCH, "double", round(1000 * BEAT_S))
+            return cluster_wire.Done(request.seq, EPOCH)
+
+        def link(url: str, *, changed: Callable[[bool], None], **_: Any) -> Any:
+            self.connections += 1
+            self.changed = changed
+            return SimpleNamespace(ask=ask, close=lambda: None, fail_sent=lambda: None)
+
+        return SimpleNamespace(ask=link, close=lambda: None)
+
+    def asked_for(self, kind: type[Any]) -> list[Any]:
+        return [one for one in self.asked if isinstance(one, kind)]
+
+
+class Member:
+    """An instance that registers with one controller."""
+
+    def __init__(self, controller: Controller, patch: pytest.MonkeyPatch) -> None:
+        self.loop = VirtualLoop()
+        self.instance = InstanceInProcess(16 << 20, loop=self.loop)
+        self.supervisor = Supervisor(self.loop)
+        patch.setattr(link_module, "Links", lambda loop: controller.links())
+        self.tiers = ["l1"]
+        parts = SimpleNamespace(
+            facts=self.instance.parts.facts, pool=self.instance.pool, supervisor=self.supervisor
+        )
+        held = SimpleNamespace(tiers=lambda: list(self.tiers), media=dict)
+
+        async def made() -> ControllerLink:
+            keys: Any = SimpleNamespace(own=None, refused_why="")
+            advertised = Advertised("tcp://h:1", True, "", "")
+            return ControllerLink("tcp://c:1", keys, cast(Any, parts), advertised, cast(Any, held))
+
+        self.link = self.loop.run_until_complete(made())
+
+    def passes(self, seconds: float) -> None:
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.link.stop())
+        self.loop.run_until_complete(self.supervisor.stop())
+        self.instance.close()
 
 
 @pytest.fixture
-def controller() -> ControllerDouble:
-    return ControllerDouble()
+def controller() -> Controller:
+    return Controller()
 
 
 @pytest.fixture
-def member(controller: ControllerDouble, monkeypatch: pytest.MonkeyPatch) -> Iterator[Member]:
-    made = Member(monkeypatch, controller)
+def member(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> Iterator[Member]:
+    made = Member(controller, monkeypatch)
+    made.loop.run_until_complete(asyncio.sleep(0))
+    made.loop.call_soon(made.link.start)
+    made.passes(0.1)
     yield made
     made.close()
 
 
-def synced(controller, member):
-    """Wait until a full sync has ended."""
-    member.until(lambda: controller.asked_for(SyncEnd) and controller.beats)
+def test_an_instance_registers_again_every_beat_with_the_tiers_that_it_has_then(controller, member):
+    member.tiers.append("disk-0")
+    member.passes(3 * BEAT_S)
+    told = controller.asked_for(Register)
+    assert len(told) == 4 and member.link.member
+    assert told[0].protocol == cluster_wire.CLUSTER_PROTOCOL_VERSION
+    assert (told[0].tiers, told[-1].tiers) == (["l1"], ["l1", "disk-0"])
 
 
-def tags(*keys: bytes) -> set[bytes]:
-    return set(split(cluster_wire.tags_of(b"".join(keys))))
+def test_a_new_connection_is_registered_on_at_once(controller, member):
+    controller.changed(True)
+    member.passes(0.1)
+    assert len(controller.asked_for(Register)) == 2
 
 
-def freeze(controller: ControllerDouble, member: Member, freeze_ms: int = 5_000) -> None:
-    """Ask for a full sync with a freeze of stores, and wait until the freeze has begun."""
-    controller.silent.add("SyncEnd")
-    begun = len(controller.asked_for(SyncEnd))
-    controller.commands.append(Command(1, CommandKind.RESYNC, {"freeze_ms": freeze_ms}))
-    member.until(lambda: len(controller.asked_for(SyncEnd)) > begun)
-
-
-def test_events_during_a_full_sync_are_sent_after_it(controller, member):
-    member.store(1)
-    controller.slow.add("SyncPart")
-    member.until(lambda: controller.asked_for(SyncPart))
-    member.store(2)
-    member.passes(3)
-    assert not controller.events
-    controller.release()
-    member.until(lambda: controller.held.get("l1") == tags(member.keys(1), member.keys(2)))
-    assert len(controller.asked_for(SyncBegin)) == 1
-    events = [event.seq for event in controller.events]
-    assert events == list(range(1, len(events) + 1))
-
-
-def test_a_refused_full_sync_is_begun_again_with_a_new_number(controller, member):
-    controller.failures["SyncEnd"] = ["bad_sync"]
-    member.store(1)
-    member.until(lambda: controller.held.get("l1") == tags(member.keys(1)))
-    begun = [begin.sync for begin in controller.asked_for(SyncBegin)]
-    assert begun == sorted(set(begun)) and len(begun) >= 2
-    member.until(lambda: controller.beats and controller.beats[-1].last_event == len(controller.events))
-
-
-def test_a_frozen_sync_refuses_stores_until_it_ends(controller, member):
-    synced(controller, member)
-    freeze(controller, member)
-    assert member.reserves(1) == {FROZEN}
-    controller.silent.clear()
-    controller.failures["SyncEnd"] = []
-    member.until(lambda: 1 in controller.results)
-    member.store(1)
-    assert member.hits(1) == 10
-
-
-def test_a_freeze_ends_after_its_time_even_if_the_sync_has_not_ended(controller, member):
-    synced(controller, member)
-    freeze(controller, member, freeze_ms=300)
-    begun_s = member.loop.time()
-    member.until(lambda: member.reserves(1) == {RESERVED})
-    assert member.loop.time() - begun_s < 0.4
-    assert member.membership.document()["syncs_failed"] == 0
-
-
-def test_a_freeze_ends_when_heartbeats_are_no_longer_answered(controller, member):
-    synced(controller, member)
-    freeze(controller, member)
-    assert member.reserves(1) == {FROZEN}
-    controller.silent.add("Heartbeat")
-    member.until(lambda: member.reserves(1) == {RESERVED})
-    assert member.membership.document()["freezes_cut"] == 1
-
-
-def test_a_command_is_carried_out_once_however_often_it_is_sent(controller, member):
-    synced(controller, member)
-    member.store(1)
-    controller.commands.append(Command(7, CommandKind.EVICT, {"keys": member.keys(1)}))
-    member.until(lambda: 7 in controller.results)
-    assert controller.results.pop(7).body == {"count": 10}
-    member.store(1)
-    member.until(lambda: 7 in controller.results)  # the instance repeats the result
-    assert controller.results[7].body == {"count": 10}
-    assert member.hits(1) == 10
-
-
-def test_a_refused_registration_is_tried_again_and_serving_goes_on(controller, member):
-    controller.failures["Register"] = ["instance_id_taken", "no_slots"]
-    member.store(1)
-    member.until(lambda: controller.held.get("l1") == tags(member.keys(1)))
-
-
-def test_a_member_that_stops_says_goodbye_first(controller, member):
-    synced(controller, member)
-    member.run(member.membership.stop())
-    [told] = controller.asked_for(Goodbye)
-    assert told.instance == controller.asked_for(Register)[0].instance
-    assert controller.asked_for(Register)[0].protocol == cluster_wire.CLUSTER_PROTOCOL_VERSION
-
-
-def test_a_controller_that_ceases_to_answer_is_said_once_and_once_when_it_is_back(
+def test_after_three_silent_beats_the_link_is_made_anew_and_the_log_says_so_once(
     controller, member, caplog, monkeypatch
 ):
     monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
@@ -133,53 +135,110 @@ def test_a_controller_that_ceases_to_answer_is_said_once_and_once_when_it_is_bac
     def said(event: str) -> int:
         return sum(text.split()[0] == event for text in caplog.messages)
 
-    synced(controller, member)
-    controller.silent.add("Heartbeat")
-    member.passes(60)
-    controller.silent.clear()
-    member.passes(60)
+    controller.silent = True
+    member.passes(2 * BEAT_S)
+    assert controller.connections == 1
+    member.passes(6 * BEAT_S)
+    assert controller.connections > 1 and not member.link.member
+    controller.silent = False
+    member.passes(3 * BEAT_S)
+    assert member.link.member
     assert (said("controller_lost"), said("controller_back")) == (1, 1)
 
 
-def test_a_frozen_controller_costs_the_instance_nothing(controller, member):
-    synced(controller, member)
-    controller.frozen = True
-    for prompt in range(30):  # more than L1 holds
-        member.store(prompt)
-        assert member.hits(prompt) == 10
-        member.passes(1)
-    told = member.membership.document()
-    assert told["queued_tags"] <= MAX_QUEUED_TAGS and not told["frozen"] and told["unanswered"] > 5
-    controller.frozen = False
-    in_l1, _ = member.instance.pool.ready_tags(0, 8_192)
-    member.until(lambda: controller.held.get("l1") == set(split(in_l1)))
+def test_a_refused_registration_is_tried_again(controller, monkeypatch):
+    controller.failures = ["instance_id_taken", "unreachable_instance"]
+    made = Member(controller, monkeypatch)
+    made.loop.call_soon(made.link.start)
+    made.passes(5.0)
+    assert made.link.member and len(controller.asked_for(Register)) == 3
+    made.close()
 
 
-def test_an_instance_refuses_commands_of_an_earlier_leader(monkeypatch):
-    drain = CommandKind.DRAIN
-    old, new = ControllerDouble("old", token=7), ControllerDouble("new")
-    member = Member(monkeypatch, old, new)
-    member.until(lambda: old.beats and new.beats)
-    old.commands = [Command(1, drain, {"on": True})]
-    member.until(lambda: old.results)
-    assert old.results[1].ok
-    new.token, heard = 9, len(new.beats)
-    member.until(lambda: len(new.beats) > heard + 2)
-    old.commands = [Command(2, drain, {"on": False}), Command(3, CommandKind.RESYNC, {})]
-    member.until(lambda: {2, 3} <= set(old.results))
-    assert not old.results[2].ok and "token: 7" in old.results[2].message
-    assert old.results[3].ok, "a full sync is allowed: it concerns its controller alone"
-    new.commands = [Command(2, drain, {"on": False})]
-    member.until(lambda: new.results)
-    assert new.results[2].ok
-    assert new.beats[-1].obeys == (0, 9)
-    # etcd has lost its data: tokens start at 1 again, under a greater cluster id.
-    new.token, new.cluster_id, heard = 2, 5, len(new.beats)
-    member.until(lambda: len(new.beats) > heard + 2)
-    new.commands = [Command(4, drain, {"on": True})]
-    member.until(lambda: 4 in new.results)
-    assert new.results[4].ok
-    old.token, old.commands = 9, [Command(4, drain, {"on": False})]
-    member.until(lambda: 4 in old.results)
-    assert not old.results[4].ok and "seen: 2 of cluster 5" in old.results[4].message
-    member.close()
+def test_a_member_that_stops_says_goodbye_first(controller, member):
+    member.loop.run_until_complete(member.link.stop())
+    [told] = controller.asked_for(Goodbye)
+    assert told.instance == controller.asked_for(Register)[0].instance
+
+
+# --- operations ---------------------------------------------------------------------------------------------------
+
+
+class Lane:
+    """Work that waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.going_on = asyncio.Event()
+
+    async def clear(self, tier: str, tenant: str | None) -> Any:
+        await self.going_on.wait()
+        return SimpleNamespace(n_chunks=1, held=0, leased=0, kept=0, tiers={})
+
+
+@pytest.fixture
+def actions(member: Member) -> Actions:
+    import copy
+
+    parts = copy.copy(member.instance.parts)
+    member.loop.run_until_complete(asyncio.sleep(0))
+    lane = Lane()
+    vars(parts).update(clearing=SimpleNamespace(clear=lane.clear))
+    made = Actions(parts, cast(Any, SimpleNamespace(leases=SimpleNamespace(draining=False))))
+    made.lane = lane  # type: ignore[attr-defined]
+    return made
+
+
+def do(kind: CommandKind, deadline_ms: int = 1_000, leader: tuple[int, int] = (0, 0), **argument: Any) -> Do:
+    return Do(1, kind, argument, deadline_ms, leader[1], leader[0])
+
+
+def test_only_the_latest_leader_is_obeyed(member, actions):
+    def obeys(cluster_id: int, token: int) -> bool:
+        try:
+            member.loop.run_until_complete(
+                actions.carry_out(do(CommandKind.FREEZE, leader=(cluster_id, token)))
+            )
+        except NotPermitted as denied:
+            assert f"token: {token} of cluster {cluster_id}" in denied.message and denied.field == "token"
+            return False
+        return True
+
+    assert obeys(0, 7) and obeys(0, 9) and not obeys(0, 7) and obeys(0, 9)
+    assert actions.leader == (0, 9)
+    assert obeys(5, 2), "etcd has lost its data: tokens start again, under a greater cluster id"
+    assert not obeys(0, 9) and not obeys(0, 0)
+
+
+def test_an_operation_ends_at_its_deadline_for_its_asker(member, actions):
+    began_s = member.loop.time()
+    with pytest.raises(Unavailable, match="clear has not ended within 1000 ms"):
+        member.loop.run_until_complete(actions.carry_out(do(CommandKind.CLEAR, tier="l1")))
+    assert member.loop.time() - began_s == pytest.approx(1.0, abs=0.01)
+
+
+def test_operations_under_way_are_bounded(member, actions):
+    async def many() -> None:
+        running = [
+            asyncio.create_task(actions.carry_out(do(CommandKind.CLEAR, 60_000, tier="l1")))
+            for _ in range(MAX_DOING)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(Refused, match="64 operations are under way"):
+            await actions.carry_out(do(CommandKind.CLEAR, tier="l1"))
+        actions.lane.going_on.set()
+        assert {done.body["count"] for done in await asyncio.gather(*running)} == {1}
+        assert (await actions.carry_out(do(CommandKind.CLEAR, tier="l1"))).body["count"] == 1
+
+    member.loop.run_until_complete(many())
+
+
+def test_a_freeze_is_bounded_in_time_and_ends_when_it_is_over(member, actions):
+    frozen_by = member.instance.parts.frozen_by
+    with pytest.raises(BadRequest, match="freeze_ms"):
+        member.loop.run_until_complete(actions.carry_out(do(CommandKind.FREEZE, freeze_ms=60_001)))
+    member.loop.run_until_complete(actions.carry_out(do(CommandKind.FREEZE, freeze_ms=60_000)))
+    assert frozen_by
+    member.passes(59.9)
+    assert frozen_by
+    member.passes(0.2)
+    assert not frozen_by

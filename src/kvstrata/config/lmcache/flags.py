@@ -107,8 +107,8 @@ FLAG_PREFIXES: dict[str, Name] = {
 CONTROLLER_FLAGS: dict[str, Name] = {
     **_kept(host="http.host", port="http.port", monitor_ports="monitor_ports"),
     "--lmcache-worker-timeout": Name(Fate.TRANSLATED, "dead_after_s", "write --dead-after-s", factor=1),
-    "--health-check-interval": no_effect("instances send a heartbeat every --heartbeat-s seconds"),
-    "--monitor-port": refused("use --monitor-ports '{\"pull\": PORT}'"),
+    "--health-check-interval": no_effect("instances are asked at least every --heartbeat-s seconds"),
+    "--monitor-port": refused("use --monitor-ports '{\"reply\": PORT}'"),
 }
 """Flags of `lmcache_controller`."""
 

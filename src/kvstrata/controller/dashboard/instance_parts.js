@@ -4,20 +4,21 @@ import { send } from "./api.js";
 import { instancePath, outcomes } from "./commands.js";
 import { confirm } from "./dialog.js";
 import { h, toast } from "./dom.js";
-import { count, plural } from "./format.js";
+import { count } from "./format.js";
 import { live } from "./live.js";
 import { sum } from "./model.js";
 import { line, mark } from "./parts.js";
 
 const STATES = {
-  ready: ["good", "Serves and reports."],
-  syncing: ["busy", "Sends its full report; lookups use the previous knowledge until it ends."],
-  frozen: ["busy", "Stores nothing new for at most 5 s, until its full report ends."],
+  ready: ["good", "Serves and answers."],
+  listing: ["busy", "Its chunks are listed; lookups use the previous knowledge until the list ends."],
+  late: ["warn", "Has not answered for a while; its chunks are forgotten if it stays silent."],
+  frozen: ["busy", "Stores nothing new, as ordered, for a minute at most."],
   draining: ["calm", "Serves its own engines; leases nothing to peers."],
   stopping: ["calm", "Is about to leave."],
-  unconfirmed: ["warn", "The directory's knowledge of its chunks may be wrong until its next full report."],
-  restored: ["warn", "Known from before the controller's restart; no message since."],
-  dead: ["bad", "No message for longer than the timeout; its chunks are forgotten."],
+  unconfirmed: ["warn", "The directory's knowledge of its chunks may be wrong until it is in step again."],
+  restored: ["warn", "Known from before the controller's restart; it has not registered since."],
+  dead: ["bad", "No answer for longer than the timeout; its chunks are forgotten."],
 };
 
 export function state(name) {
@@ -54,12 +55,10 @@ export function instanceLink(id) {
   return h("a", { href: `#/instances/${encodeURIComponent(id)}` }, id);
 }
 
-export function syncText(instance) {
-  const { sync } = instance;
-  if (instance.state === "dead") return "forgotten";
-  if (sync.state === "running") return `full report: ${count(sync.keys)} keys in ${plural(sync.parts, "part")}`;
-  if (sync.state === "wanted") return `full report wanted: ${sync.wanted_because}`;
-  return sync.state === "exact" ? "in sync" : "waits for its report";
+export function followText({ state: instanceState, following }) {
+  if (instanceState === "dead") return "forgotten";
+  if (following.state === "listing" || following.state === "wanted") return `is listed: ${following.listed_because}`;
+  return { exact: "in step", behind: "catches up", none: "waits for its registration" }[following.state];
 }
 
 export async function drain(id, on) {

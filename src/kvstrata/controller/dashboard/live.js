@@ -47,7 +47,7 @@ async function tell({ cluster, instances, removed }) {
     // To the second, so that the times of an instance that was not heard stay the same.
     const at = (ago) => Math.round(cluster.unix_ms / 1000 - ago) * 1000;
     [one.heard_unix_ms, one.joined_unix_ms] = [at(one.heard_ago_s), at(one.joined_ago_s)];
-    if (one.sync.last_ended_ago_s !== null) one.sync.last_ended_unix_ms = at(one.sync.last_ended_ago_s);
+    if (one.following.last_ended_ago_s !== null) one.following.last_ended_unix_ms = at(one.following.last_ended_ago_s);
   }
   live.instances = instances;
   live.removed = removed;

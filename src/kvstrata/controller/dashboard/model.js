@@ -6,7 +6,8 @@ export function stateOf(one) {
   if (one.state === "restored") return "restored";
   if (one.reported_state === "stopping" || one.reported_state === "frozen") return one.reported_state;
   if (one.draining) return "draining";
-  if (one.sync.state === "running" || one.reported_state === "syncing") return "syncing";
+  if (one.late) return "late";
+  if (one.following.state === "listing") return "listing";
   return one.confirmed ? "ready" : "unconfirmed";
 }
 

@@ -1,8 +1,7 @@
-"""The commands of controllers: their arguments, what each kind does in this instance, and what became of each.
+"""The operations that a controller has this instance carry out: their arguments, and what each kind does.
 
-A command is carried out once by its number, and its result is sent until the controller has it.  Nothing here waits for
-a controller, and each command uses a bounded share of the instance.  `argument_of` ignores unknown fields, so that a
-newer controller may send them.
+Nothing here waits for a controller, and each operation uses a bounded share of the instance.  `argument_of` ignores
+unknown fields, so that a newer controller may send them.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import gc
 import logging
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,20 +19,18 @@ from msgspec import Meta
 
 from kvstrata.config.demands import problems
 from kvstrata.config.load import shown_environment
-from kvstrata.errors import BadRequest, KvstrataError
+from kvstrata.errors import BadRequest, KvstrataError, NotPermitted, Refused, Unavailable
 from kvstrata.keys.batch import count
 from kvstrata.keys.spans import peek
 from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.process.operations import MAX_CLAIM_S, MAX_KEYS, Claiming
 from kvstrata.rpc.cluster_wire import (
-    MAX_COMMANDS,
     MAX_PEER_KEYS,
-    Command,
     CommandKind,
-    CommandResult,
+    Do,
+    Outcome,
     Owner,
-    encode,
 )
 from kvstrata.rpc.wire import MAX_SLICES
 from kvstrata.server.processes import tenant_number
@@ -44,11 +39,14 @@ from kvstrata.types import KEY_BYTES
 if TYPE_CHECKING:
     from kvstrata.server.parts import Parts
 
-MAX_FREEZE_MS = 5_000
-MAX_DONE = 1_024
+MAX_FREEZE_MS = 60_000
+MAX_DOING = 64
+"""Operations under way; further ones are refused."""
 PULL_S = 30.0
+LAG_S = 0.01
+"""Sleep whose delay tells how late the event loop is."""
 
-# --- arguments: the maps in `Command.argument`, see CommandKind ---
+# --- arguments: the maps in `Do.argument`, see CommandKind ---
 
 
 def _is(demand: str, **bounds: Any) -> Meta:
@@ -69,7 +67,7 @@ Root = Annotated[bytes, _is(f"{KEY_BYTES} bytes", min_length=KEY_BYTES, max_leng
 """The root of an identity."""
 
 
-class Resync(msgspec.Struct):
+class Freeze(msgspec.Struct):
     freeze_ms: Annotated[int, Meta(ge=0, le=MAX_FREEZE_MS)] = 0
 
 
@@ -130,7 +128,7 @@ _NAMED_OWNER = msgspec.defstruct(
     forbid_unknown_fields=True,
 )
 _KINDS: dict[CommandKind, type[msgspec.Struct]] = {
-    CommandKind.RESYNC: Resync,
+    CommandKind.FREEZE: Freeze,
     CommandKind.CLEAR: Clear,
     CommandKind.EVICT: Evict,
     CommandKind.CLAIM: Claim,
@@ -143,8 +141,8 @@ _KINDS: dict[CommandKind, type[msgspec.Struct]] = {
 }
 
 
-def argument_of(command: Command) -> Any:
-    """The checked argument of a command. Raises BadRequest, which names the wrong field and says what it must be."""
+def argument_of(command: Do) -> Any:
+    """The checked argument of an operation. Raises BadRequest, which names the wrong field and says what it must be."""
     kind = _KINDS[command.kind]
     owner = command.argument.get("owner") if kind is Pull else None
     wrong = [] if owner is None else problems(_NAMED_OWNER, owner, "owner")
@@ -170,31 +168,75 @@ def argument_of(command: Command) -> Any:
 
 
 class Actions:
-    """Carries out the commands of all controllers. Belongs to the event loop."""
+    """Carries out the operations of all controllers. Belongs to the event loop."""
 
     def __init__(self, parts: Parts, peer_server: PeerServer) -> None:
         self._pool, self._lane, self._clock = parts.pool, parts.own_lane, parts.clock
+        self._facts, self._loop, self._frozen_by = parts.facts, parts.loop, parts.frozen_by
         self._prefetch = parts.prefetch
         self._clearing, self._board, self._claims = parts.clearing, parts.board, parts.claims
         self._peer_server = peer_server
         self.leader = (0, 0)
         """The latest leadership that any controller has shown: (cluster id, token); the greatest is the latest."""
-        self._lag_s = 0.0
-        """How late the event loop has been recently."""
+        self._doing = 0
+        self._thaw: asyncio.TimerHandle | None = None
+        self._log = EventLog("cluster")
 
-    def obeys(self, cluster_id: int, token: int) -> bool:
-        """Whether a command with this cluster id and token comes from the latest known leader; notes a later one."""
-        self.leader = max(self.leader, (cluster_id, token))
-        return (cluster_id, token) == self.leader
+    async def carry_out(self, asked: Do) -> Outcome:
+        """Carry out an operation of the latest leader, within its deadline. Raises KvstrataError.
 
-    def note_lag(self, late_s: float) -> None:
-        """Note how late a timer fired; greater values of earlier timers fade."""
-        self._lag_s = max(late_s, self._lag_s * 0.99)
+        What goes on after the deadline (a clear, a claim) goes on by itself.
+        """
+        self.leader = max(self.leader, (asked.cluster_id, asked.token))
+        try:
+            if (asked.cluster_id, asked.token) != self.leader:
+                raise NotPermitted(
+                    f"token: {asked.token} of cluster {asked.cluster_id} belongs to "
+                    f"{'an earlier leader' if asked.token else 'no leader'} (seen: {self.leader[1]} of cluster "
+                    f"{self.leader[0]}); ask the controllers who leads",
+                    field="token",
+                )
+            if self._doing >= MAX_DOING:
+                raise Refused(
+                    f"{MAX_DOING} operations are under way here; ask again later", retry_after_s=1.0
+                )
+            argument = argument_of(asked)
+            self._doing += 1
+            try:
+                async with asyncio.timeout(asked.deadline_ms / 1000):
+                    body = await self._do(argument)
+            except TimeoutError:
+                raise Unavailable(f"{asked.kind} has not ended within {asked.deadline_ms} ms") from None
+            finally:
+                self._doing -= 1
+        except KvstrataError as error:
+            self._log.repeated(
+                logging.WARNING, f"command {asked.kind}", "command_refused", command=str(asked.kind),
+                message=error.message,
+            )  # fmt: skip
+            raise
+        return Outcome(asked.seq, self._facts.epoch, body)
 
-    async def do(self, argument: Any) -> dict[str, Any]:
-        """Carry out any command but RESYNC. Returns the content of its result. Raises KvstrataError."""
+    def thaw(self) -> None:
+        """Let stores be taken again. Idempotent."""
+        if self._thaw is not None:
+            self._thaw.cancel()
+            self._thaw = None
+        self._frozen_by.clear()
+
+    def _freeze(self, seconds: float) -> None:
+        self.thaw()
+        if seconds:
+            self._frozen_by.add("controller")
+            self._thaw = self._loop.call_later(seconds, self.thaw)
+            self._log.info("frozen", at_most_s=seconds)
+
+    async def _do(self, argument: Any) -> dict[str, Any]:
         leases = self._peer_server.leases
         match argument:
+            case Freeze():
+                self._freeze(argument.freeze_ms / 1000)
+                return {}
             case Clear():
                 done = await self._clearing.clear(argument.tier, argument.tenant)
                 pending = done.held + done.leased
@@ -218,7 +260,9 @@ class Actions:
                 leases.draining = argument.on
                 return {"leases": len(leases)}
             case Runtime():
-                return self._runtime()
+                began_s = self._loop.time()
+                await asyncio.sleep(LAG_S)
+                return self._runtime(self._loop.time() - began_s - LAG_S)
         return self._board.document()
 
     async def _pull(self, pull: Pull) -> dict[str, Any]:
@@ -239,7 +283,7 @@ class Actions:
         reason = "" if n == count(keys, n_slices) else str(fetched.reason)
         return {"count": n, "loaded": fetched.l2_chunks, "reason": reason}
 
-    def _runtime(self) -> dict[str, Any]:
+    def _runtime(self, lag_s: float) -> dict[str, Any]:
         lines = Path("/proc/self/status").read_text().splitlines()
         status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         return {
@@ -250,98 +294,8 @@ class Actions:
             "gc_count": list(gc.get_count()),
             "gc_collections": [generation["collections"] for generation in gc.get_stats()],
             "gc_frozen": gc.get_freeze_count(),
-            "loop_lag_ms": round(1000 * self._lag_s, 3),
+            "loop_lag_ms": round(1000 * max(0.0, lag_s), 3),
             "tasks": len(asyncio.all_tasks()),
             "open_files": len(os.listdir("/proc/self/fd")),
             "environment": shown_environment(os.environ),
         }
-
-
-# --- what became of them ---
-
-
-class CommandTable:
-    """The commands of one controller and their results. Belongs to the event loop."""
-
-    def __init__(
-        self, actions: Actions, resync: Callable[[int], Awaitable[None]], ended: Callable[[], None]
-    ) -> None:
-        """`resync(freeze_ms)` returns when a full sync has ended; `ended` is called when a result is ready to send."""
-        self._actions = actions
-        self._resync = resync
-        self._ended = ended
-        self._running: dict[int, asyncio.Task[None]] = {}
-        self._done: OrderedDict[int, CommandResult] = OrderedDict()
-        self._unacknowledged: OrderedDict[int, CommandResult] = OrderedDict()
-        self._log = EventLog("cluster")
-
-    def __len__(self) -> int:
-        return len(self._running) + len(self._unacknowledged)
-
-    def take(self, command: Command) -> None:
-        """Begin a command unless its number is known. If its result was acknowledged before, send the result again.
-
-        While MAX_COMMANDS commands run or wait for the acknowledgement, the command is ignored: the controller sends
-        it again.
-        """
-        number = command.number
-        if number in self._running or number in self._unacknowledged:
-            return
-        if number in self._done:
-            self._unacknowledged[number] = self._done[number]
-            self._ended()
-        elif len(self) < MAX_COMMANDS:
-            self._running[number] = asyncio.create_task(
-                self._carry_out(command), name=f"command-{command.kind}"
-            )
-
-    def refuse(self, command: Command, why: str) -> None:
-        """Answer a command with an error instead of carrying it out."""
-        self._unacknowledged[command.number] = CommandResult(command.number, False, why)
-        self._ended()
-
-    def results(self) -> list[CommandResult]:
-        """Results that the controller has not acknowledged."""
-        return list(self._unacknowledged.values())[:MAX_COMMANDS]
-
-    def acknowledged(self, results: Sequence[CommandResult]) -> None:
-        """Send these results no more: the controller has them."""
-        for result in results:
-            self._unacknowledged.pop(result.number, None)
-
-    async def stop(self) -> None:
-        """Cancel the running commands, and wait until they have ended."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _carry_out(self, command: Command) -> None:
-        number, kind = command.number, str(command.kind)
-        result = CommandResult(number, False, "the instance failed to carry out the command; see its log")
-        try:
-            done = CommandResult(number, True, "", await self._do(command))
-            encode(done)  # a result that cannot be encoded would end the task that sends heartbeats
-            result = done
-            self._log.debug("command", kind=kind)
-        except KvstrataError as error:
-            result = CommandResult(number, False, error.message[:2000])
-            self._log.repeated(
-                logging.WARNING, f"command {kind}", "command_refused", command=kind, message=result.message
-            )
-        except Exception as error:
-            # A boundary like the one of requests: our own mistake in one command is answered and logged.
-            self._log.error("command_failed", kind=kind, error=repr(error))
-        finally:  # a command that a stop cancels is not answered any more
-            del self._running[number]
-            self._unacknowledged[number] = self._done[number] = result
-            if len(self._done) > MAX_DONE:
-                self._done.popitem(last=False)
-            self._ended()
-
-    async def _do(self, command: Command) -> dict[str, Any]:
-        argument = argument_of(command)
-        if isinstance(argument, Resync):
-            await self._resync(argument.freeze_ms)
-            return {}
-        return await self._actions.do(argument)

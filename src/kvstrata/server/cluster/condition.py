@@ -1,4 +1,4 @@
-"""The condition of the instance, for heartbeats: how full its tiers are, its counters, and its engines' models."""
+"""The condition of the instance, for its followers: how full its tiers are, its counters, and its engines' models."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvstrata.p2p.serving import PeerServer
+from kvstrata.rpc import cluster_wire
 from kvstrata.rpc.cluster_wire import MAX_ADAPTER_CHARS, MAX_ADAPTERS, MAX_ENGINES, KvKind, Load, TierRate
 from kvstrata.rpc.wire import LoadRate
-from kvstrata.server.cluster.events import L1_TIER, TierNews
-from kvstrata.server.cluster.told_tiers import ToldTiers
+from kvstrata.server.cluster.held import L1_TIER, HeldChunks
 from kvstrata.server.processes import EngineGroup
 from kvstrata.types import LayoutIdentity
 
@@ -23,30 +23,36 @@ MAX_MODELS = 64
 class Condition:
     """Reads the condition of one instance."""
 
-    def __init__(self, parts: Parts, told: ToldTiers, peer_server: PeerServer) -> None:
+    def __init__(self, parts: Parts, held: HeldChunks, peer_server: PeerServer) -> None:
         self._pool, self._processes, self._counters = parts.pool, parts.processes, parts.counters
-        self._told, self._peer_server, self._peer_reads = told, peer_server, parts.peer_reads
-        self._tiers = parts.tiers
+        self._held, self._peer_server, self._peer_reads = held, peer_server, parts.peer_reads
+        self._tiers, self._readiness, self._frozen_by = parts.tiers, parts.readiness, parts.frozen_by
+
+    def now(self, obeys: tuple[int, int]) -> cluster_wire.Condition:
+        """The whole condition; `obeys`: the latest leadership that the instance has heard of."""
+        return cluster_wire.Condition(
+            self._word(), self._load(), self._models(), obeys, self.draining, self._engines(), self._rates()
+        )
+
+    def _word(self) -> str:
+        if not self._readiness.ready:
+            return "stopping"
+        if self._frozen_by:
+            return "frozen"
+        return "draining" if self.draining else "ready"
 
     @property
     def draining(self) -> bool:
         """Whether the instance grants no leases to peers."""
         return bool(self._peer_server.leases.draining)
 
-    def load(self, news: TierNews) -> Load:
-        """The present numbers, with a row for each tier that this controller knows."""
+    def _load(self) -> Load:
         l1 = self._pool.stats()
         counters = self._counters
         peer_chunks, peer_bytes = self._peer_reads.loads()
-        usage = self._told.usage()
+        usage = self._held.usage()
         return Load(
-            chunks={
-                L1_TIER: l1["entries"]["ready"],
-                **{
-                    tier: usage[tier].records if tier in usage else news.tags.count(tier)
-                    for tier in news.tiers[1:]
-                },
-            },
+            chunks={L1_TIER: l1["entries"]["ready"], **self._held.records()},
             used_bytes={L1_TIER: l1["used_bytes"], **{tier: one.used_bytes for tier, one in usage.items()}},
             capacity_bytes={
                 L1_TIER: self._pool.extents_bytes,
@@ -62,10 +68,10 @@ class Condition:
             peer_sent_bytes_total=self._peer_server.leases.read_bytes,
             peer_read_bytes_total=peer_bytes,
             sessions=len(list(self._processes)),
-            tier_states=self._told.states(),
+            tier_states=self._held.states(),
         )
 
-    def models(self) -> list[KvKind]:
+    def _models(self) -> list[KvKind]:
         """Models whose engines are attached with all of their slices."""
         found: dict[tuple[LayoutIdentity, bytes], list[EngineGroup]] = {}
         for group in self._processes.groups:
@@ -79,7 +85,7 @@ class Condition:
             kinds.append(KvKind(last.layout, last.slices, list(last.spans), last.record_limits, adapters))
         return kinds
 
-    def rates(self) -> list[TierRate]:
+    def _rates(self) -> list[TierRate]:
         """How fast L1 is filled from L2, by the adapter with the most loads, and from peers, and engines from L1.
 
         What was not measured is left out.  Of several engines it is the slowest.
@@ -107,7 +113,7 @@ class Condition:
                 rates.append(TierRate(tier, told.latency_us, told.bytes_s))
         return rates
 
-    def engines(self) -> list[str]:
+    def _engines(self) -> list[str]:
         """URLs of the engines that tell theirs, sorted.
 
         A process that may use only some tenants tells none: requests of others would be sent to where it says.

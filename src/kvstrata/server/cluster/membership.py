@@ -3,19 +3,19 @@
 Rules:
 
 1. A controller can neither stop nor slow this instance: no request waits for anything here, every question has a
-   timeout, every queue a bound.  Events that cannot be sent in time are dropped, and a full sync replaces them.
-2. A command is carried out once by its number; its result is sent until the controller has acknowledged it.
-3. Each of several controllers gets all news by a link of its own.  One of them leads: a command with a smaller
-   (cluster id, token) than any of them has shown is refused.
+   timeout, every queue a bound.  A follower that does not keep up lists everything anew.
+2. An operation is carried out once, when it is asked for.
+3. The instance registers with each of several controllers, and each follows it.  One of them leads: an operation with a
+   smaller (cluster id, token) than any of them has shown is refused.
 
-One link: link.py; its full syncs: sync.py; its events: events.py; commands: commands.py.
+The link to one controller: link.py; what followers read: held.py, condition.py; operations: commands.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.config.model import ServerSettings
@@ -26,15 +26,14 @@ from kvstrata.p2p.serving import PeerServer
 from kvstrata.p2p.settings import LEASE_MS, PeerSettings
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.rpc.cluster_wire import MAX_LEASE_MS
+from kvstrata.rpc.cluster_wire import MAX_LEASE_MS, Changed, Changes, Do, List, Listed
 from kvstrata.rpc.control_port import ControlPort
+from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.server.cluster.commands import Actions
 from kvstrata.server.cluster.condition import Condition
-from kvstrata.server.cluster.events import TierNews
+from kvstrata.server.cluster.held import HeldChunks
 from kvstrata.server.cluster.link import Advertised, ControllerLink
 from kvstrata.server.cluster.own_key import MemberKeys
-from kvstrata.server.cluster.sync import FullSync
-from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import Plan
 from kvstrata.tiers.config import TierConfig
@@ -78,50 +77,48 @@ def _this_host_only(settings: ServerSettings) -> bool:
     return not settings.p2p.advertise and is_loopback(_host_of(settings.p2p.listen))
 
 
-class PeersServed(NamedTuple):
-    """The server of peers of one instance."""
+class Served(NamedTuple):
+    """The control port of one instance, and the server of peers behind it."""
 
-    server: PeerServer
-    port: ControlPort | None
+    port: ControlPort
     endpoint: str
-    """Where peers ask for leases; empty: peers get none."""
+    peers: PeerServer
+    gives_to_peers: bool
 
 
-def serve_peers(
+def serve(
     plan: Plan,
     keys: MemberKeys,
     parts: Parts,
     closers: list[Callable[[], Coroutine[Any, Any, None]]],
-) -> PeersServed:
-    """Make the server of peers, which leases L1 to peers, if those are read. Raises ConfigError.
+) -> Served:
+    """Bind the control port, and make the server of peers, which leases L1 to peers, if those are read.
 
-    `closers` gets what closes it.
+    `closers` gets what closes them.  Raises ConfigError.
     """
     settings, p2p = plan.settings, plan.settings.p2p
-    control, endpoint = None, ""
-    if parts.tiers.get(parts.peer_reads.name) is not None:
-        control = ControlPort(parts.loop, parts.facts.epoch)
-        closers.append(control.close)
-        host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
-        port = control.server.bind_tcp(
-            host,
-            int(port_text),
-            curve=keys.listening,
-            clients=keys.clients,
-            insecure=settings.security.insecure,
-            host_setting="p2p.listen",
-            port_setting="p2p.listen",
-            flag="--p2p-listen",
-            keys_setting="controller.curve_file (--cluster-curve-file)",
-            refused_note=keys.refused_note,
-        )
-        shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
-        advertised = p2p.advertise or f"{shown}:{port}"
-        endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
+    control = ControlPort(parts.loop, parts.facts.epoch, keys.kinds_of)
+    closers.append(control.close)
+    host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
+    port = control.server.bind_tcp(
+        host,
+        int(port_text),
+        curve=keys.listening,
+        clients=keys.clients,
+        insecure=settings.security.insecure,
+        host_setting="p2p.listen",
+        port_setting="p2p.listen",
+        flag="--p2p-listen",
+        keys_setting="controller.curve_file (--cluster-curve-file)",
+        refused_note=keys.refused_note,
+    )
+    shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
+    advertised = p2p.advertise or f"{shown}:{port}"
+    gives = parts.tiers.get(parts.peer_reads.name) is not None
     server = PeerServer(
         parts.pool,
         parts.clock,
-        control,
+        control if gives else None,
         instance_id=parts.facts.instance_id,
         incarnation=parts.facts.epoch,
         engine=plan.p2p_engine,
@@ -129,62 +126,73 @@ def serve_peers(
         mac=p2p.mac,
     )
     closers.append(server.close)
-    return PeersServed(server, control, endpoint)
+    endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
+    return Served(control, endpoint, server, gives)
 
 
 class Membership(Numbers):
     """The links to all controllers, whose numbers it adds up. Belongs to the event loop."""
 
-    def __init__(self, links: Sequence[ControllerLink], told: ToldTiers, peer_server: PeerServer) -> None:
+    def __init__(
+        self, links: Sequence[ControllerLink], held: HeldChunks, peer_server: PeerServer, actions: Actions
+    ) -> None:
         self._links = links
-        self._told = told
+        self._held = held
         self._peer_server = peer_server
+        self._actions = actions
 
     def start(self) -> None:
         """Begin to register with each controller; they may be absent."""
-        self._told.start()
+        self._held.start()
         for link in self._links:
             link.start()
 
     async def stop(self) -> None:
         """Lease nothing more to peers, say goodbye to the connected controllers, and close. Idempotent."""
         self._peer_server.leases.draining = True
-        await asyncio.gather(self._told.stop(), *(link.stop() for link in self._links))
+        self._actions.thaw()
+        await asyncio.gather(self._held.stop(), *(link.stop() for link in self._links))
 
     def values(self) -> Iterator[tuple[Number, Any]]:
         """Sums over all links; of what is true or false, whether it is true of one."""
-        for parts in (self._links, [link.sync for link in self._links]):
-            for number in parts[0].declared:
-                values = [getattr(part, number.field) for part in parts]
-                yield number, any(values) if isinstance(values[0], bool) else sum(values)
+        for number in ControllerLink.declared:
+            values = [getattr(link, number.field) for link in self._links]
+            yield number, any(values) if isinstance(values[0], bool) else sum(values)
 
     def document(self) -> dict[str, Any]:
         """The sums, and a row for each controller."""
         return {**super().document(), "controllers": [link.document() for link in self._links]}
 
 
-Membership.declared = (*ControllerLink.declared, *FullSync.declared)
+Membership.declared = ControllerLink.declared
 
 
 def make_membership(
-    plan: Plan,
-    keys: MemberKeys,
-    parts: Parts,
-    told: ToldTiers,
-    news_of: dict[str, TierNews],
-    served: PeersServed,
+    plan: Plan, keys: MemberKeys, parts: Parts, held: HeldChunks, urls: Iterable[str], served: Served
 ) -> Membership:
-    """Make a link to each controller. `news_of` is by its URL. Raises Unavailable if a URL is not an endpoint."""
-    facts, peer_server = parts.facts, served.server
-    actions = Actions(parts, peer_server)
+    """Make a link to each controller, and answer followers. Raises Unavailable if a URL is not an endpoint."""
+    facts, actions = parts.facts, Actions(parts, served.peers)
+    condition = Condition(parts, held, served.peers)
+
+    async def changes(asked: Changes) -> Changed:
+        following, runs = await held.changes(asked.cursor, asked.wait_ms / 1000)
+        return Changed(
+            asked.seq,
+            facts.epoch,
+            following,
+            runs,
+            condition.now(actions.leader) if asked.condition else None,
+        )
+
+    async def page(asked: List) -> Listed:
+        return Listed(asked.seq, facts.epoch, *await held.page(asked.tier, asked.cursor))
+
+    served.port.serve((KeyKind.CONTROLLER, KeyKind.GATEWAY), {Changes: changes, List: page})
+    served.port.serve((KeyKind.CONTROLLER,), {Do: actions.carry_out})
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
-    advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
-    condition = Condition(parts, told, peer_server)
-    links = [
-        ControllerLink(url, keys, parts, advertised, news, told, condition, actions)
-        for url, news in news_of.items()
-    ]
-    return Membership(links, told, peer_server)
+    advertised = Advertised(served.endpoint, served.gives_to_peers, http_url, plan.settings.p2p.zone)
+    links = [ControllerLink(url, keys, parts, advertised, held) for url in urls]
+    return Membership(links, held, served.peers, actions)
 
 
 def _host_of(listen: str) -> str:

@@ -28,6 +28,7 @@ from kvstrata.rpc.zmq_curve import (
     ClusterKeys,
     CurveKeys,
     KeyFile,
+    KeyKind,
     SharedKey,
     new_secret,
     open_keys,
@@ -46,13 +47,15 @@ class MemberKeys(NamedTuple):
     own: ClusterKeys
     """For connections to controllers."""
     listening: CurveKeys
-    """For the port at which peers ask for leases.  Only a key file lists clients here, for other hosts."""
+    """For the control port.  Only a key file lists clients here, for other hosts."""
     clients: Callable[[], frozenset[bytes] | None]
-    """The public keys of peers that may connect now; None: any may."""
+    """The public keys of processes that may connect to that port now; None: any may."""
+    kinds_of: Callable[[str], frozenset[KeyKind]]
+    """What the public key of a client is now."""
     file: str
     """The key file by which this instance reads from peers; empty for an open cluster."""
     refused_note: str
-    """What the log advises to do about a peer with other keys."""
+    """What the log advises to do about a client with other keys."""
     refused_why: str
     """What the log says about a controller that ends the handshake."""
 
@@ -67,7 +70,15 @@ def member_keys(
         why = (
             "it does not list this instance's key, or has keys of another cluster (docs/cluster.md, Security)"
         )
-        return MemberKeys(file.now(), file.now().curve, file.clients, path, "", why)
+        return MemberKeys(
+            file.now(),
+            file.now().curve,
+            file.clients,
+            lambda key: file.now().kinds_of(key),
+            path,
+            "",
+            why,
+        )
     secret = own_secret(facts.instance_id, facts.socket_dir, environment)
     if settings.security.insecure:
         EventLog("cluster").warning(
@@ -78,12 +89,20 @@ def member_keys(
         )
         keys = open_keys(secret)
         why = "this instance was started with --insecure, and the controller without; start both in the same way"
-        return MemberKeys(keys, keys.curve, lambda: None, "", "", why)
+        return MemberKeys(keys, keys.curve, lambda: None, keys.kinds_of, "", "", why)
     shared = SharedKey(_FIELD, environment)
     supervisor.spawn(shared.keep(), "cluster-key")
     why = f"it does not have the key in {shared.path}, or runs with --insecure; {ADVICE}"
     listening, readers = CurveKeys(secret, None), shared.keys.clients
-    return MemberKeys(shared.of_member(secret), listening, lambda: readers, str(shared.path), ADVICE, why)
+    return MemberKeys(
+        shared.of_member(secret),
+        listening,
+        lambda: readers,
+        shared.keys.kinds_of,
+        str(shared.path),
+        ADVICE,
+        why,
+    )
 
 
 def own_secret(instance_id: str, socket_dir: Path, environment: Mapping[str, str]) -> bytes:

@@ -7,8 +7,8 @@ import { instanceLink } from "../instance_parts.js";
 import { ask, asked, inOrder, noneMatch, windowed } from "../rows.js";
 
 const TONES = {
-  joined: "good", came_back: "good", synced: "good", died: "bad", directory_full: "bad", snapshot_failed: "bad", move_incomplete: "bad",
-  superseded: "warn", resync: "warn", clock: "warn", snapshot_ignored: "warn", state: "busy",
+  joined: "good", came_back: "good", listed: "good", died: "bad", directory_full: "bad", snapshot_failed: "bad", move_incomplete: "bad",
+  superseded: "warn", list_again: "warn", clock: "warn", snapshot_ignored: "warn", state: "busy",
 };
 
 let frozen = null; // the events at the time when the tail was stopped

@@ -6,7 +6,7 @@ import { h } from "../dom.js";
 import { bytes, count, duration, exact, named, percent, seconds, words } from "../format.js";
 import { live } from "../live.js";
 import { recentHits, stateOf, sum, tierOrder, tiersOf } from "../model.js";
-import { actions, command, follower, noInstances, state, syncText } from "../instance_parts.js";
+import { actions, command, follower, followText, noInstances, state } from "../instance_parts.js";
 import { facts, failure, poller, usage } from "../parts.js";
 import { list } from "../rows.js";
 import { table } from "../table.js";
@@ -55,14 +55,14 @@ function summary(one, redraw) {
     h("div", { class: "columns" },
       h("section", { key: "is" }, h("h2", {}, "What it is"), facts([
         ["Host", one.host || "–"], ["Zone", one.zone || "–"], ["Process", String(one.pid ?? "–")], ["Version", one.version],
-        ["Admin HTTP", one.http_url ? h("code", {}, one.http_url) : "–"], ["Peers ask at", one.peer_endpoint ? h("code", {}, one.peer_endpoint) : "not readable by peers"],
+        ["Admin HTTP", one.http_url ? h("code", {}, one.http_url) : "–"], ["Control port", h("code", {}, one.control_endpoint)], ["Peers", one.gives_to_peers ? "may read it" : "cannot read it"],
         ["Incarnation", h("code", {}, String(one.incarnation))], ["Member for", duration(live.nowMs() - one.joined_unix_ms)],
         ["Chunk", `${exact(one.chunk_tokens)} tokens`],
       ])),
       h("section", { key: "does" }, h("h2", {}, "What it does"), facts([
-        ["Heartbeat", `${seconds(live.nowMs() - one.heard_unix_ms)} ago`], ["Sync", syncText(one)],
-        ["Full reports", `${exact(one.sync.count)}${one.sync.count ? `, the last ${duration(live.nowMs() - one.sync.last_ended_unix_ms)} ago in ${duration(one.sync.last_took_s * 1000)}` : ""}`],
-        ["Batches of events", exact(one.event_batches)],
+        ["Answered", `${seconds(live.nowMs() - one.heard_unix_ms)} ago`], ["Followed", followText(one)],
+        ["Lists", `${exact(one.following.lists)}${one.following.lists ? `, the last ${duration(live.nowMs() - one.following.last_ended_unix_ms)} ago in ${duration(one.following.last_took_s * 1000)}` : ""}`],
+        ["Changes", exact(one.following.changes)],
         ["Commands waiting", exact(one.waiting_commands)], ["Workers", exact(one.sessions)],
         ["Engines", one.engines.length ? h("code", { class: "break" }, one.engines.join(" ")) : "none tells its URL"],
         ["Hit rate, last minute", percent(recentHits(one))],
@@ -160,7 +160,7 @@ export const instancePage = {
       crumbs,
       h("div", { class: "heading" }, h("h1", { class: "break" }, id), state(stateOf(one)),
         h("span", { class: "quiet" }, `${count(sum(one.keys))} chunks`), h("div", { class: "push actions" },
-          one.state === "live" && h("button", { onclick: () => command(id, "resync", `${id} sends a full report.`) }, "Resync", h("span", { class: "unseen" }, ` ${id}`)), actions(one))),
+          one.state === "live" && h("button", { onclick: () => command(id, "resync", `${id} is listed again.`) }, "List again", h("span", { class: "unseen" }, ` ${id}`)), actions(one))),
       follower(live.cluster),
       h("nav", { class: "tabs", "aria-label": `Parts of ${id}` }, SECTIONS.map(([name, title]) => h("a", {
         key: name, href: `#/instances/${encodeURIComponent(id)}${name && `/${name}`}`, "aria-current": name === section ? "page" : null,

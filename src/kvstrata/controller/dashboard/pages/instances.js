@@ -4,7 +4,7 @@ import { h } from "../dom.js";
 import { bytes, clock, count, percent, seconds } from "../format.js";
 import { live } from "../live.js";
 import { recentHits, stateOf, sum } from "../model.js";
-import { actions, allow, follower, instanceLink, noInstances, state, syncText } from "../instance_parts.js";
+import { actions, allow, follower, instanceLink, followText, noInstances, state } from "../instance_parts.js";
 import { usage } from "../parts.js";
 import { list } from "../rows.js";
 import { table } from "../table.js";
@@ -19,7 +19,7 @@ function heartbeat(one) {
 
 const COLUMNS = [
   { name: "instance", title: "Instance", sort: (one) => one.id, shows: ({ id, host, zone }) => [id, host, zone], cell: (one) => [instanceLink(one.id), h("small", { class: "short", title: one.host }, one.host), one.zone && h("small", { class: "short", title: one.zone }, `zone ${one.zone}`)] },
-  { name: "state", title: "State", sort: stateOf, shows: (one) => [stateOf(one), syncText(one)], cell: (one) => [state(stateOf(one)), one.sync.state !== "exact" && one.state !== "dead" && h("small", {}, syncText(one))] },
+  { name: "state", title: "State", sort: stateOf, shows: (one) => [stateOf(one), followText(one)], cell: (one) => [state(stateOf(one)), one.following.state !== "exact" && one.state !== "dead" && h("small", {}, followText(one))] },
   { name: "l1", title: "L1", sort: (one) => one.used_bytes.l1, shows: (one) => [one.used_bytes.l1, one.capacity_bytes.l1], cell: (one) => h("div", { title: `of ${bytes(one.capacity_bytes.l1)}` }, usage(one.used_bytes.l1 ?? 0, one.capacity_bytes.l1 ?? 0, true)), wide: true },
   { name: "chunks", title: "Chunks", number: true, sort: (one) => sum(one.keys), shows: (one) => [count(sum(one.keys))], cell: (one) => count(sum(one.keys)) },
   { name: "hits", title: "Hit rate", number: true, sort: recentHits, shows: (one) => [percent(recentHits(one))], cell: (one) => h("span", { title: "Chunks found, of those looked up in the last minute" }, percent(recentHits(one))) },

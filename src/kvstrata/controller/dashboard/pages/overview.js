@@ -3,10 +3,10 @@
 import { get } from "../api.js";
 import { chart } from "../chart.js";
 import { h } from "../dom.js";
-import { ago, bytes, count, date, duration, exact, percent, plural, rate } from "../format.js";
+import { ago, bytes, count, date, duration, exact, percent, rate } from "../format.js";
 import { hitShare, stateOf, sum, tierOrder } from "../model.js";
 import { list } from "../rows.js";
-import { instanceLink, leaderLink, noInstances, state, syncText } from "../instance_parts.js";
+import { instanceLink, leaderLink, followText, noInstances, state } from "../instance_parts.js";
 import { facts, failure, tile } from "../parts.js";
 import { table } from "../table.js";
 
@@ -43,33 +43,32 @@ function shownPoints() {
 }
 
 function tiles(cluster) {
-  const { live, dead, restored, draining, unconfirmed } = cluster.instances;
-  const not = [[draining, "draining"], [unconfirmed, "unconfirmed"], [restored, "restored"], [dead, "dead"]]
+  const { live, dead, restored, draining, late, unconfirmed } = cluster.instances;
+  const not = [[draining, "draining"], [late, "late"], [unconfirmed, "unconfirmed"], [restored, "restored"], [dead, "dead"]]
     .filter(([number]) => number > 0).map(([number, name]) => `${number} ${name}`);
   const { l1: used = 0 } = cluster.used_bytes;
   const { l1: capacity = 0 } = cluster.capacity_bytes;
   const newest = points.at(-1);
   const share = newest ? hitShare(newest.hits_per_s) : null;
-  const dropped = sum(cluster.dropped_event_batches);
   return h("dl", { class: "tiles" },
-    tile("Instances", count(live), not.join(", ") || (live ? "all in sync" : "none yet"), dead || unconfirmed || restored ? "warn" : ""),
+    tile("Instances", count(live), not.join(", ") || (live ? "all in step" : "none yet"), dead || unconfirmed || restored ? "warn" : ""),
     tile("Chunks known", count(sum(cluster.keys)), Object.entries(cluster.keys).map(([name, value]) => `${name} ${count(value)}`).join(" · ")),
     tile("L1 in use", bytes(used), capacity ? `${percent(used / capacity)} of ${bytes(capacity)}` : ""),
     tile("Hit rate", percent(share), share === null ? "no lookups in the last 5 s" : "of chunks, last 5 s"),
-    tile("Events", rate(newest?.event_keys_per_s, "keys"), dropped ? `${plural(dropped, "batch", "batches")} dropped` : "no batch dropped", dropped ? "warn" : ""),
+    tile("Changes", rate(newest?.event_keys_per_s, "keys"), "of chunks that came and went"),
     tile("Lookups", rate(newest?.lookups_per_s), `${count(cluster.lookups.total)} in all, ${duration(cluster.lookups.mean_ms)} each`));
 }
 
 function attention(cluster, instances, redraw) {
   const tiers = (one) => Object.entries(one.tier_states).map(([tier, word]) => `${tier} is ${word}`);
-  const rows = instances.filter((one) => stateOf(one) !== "ready" || one.sync.state !== "exact" || tiers(one).length);
-  const why = (one) => [syncText(one), ...tiers(one)].join(", ");
+  const rows = instances.filter((one) => stateOf(one) !== "ready" || one.following.state !== "exact" || tiers(one).length);
+  const why = (one) => [followText(one), ...tiers(one)].join(", ");
   const refused = cluster.directory.refused_keys_total;
   return h("section", { key: "attention" }, h("h2", {}, "Needs attention"),
     !cluster.ready && h("p", { class: "wrong" }, `The controller is not ready: ${cluster.why_not_ready}`),
     !cluster.election.leader && h("p", { class: "wrong" }, "No controller leads."),
     refused > 0 && h("p", { class: "wrong" }, `The directory is full: ${count(refused)} chunks were refused.`),
-    rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The one instance is in sync." : `All ${instances.length} instances are in sync.`)
+    rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The one instance is in step." : `All ${instances.length} instances are in step.`)
       : list({ id: "attention", what: "instances", rows, key: (one) => one.id, text: (one) => `${one.id} ${stateOf(one)} ${why(one)}`, attributes: { class: "rows" }, redraw,
         item: (one) => [instanceLink(one.id), state(stateOf(one)), h("div", {}, why(one))] }));
 }
@@ -121,7 +120,7 @@ function series() {
   const one = (what, name, tone) => ({ name, tone, values: shown.map((point) => point[what]) });
   prepared = {
     points, windowS, times, sources, shares, bytes: tiers("used_bytes"), keys: tiers("keys"),
-    events: [one("event_keys_per_s", "Changes", "tone-l1"), one("sync_keys_per_s", "Full reports", "tone-peer")],
+    events: [one("event_keys_per_s", "Changes", "tone-l1"), one("listed_keys_per_s", "Lists", "tone-peer")],
     lookups: [one("lookups_per_s", "Lookups", "tone-4")],
   };
   return prepared;

@@ -1,11 +1,10 @@
-"""Changes the placements of chunks, by events, full syncs and a restored snapshot.  lookups.py reads the result.
+"""Changes the placements of chunks, by what followers read and by a restored snapshot.  lookups.py reads the result.
 
 1. One thread carries out all changes of placements, in the order in which the loop decided them, each for the slot that
-   was decided with it.  So a change after the end of a sync applies to the slots that the sync filled.
+   was decided with it.  So a change after the end of a list applies to the slots that the list filled.
 2. Retiring a slot is such a change too, so no earlier change reaches the slot once it stands for something else.  The
    placements of a retired slot are hidden at once, since the slot loses its name and is not readable.
-3. Waiting changes are bounded in bytes: `busy` tells the caller to stop reading events, `full` to refuse parts of
-   syncs.
+3. Waiting changes are bounded: a follower awaits each page of a list, and `idle` while `busy`.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvstrata.controller.lookups import INLINE_TAGS, Lookups
+from kvstrata.cluster.lookups import INLINE_TAGS, Lookups
 from kvstrata.naming import name_thread
 from kvstrata.native.core import Registry, RegistryError, RegistryUsage
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.rpc.cluster_wire import TAG_BYTES, Change, Run
 
 BUSY_BYTES = 16 << 20
-FULL_BYTES = 64 << 20
 SWEEP_CELLS = 1 << 20
 
 
@@ -42,7 +40,7 @@ class SlotsExhausted(Exception):
 
 
 class Fill:
-    """The slots that a full sync fills; lookups find them once it is published."""
+    """The slots that a list fills; lookups find them once it is published."""
 
     def __init__(self, group: int, tiers: list[str]) -> None:
         self.group = group
@@ -51,11 +49,11 @@ class Fill:
 
 
 class Directory(Numbers):
-    """The placements of one controller. Belongs to the loop's thread; has one thread for changes, one for sweeping."""
+    """The placements of one process. Belongs to the loop's thread; has one thread for changes, one for sweeping."""
 
-    admitted_keys = counter("Placements that events added.")
-    evicted_keys = counter("Placements that events removed.")
-    synced_keys = counter("Placements that full syncs added.")
+    admitted_keys = counter("Placements that changes added.")
+    evicted_keys = counter("Placements that changes removed.")
+    listed_keys = counter("Placements that lists added.")
     refused_keys = counter("Placements that were refused because the directory is full.")
     waiting_bytes = gauge("Bytes of changes that wait for the directory.")
 
@@ -66,15 +64,10 @@ class Directory(Numbers):
         lookups: Lookups,
         *,
         failed: Callable[[int, str], None],
-        drained: Callable[[], None],
     ) -> None:
-        """`failed(group, reason)` is called after a change failed: the group's placements are inexact then.
-
-        `drained` is called when `busy` becomes false.
-        """
+        """`failed(group, reason)` is called after a change failed: the group's placements are inexact then."""
         self._loop = loop
         self._failed = failed
-        self._drained = drained
         self._lookups = lookups
         self.registry = registry
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-directory", initializer=_yield_to_loop)
@@ -90,20 +83,17 @@ class Directory(Numbers):
 
     @property
     def busy(self) -> bool:
-        """Whether too many changes wait for more events to be read."""
+        """Whether so many changes wait that followers must."""
         return self.waiting_bytes > BUSY_BYTES
-
-    @property
-    def full(self) -> bool:
-        """Whether too many changes wait for parts of syncs to be accepted."""
-        return self.waiting_bytes > FULL_BYTES
 
     # --- changes --------------------------------------------------------------------------------------------
 
     def apply(self, group: int, tiers: list[str], runs: list[Run]) -> None:
-        """Apply a batch of events. Raises SlotsExhausted; then none or the first runs were applied."""
+        """Apply changes, except to tiers that are none of these. Raises SlotsExhausted; then some may be applied."""
         work: list[tuple[Change, int, bytes]] = []
         for run in runs:
+            if run.tier not in tiers:
+                continue
             if run.change is Change.CLEAR:
                 self._clear(group, tiers, run.tier)
                 continue
@@ -122,7 +112,7 @@ class Directory(Numbers):
             self._submit(n_bytes, lambda: self._work(work), lambda outcome: self._worked(group, outcome))
 
     def begin(self, group: int, tiers: list[str]) -> Fill:
-        """Open slots that no lookup finds yet, for a full sync. Raises SlotsExhausted."""
+        """Open slots that no lookup finds yet, for a list. Raises SlotsExhausted."""
         fill = Fill(group, tiers)
         try:
             for tier in tiers:
@@ -132,18 +122,18 @@ class Directory(Numbers):
             raise
         return fill
 
-    def fill(self, fill: Fill, tier: str, tags: bytes) -> Awaitable[str]:
-        """Add a part of a sync. The awaited result is the reason of a failure, empty for none."""
+    def fill(self, fill: Fill, tier: str, tags: bytes) -> asyncio.Future[str]:
+        """Add a page of a list. The awaited result is the reason of a failure, empty for none."""
         slot = fill.slots[tier]
 
         def done(wrong: str) -> None:
             if not wrong:
-                self.synced_keys += len(tags) // TAG_BYTES
+                self.listed_keys += len(tags) // TAG_BYTES
 
         return self._submit(len(tags), lambda: self._work([(Change.ADMIT, slot, tags)])[3], done)
 
-    def publish(self, fill: Fill) -> Awaitable[str]:
-        """Make lookups find the slots of a sync. The awaited result is the reason of a failure, empty for none."""
+    def publish(self, fill: Fill) -> asyncio.Future[str]:
+        """Make lookups find the slots of a list. The awaited result is the reason of a failure, empty for none."""
         old = {tier: self._lookups.slot(fill.group, tier) for tier in fill.tiers}
         for tier, slot in fill.slots.items():
             self._lookups.name(slot, fill.group, tier)
@@ -159,7 +149,7 @@ class Directory(Numbers):
         return self._submit(0, work, lambda _: self._retired.set())
 
     def abandon(self, fill: Fill) -> None:
-        """Retire the slots of a sync that failed."""
+        """Retire the slots of a list that failed."""
         for slot in fill.slots.values():
             self._retire(slot)
         fill.slots.clear()
@@ -184,7 +174,7 @@ class Directory(Numbers):
             self._lookups.name(slot, group, tier)
         return fill.slots
 
-    def restore(self, tags: array[int], slots: array[int], slot_of: array[int]) -> Awaitable[str]:
+    def restore(self, tags: array[int], slots: array[int], slot_of: array[int]) -> asyncio.Future[str]:
         """Add placements of a snapshot. The awaited result is the reason of a failure, empty for none."""
 
         def work() -> str:
@@ -236,7 +226,12 @@ class Directory(Numbers):
             return
         fill = Fill(group, [tier])
         fill.slots[tier] = self._open(group, tiers, tier)
-        self.publish(fill)
+
+        def done(future: asyncio.Future[str]) -> None:
+            if not future.cancelled() and future.exception() is None and (wrong := future.result()):
+                self._failed(group, wrong)
+
+        self.publish(fill).add_done_callback(done)
 
     def _work(self, work: list[tuple[Change, int, bytes]]) -> tuple[int, int, int, str]:
         """Change placements; returns (admitted, evicted, refused, reason of a failure). Runs on any thread."""
@@ -271,13 +266,10 @@ class Directory(Numbers):
         future = self._loop.run_in_executor(self._writer, work)
 
         def ended(future: asyncio.Future[Any]) -> None:
-            was_busy = self.busy
             self._pending -= 1
             self.waiting_bytes -= n_bytes
             if done is not None and not future.cancelled() and future.exception() is None:
                 done(future.result())
-            if was_busy and not self.busy:
-                self._drained()
 
         future.add_done_callback(ended)
         return future

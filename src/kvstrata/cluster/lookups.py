@@ -53,7 +53,7 @@ class Found(NamedTuple):
 
 
 class Lookups:
-    """Lookups of one controller. Belongs to the loop's thread, and has two threads for long lookups."""
+    """Lookups of one process. Belongs to the loop's thread, and has two threads for long lookups."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, registry: Registry) -> None:
         self._loop = loop
@@ -126,7 +126,7 @@ class Lookups:
     # --- lookups --------------------------------------------------------------------------------------------
 
     def keys(self) -> dict[Place, int]:
-        """Number of placements by group and tier, without slots that a sync still fills and retired ones."""
+        """Number of placements by group and tier, without slots that a list still fills and retired ones."""
         return {
             place: found.keys
             for place, slot in self._slots.items()

@@ -1,0 +1,262 @@
+"""What this instance holds, tier by tier, as its followers read it: changes since a cursor, and whole lists.
+
+The pool notes the changes of L1 itself.  Tiers that take puts note theirs here (`News` of tiers/puts.py).  A tier is
+*own* if no other instance shares its medium.  An own tier whose adapter lists its keys is listed by the adapter, with
+records from before this start.  Of the others, the tags of the keys that were put or found since the start are kept
+here; so they are of *shared* tiers, whose media may be large and are not listed by each instance.
+
+Nothing is kept for a follower.  Changes are gathered for GATHER_S, so that an answer names many of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from kvstrata.errors import BadRequest, TooOld
+from kvstrata.native.core import Pool
+from kvstrata.observability.numbers import Numbers, counter
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.cluster_wire import MAX_CHANGES, TAG_BYTES, Change, Run, tags_of
+from kvstrata.tiers.base import Usage
+from kvstrata.tiers.set import TierSet
+from kvstrata.tiers.tier import Tier, TierState
+
+L1_TIER = "l1"
+GATHER_S = 0.01
+SCAN_ENTRIES = 8_192
+"""Entries of the index that are read in one turn of the loop (about 0.1 ms)."""
+PAGE_TAGS = 65_536
+PAGE_KEYS = 256
+"""Keys that an adapter lists at a time: some 100 µs of its index, and of the loop."""
+MAX_L2_TAGS = 262_144
+"""Most tags that are kept of a tier whose keys are not listed, and so in one page; the oldest go first."""
+MAX_NAME_CHARS = 32
+COUNT_S = 5.0
+
+
+def tier_name(adapter: str) -> str:
+    """The name of an adapter's tier on the wire: the adapter's own, or one cut to 32 characters with a digest."""
+    if len(adapter) <= MAX_NAME_CHARS:
+        return adapter
+    digest = hashlib.sha256(adapter.encode()).hexdigest()[:8]
+    return f"{adapter[: MAX_NAME_CHARS - 9]}-{digest}"
+
+
+class HeldChunks(Numbers):
+    """See the module. Belongs to the event loop."""
+
+    polls = counter("Polls of followers that were answered.")
+    told_changes = counter("Changes of chunks since the cursors of these polls.")
+    too_old = counter("Polls of followers that had fallen too far behind, and list everything anew.")
+    pages = counter("Pages of lists that were sent to followers.", name="listed_pages")
+
+    def __init__(self, pool: Pool, tiers: TierSet, supervisor: Supervisor) -> None:
+        """Raises PoolError if the pool gets no memory for changes."""
+        self._pool = pool
+        self._tiers = tiers
+        self._supervisor = supervisor
+        self._loop = asyncio.get_running_loop()
+        self._tags: dict[str, collections.OrderedDict[bytes, None]] = {}
+        """Known tags of the tiers whose keys are not listed."""
+        self._names = [L1_TIER]
+        """By the number that a tier has in the pool's changes."""
+        self._usage: dict[str, Usage] = {}
+        self._counting: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        """Set, and replaced, when the pool signals a change."""
+        self._gathered: asyncio.Event | None = None
+        self._signal = pool.begin_changes()
+        self._loop.add_reader(self._signal, self._signalled)
+
+    def start(self) -> None:
+        """Begin to ask the tiers how full they are, every `COUNT_S`."""
+        self._counting = self._supervisor.spawn(self._count(), "cluster-tiers")
+
+    async def stop(self) -> None:
+        """Ask no more. Idempotent."""
+        self._loop.remove_reader(self._signal)
+        if self._counting is not None:
+            self._counting.cancel()
+            await asyncio.gather(self._counting, return_exceptions=True)
+
+    # --- what tiers tell ------------------------------------------------------------------------------------
+
+    def tier_got(self, adapter: str, keys: Sequence[bytes]) -> None:
+        """Note that a tier has these chunks."""
+        tier = tier_name(adapter)
+        if not self.lists(tier):
+            known = self._tags.setdefault(tier, collections.OrderedDict())
+            known.update((key[:TAG_BYTES], None) for key in keys)
+            while len(known) > MAX_L2_TAGS:
+                known.popitem(last=False)
+        self._note(tier, Change.ADMIT, keys)
+
+    def tier_lost(self, adapter: str, keys: Sequence[bytes]) -> None:
+        """Note that a tier does not have these chunks any more."""
+        tier = tier_name(adapter)
+        known = self._tags.get(tier)
+        if known is not None:
+            for key in keys:
+                known.pop(key[:TAG_BYTES], None)
+        self._note(tier, Change.EVICT, keys)
+
+    def tier_emptied(self, adapter: str) -> None:
+        """Note that a tier is empty."""
+        tier = tier_name(adapter)
+        self._tags.pop(tier, None)
+        self._pool.note_changes(self._number(tier), Change.CLEAR, b"")
+
+    def _note(self, tier: str, change: Change, keys: Iterable[bytes]) -> None:
+        if joined := b"".join(keys):
+            self._pool.note_changes(self._number(tier), change, joined)
+
+    def _number(self, tier: str) -> int:
+        if tier not in self._names:
+            self._names.append(tier)
+        return self._names.index(tier)
+
+    # --- what followers ask ---------------------------------------------------------------------------------
+
+    async def changes(self, cursor: int, wait_s: float) -> tuple[int, list[Run]]:
+        """What has changed since `cursor`, and the next cursor; with -1 only the present cursor, at once.
+
+        Waits for a change, at most `wait_s`.  Raises TooOld.
+        """
+        pool = self._pool
+        if cursor < 0:
+            return pool.next_change, []
+        if not pool.has_changes(cursor):
+            await self._wait(wait_s)
+        if 0 < pool.next_change - cursor < MAX_CHANGES:
+            await self._gather()
+        found = pool.changes(cursor, MAX_CHANGES)
+        if found is None:
+            self.too_old += 1
+            raise TooOld("cursor: not all changes since then are known; list the chunks anew", field="cursor")
+        following, tiers = found
+        runs = []
+        for number, cleared, gone, came in tiers:
+            name = self._names[number]
+            if cleared:
+                runs.append(Run(Change.CLEAR, name, b""))
+            if gone:
+                runs.append(Run(Change.EVICT, name, gone))
+            if came:
+                runs.append(Run(Change.ADMIT, name, came))
+        self.polls += 1
+        self.told_changes += following - cursor
+        return following, runs
+
+    async def page(self, tier: str, cursor: int) -> tuple[int, bytes, bool]:
+        """A page of a tier's tags: (next cursor, 0 at the end; tags; whether the tier can be listed now).
+
+        Raises BadRequest.
+        """
+        self.pages += 1
+        if tier == L1_TIER:
+            collected = bytearray()
+            while True:
+                tags, cursor = self._pool.ready_tags(cursor, SCAN_ENTRIES)
+                collected += tags
+                if not cursor or len(collected) >= PAGE_TAGS * TAG_BYTES:
+                    return cursor, bytes(collected), True
+                await asyncio.sleep(0)
+        if tier not in self._all():
+            raise BadRequest(f"tier: {tier!r:.80} is not one of l1, {', '.join(self._all())}", field="tier")
+        own = self._own().get(tier)
+        if own is None or not own.capabilities.lists:
+            return 0, b"".join(self._tags.get(tier, ())), True
+        collected = bytearray()
+        while len(collected) < PAGE_TAGS * TAG_BYTES:
+            page = await own.list_keys(cursor, PAGE_KEYS)
+            if page is None:
+                return 0, bytes(collected), False
+            collected += tags_of(b"".join(page.keys))
+            if not page.cursor:
+                return 0, bytes(collected), True
+            cursor = page.cursor
+        return cursor, bytes(collected), True
+
+    def _signalled(self) -> None:
+        self._pool.drain_changes()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    async def _gather(self) -> None:
+        """Wait for the end of GATHER_S, which begins with the first poll that waits for it."""
+        gathered = self._gathered
+        if gathered is None:
+            gathered = self._gathered = asyncio.Event()
+            self._loop.call_later(GATHER_S, self._end_gathering, gathered)
+        await gathered.wait()
+
+    def _end_gathering(self, gathered: asyncio.Event) -> None:
+        self._gathered = None
+        gathered.set()
+
+    # --- the tiers ------------------------------------------------------------------------------------------
+
+    def tiers(self) -> list[str]:
+        """Names of all tiers, L1 first."""
+        return [L1_TIER, *self._all()]
+
+    def states(self) -> dict[str, str]:
+        """The states of the tiers that are not active."""
+        shown = {name: tier.shown_state for name, tier in self._all().items()}
+        return {name: state for name, state in shown.items() if state != TierState.ACTIVE}
+
+    def media(self) -> dict[str, str]:
+        """The words of the media of the shared tiers, by tier; those whose medium is not known are left out."""
+        return {
+            name: tier.capabilities.medium
+            for name, tier in self._all().items()
+            if tier.capabilities.shared and tier.capabilities.medium
+        }
+
+    def lists(self, tier: str) -> bool:
+        """Whether the tier's keys are listed: it is own, and its adapter can."""
+        own = self._own().get(tier)
+        return own is not None and own.capabilities.lists
+
+    def usage(self) -> dict[str, Usage]:
+        """How full own tiers are, at most `COUNT_S` ago; those that could not say are left out."""
+        return {tier: self._usage[tier] for tier in self._own() if tier in self._usage}
+
+    def records(self) -> dict[str, int]:
+        """Known records by tier, without L1."""
+        usage = self.usage()
+        return {
+            tier: usage[tier].records if tier in usage else len(self._tags.get(tier, ()))
+            for tier in self._all()
+        }
+
+    def _all(self) -> dict[str, Tier]:
+        """Open tiers that take puts; the one that reads peers takes none."""
+        return {
+            tier_name(tier.name): tier
+            for tier in self._tiers
+            if tier.state is not TierState.UNREACHABLE and tier.capabilities.takes_puts
+        }
+
+    def _own(self) -> dict[str, Tier]:
+        return {name: tier for name, tier in self._all().items() if not tier.capabilities.shared}
+
+    async def _count(self) -> None:
+        while True:
+            for tier, own in self._own().items():
+                usage = await own.usage()
+                if any(usage):
+                    self._usage[tier] = usage
+                else:  # empty and without a cap, or the adapter does not know
+                    self._usage.pop(tier, None)
+            await asyncio.sleep(COUNT_S)
