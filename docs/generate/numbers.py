@@ -16,6 +16,7 @@ from kvstrata.controller.sampling import Sampling
 from kvstrata.controller.snapshot import Snapshots
 from kvstrata.gateway.admission import Admission
 from kvstrata.gateway.controllers.asking import Controllers
+from kvstrata.gateway.controllers.following import Following
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.metrics import Glance, PartNumbers
 from kvstrata.gateway.tokens.source import Tokens
@@ -72,7 +73,7 @@ CONTROLLER: Parts = {
     "controller_log": (LogNumbers,),
 }
 GATEWAY: Parts = {
-    "gateway": (Meters, Tokens, Admission, Controllers, Glance, PartNumbers),
+    "gateway": (Meters, Tokens, Admission, Controllers, Following, Glance, PartNumbers),
     "gateway_http": (Bounds,),
     "gateway_log": (LogNumbers,),
 }

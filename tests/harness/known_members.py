@@ -104,6 +104,4 @@ def joined(cluster: Cluster, told: wire.Register, key: str = KEY, *, confirmed: 
 async def tell(cluster: Cluster, member: Member, *runs: wire.Run) -> None:
     """Have these changes of a member applied, as its follower does."""
     cluster.directory.apply(member.group, member.told.tiers, list(runs))
-    if member.told.media:
-        cluster.apply_to_sharers(member, runs)
     await cluster.directory.idle()

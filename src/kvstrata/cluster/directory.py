@@ -88,12 +88,21 @@ class Directory(Numbers):
 
     # --- changes --------------------------------------------------------------------------------------------
 
-    def apply(self, group: int, tiers: list[str], runs: list[Run]) -> None:
-        """Apply changes, except to tiers that are none of these. Raises SlotsExhausted; then some may be applied."""
+    def apply(self, group: int, tiers: list[str], runs: list[Run], *, shared: bool = False) -> None:
+        """Apply changes, except to tiers that are none of these. Raises SlotsExhausted; then some may be applied.
+
+        What one group no longer finds in a shared medium, no other one finds there; `shared`: these changes come of
+        that.
+        """
         work: list[tuple[Change, int, bytes]] = []
         for run in runs:
             if run.tier not in tiers:
                 continue
+            if run.change is not Change.ADMIT and not shared:
+                for other in self._lookups.sharers(group, run.tier):
+                    self.apply(
+                        other.group, [other.tier], [Run(run.change, other.tier, run.tags)], shared=True
+                    )
             if run.change is Change.CLEAR:
                 self._clear(group, tiers, run.tier)
                 continue
@@ -157,7 +166,7 @@ class Directory(Numbers):
     def forget(self, group: int) -> None:
         """Drop all placements of a group; no lookup finds one of them from now on."""
         self._lookups.set_readable(group, False)
-        self._lookups.set_shared(group, ())
+        self._lookups.set_shared(group, {})
         self.forget_tiers_but(group, ())
 
     def forget_tiers_but(self, group: int, tiers: Collection[str]) -> None:

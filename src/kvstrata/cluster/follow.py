@@ -34,7 +34,6 @@ from kvstrata.rpc.cluster_wire import (
     Condition,
     List,
     Listed,
-    Run,
 )
 from kvstrata.rpc.zmq_link import AskLink
 
@@ -57,9 +56,6 @@ class Listener(Protocol):
 
     def heard(self, condition: Condition | None) -> None:
         """The instance has answered; now and then with its condition."""
-
-    def applied(self, runs: Sequence[Run]) -> None:
-        """These changes were applied."""
 
     def listed(self, took_s: float) -> None:
         """The directory knows all that the instance held when the list began."""
@@ -170,7 +166,6 @@ class Follower:
         self.changes += changed.next - cursor
         if changed.next - cursor < MAX_CHANGES:
             self.confirmed = True
-        self._listener.applied(changed.runs)
         self._listener.heard(changed.condition)
         if self._directory.busy:
             await self._directory.idle()

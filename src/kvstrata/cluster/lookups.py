@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -19,11 +19,13 @@ from typing_extensions import Buffer
 from kvstrata.keys.spans import longest, of_slices
 from kvstrata.naming import name_thread
 from kvstrata.native.core import Registry
-from kvstrata.rpc.cluster_wire import MAX_HOLDERS, tags_of
+from kvstrata.rpc.cluster_wire import tags_of
 
 INLINE_TAGS = 512
 """Most tags that the loop itself looks up, or changes while no change waits; they take about 50 µs."""
 MASK_BYTES = 8_192
+MAX_HOLDERS = 64
+"""Groups that `held` names in each way: those that have most."""
 SPAN_CANDIDATES = 64
 """Groups whose windows and states are looked at for one prompt."""
 
@@ -65,7 +67,8 @@ class Lookups:
         self._named = bytearray(MASK_BYTES)
         self._l1 = bytearray(MASK_BYTES)
         self._shared = bytearray(MASK_BYTES)
-        self._shared_tiers: dict[int, frozenset[str]] = {}
+        self._media: dict[int, Mapping[str, str]] = {}
+        """By group: the words of the media of its shared tiers."""
         self._readable_groups: set[int] = set()
 
     # --- names ----------------------------------------------------------------------------------------------
@@ -88,7 +91,7 @@ class Lookups:
         self._slots[place] = slot
         self._places[slot] = place
         _mark(self._named, slot, True)
-        _mark(self._shared, slot, tier in self._shared_tiers.get(group, ()))
+        _mark(self._shared, slot, tier in self._media.get(group, ()))
         if tier == "l1":
             _mark(self._l1, slot, True)
             _mark(self._readable, slot, group in self._readable_groups)
@@ -111,13 +114,27 @@ class Lookups:
         if slot is not None:
             _mark(self._readable, slot, readable)
 
-    def set_shared(self, group: int, tiers: Collection[str]) -> None:
-        """Set which tiers of a group have media that other groups share; none for a group that has gone."""
-        self._shared_tiers.pop(group, None)
-        if tiers:
-            self._shared_tiers[group] = frozenset(tiers)
+    def set_shared(self, group: int, media: Mapping[str, str]) -> None:
+        """Set which tiers of a group have media that other groups share, by a word for each; none if it has gone."""
+        self._media.pop(group, None)
+        if media:
+            self._media[group] = dict(media)
         for tier in self.tiers(group):
-            _mark(self._shared, self._slots[Place(group, tier)], tier in tiers)
+            _mark(self._shared, self._slots[Place(group, tier)], tier in media)
+
+    def sharers(self, group: int, tier: str) -> list[Place]:
+        """The known tiers of other groups that share the medium of this one."""
+        medium = self._media.get(group, {}).get(tier)
+        if medium is None:
+            return []
+        found = [
+            Place(other, its)
+            for other, media in self._media.items()
+            if other != group
+            for its, word in media.items()
+            if word == medium
+        ]
+        return [place for place in found if place in self._slots]
 
     def _unmark(self, slot: int) -> None:
         for mask in (self._readable, self._named, self._l1, self._shared):
@@ -170,7 +187,7 @@ class Lookups:
         for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=l1, best=MAX_HOLDERS):
             anywhere = max(one.chunks, found.get(one.group, Held()).anywhere)
             found[one.group] = Held(one.chunks, anywhere)
-        if self._shared_tiers:
+        if self._media:
             for one in self._registry.lookup_prefix(
                 tags, n_slices=n_slices, allowed=shared, best=MAX_HOLDERS
             ):

@@ -174,22 +174,19 @@ ControllerUrl = Annotated[
 
 
 class GatewayControllersSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cluster's controllers, which know what instances hold of a prompt."""
+    """The cluster's controllers, which tell of its instances; the gateway follows what these hold itself."""
 
     urls: Annotated[list[ControllerUrl], says(
-        "Reply ports of all controllers of the cluster, as `tcp://HOST:8400`. One of them is asked with each prompt "
-        "(`policy: auto` or `ttft`), another one when it does not answer in time.", max_length=8)] = []
+        "Ports of all controllers of the cluster, as `tcp://HOST:8400`. They tell which instances there are "
+        "(`policy: auto` or `ttft`).", max_length=8)] = []
     curve_file: Annotated[str, says(
-        "File with this gateway's CURVE keys, as `kvstrata cluster add` makes it for a member. Empty: the key that "
+        "File with this gateway's CURVE keys, as `kvstrata cluster add --gateway NAME` makes it. Empty: the key that "
         "this user's processes on this host share.")] = ""
     insecure: Annotated[bool, says("The controllers were started with `--insecure`, and have no keys.")] = False
     name: Annotated[str, says(
         "Name by which controllers know this gateway; empty: HOSTNAME-PORT.",
         pattern=r"^[A-Za-z0-9._-]{0,64}$", demand=NAME)] = ""
-    tenant: Annotated[str, says("The connectors' setting `tenant`: whose chunks are asked for.", max_length=256)] = ""
-    deadline_ms: Annotated[float, says(
-        "Longest time for which a request waits for the answer, in milliseconds; then it goes on without.",
-        limit=True, gt=0, le=1_000)] = 2.0
+    tenant: Annotated[str, says("The connectors' setting `tenant`: whose chunks are looked up.", max_length=256)] = ""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -31,8 +31,6 @@ from kvstrata.rpc.cluster_wire import (
     Done,
     GatewayBeat,
     Goodbye,
-    Holdings,
-    HoldingsReply,
     Register,
     Registered,
     Replicate,
@@ -49,7 +47,7 @@ from kvstrata.types import KEY_BYTES
 MAX_UNANSWERED = 4_096
 ASKS: dict[KeyKind, tuple[type[ClusterRequest], ...]] = {
     KeyKind.INSTANCE: (Register, Goodbye, Where),
-    KeyKind.GATEWAY: (GatewayBeat, Holdings, Replicate),
+    KeyKind.GATEWAY: (GatewayBeat, Replicate),
     KeyKind.CONTROLLER: (),
 }
 """What a key of each kind may ask."""
@@ -105,16 +103,12 @@ class Answers(Numbers):
         unlisted = isinstance(request, Register) and not kinds
         if not unlisted and not any(isinstance(request, ASKS[kind]) for kind in kinds):
             self._server.send(address, self._failure(request.seq, _denied(request, kinds)))
-        elif isinstance(request, Where | Holdings) and (wrong := _odd_tags(request)):
+        elif isinstance(request, Where) and (wrong := _odd_tags(request)):
             self._server.send(address, self._failure(request.seq, BadRequest(wrong, field="tags")))
         elif isinstance(request, Where) and not request.each and len(request.tags) <= INLINE_TAGS * TAG_BYTES:
             owners = self._cluster.ranking.where_now(request)
             self._server.send(address, encode(WhereReply(request.seq, self._cluster.epoch, owners)))
             self._cluster.ranking.seconds.add(time.perf_counter() - started_s)
-        elif isinstance(request, Holdings) and 2 * len(request.tags) <= INLINE_TAGS * TAG_BYTES:
-            holdings = self._cluster.gateways.holdings_now(request)
-            self._server.send(address, encode(HoldingsReply(request.seq, self._cluster.epoch, holdings)))
-            self._cluster.gateways.seconds.add(time.perf_counter() - started_s)
         elif self._unanswered >= MAX_UNANSWERED:
             busy = Refused("too many requests are under way; ask again", retry_after_s=0.1)
             self._server.send(address, self._failure(request.seq, busy))
@@ -134,9 +128,8 @@ class Answers(Numbers):
         finally:
             self._unanswered -= 1
         self._server.send(address, reply)
-        if isinstance(request, Where | Holdings):
-            of = self._cluster.ranking if isinstance(request, Where) else self._cluster.gateways
-            of.seconds.add(time.perf_counter() - started_s)
+        if isinstance(request, Where):
+            self._cluster.ranking.seconds.add(time.perf_counter() - started_s)
 
     async def _outcome(self, request: ToController, address: Address) -> msgspec.Struct:
         cluster, key = self._cluster, address.key
@@ -154,9 +147,6 @@ class Answers(Numbers):
                 return cluster.gateways.beat(request, key, address.host, cluster.epoch)
             case Replicate():
                 await self._replicate(request, key)
-            case Holdings():
-                holdings = await cluster.gateways.holdings(request)
-                return HoldingsReply(request.seq, cluster.epoch, holdings)
         return Done(request.seq, cluster.epoch)
 
     async def _replicate(self, asked: Replicate, key: str) -> None:
@@ -201,10 +191,10 @@ def _denied(request: ClusterRequest, kinds: Collection[KeyKind]) -> NotPermitted
     )
 
 
-def _odd_tags(request: Where | Holdings) -> str:
+def _odd_tags(request: Where) -> str:
     """What is wrong with the tags of a question; empty if nothing is."""
     n_tags, rest = divmod(len(request.tags), TAG_BYTES)
-    if isinstance(request, Where) and request.each and (request.n_slices != 1 or n_tags > MAX_PEER_KEYS):
+    if request.each and (request.n_slices != 1 or n_tags > MAX_PEER_KEYS):
         return f"tags: {n_tags} single tags in {request.n_slices} slices; ask for at most {MAX_PEER_KEYS} in 1 slice"
     if rest or n_tags % request.n_slices:
         return f"tags: {len(request.tags)} bytes are not a multiple of {TAG_BYTES} × n_slices ({request.n_slices})"

@@ -34,14 +34,12 @@ from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.patience import patience
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
-    Change,
     Changed,
     Changes,
     CommandKind,
     Condition,
     Goodbye,
     Register,
-    Run,
 )
 from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_link import AskLink, Links
@@ -112,7 +110,7 @@ class Cluster(Numbers):
             now_s=self.started_s,
         )
         self.ranking = Ranking(clock, self.members, self.lookups)
-        self.gateways = Gateways(clock, self.members, self.lookups, self._keys)
+        self.gateways = Gateways(clock, self.members, self._keys)
         self.sampling = Sampling(clock, self.members, self.directory, self.lookups, self.ranking)
         self._ready = "starting"
         orders.changed = self._orders_changed
@@ -234,19 +232,6 @@ class Cluster(Numbers):
             self.sampling.count_hits(member)
             self.leadership.check_obeys(member, condition.obeys)
         self.settle()
-
-    def apply_to_sharers(self, member: Member, runs: Sequence[Run]) -> None:
-        """What one member no longer finds in a shared medium, no other one finds there."""
-        for run in runs:
-            medium = member.told.media.get(run.tier)
-            if medium is None or run.change is Change.ADMIT:
-                continue
-            for other in self.members:
-                for tier, its_medium in other.told.media.items():
-                    known = self.lookups.slot(other.group, tier) is not None
-                    if other is not member and its_medium == medium and known:
-                        lost = Run(run.change, tier, run.tags)
-                        self.directory.apply(other.group, other.told.tiers, [lost])
 
     def list_anew(self, member: Member) -> None:
         """List a member's chunks again, as an admin wishes. Raises Unavailable."""
@@ -380,10 +365,6 @@ class _Heard:
     def __init__(self, cluster: Cluster, member: Member) -> None:
         self._cluster, self._member = cluster, member
         self.heard = partial(cluster.heard, member)
-
-    def applied(self, runs: Sequence[Run]) -> None:
-        if self._member.told.media:
-            self._cluster.apply_to_sharers(self._member, runs)
 
     def listed(self, took_s: float) -> None:
         self._cluster.journal.say("listed", self._member.id, took_s=round(took_s, 3))

@@ -12,22 +12,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvstrata.clock import Clock
-from kvstrata.cluster.lookups import Held, Lookups
 from kvstrata.controller import prompts
 from kvstrata.controller.instance_keys import InstanceKeys
 from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.members import Members
 from kvstrata.errors import BadRequest
-from kvstrata.observability.numbers import Numbers, gauge, histogram
+from kvstrata.observability.numbers import Numbers, gauge
 from kvstrata.rpc.cluster_wire import (
-    MAX_HOLDERS,
     MAX_TOLD_ADAPTERS,
     MAX_TOLD_INSTANCES,
     MAX_TOLD_KINDS,
     GatewayBeat,
     GatewayHeard,
-    Holding,
-    Holdings,
     KvKind,
     Served,
 )
@@ -48,19 +44,15 @@ class Gateway(NamedTuple):
 
 
 class Gateways(Numbers):
-    """See the module. Belongs to the event loop. answers.py measures the times."""
+    """See the module. Belongs to the event loop."""
 
     known = gauge(
         "Gateways that were heard in the last ten minutes.", lambda self: len(list(self)), name="gateways"
     )
-    seconds = histogram(
-        "Time from a gateway's question about a prompt to its answer.", name="holdings_seconds"
-    )
 
-    def __init__(self, clock: Clock, members: Members, lookups: Lookups, keys: InstanceKeys) -> None:
+    def __init__(self, clock: Clock, members: Members, keys: InstanceKeys) -> None:
         self._clock = clock
         self._members = members
-        self._lookups = lookups
         self._keys = keys
         self._known: dict[str, Gateway] = {}
         """By name, in the order of the last heartbeats."""
@@ -110,25 +102,6 @@ class Gateways(Numbers):
                 f"gateway: no heartbeat of {gateway!r:.80} has come; send one first", field="gateway"
             )
 
-    def holdings_now(self, asked: Holdings) -> list[Holding]:
-        """What instances hold of a prompt; looks up on the loop."""
-        return self._named(self._lookups.held(asked.tags, asked.n_slices))
-
-    async def holdings(self, asked: Holdings) -> list[Holding]:
-        """As `holdings_now`, but looks up on a thread."""
-        return self._named(await self._lookups.held_on_thread(asked.tags, asked.n_slices))
-
-    def _named(self, found: dict[int, Held]) -> list[Holding]:
-        now_s = self._clock.monotonic_s()
-        rows = []
-        for group, held in found.items():
-            member = self._members.of_group(group)
-            if member is not None and member.state in (MemberState.LIVE, MemberState.RESTORED):
-                doubt_ms = 0 if member.confirmed else max(1, int((now_s - member.joined_s) * 1000))
-                rows.append(Holding(member.id, held.in_l1, held.anywhere, doubt_ms, held.shared))
-        rows.sort(key=lambda row: (-row.own_chunks, -row.l1_chunks, row.instance))
-        return rows[:MAX_HOLDERS]
-
     def _forget(self) -> None:
         """Drop gateways that were silent for long, and the most silent ones of too many."""
         oldest_s = self._clock.monotonic_s() - KEPT_S
@@ -149,6 +122,10 @@ def _served(member: Member, adapters: dict[int, list[int]]) -> Served:
         told.gives_to_peers,
         member.readable,
         member.rates,
-        sorted(set(told.media.values())),
+        told.control_endpoint,
+        member.key,
+        told.incarnation,
+        told.tiers,
+        told.media,
         list(adapters.values()),
     )

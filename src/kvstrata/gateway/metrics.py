@@ -115,7 +115,7 @@ class PartNumbers(Numbers):
 
 def sections(parts: Parts, glance: Glance, http: Iterable[Numbers]) -> Iterator[tuple[str, Numbers]]:
     """All parts of a gateway that have numbers, each with its prefix. `http`: those of its port."""
-    counting = (parts.meters, parts.tokens, parts.admission, parts.controllers)
+    counting = (parts.meters, parts.tokens, parts.admission, parts.controllers, parts.controllers.following)
     yield from ((PREFIX, part) for part in (*counting, glance, PartNumbers(parts)))
     yield from ((f"{PREFIX}_http", part) for part in http)
     yield f"{PREFIX}_log", LogNumbers()

@@ -286,6 +286,7 @@ class Gateway(Process):
             "tokens": parts.tokens.page(),
             "sharing": parts.sharing.page() if parts.sharing is not None else {},
             "controllers": parts.controllers.page(),
+            "followed": parts.controllers.following.page(),
             "replicas": dict(parts.controllers.replicas.counts),
             "engines": [
                 {

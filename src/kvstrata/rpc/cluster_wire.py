@@ -3,7 +3,7 @@
 A controller has one port, where instances and gateways ask:
 
     instances    Register, Goodbye, Where
-    gateways     GatewayBeat, Holdings, Replicate
+    gateways     GatewayBeat, Replicate
 
 and each instance has one, its control port:
 
@@ -65,10 +65,6 @@ MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
 """Longest description of itself that a transfer engine sends to its peers."""
 
-MAX_HELD_TAGS = 16_384
-"""Tags in one question of a gateway; of longer prompts it asks for the beginning."""
-MAX_HOLDERS = 64
-"""Instances in one answer: those that hold most."""
 MAX_REPLICATED_KEYS = 16_384
 """Keys in one order to replicate."""
 MAX_TOLD_INSTANCES = 1_024
@@ -461,8 +457,7 @@ class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
 # --- gateways ----------------------------------------------------------------------------------------------
 #
 # A gateway sends a GatewayBeat now and then.  Its answer names the kinds of KV, from which the gateway derives the keys
-# of a prompt's chunks, and which engines belong to which instance.  With each prompt the gateway then asks what
-# instances hold of it (Holdings); no token leaves the gateway.
+# of a prompt's chunks, and which engines belong to which instance.  The gateway follows these instances itself.
 
 
 class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
@@ -491,8 +486,13 @@ class Served(msgspec.Struct, array_like=True, frozen=True):
     reads_peers: bool
     gives_to_peers: bool
     rates: list[TierRate]
-    media: list[str] = []
-    """Words of the media that its L2 tiers share with other instances, sorted."""
+    control_endpoint: Endpoint
+    key: PublicKey
+    """Public key with which the instance has registered; gateways connect only to a process that has its secret key."""
+    incarnation: int
+    tiers: Annotated[list[TierName], Meta(min_length=1, max_length=1 + MAX_L2_ADAPTERS)]
+    media: Annotated[dict[TierName, Medium], Meta(max_length=MAX_L2_ADAPTERS)] = {}
+    """As in Register."""
     adapters: list[list[int]] = []
     """For each of `kinds` the adapters of KvKind: positions in the answer's list."""
 
@@ -506,34 +506,6 @@ class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
     instances: list[Served]
     adapters: list[AdapterName] = msgspec.field(default_factory=list)
     """At most MAX_TOLD_ADAPTERS."""
-
-
-class Holdings(ClusterRequest, frozen=True, tag="holdings"):
-    """Asks how much of a prompt each instance holds, from its start."""
-
-    tags: Annotated[bytes, Meta(max_length=MAX_HELD_TAGS * TAG_BYTES)]
-    """Tags of the storage keys, chunk by chunk."""
-    n_slices: Annotated[int, Meta(ge=1, le=4096)]
-
-
-class Holding(msgspec.Struct, array_like=True, frozen=True):
-    """How much of a prompt one instance holds."""
-
-    instance: str
-    l1_chunks: Annotated[int, Meta(ge=0)]
-    """Leading chunks in its L1."""
-    own_chunks: Annotated[int, Meta(ge=0)]
-    """Leading chunks in its L1 or in one of its own L2 tiers, at least `l1_chunks`."""
-    unconfirmed_ms: Annotated[int, Meta(ge=0)] = 0
-    """0: the directory has followed the instance; otherwise for how long it has not, and it may hold less by now."""
-    shared_chunks: Annotated[int, Meta(ge=0)] = 0
-    """Leading chunks in its tiers whose media others share, as far as it has put or found them there."""
-
-
-class HoldingsReply(ClusterReply, frozen=True, tag="holdings"):
-    """The instances that hold the first chunk, those that hold most first."""
-
-    holdings: list[Holding]
 
 
 class Replicate(ClusterRequest, frozen=True, tag="replicate"):
@@ -558,11 +530,11 @@ class Replicate(ClusterRequest, frozen=True, tag="replicate"):
     """See KvKind."""
 
 
-ToController = Register | Goodbye | Where | GatewayBeat | Holdings | Replicate
+ToController = Register | Goodbye | Where | GatewayBeat | Replicate
 ToInstance = Changes | List | Do | PeerHello | PeerLease | PeerRelease
 Answer = (
     Failure | Registered | Done | WhereReply | Changed | Listed | Outcome | PeerWelcome | PeerLeased | PeerReleased
-    | GatewayHeard | HoldingsReply
+    | GatewayHeard
 )  # fmt: skip
 
 

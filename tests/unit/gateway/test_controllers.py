@@ -1,20 +1,17 @@
-"""What a gateway makes of the answers of controllers, and when it stops asking one."""
+"""What a gateway makes of what controllers tell and of what instances hold."""
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.gateway.choosing import Choosing, Wanted
 from kvstrata.gateway.controllers.asking import _At, copies_of
 from kvstrata.gateway.controllers.directory import Directory
-from kvstrata.gateway.controllers.link import FAILURES, ControllerLink
+from kvstrata.gateway.controllers.following import Holding
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from kvstrata.gateway.metering import Meters
@@ -22,19 +19,9 @@ from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.model import Copy
 from kvstrata.gateway.routing.policies import POLICIES
-from kvstrata.rpc.cluster_wire import (
-    GatewayBeat,
-    GatewayHeard,
-    Holding,
-    Holdings,
-    HoldingsReply,
-    KvKind,
-    Served,
-)
-from kvstrata.rpc.zmq_curve import open_keys
+from kvstrata.rpc.cluster_wire import GatewayHeard, KvKind, Served
 from kvstrata.types import LayoutIdentity, canonical_json
 from tests.harness.amount import amount
-from tests.harness.virtual import clock, on_virtual_time
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
 SLICE = b"s" * 32
@@ -49,7 +36,8 @@ def served(
     name: str, *engines: str, kinds: tuple[int, ...] = (0,), peers: bool = True, **more: Any
 ) -> Served:
     rates = more.get("rates", [])
-    return Served(name, list(kinds), list(engines), peers, more.get("gives", peers), rates)
+    gives = more.get("gives", peers)
+    return Served(name, list(kinds), list(engines), peers, gives, rates, "tcp://h:1", "k" * 40, 1, ["l1"])
 
 
 def engine(port: int, instance: str = "") -> ServingEngine:
@@ -90,7 +78,7 @@ def test_the_newest_adapter_of_a_name_counts() -> None:
             None,
         ),
     ):
-        one = Served("a", [0], [], True, True, [], [], [at])
+        one = Served("a", [0], [], True, True, [], "", "k" * 40, 1, ["l1"], {}, [at])
         directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], adapters), 0.0)
         assert directory.adapter(one, 0, lora) == found
 
@@ -103,7 +91,7 @@ NESTED = st.recursive(
 @given(NESTED)
 @settings(max_examples=amount(20, 100))
 def test_no_text_of_an_adapter_breaks_the_directory(adapter: str) -> None:
-    one = Served("a", [0], [], True, True, [], [], [[0]])
+    one = Served("a", [0], [], True, True, [], "", "k" * 40, 1, ["l1"], {}, [[0]])
     directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], [adapter]), 0.0)
     assert directory.adapter(one, 0, "") in ("", adapter)
 
@@ -168,47 +156,3 @@ def test_a_load_is_not_timed_as_computing(tier: Any) -> None:
         assert not fleet.measured(fleet.engines["a"]), "no prefill rate comes of a load"
     finally:
         residency.close()
-
-
-@on_virtual_time
-async def test_a_frozen_or_refusing_controller_delays_few_requests_and_is_asked_again_later() -> None:
-    goes, refuses = asyncio.Event(), asyncio.Event()
-    goes.set()
-
-    class Frozen:
-        """The link to a controller that answers while it goes; what is no answer is dropped by rpc/zmq_link.py."""
-
-        async def ask(self, request: Any, kind: type[Any], timeout_s: float) -> Any:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await goes.wait()
-            except TimeoutError:
-                raise Unavailable("no answer") from None
-            if refuses.is_set() and kind is HoldingsReply:
-                raise ClusterFailure("internal", "no\n", field="", retryable=True, retry_after_ms=0)
-            return GatewayHeard(1, 1, 500, [], []) if kind is GatewayHeard else HoldingsReply(1, 1, [])
-
-    links: Any = SimpleNamespace(ask=lambda url, **_: Frozen())
-    link = ControllerLink("tcp://controller:1", links, open_keys(b""), clock().monotonic_s)
-    link._changed(True)
-    beating = asyncio.create_task(link.keep(lambda: GatewayBeat(0, "gw", "1", 1, "ttft", 2, 2, 0, 0)))
-    await asyncio.sleep(1)
-    asked, began_s = [Holdings(0, b"", 1)], clock().now_s
-    assert link.asks and await link.holdings(asked, 0.002) == [[]]
-    goes.clear()
-    assert [await link.holdings(asked, 0.002) for _ in range(12)] == [None] * 12
-    assert (link.questions["late"], link.asked, link.asks) == (FAILURES, 1 + FAILURES, False)
-    assert clock().now_s - began_s == pytest.approx(FAILURES * 0.002)
-    await asyncio.sleep(60)
-    assert link.known is None and not link.usable
-    goes.set()
-    await asyncio.sleep(60)
-    assert link.usable and await link.holdings(asked, 0.002) == [[]] and link.asks
-    link._changed(False)
-    assert not (link.usable or link.asks), "a controller without a connection is not asked"
-    link._changed(True)
-    assert link.usable and link.asks
-    refuses.set()
-    assert [await link.holdings(asked, 0.002) for _ in range(12)] == [None] * 12
-    assert (link.questions["failed"], link.asks) == (FAILURES, False)
-    beating.cancel()

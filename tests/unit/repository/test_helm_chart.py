@@ -177,7 +177,11 @@ def doors(found: list[dict[str, Any]]) -> dict[str, dict[str, set[int]]]:
 
 def test_each_pod_is_reached_by_those_alone_that_need_its_ports(told: dict[str, dict[str, Any]]) -> None:
     assert doors(objects(told, "everything")) == {
-        "server": {"server": {0}, "controller": {8500}, "prometheus": {8080}},
+        "server": {
+            "server": {0},
+            **{follower: {8500} for follower in ("controller", "gateway", "picker")},
+            "prometheus": {8080},
+        },
         "controller": {
             "server": {8400},
             "gateway": {8400},

@@ -36,7 +36,6 @@ AT_CONTROLLER: list[tuple[Any, set[KeyKind]]] = [
     (wire.Goodbye(1, "a", 1), {INSTANCE}),
     (wire.Where(1, "a", b"", 1), {INSTANCE}),
     (wire.GatewayBeat(1, "g", "1", 1, "ttft", 0, 0, 0, 0), {GATEWAY}),
-    (wire.Holdings(1, b"", 1), {GATEWAY}),
     (wire.Replicate(1, "g", "a", "b", KEY, 1, [], KEY, "", []), {GATEWAY}),
 ]
 
@@ -84,7 +83,6 @@ def test_a_controller_answers_a_key_of_each_kind_what_it_may_ask(kind: KeyKind) 
     cluster = SimpleNamespace(
         epoch=1, refused_requests=collections.Counter(),
         ranking=SimpleNamespace(where_now=lambda asked: [], seconds=SimpleNamespace(add=lambda s: None)),
-        gateways=SimpleNamespace(holdings_now=lambda asked: [], seconds=SimpleNamespace(add=lambda s: None)),
     )  # fmt: skip
     server = SimpleNamespace(send=lambda address, frame: sent.append(wire.ANSWERS.decode(frame)))
     answers = Answers(

@@ -1,11 +1,11 @@
-"""Asks a controller what instances hold of each prompt, before its engine is chosen.
+"""What instances hold of each prompt, for the choice of its engine.
 
-1. A request waits for the answer at most `deadline_ms`, and goes on without it: the choice then goes by what the
-   gateway knows itself.  While no controller is connected and answers in time, no request waits at all.
-2. Nothing is asked when nothing could change: without token ids, with fewer than two engines to choose from, for
+1. Controllers tell by heartbeats which instances there are, their engines, and the kinds of KV; the gateway follows the
+   instances itself (following.py).  So a request waits for nobody, and a gateway goes on without controllers by what it
+   knows.
+2. Nothing is looked up when nothing could change: without token ids, with fewer than two engines to choose from, for
    prompts shorter than a chunk, and if no instance of the engines is known.
-3. Keys are derived here and only tags are sent, so no controller sees tokens.  Up to INLINE_TOKENS are hashed on the
-   loop (40 µs for a kind of KV), more on a thread.
+3. Up to INLINE_TOKENS are hashed on the loop (40 µs for a kind of KV), more on a thread.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewayControllersSettings
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.controllers.directory import MAX_KINDS, Directory, Kind
+from kvstrata.gateway.controllers.following import Following, Holding
 from kvstrata.gateway.controllers.link import ControllerLink
 from kvstrata.gateway.controllers.replicas import Read, Replicas
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
@@ -30,7 +31,7 @@ from kvstrata.naming import name_thread
 from kvstrata.observability.numbers import Numbers, parts_by
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, GatewayBeat, Holding, Holdings, Served
+from kvstrata.rpc.cluster_wire import TAG_BYTES, GatewayBeat, Served
 from kvstrata.rpc.zmq_curve import ClusterKeys, SharedKey, new_secret, open_keys
 from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import NOT_IN_A_NAME, RequestIdentity
@@ -67,7 +68,7 @@ class _Attached(NamedTuple):
 class Controllers(Numbers):
     """See the module. Belongs to the event loop."""
 
-    by_url = parts_by("controller", ControllerLink, lambda self: {one.url: one for one in self.links})
+    by_url = parts_by("controller", ControllerLink, lambda self: {one.url: one for one in self._order})
 
     def __init__(
         self,
@@ -94,6 +95,9 @@ class Controllers(Numbers):
         self._keys = self._keys_of(settings, in_file)
         self._now_s = now_s
         self._links = Links(asyncio.get_running_loop())
+        self._directory: Directory | None = None
+        """What a controller told last."""
+        self.following = Following(self._links, supervisor, now_s)
         self._of: dict[str, tuple[ControllerLink, asyncio.Task[None]]] = {}
         self._order: list[ControllerLink] = []
         self._attached: dict[str, _Attached] = {}
@@ -105,7 +109,7 @@ class Controllers(Numbers):
         self._have(settings.urls)
 
     def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
-        """Ask exactly these controllers from now on. Raises as the constructor."""
+        """Hear exactly these controllers from now on. Raises as the constructor."""
         keys = self._keys_of(settings, in_file)
         if keys != self._keys:
             self._have([])
@@ -125,40 +129,31 @@ class Controllers(Numbers):
         return self._shared.of_member(self._secret)
 
     async def told(self, wanted: Wanted) -> Wanted:
-        """The same with what a controller knows of the prompt, if one answers in time."""
-        link = next((one for one in self._order if one.usable), None)
-        directory = link.known if link is not None else None
-        if link is None or directory is None:
+        """The same with what instances hold of the prompt."""
+        directory = self._directory
+        if directory is None:
             return wanted
         by_keys = self._engines(wanted, directory)
-        if not by_keys:
-            return wanted
-        n_targets = len(self._attached[wanted.model].targets)
-        deadline_s = self._settings.deadline_ms / 1_000
-        began_s = self._now_s()
-        questions = []
-        for keys in by_keys:
-            kind = directory.kinds[keys.kind]
-            assert kind is not None
-            tags = await self._tags(kind, wanted, keys.adapter, deadline_s)
-            if not tags:
-                return wanted
-            questions.append(Holdings(0, tags, kind.n_slices))
-        left_s = deadline_s - (self._now_s() - began_s)
-        answers = await link.holdings(questions, left_s) if left_s > 0 else None
-        if answers is None:
-            return wanted
         copies: list[Copy] = []
-        for (keys, at), question, holdings in zip(by_keys.items(), questions, answers, strict=True):
+        for keys, at in by_keys.items():
             kind = directory.kinds[keys.kind]
             assert kind is not None
-            most = len(question.tags) // TAG_BYTES // kind.n_slices
+            tags = await self._tags(kind, wanted, keys.adapter)
+            holdings = await self.following.held(tags, kind.n_slices)
+            most = len(tags) // TAG_BYTES // kind.n_slices
+            n_targets = len(self._attached[wanted.model].targets)
             copies += copies_of(at, holdings, kind.chunk_tokens, most, directory, n_targets)
-        return wanted._replace(held=tuple(copies))
+        return wanted._replace(held=tuple(copies)) if by_keys else wanted
+
+    def _heard(self, directory: Directory) -> None:
+        self._directory = directory
+        # Without a key file, instances let in whoever has the key that this user's processes share.
+        shared = self._shared if self._settings.curve_file == "" and not self._settings.insecure else None
+        self.following.follow(directory.instances.values(), shared.keys if shared is not None else self._keys)
 
     def reads(self, wanted: Wanted, engine: ServingEngine, way: Way, life_s: float) -> None:
         """A request was sent to an engine that reads its prefix from a peer. `life_s`: measured life of a block."""
-        directory = next((one.known for one in self._order if one.known is not None), None)
+        directory = self._directory
         if directory is None or wanted.prompt is None:
             return
         now_s = self._now_s()
@@ -227,34 +222,25 @@ class Controllers(Numbers):
         tenant = prompt.tenant or self._settings.tenant
         return RequestIdentity(adapter=adapter, tenant=tenant, salt=prompt.salt)
 
-    async def _tags(self, kind: Kind, wanted: Wanted, adapter: str, deadline_s: float) -> bytes:
-        """The tags of a prompt; empty if they are not made in time."""
+    async def _tags(self, kind: Kind, wanted: Wanted, adapter: str) -> bytes:
         prompt = wanted.prompt
         assert prompt is not None
         request = self._request(prompt, adapter)
         if len(prompt.tokens) <= INLINE_TOKENS:
             return kind.tags(prompt, request)
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await loop.run_in_executor(self._hashing, kind.tags, prompt, request)
-        except TimeoutError:
-            return b""
+        return await loop.run_in_executor(self._hashing, kind.tags, prompt, request)
 
     def page(self) -> list[dict[str, Any]]:
-        """The controllers, for operators, in the order in which they are asked."""
+        """The controllers, for operators, in the order in which copies are ordered from them."""
         return [link.page() for link in self._order]
-
-    @property
-    def links(self) -> list[ControllerLink]:
-        """The links, in the order in which they are asked."""
-        return list(self._order)
 
     async def close(self) -> None:
         """Close all links, and end the tasks and the thread."""
         tasks = [task for _, task in self._of.values()]
         self._have([])
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.following.close()
         self._links.close()
         self._hashing.shutdown(wait=True, cancel_futures=True)
 
@@ -268,7 +254,7 @@ class Controllers(Numbers):
     def _have(self, urls: Iterable[str]) -> None:
         """Have links to exactly these controllers.
 
-        Each gateway has its own order of them, so that several gateways share the load.
+        Each gateway has its own order of them.
         """
         wanted = list(urls)
         for url in [one for one in self._of if one not in wanted]:
@@ -277,9 +263,12 @@ class Controllers(Numbers):
             link.close()
         for url in wanted:
             if url not in self._of:
-                link = ControllerLink(url, self._links, self._keys, self._now_s)
+                link = ControllerLink(url, self._links, self._keys, self._now_s, self._heard)
                 task = self._supervisor.spawn(link.keep(self._beat), f"controller {url}")
                 self._of[url] = link, task
+        if not wanted:
+            self._directory = None
+            self.following.follow_none()
         self._order = sorted((link for link, _ in self._of.values()), key=self._rank)
 
     def _rank(self, link: ControllerLink) -> bytes:
@@ -308,7 +297,7 @@ def copies_of(
     """
     rows = {row.instance: row for row in holdings}
     in_media = [
-        (frozenset(one.media), row)
+        (frozenset(one.media.values()), row)
         for row in holdings
         if row.shared_chunks and (one := directory.instances.get(row.instance)) is not None and one.media
     ]
@@ -322,7 +311,7 @@ def copies_of(
         if row is not None and in_l1:
             copies.append(_copy(engine.name, "l1", in_l1, row))
         # What another instance has put into a medium can be loaded by all that have this medium.
-        others = [other for media, other in in_media if media <= set(served.media)]
+        others = [other for media, other in in_media if media <= set(served.media.values())]
         most = max(others, key=lambda other: other.shared_chunks, default=None)
         if most is not None and (found := min(most.shared_chunks, most_chunks) * chunk_tokens) > own:
             own, row = found, most

@@ -14,7 +14,6 @@ from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.model import LoadPath, Tier
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.rpc.cluster_wire import (
-    MAX_HELD_TAGS,
     MAX_REPLICATED_KEYS,
     MAX_TOLD_ADAPTERS,
     GatewayHeard,
@@ -25,10 +24,11 @@ from kvstrata.rpc.cluster_wire import (
 from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root, lora_of
 
 MAX_TOKENS = 262_144
-"""Of longer prompts only the beginning is asked for."""
+MAX_HELD_TAGS = 16_384
+"""Of longer prompts only the beginning is looked up."""
 MAX_CHUNK_TOKENS = 1 << 20
 MAX_KINDS = 4
-"""Kinds of KV for which one prompt is asked for."""
+"""Kinds of KV for which one prompt is looked up."""
 
 
 class Kind(NamedTuple):
@@ -78,7 +78,6 @@ class Directory:
     """One answer to a heartbeat, by engines and instances."""
 
     def __init__(self, heard: GatewayHeard, heard_s: float) -> None:
-        self.epoch = heard.epoch
         self.heard_s = heard_s
         self.kinds = [_kind(told) for told in heard.kinds]
         self.instances = {one.instance: one for one in heard.instances}
