@@ -197,6 +197,7 @@ class ClusterInstance:
         tiers: tuple[str, ...] = ("l1", "disk-0"),
         keys: tuple[bytes, bytes] | None = None,
         environment: Mapping[str, str] = os.environ,
+        holds: type[Holdings] = Holdings,
         **more: Any,
     ) -> None:
         self.name = name
@@ -211,7 +212,7 @@ class ClusterInstance:
         self.reply = self._socket(reply_port)
 
         async def made() -> Holdings:
-            return Holdings(self.incarnation, self._secret_key)
+            return holds(self.incarnation, self._secret_key)
 
         self.holdings: Holdings = on_loop(made())
         self.endpoint = f"tcp://127.0.0.1:{self.holdings.number}"
