@@ -212,25 +212,23 @@ bool Family::is_ancestor(std::uint32_t candidate, std::uint32_t entry,
   return false;
 }
 
-void Tenants::list(std::uint32_t entry) noexcept {
+void Tenants::list(std::uint32_t entry, std::uint32_t newer) noexcept {
   const auto found = accounts.find(entries.tenant(entry));
   if (found == accounts.end()) return;
   Account& account = found->second;
   EntryLocal* const local = entries.local;
   EntryLocal& listed = local[entry];
-  if (listed.is_tail()) {  // the first to leave
-    listed.tenant_next = kNoEntry;
-    listed.tenant_previous = account.cold;
-    if (account.cold != kNoEntry) local[account.cold].tenant_next = entry;
-    account.cold = entry;
-    if (account.hot == kNoEntry) account.hot = entry;
-  } else {
-    listed.tenant_previous = kNoEntry;
-    listed.tenant_next = account.hot;
-    if (account.hot != kNoEntry) local[account.hot].tenant_previous = entry;
-    account.hot = entry;
-    if (account.cold == kNoEntry) account.cold = entry;
-  }
+  if (listed.is_tail()) newer = account.cold;  // the first to leave
+  const bool is_own = newer != kNoEntry && (local[newer].marks & kMarkTenantListed) != 0 &&
+                      entries.tenant(newer) == found->first;
+  if (!is_own) newer = kNoEntry;
+  std::uint32_t& next = newer == kNoEntry ? account.hot : local[newer].tenant_next;
+  listed.tenant_previous = newer;
+  listed.tenant_next = next;
+  next = entry;
+  std::uint32_t& previous =
+      listed.tenant_next == kNoEntry ? account.cold : local[listed.tenant_next].tenant_previous;
+  previous = entry;
   listed.marks |= kMarkTenantListed;
 }
 
@@ -256,7 +254,8 @@ void Tenants::unlist(std::uint32_t entry) noexcept {
 void Tenants::add(std::uint32_t entry) {
   Account& account = accounts[entries.tenant(entry)];
   account.bytes += entries.extent_bytes(entry);
-  if (account.quota_bytes >= 0) list(entry);
+  account.n_entries += 1;
+  if (account.quota_bytes >= 0) list(entry, entries.index.parent(entry));
 }
 
 void Tenants::remove(std::uint32_t entry) {
@@ -264,6 +263,7 @@ void Tenants::remove(std::uint32_t entry) {
   Account& account = accounts[id];
   unlist(entry);
   account.bytes -= entries.extent_bytes(entry);
+  account.n_entries -= 1;
   if (account.bytes == 0 && account.quota_bytes < 0) accounts.erase(id);
 }
 
@@ -287,7 +287,7 @@ void Tenants::set_quota(std::uint32_t id, std::int64_t bytes) {
       return load_word(index.cold(a).stamp) < load_word(index.cold(b).stamp);
     });
     for (const std::uint32_t entry : members)
-      list(entry);
+      list(entry, index.parent(entry));
   }
 }
 

@@ -286,11 +286,14 @@ struct Family {
 // list of its entries by age, so that a tenant over its quota can make room from its own.
 //
 // Keeps: a tenant's bytes are those of its linked entries. Its list holds all of them exactly while
-// it has a quota. A tenant with neither bytes nor quota has no account.
+// it has a quota. A tenant with neither bytes nor quota has no account. A new entry is as old as
+// its parent, behind which it is listed: the request that stores it has used both. So the oldest
+// entries are leaves, unless they are in use.
 
 struct Tenants {
   struct Account {
     std::uint64_t bytes = 0;
+    std::uint64_t n_entries = 0;
     std::int64_t quota_bytes = -1;  // -1: none
     std::uint32_t hot = kNoEntry;   // the newest entry of the list
     std::uint32_t cold = kNoEntry;
@@ -299,19 +302,20 @@ struct Tenants {
   // The entries must outlive the object.
   explicit Tenants(Entries& entries) noexcept : entries(entries) {}
 
-  // Adds a linked entry to its tenant's account (before it is in the index), or takes it out.
+  // Adds an entry, which has its parent, to its tenant's account, or takes it out.
   void add(std::uint32_t entry);
   void remove(std::uint32_t entry);
   // The entry was used: makes it the newest of its tenant's list.
   void touch(std::uint32_t entry) noexcept {
     if ((entries.local[entry].marks & kMarkTenantListed) == 0) return;
     unlist(entry);
-    list(entry);
+    list(entry, kNoEntry);
   }
   // -1 ends the quota. Evicts nothing.
   void set_quota(std::uint32_t tenant, std::int64_t bytes);
 
-  void list(std::uint32_t entry) noexcept;
+  // Right behind `newer`, or as the newest if that is not listed.
+  void list(std::uint32_t entry, std::uint32_t newer) noexcept;
   void unlist(std::uint32_t entry) noexcept;
 
   Entries& entries;

@@ -184,16 +184,15 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
   entries.change(entry, EntryState::kReserved);
   entries.used_bytes += bytes;
   rows.bytes[request.row] += bytes;
-  departures.tenants.add(entry);
   if (!entries.index.link(entry, key)) {
     // All lines in reach are full, which happens only with keys that were chosen to collide. The
     // entry is not linked, so Departures::leave cannot be used.
-    departures.tenants.remove(entry);
     rows.release_owner(entry);
     entries.release(entry);
     return ReserveOutcome::kEntriesFull;
   }
   if (parent != kNoEntry) family.add(parent, entry);
+  departures.tenants.add(entry);
   *out = entry;
   return ReserveOutcome::kReserved;
 }
