@@ -95,6 +95,11 @@ ROWS = (
             "Prefill seconds that L1s of other sizes would save", {"pool_forecast_seconds": "{{size}} ×"}, ("size",),
             unit="percentunit", quantiles=(), query=f"avg by (size) (kvstrata_pool_forecast_seconds{SELECTED})",
         ),
+        Panel(
+            "Prefill seconds that other shares of L1 would save a tenant",
+            {"pool_tenant_forecast": "{{tenant}}, {{size}} ×"}, ("tenant", "size"), unit="percentunit", quantiles=(),
+            query='avg by (tenant, size) (kvstrata_pool_tenant_forecast{of="seconds", ' + SELECTED[1:] + ")",
+        ),
         Panel("Revoked leases that are not given back", {"sessions_leases_revoked": ""}),
     )),
     Row("L2", 8, (

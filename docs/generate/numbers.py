@@ -91,7 +91,8 @@ def families_of(process: Parts) -> dict[str, Family]:
 
 
 LABELS = {
-    "size": "`0.5`, `1`, `2`, `4`: times the present size of L1",
+    "size": "`0.5`, `1`, `2`, `4`: times the present size of L1, or of a tenant's share of it",
+    "of": "`hits`, `seconds`",
     "instance_id": "`instance_id` of the configuration",
     "op": "[operations](protocol.md#operations)",
     "code": "[error codes](protocol.md#errors)",

@@ -426,8 +426,19 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t done_bytes() noexcept
         int error() noexcept
 
-    cdef cppclass Forecast "kvstrata::Shadows::Forecast":
+    cdef cppclass Forecast "kvstrata::Forecast":
         double factor, hits, seconds
+
+    cdef cppclass TenantForecast "kvstrata::TenantForecast":
+        uint32_t tenant
+        cbool is_rest
+        uint64_t bytes
+        double part
+        vector[Forecast] sizes
+
+    cdef cppclass Forecasts "kvstrata::Forecasts":
+        vector[Forecast] sizes
+        vector[TenantForecast] tenants
 
     cdef cppclass RequestLog "kvstrata::RequestLog":
         void start(uint64_t) noexcept
@@ -443,11 +454,11 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
 
     cdef cppclass CPool "kvstrata::Pool":
         RequestLog& request_log() noexcept
-        void missed(const uint8_t*, size_t) noexcept
+        void missed(const uint8_t*, size_t, size_t, uint32_t) noexcept
         size_t hint(const uint8_t*, size_t, uint8_t) noexcept
         void has(const uint8_t*, size_t, uint8_t*) noexcept
         cbool learn() noexcept
-        vector[Forecast] forecasts() noexcept
+        Forecasts forecasts() noexcept
         string lessons() noexcept
         @staticmethod
         cbool are_lessons(string) noexcept
@@ -467,8 +478,12 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         Status row_quiesced(uint32_t) noexcept
         size_t peek(const uint8_t*, size_t, size_t) noexcept
         size_t peek_windows(const uint8_t*, size_t, U32Span) noexcept
-        Status lease(const uint8_t*, size_t, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*, cbool, size_t) noexcept
-        Status lease_chain(CChainKeys&, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*, size_t) noexcept
+        Status lease(
+            const uint8_t*, size_t, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*, cbool, size_t, uint32_t
+        ) noexcept
+        Status lease_chain(
+            CChainKeys&, U32Span, U32Span, const uint8_t*, cbool, LeaseResult*, size_t, uint32_t
+        ) noexcept
         cbool release(uint64_t, int64_t) noexcept
         size_t leases_to_end(U64Span, uint64_t) noexcept
         Status verify(const uint8_t*, size_t, uint64_t*, uint64_t*) noexcept

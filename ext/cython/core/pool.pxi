@@ -183,6 +183,10 @@ cdef class LoadBatch:
         return outcomes
 
 
+cdef list _sizes(const vector[Forecast]& found):
+    return [(found[i].factor, found[i].hits, found[i].seconds) for i in range(found.size())]
+
+
 cdef PoolOptions _options(extents_bytes, entry_capacity, policy, max_session_share, depth_cost, lessons) except *:
     cdef PoolOptions options
     if not 0 <= extents_bytes < 1 << 63:
@@ -283,12 +287,12 @@ cdef class Pool:
             learnt = self.pool.get().learn()
         return learnt
 
-    def missed(self, keys):
+    def missed(self, keys, size_t n_slices=1, uint32_t tenant=0):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
         cdef const uint8_t* data = batch.data()
         with nogil:
-            self.pool.get().missed(data, n_keys)
+            self.pool.get().missed(data, n_keys, n_slices, tenant)
 
     def hint(self, keys, uint8_t next):
         cdef BorrowedBuffer batch
@@ -306,10 +310,12 @@ cdef class Pool:
         return self.pool.get().request_log().take()
 
     def forecasts(self):
-        cdef vector[Forecast] found
+        cdef Forecasts found
         with nogil:
             found = self.pool.get().forecasts()
-        return [(found[i].factor, found[i].hits, found[i].seconds) for i in range(found.size())]
+        return _sizes(found.sizes), [
+            (None if one.is_rest else one.tenant, one.bytes, one.part, _sizes(one.sizes)) for one in found.tenants
+        ]
 
     def lessons(self):
         return self.pool.get().lessons()
@@ -395,7 +401,7 @@ cdef class Pool:
 
     def lease(
         self, keys, size_t n_slices, rows, identity=b"", spans=(), cbool again=False, cbool unread=False,
-        size_t own_chunks=0
+        size_t own_chunks=0, uint32_t tenant=0
     ):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
@@ -408,12 +414,15 @@ cdef class Pool:
         with nogil:
             status = self.pool.get().lease(
                 batch.data(), n_keys, U32Span(each.data(), each.size()), U32Span(numbers.data(), numbers.size()),
-                wanted, again, &result, unread, own_chunks
+                wanted, again, &result, unread, own_chunks, tenant
             )
         raise_for(status, POOL)
         return result.ticket, result.n_chunks, _packed(result.extents), result.unverified, result.short_bytes
 
-    def lease_chain(self, root, chain, slices, rows, spans, size_t max_keys, cbool again=False, size_t own_chunks=0):
+    def lease_chain(
+        self, root, chain, slices, rows, spans, size_t max_keys, cbool again=False, size_t own_chunks=0,
+        uint32_t tenant=0
+    ):
         cdef BorrowedBuffer chain_batch, slice_batch
         cdef size_t n_chunks = borrow(chain_batch, chain, KEY_BYTES, "chain")
         cdef size_t n_slices = borrow(slice_batch, slices, KEY_BYTES, "slices")
@@ -431,7 +440,7 @@ cdef class Pool:
         with nogil:
             status = self.pool.get().lease_chain(
                 dereference(keys), U32Span(each.data(), each.size()), U32Span(numbers.data(), numbers.size()),
-                identity.data(), again, &result, own_chunks
+                identity.data(), again, &result, own_chunks, tenant
             )
         raise_for(status, POOL)
         if result.exceeded:

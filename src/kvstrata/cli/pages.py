@@ -21,7 +21,7 @@ from kvstrata.types import GB
 COLUMNS, LINES = 80, 40
 MB = 1 << 20
 BAR_CELLS = 20
-MOST_WARNINGS, MOST_ROWS = 4, 6
+MOST_WARNINGS, MOST_ROWS = 4, 5
 WATCH_S = 2.0
 FASTEST_S, SLOWEST_S = 0.1, 3_600.0
 WINDOWS = (("minute", "last minute"), ("hour", "last hour"), ("start", "since start"))
@@ -204,6 +204,7 @@ def server_page(seen: Seen) -> list[str]:
         *grid("lookups|number>|chunks asked>|hits>|L1>|L2>|saved>", map(_found, WINDOWS, [trend] * 3), ""),
         *([cut(f"first misses of the last hour: {worst}")] if worst else []),
         *_forecast(pool.get("forecast_seconds", {})),
+        *(["", *_tenants(status["tenants"])] if len(status["tenants"]) > 1 else []),
         "",
         *_tiers(seen.tiers),
         "",
@@ -266,6 +267,18 @@ def _forecast(saved: Mapping[str, float]) -> list[str]:
     return [cut(f"prefill saved by an L1 of {', '.join(sizes)}")] if sizes else []
 
 
+def _tenants(tenants: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        [cut(row["tenant"] or "(unnamed)", 20), size(row["bytes"])]
+        + [size(row["quota_bytes"]) if row["quota_bytes"] > 0 else "-"]
+        + [share(row["part"], 1) if "part" in row else "-"]
+        + [share(row["seconds"][part], 1) if row.get("seconds") else "-" for part in ("0.5", "1", "2", "4")]
+        for row in sorted(tenants, key=lambda row: -row["bytes"])
+    ]  # fmt: skip
+    heads = "tenant|L1>|quota>|of prefill>|saved by ½ ×>|1 ×>|2 ×>|4 ×>"
+    return grid(heads, rows, "--json") if rows else ["no tenant holds anything"]
+
+
 def _found(window: tuple[str, str], trend: Mapping[str, Any]) -> list[str]:
     name, label = window
     numbers = trend[name]
@@ -318,14 +331,6 @@ class Top:
         before, self._before = self._before or Seen({"instance": {"uptime_s": 0.0}, "engines": []}, []), seen
         status = seen.status
         seconds = max(0.001, status["instance"]["uptime_s"] - before.status["instance"]["uptime_s"])
-        tenants = [
-            [
-                row["tenant"] or "(unnamed)",
-                size(row["bytes"]),
-                size(row["quota_bytes"]) if row["quota_bytes"] > 0 else "-",
-            ]
-            for row in sorted(status["tenants"], key=lambda row: -row["bytes"])
-        ]  # fmt: skip
         return [
             *_head(seen),
             "",
@@ -333,7 +338,7 @@ class Top:
             "",
             *_busy_tiers(seen.tiers, before.tiers, seconds),
             "",
-            *(grid("tenant|L1>|quota>", tenants, "--json") if tenants else ["no tenant holds anything"]),
+            *_tenants(status["tenants"]),
         ]
 
 

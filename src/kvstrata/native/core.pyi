@@ -538,7 +538,7 @@ class Pool:
     def closed(self) -> bool: ...
     def learn(self) -> bool:
         """Learns what is worth keeping from the requests since the last time, in milliseconds; False: too few."""
-    def missed(self, keys: bytes) -> None:
+    def missed(self, keys: bytes, n_slices: int = 1, tenant: int = 0) -> None:
         """A request that found none of these chunks in the index, and sent no lookup; keys of its first slice."""
     def hint(self, keys: bytes, next: int) -> int:
         """Says what comes next (`types.Next`) after a request that used the first of these chunks that is present, and
@@ -548,9 +548,20 @@ class Pool:
         """From now on logs requests for `take_requests`, the keys mixed with the random number `salt`."""
     def take_requests(self) -> bytes:
         """The requests since the last call, at most 64 MiB: docs/formats.md has the form."""
-    def forecasts(self) -> list[tuple[float, float, float]]:
-        """What requests of late would have hit in a pool of another size: (size ÷ this one's, share of chunks, share
-        of prefill seconds); empty as long as nothing is known. A sample of the chunks tells, by the pool's own policy.
+    def forecasts(
+        self,
+    ) -> tuple[
+        list[tuple[float, float, float]],
+        list[tuple[int | None, int, float, list[tuple[float, float, float]]]],
+    ]:
+        """What requests of late would have hit in a pool of another size, and with other shares of tenants.
+
+        Sizes are (size ÷ the present one, share of chunks, share of prefill seconds).  Those of the pool are told by a
+        sample of the chunks and the pool's own policy, and are empty as long as nothing is known.  Then come the
+        tenants with most requests of late, at most 16, and all others together (None): (tenant, bytes in the pool, its
+        part of the prefill seconds that all requests would take without a cache, sizes of its share).  A share is what
+        a quota is: the tenant's oldest chunks leave it.  No sizes of a share in which the sample has fewer than 128
+        chunks.
         """
     def lessons(self) -> bytes:
         """All that was learnt, at most 1 MiB, for a later pool. It names no prompt."""
@@ -590,6 +601,7 @@ class Pool:
         again: bool = False,
         unread: bool = False,
         own_chunks: int = 0,
+        tenant: int = 0,
     ) -> tuple[int, int, bytes, int, int]:
         """(ticket, n_chunks, extents, unverified, short_bytes): pins the leading READY chunks for these rows.
 
@@ -604,7 +616,7 @@ class Pool:
         must be; other chunks of such a slice are not leased, and their extents are zero.  () means 0 for all.
 
         `identity`, here and below: root of the identity for which the caller asks, b"" for any; entries of another
-        identity count as absent.
+        identity count as absent.  `tenant`: whose request it is.
         """
     def lease_chain(
         self,
@@ -616,6 +628,7 @@ class Pool:
         max_keys: int,
         again: bool = False,
         own_chunks: int = 0,
+        tenant: int = 0,
     ) -> tuple[int, int, bytes, int, int, bytes] | None:
         """As `lease` of `storage_keys(root, chain, slices)` and identity `root`; the keys are derived here.
 

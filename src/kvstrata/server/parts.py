@@ -131,7 +131,7 @@ class Parts:
     def _board(self) -> StatusBoard:
         board = StatusBoard()
         board.put("instance", InstanceNumbers(self))
-        board.put("pool", PoolNumbers(self.pool), ForecastNumbers(self.pool))
+        board.put("pool", PoolNumbers(self.pool), ForecastNumbers(self))
         board.put("counters", self.counters)
         if self.tracer is not None:
             board.put("tracing", self.tracer)

@@ -55,13 +55,17 @@ async def test_server_is_seen_from_its_first_word_and_drained(
             tokens = [7] * (CHUNKS * CHUNK_TOKENS)
             chain = chain_keys(identity.root, tokens, CHUNK_TOKENS)
             client.store(identity, chain)
+            blue = client.identify(tenant="blue")
+            of_blue = chain_keys(blue.root, tokens[: 2 * CHUNK_TOKENS], CHUNK_TOKENS)
+            client.store(blue, of_blue)
+            client.lookup(blue.identity_id, of_blue)
             until(
                 client,
                 lambda status: (
                     client.lookup(identity.identity_id, chain).n_chunks and status["pool"]["forecast_seconds"]
                 ),
             )
-            await expect(row.locator('[data-title="Chunks"]')).to_have_text(str(2 * CHUNKS))
+            await expect(row.locator('[data-title="Chunks"]')).to_have_text(str(2 * (CHUNKS + 2)))
 
             await page.get_by_role("link", name="Explorer", exact=True).click()
             await page.get_by_label("Token ids of the prompt").fill(str([*tokens, *[8] * CHUNK_TOKENS]))
@@ -85,6 +89,8 @@ async def test_server_is_seen_from_its_first_word_and_drained(
                 if path == "#/instances/ours":
                     forecast = page.get_by_role("row", name="128 MiB (2 ×)")
                     await expect(forecast.locator('[data-title="Chunks found"]')).to_contain_text("%")
+                    shares = page.get_by_role("row", name="blue")
+                    await expect(shares.locator('[data-title="L1"]')).to_contain_text("KiB")
                 assert await page_checks.faults(page) == [], path
             await page.evaluate("() => { location.hash = '#/instances'; }")
             await page.get_by_role("button", name="Drain ours").click()

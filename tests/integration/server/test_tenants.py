@@ -258,6 +258,32 @@ def test_explain_and_status_go_by_the_tenant_of_the_request(server, both):
     assert all(CHUNKS <= found[tenant] <= asked[tenant] for tenant in ("blue", "green")), counted
 
 
+def test_status_and_metrics_tell_what_other_shares_of_l1_would_save_each_tenant(server, both):
+    chains = {}
+    for tenant in ("blue", "green"):
+        identity = both.identify(tenant=tenant, salt="shares")
+        chain = chain_of(identity.root, 160)
+        both.store(identity, chain)
+        chains[tenant] = identity, chain
+
+    def rows(status: dict[str, Any]) -> dict[str, Any]:
+        for identity, chain in chains.values():
+            hits(both, identity, chain)
+        return {
+            row["tenant"]: row for row in status["tenants"] if row.get("seconds") and row["hits"]["1"] > 0.5
+        }
+
+    until(both, lambda status: rows(status).keys() >= chains.keys())
+    found = rows(both.status())
+    for row in found.values():
+        assert 0.1 < row["part"] < 0.9
+        assert row["hits"].keys() == row["seconds"].keys() == {"0.5", "1", "2", "4"}
+        assert 0.0 < row["hits"]["0.5"] < row["hits"]["1"] <= row["hits"]["4"] <= 1.0
+    pattern = r'kvstrata_pool_tenant_forecast\{of="(\w+)",size="2",tenant="(\w+)"\} '
+    told = re.findall(pattern, read(f"{server.url}/metrics").decode())
+    assert sorted(told) == sorted((of, tenant) for tenant in found for of in ("hits", "seconds"))
+
+
 def test_l2_is_cleared_as_a_whole_only_and_another_salt_hides_a_tenants_records(server, both):
     chain = stored(both, "cleared")["blue"][1]
     with pytest.raises(KvstrataError, match="tenant: L2 can only be cleared as a whole"):

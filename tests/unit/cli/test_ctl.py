@@ -92,7 +92,11 @@ def seen(rows: int = 1, name: str = "a", **trend: Any) -> Seen:
                  "pinged_ago_s": 0.4}
                 for number in range(rows)
             ],
-            "tenants": [{"tenant": name, "bytes": GB, "quota_bytes": -1} for _ in range(rows)],
+            "tenants": [
+                {"tenant": name, "bytes": GB, "quota_bytes": -1, "part": 0.25,
+                 "seconds": {"0.5": 0.1, "1": 0.2, "2": 0.35, "4": 0.4} if number else {}}
+                for number in range(rows)
+            ],
         },
         [
             {"name": f"fs-{number}", "state": "active", "breakers": {"load": "closed"}, "numbers": {},
@@ -139,6 +143,12 @@ def test_the_page_says_what_other_sizes_of_l1_would_save() -> None:
     assert "prefill saved by an L1 of 0.5 ×: 47 %, 1 ×: 73 %, 2 ×: 90 %, 4 ×: 95 %" in pages.server_page(
         seen()
     )
+
+
+def test_the_page_says_what_other_shares_of_l1_would_save_when_there_are_several_tenants() -> None:
+    row = next(line for line in pages.server_page(seen(2)) if "35 %" in line)
+    assert row.split() == ["a", "1.00", "GB", "-", "25", "%", "10", "%", "20", "%", "35", "%", "40", "%"]
+    assert not any("quota" in line for line in pages.server_page(seen(1)))
 
 
 def test_rates_are_the_differences_between_two_looks() -> None:

@@ -336,7 +336,7 @@ std::size_t Pool::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
 Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
                    std::span<const std::uint32_t> spans, std::span<const std::uint32_t> rows,
                    const std::uint8_t* identity, bool again, LeaseResult* result, bool unread,
-                   std::size_t own_chunks) noexcept {
+                   std::size_t own_chunks, std::uint32_t tenant) noexcept {
   if (spans.empty() || n_keys % spans.size() != 0) {
     return Status(StatusCode::kBadArgument, "keys: their count must be a multiple of n_slices",
                   static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(spans.size()));
@@ -347,7 +347,7 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
-  begin_request(sampled, again ? 0 : n_keys / spans.size(), spans);
+  begin_request(sampled, again ? 0 : n_keys / spans.size(), spans.size(), tenant, spans);
   Sought sought(entries_, keys, n_keys, spans.size());
   leases_.take(sought, spans, holders, identity, again, unread, own_chunks, result);
   return Status();
@@ -355,7 +355,8 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
 
 Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
                          std::span<const std::uint32_t> rows, const std::uint8_t* identity,
-                         bool again, LeaseResult* result, std::size_t own_chunks) noexcept {
+                         bool again, LeaseResult* result, std::size_t own_chunks,
+                         std::uint32_t tenant) noexcept {
   if (spans.empty() || spans.size() != keys.n_slices()) {
     return Status(StatusCode::kBadArgument, "spans: one for each of one or more slices",
                   static_cast<std::int64_t>(spans.size()));
@@ -373,7 +374,7 @@ Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
-  begin_request(sampled, again || n_whole == 0 ? 0 : keys.n_chunks(), spans);
+  begin_request(sampled, again || n_whole == 0 ? 0 : keys.n_chunks(), n_whole, tenant, spans);
   Sought sought(entries_, keys);
   leases_.take(sought, spans, holders, identity, again, false, own_chunks, result);
   return Status();
@@ -491,10 +492,11 @@ std::vector<SampledChunk> Pool::note_keys(const std::uint8_t* keys, std::size_t 
   return shadows_.sample(keys, n_chunks, n_slices);
 }
 
-void Pool::missed(const std::uint8_t* keys, std::size_t n_keys) noexcept {
+void Pool::missed(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
+                  std::uint32_t tenant) noexcept {
   const std::vector<SampledChunk> sampled = note_keys(keys, n_keys, 1);
   const std::lock_guard lock(mutex_);
-  if (!is_closed()) begin_request(sampled, n_keys, {});
+  if (!is_closed()) begin_request(sampled, n_keys, n_slices, tenant, {});
 }
 
 std::size_t Pool::hint(const std::uint8_t* keys, std::size_t n_keys, std::uint8_t next) noexcept {
@@ -530,11 +532,12 @@ std::size_t Pool::hint(const std::uint8_t* keys, std::size_t n_keys, std::uint8_
   request_log_.add(of_chain, chain.size(), 1, now_ns, hint);
   const std::vector<SampledChunk> sampled = shadows_.sample(of_chain, chain.size(), 1);
   const std::lock_guard lock(mutex_);
-  shadows_.add(sampled, 0, now_ns, hint);
+  shadows_.add(sampled, {.monotonic_ns = now_ns, .hint = hint});
   return chain.size();
 }
 
 void Pool::begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
+                         std::size_t n_slices, std::uint32_t tenant,
                          std::span<const std::uint32_t> spans) noexcept {
   const std::uint64_t now_ns = time_ns();
   policy_.tell_time(now_ns);
@@ -542,7 +545,7 @@ void Pool::begin_request(const std::vector<SampledChunk>& sampled, std::size_t n
     policy_.use_age_alone();
   if (n_chunks == 0) return;
   policy_.count_request();
-  shadows_.add(sampled, n_chunks, now_ns);
+  shadows_.add(sampled, {now_ns, n_chunks, n_slices, tenant});
 }
 
 bool Pool::learn() noexcept {
@@ -552,7 +555,7 @@ bool Pool::learn() noexcept {
   const std::lock_guard learning(learning_);
   Lesson lesson;
   Shadows::Waiting waiting;
-  std::size_t capacity = 0;  // chunks, if all are as long as those that are in use now
+  std::size_t capacity = 0;  // entries, if all are as long as those that are in use now
   bool is_due = false;
   bool has_l2 = false;
   bool ages_alone = false;
@@ -566,14 +569,22 @@ bool Pool::learn() noexcept {
     const std::uint64_t in_use = entries_.touched - entries_.free.size();
     if (in_use >= kMinShadowed)
       capacity = static_cast<std::size_t>(extents_bytes() / (entries_.used_bytes / in_use));
+    Tenants::Account others{entries_.used_bytes, in_use};
+    for (TenantShare& share : shadows_.shares()) {
+      const auto found = tenants_.accounts.find(share.tenant);
+      auto account = found == tenants_.accounts.end() ? Tenants::Account{} : found->second;
+      if (&share == &shadows_.shares().back()) account = others;
+      others.bytes -= share.bytes = account.bytes;
+      others.n_entries -= share.entries = account.n_entries;
+    }
   }
   shadows_.run(waiting, capacity, ages_alone ? "LRU" : "VALUE", !has_l2);
-  std::vector<Shadows::Forecast> forecasts = shadows_.forecasts();
-  if (!is_due) {
+  {
+    Forecasts forecasts = shadows_.forecasts();
     const std::lock_guard lock(mutex_);
-    forecasts_.swap(forecasts);
-    return false;
+    std::swap(forecasts_, forecasts);
   }
+  if (!is_due) return false;
   for (int taken = 0; taken < kSamples; taken += kAtOnce) {
     const std::lock_guard lock(mutex_);
     const auto n_entries = static_cast<std::uint32_t>(entries_.touched);
@@ -581,12 +592,11 @@ bool Pool::learn() noexcept {
   }
   std::vector<Row> rows = learner_.learn(lesson);
   const std::lock_guard lock(mutex_);
-  forecasts_.swap(forecasts);
   policy_.teach(std::move(rows));
   return true;
 }
 
-std::vector<Shadows::Forecast> Pool::forecasts() noexcept {
+Forecasts Pool::forecasts() noexcept {
   const std::lock_guard lock(mutex_);
   return forecasts_;
 }

@@ -191,12 +191,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // the first lease of a request; the policy does not take it for a return. `unread`: the rows read
   // none of the bytes by this lease, so UNVERIFIED entries are leased, too. `own_chunks`: so many
   // leading chunks are in a cache of the caller's, which serves them; leasing them is no use of
-  // them.
+  // them. `tenant`: whose request it is.
   [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys,
                              std::span<const std::uint32_t> spans,
                              std::span<const std::uint32_t> rows, const std::uint8_t* identity,
                              bool again, LeaseResult* result, bool unread = false,
-                             std::size_t own_chunks = 0) noexcept;
+                             std::size_t own_chunks = 0, std::uint32_t tenant = 0) noexcept;
   // The same for the keys of a prompt, which are derived here, those of slices with a span only as
   // far as the answer needs them. With `result->exceeded` nothing was leased, since that would take
   // more keys than `keys` may derive. The lock is held for the lease, not for the derivation of
@@ -204,7 +204,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   [[nodiscard]] Status lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
                                    std::span<const std::uint32_t> rows,
                                    const std::uint8_t* identity, bool again, LeaseResult* result,
-                                   std::size_t own_chunks = 0) noexcept;
+                                   std::size_t own_chunks = 0, std::uint32_t tenant = 0) noexcept;
   // Ends one row's share, or all with row < 0. False when the ticket has no such share (any more).
   bool release(std::uint64_t ticket, std::int64_t row) noexcept;
   // How many of these leases, in this order, would have to end before `need_bytes` more can be
@@ -255,15 +255,15 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // it did. Lets the shadows see these requests, too.
   bool learn() noexcept;
   // A request that found none of its chunks in the index, and therefore leases nothing. `keys`:
-  // those of its first slice.
-  void missed(const std::uint8_t* keys, std::size_t n_keys) noexcept;
+  // those of the first of its slices.
+  void missed(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
+              std::uint32_t tenant) noexcept;
   // What is said of the next request that will use the chunks of a prompt: `next` of Hint, for the
   // first of these entries that is present and all before it in its prompt. How many those are.
   std::size_t hint(const std::uint8_t* keys, std::size_t n_keys, std::uint8_t next) noexcept;
   // The requests from now on are logged, for take(); see RequestLog.
   RequestLog& request_log() noexcept { return request_log_; }
-  // By the size of a pool; empty as long as nothing is known.
-  std::vector<Shadows::Forecast> forecasts() noexcept;
+  Forecasts forecasts() noexcept;
   // All that was learnt, at most 1 MiB, for PoolOptions::lessons of a later pool. It has no keys.
   std::string lessons() noexcept;
   static bool are_lessons(std::string_view bytes) noexcept { return Learner().restore(bytes); }
@@ -322,6 +322,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::uint64_t time_ns() const noexcept;
   // REQUIRES: the mutex.
   void begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
+                     std::size_t n_slices, std::uint32_t tenant,
                      std::span<const std::uint32_t> spans) noexcept;
   // A sample of the first slice's keys, for begin_request(); logs them all.
   std::vector<SampledChunk> note_keys(const std::uint8_t* keys, std::size_t n_chunks,
@@ -335,7 +336,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   const PoolOptions options_;
   Shadows shadows_;
   RequestLog request_log_;
-  std::vector<Shadows::Forecast> forecasts_;  // as of the last learn()
+  Forecasts forecasts_;  // as of the last learn()
   const std::unique_ptr<PoolSegment> segment_;
   std::uint64_t next_ticket_ = 1;
   std::uint64_t holds_ = 0;

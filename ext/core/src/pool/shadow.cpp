@@ -2,11 +2,34 @@
 #include "pool/shadow.h"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <utility>
 
 namespace kvstrata {
+
+namespace {
+
+constexpr double kFade = 0.9999;  // a request: figures are those of the last 10,000 or so
+
+// Not the bits of the tag that choose the chunk's place in tables.
+std::uint64_t hash_of(std::uint64_t tag) noexcept {
+  return (tag * 0x9E37'79B9'7F4A'7C15u) >> 32;
+}
+
+Forecast forecast_of(double factor, const ShadowSums& sums, const ShadowSums& expected) noexcept {
+  // What a sample has too little or too much of are hot chunks, that is, hits.
+  const auto share = [](double hit, double all, double of) {
+    return std::clamp((hit + of - all) / of, 0.0, 1.0);
+  };
+  return {factor, share(sums.hit_chunks, sums.chunks, expected.chunks),
+          share(sums.hit_cost, sums.cost, expected.cost)};
+}
+
+}  // namespace
 
 Shadow::Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses)
     : locals_(capacity),
@@ -134,9 +157,52 @@ void Shadow::learn() {
   policy_.teach(learner_.learn(lesson));
 }
 
-void Shadow::fade(double factor) noexcept {
-  for (double* sum : {&sums_.chunks, &sums_.hit_chunks, &sums_.cost, &sums_.hit_cost})
+void ShadowSums::fade(double factor) noexcept {
+  for (double* sum : {&chunks, &hit_chunks, &cost, &hit_cost})
     *sum *= factor;
+}
+
+void TenantShare::request(std::span<const SampledChunk> chunks, double rate, double depth_cost) {
+  auto at = stack.end();
+  bool is_hit = true;
+  for (const SampledChunk& chunk : chunks) {
+    const double cost = 1 + depth_cost * chunk.depth;
+    asked.chunks += 1;
+    asked.cost += cost;
+    if (!is_hit) continue;
+    // It lies right before its parent, unless another prompt has used the parent since.
+    auto next = at;
+    while (next != stack.begin() && *(next - 1) != chunk.tag)
+      --next;
+    is_hit = next != stack.begin();
+    if (!is_hit) continue;
+    at = next - 1;
+    const auto depth = static_cast<std::uint64_t>(stack.end() - at);
+    const auto octave = static_cast<std::size_t>(std::bit_width(depth)) - 1;
+    ShadowSums& bin = found[std::min(found.size() - 1, octave * 8 + (depth * 8 >> octave) % 8)];
+    bin.hit_chunks += 1;
+    bin.hit_cost += cost;
+    *at = 0;
+  }
+  stack.erase(std::remove(at, stack.end(), 0), stack.end());
+  for (std::size_t i = chunks.size(); i-- > 0;)
+    stack.push_back(chunks[i].tag);
+  const double most = kFactors.back() * sampled(rate);
+  const auto limit = std::max(Shadows::kTenantChunks, static_cast<std::size_t>(most));
+  if (stack.size() > limit)
+    stack.erase(stack.begin(), stack.end() - static_cast<std::ptrdiff_t>(limit));
+}
+
+Forecast TenantShare::forecast(double factor, double rate) const noexcept {
+  ShadowSums sums = asked;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    const double width = std::exp2(i / 8) / 8;
+    const double first = width * static_cast<double>(8 + i % 8);
+    const double part = std::clamp((factor * sampled(rate) + 1 - first) / width, 0.0, 1.0);
+    sums.hit_chunks += part * found[i].hit_chunks;
+    sums.hit_cost += part * found[i].hit_cost;
+  }
+  return forecast_of(factor, sums, expected);
 }
 
 void RequestLog::add(const std::uint8_t* keys, std::size_t n_chunks, std::size_t stride,
@@ -173,73 +239,128 @@ std::vector<SampledChunk> Shadows::sample(const std::uint8_t* keys, std::size_t 
   for (std::size_t chunk = 0; chunk < n_chunks && below != 0; ++chunk) {
     std::uint64_t tag;
     std::memcpy(&tag, keys + chunk * stride * kKeyBytes, sizeof tag);
-    // Not the bits of the tag that choose the chunk's place in tables.
-    if ((tag * 0x9E37'79B9'7F4A'7C15u) >> 32 < below)
-      sampled.push_back({tag, static_cast<std::uint32_t>(chunk)});
+    if (hash_of(tag) < below) sampled.push_back({tag, static_cast<std::uint32_t>(chunk)});
   }
   return sampled;
 }
 
-void Shadows::add(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
-                  std::uint64_t monotonic_ns, Hint hint) {
+void Shadows::add(const std::vector<SampledChunk>& sampled, Waiting::Request request) {
+  if (request.hint.next == 0) waiting_.n_slices = request.n_slices;
   if (below_.load(std::memory_order_relaxed) == 0 ||
       waiting_.chunks.size() + sampled.size() > kMaxWaiting ||
       waiting_.requests.size() >= kMaxWaiting) {
     return;
   }
   waiting_.chunks.insert(waiting_.chunks.end(), sampled.begin(), sampled.end());
-  waiting_.requests.push_back({waiting_.chunks.size(), n_chunks, monotonic_ns, hint});
+  request.end = waiting_.chunks.size();
+  waiting_.requests.push_back(request);
 }
 
 Shadows::Waiting Shadows::take() noexcept {
-  return std::exchange(waiting_, {});
+  Waiting taken = std::exchange(waiting_, {});
+  waiting_.n_slices = taken.n_slices;
+  return taken;
+}
+
+TenantShare& Shadows::share_of(std::uint32_t tenant) {
+  const auto others = shares_.end() - 1;
+  auto share = std::find_if(shares_.begin(), others,
+                            [&](const TenantShare& one) { return one.tenant == tenant; });
+  if (share == others) {
+    const double n = requests_[tenant] += 1;
+    if (shares_.size() <= kTenants) {
+      share = shares_.emplace(others);
+    } else {
+      share = std::min_element(shares_.begin(), others, [](const auto& one, const auto& other) {
+        return one.requests < other.requests;
+      });
+      if (n < 2 * share->requests) return *others;
+    }
+    requests_.erase(tenant);
+    *share = TenantShare{};
+    share->tenant = tenant;
+    share->requests = n;
+  }
+  share->requests += 1;
+  return *share;
 }
 
 void Shadows::run(const Waiting& waiting, std::size_t capacity, std::string_view policy,
                   bool refuses) {
-  constexpr double kFade = 0.9999;  // a request: figures are those of the last 10,000 or so
   if (shadows_.empty()) {
     if (capacity == 0) return;
-    const double rate = std::min(1.0, static_cast<double>(kChunks) / static_cast<double>(capacity));
+    const double chunks = static_cast<double>(capacity) / static_cast<double>(waiting.n_slices);
+    const double rate = std::min(1.0, static_cast<double>(kChunks) / chunks);
     shadows_.reserve(kFactors.size());
     for (const double factor : kFactors) {
-      const double chunks = factor * rate * static_cast<double>(capacity);
-      shadows_.emplace_back(static_cast<std::size_t>(std::max(1.0, chunks)), policy, depth_cost_,
-                            refuses);
+      const double room = std::max(1.0, factor * rate * chunks);
+      shadows_.emplace_back(static_cast<std::size_t>(room), policy, depth_cost_, refuses);
     }
-    below_.store(static_cast<std::uint64_t>(rate * 0x1p32), std::memory_order_relaxed);
+    shares_.emplace_back();
+    shadows_below_ = static_cast<std::uint64_t>(rate * 0x1p32);
+    const double more = std::min(1.0, static_cast<double>(kTenantChunks) / chunks);
+    below_.store(static_cast<std::uint64_t>(more * 0x1p32), std::memory_order_relaxed);
     return;
   }
   const double rate = static_cast<double>(below_.load(std::memory_order_relaxed)) / 0x1p32;
+  const double shadows_rate = static_cast<double>(shadows_below_) / 0x1p32;
+  std::vector<SampledChunk> few;
   std::size_t begin = 0;
   for (const Waiting::Request& request : waiting.requests) {
     const auto sampled = std::span(waiting.chunks).subspan(begin, request.end - begin);
     begin = request.end;
+    few.clear();
+    std::copy_if(sampled.begin(), sampled.end(), std::back_inserter(few),
+                 [&](const SampledChunk& chunk) { return hash_of(chunk.tag) < shadows_below_; });
     if (request.hint.next != 0) {
       for (Shadow& shadow : shadows_)
-        shadow.hint(sampled, request.monotonic_ns, request.hint);
+        shadow.hint(few, request.monotonic_ns, request.hint);
       continue;
     }
     const auto n = static_cast<double>(request.n_chunks);
-    expected_.chunks = kFade * expected_.chunks + rate * n;
-    expected_.cost = kFade * expected_.cost + rate * (n + depth_cost_ * n * (n - 1) / 2);
-    for (Shadow& shadow : shadows_) {
-      shadow.fade(kFade);
-      shadow.request(sampled, request.monotonic_ns);
-    }
+    const double cost = n + depth_cost_ * n * (n - 1) / 2;
+    expected_.chunks += shadows_rate * n;
+    expected_.cost += shadows_rate * cost;
+    for (Shadow& shadow : shadows_)
+      shadow.request(few, request.monotonic_ns);
+    TenantShare& share = share_of(request.tenant);
+    share.n_slices = request.n_slices;
+    share.expected.chunks += rate * n;
+    share.expected.cost += rate * cost;
+    share.request(sampled, rate, depth_cost_);
   }
+  const double fade = std::pow(kFade, static_cast<double>(waiting.requests.size()));
+  expected_.fade(fade);
+  for (Shadow& shadow : shadows_)
+    shadow.fade(fade);
+  for (TenantShare& share : shares_) {
+    share.requests *= fade;
+    share.expected.fade(fade);
+    share.asked.fade(fade);
+    for (ShadowSums& sums : share.found)
+      sums.fade(fade);
+  }
+  for (auto& [tenant, n] : requests_)
+    n *= fade;
+  std::erase_if(requests_, [](const auto& one) { return one.second < 0.5; });
 }
 
-std::vector<Shadows::Forecast> Shadows::forecasts() const {
-  std::vector<Forecast> found;
-  for (std::size_t i = 0; i < shadows_.size() && expected_.chunks > 0; ++i) {
-    const ShadowSums& sums = shadows_[i].sums();
-    // What a sample has too little or too much of are hot chunks, that is, hits.
-    const auto share = [](double hit, double all, double expected) {
-      return std::clamp((hit + expected - all) / expected, 0.0, 1.0);
-    };
-    found.push_back({kFactors[i], share(sums.hit_chunks, sums.chunks, expected_.chunks),
-                     share(sums.hit_cost, sums.cost, expected_.cost)});
+Forecasts Shadows::forecasts() const {
+  constexpr double kLeastChunks = 128;  // sampled ones in a share of which anything is told
+  Forecasts found;
+  for (std::size_t i = 0; i < shadows_.size() && expected_.chunks > 0; ++i)
+    found.sizes.push_back(forecast_of(kFactors[i], shadows_[i].sums(), expected_));
+  const double rate = static_cast<double>(below_.load(std::memory_order_relaxed)) / 0x1p32;
+  double cost = 0;
+  for (const TenantShare& share : shares_)
+    cost += share.expected.cost;
+  for (const TenantShare& share : shares_) {
+    if (share.expected.chunks <= 0) continue;
+    TenantForecast one{
+        share.tenant, &share == &shares_.back(), share.bytes, share.expected.cost / cost, {}};
+    for (std::size_t i = 0; i < kFactors.size() && share.sampled(rate) >= kLeastChunks; ++i)
+      one.sizes.push_back(share.forecast(kFactors[i], rate));
+    found.tenants.push_back(std::move(one));
   }
   return found;
 }

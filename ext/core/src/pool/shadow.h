@@ -60,6 +60,8 @@ struct ShadowSums {
   double hit_chunks = 0;
   double cost = 0;
   double hit_cost = 0;
+
+  void fade(double factor) noexcept;
 };
 
 // Not thread-safe.
@@ -76,7 +78,7 @@ class Shadow {
   // All requests of a log. False, having seen those before it, if one is incomplete.
   [[nodiscard]] bool replay(std::string_view log);
   const ShadowSums& sums() const noexcept { return sums_; }
-  void fade(double factor) noexcept;
+  void fade(double factor) noexcept { sums_.fade(factor); }
 
  private:
   double cost(std::size_t depth) const noexcept {
@@ -99,20 +101,60 @@ class Shadow {
   std::vector<std::uint32_t> path_;  // scratch of request()
 };
 
+// Of the pool's size, or of a tenant's share of it.
+inline constexpr std::array<double, 4> kFactors = {0.5, 1, 2, 4};
+
+// What the requests of late would have hit at a size; shares of chunks, and of seconds.
+struct Forecast {
+  double factor;
+  double hits;
+  double seconds;
+};
+
+// A tenant's share of the pool, and what its requests would hit with any other. A quota evicts the
+// tenant's oldest leaf first, so a share keeps the chunks that were used last: those at the end of
+// a stack (Mattson et al., IBM Systems Journal 1970), whose depths tell of all shares at once.
+struct TenantShare {
+  std::uint32_t tenant = 0;
+  std::uint64_t bytes = 0;    // in the pool now
+  std::uint64_t entries = 0;  // likewise
+  double requests = 0;        // of late
+  std::size_t n_slices = 1;
+  std::vector<std::uint64_t> stack;  // tags of sampled chunks, a chunk before its ancestors
+  ShadowSums expected;               // see Shadows
+  ShadowSums asked;
+  std::array<ShadowSums, 128> found;  // by depth in the stack, eighths of octaves
+
+  // `rate`: the share of chunks that is sampled.
+  double sampled(double rate) const noexcept {
+    return rate * static_cast<double>(entries) / static_cast<double>(n_slices);
+  }
+  void request(std::span<const SampledChunk> chunks, double rate, double depth_cost);
+  Forecast forecast(double factor, double rate) const noexcept;
+};
+
+// The shares of the tenants with most requests; the last one is that of all others together.
+struct TenantForecast {
+  std::uint32_t tenant;
+  bool is_rest;
+  std::uint64_t bytes;
+  double part;  // of the seconds that the requests of all tenants would take without a cache
+  std::vector<Forecast> sizes;  // empty if the sample has too little of this share
+};
+
+struct Forecasts {
+  std::vector<Forecast> sizes;  // of the pool; empty as long as nothing is known
+  std::vector<TenantForecast> tenants;
+};
+
 // A pool's shadows. The pool tells them of its requests; run() lets the shadows see them, on a
 // thread that may take its time.
 class Shadows {
  public:
-  static constexpr std::array<double, 4> kFactors = {0.5, 1, 2, 4};  // of the pool's size
-  static constexpr std::size_t kChunks = 512;                        // of the shadow of factor 1
+  static constexpr std::size_t kChunks = 512;          // of the shadow of factor 1
+  static constexpr std::size_t kTenantChunks = 8192;   // of the shares of all tenants together
+  static constexpr std::size_t kTenants = 16;          // besides the others
   static constexpr std::size_t kMaxWaiting = 1 << 18;  // chunks; further ones are left out
-
-  // What the requests of late would have hit at a size; shares of chunks, and of seconds.
-  struct Forecast {
-    double factor;
-    double hits;
-    double seconds;
-  };
 
   explicit Shadows(double depth_cost) noexcept : depth_cost_(depth_cost) {}
 
@@ -120,34 +162,44 @@ class Shadows {
   // Any thread.
   std::vector<SampledChunk> sample(const std::uint8_t* keys, std::size_t n_chunks,
                                    std::size_t stride) const;
-  // A request of `n_chunks` chunks, or a hint. REQUIRES: the pool's mutex.
-  void add(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
-           std::uint64_t monotonic_ns, Hint hint = {});
-
-  // REQUIRES: the pool's mutex. Gives all that was added.
   struct Waiting {
+    // A tenant's request, or a hint.
     struct Request {
-      std::size_t end;  // of its chunks
-      std::size_t n_chunks;
       std::uint64_t monotonic_ns;
-      Hint hint;
+      std::size_t n_chunks = 0;
+      std::size_t n_slices = 1;
+      std::uint32_t tenant = 0;
+      Hint hint{};
+      std::size_t end = 0;  // of its sampled chunks among `chunks`, set by add()
     };
     std::vector<SampledChunk> chunks;
     std::vector<Request> requests;
+    std::size_t n_slices = 1;  // of the last request
   };
+  // REQUIRES, for both: the pool's mutex. take() gives all that was added.
+  void add(const std::vector<SampledChunk>& sampled, Waiting::Request request);
   Waiting take() noexcept;
-  // `capacity`: chunks that the pool has room for, as far as it is known now; the first call with a
-  // positive one decides, and `policy` and `refuses` with it. One thread at a time.
+  // For the caller to fill in before run(): `bytes` and `entries` of each.
+  std::vector<TenantShare>& shares() noexcept { return shares_; }
+  // `capacity`: entries that the pool has room for, as far as it is known now; the first call with
+  // a positive one decides, and `policy` and `refuses` with it. One thread at a time.
   void run(const Waiting& waiting, std::size_t capacity, std::string_view policy, bool refuses);
-  std::vector<Forecast> forecasts() const;
+  Forecasts forecasts() const;
 
  private:
+  // That of a tenant which makes a request: its own, which it gets by making twice as many requests
+  // as the least busy one that has one, or that of the others.
+  TenantShare& share_of(std::uint32_t tenant);
+
   const double depth_cost_;
   // A chunk is sampled if its hash is below this, 2^32 being all; 0 until the capacity is known.
   std::atomic<std::uint64_t> below_{0};
+  std::uint64_t shadows_below_ = 0;  // the same for the shadows, which see fewer
   Waiting waiting_;
   std::vector<Shadow> shadows_;  // by factor
   ShadowSums expected_;          // what a sample without luck would have had, by chunks and cost
+  std::vector<TenantShare> shares_;
+  std::unordered_map<std::uint32_t, double> requests_;  // of late, of tenants among the others
 };
 
 }  // namespace kvstrata

@@ -1,5 +1,7 @@
 #include "pool/shadow.h"
 
+#include <algorithm>
+#include <array>
 #include <vector>
 
 #include "support/check.h"
@@ -35,30 +37,143 @@ TEST(a_shadow_has_what_fits_and_leaves_from_the_end_of_the_oldest_prompt) {
   CHECK_EQ(shadow.sums().hit_cost, (6 + 7.5) + (2 + 0.5) + (10 + 22.5));
 }
 
-TEST(forecasts_are_those_of_pools_of_these_sizes) {
-  // Prompts of 4 chunks, the next one likely to be among the newest 40: the larger the pool, the
-  // more hits.
-  Fixture f(64, "LRU", 128);
+namespace {
+
+std::uint64_t draw(std::uint64_t* random, std::uint64_t below) {
+  *random = *random * 6'364'136'223'846'793'005u + 1'442'695'040'888'963'407u;
+  return (*random >> 33) % below;
+}
+
+bool is_near(double forecast, double actual) {
+  return forecast > actual - 0.015 && forecast < actual + 0.015;
+}
+
+// Prompts of 4 chunks of which a tenant's next one is likely to be among its newest 40 or so: the
+// more it may keep, the more hits. Returns the shares of hits by tenant.
+std::array<double, 3> run(Fixture& f, std::uint32_t n_slices = 1) {
   std::uint64_t random = 1;
-  std::uint64_t hits = 0;
-  std::uint64_t now = kSecond;
-  for (std::uint64_t number = 0; number < 8'000; ++number) {
-    random = random * 6'364'136'223'846'793'005u + 1'442'695'040'888'963'407u;
-    const auto keys = chain((number - std::min(number, (random >> 33) % 40)) + 1'000, 4);
-    f.pool->set_time(now += kSecond);
-    const std::size_t found = f.peek(keys);
-    if (const LeaseResult lease = f.lease(keys, {0}); lease.ticket != 0)
-      f.pool->release(lease.ticket, -1);
-    if (number >= 4'000) hits += found;
-    if (found < keys.size()) f.store(keys);
+  std::array<std::uint64_t, 3> newest{}, hits{}, asked{};
+  for (std::uint64_t number = 1; number < 8'000; ++number) {
+    const auto tenant = static_cast<std::uint32_t>(draw(&random, 3) == 0 ? 2 : 1);
+    const std::uint64_t back = std::min(newest[tenant]++, draw(&random, 20 + 20 * tenant));
+    std::vector<Key> keys, all;
+    for (std::uint32_t slice = 0; slice < n_slices; ++slice) {
+      keys = chain((newest[tenant] - back) << 8 | tenant << 4 | slice, 4);
+      for (std::size_t i = 0; i < keys.size(); ++i)
+        all.insert(all.begin() + static_cast<std::ptrdiff_t>(i * (slice + 1) + slice), keys[i]);
+    }
+    f.pool->set_time(number * kSecond);
+    const LeaseResult lease =
+        f.lease(all, {0}, nullptr, std::vector<std::uint32_t>(n_slices), 0, tenant);
+    if (lease.ticket != 0) f.pool->release(lease.ticket, -1);
+    if (number >= 3'000) {
+      hits[tenant] += lease.n_chunks;
+      asked[tenant] += 4;
+    }
+    for (std::uint32_t slice = 0; slice < n_slices; ++slice) {
+      keys.clear();
+      for (std::size_t i = slice; i < all.size(); i += n_slices)
+        keys.push_back(all[i]);
+      f.store(keys, 0, kRecordBytes, tenant);
+    }
     f.pool->learn();
   }
-  const std::vector<Shadows::Forecast> forecasts = f.pool->forecasts();
-  CHECK_EQ(forecasts.size(), 4);
-  CHECK_EQ(forecasts[1].factor, 1.0);
-  const double actual = static_cast<double>(hits) / (4 * 4'000);
-  CHECK(forecasts[1].hits > actual - 0.02 && forecasts[1].hits < actual + 0.02);
-  CHECK(forecasts[0].hits < forecasts[1].hits - 0.05);
-  CHECK(forecasts[2].hits > forecasts[1].hits + 0.05);
-  CHECK(forecasts[3].hits >= forecasts[2].hits);
+  const auto share = [&](std::size_t tenant) {
+    return static_cast<double>(hits[tenant]) / static_cast<double>(asked[tenant]);
+  };
+  return {static_cast<double>(hits[1] + hits[2]) / static_cast<double>(asked[1] + asked[2]),
+          share(1), share(2)};
+}
+
+}  // namespace
+
+TEST(forecasts_are_those_of_pools_of_these_sizes_however_many_slices_a_chunk_has) {
+  for (const std::uint32_t n_slices : {1u, 2u}) {
+    Fixture once(128 * n_slices, "LRU", 512), twice(256 * n_slices, "LRU", 1'024);
+    const double actual = run(once, n_slices)[0];
+    const std::vector<Forecast> forecasts = once.pool->forecasts().sizes;
+    CHECK_EQ(forecasts.size(), 4);
+    CHECK_EQ(forecasts[2].factor, 2.0);
+    CHECK(is_near(forecasts[1].hits, actual));
+    CHECK(is_near(forecasts[2].hits, run(twice, n_slices)[0]));
+    CHECK(forecasts[0].hits < forecasts[1].hits - 0.05);
+    CHECK(forecasts[3].hits >= forecasts[2].hits);
+  }
+}
+
+TEST(forecasts_by_tenant_are_those_of_quotas_of_these_sizes) {
+  for (const std::uint32_t n_slices : {1u, 2u}) {
+    std::vector<std::array<double, 3>> actual;
+    std::vector<TenantForecast> told;
+    for (const std::uint64_t factor : {2u, 1u}) {
+      Fixture f(1'024, "VALUE", 2'048);
+      f.pool->set_quota(1, static_cast<std::int64_t>(64 * factor * n_slices * kRecordBytes));
+      f.pool->set_quota(2, static_cast<std::int64_t>(160 * factor * n_slices * kRecordBytes));
+      actual.push_back(run(f, n_slices));
+      told = f.pool->forecasts().tenants;
+    }
+    CHECK_EQ(told.size(), 2);
+    for (const TenantForecast& one : told) {
+      CHECK(!one.is_rest);
+      CHECK_EQ(one.bytes, (one.tenant == 1 ? 64 : 160) * n_slices * kRecordBytes);
+      CHECK(one.part > (one.tenant == 1 ? 0.6 : 0.3) && one.part < (one.tenant == 1 ? 0.7 : 0.4));
+      CHECK_EQ(one.sizes.size(), one.tenant == 1 ? 0 : 4);  // 64 chunks tell too little
+      if (one.tenant == 1) continue;
+      CHECK(is_near(one.sizes[1].hits, actual[1][2]));
+      CHECK(is_near(one.sizes[2].hits, actual[0][2]));
+      CHECK(one.sizes[0].hits < one.sizes[1].hits - 0.05);
+    }
+  }
+}
+
+TEST(a_sample_of_a_tenants_chunks_tells_what_caches_of_these_sizes_would_hit) {
+  constexpr double kRate = 0.25, kDepthCost = 0.1;
+  TenantShare share;
+  share.entries = 2'000;
+  std::vector<Shadow> caches;
+  for (const double factor : kFactors)
+    caches.emplace_back(static_cast<std::size_t>(factor * 2'000), "LRU", kDepthCost, false);
+  std::uint64_t random = 1;
+  for (std::uint64_t number = 1; number < 20'000; ++number) {
+    const std::uint64_t back = std::min(number, draw(&random, draw(&random, 2) == 0 ? 100 : 1'500));
+    const std::vector<SampledChunk> chunks = prompt(number - back, 8);
+    std::vector<SampledChunk> sampled;
+    for (const SampledChunk& chunk : chunks) {
+      std::uint64_t hash = chunk.tag;
+      draw(&hash, 1);
+      if (draw(&hash, 4) == 0) sampled.push_back(chunk);
+    }
+    share.expected.chunks += kRate * 8;
+    share.expected.cost += kRate * (8 + kDepthCost * 28);
+    share.request(sampled, kRate, kDepthCost);
+    for (Shadow& cache : caches)
+      cache.request(chunks, number * kSecond);
+  }
+  for (std::size_t i = 0; i < caches.size(); ++i) {
+    const Forecast told = share.forecast(kFactors[i], kRate);
+    const ShadowSums& sums = caches[i].sums();
+    CHECK(is_near(told.hits, sums.hit_chunks / sums.chunks));
+    CHECK(is_near(told.seconds, sums.hit_cost / sums.cost));
+  }
+}
+
+TEST(the_tenants_with_most_requests_have_forecasts_of_their_own) {
+  Shadows shadows(0);
+  shadows.run({}, 1'000, "LRU", false);
+  for (std::uint64_t round = 0; round < 100; ++round) {
+    for (std::uint32_t tenant = 1; tenant <= 60; ++tenant) {
+      // At first the first ones are busy, then the last ones.
+      const bool is_busy = round < 20 ? tenant <= 16 : tenant > 44;
+      for (int times = is_busy ? 5 : 1; times > 0; --times)
+        shadows.add(prompt(tenant, 4), {round * kSecond, 4, 1, tenant});
+    }
+    shadows.run(shadows.take(), 1'000, "LRU", false);
+  }
+  std::vector<std::uint32_t> own;
+  for (const TenantForecast& one : shadows.forecasts().tenants)
+    if (!one.is_rest) own.push_back(one.tenant);
+  std::sort(own.begin(), own.end());
+  CHECK_EQ(own.size(), Shadows::kTenants);
+  CHECK_EQ(own.front(), 45);
+  CHECK(shadows.forecasts().tenants.back().is_rest);
 }

@@ -129,10 +129,10 @@ struct Fixture {
   }
   LeaseResult lease(const std::vector<Key>& keys, std::vector<std::uint32_t> rows,
                     const std::uint8_t* identity = nullptr, std::vector<std::uint32_t> spans = {0},
-                    std::size_t own_chunks = 0) {
+                    std::size_t own_chunks = 0, std::uint32_t tenant = 0) {
     LeaseResult result;
     CHECK_OK(pool->lease(packed(keys).data(), keys.size(), spans, rows, identity, false, &result,
-                         false, own_chunks));
+                         false, own_chunks, tenant));
     return result;
   }
   void adopt() {

@@ -7,7 +7,7 @@ import operator
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvstrata import __version__
@@ -98,23 +98,42 @@ class PoolNumbers(Numbers):
 
 
 class ForecastNumbers(Numbers):
-    """The part of the section `pool` on L1s of other sizes, which a sample of the chunks tells (`Pool.forecasts`)."""
+    """The part of the section `pool` on L1s of other sizes and other shares of tenants (`Pool.forecasts`)."""
 
     forecast_hits = gauge(
         "Share of the chunks of requests of late that an L1 of another size would have had, by its size in units of "
         "the present one.",
-        lambda self: {f"{size:g}": round(hits, 4) for size, hits, _ in self._pool.forecasts()},
+        lambda self: _by_size(self._pool.forecasts()[0], 1),
         "size",
     )
     forecast_seconds = gauge(
         "Share of the prefill seconds of requests of late that an L1 of another size would have saved, by its size in "
         "units of the present one.",
-        lambda self: {f"{size:g}": round(seconds, 4) for size, _, seconds in self._pool.forecasts()},
+        lambda self: _by_size(self._pool.forecasts()[0], 2),
         "size",
     )
+    tenant_forecast = gauge(
+        "As forecast_hits (`of` is `hits`) and forecast_seconds (`seconds`), for a tenant's requests and another share "
+        "of L1, by its size in units of the present one. Only tenants that the settings or the tenants file named at "
+        "the start.",
+        lambda self: {
+            (row["tenant"], size, of): share
+            for row in self._tenants.in_l1()
+            if row["tenant"] in self._named
+            for of in ("hits", "seconds")
+            for size, share in row.get(of, {}).items()
+        },
+        *("tenant", "size", "of"),
+        key="",
+    )
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(self, parts: Parts) -> None:
+        self._pool, self._tenants = parts.pool, parts.tenants
+        self._named = {one.tenant for one in parts.counters.tenants.values()}
+
+
+def _by_size(sizes: Iterable[tuple[float, ...]], field: int) -> dict[str, float]:
+    return {f"{size[0]:g}": round(size[field], 4) for size in sizes}
 
 
 def _of_pool(field: str, metric: str, kind: str, label: str, meaning: str) -> Number:
@@ -224,12 +243,19 @@ class TenantRows:
         self._named |= {tenant_number(name): name for name in settings.quotas_gb}
 
     def in_l1(self) -> list[dict[str, Any]]:
-        """Bytes of L1."""
+        """Bytes of L1, and what other shares of it would save: of 16 tenants, and of all others together."""
         names = self._names()
-        return [
-            {"tenant": names.get(number, f"#{number:08x}"), **numbers}
+        rows: dict[int | None, dict[str, Any]] = {
+            number: {"tenant": names.get(number, f"#{number:08x}"), **numbers}
             for number, numbers in self._pool.stats()["tenants"].items()
-        ]
+        }
+        for number, used_bytes, part, sizes in self._pool.forecasts()[1]:
+            if number is None:
+                rows[None] = {"tenant": "(others)", "bytes": used_bytes, "quota_bytes": -1}
+            if number in rows:
+                forecast = {"part": round(part, 4), "hits": _by_size(sizes, 1), "seconds": _by_size(sizes, 2)}
+                rows[number] |= forecast
+        return list(rows.values())
 
     def _names(self) -> dict[int, str]:
         names = dict(self._named)

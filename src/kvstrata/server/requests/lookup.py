@@ -150,21 +150,16 @@ def _lease(pool: Pool, asked: Asked, rows: list[int], again: bool) -> Granted:
     `again`: this is not the first lease of the request.
     """
     keys, tails, n_chunks = asked.keys, asked.tails, asked.n_chunks
-    of_chunks = keys.derive()
+    of_chunks, own, tenant = keys.derive(), asked.unused, asked.identity.tenant
     if tails is None:
-        return Granted(
-            *pool.lease(
-                of_chunks, keys.n_slices, rows, keys.root, keys.spans, again, own_chunks=asked.unused
-            ),
-            rows,
-        )
+        leased = pool.lease(of_chunks, keys.n_slices, rows, keys.root, keys.spans, again, False, own, tenant)
+        return Granted(*leased, rows)
 
     def take(all_keys: bytes, again: bool) -> Granted:
         if not all_keys:
             return NOTHING
-        return Granted(
-            *pool.lease(all_keys, keys.n_slices, rows, keys.root, again=again, own_chunks=asked.unused), rows
-        )
+        leased = pool.lease(all_keys, keys.n_slices, rows, keys.root, (), again, False, own, tenant)
+        return Granted(*leased, rows)
 
     # Most hits have all chunks that they ask for, so the tail behind the last one is tried at once.
     wanted = next(tails.after(n_chunks), None)
@@ -204,9 +199,10 @@ def _named(asked: Asked, number: int) -> str:
     return f"{what} {digest.hex()[:8]}…{whose} at chunk {chunk} is absent: "
 
 
-def _note_missed(pool: Pool, root: bytes, chain: bytes, first_slice: bytes) -> int:
+def _note_missed(pool: Pool, identity: DeclaredIdentity, chain: bytes, slices: bytes) -> int:
     """Let the pool learn of a request that missed all its chunks; 0. Any thread."""
-    pool.missed(storage_keys(root, chain, first_slice))
+    keys = storage_keys(identity.root, chain, slices[:KEY_BYTES])
+    pool.missed(keys, len(slices) // KEY_BYTES, identity.tenant)
     return 0
 
 
@@ -266,7 +262,15 @@ class Lookups:
             too_many = asked.n_chunks * keys.n_slices > KEYS_ON_LOOP
             return None if too_many else _lease(self._pool, asked, rows, again)
         leased = self._pool.lease_chain(
-            keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP, again, asked.unused
+            keys.root,
+            keys.chain,
+            keys.slices,
+            rows,
+            keys.spans,
+            KEYS_ON_LOOP,
+            again,
+            asked.unused,
+            asked.identity.tenant,
         )
         if leased is None:
             return None
@@ -295,7 +299,14 @@ class Lookups:
         except Refused:
             few = part(keys.chain, 0, KEYS_ON_LOOP // keys.n_slices)
             leased = self._pool.lease_chain(
-                keys.root, few, keys.slices, rows, keys.spans, KEYS_ON_LOOP, own_chunks=asked.unused
+                keys.root,
+                few,
+                keys.slices,
+                rows,
+                keys.spans,
+                KEYS_ON_LOOP,
+                own_chunks=asked.unused,
+                tenant=asked.identity.tenant,
             )
             granted = NOTHING if leased is None else Granted(*leased[:5], rows)
             detail = "too many long lookups wait; this one got what can be leased at once"
@@ -585,7 +596,7 @@ class Lookups:
                 miss.chunks, 0, 0, 0, str(reason), detail, key, miss.last, slices[-KEY_BYTES:],
             )  # fmt: skip
             self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
-            self._learn(_note_missed, identity.root, miss.chain, slices[:KEY_BYTES])
+            self._learn(_note_missed, identity, miss.chain, slices)
 
     def note_hints(self, process: Process, hints: Sequence[Hint]) -> None:
         """Let the pool know what a process says of the chunks of its requests."""

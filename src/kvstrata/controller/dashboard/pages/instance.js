@@ -16,10 +16,10 @@ const EVERY_MS = 5_000;
 
 let asked = {}; // section → poller
 
-/** The cluster's models, and L1's section of the instance's status (null if the instance does not answer). */
+/** The cluster's models, and L1 and its tenants of the instance's status (null, [] if the instance does not answer). */
 async function summarised(path) {
   const [{ models }, status] = await Promise.all([get("/v1/models"), documentOf(path).catch(() => null)]);
-  return { models, pool: status?.pool ?? null };
+  return { models, pool: status?.pool ?? null, tenants: status?.tenants ?? [] };
 }
 
 function forecasts(one, { forecast_hits: hits, forecast_seconds: saved, extents_bytes: size }, redraw) {
@@ -28,6 +28,17 @@ function forecasts(one, { forecast_hits: hits, forecast_seconds: saved, extents_
       { name: "size", title: "L1", number: true, sort: (part) => part, cell: (part) => `${bytes(part * size)} (${part} ×)` },
       { name: "found", title: "Chunks found", number: true, sort: (part) => hits[part], cell: (part) => percent(hits[part]) },
       { name: "saved", title: "Prefill seconds saved", number: true, sort: (part) => saved[part], cell: (part) => percent(saved[part]) },
+    ] }));
+}
+
+function shares(one, rows, redraw) {
+  const sizes = ["0.5", "1", "2", "4"].map((part) => ({ name: `x${part}`, title: `Saved by ${part} × its L1`, number: true, sort: (row) => row.seconds?.[part] ?? -1, cell: (row) => percent(row.seconds?.[part]) }));
+  return h("section", { key: "shares" }, h("h2", {}, "What other shares of L1 would have saved"), table({
+    id: "instance-shares", caption: `Tenants' shares of L1 of ${one.id}`, rows, key: (row) => row.tenant, deps: (row) => [row.bytes, row.part, ...Object.values(row.seconds ?? {})], redraw, first: "bytes", down: true, columns: [
+      { name: "tenant", title: "Tenant", sort: (row) => row.tenant, cell: (row) => row.tenant || "(unnamed)" },
+      { name: "bytes", title: "L1", number: true, sort: (row) => row.bytes, cell: (row) => bytes(row.bytes) },
+      { name: "part", title: "Of all prefill", number: true, sort: (row) => row.part ?? -1, cell: (row) => percent(row.part) },
+      ...sizes,
     ] }));
 }
 
@@ -47,7 +58,7 @@ function start(context) {
 
 function summary(one, redraw) {
   const models = (asked[""]?.document?.models ?? []).filter(({ instances }) => instances.includes(one.id));
-  const pool = asked[""]?.document?.pool;
+  const { pool = null, tenants = [] } = asked[""]?.document ?? {};
   const tiers = tiersOf(one);
   const hits = Object.entries(one.hits_total);
   const all = hits.reduce((sum, [, value]) => sum + value, 0);
@@ -75,6 +86,7 @@ function summary(one, redraw) {
         { name: "used", title: "Bytes", wide: true, sort: (tier) => tier.used_bytes, cell: (tier) => usage(tier.used_bytes, tier.capacity_bytes) },
       ] })),
     pool && Object.keys(pool.forecast_seconds ?? {}).length > 0 && forecasts(one, pool, redraw),
+    tenants.length > 1 && shares(one, tenants, redraw),
     h("section", { key: "hits" }, h("h2", {}, "Chunks looked up since it started"), hits.length ? table({
       id: "instance-hits", caption: `Chunks looked up on ${one.id}`, rows: hits, key: ([name]) => name, deps: (row) => [...row, all], redraw, first: "count", down: true, columns: [
         { name: "source", title: "Found in", sort: ([name]) => name, cell: ([name]) => (name === "miss" ? "nowhere (miss)" : name) },
