@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.tiers.base import StorageAdapter
-from kvstrata.tiers.config import Make, Medium, TierConfig
+from kvstrata.tiers.config import CommonFields, Make, Medium, TierConfig
 from kvstrata.tiers.structs import Place
 
 TYPE = "peer"
@@ -26,7 +26,9 @@ def peer_tier(settings: PeerSettings, number: int) -> TierConfig:
         place=place,
         entry=_shown(settings),
         # The tier keeps its own, shorter deadlines; this one only guards against a mistake in the tier.
-        deadline_ms=2 * max(settings.lookup_timeout_ms, settings.load_timeout_ms) + 2_000,
+        common=CommonFields(
+            type=TYPE, deadline_ms=2 * max(settings.lookup_timeout_ms, settings.load_timeout_ms) + 2_000
+        ),
         # A read by NIXL may hang forever, and only the end of NIXL's process stops it.
         isolated=settings.engine == "nixl",
     )

@@ -218,7 +218,9 @@ def default_l1_bytes() -> int:
 def processes_bytes(adapters: list[TierConfig]) -> int:
     """Memory that the server and its adapter hosts take beside L1 and its index, when they begin to serve."""
     hosts = sum(config.isolated for config in adapters)
-    staging_bytes = sum(config.codec_staging_bytes for config in adapters if config.chain.encodes)
+    staging_bytes = sum(
+        int(config.common.codec_staging_mb * (1 << 20)) for config in adapters if config.chain.encodes
+    )
     return SERVER_BYTES + hosts * HOST_BYTES + staging_bytes
 
 

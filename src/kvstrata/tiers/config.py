@@ -37,7 +37,6 @@ from kvstrata.tiers.codec import ChainSettings, read_chain
 from kvstrata.tiers.structs import Place
 
 GROUP = "kvstrata.l2_adapters"
-MB = 1 << 20
 
 TYPES = {
     "disk": "kvstrata.tiers.media.disk:MEDIUM",
@@ -156,18 +155,10 @@ class TierConfig(NamedTuple):
     """Where the fields stand in the settings, for errors."""
     entry: Mapping[str, Any] = {}
     """The entry as it was given; admins see it."""
+    common: CommonFields = CommonFields(type="")
     chain: ChainSettings = ChainSettings()
-    codec_staging_bytes: int = 256 * MB
-    codec_workers: int = 2
-    policy: StorePolicy = StorePolicy.THROUGH
-    deadline_ms: int | None = None
-    """None: tiers.tier.DEADLINE_MS."""
-    max_stuck_bytes: int | None = None
-    """None: L1 / 16."""
     isolated: bool = False
     """The tier's medium runs in a process of its own."""
-    kill_ms: int | None = None
-    """None: KILL_DEADLINES deadlines (tiers/tier.py)."""
     folder: str = ""
     """The directory of this host that has the records; empty: there is none."""
 
@@ -216,14 +207,9 @@ def configure_tier(entry: str | Mapping[str, Any], index: int) -> TierConfig:
         fields=fields,
         place=place,
         entry=dict(entry),
+        common=common,
         chain=chain,
-        codec_staging_bytes=int(common.codec_staging_mb * MB),
-        codec_workers=common.codec_workers,
-        policy=common.policy,
-        deadline_ms=common.deadline_ms,
-        max_stuck_bytes=None if common.max_stuck_mb is None else int(common.max_stuck_mb * MB),
         isolated=isolated,
-        kill_ms=common.host_kill_ms,
         folder=medium.folder(fields),
     )
 

@@ -216,7 +216,7 @@ class TierPuts(Numbers):
         """`progressed` is called whenever a batch has ended."""
         self.tier = tier
         self.name = tier.name
-        self.planner = PutPlanner(tier.config.policy)
+        self.planner = PutPlanner(tier.config.common.policy)
         self.stopping = False
         """Whether a throttled put is skipped instead of tried again."""
         self._pool = pool

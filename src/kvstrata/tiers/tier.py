@@ -92,6 +92,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MB = 1 << 20
 STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 divided by this."""
 DEADLINE_MS = 5_000
@@ -156,8 +157,8 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
 def limits_of(config: TierConfig, l1_bytes: int) -> TierLimits:
     """The limits of a tier: those of its entry, or the defaults."""
     return TierLimits(
-        deadline_ms=config.deadline_ms or round(patience(DEADLINE_MS)),
-        max_stuck_bytes=config.max_stuck_bytes or l1_bytes // STUCK_SHARE,
+        deadline_ms=config.common.deadline_ms or round(patience(DEADLINE_MS)),
+        max_stuck_bytes=int((config.common.max_stuck_mb or 0) * MB) or l1_bytes // STUCK_SHARE,
     )
 
 
@@ -204,14 +205,16 @@ class Tier(TierNumbers):
         if config.isolated:
             host = HostedAdapter(
                 config,
-                kill_ms=config.kill_ms or KILL_DEADLINES * limits.deadline_ms,
+                kill_ms=config.common.host_kill_ms or KILL_DEADLINES * limits.deadline_ms,
                 bytes_per_kill=limits.bytes_per_deadline,
             )
         medium = host or config.make()
         medium.name = self.name
         if config.chain.encodes:
-            bounds = {"staging_bytes": config.codec_staging_bytes, "workers": config.codec_workers}
-            codec = Codec(self.name, config.chain, **bounds)
+            staging_bytes = int(config.common.codec_staging_mb * MB)
+            codec = Codec(
+                self.name, config.chain, staging_bytes=staging_bytes, workers=config.common.codec_workers
+            )
         return medium, host, codec
 
     @property
@@ -424,7 +427,7 @@ class Tier(TierNumbers):
         return {
             "name": self.name,
             "type": self.name.rpartition("-")[0],
-            "policy": str(self.config.policy),
+            "policy": str(self.config.common.policy),
             "persistent": self.capabilities.persistent,
             "shared": self.capabilities.shared,
             "entry": shown(self.config.entry)[0],

@@ -16,7 +16,7 @@ from kvstrata.testing.adapter_contract import ABSENT, EXISTS, LOADED, SIZE, STOR
 from kvstrata.testing.strategies import Settled, key_of, load_item, put_item, record_hold, settled, watched
 from kvstrata.tiers.base import AdapterContext, Capabilities, Item, Outcome, StorageAdapter
 from kvstrata.tiers.codec import ChainSettings, ZstdOptions
-from kvstrata.tiers.config import TierConfig
+from kvstrata.tiers.config import CommonFields, TierConfig
 from kvstrata.tiers.media.fs import FsAdapter
 from kvstrata.tiers.tier import Tier, TierLimits
 from tests.conformance.tiers.test_fs import Folder
@@ -39,7 +39,12 @@ def soft_put_item(key: bytes, length: int) -> Item:
 
 
 def tier_of(medium: StorageAdapter, chain: ChainSettings, staging_bytes: int = 8 << 20) -> Tier:
-    config = TierConfig(medium.name, lambda: medium, chain=chain, codec_staging_bytes=staging_bytes)
+    config = TierConfig(
+        medium.name,
+        lambda: medium,
+        chain=chain,
+        common=CommonFields(type="fs", codec_staging_mb=staging_bytes / (1 << 20)),
+    )
     return Tier(config, TierLimits(max_stuck_bytes=1 << 40), SystemClock())
 
 

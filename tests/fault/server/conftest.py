@@ -11,7 +11,7 @@ import pytest
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.tiers import tier as tiers
 from kvstrata.tiers.base import AdapterContext
-from kvstrata.tiers.config import StorePolicy, TierConfig, configure_tier
+from kvstrata.tiers.config import CommonFields, StorePolicy, TierConfig, configure_tier
 from kvstrata.tiers.fetch import FetchOutcome, PrefetchLimits
 from kvstrata.tiers.loads import PrefetchController
 from kvstrata.tiers.puts import RetryRule, StoreController, StoreLimits
@@ -28,7 +28,11 @@ class Tier(tiers.Tier):
     """A tier whose medium is an `fs` adapter with a planned set of faults."""
 
     def __init__(self, faults: FaultyAdapter, limits: TierLimits, policy: StorePolicy) -> None:
-        super().__init__(TierConfig(faults.name, lambda: faults, policy=policy), limits, CLOCK)
+        super().__init__(
+            TierConfig(faults.name, lambda: faults, common=CommonFields(type="fs", policy=policy)),
+            limits,
+            CLOCK,
+        )
         self.faults, self.plan = faults, faults.plan
 
     @property

@@ -59,8 +59,8 @@ def test_every_field_of_fs_and_its_older_name_is_read() -> None:
         "name": "fs_native-0",
     }
     assert isinstance(config.make(), FsAdapter)
-    assert config.policy is StorePolicy.SECOND_TOUCH
-    assert (config.deadline_ms, config.max_stuck_bytes) == (250, 64 << 20)
+    assert config.common.policy is StorePolicy.SECOND_TOUCH
+    assert (config.common.deadline_ms, config.common.max_stuck_mb) == (250, 64)
 
 
 def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,5 +186,5 @@ def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:
     with pytest.raises(ConfigError, match=r"l2_adapters\[0\].type: 'peer' .*controller.url"):
         configure_tier(entry, 0)
     config = peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "ucx"), 3)
-    assert (config.name, config.isolated, config.deadline_ms) == ("peer-3", False, 12_000)
+    assert (config.name, config.isolated, config.common.deadline_ms) == ("peer-3", False, 12_000)
     assert peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "nixl"), 3).isolated
