@@ -11,22 +11,22 @@ import pytest
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.config import configure_tier
 from kvstrata.tiers.lanes import Lane
-from kvstrata.tiers.media.resp.adapter import RespAdapter, RespSettings
+from kvstrata.tiers.media.resp.adapter import RespAdapter
 from kvstrata.tiers.media.resp.servers import Address
 
 SECRET = "hunter2"
 
 
-def made(**fields: Any) -> RespSettings:
+def made(**fields: Any) -> RespAdapter:
     entry = {"type": "resp", **fields}
     adapter = configure_tier(entry, 0).make()
     assert isinstance(adapter, RespAdapter)
-    return adapter.settings
+    return adapter
 
 
 @pytest.mark.usefixtures("patience_of_production")
 def test_every_field_that_users_know_is_read() -> None:
-    settings = made(
+    adapter = made(
         host="10.0.0.1",
         port=7000,
         username="u",
@@ -42,17 +42,17 @@ def test_every_field_that_users_know_is_read() -> None:
         tls_enable=True,
         tls_server_name="redis",
     )
-    servers = settings.servers
+    servers, config = adapter.servers, adapter.config
     assert (servers.username, servers.password, servers.database) == ("u", SECRET, 4)
     assert (servers.connection_timeout_s, servers.tls_server_name) == (1.5, "redis")
     assert isinstance(servers.tls, ssl.SSLContext) and servers.tls.verify_mode is ssl.CERT_REQUIRED
-    assert (settings.key_prefix, settings.ttl_ms, settings.request_timeout_s) == ("team-a/kv:", 90_000, 0.5)
-    assert (settings.num_workers, settings.per_op_workers) == (3, {Lane.LOOKUP: 1})
-    assert settings.capacity_bytes == 1 << 29
+    assert (config.key_prefix, config.ttl_seconds, adapter.timeout_s) == ("team-a/kv:", 90, 0.5)
+    assert (config.num_workers, config.per_op_workers) == (3, {Lane.LOOKUP: 1})
+    assert config.max_capacity_gb == 0.5
 
 
 def test_the_deadline_is_the_time_limit_where_no_other_is_given() -> None:
-    assert made(host="h", deadline_ms=250).request_timeout_s == 0.25
+    assert made(host="h", deadline_ms=250).timeout_s == 0.25
 
 
 @pytest.mark.parametrize("nodes", ["a:1,b:2 , [::1]:3", ["a:1", "b:2", "[::1]:3"]])

@@ -25,13 +25,12 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, verify_stored_record
+from kvstrata.patience import patience
 from kvstrata.text import one_line
 from kvstrata.tiers.base import (
     AdapterContext,
@@ -60,7 +59,10 @@ from kvstrata.tiers.media.resp.servers import Address, RespServers, Servers
 from kvstrata.tiers.media.shared import medium_word
 from kvstrata.tiers.reasons import FULL, MISMATCH, QUEUE_FULL, THROTTLED, TOO_LARGE
 from kvstrata.tiers.work import Work
-from kvstrata.types import KEY_BYTES
+from kvstrata.types import GB, KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvstrata.tiers.media.resp.config import RespConfig
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -68,53 +70,43 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 20
 """Payload bytes of one piece of a batch."""
 SCAN_COUNT = 1000
+DEADLINE_MS = 5_000
 CLEAR_S, WALK_S = 120.0, 3600.0
 """Longest time of a clear; a server may answer SCAN for ever."""
 ROOM_HOLDS_S = 0.5
 
 
-class RespSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Checked settings."""
-
-    servers: RespServers
-    key_prefix: str = "kvstrata:"
-    ttl_ms: int = 0
-    """How long a record lives after its put; 0: no limit."""
-    capacity_bytes: int = 0
-    """Nothing is put while all servers together use more memory than this; 0: no limit but the servers' own."""
-    request_timeout_s: float = 5.0
-    num_workers: int = 8
-    per_op_workers: dict[Lane, int] = {}
-
-
 class RespAdapter(StorageAdapter):
     """See the module."""
 
-    def __init__(self, settings: RespSettings, *, name: str = "resp") -> None:
+    def __init__(self, config: RespConfig, servers: RespServers, *, name: str = "resp") -> None:
+        """`config`: checked fields of an entry; `servers`: what they say about the servers."""
         self.name = name
-        servers = settings.servers
+        self.config = config
+        self.servers = servers
         self.capabilities = Capabilities(
             persistent=False,
             shared=True,
             medium=medium_word(
                 "resp",
-                settings.key_prefix,
+                config.key_prefix,
                 servers.database,
                 servers.master_name,
                 hosts=map(str, servers.addresses),
             ),
             max_batch=64,
         )
-        self.settings = settings
-        self._prefix = settings.key_prefix.encode()
-        self._servers = Servers(name, settings.servers)
+        self.timeout_s = config.request_timeout or (config.deadline_ms or patience(DEADLINE_MS)) / 1000
+        """Limit of one request."""
+        self._ttl_ms = int(config.ttl_seconds * 1000)
+        self._capacity_bytes = int(config.max_capacity_gb * GB)
+        """Nothing is put while all servers together use more memory than this; 0: no limit but the servers' own."""
+        self._prefix = config.key_prefix.encode()
+        self._servers = Servers(name, servers)
         self._pipelines = Pipelines(
-            self._servers,
-            self._prefix,
-            clustered=settings.servers.cluster,
-            timeout_s=settings.request_timeout_s,
+            self._servers, self._prefix, clustered=servers.cluster, timeout_s=self.timeout_s
         )
-        self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
+        self._lanes = Lanes(name, num_workers=config.num_workers, per_op_workers=config.per_op_workers)
         self._work = Work(name)
         self._room = (0.0, True)
         """Monotonic time until which the last answer of `_has_room` is reused, and that answer."""
@@ -203,7 +195,7 @@ class RespAdapter(StorageAdapter):
         """
         pieces: list[list[Any]] = []
         filling: dict[Address | None, tuple[list[Any], int]] = {}
-        clustered = self.settings.servers.cluster
+        clustered = self.servers.cluster
         for one in asked:
             key = one if isinstance(one, bytes) else one.key
             length = 0 if one is key else one.hold.length
@@ -287,7 +279,7 @@ class RespAdapter(StorageAdapter):
         """SET these values, where the flag says so only if they are absent; settles all but those that were not."""
         if not items:
             return []
-        words = [b"PX", b"%d" % self.settings.ttl_ms] if self.settings.ttl_ms else []
+        words = [b"PX", b"%d" % self._ttl_ms] if self._ttl_ms else []
 
         def write(i: int, name: bytes) -> Sequence[Buffer]:
             hold, only_new = items[i][0].hold, items[i][1]
@@ -421,8 +413,8 @@ class RespAdapter(StorageAdapter):
     def _has_room(self) -> bool:
         """Whether the servers use less than our own cap; the answer is reused for ROOM_HOLDS_S."""
         until_s, has_room = self._room
-        if self.settings.capacity_bytes and time.monotonic() >= until_s:
-            has_room = self._usage().used_bytes < self.settings.capacity_bytes
+        if self._capacity_bytes and time.monotonic() >= until_s:
+            has_room = self._usage().used_bytes < self._capacity_bytes
             self._room = time.monotonic() + ROOM_HOLDS_S, has_room
         return has_room
 
@@ -440,5 +432,5 @@ class RespAdapter(StorageAdapter):
                     records += max(0, keys)
         except LinkLost:
             return Usage(0, 0, 0)
-        caps = [cap for cap in (min(capacity_bytes, LARGEST_NUMBER), self.settings.capacity_bytes) if cap]
+        caps = [cap for cap in (min(capacity_bytes, LARGEST_NUMBER), self._capacity_bytes) if cap]
         return Usage(min(used_bytes, LARGEST_NUMBER), min(caps, default=0), min(records, LARGEST_NUMBER))

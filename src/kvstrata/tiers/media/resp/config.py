@@ -15,14 +15,12 @@ from kvstrata.config.private_file import read_private_file
 from kvstrata.patience import patience
 from kvstrata.text import remember_secret
 from kvstrata.tiers.config import Make, Medium
-from kvstrata.tiers.media.resp.adapter import RespAdapter, RespSettings
+from kvstrata.tiers.media.resp.adapter import RespAdapter
 from kvstrata.tiers.media.resp.servers import Address, RespServers
 from kvstrata.tiers.media.shared import NumWorkers, PerOpWorkers
 from kvstrata.tiers.structs import Place
-from kvstrata.types import GB
 
 PORT, SENTINEL_PORT = 6379, 26379
-DEADLINE_MS = 5_000
 PREFIX = re.compile(r"[A-Za-z0-9_.:/@-]{1,64}")
 """A valid `key_prefix`: no wildcards of SCAN, and no braces, which would put all keys of a cluster into one slot."""
 PLACES = ("host", "startup_nodes", "sentinels")
@@ -77,25 +75,6 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return "RespConfig(...)"  # the fields would show the password in a log
-
-
-def settings_of(config: RespConfig, place: Place) -> RespSettings:
-    """Check the fields; nothing is connected. Raises ConfigError."""
-    servers = _servers(config, place)
-    if PREFIX.fullmatch(config.key_prefix) is None:
-        raise place.wrong("key_prefix", config.key_prefix, "must be 1 to 64 letters, digits and _ . : / @ -")
-    timeout_s = config.request_timeout
-    return RespSettings(
-        servers=servers,
-        key_prefix=config.key_prefix,
-        ttl_ms=int(config.ttl_seconds * 1000),
-        capacity_bytes=int(config.max_capacity_gb * GB),
-        request_timeout_s=(config.deadline_ms or patience(DEADLINE_MS)) / 1000
-        if timeout_s is None
-        else timeout_s,
-        num_workers=config.num_workers,
-        per_op_workers=config.per_op_workers,
-    )
 
 
 def _servers(config: RespConfig, place: Place) -> RespServers:
@@ -225,8 +204,10 @@ def _one_of(config: RespConfig, place: Place, names: tuple[str, ...]) -> str | N
 
 
 def _prepare(config: RespConfig, place: Place, name: str) -> Make:
-    settings = settings_of(config, place)
-    return lambda: RespAdapter(settings, name=name)
+    servers = _servers(config, place)
+    if PREFIX.fullmatch(config.key_prefix) is None:
+        raise place.wrong("key_prefix", config.key_prefix, "must be 1 to 64 letters, digits and _ . : / @ -")
+    return lambda: RespAdapter(config, servers, name=name)
 
 
 MEDIUM = Medium(RespConfig, _prepare)
