@@ -113,10 +113,10 @@ async def opened_and_closed(adapter: MooncakeAdapter) -> None:
 
 def test_the_published_adapter_entry_is_accepted_unchanged() -> None:
     config = configure_tier(published_entry(), 0)
-    settings = adapter_of(config).settings
+    settings = adapter_of(config).config
     assert settings.num_workers == 4
     assert settings.per_op_workers == {Lane.LOOKUP: 1, Lane.LOAD: 1, Lane.PUT: 2}
-    assert settings.preregister
+    assert settings.preregister_l1_memory
     assert settings.setup == {
         "local_hostname": "node01",
         "metadata_server": "http://localhost:8080/metadata",
@@ -159,7 +159,7 @@ async def test_a_call_that_mooncake_refuses_is_an_error_with_its_name(package, m
 
 
 def test_the_numbers_of_replicas_are_no_options_of_setup_as_in_entries_for_lmcache() -> None:
-    settings = adapter_of(configure(replica_num="2", nof_replica_num=0)).settings
+    settings = adapter_of(configure(replica_num="2", nof_replica_num=0)).config
     assert settings.replicate == {"replica_num": 2, "nof_replica_num": 0}
     assert not {"replica_num", "nof_replica_num"} & settings.setup.keys()
     with pytest.raises(ConfigError, match=r"replica_num: must be a whole number from 0, found 'two'"):
@@ -177,7 +177,7 @@ async def test_rdma_without_a_network_card_is_an_error(tmp_path, monkeypatch):
 
 def test_names_of_mooncakes_own_configuration_file_are_those_of_setup() -> None:
     adapter = adapter_of(configure(master_server_address="m:50051", device_name="mlx5_0"))
-    assert adapter.settings.setup == {**SETUP, "master_server_addr": "m:50051", "rdma_devices": "mlx5_0"}
+    assert adapter.config.setup == {**SETUP, "master_server_addr": "m:50051", "rdma_devices": "mlx5_0"}
     assert (
         adapter.capabilities.medium == adapter_of(configure(master_server_addr="m:50051")).capabilities.medium
     )

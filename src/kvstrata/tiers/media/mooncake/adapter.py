@@ -25,8 +25,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvstrata.errors import ConfigError, StorageError
@@ -51,6 +51,7 @@ from kvstrata.tiers.work import Work
 
 if TYPE_CHECKING:
     from kvstrata.native.core import Hold
+    from kvstrata.tiers.media.mooncake.config import MooncakeConfig
 
 log = logging.getLogger(__name__)
 _thinning = Thinning()
@@ -86,34 +87,25 @@ _REASONS = {
 """Short reasons for codes of Mooncake's ErrorCode (mooncake-store/include/types.h)."""
 
 
-class MooncakeSettings(NamedTuple):
-    """Checked fields of an entry."""
-
-    setup: Mapping[str, str | float | bool]
-    """Arguments of Mooncake's `setup`, as given."""
-    replicate: Mapping[str, Any] = {}
-    """Attributes of the ReplicateConfig of every put."""
-    preregister: bool = True
-    num_workers: int = 4
-    per_op_workers: Mapping[Lane, int] = {}
-
-
 class MooncakeAdapter(StorageAdapter):
-    """See the module. Nothing is reserved, connected or imported before `open`."""
+    """See the module. Nothing is reserved, connected or imported before `open`.
 
-    def __init__(self, settings: MooncakeSettings, *, name: str = "mooncake_store") -> None:
+    `config`: the checked fields of an entry, with Mooncake's own names of its options.
+    """
+
+    def __init__(self, config: MooncakeConfig, *, name: str = "mooncake_store") -> None:
         self.name = name
-        self.settings = settings
+        self.config = config
         self.capabilities = Capabilities(
             persistent=False,
             shared=True,
             medium=medium_word(
-                "mooncake", hosts=[str(settings.setup.get("master_server_addr") or DEFAULT_MASTER)]
+                "mooncake", hosts=[str(config.setup.get("master_server_addr") or DEFAULT_MASTER)]
             ),
-            wants_registered_memory=settings.preregister,
+            wants_registered_memory=config.preregister_l1_memory,
             quiesce="never",
         )
-        self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
+        self._lanes = Lanes(name, num_workers=config.num_workers, per_op_workers=config.per_op_workers)
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
         self._store: Any = None
         self._replicate: Any = None
@@ -152,7 +144,7 @@ class MooncakeAdapter(StorageAdapter):
         await self._lanes.close()
 
     def _set_up(self, context: AdapterContext) -> None:
-        setup = self.settings.setup
+        setup = self.config.setup
         check_nics(self.name, str(setup.get("protocol", "tcp")), str(setup.get("rdma_devices", "")))
         module = import_store(self.name)
         self._replicate = self._replicate_config(module)
@@ -171,7 +163,7 @@ class MooncakeAdapter(StorageAdapter):
                 f" {dict(setup)}",
                 field=self.name,
             )
-        if self.settings.preregister and (
+        if self.config.preregister_l1_memory and (
             code := store.register_buffer(context.region_address, context.region_bytes)
         ):
             store.close()
@@ -185,7 +177,7 @@ class MooncakeAdapter(StorageAdapter):
     def _replicate_config(self, module: Any) -> Any:
         config = module.ReplicateConfig()
         known = [name for name in dir(config) if not name.startswith("_")]
-        for name, value in self.settings.replicate.items():
+        for name, value in (self.config.replicate or {}).items():
             if name not in known:
                 raise self._wrong(
                     f"replicate.{name}: not an option of this Mooncake, which has {', '.join(known)}"

@@ -12,11 +12,7 @@ import msgspec
 from kvstrata.config.common_model import says
 from kvstrata.config.demands import nearest
 from kvstrata.tiers.config import COMMON, Make, Medium
-from kvstrata.tiers.media.mooncake.adapter import (
-    SETUP_KEYS,
-    MooncakeAdapter,
-    MooncakeSettings,
-)
+from kvstrata.tiers.media.mooncake.adapter import SETUP_KEYS, MooncakeAdapter
 from kvstrata.tiers.media.mooncake.sdk import check_nics, import_store
 from kvstrata.tiers.media.shared import NumWorkers, PerOpWorkers
 from kvstrata.tiers.structs import Place
@@ -78,14 +74,8 @@ def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
     for key in ("local_hostname", "metadata_server"):
         if key not in setup:
             raise place.wrong(key, None, "must be given, since Mooncake's setup requires it")
-    settings = MooncakeSettings(
-        setup=setup,
-        replicate=replicate,
-        preregister=config.preregister_l1_memory,
-        num_workers=config.num_workers,
-        per_op_workers=config.per_op_workers,
-    )
-    return lambda: MooncakeAdapter(settings, name=name)
+    config = msgspec.structs.replace(config, setup=setup, replicate=replicate)
+    return lambda: MooncakeAdapter(config, name=name)
 
 
 def _look(config: MooncakeConfig, name: str) -> None:
