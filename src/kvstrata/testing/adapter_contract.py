@@ -101,6 +101,27 @@ class Medium(ABC):
         self.write(other, first)
 
 
+async def put_numbers(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
+    """Put records by number and check their holds."""
+    items = [put_item(key_of(n), size) for n in numbers]
+    outcomes = await settled(adapter.put, items)
+    for item in items:
+        watched(item).check()
+    return outcomes
+
+
+async def load_numbers(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
+    """Load records by number; check their holds, and the bytes of the LOADED ones."""
+    items = [load_item(key_of(n), size) for n in numbers]
+    outcomes = await settled(adapter.load, items)
+    for number, item, outcome in zip(numbers, items, outcomes, strict=True):
+        watched(item).check()
+        if outcome.outcome is Outcome.LOADED:
+            right = loaded_payload(item, size) == payload_of(item.key, size)
+            assert right, f"record {number} was loaded with other bytes"
+    return outcomes
+
+
 @pytest.mark.asyncio
 class AdapterContract(ABC):
     """The contract, see the module. A subclass sets `has_cap` and the names after it for its adapter."""
@@ -140,24 +161,8 @@ class AdapterContract(ABC):
         """The medium of one test."""
         return self.make_medium(tmp_path)
 
-    async def put(self, adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
-        """Put records by number and check their holds."""
-        items = [put_item(key_of(n), size) for n in numbers]
-        outcomes = await settled(adapter.put, items)
-        for item in items:
-            watched(item).check()
-        return outcomes
-
-    async def load(self, adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
-        """Load records by number; check their holds, and the bytes of the LOADED ones."""
-        items = [load_item(key_of(n), size) for n in numbers]
-        outcomes = await settled(adapter.load, items)
-        for number, item, outcome in zip(numbers, items, outcomes, strict=True):
-            watched(item).check()
-            if outcome.outcome is Outcome.LOADED:
-                right = loaded_payload(item, size) == payload_of(item.key, size)
-                assert right, f"record {number} was loaded with other bytes"
-        return outcomes
+    put = staticmethod(put_numbers)
+    load = staticmethod(load_numbers)
 
     # -- batches -------------------------------------------------------------------------------------------
 

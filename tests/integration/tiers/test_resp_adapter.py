@@ -17,14 +17,14 @@ import redis
 
 from kvstrata.errors import ConfigError, KvstrataError, StorageError
 from kvstrata.testing.adapter_contract import EXISTS, LOADED, SIZE, STORED
+from kvstrata.testing.adapter_contract import load_numbers as load
+from kvstrata.testing.adapter_contract import put_numbers as put
 from kvstrata.testing.strategies import (
     Settled,
     ask_for,
     key_of,
     lent_context,
     load_item,
-    loaded_payload,
-    payload_of,
     put_item,
     record_length,
     settled,
@@ -64,24 +64,6 @@ async def opened(entry: dict[str, Any]) -> AsyncIterator[StorageAdapter]:
         yield adapter
     finally:
         await adapter.close()
-
-
-async def put(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
-    items = [put_item(key_of(n), size) for n in numbers]
-    outcomes = await settled(adapter.put, items)
-    for item in items:
-        watched(item).check()
-    return outcomes
-
-
-async def load(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[Settled]:
-    items = [load_item(key_of(n), size) for n in numbers]
-    outcomes = await settled(adapter.load, items)
-    for item, outcome in zip(items, outcomes, strict=True):
-        watched(item).check()
-        if outcome == LOADED:
-            assert loaded_payload(item, size) == payload_of(item.key, size)
-    return outcomes
 
 
 def name_of(number: int) -> str:
