@@ -4,7 +4,6 @@
 - `ext/cython/core.pyx` and `connector.pyx`, which include the files of their folders, become the modules
   `kvstrata.native.core` and `connector`, linked with that library.
 - `ext/core/include` goes into `kvstrata/include`, for connectors that others write in C++.
-- `ext/ucx` becomes `kvstrata.native.ucx` where UCX's headers are found; libucp itself is loaded at run time.
 - `ext/cuda/*.cpp` go into `kvstrata.native.cuda`, which needs nothing of CUDA to be built or loaded; its kernels,
   `ext/cuda/kernels.cu`, become `kvstrata/native/kvstrata_cuda.fatbin` where nvcc is found.
 
@@ -13,7 +12,7 @@ C++ sources are found by pattern: a new file needs no edit here. Compiled files 
 
 Environment: `CXX`, `CPPFLAGS`, `CXXFLAGS`, `LDFLAGS` as usual; `KVSTRATA_WERROR=1` turns warnings into
 errors; `KVSTRATA_CUDA` is `auto` (default), `require` (no nvcc is an error) or `off`; `CUDA_HOME` names the
-toolkit; `KVSTRATA_UCX` is `auto`, `require` (no headers of UCX is an error) or `off`.
+toolkit.
 """
 
 from __future__ import annotations
@@ -83,12 +82,11 @@ class BuildNative(build_ext):
         with ThreadPoolExecutor(max_workers=1) as beside:
             # One process for half a minute, while the modules are compiled on all cores.
             making = beside.submit(native.make_kernels, builder, werror=native.WERROR)
-            failed = native.make_modules(builder, MODULES, int(self.parallel or native.jobs_wanted()), made)
+            native.make_modules(builder, MODULES, int(self.parallel or native.jobs_wanted()), made)
             kernels = making.result()
         placed = {NATIVE / native.FATBIN: kernels} if kernels else {}
         for module in MODULES:
-            if module.name not in failed:
-                placed[Path(self.get_ext_filename(module.name))] = Path(made(module.name))
+            placed[Path(self.get_ext_filename(module.name))] = Path(made(module.name))
         beside_sources = self.inplace or self.editable_mode
         tree = Path("src" if beside_sources else self.build_lib)
         if not beside_sources:
@@ -115,8 +113,6 @@ except BuildFailed as error:
     raise NativeBuildFailed(str(error)) from None
 setup(
     # setuptools asks only which modules there are; they are built by BuildNative.
-    ext_modules=[
-        Extension(module.name, list(module.sources), optional=module.optional) for module in MODULES
-    ],
+    ext_modules=[Extension(module.name, list(module.sources)) for module in MODULES],
     cmdclass={"build_py": BuildPackages, "build_ext": BuildNative},
 )

@@ -1,4 +1,4 @@
-"""A child process that times reads of another process's registered memory by one of our transfer engines or bare NIXL.
+"""A child process that times reads of another process's registered memory by our NIXL engine or bare NIXL.
 
 The owner of the memory runs this module, too.  Both take requests as JSON lines (tests/harness/child.py).
 """
@@ -17,7 +17,7 @@ POLL_S = 50e-6
 
 
 class Engine(Peer):
-    """One of our transfer engines. A read is timed from its call to its answer on the event loop."""
+    """Our NIXL engine. A read is timed from its call to its answer on the event loop."""
 
     def time_read(self, items: list[list[int]], times: int) -> list[float]:
         """Read `items` `times` times; return the seconds of each read."""
@@ -53,10 +53,6 @@ class Bare:
         self.bases = int(metadata[:16], 16)
         self.owner = self.agent.add_remote_agent(bytes.fromhex(metadata[16:]))
 
-    def transports(self, peer: str) -> str:
-        """Return nothing: NIXL does not tell its transports."""
-        return ""
-
     def time_read(self, items: list[list[int]], times: int) -> list[float]:
         """Read `items` `times` times; return the seconds of each read."""
         agent = self.agent
@@ -88,7 +84,7 @@ def main() -> None:
     # NIXL's logger writes to stdout, which carries our answers.
     answers, out = os.dup(1), os.dup(2)
     os.dup2(out, 1)
-    reader: Any = Bare() if name == "bare" else Engine(name, {})
+    reader: Any = Bare() if name == "bare" else Engine({})
     os.dup2(answers, 1)
     names = [name for name in dir(reader) if not name.startswith("_") and callable(getattr(reader, name))]
     child.serve({name: getattr(reader, name) for name in names})

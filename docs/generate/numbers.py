@@ -24,7 +24,7 @@ from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.logging import LogNumbers
 from kvstrata.observability.numbers import Family, Numbers, families
 from kvstrata.observability.tracing import Tracer
-from kvstrata.p2p.serving import PeerLeases
+from kvstrata.p2p.serving import RecordServer
 from kvstrata.process.http_connections import Bounds, UnderWay
 from kvstrata.process.lifecycle import ProcessNumbers
 from kvstrata.rpc.control_port import ControlPort
@@ -55,7 +55,7 @@ SERVER: Parts = {
     "recuts": (Recuts,),
     "claims": (Claims,),
     "cluster": (Membership,),
-    "peers_served": (PeerLeases,),
+    "peers_served": (RecordServer,),
     "control": (HeldChunks, ControlPort, ZmqServer),
     "attach": (AttachServer,),
     "rpc": (Traffic,),

@@ -56,7 +56,6 @@ ARCHITECTURES = (80, 90, 100)
 # The compiled code has one IEEE operation for each operation in the source, so the kernels and the CPU's codec compute
 # the same bits.
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-Iext/core/src"]
-OLDEST_UCX = [1, 16]
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,6 @@ class Module:
     sources: tuple[str, ...]
     """The Cython source, then C++ sources."""
     includes: tuple[str, ...] = ()
-    optional: bool = False
-    """If the module cannot be compiled, the build prints a warning and leaves it out."""
 
 
 def found(pattern: str) -> tuple[str, ...]:
@@ -74,17 +71,12 @@ def found(pattern: str) -> tuple[str, ...]:
 
 
 def modules() -> list[Module]:
-    """The modules of the package. Raises BuildFailed for a wrong or impossible KVSTRATA_UCX."""
-    wanted = [
+    """The modules of the package."""
+    return [
         Module("kvstrata.native.core", ("ext/cython/core.pyx",)),
         Module("kvstrata.native.connector", ("ext/cython/connector.pyx",)),
         Module("kvstrata.native.cuda", ("ext/cuda/cuda.pyx", *found("ext/cuda/*.cpp")), ("ext/cuda",)),
     ]
-    if headers := find_ucx():
-        sources = ("ext/ucx/ucx.pyx", *found("ext/ucx/*.cpp"))
-        optional = os.environ.get("KVSTRATA_UCX") != "require"
-        wanted.append(Module("kvstrata.native.ucx", sources, ("ext/ucx", str(headers)), optional))
-    return wanted
 
 
 def wish_for(variable: str) -> str:
@@ -99,26 +91,6 @@ def package_folders(name: str) -> list[Path]:
     """The folders of a package of the Python that builds; none if it is not installed."""
     package = importlib.util.find_spec(name)
     return [Path(folder) for folder in (package and package.submodule_search_locations) or ()]
-
-
-def find_ucx() -> Path | None:
-    """The folder of UCX's headers: in the package `libucx` of the Python that builds, or the system's. If there is none
-    of UCX 1.16 or newer, prints a line that says so and returns None; with KVSTRATA_UCX=require, raises BuildFailed.
-    """
-    wish = wish_for("KVSTRATA_UCX")
-    if wish == "off":
-        return None
-    folders = [folder / "include" for folder in package_folders("libucx")]
-    for folder in [*folders, Path("/usr/local/include"), Path("/usr/include")]:
-        version = folder / "ucp" / "api" / "ucp_version.h"
-        numbers = re.findall(r"#define UCP_API_M\w+ +(\d+)", version.read_text()) if version.exists() else []
-        if [int(number) for number in numbers] >= OLDEST_UCX:
-            return folder
-    if wish == "require":
-        what = f"no headers of UCX {OLDEST_UCX[0]}.{OLDEST_UCX[1]} or newer"
-        raise BuildFailed(f"KVSTRATA_UCX=require: {what}; pip install libucx-cu13, or install libucx-dev")
-    print("ucx: no headers found, the UCX transfer engine is left out (see docs/p2p.md)")
-    return None
 
 
 def jobs_wanted() -> int:
@@ -239,9 +211,8 @@ def make_core(builder: Builder, pool: ThreadPoolExecutor) -> str:
 
 def make_modules(
     builder: Builder, wanted: Sequence[Module], jobs: int, target_of: Callable[[str], str]
-) -> set[str]:
-    """Builds modules, each at `target_of(name)`; returns the names of the optional ones that failed to build."""
-    failed: dict[str, str] = {}
+) -> None:
+    """Builds modules, each at `target_of(name)`."""
     objects: dict[str, list[str]] = {}
 
     def compile_module(module: Module) -> None:
@@ -250,13 +221,8 @@ def make_modules(
         flags = python_flags(module, generated=True)
         steps.append(compile_step(translation.product, object_of(translation.product), flags))
         objects[module.name] = [step.product for step in steps]
-        try:
-            for step in [translation, *steps]:
-                builder.make(step)
-        except BuildFailed as error:
-            if not module.optional:
-                raise
-            failed[module.name] = str(error)
+        for step in [translation, *steps]:
+            builder.make(step)
 
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
         core = core_steps()
@@ -270,13 +236,9 @@ def make_modules(
         )
         builder.make(archive_step(sorted(step.product for step in core)))
         for module in wanted:
-            if module.name not in failed:
-                inputs = [*objects[module.name], LIBRARY]
-                builder.make(link_step(inputs, target_of(module.name), "-shared"))
-    for name, message in failed.items():
-        print(f"{message}\nwarning: {name} is left out")
+            inputs = [*objects[module.name], LIBRARY]
+            builder.make(link_step(inputs, target_of(module.name), "-shared"))
     builder.sweep()
-    return set(failed)
 
 
 def find_nvcc() -> list[str] | None:

@@ -29,9 +29,9 @@ def chain(name: str, n_chunks: int, n_slices: int = 1) -> list[bytes]:
 class L1:
     """A pool, and the row of one worker that stores records in it and reads them."""
 
-    def __init__(self, extents_bytes: int = L1_BYTES) -> None:
+    def __init__(self, extents_bytes: int = L1_BYTES, policy: str = "VALUE") -> None:
         fds = [os.memfd_create(name) for name in ("index", "extents")]
-        self.pool = Pool.create(*fds, extents_bytes=extents_bytes, entry_capacity=1024)
+        self.pool = Pool.create(*fds, extents_bytes=extents_bytes, entry_capacity=1024, policy=policy)
         for fd in fds:
             os.close(fd)
         self.row = self.pool.claim_row(b"s" * 16, b"g" * 16, os.getpid())

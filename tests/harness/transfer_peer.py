@@ -1,4 +1,4 @@
-"""A child process with a transfer engine over memory of its own; it takes requests as JSON lines (see child.py)."""
+"""A child process with NIXL over memory of its own; it takes requests as JSON lines (see child.py)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,8 @@ import zlib
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from kvstrata.p2p.engines.base import ReadItem, Region, TransferEngine
+from kvstrata.p2p.nixl import NixlEngine, ReadItem, Region
 from tests.harness import child
-
-
-def make_engine(name: str, settings: Mapping[str, str]) -> TransferEngine:
-    if name == "nixl":
-        from kvstrata.p2p.engines.nixl import NixlEngine
-
-        return NixlEngine(settings)
-    from kvstrata.p2p.engines.ucx import UcxEngine
-
-    return UcxEngine(settings)
 
 
 class Memory:
@@ -62,12 +52,12 @@ def _block(seed: int) -> bytes:
 
 
 class Peer:
-    """The child's transfer engine, on a loop in a thread of its own; the operations run on the main thread."""
+    """The child's NIXL, on a loop in a thread of its own; the operations run on the main thread."""
 
-    def __init__(self, engine: str, settings: Mapping[str, str]) -> None:
+    def __init__(self, settings: Mapping[str, str]) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.engine = make_engine(engine, settings)
+        self.engine = NixlEngine(settings)
         self.memory: Memory
         self.reads: dict[int, Any] = {}
         self.ended: dict[int, int] = {}
@@ -140,11 +130,6 @@ class Peer:
                 continue  # not a socket, or a listening one
         return cut
 
-    def transports(self, peer: str) -> str:
-        """Return the transports that reads of a peer use; empty if the engine does not tell."""
-        tell = getattr(self.engine, "transports", None)
-        return tell(peer) if tell is not None else ""
-
     def disconnect(self, peer: str) -> None:
         self.run(self.engine.disconnect(peer))
 
@@ -153,8 +138,7 @@ class Peer:
 
 
 def main() -> None:
-    engine, *pairs = sys.argv[1:]
-    peer = Peer(engine, dict(pair.split("=", 1) for pair in pairs))
+    peer = Peer(dict(pair.split("=", 1) for pair in sys.argv[1:]))
     names = [name for name in dir(Peer) if not name.startswith("_") and name != "run"]
     child.serve({name: getattr(peer, name) for name in names})
     peer.close()

@@ -16,8 +16,6 @@ from pathlib import Path
 from tests.tools import locked, provision
 from tests.tools.provision import StepFailed, Unavailable
 
-UCX = ("libucx-cu13==1.22.0",)
-"""UCX's headers and libraries. Its support of CUDA is a separate plugin, so CUDA's own packages are not needed."""
 NIXL = ("nixl==1.5.1", "nixl-cu13==1.5.1", "numpy>=1.26")
 """All that NIXL's UCX backend needs; the dependencies that the packages declare would take 5.9 GB."""
 NVCC = (
@@ -42,7 +40,7 @@ SGLANG = (
 """Some 50 MB. torchvision is the release for the torch of `vllm_env`; of its kernels none is used."""
 VLLM_FOR_GPUS = ("vllm==0.33.0",)
 """A version that has wheels for a GPU only; tests use its Python."""
-SETS = (UCX, NIXL, NVCC, MOONCAKE, ENVOY, HELM, KUBERNETES, SGLANG, VLLM_FOR_GPUS)
+SETS = (NIXL, NVCC, MOONCAKE, ENVOY, HELM, KUBERNETES, SGLANG, VLLM_FOR_GPUS)
 FETCHED = tuple(each for packages in SETS for each in packages)
 """What `requirements/fetched.lock` pins, without dependencies."""
 

@@ -119,7 +119,7 @@ def prepare(end_s: float) -> str:
             f"GPU_PYTHON={platform.python_version().rpartition('.')[0]}`, then bring build/gpu-pack here."
         )
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    done = run(build, end_s, KVSTRATA_CUDA="require", KVSTRATA_UCX="off")
+    done = run(build, end_s, KVSTRATA_CUDA="require")
     if done.failure:
         return f"the native modules cannot be compiled: {done.output}"
     METADATA.mkdir(parents=True, exist_ok=True)  # it names the types of L2 adapters

@@ -31,7 +31,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.tools import fetch_wheels, locked, provision
+from tests.tools import locked, provision
 from tests.tools.provision import ROOT, StepFailed, Steps
 
 SUPPORTED_MINORS = (11, 12, 13)
@@ -41,10 +41,9 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 METADATA = ROOT / "build" / "metadata"
 STAMP = VENV / ".kvstrata-setup.json"
-UCX_LINK = VENV / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "kvstrata-ucx.pth"
 BUILD_VARIABLES = (
     *("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "KVSTRATA_WERROR"),
-    *("KVSTRATA_CUDA", "CUDA_HOME", "KVSTRATA_UCX"),
+    *("KVSTRATA_CUDA", "CUDA_HOME"),
 )
 LOCK = locked.lock_path("test")
 """BUILD_TOOLS and what pyproject.toml declares, as versions with hashes (`make lock`)."""
@@ -145,7 +144,7 @@ def digest_of(paths: Iterable[Path], *extra: str) -> str:
 
 
 def native_sources() -> list[Path]:
-    folders = ("ext/core/include", "ext/core/src", "ext/cython", "ext/cuda", "ext/ucx", "ext/make")
+    folders = ("ext/core/include", "ext/core/src", "ext/cython", "ext/cuda", "ext/make")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     found = [path for path in found if path.suffix != ".pyc"]
     return [ROOT / "setup.py", *found]
@@ -178,9 +177,6 @@ def wanted_state() -> dict[str, str]:
     return {
         "environment": f"{python} {VENV}",
         "packages": digest_of([LOCK], python),
-        "ucx": digest_of(
-            [], python, fetch_wheels.lock_of(fetch_wheels.UCX), os.environ.get("KVSTRATA_UCX", "")
-        ),
         "native": digest_of(native_sources(), python, *variables, str(nvcc_found())),
         "install": digest_of(metadata, python, str(ROOT)),
     }
@@ -220,12 +216,10 @@ def main() -> int:
             done.pop("native", None)
         if not METADATA.exists():
             done.pop("install", None)
-        if UCX_LINK.exists() and not Path(UCX_LINK.read_text().strip()).is_dir():
-            done.pop("ucx", None)  # somebody has deleted the cache folder
         if only == "packages":
             wanted = {step: wanted[step] for step in ("environment", "packages")}
         elif only == "built" and "native" in done:
-            wanted |= {step: done[step] for step in ("ucx", "native") if step in done}
+            wanted |= {step: done[step] for step in ("native",) if step in done}
         if due(wanted, done):
             problems = check_machine("native" in due(wanted, done))
             if problems:
@@ -269,16 +263,12 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
         with steps.step(f"install packages ({locked.download_mb('test')} MB)"):
             locked.install(steps, LOCK, python=VENV_PYTHON)
         finished("packages")
-    if "ucx" in due(wanted, done):
-        provide_ucx()
-        done.pop("native", None)
-        finished("ucx")
     if "native" in due(wanted, done):
         sources = sum(path.suffix in (".cpp", ".cu", ".pyx") for path in native_sources())
         with steps.step(f"compile the native modules ({sources} sources)"):
             output = steps.run([VENV_PYTHON, "setup.py", "build_ext", "--inplace"], environment=environment)
         for line in output.splitlines():
-            if line.startswith(("cuda:", "ucx:")):
+            if line.startswith("cuda:"):
                 print(f"             {line}", file=sys.stderr)
         finished("native")
     if "install" in due(wanted, done):
@@ -296,17 +286,6 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
             METADATA.mkdir(parents=True, exist_ok=True)
             steps.run([VENV_PYTHON, "setup.py", "egg_info", "--egg-base", METADATA], environment=environment)
         finished("install")
-
-
-def provide_ucx() -> None:
-    """Lets .venv see UCX's headers and libraries in the cache folder. Without them one engine is not built."""
-    UCX_LINK.unlink(missing_ok=True)
-    if os.environ.get("KVSTRATA_UCX") == "off":
-        return
-    try:
-        UCX_LINK.write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX)}\n")
-    except fetch_wheels.Unavailable as error:
-        print(f"             ucx: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

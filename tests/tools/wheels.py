@@ -25,7 +25,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.tools import fetch_wheels, locked, provision
+from tests.tools import locked, provision
 from tests.tools.provision import ROOT, StepFailed, Steps
 from tests.tools.setup_env import BUILD_TOOLS, SUPPORTED_MINORS
 
@@ -81,11 +81,6 @@ def tool_environment(tag: str, python: str) -> Path:
         locked.install(steps, locked.lock_path("wheel-build"), python=made)
 
     provision.made(folder, f"fetch what builds wheels for {tag}", fill, "wheels.log")
-    [site] = folder.glob("lib/python*/site-packages")
-    try:
-        (site / "kvstrata-ucx.pth").write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX)}\n")
-    except fetch_wheels.Unavailable as error:
-        print(f"             ucx: {str(error).splitlines()[0]}", file=sys.stderr)
     return folder / "bin" / "python"
 
 
@@ -120,7 +115,7 @@ def make(steps: Steps, wished: list[str]) -> None:
                 [python, "-m", "auditwheel", "repair", "--wheel-dir", DIST, wheel], environment=environment
             )
         for line in output.splitlines():
-            if line.startswith(("cuda:", "ucx:")):
+            if line.startswith("cuda:"):
                 print(f"             {line}", file=sys.stderr)
     for path in sorted(DIST.iterdir()):
         print(f"{path.relative_to(ROOT)} {path.stat().st_size / 1e6:.1f} MB")

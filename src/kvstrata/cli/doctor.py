@@ -165,6 +165,8 @@ def _server(settings: ServerSettings, environ: Mapping[str, str]) -> Iterator[Fi
     for lack in lacking:
         yield Finding("settings", "warn", lack, "correct the setting, or this machine")
     yield running
+    if planned.p2p_engine is not None:
+        yield Finding("bytes of peers", "ok", planned.p2p_engine.why)
     yield from _shared_memory(settings)
     if settings.l1.use_hugepages:
         reserve, needed = huge_pages(), planned.extents_bytes // linux.HUGE_PAGE_BYTES

@@ -79,7 +79,7 @@ instance_id port socket_dir chunk_size l1.size_gb l1.use_hugepages l1.numa
 --forget-on-exit=l1.forget_on_exit --eviction-policy=l1.eviction_policy
 --l2-adapter=l2_adapters
 http.host http.port --no-http=http.host controller.url --cluster-curve-file=controller.curve_file
-p2p.engine p2p.listen p2p.advertise p2p.tcp p2p.mac --zone=p2p.zone --insecure=security.insecure
+p2p.engine p2p.listen p2p.advertise p2p.data_port p2p.tcp p2p.seal --zone=p2p.zone --insecure=security.insecure
 --otlp-endpoint=observability.otlp_endpoint
 """
 CONTROLLER = """

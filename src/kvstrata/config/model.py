@@ -98,11 +98,12 @@ class ControllerLinkSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_u
 
 
 class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings for reading the L1 of other instances of the cluster, and for leasing this instance's L1 to them."""
+    """Settings for reading the L1 of other instances of the cluster, and for sending them this instance's."""
 
-    engine: Annotated[Literal["auto", "ucx", "nixl", "off"], says(
-        "Transfer engine that moves the bytes; `auto`: ucx if this build has it, else nixl if it is installed, else "
-        "off. All peers must use the same engine.")] = "auto"
+    engine: Annotated[Literal["auto", "tcp", "nixl", "off"], says(
+        "What moves the bytes. `tcp`: owners send them over connections of ours (a unix socket on one host); "
+        "`nixl`: readers fetch them through NIXL; `auto`: nixl if this host has an RDMA card and NIXL is installed, "
+        "else tcp. All peers must use the same engine.")] = "auto"
     listen: Annotated[str, says(
         "HOST:PORT of the control port, where controllers, gateways and peers ask; port 0 takes a free one.",
         pattern=r"^[^\s/]+:\d{1,5}$", demand="must be HOST:PORT, such as localhost:0")] = "localhost:0"
@@ -113,15 +114,18 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "UCX may use tcp. Whoever reaches its ports can read and write the memory of the server, so keep them in a "
         "network that only the instances share. If false, UCX uses RDMA cards and, on one host, shared memory, unless "
         "`UCX_TLS` in the environment says otherwise.")] = False
-    mac: Annotated[bool, says(
-        "The owner of each record that is read computes its MAC with a key of that read, and only bytes with that MAC "
-        "are served, so bytes that somebody has changed on the network are not. Needs a cluster with keys and the "
-        "Python package `cryptography`. All peers must use the same value.")] = False
+    data_port: Annotated[int, says(
+        "Port on the host of `listen` on which records are sent; 0 takes a free one.", ge=0, le=65_535)] = 0
+    seal: Annotated[bool, says(
+        "What owners send is encrypted and authenticated (AES-256-GCM), so that nobody on the network can read or "
+        "change it. Needs `engine` tcp, a cluster with keys and the Python package `cryptography`. All peers must use "
+        "the same value.")] = False
     zone: Annotated[str, says(
         "Zone of this instance; it prefers to read from instances of its own zone.",
         pattern=r"^[A-Za-z0-9._-]{0,64}$", demand=NAME)] = ""
     lookup_timeout_ms: Annotated[int, says(
-        "Time for the directory and an owner to answer a lookup.", limit=True, ge=1, le=60_000)] = 250
+        "Time for the directory, and for single chunks an owner, to answer a lookup.", limit=True, ge=1, le=60_000
+        )] = 250
     load_timeout_ms: Annotated[int, says(
         "Time for reading one batch from a peer.", limit=True, ge=1, le=60_000)] = 5_000
 

@@ -33,7 +33,7 @@ SHOWN = frozenset({
     "load", "load_mode", "log_format", "log_level", "monitor_host", "numa", "otlp_endpoint", "peer_hosts", "prefix",
     "request_tenants", "roots",
     "record", "segment_dir", "slo", "snapshot_dir", "socket_dir", "store", "tenant",
-    "types", "url", "urls", "user", "zone",
+    "types", "url", "urls", "user", "why", "zone",
     # entries of l2_adapters
     "base_path", "bucket", "class_name", "codec", "eviction", "faults", "isolation", "key_prefix", "max_capacity_gb",
     "config_class_name", "module_path", "name", "policy", "pool", "read_ahead_size", "relative_tmp_dir", "s3_endpoint",

@@ -46,7 +46,7 @@ def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> B
         ),
         "keys": dict(keys),
         **_fields(load, "used_bytes capacity_bytes tier_states hits_total sessions"),
-        **_fields(load, "peer_leased_bytes peer_sent_bytes_total peer_read_bytes_total"),
+        **_fields(load, "peer_sending_bytes peer_sent_bytes_total peer_read_bytes_total"),
         "engines": member.engines,
         "waiting_commands": len(member.waiting),
         "heard_ago_s": round(max(0.0, now_s - member.heard_s), 3),

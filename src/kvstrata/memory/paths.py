@@ -1,6 +1,6 @@
 """Where an instance's sockets and files lie.
 
-    <socket dir>/   rpc.sock  server.pid  lessons  claims              one per instance; a container must share it
+    <socket dir>/   rpc.sock  peers.sock  server.pid  lessons  claims  one per instance; a container must share it
     <segment dir>/  index  extents  sessions.lock  server.pid          on /dev/shm, handed out as descriptors
 
 The default socket directory depends only on uid, port and XDG_RUNTIME_DIR, so that server and engine find the same one
@@ -18,6 +18,8 @@ from kvstrata.config.private_dir import own_path, run_dir, run_dirs
 from kvstrata.errors import ConfigError
 
 RPC_SOCKET = "rpc.sock"
+PEER_SOCKET = "peers.sock"
+"""Where instances of this host read records (p2p/serving.py)."""
 PID_FILE = "server.pid"
 LESSONS = "lessons"
 """What the eviction policy learnt (`Pool.lessons`), for the next server."""

@@ -9,6 +9,7 @@ from typing import Any
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.tiers.base import StorageAdapter
 from kvstrata.tiers.config import CommonFields, Make, Medium, TierConfig
+from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.structs import Place
 
 TYPE = "peer"
@@ -43,21 +44,21 @@ def _shown(settings: PeerSettings) -> dict[str, Any]:
         "isolation": "process" if settings.engine == "nixl" else "in_process",
         "lookup_timeout_ms": settings.lookup_timeout_ms,
         "load_timeout_ms": settings.load_timeout_ms,
-        "mac": settings.mac,
+        "seal": settings.seal,
         **({"curve_file": settings.curve_file} if settings.curve_file else {}),
     }
 
 
 def _prepare(settings: PeerSettings, place: Place, name: str) -> Make:
     def make() -> StorageAdapter:
-        from kvstrata.p2p.engines import nixl, ports, ucx
         from kvstrata.p2p.tier import PeerTier
 
-        engine = nixl.NixlEngine if settings.engine == "nixl" else ucx.UcxEngine
-        ucx_settings = ports.ucx_settings(
-            os.environ, tcp=settings.tcp, this_host_only=settings.this_host_only
-        )
-        return PeerTier(settings, functools.partial(engine, ucx_settings), name=name)
+        if settings.engine == "tcp":
+            return PeerTier(settings, name=name)
+        from kvstrata.p2p.nixl import NixlEngine, ucx_settings
+
+        ucx = ucx_settings(os.environ, tcp=settings.tcp, this_host_only=settings.this_host_only)
+        return PeerTier(settings, functools.partial(NixlEngine, ucx), name=name)
 
     return make
 
@@ -67,3 +68,30 @@ def _by_the_server() -> str:
 
 
 MEDIUM = Medium(PeerSettings, _prepare, refusal=_by_the_server)
+
+
+class PeerReads:
+    """The tier as the server's commands and heartbeats use it, found by its name."""
+
+    def __init__(self, name: str, tiers: TierSet) -> None:
+        """`name` of the tier, empty where peers are not read."""
+        self._name = name
+        self._tiers = tiers
+
+    @property
+    def name(self) -> str:
+        """The tier's name; empty where peers are not read."""
+        return self._name
+
+    def loads(self) -> tuple[int, int]:
+        """Records and bytes that were read from peers since the start."""
+        tier = self._tiers.get(self._name)
+        if tier is None:
+            return 0, 0
+        loads = tier.by_operation["load"]
+        return loads.items["loaded"], loads.bytes
+
+    def metadata(self) -> bytes:
+        """The transfer engine's metadata, by which peers reach this L1; empty while none is up, and without one."""
+        tier = self._tiers.get(self._name)
+        return b"" if tier is None or tier.peers is None else tier.peers.advertisement()

@@ -1,268 +1,453 @@
-"""Reads an owner's leased extents into reserved extents here, verifies them, and asks the owner if the lease stood."""
+"""Reads records from owners: one link for tickets to each owner, and some connections, each with a thread.
+
+    ticket (CURVE) ─▶ connect and prove ─▶ get ─▶ bytes in the reserved extents ─▶ verified ─▶ LOADED
+    with a transfer engine:                grant ─▶ the engine reads one-sidedly ─▶ done ─▶ verified ─▶ LOADED
+
+Invariants
+1. Only the thread of a connection writes into extents, where its own caller said; with a transfer engine only the
+   engine does.  The holds of a read are dropped when that thread, or the engine, has finished with them; a deadline
+   ends the wait and then the connection, so that the thread ends.
+2. An answer is LOADED only if its bytes verify as the record of their key, and, with a transfer engine, only if the
+   owner says after the last byte, on the same connection, that the grant stood.
+3. An endpoint and a public key come from the controller.  Nobody at that endpoint but the process with the owner's
+   secret key gives a ticket, and nobody without that ticket's secret is believed on the connection.
+4. At most OWNER_CONNECTIONS are open to one owner and MAX_CONNECTIONS in all; to open one more, the one that was used
+   least recently is closed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-import hmac
 import itertools
 import logging
-import secrets
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import os
+import queue
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import NamedTuple, TypeVar
 
-from kvstrata.errors import ClusterFailure, Unavailable
-from kvstrata.native.core import CopyOutcome, Verifier, verify_stored_record
+from kvstrata.errors import TransferError
+from kvstrata.native.core import CopyOutcome, Verifier
 from kvstrata.observability.logging import Thinning
-from kvstrata.p2p.connections import Connections
-from kvstrata.p2p.engines import base as transfer
-from kvstrata.p2p.engines.base import ReadItem
-from kvstrata.p2p.leases import Lease
-from kvstrata.p2p.mac import MAC_KEY_BYTES, TAG_BYTES, parts_of, tag_of
-from kvstrata.p2p.peer_engine import PeerEngine
-from kvstrata.p2p.returns import Returns
-from kvstrata.p2p.shared import Shared
-from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
+from kvstrata.p2p import frames
+from kvstrata.p2p.finding import Shared
+from kvstrata.p2p.frames import ABSENT, BUSY, FrameError, Stream, Ticket
+from kvstrata.p2p.nixl import NixlEngine, ReadItem
+from kvstrata.p2p.serving import this_host
+from kvstrata.rpc.cluster_wire import CLUSTER_PROTOCOL_VERSION, Owner, PeerHello, PeerWelcome
+from kvstrata.rpc.zmq_curve import ClusterKeys
+from kvstrata.rpc.zmq_link import AskLink, Links
 from kvstrata.tiers.base import Item, Outcome
-from kvstrata.tiers.lanes import Lane, Lanes
-from kvstrata.tiers.reasons import (
-    CLOSED,
-    LENGTH,
-    MISMATCH,
-    PEER_DEADLINE,
-    PEER_GONE,
-    THROTTLED,
-    TRANSFER,
-    UNAUTHENTICATED,
-)
-from kvstrata.types import EXTENT, Extent
-
-if TYPE_CHECKING:
-    from kvstrata.native.core import Hold
+from kvstrata.tiers.reasons import MISMATCH, THROTTLED
+from kvstrata.types import FORMAT_VERSION
 
 log = logging.getLogger(__name__)
 _thinning = Thinning()
+T = TypeVar("T")
 
-_REASONS = {
-    transfer.DEADLINE: PEER_DEADLINE,
-    transfer.CANCELLED: PEER_GONE,
-    transfer.PEER_GONE: PEER_GONE,
-    transfer.NOT_CONNECTED: PEER_GONE,
-    transfer.BUSY: THROTTLED,
-    transfer.CLOSED: CLOSED,
-}
-"""The short reason for each word that a transfer engine answers with; all other words become TRANSFER."""
-_NOT_THERE = Outcome.ABSENT, ""
-_LOADED = Outcome.LOADED, ""
-_UNAUTHENTICATED = Outcome.FAILED, UNAUTHENTICATED
-
-
-class _Landing:
-    """The holds of one read, dropped when both the transfer engine and the Reader have finished with the bytes."""
-
-    def __init__(self, holds: Sequence[Hold]) -> None:
-        self._holds = list(holds)
-        self._sides = 2
-
-    def leave(self) -> None:
-        """Called once by each of the two when it has finished."""
-        self._sides -= 1
-        if not self._sides:
-            for hold in self._holds:
-                hold.drop()
-            self._holds.clear()
-
-
-class Reader:
-    """Reads leased records for one tier."""
-
-    def __init__(
-        self,
-        shared: Shared,
-        connections: Connections,
-        returns: Returns,
-        engine: PeerEngine,
-        verifier: Verifier,
-        lanes: Lanes,
-    ) -> None:
-        self._shared = shared
-        self._connections = connections
-        self._returns = returns
-        self._engine = engine
-        self._verifier = verifier
-        self._lanes = lanes
-
-    async def read_leased(self, wanted: list[Item]) -> None:
-        """Read those of these items that are leased now, which settles them."""
-        taken = self._shared.leases.take([item.key for item in wanted], self._shared.now_s())
-        await asyncio.gather(
-            *(
-                self._read(lease, [(wanted[at], extent) for at, extent in extents])
-                for lease, extents in taken.items()
-            )
-        )
-
-    async def _read(self, lease: Lease, reads: list[tuple[Item, Extent]]) -> None:
-        """Read a batch of one lease. Every hold is dropped in the end."""
-        n_bytes = sum(extent.length_bytes for _, extent in reads)
-        fitting = []
-        for item, extent in reads:
-            if extent.length_bytes > item.hold.length:
-                item.settle(Outcome.FAILED, LENGTH)
-            else:
-                fitting.append((item, extent))
-        batch, extents = [item for item, _ in fitting], [extent for _, extent in fitting]
-        landing = _Landing([item.hold for item in batch])
-        reason = await self._transfer(
-            lease,
-            [
-                ReadItem(extent.offset_bytes, item.hold.offset, extent.length_bytes)
-                for item, extent in fitting
-            ],
-            landing,
-        )
-        over = self._shared.leases.read(lease, n_bytes, self._shared.now_s())
-        try:
-            if reason or not batch:
-                if over:
-                    self._shared.work.keep(self._returns.give_back(lease))
-                results = [(Outcome.FAILED, reason)] * len(batch)
-            else:
-                results = await self._checked(lease, over, batch, extents)
-        finally:
-            landing.leave()
-        for item, (outcome, reason) in zip(batch, results, strict=True):
-            item.outcome, item.reason = outcome, reason  # `landing` sees to the holds
-
-    async def _transfer(self, lease: Lease, reads: list[ReadItem], landing: _Landing) -> str:
-        """Read the bytes; returns "" or a short reason. Calls `landing.leave` when the transfer engine's read ends."""
-        n_bytes = sum(read.length for read in reads)
-        peer = self._connections.of(lease)
-        if not reads or peer is None:
-            landing.leave()
-            return PEER_GONE
-        self._shared.counts["reads"] += 1
-        word = await self._engine.current.read(
-            lease.owner, reads, self._shared.settings.load_timeout_ms / 1000, landing.leave
-        )
-        if not word:
-            self._shared.counts["read_records"] += len(reads)
-            self._shared.counts["read_bytes"] += n_bytes
-            self._shared.owners.read(lease.owner, n_bytes)
-            return ""
-        self._shared.counts["read_failures"] += 1
-        if word not in (transfer.BUSY, transfer.CLOSED, transfer.CANCELLED):
-            self._shared.owners.failed(lease.owner, self._shared.now_s())
-            self._connections.let_go(peer)
-        return _REASONS.get(word, TRANSFER)
-
-    async def _checked(
-        self, lease: Lease, over: bool, batch: list[Item], extents: list[Extent]
-    ) -> list[tuple[Outcome, str]]:
-        """Verify the records of a batch, and meanwhile ask the owner whether the lease stood; returns the outcomes.
-
-        With `p2p.mac` the owner answers with the records' tags too, and only bytes with the same tags are LOADED.
-        """
-        key = secrets.token_bytes(MAC_KEY_BYTES) if self._shared.settings.mac else b""
-        lengths = [extent.length_bytes for extent in extents]
-        packed = [EXTENT.pack(*extent, 0) for extent in extents] if key else []
-        verified: list[asyncio.Future[list[tuple[int, bytes]]]] = []
-        for numbers in parts_of(len(batch)) if key else [range(len(batch))]:
-            part = self._lanes.submit(
-                Lane.LOAD,
-                functools.partial(self._verify, batch, lengths, numbers, key, packed),
-                beyond_limit=True,
-            )
-            assert part is not None
-            verified.append(part)
-        request = PeerRelease(
-            0,
-            lease.number,
-            0 if over else self._shared.settings.lease_ms,
-            sum(extent.length_bytes for extent in extents),
-            key,
-            b"".join(packed),
-        )
-        released, found = await asyncio.gather(self._released(lease, request), asyncio.gather(*verified))
-        if released is None:
-            return [(Outcome.FAILED, PEER_GONE)] * len(batch)
-        if not released.stood:
-            self._shared.counts["leases_lost"] += 1
-            return [_NOT_THERE] * len(batch)
-        outcomes: list[tuple[Outcome, str]] = []
-        for number, (outcome, tag) in enumerate(itertools.chain.from_iterable(found)):
-            at = number * TAG_BYTES
-            is_owners = hmac.compare_digest(tag, released.tags[at : at + TAG_BYTES]) if key else True
-            outcomes.append(_OUTCOME_OF.get(outcome, _NOT_THERE) if is_owners else _UNAUTHENTICATED)
-        self._tell_bad(lease.owner, outcomes)
-        return outcomes
-
-    def _verify(
-        self, batch: list[Item], lengths: list[int], numbers: range, key: bytes, packed: list[bytes]
-    ) -> list[tuple[int, bytes]]:
-        """Verify these records of a batch; returns the CopyOutcome of each, with its tag if there is a key."""
-        if not key:
-            records = [(batch[n].hold.address, lengths[n], batch[n].key) for n in numbers]
-            return [(outcome, b"") for outcome in self._verifier.verify_stored(records)]
-        # The tag of a record is computed while the record is still in the CPU's caches.
-        return [
-            (
-                verify_stored_record(batch[n].hold.address, lengths[n], batch[n].key),
-                tag_of(key, n, packed[n], batch[n].hold.address),
-            )
-            for n in numbers
-        ]
-
-    def _tell_bad(self, owner: str, outcomes: list[tuple[Outcome, str]]) -> None:
-        """Count and log the records that are not what the owner should have sent, and skip the owner for a while."""
-        changed = outcomes.count(_UNAUTHENTICATED)
-        unsound = len(outcomes) - outcomes.count(_LOADED) - changed
-        for count, number, what in (
-            (unsound, "unsound_records", "failed the check"),
-            (
-                changed,
-                "unauthenticated_records",
-                "are not the bytes that it holds (p2p.mac): they may have been changed between the hosts",
-            ),
-        ):
-            if count:
-                self._shared.counts[number] += count
-                text = f"%s: %d records read from %s {what}"
-                _thinning.log(log, logging.ERROR, f"{owner} {number}", text, self._shared.name, count, owner)
-        if changed or unsound:
-            self._shared.owners.failed(owner, self._shared.now_s())
-
-    async def _released(self, lease: Lease, request: PeerRelease) -> PeerReleased | None:
-        """Release the lease, or a part of it if it is not over; None: the owner gave no answer."""
-        peer, over = self._connections.of(lease), not request.keep_ms
-        if peer is None:
-            if over:
-                self._returns.ended(lease)
-            return None
-        asked_s = self._shared.now_s()
-        try:
-            released = await peer.link.ask(
-                request, PeerReleased, self._shared.settings.load_timeout_ms / 1000
-            )
-        except ClusterFailure:
-            return PeerReleased(0, lease.epoch, False)
-        except Unavailable:
-            self._shared.owners.failed(lease.owner, self._shared.now_s())
-            self._connections.let_go(peer)
-            return None
-        finally:
-            if over:
-                self._returns.ended(lease)
-        if released.epoch != lease.epoch or not released.stood:
-            self._shared.leases.lost(lease)
-            return PeerReleased(0, lease.epoch, False)
-        if not over:
-            self._shared.leases.renewed(lease, asked_s + request.keep_ms / 1000)
-        return released
-
-
-_OUTCOME_OF = {
-    int(CopyOutcome.OK): _LOADED,
+OWNER_CONNECTIONS = 4
+MAX_CONNECTIONS = 64
+MAX_OWNERS = 256
+VERIFIERS = 4
+Came = tuple[Outcome, str]
+"""How one record has come: its outcome and a reason."""
+LOADED: Came = Outcome.LOADED, ""
+_WORDS: dict[int, Came] = {ABSENT: (Outcome.ABSENT, ""), BUSY: (Outcome.FAILED, THROTTLED)}
+UNSOUND: Came = Outcome.ABSENT, "unsound"
+"""The bytes are not the record of their key; the tier counts these, and answers that the record is absent."""
+_OUTCOME_OF: dict[int, Came] = {
+    int(CopyOutcome.OK): LOADED,
     int(CopyOutcome.MISMATCH): (Outcome.FAILED, MISMATCH),
 }
 """All other results of the verification are misses. If the owner's record is corrupt, the owner's check removes it."""
+
+
+class Checked(NamedTuple):
+    """How each record has come, and the bytes of those that are LOADED."""
+
+    outcomes: list[Came]
+    loaded_bytes: int
+
+
+class Late(Exception):
+    """The deadline has passed; the holds of the read are dropped when nothing touches the extents any more."""
+
+
+class Busy(Exception):
+    """All connections that may be open are at work for other reads."""
+
+
+class Connection:
+    """One connection, and the thread that makes all calls on it. The constructor and the methods belong to the loop."""
+
+    def __init__(self, connect: Callable[[Connection], Stream], name: str) -> None:
+        """`connect(self)` runs on the thread and raises OSError or FrameError."""
+        self._loop = asyncio.get_running_loop()
+        self._work: queue.SimpleQueue[tuple[Callable[[Stream], object], asyncio.Future[object]] | None]
+        self._work = queue.SimpleQueue()
+        self._cut = False
+        self.socket: socket.socket | None = None
+        self.numbers = itertools.count(1)
+        self.thread = threading.Thread(target=self._run, args=(connect,), name=name, daemon=True)
+        self.thread.start()
+
+    def do(self, work: Callable[[Stream], T]) -> asyncio.Future[T]:
+        """Call `work(stream)` on the thread. The future fails with OSError or FrameError if the connection breaks."""
+        done: asyncio.Future[object] = self._loop.create_future()
+        self._work.put((work, done))
+        return done  # type: ignore[return-value]
+
+    def cut(self) -> None:
+        """Make the thread end soon: work under way and later work fails. Idempotent."""
+        if not self._cut:
+            self._cut = True
+            self._work.put(None)
+        self._shut()
+
+    def use(self, sock: socket.socket) -> None:
+        """Called on the thread: this is the socket from now on. Raises FrameError if the connection was cut."""
+        self.socket = sock
+        if self._cut:
+            raise FrameError("the connection was given up")
+
+    def _shut(self) -> None:
+        if self.socket is not None:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+
+    def _run(self, connect: Callable[[Connection], Stream]) -> None:
+        stream, broken = None, None
+        try:
+            stream = connect(self)
+        except (OSError, FrameError) as error:
+            broken = error
+        while (task := self._work.get()) is not None:
+            work, done = task
+            result: object = None
+            if broken is None:
+                assert stream is not None
+                try:
+                    result = work(stream)
+                except (OSError, FrameError) as error:
+                    broken = error
+            self._loop.call_soon_threadsafe(_finish, done, result, broken)
+        if self.socket is not None:
+            self.socket.close()
+        while not self._work.empty():
+            if (task := self._work.get()) is not None:
+                gone = FrameError("the connection was given up")
+                self._loop.call_soon_threadsafe(_finish, task[1], None, gone)
+
+
+def _finish(done: asyncio.Future[object], result: object, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)
+
+
+class _Peer:
+    """What is open to one owner's process."""
+
+    def __init__(self, owner: Owner, link: AskLink) -> None:
+        self.owner = owner
+        self.link = link
+        self.slots = asyncio.Semaphore(OWNER_CONNECTIONS)
+        self.idle: list[Connection] = []
+        self.epoch = 0
+        """Of the owner's process whose memory the transfer engine reaches; 0: none."""
+        self.under_way = 0
+        """Reads that are not over."""
+
+    @property
+    def address(self) -> tuple[str, str, int]:
+        """What tells one process of the owner from another."""
+        return self.owner.peer_endpoint, self.owner.peer_key, self.owner.incarnation
+
+
+class Reader:
+    """Reads for one tier. Belongs to the event loop."""
+
+    def __init__(self, shared: Shared, links: Links, keys: ClusterKeys, engine: NixlEngine | None) -> None:
+        """`engine`: reads one-sidedly; None: owners send."""
+        self._shared, self._links, self._keys, self._engine = shared, links, keys, engine
+        self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        """By instance; the one that was used last is last."""
+        self._open: OrderedDict[Connection, _Peer] = OrderedDict()
+        self._host = this_host()
+
+    def under_way(self, instance: str) -> int:
+        """How many reads from an owner are not over."""
+        peer = self._peers.get(instance)
+        return 0 if peer is None else peer.under_way
+
+    async def close(self) -> None:
+        """Close all connections, and return when no thread touches an extent any more. No read may begin."""
+        threads = [connection.thread for connection in self._open]
+        for peer in list(self._peers.values()):
+            self._drop_peer(peer)
+        for connection in list(self._open):
+            self._drop(connection)
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+
+    async def have(self, owner: Owner, keys: Sequence[bytes], ends_s: float) -> bytes:
+        """For each of these keys 1 if the owner has it, else 0. Raises as `read`."""
+
+        def ask(connection: Connection) -> Coroutine[object, object, bytes]:
+            work = functools.partial(frames.have, number=next(connection.numbers), keys=keys)
+            return self._within(connection, connection.do(work), ends_s, [])
+
+        return await self._with_connection(owner, ends_s, ask)
+
+    async def read(self, owner: Owner, items: Sequence[Item], ends_s: float) -> list[Came]:
+        """Read these records from an owner; the holds stay the caller's.
+
+        Raises Late at `ends_s` (then the holds are not the caller's any more), and when the owner cannot be read:
+        Busy, Unavailable, ClusterFailure and TransferError (it is set up in another way), OSError, FrameError.
+        """
+        read = self._send_for if self._engine is None else self._reach
+        outcomes, loaded_bytes = await self._with_connection(
+            owner, ends_s, lambda connection: read(connection, owner, items, ends_s)
+        )
+        self._shared.counts["read_records"] += outcomes.count(LOADED)
+        self._shared.counts["read_bytes"] += loaded_bytes
+        return outcomes
+
+    # --- one read -----------------------------------------------------------------------------------------------
+
+    async def _send_for(
+        self, connection: Connection, owner: Owner, items: Sequence[Item], ends_s: float
+    ) -> Checked:
+        keys, number = [item.key for item in items], next(connection.numbers)
+        rooms = [item.hold.view() for item in items]
+
+        def work(stream: Stream) -> Checked:
+            return self._checked(items, frames.get(stream, number, keys, rooms))
+
+        return await self._within(connection, connection.do(work), ends_s, items)
+
+    async def _reach(
+        self, connection: Connection, owner: Owner, items: Sequence[Item], ends_s: float
+    ) -> Checked:
+        assert self._engine is not None
+        keys, number = [item.key for item in items], next(connection.numbers)
+        rooms = [item.hold.length for item in items]
+        granted = await self._within(
+            connection, connection.do(lambda stream: frames.grant(stream, number, keys, rooms)), ends_s, items
+        )
+        reads = [
+            ReadItem(offset, item.hold.offset, length)
+            for item, (offset, length) in zip(items, granted, strict=True)
+            if length not in _WORDS
+        ]
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if reads:
+            left_s = max(0.0, ends_s - self._shared.now_s())
+            word = await self._engine.read(owner.instance, reads, left_s, lambda: ended.set_result(None))
+            if word:
+                self._drop(connection)
+                if not ended.done():
+                    _drop_after(ended, items)
+                    raise Late
+                raise FrameError(f"the transfer engine answered {word}")
+
+        def work(stream: Stream) -> Checked:
+            frames.done(stream, number)
+            return self._checked(items, [length for _, length in granted])
+
+        return await self._within(connection, connection.do(work), ends_s, items)
+
+    def _checked(self, items: Sequence[Item], lengths: Sequence[int]) -> Checked:
+        """Verify the records of these lengths that lie in their extents. On any thread."""
+        outcomes = [_WORDS.get(length, LOADED) for length in lengths]
+        came = [at for at, outcome in enumerate(outcomes) if outcome is LOADED]
+        found = self._verifier.verify_stored(
+            [(items[at].hold.address, lengths[at], items[at].key) for at in came]
+        )
+        for at, outcome in zip(came, found, strict=True):
+            outcomes[at] = _OUTCOME_OF.get(outcome, UNSOUND)
+        return Checked(outcomes, sum(lengths[at] for at in came if outcomes[at] is LOADED))
+
+    async def _within(
+        self, connection: Connection, work: asyncio.Future[T], ends_s: float, items: Sequence[Item]
+    ) -> T:
+        """The result of a connection's work. At the deadline the connection is closed, and Late raised."""
+        try:
+            await asyncio.wait({work}, timeout=max(0.0, ends_s - self._shared.now_s()))
+        finally:
+            if not work.done():
+                self._drop(connection)
+                _drop_after(work, items)
+        if not work.done():
+            raise Late
+        return work.result()
+
+    # --- connections --------------------------------------------------------------------------------------------
+
+    async def _with_connection(
+        self,
+        owner: Owner,
+        ends_s: float,
+        work: Callable[[Connection], Coroutine[object, object, T]],
+    ) -> T:
+        """Do work on a connection to this owner; once more if the connection had been idle and was broken meanwhile."""
+        peer = self._peer(owner)
+        peer.under_way += 1
+        try:
+            try:
+                async with asyncio.timeout(max(0.0, ends_s - self._shared.now_s())):
+                    await peer.slots.acquire()
+            except TimeoutError:
+                raise Busy from None
+            try:
+                return await self._in_slot(peer, ends_s, work)
+            finally:
+                peer.slots.release()
+        finally:
+            peer.under_way -= 1
+
+    async def _in_slot(
+        self, peer: _Peer, ends_s: float, work: Callable[[Connection], Coroutine[object, object, T]]
+    ) -> T:
+        if peer.idle:
+            try:
+                return await self._used(peer, peer.idle.pop(), work)
+            except (OSError, FrameError):
+                if self._shared.now_s() >= ends_s:
+                    raise
+            self._drop_idle(peer)
+        return await self._used(peer, await self._connected(peer, ends_s), work)
+
+    async def _used(
+        self, peer: _Peer, connection: Connection, work: Callable[[Connection], Coroutine[object, object, T]]
+    ) -> T:
+        try:
+            result = await work(connection)
+        except BaseException:
+            self._drop(connection)
+            raise
+        if self._peers.get(peer.owner.instance) is not peer:
+            self._drop(connection)
+        elif connection in self._open:
+            self._open.move_to_end(connection)
+            peer.idle.append(connection)
+        return result
+
+    def _peer(self, owner: Owner) -> _Peer:
+        peer = self._peers.get(owner.instance)
+        if peer is not None and peer.address != (owner.peer_endpoint, owner.peer_key, owner.incarnation):
+            self._drop_peer(peer)
+            peer = None
+        if peer is None:
+            unused = [one for one in self._peers.values() if not one.under_way]
+            if len(self._peers) >= MAX_OWNERS and unused:
+                self._drop_peer(unused[0])
+            link = self._links.ask(owner.peer_endpoint, keys=self._keys.to(owner.peer_key))
+            peer = self._peers[owner.instance] = _Peer(owner, link)
+        self._peers.move_to_end(owner.instance)
+        return peer
+
+    async def _connected(self, peer: _Peer, ends_s: float) -> Connection:
+        """A new connection, whose thread still connects. Raises Unavailable, ClusterFailure, TransferError."""
+        settings, owner = self._shared.settings, peer.owner
+        self._shared.counts["hellos"] += 1
+        hello = PeerHello(
+            0,
+            CLUSTER_PROTOCOL_VERSION,
+            self._shared.instance_id,
+            FORMAT_VERSION,
+            settings.engine,
+            settings.seal,
+        )
+        welcome = await peer.link.ask(hello, PeerWelcome, max(0.0, ends_s - self._shared.now_s()))
+        if welcome.instance != owner.instance:
+            raise TransferError(
+                f"{owner.peer_endpoint}: {welcome.instance!r:.80} answers there, not {owner.instance!r}",
+                field="instance",
+            )
+        if self._engine is not None and peer.epoch != welcome.epoch:
+            await self._engine.connect(owner.instance, welcome.metadata)
+            peer.epoch = welcome.epoch
+        if len(self._open) >= MAX_CONNECTIONS:
+            idle = {one for other in self._peers.values() for one in other.idle}
+            least = next((one for one in self._open if one in idle), None)
+            if least is None:
+                raise Busy
+            self._drop(least)
+        ticket = Ticket(welcome.ticket, welcome.secret, settings.seal)
+        unix = welcome.socket if welcome.host and welcome.host == self._host else ""
+        host = owner.peer_endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        left_s = max(0.001, ends_s - self._shared.now_s())
+        connect = functools.partial(_connect, ticket, unix, (host, welcome.port), left_s)
+        connection = Connection(connect, f"kv-{owner.instance}"[:15])
+        self._open[connection] = peer
+        return connection
+
+    def _drop(self, connection: Connection) -> None:
+        peer = self._open.pop(connection, None)
+        if peer is not None:
+            if connection in peer.idle:
+                peer.idle.remove(connection)
+            connection.cut()
+
+    def _drop_idle(self, peer: _Peer) -> None:
+        for connection in list(peer.idle):
+            self._drop(connection)
+
+    def _drop_peer(self, peer: _Peer) -> None:
+        """Forget an owner's process; reads under way from it go on to their end."""
+        self._peers.pop(peer.owner.instance)
+        self._drop_idle(peer)
+        peer.link.close()
+        if self._engine is not None and peer.epoch:
+            self._shared.work.keep(asyncio.ensure_future(self._engine.disconnect(peer.owner.instance)))
+
+
+def _drop_after(work: asyncio.Future[T], items: Sequence[Item]) -> None:
+    """Drop the holds when the work has ended."""
+
+    def drop(done: asyncio.Future[T]) -> None:
+        done.cancelled() or done.exception()  # it was not read
+        for item in items:
+            item.hold.drop()
+
+    work.add_done_callback(drop)
+
+
+def _connect(
+    ticket: Ticket, unix: str, address: tuple[str, int], left_s: float, connection: Connection
+) -> Stream:
+    """Connect over the owner's unix socket if that can be, else over tcp. Raises OSError, FrameError."""
+    if unix:
+        with contextlib.suppress(OSError, FrameError):
+            return _proved(
+                ticket, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), unix, left_s, connection
+            )
+    begun_s = time.monotonic()
+    family, _, _, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    left_s = max(0.001, left_s - (time.monotonic() - begun_s))
+    return _proved(ticket, socket.socket(family, socket.SOCK_STREAM), where, left_s, connection)
+
+
+def _proved(
+    ticket: Ticket, sock: socket.socket, where: object, left_s: float, connection: Connection
+) -> Stream:
+    try:
+        connection.use(sock)
+        sock.settimeout(left_s)
+        sock.connect(where)  # type: ignore[arg-type]
+        sock.settimeout(None)
+        frames.set_tcp(sock)
+        return frames.prove_as_reader(sock, ticket)
+    except (OSError, FrameError):
+        sock.close()
+        raise

@@ -1,296 +1,404 @@
-"""The owner's side of reads by peers: other instances lease records of this L1, and this process's clock ends leases.
+"""The owner's side of reads by peers: records of this L1, sent straight from their extents.
 
-    hello     asks how to reach the memory; the answer is the transfer engine's metadata
-    lease     asks to keep the leading records of a run where they are for a while
-    release   says that all or some of a lease's records were read; the answer is whether the lease stood until now, and
-              with `p2p.mac` the MACs of these records (mac.py)
+A reader asks on the port for peers (CURVE) for a ticket, and opens a connection with it (frames.py).  Each connection
+has a thread, which takes holds on the next records, sends them, and drops the holds.
 
 Invariants
-1. While a lease is in `PeerLeases`, the pool keeps its extents (as leases of row 0, the server itself).  After the
-   lease has left `PeerLeases`, no release of it is answered with `stood`.  So `stood` is exact even after this process
-   was frozen, since a frozen process releases no extent.
-2. Leases of peers are at most MAX_LEASES, and keep at most LENT_SHARE of L1.
-3. Only verified records are leased: the pool's lease stops at a record that is not READY, such as one whose CRC is
-   pending.
-4. Lease numbers begin at a random number, so that the numbers of an earlier process name no lease here.
-5. While MACs of a lease's records are computed, the pool keeps these records, even if the lease ends meanwhile.
+1. Whatever is sent or granted has a hold, so the pool keeps it in place (P3).  The hold of a granted record is dropped
+   at the reader's word, or after its connection has been closed, never by a clock alone.
+2. Only READY records are sent, which are verified ones.
+3. Bytes under holds are at most SENDING_SHARE of L1 over all connections; above that the answer is BUSY.  So it is
+   while this instance is draining.
+4. At most MAX_CONNECTIONS are open.  For one more, the oldest that has not proved anything is closed, else the one that
+   has been idle longest; if all are at work, the new one is refused.
+5. A reader that stops or hardly reads is cut after STALL_S, one that keeps a grant to itself after GRANT_S, and one
+   that is no member any more within MEMBERS_S.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import heapq
-import secrets
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+import collections
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from kvstrata.errors import BadRequest, Refused, Unavailable, WrongVersion
-from kvstrata.keys.batch import split
+from kvstrata.errors import BadRequest, MachineLacks, Unavailable, WrongVersion
+from kvstrata.native.core import PoolError
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
-from kvstrata.p2p.lent import ABSENT, LIMIT, LentPool, LentRecords, split_extents
-from kvstrata.p2p.mac import MAC_KEY_BYTES, THREADS, parts_of, tags_of
-from kvstrata.rpc.cluster_wire import (
-    CLUSTER_PROTOCOL_VERSION,
-    ClusterReply,
-    PeerHello,
-    PeerLease,
-    PeerLeased,
-    PeerRelease,
-    PeerReleased,
-    PeerWelcome,
+from kvstrata.p2p import frames
+from kvstrata.p2p.frames import (
+    ABSENT,
+    BUSY,
+    DONE,
+    GRANT,
+    HAVE,
+    MAX_TABLE,
+    Asked,
+    FrameError,
+    Stream,
+    Ticket,
 )
+from kvstrata.patience import patience
+from kvstrata.process.ports import resolve
+from kvstrata.rpc.cluster_wire import CLUSTER_PROTOCOL_VERSION, PeerHello, PeerWelcome
 from kvstrata.rpc.zmq_curve import KeyKind
-from kvstrata.tiers.lanes import Lane, Lanes
-from kvstrata.types import EXTENT, FORMAT_VERSION, KEY_BYTES
+from kvstrata.types import FORMAT_VERSION, SERVER_ROW
 
 if TYPE_CHECKING:
-    from kvstrata.clock import Clock
-    from kvstrata.native.core import Pool
+    from kvstrata.native.core import Hold, Pool
     from kvstrata.rpc.control_port import ControlPort
 
-LENT_SHARE = 1 / 4
-MAX_LEASES = 4_096
-MIN_TIMER_S = 0.001
-DRAINING = "draining"
+SENDING_SHARE = 1 / 4
+MAX_CONNECTIONS = 256
+MAX_TICKETS = 1_024
+"""Tickets that nobody has used yet; the oldest is then forgotten."""
+WINDOW_BYTES = 16 << 20
+"""Bytes of records that a connection holds at a time to send them; a single record may be longer."""
+GRANT_S = 60.0
+MEMBERS_S = 5.0
+"""Time between two looks at who is a member."""
+HOST_MARK = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Leased(NamedTuple):
-    """The answer to a reader that asks for a lease; `number` 0: no lease was granted, `reason` says why."""
+def this_host() -> str:
+    """A word that processes of one host, or of one network namespace of it, have in common; empty: not known."""
+    try:
+        return f"{HOST_MARK.read_text().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
 
-    number: int
-    extents: bytes
-    reason: str
+
+class _Connection:
+    """One reader's connection, as its thread and the accepting threads know it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.thread: threading.Thread
+        self.ticket: Ticket | None = None
+        """None until the reader has proved that it may read."""
+        self.idle_since_s: float | None = time.monotonic()
+        """None while an ask is being answered."""
+        self.is_cut = False
+        self.grant: list[Hold] = []
+        self.grant_number = 0
+        self.granted_s = 0.0
+
+    def cut(self) -> None:
+        """Wake the thread, which closes the connection."""
+        self.is_cut = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
 
-class PeerLeases(Numbers):
-    """Leases of peers on this L1. The caller passes the time; no I/O."""
+class RecordServer(Numbers):
+    """Sends records of one pool over its sockets."""
 
-    leases = gauge("Leases that readers hold on chunks of this instance.", len)
-    leased_bytes = gauge(
-        "Bytes of L1 kept by readers' leases, each record once.", lambda self: self._lent.leased_bytes
+    connections = gauge("Open connections of readers.", lambda self: len(self._connections))
+    sending_bytes = gauge("Bytes of L1 that are being sent, or are granted to readers.")
+    limit_bytes = gauge("Maximum number of bytes of L1 that may be sent at a time.")
+    draining = gauge("1 while peers are sent nothing, else 0.")
+    sent_bytes = counter("Bytes of records sent to readers, or granted and read.")
+    sent_records = counter("Records sent to readers, or granted and read.")
+    absent = counter("Records that readers asked for and that are not here.", name="absent_records")
+    busy = counter("Records not sent because of the limit, or while draining.", name="busy_records")
+    refused = counter(
+        "Connections closed because they broke the protocol or stood still.", name="refused_connections"
     )
-    limit_bytes = gauge(
-        "Maximum number of bytes of L1 that readers' leases may keep.", lambda self: self._lent.limit_bytes
-    )
-    draining = gauge("1 while peers are granted no leases, else 0.")
-    read_bytes = counter("Bytes that readers have reported as read from here.")
-    granted = counter("Leases granted.", name="granted_leases")
-    released = counter("Leases ended by their reader.", name="released_leases")
-    expired = counter("Leases that expired.", name="expired_leases")
-    absent = counter("Lease requests for records that are not here.", name="absent_requests")
-    limit = counter("Lease requests shortened by the limit.", name="limited_requests")
-    draining_refused = counter("Lease requests refused while draining.", name="draining_refused_requests")
 
-    def __init__(self, pool: Pool) -> None:
-        """At most LENT_SHARE of the pool is lent."""
-        self._lent = LentPool(pool, LENT_SHARE)
-        self._next = secrets.randbits(61) + 1
-        self._leases: dict[int, LentRecords] = {}
-        self._due: list[tuple[float, int]] = []
-        """Heap of (when to check whether a lease has expired, its number); may name leases that have ended."""
-        self.draining = False
+    def __init__(self, pool: Pool, *, socket_path: Path | None, host: str, port: int) -> None:
+        """Listen on a unix socket and on a tcp port (0: a free one); accepts nothing yet. Raises MachineLacks."""
+        self._pool = pool
+        self.limit_bytes = int(pool.extents_bytes * SENDING_SHARE)
+        self.sending_bytes, self.draining = 0, False
+        self._lock = threading.Lock()
+        self._tickets: collections.OrderedDict[bytes, Ticket] = collections.OrderedDict()
+        self._connections: dict[_Connection, None] = {}
+        self._closing = threading.Event()
+        self.path = ""
+        """The unix socket; empty if there is none."""
+        self._listeners = [_listen_tcp(host, port)]
+        self.port: int = self._listeners[0].getsockname()[1]
+        if socket_path is not None:
+            self._listeners.append(_listen_unix(socket_path))
+            self.path = str(socket_path)
+        self._accepting = [
+            threading.Thread(target=self._accept, args=(listener,), name="kv-peers", daemon=True)
+            for listener in self._listeners
+        ]
 
-    def __len__(self) -> int:
-        return len(self._leases)
+    def start(self) -> None:
+        """Accept connections."""
+        for thread in self._accepting:
+            thread.start()
 
-    def lease(self, keys: bytes, n_slices: int, ttl_s: float, now_s: float, *, each: bool = False) -> Leased:
-        """Lease the leading chunks that are wholly in L1, as many as the limits allow.
+    async def close(self) -> None:
+        """Close all connections, and return when no thread touches the pool any more. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes its thread
+        await asyncio.to_thread(self._join)
+        for listener in self._listeners:
+            listener.close()
+        if self.path:
+            await asyncio.to_thread(Path(self.path).unlink, missing_ok=True)
 
-        `keys` are the storage keys chunk by chunk, `n_slices` of them for each chunk.  With `each` every key that is
-        present is leased, and `extents` has one for each key, zero for those that are not leased.
-        """
-        taken, extents = None, b""
-        if self.draining:
-            reason = DRAINING
-        elif len(self._leases) >= MAX_LEASES:
-            reason = LIMIT
-        elif each:
-            taken, reason, extents = self._lent.take_each(split(keys))
-        else:
-            taken, reason = self._lent.take(keys, n_slices)
-        self.absent += reason == ABSENT
-        self.limit += reason == LIMIT
-        self.draining_refused += reason == DRAINING
-        if taken is None:
-            return Leased(0, b"", reason)
-        self.granted += 1
-        number, self._next = self._next, self._next + 1
-        self._leases[number] = lease = LentRecords(self._lent, taken, now_s + ttl_s)
-        if len(self._due) > 2 * MAX_LEASES:  # many leases were released long before they would have expired
-            self._due = [due for due in self._due if due[1] in self._leases]
-            heapq.heapify(self._due)
-        heapq.heappush(self._due, (lease.expires_s, number))
-        return Leased(number, extents or taken.extents, reason)
+    def ticket(self, *, seal: bool, reader: str) -> Ticket:
+        """A ticket for one connection of the member with this public key."""
+        ticket = frames.new_ticket(seal=seal, reader=reader)
+        with self._lock:
+            self._tickets[ticket.name] = ticket
+            if len(self._tickets) > MAX_TICKETS:
+                self._tickets.popitem(last=False)
+        return ticket
 
-    def release(self, number: int, keep_s: float, now_s: float, read_bytes: int = 0) -> bool:
-        """End a reader's lease, or keep it for `keep_s` from now; returns whether it stood until now."""
-        lease = self._leases.get(number)
-        if lease is None:
-            return False
-        self.read_bytes += min(read_bytes, lease.taken.n_bytes)
-        if keep_s:
-            lease.expires_s = now_s + keep_s
-        else:
-            self.released += 1
-            self._end(number)
+    def keep_only(self, members: frozenset[bytes] | None) -> None:
+        """Close the connections of readers whose public keys are not among these; None: all may stay."""
+        if members is None:
+            return
+        with self._lock:
+            for name in [one.name for one in self._tickets.values() if one.reader.encode() not in members]:
+                del self._tickets[name]
+            for connection in self._connections:
+                if connection.ticket is not None and connection.ticket.reader.encode() not in members:
+                    connection.cut()
+
+    def _join(self) -> None:
+        for thread in self._accepting:
+            if thread.ident is not None:
+                thread.join()
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.cut()
+        for connection in connections:
+            connection.thread.join()
+
+    # --- threads ----------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                self._closing.wait(0.1)  # too many open files, or the end
+                continue
+            connection = _Connection(sock)
+            connection.thread = threading.Thread(
+                target=self._serve, args=(connection,), name="kv-peer", daemon=True
+            )
+            if self._closing.is_set() or not self._admits(connection):
+                sock.close()
+                continue
+            try:
+                connection.thread.start()
+            except RuntimeError:  # no more threads
+                self._forget(connection)
+
+    def _admits(self, connection: _Connection) -> bool:
+        with self._lock:
+            live = [one for one in self._connections if not one.is_cut]
+            if len(live) >= MAX_CONNECTIONS:
+                idle = [one for one in live if one.idle_since_s is not None and not one.grant]
+                # One that was cut leaves the table when its thread has ended.
+                if not idle or len(self._connections) >= 2 * MAX_CONNECTIONS:
+                    self.refused += 1
+                    return False
+                min(idle, key=lambda one: (one.ticket is not None, one.idle_since_s)).cut()
+            self._connections[connection] = None
         return True
 
-    def records(self, number: int, packed: list[bytes]) -> tuple[list[tuple[bytes, int]], LentRecords] | None:
-        """Some records of a reader's lease, see `LentRecords.named`, and the lease; None if there is no such lease."""
-        lease = self._leases.get(number)
-        return None if lease is None else (lease.named(packed), lease)
+    def _forget(self, connection: _Connection) -> None:
+        """Close a connection, and only then give up what was granted on it."""
+        connection.socket.close()
+        self._end_grant(connection)
+        with self._lock:
+            self._connections.pop(connection, None)
 
-    def expire(self, now_s: float) -> float | None:
-        """End the leases whose time is over; returns when to call again, None if no lease is left."""
-        while self._due and self._due[0][0] <= now_s:
-            number = heapq.heappop(self._due)[1]
-            lease = self._leases.get(number)
-            if lease is None:
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            frames.set_stall(connection.socket)
+            frames.set_tcp(connection.socket)
+            stream, connection.ticket = frames.admit_reader(connection.socket, self._take_ticket)
+            while self._next_comes(connection):
+                connection.idle_since_s = None
+                self._answer(connection, stream, frames.receive_ask(stream))
+                connection.idle_since_s = time.monotonic()
+        except FrameError:
+            with self._lock:
+                self.refused += 1
+        except (OSError, PoolError):
+            pass  # the reader is gone, or the pool is closed
+        finally:
+            self._forget(connection)
+
+    def _take_ticket(self, name: bytes) -> Ticket | None:
+        with self._lock:
+            return self._tickets.pop(name, None)
+
+    def _next_comes(self, connection: _Connection) -> bool:
+        """Wait for the next ask; False: the reader has closed the connection, or is to be cut."""
+        while not self._closing.is_set():
+            try:
+                return bool(connection.socket.recv(1, socket.MSG_PEEK))
+            except BlockingIOError:  # nothing came within STALL_S
+                if connection.grant and time.monotonic() - connection.granted_s > patience(GRANT_S):
+                    break
+        return False
+
+    def _answer(self, connection: _Connection, stream: Stream, ask: Asked) -> None:
+        if ask.kind == DONE:
+            if not connection.grant_number or ask.number != connection.grant_number:
+                raise FrameError("no such grant")
+            self._count(connection.grant)
+            self._end_grant(connection)
+            frames.send_table(stream, ask.number, [])
+            return
+        if ask.kind == HAVE:
+            found = self._pool.has(b"".join(ask.keys))
+            for at in range(0, len(found), MAX_TABLE):
+                frames.send_table(stream, ask.number, found[at : at + MAX_TABLE])
+            return
+        if ask.kind == GRANT and (connection.grant_number or not ask.number):
+            raise FrameError("a grant is open")
+        left = ask.keys
+        while left:
+            lengths, holds = self._hold(left, grant=ask.kind == GRANT)
+            left = left[len(lengths) :]
+            if ask.kind == GRANT:
+                connection.grant += [hold for hold in holds if hold is not None]
+                connection.grant_number, connection.granted_s = ask.number, time.monotonic()
+                offsets = [0 if hold is None else hold.offset for hold in holds]
+                frames.send_table(stream, ask.number, lengths, struct.pack(f"<{len(offsets)}Q", *offsets))
                 continue
-            if lease.expires_s > now_s:  # a release has prolonged the lease
-                heapq.heappush(self._due, (lease.expires_s, number))
-            else:
-                self.expired += 1
-                self._end(number)
-        while self._due and self._due[0][1] not in self._leases:
-            heapq.heappop(self._due)
-        return self._due[0][0] if self._due else None
+            held = [hold for hold in holds if hold is not None]
+            try:
+                frames.send_table(stream, ask.number, lengths, *(hold.view() for hold in held))
+                self._count(held)
+            finally:
+                self._drop(held)
 
-    def end_all(self) -> None:
-        """End all leases."""
-        for number in list(self._leases):
-            self._end(number)
-        self._due.clear()
+    def _hold(self, keys: list[bytes], *, grant: bool) -> tuple[list[int], list[Hold | None]]:
+        """Take holds for the next table: lengths (or ABSENT, BUSY), and for each key its hold, if any.
 
-    def _end(self, number: int) -> None:
-        self._leases.pop(number).let_go()
+        The table ends before a record that does not fit now, but may when those before it have been sent.
+        """
+        lengths: list[int] = []
+        holds: list[Hold | None] = []
+        window = 0
+        for key in keys[:MAX_TABLE]:
+            hold = None if self.draining else self._pool.hold(key)
+            length = BUSY if self.draining else ABSENT
+            if hold is not None:
+                length = hold.length
+                may_wait = window > 0 and not grant
+                with self._lock:
+                    fits = self.sending_bytes + length <= self.limit_bytes
+                    if fits and not (may_wait and window + length > WINDOW_BYTES):
+                        self.sending_bytes += length
+                        window += length
+                    else:
+                        hold.drop()
+                        hold, length = None, BUSY
+                if hold is None and may_wait:
+                    break
+            with self._lock:
+                self.absent += length == ABSENT
+                self.busy += length == BUSY
+            lengths.append(length)
+            holds.append(hold)
+        used = b"".join([hold.key for hold in holds if hold is not None])
+        if used:  # a lease is what counts as a use of records; the holds keep them
+            self._pool.release(self._pool.lease(used, 1, [SERVER_ROW], again=True)[0])
+        return lengths, holds
+
+    def _drop(self, holds: list[Hold]) -> None:
+        n_bytes = sum(hold.length for hold in holds)
+        for hold in holds:
+            hold.drop()
+        with self._lock:
+            self.sending_bytes -= n_bytes
+
+    def _end_grant(self, connection: _Connection) -> None:
+        holds, connection.grant, connection.grant_number = connection.grant, [], 0
+        self._drop(holds)
+
+    def _count(self, holds: list[Hold]) -> None:
+        with self._lock:
+            self.sent_records += len(holds)
+            self.sent_bytes += sum(hold.length for hold in holds)
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    address, family = resolve(host, "p2p.listen")
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise MachineLacks(
+            f"p2p.data_port: cannot listen on {host}:{port}: {error.strerror}; choose another --p2p-data-port, or 0 "
+            "for a free one",
+            field="p2p.data_port",
+        ) from None
+    return listener
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    os.chmod(path, 0o600)
+    listener.listen(128)
+    return listener
 
 
 class PeerServer:
-    """Answers peers on the control port. Everything runs on the loop."""
+    """Gives tickets to peers on the control port. Everything runs on the loop."""
 
     def __init__(
         self,
-        pool: Pool,
-        clock: Clock,
-        port: ControlPort | None,
+        records: RecordServer,
+        port: ControlPort,
         *,
         instance_id: str,
         incarnation: int,
         engine: str,
         metadata: Callable[[], bytes],
-        mac: bool = False,
+        seal: bool,
+        members: Callable[[], frozenset[bytes] | None],
     ) -> None:
-        """`port` is None if peers are not served.
-
-        `metadata()` returns the metadata of the transfer engine by which peers reach L1 now;
-        empty while there is no such engine.  `mac`: all readers get MACs, and must want them.
-        """
-        self.leases = PeerLeases(pool)
-        self._extents_bytes = pool.extents_bytes
-        self._clock = clock
-        if port is not None:
-            port.serve(
-                (KeyKind.INSTANCE,),
-                {PeerHello: self._hello, PeerLease: self._lease, PeerRelease: self._release},
-            )
-        self._instance_id = instance_id
-        self._incarnation = incarnation
-        self._engine = engine
-        self._metadata = metadata
-        self._lanes = Lanes("peer-macs", num_workers=THREADS) if mac else None
+        """`metadata()`: by which `engine` reaches L1 one-sidedly; empty: it does not now. `members`: see MemberKeys."""
+        self.records, self._port = records, port
+        port.serve((KeyKind.INSTANCE,), {PeerHello: self._hello})
+        self._instance_id, self._incarnation = instance_id, incarnation
+        self._engine, self._metadata, self._seal, self._members = engine, metadata, seal, members
+        self._host = this_host()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_due_s = 0.0
         self._log = EventLog("peers")
 
     async def close(self) -> None:
-        """End every lease, and wait until no record is read here any more. Idempotent."""
+        """Wait until no record is sent any more. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
-        self.leases.draining = True
-        self.leases.end_all()
-        if self._lanes is not None:
-            await self._lanes.close()
+        await self.records.close()
 
-    def _release(self, request: PeerRelease) -> ClusterReply | Coroutine[Any, Any, ClusterReply]:
-        """Release, and answer now or when the tags are computed. Raises BadRequest or Refused; nothing is released."""
-        now_s = self._clock.monotonic_s()
-        self.leases.expire(now_s)
-        tags = self._tags(request) if request.mac_key else None
-        stood = self.leases.release(request.lease, request.keep_ms / 1000, now_s, request.read_bytes)
-        released = PeerReleased(request.seq, self._incarnation, stood)
-        return released if tags is None else self._with_tags(released, tags)
-
-    async def _with_tags(self, released: PeerReleased, tags: asyncio.Future[list[bytes]]) -> PeerReleased:
-        return msgspec.structs.replace(released, tags=b"".join(await tags))
-
-    def _tags(self, request: PeerRelease) -> asyncio.Future[list[bytes]] | None:
-        """Begin to compute the tags that a reader asks for, in parts; None if it has no such lease."""
-        if self._lanes is None:
-            raise self._other_mac(True)
-        if len(request.mac_key) != MAC_KEY_BYTES:
-            raise BadRequest(
-                f"mac_key: found {len(request.mac_key)} bytes; send {MAC_KEY_BYTES}", field="mac_key"
-            )
-        if len(request.extents) % EXTENT.size:
-            raise BadRequest(
-                f"extents: found {len(request.extents)} bytes; send {EXTENT.size} for each record",
-                field="extents",
-            )
-        found = self.leases.records(request.lease, split_extents(request.extents))
-        if found is None:
-            return None
-        records, lease = found
-        parts: list[asyncio.Future[bytes]] = []
-        for numbers in parts_of(len(records)):
-            work = functools.partial(tags_of, request.mac_key, records, numbers)
-            part = self._lanes.submit(Lane.LOAD, work, beyond_limit=bool(parts))
-            if part is None:
-                raise Refused(f"mac_key: {self._instance_id} computes too many MACs already; try again later")
-            lease.keep()
-            part.add_done_callback(lambda _: lease.let_go())
-            parts.append(part)
-        return asyncio.gather(*parts)
-
-    def _other_mac(self, readers: bool) -> BadRequest:
-        here = self._lanes is not None
-        return BadRequest(
-            f"mac: p2p.mac is {str(readers).lower()} for the reader, but {str(here).lower()} for {self._instance_id}; "
-            "set the same p2p.mac on both",
-            field="mac",
-        )
-
-    def _lease(self, request: PeerLease) -> PeerLeased:
-        now_s = self._clock.monotonic_s()
-        self.leases.expire(now_s)
-        n_keys, rest = divmod(len(request.keys), KEY_BYTES)
-        if rest or not n_keys or n_keys % request.n_slices:
-            raise BadRequest(
-                f"keys: found {len(request.keys)} bytes; send {request.n_slices} keys of {KEY_BYTES} bytes for each of "
-                "one or more chunks",
-                field="keys",
-            )
-        leased = self.leases.lease(
-            request.keys,
-            request.n_slices,
-            request.ttl_ms / 1000,
-            now_s,
-            each=request.each,
-        )
-        self._look_later()
-        return PeerLeased(
-            request.seq,
-            self._incarnation,
-            leased.number,
-            leased.extents,
-            request.ttl_ms,
-            leased.reason,
-        )
+    def _look_at_members(self) -> None:
+        self.records.keep_only(self._members())
+        self._timer = self._loop.call_later(MEMBERS_S, self._look_at_members)
 
     def _hello(self, request: PeerHello) -> PeerWelcome:
         for field, found, ours in (
@@ -302,31 +410,50 @@ class PeerServer:
                     f"{field}: the reader speaks {found}, {self._instance_id} speaks {ours}; upgrade the older side",
                     field=field,
                 )
-        if request.engine != self._engine:
+        asked, own = (request.engine, request.seal), (self._engine, self._seal)
+        if asked != own:
+            field = "engine" if asked[0] != own[0] else "seal"
+            shown = [f"p2p.engine {engine!r} and p2p.seal {seal}" for engine, seal in (asked, own)]
             raise BadRequest(
-                f"engine: the reader uses {request.engine!r}, {self._instance_id} uses {self._engine!r}; set the "
-                "same p2p.engine on both",
-                field="engine",
+                f"{field}: the reader has {shown[0]}, {self._instance_id} has {shown[1]}; set the same on both",
+                field=field,
             )
-        if request.mac != (self._lanes is not None):
-            raise self._other_mac(request.mac)
         metadata = self._metadata()
-        if not metadata:
+        if not metadata and self._engine != "tcp":
             raise Unavailable(f"the transfer engine of {self._instance_id} is not up; ask again later")
+        if self._timer is None:  # nobody can connect before this
+            self.records.start()
+            self._look_at_members()
+        ticket = self.records.ticket(seal=self._seal, reader=self._port.asker)
         self._log.debug("peer", reader=request.reader)
-        return PeerWelcome(request.seq, self._incarnation, self._instance_id, metadata, self._extents_bytes)
+        return PeerWelcome(
+            request.seq,
+            self._incarnation,
+            self._instance_id,
+            ticket.name,
+            ticket.secret,
+            self.records.port,
+            self._host,
+            self.records.path,
+            metadata,
+        )
 
-    def _look_later(self) -> None:
-        """Set the timer to the time when the next lease expires."""
-        now_s = self._clock.monotonic_s()
-        due_s = self.leases.expire(now_s)
-        if due_s is None or (self._timer is not None and self._timer_due_s <= due_s):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_due_s = due_s
-        self._timer = self._loop.call_later(max(MIN_TIMER_S, due_s - now_s), self._on_timer)
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._look_later()
+class PeersServed:
+    """What one instance gives to its peers."""
+
+    def __init__(self, server: PeerServer | None) -> None:
+        """`server` None: peers are neither read nor served."""
+        self.server = server
+        self.draining = False
+
+    def drain(self, on: bool) -> None:
+        """Send nothing more to peers, or send again."""
+        self.draining = on
+        if self.server is not None:
+            self.server.records.draining = on
+
+    def sending(self) -> tuple[int, int]:
+        """Bytes that are being sent, and those that were sent since the start."""
+        records = None if self.server is None else self.server.records
+        return (0, 0) if records is None else (records.sending_bytes, records.sent_bytes)

@@ -9,7 +9,7 @@ and each instance has one, its control port:
 
     controllers and gateways    Changes, List      follow what the instance holds (cluster/follow.py)
     controllers                 Do                 carry out an operation
-    peers                       PeerHello, PeerLease, PeerRelease
+    peers                       PeerHello
 
 A request is `[name, seq, …]`, its answer `[name, seq, epoch, …]` or a Failure.  The asker chooses `seq`, which only
 pairs the answer with its question.  `epoch` changes whenever the answering process restarts; of an instance it is the
@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from kvstrata.errors import KvstrataError
 from kvstrata.rpc.wire import ENGINE_URL, MAX_BYTES_S, MAX_LATENCY_US, Count, Seq
-from kvstrata.types import EXTENT, KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
+from kvstrata.types import KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
 
 TAG_BYTES = 8
 MAX_TAGS = 262_144
@@ -52,11 +52,10 @@ MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 7
+CLUSTER_PROTOCOL_VERSION = 8
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
-"""Keys in one lease of a peer."""
-MAX_LEASE_MS = 60_000
+"""Keys in one command, or single keys in one Where."""
 MAX_CHANGES = 4_096
 """Changes that one answer sums up."""
 MAX_WAIT_MS = 60_000
@@ -76,7 +75,6 @@ Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 """A public CURVE key in Z85."""
 Medium = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-PeerKeys = Annotated[bytes, Meta(max_length=MAX_PEER_KEYS * KEY_BYTES)]
 Text = Annotated[str, Meta(max_length=2_000)]
 MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
 """Tiers in one report; an instance has at most half as many."""
@@ -213,7 +211,7 @@ class Owner(msgspec.Struct, array_like=True, frozen=True):
 class WhereReply(ClusterReply, frozen=True, tag="where"):
     """Owners, best first: longest prefix, confirmed, same zone, least loaded; none if no one has the first chunk."""
 
-    owners: list[Owner]
+    owners: Annotated[list[Owner], Meta(max_length=MAX_OWNERS)]
 
 
 # --- to an instance: what it holds ---------------------------------------------------------------------------
@@ -261,7 +259,8 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     """Capacity by tier; tiers without a cap are left out."""
     hits_total: Annotated[dict[HitSource, int], Meta(max_length=16)]
     """Chunks that lookups found, by source: `l1`, `l2`, `peer`; and `miss`."""
-    peer_leased_bytes: int
+    peer_sending_bytes: int
+    """Bytes of L1 that are being sent to peers."""
     peer_sent_bytes_total: int
     peer_read_bytes_total: int
     sessions: int
@@ -287,7 +286,7 @@ class Condition(msgspec.Struct, array_like=True, frozen=True):
     """The greatest (cluster id, token) that the instance has seen. A leader with a smaller pair concludes that etcd has
     lost its data, and takes a greater cluster id."""
     draining: bool = False
-    """The instance leases nothing to peers. A leader that ordered otherwise repeats its order."""
+    """The instance sends nothing to peers. A leader that ordered otherwise repeats its order."""
     engines: Annotated[list[EngineUrl], Meta(max_length=MAX_ENGINES)] = msgspec.field(default_factory=list)
     """Where the engines that are attached to this instance are reached over HTTP, as far as they tell, sorted."""
     rates: Annotated[list[TierRate], Meta(max_length=3)] = msgspec.field(default_factory=list)
@@ -346,10 +345,10 @@ class CommandKind(enum.StrEnum):
     """{"claim": str}: end this claim; `count` is 0 if the instance does not keep it."""
     PULL = "pull"
     """{"keys": bytes, "n_slices": int, "identity": bytes, "tenant": str, "owner": {…as Owner…}, "spans": [int]}: read
-    these chunks into L1, from the owner if it leases them, else from other peers; of slices with a span (see KvKind)
+    these chunks into L1, from the owner if it sends them, else from other peers; of slices with a span (see KvKind)
     only what the longest hit needs. Used by replicate, and by move, which then sends the owner an EVICT."""
     DRAIN = "drain"
-    """{"on": bool}: if true, lease nothing more to peers; if false, lease to them again."""
+    """{"on": bool}: if true, send nothing more to peers; if false, send to them again."""
     RUNTIME = "runtime"
     """{}: answer threads, memory, garbage collector, lag of the loop, allow-listed environment."""
     STATUS = "status"
@@ -383,75 +382,32 @@ class Outcome(ClusterReply, frozen=True, tag="do"):
 
 
 class PeerHello(ClusterRequest, frozen=True, tag="peer_hello"):
-    """Asks an owner how a reader reaches its memory."""
+    """Asks an owner for a ticket: the right to open one connection on which it sends records (p2p/frames.py)."""
 
     protocol: int
     reader: InstanceId
     record_version: int
     """Version of the records that the reader can read (docs/formats.md)."""
     engine: Annotated[str, Meta(max_length=32)]
-    """The transfer engine that the reader uses."""
-    mac: bool = False
-    """The reader's `p2p.mac`. An owner with another value refuses the reader."""
+    seal: bool
+    """`p2p.engine` in use at the reader, and its `p2p.seal`. An owner with other values refuses the reader."""
 
 
 class PeerWelcome(ClusterReply, frozen=True, tag="peer_hello"):
-    """Tells the reader how to reach the owner's memory. `epoch` is the owner's incarnation, which names that memory."""
+    """A ticket, and where to use it. `epoch` is the owner's incarnation."""
 
     instance: str
-    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
-    """Metadata of the owner's transfer engine, whose only region is the extents file of its L1."""
-    extents_bytes: int
-    """Length of that file."""
-
-
-class PeerLease(ClusterRequest, frozen=True, tag="peer_lease"):
-    """Asks to keep the leading records among these in L1 for a while."""
-
-    reader: InstanceId
-    keys: PeerKeys
-    n_slices: Annotated[int, Meta(ge=1, le=4096)]
-    ttl_ms: Annotated[int, Meta(ge=1, le=MAX_LEASE_MS)]
-    each: bool = False
-    """Lease each of the keys that is there, not only leading ones."""
-
-
-class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
-    """The leased records, which stay in place until release, or until `ttl_ms` have passed on the owner's clock."""
-
-    lease: int
-    """Number of the lease; 0 if nothing is leased."""
-    extents: bytes
-    """Packed extents of the leading keys, as in an engine's lookup; only whole chunks.  With `each`: those of all keys,
-    zero for a key that is not leased."""
-    ttl_ms: int
-    reason: str
-    """Why not all records are leased: `absent`, `limit` (a quarter of L1), `draining`; empty if all are."""
-
-
-class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):
-    """Ends a lease; with `keep_ms` the reader has read only a part, and the lease goes on."""
-
-    lease: int
-    keep_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
-    """0 ends the lease; otherwise it goes on for this long from now on the owner's clock, and the reader only asks
-    whether the lease was still valid."""
-    read_bytes: Count = 0
-    """Bytes that were read under the lease since the last release, for the owner's count of sent bytes."""
-    mac_key: Annotated[bytes, Meta(max_length=32)] = b""
-    """With `p2p.mac`: a key that the reader has made for this read (p2p/mac.py); else empty."""
-    extents: Annotated[bytes, Meta(max_length=MAX_PEER_KEYS * EXTENT.size)] = b""
-    """With `mac_key`: the packed extents, as in PeerLeased, of the records that were read."""
-
-
-class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
-    """The lease has ended, or goes on if the reader asked for that and the lease was still valid."""
-
-    stood: bool
-    """The lease was valid until now, so the bytes that were read are those of the leased records. If false, the reader
-    drops what it read."""
-    tags: bytes = b""
-    """The MACs of the records at the request's extents, 16 bytes each; empty if `mac_key` was, or `stood` is false."""
+    ticket: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    """Both sides of the connection prove that they know it. The ticket is used once."""
+    port: Annotated[int, Meta(ge=1, le=65_535)]
+    """On the host of the owner's `peer_endpoint`."""
+    host: Word
+    """A word that processes of the owner's host have in common; empty: not known."""
+    socket: Word
+    """The owner's unix socket, for readers of its host; empty: there is none."""
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""
+    """Metadata by which the transfer engine reaches the extents file of the owner's L1; empty without one."""
 
 
 # --- gateways ----------------------------------------------------------------------------------------------
@@ -531,10 +487,9 @@ class Replicate(ClusterRequest, frozen=True, tag="replicate"):
 
 
 ToController = Register | Goodbye | Where | GatewayBeat | Replicate
-ToInstance = Changes | List | Do | PeerHello | PeerLease | PeerRelease
+ToInstance = Changes | List | Do | PeerHello
 Answer = (
-    Failure | Registered | Done | WhereReply | Changed | Listed | Outcome | PeerWelcome | PeerLeased | PeerReleased
-    | GatewayHeard
+    Failure | Registered | Done | WhereReply | Changed | Listed | Outcome | PeerWelcome | GatewayHeard
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.rpc.zmq_server import Address, ZmqServer
 
 MAX_LATER = 512
-"""Requests that are answered later: polls that wait, pages of lists, operations, and MACs for peers."""
+"""Requests that are answered later: polls that wait, pages of lists, and operations."""
 
 Handler = Callable[[Any], ClusterReply | Coroutine[Any, Any, ClusterReply]]
 """Gets one request; returns its answer, or a coroutine that makes it. Raises KvstrataError."""
@@ -54,6 +54,8 @@ class ControlPort(Numbers):
     ) -> None:
         """`epoch`: of this process. `kinds_of` says what a client's public key is; by default every kind."""
         self.server = ZmqServer(loop, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
+        self.asker = ""
+        """Public key of who asks the request that is being handled; empty without CURVE."""
         self._epoch = epoch
         self._kinds_of = kinds_of
         self._served: dict[type[ClusterRequest], tuple[frozenset[KeyKind], Handler]] = {}
@@ -87,6 +89,7 @@ class ControlPort(Numbers):
             self._refuse(address, seq_of(frame), BadRequest(f"invalid message to an instance: {error}"))
             return
         try:
+            self.asker = address.key
             answer = self._handler(request, address.key)(request)
         except KvstrataError as error:
             self._refuse(address, request.seq, error)

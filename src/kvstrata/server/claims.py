@@ -26,7 +26,7 @@ import collections
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -38,10 +38,9 @@ from kvstrata.memory.paths import CLAIMS
 from kvstrata.native.core import Pool, record_header
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
-from kvstrata.p2p.lent import LIMIT, LentPool, Taken
 from kvstrata.process.operations import MAX_CLAIM_S, MAX_KEYS, Claiming, keys_of
 from kvstrata.server.processes import tenant_number
-from kvstrata.types import EXTENT, KEY_BYTES
+from kvstrata.types import EXTENT, KEY_BYTES, SERVER_ROW
 
 if TYPE_CHECKING:
     from kvstrata.server.parts import Parts
@@ -55,6 +54,7 @@ VERSION = 1
 _PREWARM = "prewarm the prompt (`kvstrata prewarm`) before"
 State = Literal["kept", "broken", "released", "expired"]
 T = TypeVar("T")
+ABSENT, LIMIT = "absent", "limit"
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -90,13 +90,91 @@ class _File(msgspec.Struct, frozen=True):
     claims: list[Claim]
 
 
+class Taken(NamedTuple):
+    """Leading records of a run that the pool keeps from now on, until `Kept.give_back`."""
+
+    ticket: int
+    """The pool's number of this lease."""
+    entries: list[int]
+    extents: bytes
+    n_bytes: int
+
+
+class Kept:
+    """Records that claims keep, and how many bytes these have. One thread at a time uses it."""
+
+    def __init__(self, pool: Pool, share: float) -> None:
+        """`share` of the pool may be kept."""
+        self.n_bytes = 0
+        """Bytes of the distinct records that are kept."""
+        self._pool = pool
+        self.limit_bytes = int(pool.extents_bytes * share)
+        """Maximum number of bytes that may be kept."""
+        self._shares: dict[int, list[int]] = {}
+        """Pool entry → [number of claims on it, its bytes]."""
+
+    def take(
+        self,
+        keys: bytes,
+        n_slices: int,
+        identity: bytes = b"",
+        spans: Sequence[int] = (),
+    ) -> tuple[Taken | None, str]:
+        """Keep leading chunks: None if there are none, and the reason why not all of them ("" if all).
+
+        The other arguments are those of `Pool.lease`.  Chunks need not be verified, since nobody reads them by this.
+        """
+
+        def lease(keys: bytes) -> tuple[int, int, bytes, int, int]:
+            return self._pool.lease(keys, n_slices, [SERVER_ROW], identity, spans, again=True, unread=True)
+
+        ticket, n_chunks, extents, _, short_bytes = lease(keys)
+        if not ticket:
+            return None, LIMIT if short_bytes else ABSENT
+        room, fits, more = self.limit_bytes - self.n_bytes, 0, 0
+        for index, (_, length, entry, _, _) in enumerate(EXTENT.iter_unpack(extents)):
+            if length and entry not in self._shares:
+                more += length
+                if more > room:
+                    break
+            if (index + 1) % n_slices == 0:
+                fits = index + 1
+        if fits < n_chunks * n_slices:
+            self._pool.release(ticket)
+            if not fits:
+                return None, LIMIT
+            # The same records are leased again, unless another thread has removed some since the release.
+            ticket, n_chunks, extents, _, _ = lease(keys[: fits * KEY_BYTES])
+            if not ticket:
+                return None, ABSENT
+            reason = LIMIT
+        else:
+            reason = "" if len(keys) == fits * KEY_BYTES else LIMIT if short_bytes else ABSENT
+        records = [(entry, length) for _, length, entry, _, _ in EXTENT.iter_unpack(extents) if length]
+        for entry, length in records:
+            share = self._shares.setdefault(entry, [0, length])
+            if not share[0]:
+                self.n_bytes += length
+            share[0] += 1
+        entries = [entry for entry, _ in records]
+        return Taken(ticket, entries, extents, sum(length for _, length in records)), reason
+
+    def give_back(self, taken: Taken) -> None:
+        """Let the pool do with these records what it likes. Called once for each `take`."""
+        self._pool.release(taken.ticket)
+        for entry in taken.entries:
+            share = self._shares[entry]
+            share[0] -= 1
+            if not share[0]:
+                self.n_bytes -= share[1]
+                del self._shares[entry]
+
+
 class Claims(Numbers):
     """The claims of one instance."""
 
     kept = gauge("Claims that are kept now.", lambda self: len(self._kept))
-    kept_bytes = gauge(
-        "Bytes of L1 that claims keep, each record once.", lambda self: self._lent.leased_bytes
-    )
+    kept_bytes = gauge("Bytes of L1 that claims keep, each record once.", lambda self: self._lent.n_bytes)
     limit_bytes = gauge(
         "Maximum number of bytes of L1 that all claims together may keep.",
         lambda self: self._lent.limit_bytes,
@@ -109,7 +187,7 @@ class Claims(Numbers):
         self._pool, self._lane, self._clock = parts.pool, parts.own_lane, parts.clock
         self._prewarms, self._supervisor = parts.prewarms, parts.supervisor
         self._path = parts.facts.socket_dir / CLAIMS
-        self._lent = LentPool(parts.pool, CLAIMED_SHARE)
+        self._lent = Kept(parts.pool, CLAIMED_SHARE)
         self._kept: dict[str, tuple[Claim, Taken]] = {}
         """In the order of their acceptance."""
         self._ended: collections.deque[Claim] = collections.deque(maxlen=MAX_ENDED)
@@ -227,7 +305,7 @@ class Claims(Numbers):
         return claim
 
     def _take(self, claim: Claim) -> tuple[Taken | None, str]:
-        return self._lent.take(claim.keys, claim.n_slices, claim.identity, claim.spans, unread=True)
+        return self._lent.take(claim.keys, claim.n_slices, claim.identity, claim.spans)
 
     def _let_go(self, name: str) -> Claim:
         claim, taken = self._kept.pop(name)

@@ -41,15 +41,14 @@ from kvstrata.server.cluster.held import HeldChunks
 from kvstrata.server.cluster.membership import (
     Membership,
     make_membership,
-    other_hosts_out_of_reach,
     peer_config,
     serve,
 )
-from kvstrata.server.cluster.own_key import member_keys
+from kvstrata.server.cluster.own_key import MemberKeys, member_keys
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.listener import AttachServer
 from kvstrata.server.parts import Parts
-from kvstrata.server.plan import MAX_SESSION_SHARE, InstanceFacts, Plan, segment_settings
+from kvstrata.server.plan import MAX_SESSION_SHARE, InstanceFacts, P2pEngine, Plan, segment_settings
 from kvstrata.tiers.base import AdapterContext
 from kvstrata.tiers.config import TierConfig
 from kvstrata.tiers.set import TierSet
@@ -133,7 +132,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     board = parts.board
     closers.append(functools.partial(_close_tiers, parts))
     board.put("l2_adapters", tiers)
-    await _open_tiers(plan, peer, parts, segment, shell.log)
+    # The tier that reads other instances comes first: their RAM is nearer than a disk.
+    plan = await _open_peers(plan, keys, parts, segment, shell.log)
+    await _open_tiers(plan, parts, segment, shell.log)
 
     # 3. The claims of the last server hold again, before anything can be evicted. Processes attach.
     await parts.claims.restore(adopted=segment.adopted)
@@ -153,7 +154,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         membership = make_membership(plan, keys, parts, held, urls, served)
         closers.append(membership.stop)
         board.put("cluster", membership)
-        board.put("peers_served", served.peers.leases)
+        if served.peers.server is not None:
+            board.put("peers_served", served.peers.server.records)
         board.put("control", held, *served.port.numbers())
 
     # 5. Housekeeping, and the HTTP application.
@@ -240,31 +242,33 @@ async def _close_tiers(parts: Parts) -> None:
     await parts.tiers.close()
 
 
-async def _open_tiers(
-    plan: Plan, peer: TierConfig | None, parts: Parts, segment: Segment, log: EventLog
-) -> None:
-    """Open the tiers of the plan. The tier that reads other instances comes first: their RAM is nearer than a disk.
+async def _open_peers(
+    plan: Plan, keys: MemberKeys | None, parts: Parts, segment: Segment, log: EventLog
+) -> Plan:
+    """Open the tier that reads other instances, if there is one; returns the plan with the engine in use.
 
-    Raises ConfigError.  A tier that no setting asks for (the embedded one, peers with `auto`) is left out if it cannot
-    be opened.
+    Raises ConfigError.  An engine that `auto` has chosen gives way to tcp if it cannot be opened.
     """
-    settings = plan.settings
-    automatic = settings.p2p.engine == "auto"
-    if peer is not None:
-        if other_hosts_out_of_reach(plan, os.environ):
-            log.warning(
-                "p2p_this_host_only",
-                note="no RDMA card is here and p2p.tcp is off: no L1 of another host is read; set p2p.tcp (--p2p-tcp) "
-                "if only the instances reach this network, since UCX's tcp lets its peers write the server's memory",
-            )
-        try:
-            await _open_tier(peer, parts, segment, must=automatic)
-        except (ConfigError, StorageError) as error:
-            if not automatic or error.field == "controller.url":
-                raise
-            log.warning("p2p_off", reason=error.message)
-    elif settings.controller.url and automatic:
-        log.warning("p2p_off", reason="no transfer engine is installed (ucx, or nixl with p2p.tcp)")
+    peer = peer_config(plan, keys)
+    if peer is None or plan.p2p_engine is None:
+        return plan
+    chosen = plan.settings.p2p.engine == "auto" and plan.p2p_engine.name != "tcp"
+    try:
+        await _open_tier(peer, parts, segment, must=chosen)
+    except (ConfigError, StorageError) as error:
+        if not chosen or error.field == "controller.url":
+            raise
+        plan = plan._replace(
+            p2p_engine=P2pEngine("tcp", f"tcp, since {plan.p2p_engine.name} fails: {error.message}")
+        )
+        return await _open_peers(plan, keys, parts, segment, log)
+    assert plan.p2p_engine is not None
+    log.info("p2p_engine", engine=plan.p2p_engine.why)
+    return plan
+
+
+async def _open_tiers(plan: Plan, parts: Parts, segment: Segment, log: EventLog) -> None:
+    """Open the other tiers of the plan. Raises ConfigError; the embedded one is left out if it cannot be opened."""
     for config in plan.adapters:
         try:
             await _open_tier(config, parts, segment, must=plan.embedded_l2)

@@ -10,7 +10,7 @@ from kvstrata.config.model import ServerSettings
 from kvstrata.native.core import Pool
 from kvstrata.observability.explain import Explainer, ServerNumbers, TenantNumbers, Trend
 from kvstrata.observability.tracing import Tracer
-from kvstrata.p2p.peer_reads import PeerReads
+from kvstrata.p2p.medium import PeerReads
 from kvstrata.patience import patience
 from kvstrata.process.supervisor import PoolLane, Supervisor
 from kvstrata.server.admin.clear import Clearing

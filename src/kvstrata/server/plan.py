@@ -9,7 +9,7 @@ import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,8 +26,7 @@ from kvstrata.memory.segment_settings import (
     memory_limit,
     nodes_of,
 )
-from kvstrata.p2p import mac
-from kvstrata.p2p.engines.ports import reaches_other_hosts
+from kvstrata.p2p.nixl import has_a_way, has_rdma_card
 from kvstrata.process.listen import read_token
 from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys
@@ -66,6 +65,14 @@ class InstanceFacts(NamedTuple):
     """Time of the start, by the instance's clock."""
 
 
+class P2pEngine(NamedTuple):
+    """What moves the bytes between instances."""
+
+    name: Literal["tcp", "nixl"]
+    why: str
+    """The engine and why it is this one, for operators."""
+
+
 class Plan(NamedTuple):
     """Checked settings, with every default filled in."""
 
@@ -76,8 +83,8 @@ class Plan(NamedTuple):
     """The only adapter is the default one; if it cannot be opened, the server runs without L2."""
     tokens: TenantTokens
     http_token: str
-    p2p_engine: str
-    """ucx or nixl; empty: peers are neither read nor served."""
+    p2p_engine: P2pEngine | None
+    """None: peers are neither read nor served."""
 
 
 def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list[str] | None = None) -> Plan:
@@ -122,9 +129,7 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         http_token = here(lambda: read_token(settings.http, insecure=settings.security.insecure), "")
     if settings.controller.curve_file:
         here(lambda: read_cluster_keys(settings.controller.curve_file, "controller.curve_file"), None)
-    engine = here(lambda: _p2p_engine(settings, environment), "")
-    if engine and settings.p2p.mac:
-        here(lambda: _check_mac(settings), None)
+    engine = here(lambda: _p2p_engine(settings, environment), None)
     return Plan(
         settings,
         extents_bytes,
@@ -159,18 +164,15 @@ def tcp_ports(settings: ServerSettings) -> list[Listening]:
     if settings.controller.url and settings.p2p.engine != "off":
         host, _, port = settings.p2p.listen.rpartition(":")
         found.append(Listening("p2p.listen", host.strip("[]"), int(port)))
+        found.append(Listening("p2p.data_port", host.strip("[]"), settings.p2p.data_port))
     return found
 
 
-def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str:
-    """The transfer engine between instances; empty for none.
-
-    `auto` takes NIXL only where it has a way to peers, since it uses tcp or RDMA cards, not shared memory.  Raises
-    ConfigError, MachineUnfit without a way for NIXL.
-    """
+def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> P2pEngine | None:
+    """What moves the bytes between instances; None for nothing. Raises ConfigError, and MachineUnfit."""
     p2p = settings.p2p
     if not settings.controller.url or p2p.engine == "off":
-        return ""
+        return None
     host = p2p.listen.rpartition(":")[0]
     if host in ("*", "0.0.0.0", "[::]") and not p2p.advertise:
         raise ConfigError(
@@ -178,35 +180,45 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str
             "this instance (--p2p-advertise HOST)",
             field="p2p.advertise",
         )
-    nixl_has_a_way = reaches_other_hosts(environment, tcp=p2p.tcp)
-    if p2p.engine == "nixl" and not nixl_has_a_way:
+    if p2p.seal:
+        _check_seal(settings)
+    if p2p.engine == "nixl" and not has_a_way(environment, tcp=p2p.tcp):
         raise MachineUnfit(
             "p2p.engine: nixl without an RDMA card needs tcp, and whoever reaches a tcp port of UCX can read and write "
             "this process's memory; set p2p.tcp to true (--p2p-tcp) if only the instances reach the port, or "
-            "p2p.engine to ucx (--p2p-engine ucx)",
+            "p2p.engine to tcp (--p2p-engine tcp)",
             field="p2p.engine",
         )
     if p2p.engine != "auto":
-        return p2p.engine
-    if importlib.util.find_spec("kvstrata.native.ucx") is not None:
-        return "ucx"
-    return "nixl" if nixl_has_a_way and importlib.util.find_spec("nixl") is not None else ""
+        return P2pEngine(p2p.engine, f"{p2p.engine}, as p2p.engine says")
+    if not has_rdma_card():
+        return P2pEngine("tcp", "tcp, since this host has no RDMA card")
+    if p2p.seal:
+        return P2pEngine("tcp", "tcp, since only it has p2p.seal, though this host has an RDMA card")
+    if importlib.util.find_spec("nixl") is None:
+        return P2pEngine("tcp", "tcp, since NIXL is not installed, though this host has an RDMA card")
+    return P2pEngine("nixl", "nixl, since this host has an RDMA card")
 
 
-def _check_mac(settings: ServerSettings) -> None:
-    """Raises ConfigError if anybody could send MACs, MachineUnfit if the package that computes them is missing."""
+def _check_seal(settings: ServerSettings) -> None:
+    """Raises ConfigError where p2p.seal protects nothing, MachineUnfit if the package that it needs is missing."""
+    if settings.p2p.engine == "nixl":
+        raise ConfigError(
+            "p2p.seal: true, but with p2p.engine nixl readers fetch the bytes by themselves, so that nobody seals them;"
+            " set p2p.engine to tcp (--p2p-engine tcp)",
+            field="p2p.seal",
+        )
     if settings.security.insecure and not settings.controller.curve_file:
         raise ConfigError(
-            "p2p.mac: true, but with security.insecure and without controller.curve_file the cluster has no keys, so "
-            "anybody could answer with MACs of his own; make key files with kvstrata cluster init and set "
+            "p2p.seal: true, but with security.insecure and without controller.curve_file the cluster has no keys, so "
+            "anybody may open a sealed connection; make key files with kvstrata cluster init and set "
             "controller.curve_file (--cluster-curve-file), or start without --insecure",
-            field="p2p.mac",
+            field="p2p.seal",
         )
-    if importlib.util.find_spec(mac.MODULE) is None:
+    if importlib.util.find_spec("cryptography") is None:
         raise MachineUnfit(
-            f"p2p.mac: true needs the Python package {mac.MODULE!r}, which is not installed: "
-            f"{install('codecs')}",
-            field="p2p.mac",
+            f"p2p.seal: true needs the Python package 'cryptography', which is not installed: {install('codecs')}",
+            field="p2p.seal",
         )
 
 

@@ -53,9 +53,8 @@ UNAUTHENTICATED = "unauthenticated"
 
 # Peers.
 CONTROLLER_DOWN = "controller_down"
-LIMIT = "limit"
-MAC_DIFFERS = "mac_differs"
 PEER_DEADLINE = "peer_deadline"
+PEER_DIFFERS = "peer_differs"
 PEER_FAILED = "peer_failed"
 PEER_GONE = "peer_gone"
 PEER_SKIPPED = "peer_skipped"
@@ -86,8 +85,7 @@ MEANINGS: dict[str, Meaning] = {
     QUEUE_FULL: _REFUSED_HERE,
     "staging": _REFUSED_HERE,
     STAGING_TOO_SMALL: _REFUSED_HERE,
-    LIMIT: _REFUSED,
-    MAC_DIFFERS: _REFUSED_HERE,
+    PEER_DIFFERS: _REFUSED_HERE,
     # The pool's refusals (rpc.wire.ReserveOutcome).
     "chain_exceeds_pool": _REFUSED,
     "pool_pinned": _REFUSED,

@@ -60,7 +60,7 @@ def ready(cluster: Cluster, number: int) -> int:
 
 def sent_bytes(cluster: Cluster, number: int) -> int:
     """Bytes that peers have read from an instance."""
-    return int(cluster.servers[number].get("/v1/status")["peers_served"]["read_bytes"])
+    return int(cluster.servers[number].get("/v1/status")["peers_served"]["sent_bytes"])
 
 
 def reader_numbers(cluster: Cluster, number: int) -> dict[str, int]:
@@ -105,12 +105,12 @@ def test_the_named_owner_is_read_when_there_are_several(scene: Scene, source: in
     for number in (0, 1):
         store(cluster, engines[number], tokens, number)
     before = [sent_bytes(cluster, number) for number in (0, 1)]
-    named = reader_numbers(cluster, 2)["named_leases"]
+    named = reader_numbers(cluster, 2)["named_reads"]
     [pull] = copy(cluster, "replicate", tokens, to="instance-2", source=f"instance-{source}")
     assert pull["result"]["loaded"] == CHUNKS
     grown = [sent_bytes(cluster, number) > before[number] for number in (0, 1)]
     assert grown == [source == 0, source == 1]
-    assert reader_numbers(cluster, 2)["named_leases"] > named
+    assert reader_numbers(cluster, 2)["named_reads"] > named
     assert engines[2].hit(tokens) == CHUNKS
 
 

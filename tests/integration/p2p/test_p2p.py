@@ -1,6 +1,6 @@
 """Two real servers and a real controller: what one instance stored the other one reads out of its memory, and whatever
 happens to the owner, the controller or the directory, nobody gets wrong bytes and everybody goes on.  With each engine:
-UCX in the server's process, NIXL in an adapter host.
+frames of ours in the server's process, NIXL in an adapter host.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "2000"}
 """Long enough for a busy machine; tests of silent owners wait so long."""
 
 
-@pytest.fixture(params=["ucx", pytest.param("nixl", marks=pytest.mark.long)])
+LONG = pytest.mark.long
+
+
+@pytest.fixture(params=["tcp", pytest.param("sealed", marks=LONG), pytest.param("nixl", marks=LONG)])
 def engine(request: pytest.FixtureRequest) -> dict[str, str]:
     """Settings with which servers use a transfer engine."""
     more = {}
     if request.param == "nixl":
         more = {**request.getfixturevalue("nixl_environment"), "KVSTRATA_P2P_TCP": "true"}
+    if request.param == "sealed":
+        return {**SETTINGS, "KVSTRATA_P2P_SEAL": "true"}
     return {**SETTINGS, **more, "KVSTRATA_P2P_ENGINE": request.param}
 
 
@@ -81,7 +86,7 @@ def settled(cluster: Cluster, number: int) -> None:
     eventually("nothing is under way", idle)
 
 
-@pytest.mark.parametrize("engine", ["ucx", "nixl"], indirect=True)
+@pytest.mark.parametrize("engine", ["tcp", "sealed", "nixl"], indirect=True)
 def test_chunks_that_one_instance_stored_are_read_and_kept_by_the_other(cluster: Cluster) -> None:
     with engines(cluster) as (one, other):
         tokens = stored_and_known(cluster, one)
@@ -92,54 +97,6 @@ def test_chunks_that_one_instance_stored_are_read_and_kept_by_the_other(cluster:
         assert cluster.peer_records(1) == records
         settled(cluster, 0)
         settled(cluster, 1)
-
-
-def listening_on(pid: int) -> set[tuple[str, int]]:
-    """Return the tcp addresses, in the kernel's hexadecimal, and ports on which a process or its children listen."""
-    inodes = set()
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    for process in (str(pid), *children):
-        for fd in Path(f"/proc/{process}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
-    net = Path(f"/proc/{pid}/net")
-    rows = [line.split() for name in ("tcp", "tcp6") for line in (net / name).read_text().splitlines()[1:]]
-    found = (row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes)
-    return {(address, int(port, 16)) for address, port in found}
-
-
-def test_on_loopback_ucx_opens_no_port_and_nixl_none_that_other_hosts_reach(
-    cluster: Cluster, engine: dict[str, str]
-) -> None:
-    with engines(cluster) as (one, other):
-        read(other, stored_and_known(cluster, one))
-        for server in cluster.servers:
-            (peer,) = [
-                row["control_endpoint"]
-                for row in cluster.controller.ask("/v1/instances")["instances"]
-                if row["pid"] == server.pid
-            ]
-            known = {server.port, server.ready["http_port"], int(peer.rpartition(":")[2])}
-            listening = listening_on(server.pid)
-            assert {address for address, _ in listening} == {"0100007F"}
-            if engine["KVSTRATA_P2P_ENGINE"] == "ucx":
-                assert {port for _, port in listening} <= known
-
-
-@pytest.mark.parametrize("tcp", [False, True], ids=["without-tcp", "with-tcp"])
-def test_off_loopback_ucx_opens_ports_only_if_p2p_tcp_is_set(tmp_path: Path, *, tcp: bool) -> None:
-    flags = ("--p2p-engine", "ucx", "--p2p-listen", "0.0.0.0:0", "--p2p-advertise", "127.0.0.1", "--insecure")
-    process = ServerProcess(
-        tmp_path,
-        l1_mb=64,
-        chunk_tokens=CHUNK_TOKENS,
-        flags=("--controller-url", "tcp://127.0.0.1:1", *flags, *(("--p2p-tcp",) if tcp else ())),
-    )
-    with process:
-        ready = process.start()
-        others = {port for _, port in listening_on(process.pid)} - {process.port, ready["http_port"]}
-        assert len(others) > 1 if tcp else len(others) == 1  # one is that of p2p.listen
-        assert ("p2p_this_host_only" in process.log_tail()) == (not tcp)
 
 
 def test_nixl_refuses_to_start_where_it_would_need_tcp_unasked(

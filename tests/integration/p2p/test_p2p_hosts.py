@@ -36,7 +36,6 @@ SLOW_BYTES_PER_S = MIB
 PASSED_BYTES = MIB
 """Bytes of a prompt of 4 MiB that have passed when something happens to its transfer."""
 SETTINGS = {
-    "UCX_TLS": "tcp",
     "KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "2000",
     "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "3000",
 }
@@ -96,24 +95,10 @@ class Rig(NamedTuple):
     def goes_on(self, seed: int) -> None:
         """The reader reads from the owner again, and both end idle."""
         self.network.hosts[0].fast()
-        self.goes_on_fast(seed)
-
-    def goes_on_fast(self, seed: int) -> None:
-        """As `goes_on`, but leaves the link's speed as it is."""
         eventually("both are members", lambda: self.cluster.member(0) and self.cluster.member(1))
         self.owner.connect()
         self.read(self.known(seed))
         eventually("the owner keeps nothing", lambda: self._idle(0))
-
-    def start_without_link(self, number: int) -> None:
-        """Start a server again while its link is down, and bring the link up once it serves."""
-        server, host = self.cluster.servers[number], self.network.hosts[number]
-        assert server.stop() == 0
-        host.cut()
-        server.start()
-        adapter = server.get("/v1/status")["l2_adapters"]["peer-0"]
-        assert "engine" in adapter["remarks"], "it waits for a device"
-        host.mend()
 
     def host_pid(self, number: int) -> int:
         """Pid of a server's adapter host."""
@@ -121,11 +106,12 @@ class Rig(NamedTuple):
         return int(adapters["peer-0"]["host"]["pid"])
 
 
-@pytest.fixture(params=["ucx", pytest.param("nixl", marks=pytest.mark.long)])
+@pytest.fixture(params=["tcp", pytest.param("nixl", marks=pytest.mark.long)])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     hosted = request.param == "nixl"
     settings = {**SETTINGS, "KVSTRATA_P2P_ENGINE": request.param}
     if hosted:
+        settings["UCX_TLS"] = "tcp"
         settings |= request.getfixturevalue("nixl_environment")
     with (
         Network(tmp_path, 2) as made,
@@ -154,19 +140,6 @@ def test_a_link_that_is_cut_in_mid_read_is_a_miss_and_is_used_again_once_it_is_m
     rig.freed()
     rig.network.hosts[0].mend()
     rig.goes_on(seed=3)
-
-
-@pytest.mark.parametrize("rig", ["ucx"], indirect=True)
-def test_a_server_that_starts_without_its_link_reads_and_is_read_once_the_link_is_up(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(rig.cluster.servers[0]._environment, "UCX_NET_DEVICES", "eth0")
-    rig.start_without_link(0)
-    rig.goes_on_fast(seed=3)
-    tokens = prompt(CHUNKS, seed=4)
-    assert set(rig.reader.stored(tokens)) <= {"stored", "present"}
-    rig.cluster.until_known(1)
-    eventually("it reads too", lambda: rig.owner.hit(tokens) == CHUNKS)
 
 
 def test_an_owner_killed_in_mid_read_is_a_miss(rig: Rig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -94,8 +93,6 @@ def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(art
         path for folder in ("cython", "cuda") for path in (artifacts["tree"] / "ext" / folder).glob("*.pyx")
     ]
     native = {f"kvstrata/native/{path.stem}{suffix}" for path in sources}
-    if importlib.util.find_spec("libucx") is not None:
-        native.add(f"kvstrata/native/ucx{suffix}")
     assert {name for name in names if not re.match(r"[^/]+\.dist-info/", name)} == {
         *modules,
         *native,

@@ -25,7 +25,7 @@ from tests.harness.controller_process import ControllerProcess
 from tests.harness.http_read import read
 from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
 from tests.harness.server_process import ServerProcess
-from tests.integration.server.test_cluster_member import QUICK, Prompt, cluster_of, needs_ucx, ours, until
+from tests.integration.server.test_cluster_member import QUICK, Prompt, cluster_of, ours, until
 
 pytestmark = pytest.mark.integration
 
@@ -41,7 +41,7 @@ port, peer_port, *known = sys.argv[1:]
 context, poller, links = zmq.Context(), zmq.Poller(), []
 public, secret = zmq.curve_keypair()
 register = wire.Register(1, wire.CLUSTER_PROTOCOL_VERSION, "thief", 7, "1", ["l1"], 1, 16, "", "", "", "", 1, 0)
-hello = wire.PeerHello(1, wire.CLUSTER_PROTOCOL_VERSION, "thief", 1, "ucx")
+hello = wire.PeerHello(1, wire.CLUSTER_PROTOCOL_VERSION, "thief", 1, "tcp", False)
 for where, request in ((port, register), (port, wire.Where(1, "thief", bytes(8), 1, 8)), (peer_port, hello)):
     for key in (None, SharedKey("").keys.server, *(text.encode() for text in known)):
         link = context.socket(zmq.DEALER)
@@ -112,7 +112,6 @@ def test_concurrent_first_starts_of_one_user_make_one_key_and_one_cluster(tmp_pa
 
 
 @only_root
-@needs_ucx
 def test_another_user_can_neither_join_nor_ask_where_chunks_are_nor_read_as_a_peer(
     tmp_path: Path, controller: ControllerProcess, theirs: Path
 ) -> None:
@@ -298,7 +297,6 @@ def member(controller: ControllerProcess, folder: Path, keys: str, instance: str
     return server(folder.parent / f"{keys} {instance}", controller.ports["reply"], instance, *flags)
 
 
-@needs_ucx
 def test_members_with_keys_of_their_own_read_from_each_other(keyed, folder):
     with contextlib.ExitStack() as stack:
         prompts = []
@@ -313,7 +311,6 @@ def test_members_with_keys_of_their_own_read_from_each_other(keyed, folder):
 
 
 @pytest.mark.long
-@needs_ucx
 def test_members_come_and_go_by_changed_files_without_a_restart(keyed, folder):
     with member(keyed, folder, "a", "a").started() as first, contextlib.ExitStack() as stack:
         owner = Prompt(stack.enter_context(RpcClient(first.socket_dir)), 1, 20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +22,6 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
-needs_ucx = pytest.mark.skipif(
-    importlib.util.find_spec("kvstrata.native.ucx") is None,
-    reason="this build has no UCX; install libucx-dev and build again",
-)
 QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "5")
 
 
@@ -244,8 +239,7 @@ def test_off_loopback_only_members_with_the_clusters_key_are_let_in(start, tmp_p
             assert prompt.hits() == 5
 
 
-@needs_ucx
 def test_a_member_that_other_hosts_can_reach_needs_keys(start):
-    flags = ("--controller-url", "tcp://127.0.0.1:1", "--p2p-engine", "ucx", "--p2p-listen", "0.0.0.0:0")
+    flags = ("--controller-url", "tcp://127.0.0.1:1", "--p2p-listen", "0.0.0.0:0")
     with pytest.raises(ServerFailed, match=r"controller\.curve_file"):
         start(flags=(*flags, "--p2p-advertise", "here"))

@@ -15,7 +15,7 @@ import kvstrata.native
 EXT = Path(__file__).resolve().parents[3] / "ext"
 SOURCES = EXT / "core" / "src"
 PUBLIC = EXT / "core" / "include"
-OTHERS = {"cuda", "ucx", "cython"}
+OTHERS = {"cuda", "cython"}
 
 ARROWS: dict[str, set[str]] = {
     "include": set(),
@@ -33,7 +33,6 @@ ARROWS: dict[str, set[str]] = {
     "disk": {"base", "files", "hash", "record"},
     "fs": {"base", "files", "hash", "record"},
     "cuda": {"base", "codec", "copy", "record"},
-    "ucx": {"base"},
     "cython": {
         *("base", "codec", "copy", "disk", "files", "fs", "hash", "lanes"),
         *("memory", "pool", "record", "registry", "splice"),

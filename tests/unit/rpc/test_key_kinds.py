@@ -27,9 +27,7 @@ AT_INSTANCE: list[tuple[Any, set[KeyKind]]] = [
     (wire.Changes(0, -1), {GATEWAY, CONTROLLER}),
     (wire.List(0, "l1", 0), {GATEWAY, CONTROLLER}),
     (wire.Do(0, wire.CommandKind.STATUS, {}, 1_000), {CONTROLLER}),
-    (wire.PeerHello(0, 7, "a", 1, "ucx"), {INSTANCE}),
-    (wire.PeerLease(0, "a", KEY, 1, 1_000), {INSTANCE}),
-    (wire.PeerRelease(0, 1), {INSTANCE}),
+    (wire.PeerHello(0, 7, "a", 1, "tcp", False), {INSTANCE}),
 ]
 AT_CONTROLLER: list[tuple[Any, set[KeyKind]]] = [
     (register(), {INSTANCE}),
@@ -48,7 +46,7 @@ def kinds_that_serve(port: ControlPort) -> None:
 
     port.serve((CONTROLLER, GATEWAY), dict.fromkeys((wire.Changes, wire.List), done))
     port.serve((CONTROLLER,), {wire.Do: done})
-    port.serve((INSTANCE,), dict.fromkeys((wire.PeerHello, wire.PeerLease, wire.PeerRelease), done))
+    port.serve((INSTANCE,), {wire.PeerHello: done})
 
 
 @pytest.mark.parametrize("kind", KeyKind)

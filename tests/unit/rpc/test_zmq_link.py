@@ -21,7 +21,7 @@ from kvstrata.rpc.cluster_wire import (
     TO_CONTROLLER,
     Done,
     Goodbye,
-    PeerReleased,
+    WhereReply,
     encode,
 )
 from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys
@@ -85,8 +85,8 @@ async def test_answers_find_their_questions_in_any_order(link: AskLink, other: O
 
 
 async def test_an_answer_of_another_kind_is_an_error(link: AskLink, other: Other) -> None:
-    other.answer = lambda seq: [encode(PeerReleased(seq, 1, True))]
-    with pytest.raises(Unavailable, match="PeerReleased for Done"):
+    other.answer = lambda seq: [encode(WhereReply(seq, 1, []))]
+    with pytest.raises(Unavailable, match="WhereReply for Done"):
         await link.ask(QUESTION, Done, LONG_S)
 
 

@@ -87,7 +87,7 @@ def settings(folder: Path) -> ServerSettings:
         l2_adapters=[{"type": "disk", "base_path": str(folder / "l2"), "capacity_gb": 1}],
         http=HttpSettings(port=0),
         controller=ControllerLinkSettings(url="tcp://127.0.0.1:9"),
-        p2p=P2pSettings(engine="ucx", listen="127.0.0.1:0"),
+        p2p=P2pSettings(listen="127.0.0.1:0"),
     )
 
 

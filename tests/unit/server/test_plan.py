@@ -1,4 +1,4 @@
-"""server/plan.py: the memory that a server takes, and MACs between instances."""
+"""server/plan.py: the memory that a server takes, and what moves bytes between instances."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvstrata.config.model import (
 from kvstrata.errors import ConfigError, MachineUnfit
 from kvstrata.memory import segment_settings
 from kvstrata.memory.segment_settings import MemoryLimit
+from kvstrata.server import plan as server_plan
 from kvstrata.server.plan import HOST_BYTES, SERVER_BYTES, after_out_of_memory, plan
 
 MIB = 1 << 20
@@ -67,20 +68,42 @@ def test_each_end_for_lack_of_memory_makes_l1_smaller_down_to_half() -> None:
     assert after_out_of_memory(small, 3) == small
 
 
-def of_cluster(*, insecure: bool = False, curve_file: str = "", engine: str = "ucx") -> ServerSettings:
+def of_cluster(
+    *, insecure: bool = False, curve_file: str = "", engine: str = "auto", seal: bool = True
+) -> ServerSettings:
     return ServerSettings(
         l1=L1Settings(size_gb=0.1),
         security=SecuritySettings(insecure=insecure),
         controller=ControllerLinkSettings(url="tcp://127.0.0.1:9", curve_file=curve_file),
-        p2p=P2pSettings(engine=engine, mac=True),  # type: ignore[arg-type]
+        p2p=P2pSettings(engine=engine, seal=seal),  # type: ignore[arg-type]
         l2_adapters=[],
         http=HttpSettings(host="none"),
     )
 
 
-def test_a_cluster_without_keys_has_no_macs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the cluster has no keys") as caught:
-        plan(of_cluster(insecure=True), {})
-    assert caught.value.field == "p2p.mac"
+def test_nobody_is_misled_by_a_seal_that_protects_nothing(tmp_path: Path) -> None:
+    for settings, why in (
+        (of_cluster(insecure=True), "the cluster has no keys"),
+        (of_cluster(engine="nixl"), "nobody seals them"),
+    ):
+        with pytest.raises(ConfigError, match=why) as caught:
+            plan(settings, {})
+        assert caught.value.field == "p2p.seal"
     # Nobody reads or is read, so nobody is misled.
-    assert plan(of_cluster(insecure=True, engine="off"), {}).p2p_engine == ""
+    assert plan(of_cluster(insecure=True, engine="off"), {}).p2p_engine is None
+
+
+@pytest.mark.parametrize("card", [False, True])
+@pytest.mark.parametrize("nixl", [False, True])
+@pytest.mark.parametrize("seal", [False, True])
+def test_without_a_card_and_without_nixl_owners_send_and_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, card: bool, nixl: bool, seal: bool
+) -> None:
+    monkeypatch.setattr(server_plan, "has_rdma_card", lambda: card)
+    monkeypatch.setattr(
+        server_plan.importlib.util, "find_spec", lambda name: object() if nixl or name != "nixl" else None
+    )
+    found = plan(of_cluster(seal=seal), {}).p2p_engine
+    assert found is not None
+    assert found.name == ("nixl" if card and nixl and not seal else "tcp")
+    assert found.why.startswith(f"{found.name}, since ") and "RDMA card" in found.why

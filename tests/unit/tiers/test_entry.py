@@ -185,6 +185,6 @@ def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:
     entry = {"type": "peer", "controller": "tcp://127.0.0.1:8400"}
     with pytest.raises(ConfigError, match=r"l2_adapters\[0\].type: 'peer' .*controller.url"):
         configure_tier(entry, 0)
-    config = peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "ucx"), 3)
+    config = peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "tcp"), 3)
     assert (config.name, config.isolated, config.common.deadline_ms) == ("peer-3", False, 12_000)
     assert peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "nixl"), 3).isolated

@@ -40,7 +40,7 @@ SERVER_FLAGS: dict[str, Name] = {
     "--p2p-load-timeout": Name(
         Fate.TRANSLATED, "p2p.load_timeout_ms", "ours counts milliseconds", factor=1000
     ),
-    "--p2p-transfer-engine": Name(Fate.TRANSLATED, "p2p.engine", "write --p2p-engine auto, ucx or nixl"),
+    "--p2p-transfer-engine": Name(Fate.TRANSLATED, "p2p.engine", "write --p2p-engine auto, tcp or nixl"),
     "--l2-store-policy": refused(
         'every L2 adapter has a "policy" in --l2-adapter: through (the default) puts every chunk; remove the flag',
         *("default", BUFFER_ONLY),

@@ -23,7 +23,7 @@ from kvstrata.errors import BadRequest, KvstrataError, NotPermitted, Refused, Un
 from kvstrata.keys.batch import count
 from kvstrata.keys.spans import peek
 from kvstrata.observability.logging import EventLog
-from kvstrata.p2p.serving import PeerServer
+from kvstrata.p2p.serving import PeersServed
 from kvstrata.process.operations import MAX_CLAIM_S, MAX_KEYS, Claiming
 from kvstrata.rpc.cluster_wire import (
     MAX_PEER_KEYS,
@@ -170,12 +170,12 @@ def argument_of(command: Do) -> Any:
 class Actions:
     """Carries out the operations of all controllers. Belongs to the event loop."""
 
-    def __init__(self, parts: Parts, peer_server: PeerServer) -> None:
+    def __init__(self, parts: Parts, peers: PeersServed) -> None:
         self._pool, self._lane, self._clock = parts.pool, parts.own_lane, parts.clock
         self._facts, self._loop, self._frozen_by = parts.facts, parts.loop, parts.frozen_by
         self._prefetch = parts.prefetch
         self._clearing, self._board, self._claims = parts.clearing, parts.board, parts.claims
-        self._peer_server = peer_server
+        self._peers = peers
         self.leader = (0, 0)
         """The latest leadership that any controller has shown: (cluster id, token); the greatest is the latest."""
         self._doing = 0
@@ -232,7 +232,6 @@ class Actions:
             self._log.info("frozen", at_most_s=seconds)
 
     async def _do(self, argument: Any) -> dict[str, Any]:
-        leases = self._peer_server.leases
         match argument:
             case Freeze():
                 self._freeze(argument.freeze_ms / 1000)
@@ -257,8 +256,8 @@ class Actions:
             case Pull():
                 return await self._pull(argument)
             case Drain():
-                leases.draining = argument.on
-                return {"leases": len(leases)}
+                self._peers.drain(argument.on)
+                return {"sending_bytes": self._peers.sending()[0]}
             case Runtime():
                 began_s = self._loop.time()
                 await asyncio.sleep(LAG_S)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvstrata.p2p.serving import PeerServer
+from kvstrata.p2p.serving import PeersServed
 from kvstrata.rpc import cluster_wire
 from kvstrata.rpc.cluster_wire import MAX_ADAPTER_CHARS, MAX_ADAPTERS, MAX_ENGINES, KvKind, Load, TierRate
 from kvstrata.rpc.wire import LoadRate
@@ -23,9 +23,9 @@ MAX_MODELS = 64
 class Condition:
     """Reads the condition of one instance."""
 
-    def __init__(self, parts: Parts, held: HeldChunks, peer_server: PeerServer) -> None:
+    def __init__(self, parts: Parts, held: HeldChunks, peers: PeersServed) -> None:
         self._pool, self._processes, self._counters = parts.pool, parts.processes, parts.counters
-        self._held, self._peer_server, self._peer_reads = held, peer_server, parts.peer_reads
+        self._held, self._peers, self._peer_reads = held, peers, parts.peer_reads
         self._tiers, self._readiness, self._frozen_by = parts.tiers, parts.readiness, parts.frozen_by
 
     def now(self, obeys: tuple[int, int]) -> cluster_wire.Condition:
@@ -43,13 +43,14 @@ class Condition:
 
     @property
     def draining(self) -> bool:
-        """Whether the instance grants no leases to peers."""
-        return bool(self._peer_server.leases.draining)
+        """Whether the instance sends nothing to peers."""
+        return self._peers.draining
 
     def _load(self) -> Load:
         l1 = self._pool.stats()
         counters = self._counters
         peer_chunks, peer_bytes = self._peer_reads.loads()
+        sending_bytes, sent_bytes = self._peers.sending()
         usage = self._held.usage()
         return Load(
             chunks={L1_TIER: l1["entries"]["ready"], **self._held.records()},
@@ -64,8 +65,8 @@ class Condition:
                 "peer": peer_chunks,
                 "miss": counters.lookup_chunks - counters.l1_hit_chunks - counters.l2_hit_chunks,
             },
-            peer_leased_bytes=self._peer_server.leases.leased_bytes,
-            peer_sent_bytes_total=self._peer_server.leases.read_bytes,
+            peer_sending_bytes=sending_bytes,
+            peer_sent_bytes_total=sent_bytes,
             peer_read_bytes_total=peer_bytes,
             sessions=len(list(self._processes)),
             tier_states=self._held.states(),

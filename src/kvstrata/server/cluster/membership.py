@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.config.model import ServerSettings
+from kvstrata.memory.paths import PEER_SOCKET
 from kvstrata.observability.numbers import Number, Numbers
-from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.p2p.medium import peer_tier
-from kvstrata.p2p.serving import PeerServer
-from kvstrata.p2p.settings import LEASE_MS, PeerSettings
-from kvstrata.patience import patience
+from kvstrata.p2p.serving import PeerServer, PeersServed, RecordServer
+from kvstrata.p2p.settings import PeerSettings
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.rpc.cluster_wire import MAX_LEASE_MS, Changed, Changes, Do, List, Listed
+from kvstrata.rpc.cluster_wire import Changed, Changes, Do, List, Listed
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.server.cluster.commands import Actions
@@ -44,31 +43,21 @@ _PORT = re.compile(r":\d{1,5}$")
 def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
     """Configuration of the tier that reads other instances; None without a cluster or a transfer engine."""
     settings = plan.settings
-    if keys is None or not plan.p2p_engine:
+    if keys is None or plan.p2p_engine is None:
         return None
     return peer_tier(
         PeerSettings(
             tuple(dict.fromkeys(settings.controller.url.split(","))),
-            plan.p2p_engine,
+            plan.p2p_engine.name,
+            plan.p2p_engine.why,
             tcp=settings.p2p.tcp,
             this_host_only=_this_host_only(settings),
             curve_file=keys.file,
-            mac=settings.p2p.mac,
+            seal=settings.p2p.seal,
             lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
             load_timeout_ms=settings.p2p.load_timeout_ms,
-            lease_ms=min(MAX_LEASE_MS, round(patience(LEASE_MS))),
         ),
         len(plan.adapters),
-    )
-
-
-def other_hosts_out_of_reach(plan: Plan, environment: Mapping[str, str]) -> bool:
-    """Whether peers of other hosts ask this instance for leases, but none of its transports leads to them."""
-    settings = plan.settings
-    return (
-        bool(plan.p2p_engine)
-        and not _this_host_only(settings)
-        and not reaches_other_hosts(environment, tcp=settings.p2p.tcp)
     )
 
 
@@ -82,7 +71,7 @@ class Served(NamedTuple):
 
     port: ControlPort
     endpoint: str
-    peers: PeerServer
+    peers: PeersServed
     gives_to_peers: bool
 
 
@@ -92,7 +81,7 @@ def serve(
     parts: Parts,
     closers: list[Callable[[], Coroutine[Any, Any, None]]],
 ) -> Served:
-    """Bind the control port, and make the server of peers, which leases L1 to peers, if those are read.
+    """Bind the control port, and make the server of peers, which sends them records of L1, if those are read.
 
     `closers` gets what closes them.  Raises ConfigError.
     """
@@ -114,31 +103,33 @@ def serve(
     )
     shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
     advertised = p2p.advertise or f"{shown}:{port}"
-    gives = parts.tiers.get(parts.peer_reads.name) is not None
-    server = PeerServer(
-        parts.pool,
-        parts.clock,
-        control if gives else None,
-        instance_id=parts.facts.instance_id,
-        incarnation=parts.facts.epoch,
-        engine=plan.p2p_engine,
-        metadata=parts.peer_reads.metadata,
-        mac=p2p.mac,
-    )
-    closers.append(server.close)
+    server = None
+    if plan.p2p_engine is not None and parts.tiers.get(parts.peer_reads.name) is not None:
+        socket_path = parts.facts.socket_dir / PEER_SOCKET
+        server = PeerServer(
+            RecordServer(parts.pool, socket_path=socket_path, host=host, port=p2p.data_port),
+            control,
+            instance_id=parts.facts.instance_id,
+            incarnation=parts.facts.epoch,
+            engine=plan.p2p_engine.name,
+            metadata=parts.peer_reads.metadata,
+            seal=p2p.seal,
+            members=keys.clients,
+        )
+        closers.append(server.close)
     endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
-    return Served(control, endpoint, server, gives)
+    return Served(control, endpoint, PeersServed(server), server is not None)
 
 
 class Membership(Numbers):
     """The links to all controllers, whose numbers it adds up. Belongs to the event loop."""
 
     def __init__(
-        self, links: Sequence[ControllerLink], held: HeldChunks, peer_server: PeerServer, actions: Actions
+        self, links: Sequence[ControllerLink], held: HeldChunks, peers: PeersServed, actions: Actions
     ) -> None:
         self._links = links
         self._held = held
-        self._peer_server = peer_server
+        self._peers = peers
         self._actions = actions
 
     def start(self) -> None:
@@ -148,8 +139,8 @@ class Membership(Numbers):
             link.start()
 
     async def stop(self) -> None:
-        """Lease nothing more to peers, say goodbye to the connected controllers, and close. Idempotent."""
-        self._peer_server.leases.draining = True
+        """Send nothing more to peers, say goodbye to the connected controllers, and close. Idempotent."""
+        self._peers.drain(True)
         self._actions.thaw()
         await asyncio.gather(self._held.stop(), *(link.stop() for link in self._links))
 

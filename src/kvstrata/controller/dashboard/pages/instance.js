@@ -77,7 +77,7 @@ function summary(one, redraw) {
         ["Commands waiting", exact(one.waiting_commands)], ["Workers", exact(one.sessions)],
         ["Engines", one.engines.length ? h("code", { class: "break" }, one.engines.join(" ")) : "none tells its URL"],
         ["Hit rate, last minute", percent(recentHits(one))],
-        ["Leased to peers", bytes(one.peer_leased_bytes)], ["Sent to peers", bytes(one.peer_sent_bytes_total)], ["Read from peers", bytes(one.peer_read_bytes_total)],
+        ["Being sent to peers", bytes(one.peer_sending_bytes)], ["Sent to peers", bytes(one.peer_sent_bytes_total)], ["Read from peers", bytes(one.peer_read_bytes_total)],
       ]))),
     h("section", { key: "tiers" }, h("h2", {}, "Tiers"), table({
       id: "instance-tiers", caption: `Tiers of ${one.id}`, rows: tiers, key: (tier) => tier.tier, deps: (tier) => Object.values(tier), redraw, columns: [

@@ -1,16 +1,22 @@
-"""Reads through NIXL's UCX backend.
+"""One-sided reads of an owner's L1 through NIXL's UCX backend, under a grant of the owner (reading.py).
 
 NIXL is used through its Python package (1.5.1 when this was written), by one thread of ours for each agent, since an
 agent takes no lock and posting a transfer can take tens of milliseconds.  This engine must run in an adapter host: when
 a peer disappears, UCX can end the process (docs/p2p.md), and only the end of the process stops a transfer.
 
+Whoever reaches a tcp port of UCX can read and write the memory of its process: UCX 1.22 carries out what its peers ask
+for over tcp without a check.  So tcp is left out unless `p2p.tcp` or UCX_TLS in the environment asks for it.
+
 Invariants
-1. The agent's own thread, the owner thread, imports NIXL and makes every call of it.
-2. A read's `ended` is called when its transfer is DONE, or when it has failed and the peer was removed from the agent,
-   which closes the connection by force.  NIXL cannot end a transfer that is under way: `ended` waits until the peer
-   continues or is found to be gone, even after `disconnect` has returned.  `close` leaves such transfers and the agent
-   behind.
-3. A finished transfer is kept for the next read of the same items from the same peer, so that its descriptor lists are
+1. The agent's own thread, the owner thread, imports NIXL and makes every call of it; whatever a call raises is
+   answered.
+2. A read's `ended` is called exactly once, on the event loop, when no byte of its destinations can be written any more:
+   when its transfer is DONE, when it has failed and the peer was removed from the agent, which closes the connection
+   by force, or when the read was refused before anything was posted.  NIXL cannot end a transfer that is under way:
+   `ended` waits until the peer continues or is found to be gone, even after `disconnect` has returned.  `close` leaves
+   such transfers and the agent behind.  A deadline or a cancelled await ends only the wait.
+3. Nothing outside the memory of either side is read or written: all items are checked before the first is posted.
+4. A finished transfer is kept for the next read of the same items from the same peer, so that its descriptor lists are
    prepared only once.
 
 NIXL takes UCX's settings from the environment when it is imported, so they hold for the process, not for one engine.
@@ -23,58 +29,101 @@ import importlib
 import logging
 import os
 import queue
-import struct
 import sys
 import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata as installed
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import TransferError
 from kvstrata.observability.logging import Thinning
-from kvstrata.p2p.engines.base import (
-    BUSY,
-    CANCELLED,
-    CLOSED,
-    DEADLINE,
-    MAX_ITEMS,
-    NOT_CONNECTED,
-    OUT_OF_RANGE,
-    PEER_GONE,
-    ReadItem,
-    Region,
-    TransferEngine,
-    check_region,
-    in_range,
-    pack_metadata,
-    unpack_metadata,
-)
-from kvstrata.p2p.engines.ports import has_rdma_card
 from kvstrata.patience import patience
 
 log = logging.getLogger(__name__)
 
 INSTALL = "pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1 && pip install numpy"
+RDMA = Path("/sys/class/infiniband")
+MAX_ITEMS = 4096
+"""Maximum number of items of one read."""
 MAX_ITEMS_UNDER_WAY = 16 * MAX_ITEMS
+MAX_METADATA_BYTES = (1 << 20) - 1024
+"""A PeerWelcome must have room for it (rpc/cluster_wire.py)."""
 KEPT_TRANSFERS = 64
 CLOSE_WAITS_S = 2.0
 """How long `close` waits for transfers that may still end by themselves."""
 POLL_S = 50e-6
 """Time between two looks at transfers under way."""
-_PART = struct.Struct("<BHQ")  # length of the version, of NIXL's own metadata; address of the memory
+DEADLINE, CANCELLED, PEER_GONE = "deadline", "cancelled", "peer_gone"
+NOT_CONNECTED, OUT_OF_RANGE, BUSY, CLOSED = "not_connected", "out_of_range", "busy", "closed"
+"""The answers of `read` besides "": the time is up; the peer was disconnected meanwhile; the peer's process or the way
+to it is gone; the peer is not connected; an item leaves its region, or the number of items is 0 or too large; too much
+is under way already; the engine is closed."""
+
+
+def has_rdma_card() -> bool:
+    """Whether this machine has an RDMA card, be it usable or not."""
+    return RDMA.is_dir() and any(RDMA.iterdir())
+
+
+def has_a_way(environment: Mapping[str, str], *, tcp: bool) -> bool:
+    """Whether UCX has a transport by which NIXL reaches peers: a card, or tcp by `p2p.tcp` or UCX_TLS."""
+    return tcp or "UCX_TLS" in environment or has_rdma_card()
+
+
+def ucx_settings(environment: Mapping[str, str], *, tcp: bool, this_host_only: bool) -> dict[str, str]:
+    """UCX's settings for an engine, without their prefix UCX_; what the environment sets is left to it."""
+    if not tcp and "UCX_TLS" not in environment:
+        return {"TLS": "^tcp"}
+    if this_host_only and "UCX_NET_DEVICES" not in environment:
+        return {"NET_DEVICES": "lo"}
+    return {}
+
+
+class Region(NamedTuple):
+    """Memory of this process, which peers may read and our reads may fill. It must live until `close` has returned."""
+
+    address: int
+    length: int
+
+
+class ReadItem(NamedTuple):
+    """Read `length` bytes at an offset in the peer's memory into the memory of this process."""
+
+    remote_offset: int
+    local_offset: int
+    length: int
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """How a peer's memory is reached. It comes from another instance, over CURVE."""
+
+    version: str
+    """Of NIXL."""
+    address: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    length: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    """Of the memory, in the peer's process."""
+    agent: bytes
+    """NIXL's own metadata."""
+
+
+_METADATA = msgspec.msgpack.Decoder(Metadata)
 
 
 class _Peer:
     """One process of a peer, as the owner thread and the loop know it."""
 
-    def __init__(self, metadata: bytes, region_bytes: int, agent: str, base: int) -> None:
+    def __init__(self, metadata: bytes, told: Metadata, agent: str) -> None:
         self.metadata = metadata
-        self.region_bytes = region_bytes
+        self.region_bytes = told.length
+        self.base = told.address
         self.agent = agent
-        self.base = base
         self.broken = False
         self.forgotten = False
         # Only the owner thread uses these.
@@ -92,11 +141,8 @@ class _Read:
         self.handle: Any = None
 
 
-class NixlEngine(TransferEngine):
-    """See the module. `settings` are UCX's, with or without their prefix UCX_."""
-
-    name = "nixl"
-    quiesce: Literal["drain", "never"] = "never"
+class NixlEngine:
+    """See the module. `settings` are UCX's, with or without their prefix UCX_. Called on one event loop."""
 
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
         self._settings = {f"UCX_{key.removeprefix('UCX_')}": value for key, value in (settings or {}).items()}
@@ -121,8 +167,10 @@ class NixlEngine(TransferEngine):
     # --- on the loop -------------------------------------------------------------------------------------
 
     async def open(self, region: Region) -> bytes:
-        """See the contract."""
-        check_region(self.name, region)
+        """Register memory for peers; returns metadata for their `connect`.
+
+        Raises a TransferError that says what to install or change.
+        """
         if self._loop is not None:
             raise TransferError("nixl: an engine can be opened only once", field="engine")
         self._loop = asyncio.get_running_loop()
@@ -130,22 +178,29 @@ class NixlEngine(TransferEngine):
         self._thread = threading.Thread(target=self._own, name="kvs-nixl", daemon=True)
         self._thread.start()
         try:
-            part: bytes = await self._do(self._set_up)
+            metadata: bytes = await self._do(self._set_up)
         except TransferError:
             await self.close()
             raise
-        return pack_metadata(self.name, region, part)
+        return metadata
 
     async def connect(self, peer: str, metadata: bytes) -> None:
-        """See the contract."""
-        known = unpack_metadata(self.name, peer, metadata)
+        """Connect to a peer by its metadata.
+
+        The same metadata again changes nothing while the connection holds.  Other metadata mean that the peer has
+        restarted.  Raises a TransferError that says what is wrong; an older connection to that peer then stays.
+        """
+        try:
+            told = _METADATA.decode(metadata)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise _wrong(peer, f"are damaged: {error}") from None
         async with self._connecting:
             old = self._peers.get(peer)
             if old is not None and old.metadata == metadata and not old.broken:
                 return
             if self._loop is None or self._closed:
                 raise TransferError("nixl: the engine is not open", field="engine")
-            added = await self._do(lambda: self._add(peer, metadata, known.region_bytes, known.part))
+            added = await self._do(lambda: self._add(peer, metadata, told))
             old = self._peers.pop(peer, None)
             self._peers[peer] = added
             if old is not None:
@@ -154,7 +209,10 @@ class NixlEngine(TransferEngine):
     async def read(
         self, peer: str, items: Sequence[ReadItem], deadline_s: float, ended: Callable[[], None]
     ) -> str:
-        """See the contract."""
+        """Fill the items' destinations; returns "" when all bytes have arrived, else one of the words; does not raise.
+
+        It answers at the deadline at the latest, so many seconds from now. `ended`: see the invariants.
+        """
         known = self._peers.get(peer)
         refused = ""
         if self._loop is None or self._closed:
@@ -195,13 +253,13 @@ class NixlEngine(TransferEngine):
         return DEADLINE
 
     async def disconnect(self, peer: str) -> None:
-        """See the contract: reads under way keep their destinations until they have ended."""
+        """Forget a peer; its reads are answered "cancelled", and keep their destinations until they have ended."""
         known = self._peers.pop(peer, None)
         if known is not None:
             self._forget(known)
 
     async def close(self) -> None:
-        """See the contract. While transfers are under way, memory stays registered until the process ends."""
+        """End all connections. While transfers are under way, memory stays registered until the process ends."""
         if self._loop is None or self._closed:
             return
         self._closed = True
@@ -251,8 +309,12 @@ class NixlEngine(TransferEngine):
         def run() -> None:
             try:
                 result, error = work(), None
-            except TransferError as refused:
-                result, error = None, refused
+            except (
+                Exception
+            ) as caught:  # the plugin boundary: without an answer its caller would wait for ever
+                what = f"nixl: {type(caught).__name__}: {scrubbed(caught)}"
+                result = None
+                error = caught if isinstance(caught, TransferError) else TransferError(what, field="engine")
             loop.call_soon_threadsafe(finish, result, error)
 
         self._work.put(run)
@@ -284,8 +346,11 @@ class NixlEngine(TransferEngine):
         except Exception as error:  # the plugin boundary: NIXL's exceptions have no common class
             self._agent = None
             raise TransferError(f"nixl: {type(error).__name__}: {scrubbed(error)}", field="engine") from error
-        version = self._version.encode()
-        return _PART.pack(len(version), len(own), self._region.address) + version + own
+        packed = msgspec.msgpack.encode(Metadata(self._version, *self._region, own))
+        if len(packed) > MAX_METADATA_BYTES:
+            what = f"nixl: the metadata for peers have {len(packed)} bytes; use fewer network devices"
+            raise TransferError(what, field="metadata")
+        return packed
 
     def _import(self) -> Any:
         """Import NIXL's module, with the environment variables that it needs."""
@@ -311,27 +376,17 @@ class NixlEngine(TransferEngine):
         logger.setLevel(logging.WARNING)
         return module
 
-    def _add(self, peer: str, metadata: bytes, region_bytes: int, part: bytes) -> _Peer:
-        def wrong(what: str) -> TransferError:
-            return TransferError(f"nixl: metadata of peer {peer!r:.80}: {what}", field="metadata")
-
-        if len(part) < _PART.size:
-            raise wrong(f"the engine's part has only {len(part)} bytes")
-        version_bytes, own_bytes, base = _PART.unpack_from(part)
-        rest = part[_PART.size :]
-        if len(rest) != version_bytes + own_bytes:
-            raise wrong("the engine's part does not have the length that its head names")
-        version = rest[:version_bytes].decode(errors="replace")
-        if version != self._version:
-            raise wrong(
-                f"comes from NIXL {version}, but this instance has {self._version}; install the same version on both"
+    def _add(self, peer: str, metadata: bytes, told: Metadata) -> _Peer:
+        if told.version != self._version:
+            raise _wrong(
+                peer,
+                f"come from NIXL {told.version!r:.40}, but this instance has {self._version}; install the same on both",
             )
         try:
-            agent: str | bytes = self._agent.add_remote_agent(rest[version_bytes:])
+            agent: str | bytes = self._agent.add_remote_agent(told.agent)
         except Exception as error:  # the plugin boundary
-            what = f"nixl: metadata of peer {peer!r:.80}: {type(error).__name__}: {scrubbed(error)}"
-            raise TransferError(what, field="network") from error
-        return _Peer(metadata, region_bytes, agent.decode() if isinstance(agent, bytes) else agent, base)
+            raise _wrong(peer, f"{type(error).__name__}: {scrubbed(error)}") from error
+        return _Peer(metadata, told, agent.decode() if isinstance(agent, bytes) else agent)
 
     def _post(self, read: _Read) -> None:
         peer = read.peer
@@ -433,3 +488,17 @@ class NixlEngine(TransferEngine):
             self._say("memory could not be unregistered", error)
         self._agent = self._registered = None
         return 0
+
+
+def _wrong(peer: str, what: str) -> TransferError:
+    return TransferError(f"nixl: metadata of peer {peer!r:.80}: {what}", field="metadata")
+
+
+def in_range(items: Sequence[ReadItem], local_bytes: int, remote_bytes: int) -> bool:
+    """Whether the number of items is 1 to MAX_ITEMS, and every item lies within the memory of both sides."""
+    return 0 < len(items) <= MAX_ITEMS and all(
+        item.length > 0
+        and 0 <= item.remote_offset <= remote_bytes - item.length
+        and 0 <= item.local_offset <= local_bytes - item.length
+        for item in items
+    )
