@@ -153,7 +153,7 @@ class Etcd:
         if self._closed:
             raise EtcdFailed("the connection was closed")
         try:
-            channel = self._open()
+            channel = await self._open()
             try:
                 return await self._within_bounds(call, channel)
             except grpc.aio.AioRpcError as error:
@@ -190,16 +190,22 @@ class Etcd:
         """Log in; returns the metadata for each call."""
         if not self._settings.user:
             return ()
-        request = rpc.AuthenticateRequest(name=self._settings.user, password=read_password(self._settings))
+        password = await asyncio.to_thread(read_password, self._settings)
+        request = rpc.AuthenticateRequest(name=self._settings.user, password=password)
         told = await rpc.AuthStub(channel).Authenticate(request)
         return (("token", told.token),)
 
-    def _open(self) -> grpc.aio.Channel:
-        if self._channel is None:
+    async def _open(self) -> grpc.aio.Channel:
+        files: Mapping[str, bytes | None] = {}
+        if self._channel is None and self._endpoint.tls:
+            files = await asyncio.to_thread(_read_certificates, self._settings)
+        if self._closed:
+            raise EtcdFailed("the connection was closed")
+        if self._channel is None:  # another call may have opened it meanwhile
             # Its own pool of subchannels: otherwise a new channel inherits the back-off of the one that failed.
             options = (("grpc.use_local_subchannel_pool", 1),)
             if self._endpoint.tls:
-                made = grpc.ssl_channel_credentials(**_read_certificates(self._settings))
+                made = grpc.ssl_channel_credentials(**files)
                 self._channel = grpc.aio.secure_channel(self._endpoint.target, made, options)
             else:
                 self._channel = grpc.aio.insecure_channel(self._endpoint.target, options)

@@ -1,0 +1,141 @@
+"""The directory of a controller or a gateway: what its loop is spared, and what it does when the registry refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvstrata.cluster import follow
+from kvstrata.cluster.directory import Directory
+from kvstrata.cluster.follow import Follower
+from kvstrata.cluster.lookups import Lookups
+from kvstrata.config.controller_model import EtcdSettings
+from kvstrata.controller import etcd, snapshot
+from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.snapshot import Snapshots
+from kvstrata.native.core import Registry, RegistryError
+from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.cluster_wire import Change, Run
+from tests.harness.cluster_instance import tags_of
+from tests.harness.waiting import until
+
+
+class Refusing:
+    """A registry that publishes nothing once `refuses` is set."""
+
+    def __init__(self) -> None:
+        self.real = Registry(max_bytes=64 << 20)
+        self.refuses = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def publish(self, slot: int, **more: Any) -> None:
+        if self.refuses:
+            raise RegistryError("no room", reason="no_room")
+        self.real.publish(slot, **more)
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[tuple[Directory, Refusing, list[tuple[int, str]]]]:
+    registry, failures = Refusing(), list[tuple[int, str]]()
+    loop = asyncio.get_running_loop()
+    lookups = Lookups(loop, cast(Registry, registry))
+    made = Directory(
+        loop, cast(Registry, registry), lookups, failed=lambda group, why: failures.append((group, why))
+    )
+    yield made, registry, failures
+    made.close()
+    lookups.close()
+
+
+async def test_a_clear_that_cannot_be_published_is_reported(scene) -> None:
+    directory, registry, failures = scene
+    directory.apply(7, ["l1"], [Run(Change.ADMIT, "l1", tags_of(range(5)))])
+    registry.refuses = True
+    directory.apply(7, ["l1"], [Run(Change.CLEAR, "l1", b"")])
+    await directory.idle()
+    assert failures == [(7, "no_room")]
+
+
+async def test_pages_of_lists_under_way_are_bounded(scene) -> None:
+    directory, _, _ = scene
+    under_way, most = 0, 0
+
+    async def ask(request: Any, answer: Any, timeout_s: float) -> Any:
+        nonlocal under_way, most
+        if isinstance(request, wire.Changes):
+            if request.wait_ms:
+                await asyncio.Event().wait()
+            return wire.Changed(1, 1, 0, [])
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.001)
+        under_way -= 1
+        return wire.Listed(1, 1, (request.cursor + 1) % 3, tags_of([request.cursor]))
+
+    link: Any = SimpleNamespace(ask=ask, endpoint="tcp://x:1")
+    listener: Any = SimpleNamespace(heard=lambda c: None, listed=lambda s: None, lost=lambda r: None)
+    gate = asyncio.Semaphore(4)
+    followers = [
+        Follower(link, directory, group, listener, gate, incarnation=1, tiers=["l1"], beat_s=10.0)
+        for group in range(20)
+    ]
+    tasks = [asyncio.create_task(one.run()) for one in followers]
+    await until(lambda: all(one.confirmed for one in followers))
+    assert most == 4 < follow.LISTS
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_block_of_a_snapshot_costs_the_loop_no_walk_over_all_slots(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    class Counted(array):  # type: ignore[type-arg]
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    slot = cluster.directory.restore_slots(1, ["l1"])["l1"]
+    slot_of = Counted("H", bytes(2 * 65_536))
+    slot_of[9] = slot
+    block = array("Q", [1 << 40]), array("H", [9])
+    monkeypatch.setattr(snapshot, "read_blocks", lambda path: iter([block] * 10))
+    made = Snapshots(asyncio.get_running_loop(), cluster, tmp_path, 30.0)
+    await made._restore_placements(slot_of)
+    assert made.status["restored_keys"] == 10
+    assert len(read) <= 10, "only slots that the snapshot uses are looked at"
+    await made.close()
+
+
+async def test_certificates_and_the_password_of_etcd_are_not_read_on_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: dict[str, str] = {}
+
+    def noted(name: str, answer: Any) -> Any:
+        def read(settings: EtcdSettings) -> Any:
+            threads[name] = threading.current_thread().name
+            return answer
+
+        return read
+
+    monkeypatch.setattr(etcd, "_read_certificates", noted("certificates", {}))
+    monkeypatch.setattr(etcd, "read_password", noted("password", "x"))
+    settings = EtcdSettings(endpoints=["https://127.0.0.1:9"], user="u", password_file="p")
+    made = etcd.Etcd(etcd.Endpoint("127.0.0.1", 9, True), settings, 0.5)
+    with pytest.raises(etcd.EtcdFailed):
+        await made.grant(1)
+    await made.close()
+    assert set(threads) == {"certificates", "password"}
+    assert threading.current_thread().name not in threads.values()
