@@ -56,7 +56,7 @@ CLUSTER_PROTOCOL_VERSION = 8
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one command, or single keys in one Where."""
-MAX_CHANGES = 4_096
+MAX_CHANGES = 16_384
 """Changes that one answer sums up."""
 MAX_WAIT_MS = 60_000
 MAX_OWNERS = 8
