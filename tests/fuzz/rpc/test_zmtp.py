@@ -31,9 +31,8 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Where]:
         assert member is not None
         found: dict[str, tuple[int | str, bytes]] = {
             "rpc ipc": (str(server.socket_dir / "rpc.sock"), b"DEALER"),
-            "p2p": (int(member["peer_endpoint"].rpartition(":")[2]), b"DEALER"),
+            "p2p": (int(member["control_endpoint"].rpartition(":")[2]), b"DEALER"),
             **{name: (controller.ports[name], b"DEALER") for name in PORTS},
-            "pull": (controller.ports["pull"], b"PUSH"),
         }
         yield found.__getitem__
         with RpcClient(server.socket_dir) as client:
