@@ -29,7 +29,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-all test-fast test-sglang test-native test-vllm-env test-versions families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak power-loss wheel wheel-check lock clean
+.PHONY: help setup setup-packages setup-built demo test test-all test-fast test-sglang test-native test-vllm-env test-versions families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos power-loss wheel wheel-check lock clean
 
 ##@ First
 # Shows these lines of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
@@ -159,6 +159,9 @@ gpu-pack: setup-packages  ## fetch the wheels that `make gpu` needs there into b
 ##@ To look for what only time and bad luck show (MINUTES=10, SEED=)
 soak: setup  ## one server with clients that come and go; fails on a wrong byte or a leak
 	@$(VENV_PYTHON) -m tests.tools.soak --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
+
+chaos: setup  ## three controllers and three servers, killed, stopped and cut off; fails on a wrong byte or answer
+	@$(VENV_PYTHON) -m tests.tools.chaos --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
 
 power-loss:  ## power cuts at any step of a disk tier's life; fails on a lost or wrong record
 	@$(MAKE) -C ext/core --no-print-directory power-loss MINUTES=$(or $(MINUTES),10) \

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -258,20 +259,20 @@ def run(journal: Journal, draw: random.Random) -> None:
                 journal.fail(f"the server ended with an error:\n{server.log_tail()}")
 
 
-def main() -> int:
-    """Exit status 0 when the run passed. The verdict goes to build/soak/verdict.json."""
+def command(name: str, says: str | None, run: Callable[[Journal, random.Random], None]) -> int:
+    """Run `make NAME`. Exit status 0 when the run passed. The verdict goes to build/NAME/verdict.json."""
     parser = argparse.ArgumentParser(
-        prog="make soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"make {name}", description=says, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to run (default: %(default)g)")
     parser.add_argument("--seed", type=int, help="seed of all random choices (default: a new one)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "soak", help="folder of the results")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / name, help="folder of the results")
     arguments = parser.parse_args()
     if arguments.minutes <= 0:
         parser.error(f"--minutes: {arguments.minutes:g}, must be greater than 0")
     seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
     journal = Journal(arguments.out / "journal.jsonl", seed, arguments.minutes)
-    print(f"soak: seed {seed}, {arguments.minutes:g} minutes, journal in {arguments.out}", flush=True)
+    print(f"{name}: seed {seed}, {arguments.minutes:g} minutes, journal in {arguments.out}", flush=True)
     try:
         run(journal, random.Random(seed))
     except KeyboardInterrupt:
@@ -284,9 +285,9 @@ def main() -> int:
         print(f"  {what:<32}{count}")
     for failure in journal.failures:
         print(f"  FAILED: {failure}", file=sys.stderr)
-    print(f"soak: {'passed' if found['passed'] else 'FAILED'} (seed {seed})", flush=True)
+    print(f"{name}: {'passed' if found['passed'] else 'FAILED'} (seed {seed})", flush=True)
     return 0 if found["passed"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("soak", __doc__, run))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import mooncake, redis_server
+from tests.harness import mooncake, network, redis_server
 from tests.harness.cache_engine import eventually
 from tests.harness.daemon import free_ports
 from tests.tools.provision import ROOT
@@ -65,10 +65,13 @@ def test_a_server_starts_with_the_tier_that_the_script_starts(name: str, tmp_pat
         script.wait()
 
 
-def test_a_short_soak_passes_and_has_verified_bytes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.tools.soak", "--minutes", "0.25", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+@pytest.mark.parametrize("tool", ["soak", "chaos"])
+def test_a_short_run_passes_and_has_verified_bytes(tool: str, tmp_path: Path) -> None:
+    if tool == "chaos" and network.why_not():
+        pytest.skip(network.why_not())
+    command = [sys.executable, "-m", f"tests.tools.{tool}", "--minutes", "0.25", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert done.returncode == 0 and verdict["passed"], done.stdout + done.stderr
     assert verdict["counts"]["chunks verified"] > 0
-    assert f"soak: passed (seed {verdict['seed']})" in done.stdout
+    assert f"{tool}: passed (seed {verdict['seed']})" in done.stdout
