@@ -7,6 +7,8 @@
 - `ext/cuda/*.cpp` go into `kvstrata.native.cuda`, which needs nothing of CUDA to be built or loaded; its kernels,
   `ext/cuda/kernels.cu`, become `kvstrata/native/kvstrata_cuda.fatbin` where nvcc is found.
 
+- `ext/envoy/watch.c` becomes `kvstrata/gateway/envoy/libkv_watch.so`, which the gateway's Envoy loads.
+
 C++ sources are found by pattern: a new file needs no edit here. Compiled files are kept in the cache folder
 (`$KVSTRATA_CACHE` or `~/.cache/kvstrata`, at most 1 GiB of objects) and found again by content.
 
@@ -38,6 +40,8 @@ from make.build import Builder, BuildFailed  # noqa: E402
 PUBLIC = Path("ext/core/include")
 """The headers for connectors outside the tree; copied into the package, see `kvstrata --native-include-dir`."""
 NATIVE = Path("kvstrata/native")
+WATCHER = Path("kvstrata/gateway/envoy/libkv_watch.so")
+"""Apart from the modules of Python, since only Envoy can load it."""
 
 
 class NativeBuildFailed(BaseError):
@@ -85,6 +89,7 @@ class BuildNative(build_ext):
             native.make_modules(builder, MODULES, int(self.parallel or native.jobs_wanted()), made)
             kernels = making.result()
         placed = {NATIVE / native.FATBIN: kernels} if kernels else {}
+        placed[WATCHER] = Path(native.WATCHER)
         for module in MODULES:
             placed[Path(self.get_ext_filename(module.name))] = Path(made(module.name))
         beside_sources = self.inplace or self.editable_mode

@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.route_loads import Asked
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
-from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import keys_of
@@ -143,7 +143,7 @@ class Run:
             self.index.add(engine.name)
         self.outside = policy if isinstance(policy, Outside) else None
         inside: Any = LeastLoaded() if isinstance(policy, Outside) else policy
-        self.choosing = Choosing(inside, self.fleet, Heard(self.index), Meters({}, self.clock), self.clock)
+        self.choosing = Choosing(inside, self.fleet, Heard(self.index), Meters({}), self.clock)
         self._coming: list[tuple[float, int, str, Any, bool]] = []
         """Events under way, as (time, number, engine, batch, whether it is lost)."""
         self._missing: dict[str, list[bytes]] = {}

@@ -26,7 +26,7 @@ from benchmarks.route_fleet import ENGINES, LEVEL, MODEL, SEED
 from benchmarks.route_gateway import Heard, Run
 from benchmarks.route_loads import LOADS, at_rate
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
-from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.residency.batches import Batch, decoded
@@ -79,7 +79,7 @@ class Gateways(Run):
         for engine in fleet.engines.values():
             fleet.up(engine, {"m": {}})
             index.add(engine.name)
-        choosing = Choosing(POLICIES["ttft"](), fleet, Heard(index), Meters({}, self.clock), self.clock)
+        choosing = Choosing(POLICIES["ttft"](), fleet, Heard(index), Meters({}), self.clock)
         teller = Teller(lambda: self._push(self.now_s + FRAME_S, TOLD, teller))
         choosing.teller = teller if shares else None
         return Gateway(choosing, index, Others(fleet, choosing.prefixes, self.clock), teller)

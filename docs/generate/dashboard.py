@@ -149,7 +149,7 @@ ROWS = (
     )),
     Row("Gateways", 8, (
         Panel("Requests by outcome", {"gateway_requests": ""}, ("outcome",), unit="reqps"),
-        Panel("Time to the first byte", {"gateway_ttft_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
+        Panel("Time to the first token", {"gateway_ttft_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
         Panel("Requests by class of service", {
             "gateway_slo_requests": "received: {{slo}}", "gateway_slo_met": "in time: {{slo}}",
         }, ("slo",)),

@@ -74,7 +74,7 @@ CONTROLLER: Parts = {
 }
 GATEWAY: Parts = {
     "gateway": (Meters, Tokens, Admission, Controllers, Following, Glance, PartNumbers),
-    "gateway_http": (Bounds,),
+    "gateway_http": (Bounds, UnderWay),
     "gateway_log": (LogNumbers,),
 }
 """Of controllers and gateways by prefix."""

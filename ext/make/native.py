@@ -50,6 +50,7 @@ OBJECTS = "build/native/objects"
 GENERATED = "build/native/generated"
 LIBRARY = "build/native/libkvstrata_core.a"
 
+WATCHER_SOURCE, WATCHER = "ext/envoy/watch.c", "build/native/modules/libkv_watch.so"
 KERNELS = "ext/cuda/kernels.cu"
 FATBIN = "kvstrata_cuda.fatbin"
 ARCHITECTURES = (80, 90, 100)
@@ -174,6 +175,18 @@ def link_step(inputs: Sequence[str], target: str, *flags: str) -> Step:
     )
 
 
+def watcher_step() -> Step:
+    """The step that makes the module for Envoy, which has the functions that it calls."""
+    command = [*compiler(), "-x", "c", "-std=gnu17", "-O2", "-fPIC", *WARNINGS, "-shared", WATCHER_SOURCE]
+    return Step(
+        shown=f"compiling {WATCHER_SOURCE}",
+        command=[*command, "-o", WATCHER],
+        sources=[WATCHER_SOURCE],
+        product=WATCHER,
+        tool_version=version_of(*compiler()),
+    )
+
+
 @contextlib.contextmanager
 def cancelled_on_failure(futures: list[Future[Any]]) -> Iterator[None]:
     """If the body fails, tasks that have not begun are cancelled."""
@@ -235,6 +248,7 @@ def make_modules(
             ],
         )
         builder.make(archive_step(sorted(step.product for step in core)))
+        builder.make(watcher_step())
         for module in wanted:
             inputs = [*objects[module.name], LIBRARY]
             builder.make(link_step(inputs, target_of(module.name), "-shared"))

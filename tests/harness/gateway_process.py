@@ -11,6 +11,7 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
+from tests.harness import envoy_program
 from tests.harness.own_process import OwnProcess
 from tests.harness.waiting import eventually_async
 
@@ -30,6 +31,7 @@ class GatewayProcess(OwnProcess):
             **settings,
             "health": {"probe_s": 0.1, **settings.get("health", {})},
             "http": {"port": 0, **settings.get("http", {})},
+            "envoy": str(envoy_program.program()),
         }
 
     @property

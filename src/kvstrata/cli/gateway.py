@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstrata.cli.boundary import guarded
 from kvstrata.process.keeper import Restarts, keep
+
+if TYPE_CHECKING:
+    from kvstrata.config.gateway_model import GatewaySettings
+
+PRINT = "--print-envoy"
 
 
 @guarded("lmcache-gateway")
@@ -31,7 +39,25 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
 
     flags = parse("lmcache-gateway", arguments)
     read = flags.reader(GatewaySettings, os.environ)
+    if PRINT in arguments:
+        print_envoy(read)
+        return 0
     return start("lmcache-gateway", flags, read, restarts, Gateway, plan, check)
+
+
+def print_envoy(read: Callable[[], GatewaySettings]) -> None:
+    """Print the configuration that Envoy gets; its engines are in a file of their own. Raises ConfigError."""
+    from kvstrata.gateway.envoy.configuration import Place, configuration
+    from kvstrata.gateway.envoy.process import program, watcher_of
+    from kvstrata.gateway.plan import plan
+    from kvstrata.process.ports import resolve
+
+    settings = read()
+    plan(settings)
+    _, version = program(settings)
+    host, _ = resolve(settings.http.host, "http.host")
+    place = Place(Path("/run/kvstrata-gateway"), host, settings.http.port)
+    print(json.dumps(configuration(settings, place, watcher_of(version, 3)), indent=2))
 
 
 if __name__ == "__main__":

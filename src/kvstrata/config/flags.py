@@ -89,7 +89,7 @@ name http.host --host=http.host --port=http.port monitor_host monitor_ports hear
 """
 GATEWAY = """
 --engine=engines --host=http.host --port=http.port policy --token-file=http.token_file --picker=picker.listen
-drain_s insecure
+drain_s insecure envoy
 """
 
 
@@ -163,6 +163,13 @@ def parser_of(prog: str) -> argparse.ArgumentParser:
         if name == "--picker":
             more |= {"nargs": "?", "const": PICKER, "metavar": "HOST:PORT"}
         add(name, dest=key, help=about.replace("%", "%%"), **more)
+    if prog == "lmcache-gateway":
+        add(
+            "--print-envoy",
+            dest="print_envoy",
+            action="store_true",
+            help="print Envoy's configuration and exit",
+        )
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
         help="run without the parent process that restarts this one, as for systemd")  # fmt: skip
@@ -267,7 +274,7 @@ def _parse(prog: str, arguments: Sequence[str]) -> Flags:
                 for i, adapter in enumerate(settings[name])
                 for field in secrets_in(adapter)
             ]
-        elif name not in ("config", "check", "ready_fd", "no_supervise"):
+        elif name not in ("config", "check", "print_envoy", "ready_fd", "no_supervise"):
             put(settings, name, value)
     return Flags(
         parsed.get("config", ""),

@@ -20,9 +20,6 @@ class GatewayHttpSettings(ListenSettings, frozen=True, kw_only=True):
     token_file: Annotated[str, says(
         "File with the bearer token of operators, who may ask for /metrics and /gateway/…, readable by its owner "
         "only. Empty: a token is made at each start, whose file the log names.")] = ""
-    stalled_s: Annotated[float, says(
-        "Time in which a request must have arrived whole, in seconds. A client that reads nothing of its answer for "
-        "so long is cut, too.", limit=True, gt=0, le=3_600)] = 60.0
 
 
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +46,9 @@ class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
         "Requests a second on average; more get 429. 0: any number.", ge=0, le=1_000_000)] = 0.0
     burst: Annotated[int, says(
         "Requests that may come at once before `requests_per_s` holds.", ge=1, le=1_000_000)] = 10
+    envoy: Annotated[str, says(
+        "Program of Envoy, version 1.38 or newer, which carries the requests; empty: that of the extra `gateway`, or "
+        "`envoy` on PATH.")] = ""
     max_in_flight: Annotated[int, says(
         "Requests under way at a time; more get 429. 0: any number.", ge=0, le=1_000_000)] = 0
     tokens_per_s: Annotated[float, says(
@@ -57,6 +57,10 @@ class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     tokens_burst: Annotated[int, says(
         "Tokens that may be used at once before `tokens_per_s` holds. A request that takes more comes in when nothing "
         "else is used.", ge=1, le=1_000_000_000)] = 100_000
+    kv_tenant: Annotated[str, says(
+        "Name under which the engines store and look up this tenant's KV, apart from others' (`kvstrata.tenant` and "
+        "`cache_salt` of its requests); empty: it shares the engines' own.", max_length=256,
+        pattern=r"^[A-Za-z0-9._-]*$", demand=NAME)] = ""
     slo: Annotated[str, says("Class of service of requests without a header `X-SLO-Class`; empty: none.")] = ""
     weight: Annotated[float, says(
         "Share of the engines' work beside other tenants' while requests wait (`queue`): twice the weight gets twice "
@@ -78,13 +82,11 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long the gateway waits for an engine."""
+    """How long a request may stand still."""
 
-    first_byte_s: Annotated[float, says(
-        "From sending a request to the first byte of the answer's body, in seconds.",
-        limit=True, gt=0, le=86_400)] = 600.0
     silence_s: Annotated[float, says(
-        "Between two parts of an answer's body, in seconds.", limit=True, gt=0, le=86_400)] = 120.0
+        "Longest time in which neither a client nor its engine sends a byte, in seconds: for the first token, between "
+        "two parts of an answer, and while a request arrives.", limit=True, gt=0, le=86_400)] = 600.0
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,20 +94,19 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     probe_s: Annotated[float, says(
         "Time between two probes of an engine (/health, /v1/models), in seconds.", ge=0.05, le=3_600)] = 5.0
-    abandon_s: Annotated[float, says(
-        "Time without an answered probe after which requests that still wait for an engine's first byte are sent to "
-        "others, in seconds. A probe is given up after a tenth of it.", limit=True, gt=0, le=86_400)] = 30.0
+    timeout_s: Annotated[float, says(
+        "Time for the answer to a probe, in seconds.", limit=True, gt=0, le=3_600)] = 3.0
 
 
 class PickerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gRPC port on which Envoy asks which engine gets a request (`ext_proc`)."""
+    """The gRPC port on which an Envoy of one's own asks which engine gets a request (`ext_proc`)."""
 
     listen: Annotated[Place, says(
         "HOST:PORT of the port, such as 127.0.0.1:9002; port 0 takes a free one. Empty: no port. Needs the extra "
         "`picker`.")] = ""
     only: Annotated[bool, says(
-        "Requests come through Envoy only: the HTTP port answers probes and operators, so it needs no `tenants` off "
-        "loopback.")] = False
+        "Requests come through an Envoy of one's own only: none is started, and the HTTP port answers probes and "
+        "operators, so it needs no `tenants` off loopback.")] = False
     tls_cert_file: Annotated[str, says("File with the port's certificate chain (PEM); empty: no TLS.")] = ""
     tls_key_file: Annotated[str, says("File with the certificate's key (PEM).")] = ""
     tls_ca_file: Annotated[str, says(
@@ -132,9 +133,9 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         "Ask an engine for the ids (/v1/.../render, vLLM's `--enable-scale-out`) where no tokenizer tells "
         "them.")] = False
     pass_ids: Annotated[bool, says(
-        "Pass the ids of chats (`kv_transfer_params.prompt_token_ids`) and text completions (`prompt`) on to engines "
-        "that take them, which then need not tokenise again; also ids that an engine rendered. Each engine is asked "
-        "for one token first, to see whether it does.")] = False
+        "Pass the ids of chats (`kv_transfer_params.prompt_token_ids`) on to engines that take them, which then need "
+        "not tokenise again; also ids that an engine rendered. Each engine is asked for one token first, to see "
+        "whether it does.")] = False
     deadline_ms: Annotated[float, says(
         "Longest time for which a request waits for its ids, in milliseconds; then it goes on without.",
         limit=True, gt=0, le=10_000)] = 20.0
@@ -269,6 +270,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     picker: PickerSettings = PickerSettings()
     sharing: SharingSettings = SharingSettings()
     controllers: GatewayControllersSettings = GatewayControllersSettings()
+    envoy: Annotated[str, says(
+        "Program of Envoy, version 1.38 or newer, which carries the requests; empty: that of the extra `gateway`, or "
+        "`envoy` on PATH.")] = ""
     max_in_flight: Annotated[int, says(
         "Requests under way at a time; more get 503 with Retry-After.", ge=1, le=1_000_000)] = 16_384
     drain_s: Annotated[float, says(

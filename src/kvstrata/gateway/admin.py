@@ -1,20 +1,39 @@
-"""The operations of the gateway's own pages, which operators alone may use (door.py); `app` is app.py's App."""
+"""The operations of the gateway's own pages, which operators alone may use."""
 
 from __future__ import annotations
 
-import re
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from kvstrata.errors import NotFound
 from kvstrata.process import operations as common
-from kvstrata.process.operations import Operation, operation, operations_of
+from kvstrata.process.http_gate import METRICS, PROBES
+from kvstrata.process.operations import operation, operations_of
+
+if TYPE_CHECKING:
+    from kvstrata.gateway.parts import Parts
 
 SHOWN_DECISIONS = 50
 Document = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Admin:
+    """What the operations use of one gateway."""
+
+    parts: Parts
+    status: Callable[[], Document]
+    page: Callable[[], bytes]
+    """Makes /metrics."""
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests are served, and why not."""
+        return self.parts.readiness()
 
 
 class Decision(msgspec.Struct):
@@ -27,20 +46,19 @@ class Decision(msgspec.Struct):
 
 
 @operation("GET", "/gateway/status", ctl="status")
-def status(app: Any) -> Document:
+def status(app: Admin) -> Document:
     """Engines, tenants, queue and what is known of other processes, at a glance."""
-    found: Document = app.status()
-    return found
+    return app.status()
 
 
 @operation("GET", "/gateway/decisions", ctl="decisions")
-def decisions(app: Any) -> Document:
+def decisions(app: Admin) -> Document:
     """The last 50 routing decisions, newest first, with the terms of their costs."""
     return {"decisions": app.parts.choosing.decisions.page(SHOWN_DECISIONS)}
 
 
 @operation("GET", "/gateway/decisions/{request:path}", ctl="decision")
-def decision(app: Any, ask: Decision) -> Document:
+def decision(app: Admin, ask: Decision) -> Document:
     """Why a request went where it did: all that it was decided from, and the same decision made again."""
     found: Document | None = app.parts.choosing.decisions.again(ask.request, ask.number)
     if found is None:
@@ -51,12 +69,7 @@ def decision(app: Any, ask: Decision) -> Document:
     return found
 
 
-OPERATIONS = [common.metrics.operation, *operations_of(sys.modules[__name__])]  # type: ignore[attr-defined]
-
-
-def find(path: str) -> tuple[Operation, dict[str, str]] | None:
-    """The operation of a path, and the fields that the path names."""
-    for one in OPERATIONS:
-        if match := re.fullmatch(re.sub(r"{(\w+):path}", r"(?P<\1>.+)", one.path), path):
-            return one, match.groupdict()
-    return None
+OPERATIONS = [
+    *(one for one in operations_of(common) if one.path in (*PROBES, METRICS)),
+    *operations_of(sys.modules[__name__]),
+]

@@ -235,14 +235,6 @@ class Choosing:
             return None
         return way.ttft_s
 
-    def hopeless(self, choice: Choice, meter: Meter) -> Failure | None:
-        """The refusal of a request whose class of service cannot be met, if the class wants that."""
-        slo = self.slo_of(meter)
-        if slo is None or not slo.shed:
-            return None
-        late_s = self.late_s(choice, meter)
-        return self.unreachable(slo, late_s) if late_s > 0 else None
-
     def slo_of(self, meter: Meter) -> SloSettings | None:
         """The class of service of a request."""
         return self._meters.slo.get(meter.slo)
@@ -334,7 +326,7 @@ class Choosing:
 
     def answered(self, choice: Choice, meter: Meter) -> None:
         """What the `usage` of an answer tells that has ended."""
-        tokens = meter.tokens()
+        tokens = meter.tokens
         prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
         if prompt and cached is not None:
             self.learn(choice, prompt, cached)

@@ -3,7 +3,7 @@
 1. On loopback, where a client needs no key, `Host` must be a name of this port, and a web page that sends a request
    must be the port's own, as on all our ports (process/http_gate.py).  Otherwise any web page that a user of this
    machine opens could use the engines.
-2. With tenants in the settings each request must carry a tenant's key; operators' pages need the operators' token.
+2. With tenants in the settings each request must carry a tenant's key.
 3. A tenant's request beyond its rate of requests or of tokens, or its number of requests under way, gets 429 with
    Retry-After.
 """
@@ -19,14 +19,15 @@ from typing import NamedTuple
 
 from kvstrata.config.gateway_model import GatewayTenantSettings
 from kvstrata.gateway.errors import Failure
-from kvstrata.gateway.metering import BROKE_OFF, CANCELLED, OK, Meter
+from kvstrata.gateway.marks import BROKE_OFF, CANCELLED, OK
+from kvstrata.gateway.metering import Meter
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import Access
 
 BEARER = b"bearer "
 IN_FLIGHT = "tenant_in_flight"
 MAX_KEY_BYTES = 4_096
-GRACE_S = 0.05
+GRACE_S = 0.1
 NEWEST = 0.1
 """Weight of the newest answer in the average."""
 
@@ -144,7 +145,7 @@ class Tenant:
         """A request that took tokens has ended; `prompt_tokens`: of its prompt, if its answer does not tell."""
         if meter.outcome == CANCELLED and meter.engine and not meter.first_s:
             return  # An engine has worked on it, nobody knows how long: the estimate stays.
-        told = meter.tokens()
+        told = meter.tokens
         answered = meter.first_s and meter.outcome in (OK, CANCELLED, BROKE_OFF) and not meter.failed_inside
         prompt = told.get("prompt", prompt_tokens) if answered else 0
         generated = told.get("completion", meter.events) if answered else 0
@@ -157,7 +158,7 @@ class Tenant:
     async def leaving(self) -> None:
         """Wait for GRACE_S at most until a request has ended.
 
-        A client sees the end of its answer a moment before the request counts as ended here.
+        A client sees the end of its answer a moment before Envoy's log tells of it here.
         """
         self._left.clear()
         with contextlib.suppress(TimeoutError):
@@ -200,9 +201,9 @@ class Door:
             tenant.settings = settings
             self._tenants[_digest(key.encode())] = tenant
 
-    def knows_sender(self, headers: Headers, path: str, *, operators: bool = False) -> Failure | None:
-        """Rule 1; None: the sender is known, or its key decides. `operators`: the path is one of theirs."""
-        if not self._loopback or (self._tenants and not operators):
+    def knows_sender(self, headers: Headers, path: str) -> Failure | None:
+        """Rule 1; None: the sender is known, or its key decides."""
+        if not self._loopback or self._tenants:
             return None
         if not self.access.knows_host(headers.get(b"host", b"").decode("latin-1")):
             says = "Host: this port does not have that name; add it to http.allowed_hosts of the gateway"
@@ -211,10 +212,6 @@ class Door:
             says = "Origin: pages of other sites may not use this port; add the site to http.allowed_hosts"
             return Failure(403, "unknown_origin", says)
         return None
-
-    def is_operator(self, headers: Headers, path: str) -> bool:
-        """Whether a request may read the operators' pages."""
-        return self.access.is_public(path) or self.access.proven(headers)
 
     def tenant_of(self, headers: Headers) -> Tenant | Failure | None:
         """The tenant of a request; None if clients need no key."""

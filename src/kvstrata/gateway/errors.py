@@ -52,12 +52,6 @@ def error_body(failure: Failure, path: str) -> bytes:
     return msgspec.json.encode({"error": error})
 
 
-def error_event(failure: Failure, path: str) -> bytes:
-    """The same as an event of a stream, which ends whatever event was cut short."""
-    name = b"event: error\n" if is_anthropic(path) else b""
-    return b"\n\n" + name + b"data: " + error_body(failure, path) + b"\n\n"
-
-
 def is_anthropic(path: str) -> bool:
     """Whether clients of this path expect Anthropic's shape."""
     return path.startswith("/v1/messages")

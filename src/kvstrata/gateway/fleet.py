@@ -27,7 +27,7 @@ import msgspec
 from kvstrata.config.gateway_model import EngineSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.busy_periods import BusyPeriod, TimedPrompt
-from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.gateway.routing.decode import Decoded, DecodeRates
 from kvstrata.gateway.routing.load_rates import LoadRates
@@ -97,10 +97,6 @@ class ServingEngine:
         self.probed = asyncio.Event()
         """Set after the first probe."""
         self.up_since_s = 0.0
-        self.answered_s = 0.0
-        """When it answered a probe for the last time, or when the gateway first heard of it."""
-        self.waiting: set[asyncio.Timeout] = set()
-        """The time limits of requests that wait for its first byte."""
         self.busy: BusyPeriod | None = None
         """As long as a prompt waits."""
         self.returned = False
@@ -152,7 +148,6 @@ class Fleet:
             engine = self.engines.get(name)
             if engine is None or engine.place.address != place.address:
                 engine = ServingEngine(place)
-                engine.answered_s = self._now_s()
                 engine.load.prefill_tokens_s = self.rates.rate(name, 0.0)
                 fresh.append(engine)
             if engine.place.ranks != place.ranks:
@@ -232,7 +227,6 @@ class Fleet:
         engine.models = dict(models)
         self._tell_ranks(engine)
         engine.failed_probes = 0
-        engine.answered_s = self._now_s()
         if engine.state is EngineState.LEAVING or engine.state is EngineState.UP:
             return
         engine.returned = engine.state is EngineState.DOWN
@@ -252,13 +246,6 @@ class Fleet:
         engine.state, engine.reason = EngineState.DOWN, reason
         self._tell_ranks(engine)
         self.changed()
-
-    def abandon(self, engine: ServingEngine) -> None:
-        """Requests that wait for this engine's first byte wait no longer."""
-        for target in (engine, *engine.ranks):
-            for limit in target.waiting:
-                if not limit.expired():  # one that runs out now cannot be changed any more
-                    limit.reschedule(0.0)
 
     def began(
         self,

@@ -20,7 +20,7 @@ import msgspec
 
 from kvstrata.config.gateway_model import KubernetesSettings
 from kvstrata.errors import ConfigError
-from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
+from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
 from kvstrata.gateway.fleet import Place
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
@@ -90,10 +90,10 @@ class Account:
         except OSError as error:  # ssl.SSLError too
             raise _unreadable(path, str(error.strerror or error)) from None
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
+    def headers(self) -> dict[str, str]:
         """Of a request. Raises ConfigError if the token cannot be read."""
         token = self._text("token")
-        return [(b"authorization", b"Bearer " + token.encode()), (b"accept", b"application/json")]
+        return {"authorization": f"Bearer {token}", "accept": "application/json"}
 
     def _text(self, name: str) -> str:
         path = self._folder / name
@@ -128,13 +128,9 @@ class Endpoints:
         self._account = account
         self._api_key = api_key
         self._found = found
-        self._links = Links(account.tls())
+        self._asker = Asker(account.tls())
         self._places: list[Place] | None = None
         self._log = EventLog("kubernetes")
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._links.close()
 
     async def keep(self, every_s: Callable[[], float]) -> None:
         """List every `every_s`, and after a failure less and less often, until cancelled."""
@@ -169,17 +165,12 @@ class Endpoints:
         )
         target, address = f"{path}?{urlencode(query)}", self._account.address
         async with asyncio.timeout(patience(ANSWER_S)):
-            answer = await self._links.send(
-                address, request_bytes("GET", target, address, self._account.headers(), b"")
+            status, body = await self._asker.ask(
+                address, "GET", target, self._account.headers(), most_bytes=MAX_LIST_BYTES + 1
             )
-            try:
-                await answer.head()
-                body = await answer.whole(MAX_LIST_BYTES + 1)
-            finally:
-                answer.end()
-        if answer.status != 200:
+        if status != 200:
             said = body[:1_000].decode("utf-8", "replace")
-            raise Refused(f"the API server answers {answer.status}: {said!a:.300}")
+            raise Refused(f"the API server answers {status}: {said!a:.300}")
         if len(body) > MAX_LIST_BYTES:
             raise Refused(f"the list of slices is larger than {MAX_LIST_BYTES} bytes")
         slices = msgspec.json.decode(body, type=_List).items or []

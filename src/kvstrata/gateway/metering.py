@@ -1,59 +1,26 @@
 """What is measured of each request: times, tokens, outcomes, and whether its class of service was met.
 
-Parts of an answer are counted, not parsed.  Tokens come from the `usage` that an answer ends with; where it tells none,
-each event of a stream counts as a token.
+Envoy's watcher tells it (marks.py).  Tokens come from the `usage` of an answer; where it tells none, each event of a
+stream with content counts as a token.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 from kvstrata.config.gateway_model import SloSettings
-from kvstrata.observability.numbers import LONG_BUCKETS, Histogram, Numbers, counter, histogram, parts_by
+from kvstrata.gateway.marks import OK
+from kvstrata.observability.numbers import LONG_BUCKETS, Numbers, counter, histogram, parts_by
 
 MAX_SERIES = 4_096
 """Most sets of labels; further ones count under OTHER."""
+MAX_MODELS = 256
+"""Most models with times of their own."""
 OTHER = "other"
-OK, CLIENT_ERROR, CANCELLED, BROKE_OFF = "ok", "client_error", "cancelled", "broke_off"
-_USAGE = {
-    **dict.fromkeys((b"prompt", b"input"), "prompt"),
-    **dict.fromkeys((b"cached", b"cache_read_input"), "cached"),
-    **dict.fromkeys((b"completion", b"output"), "completion"),
-}
-"""Kinds of tokens by what stands before `_tokens` in the keys of an answer's `usage`."""
-_BESIDE = frozenset((b"cache_read_input", b"cache_creation_input"))
-"""What `/v1/messages` counts beside its `input_tokens`, and all others within them."""
-_COUNT = re.compile(rb"\s*:\s*(\d{1,15})")
-_KEY_END = b'_tokens"'
-_LONGEST_KEY = 24
-_USAGE_TAIL_BYTES = 4_096
-_EVENT = b"data:"
-_ERRORS = (b'data: {"error"', b"event: error", b'{"error"', b'{"object":"error"', b'{"type":"error"')
-
-
-class Spliced(Protocol):
-    """What a thread measures of the parts that it passes on, see native/core.pyi."""
-
-    @property
-    def events(self) -> int: ...
-
-    @property
-    def last_s(self) -> float: ...
-
-    @property
-    def gaps(self) -> list[int]: ...
-
-    @property
-    def gaps_s(self) -> float: ...
-
-    @property
-    def tail(self) -> bytes: ...
 
 
 class Series(Numbers):
-    """Counters and histograms of the requests with the same labels."""
+    """Counters of the requests with the same labels."""
 
     outcomes = counter(
         "Requests that have ended, by outcome: `ok`, `client_error` (an engine's 4xx), `engine_error` (an engine's "
@@ -61,18 +28,22 @@ class Series(Numbers):
         "outcome",
         name="requests",
     )
+    tokens = counter(
+        "Tokens that answers tell in their `usage`: `prompt`, `cached` (of those), `completion`.", "kind"
+    )
+
+
+class Times(Numbers):
+    """Histograms of the requests of one model that were answered."""
+
     ttft = histogram(
-        "Time from a request's arrival to the first byte of its answer's body.",
+        "Time from a request's arrival to the first token of its answer.",
         name="ttft_seconds",
         bounds=LONG_BUCKETS,
     )
-    itl = histogram("Time between two parts of a stream with events.", name="itl_seconds")
     tpot = histogram("Mean time per token after the first, of each request.", name="tpot_seconds")
     e2e = histogram(
         "Time from a request's arrival to the end of its answer.", name="e2e_seconds", bounds=LONG_BUCKETS
-    )
-    tokens = counter(
-        "Tokens that answers tell in their `usage`: `prompt`, `cached` (of those), `completion`.", "kind"
     )
 
 
@@ -91,7 +62,7 @@ class Meter:
             "model",
             "outcome",
         ),
-        *("_itl", "_last", "_stream", "slo", "tenant", "usage_tail"),
+        *("slo", "tenant", "tokens"),
     )
 
     def __init__(self, arrived_s: float, tenant: str) -> None:
@@ -106,62 +77,18 @@ class Meter:
         self.first_s = 0.0
         self.last_s = 0.0
         self.events = 0
+        """Events of a stream that had content."""
         self.failed_inside = False
-        """Whether the answer began with an error although its status was 200."""
-        self._stream = False
-        self._itl: Histogram | None = None
-        self._last = b""
-        self.usage_tail = b""
-
-    def begins(self, now_s: float, part: bytes, *, stream: bool, itl: Histogram) -> None:
-        """The first part of the answer's body has come."""
-        self.first_s = self.last_s = now_s
-        self._stream, self._itl = stream, itl
-        self.failed_inside = part[:64].lstrip().startswith(_ERRORS)
-        self.events = part.count(_EVENT) if stream else 0
-        self._last = part
-
-    def part(self, now_s: float, part: bytes) -> None:
-        """A further part has come."""
-        if self._stream:
-            count = part.count(_EVENT)
-            self.events += count
-            if count and self._itl is not None:
-                self._itl.add(now_s - self.last_s)
-        self.last_s = now_s
-        self.usage_tail, self._last = self._last, part
-
-    def spliced(self, splice: Spliced) -> None:
-        """All further parts were passed on by a thread, which has measured them."""
-        self.events += splice.events
-        if self._itl is not None:
-            self._itl.add_counts(splice.gaps, splice.gaps_s)
-        self.last_s = splice.last_s
-        self.usage_tail, self._last = b"", splice.tail
-
-    def tokens(self) -> dict[str, int]:
-        """Tokens by kind, as the answer's end tells them."""
-        tail = self.usage_tail[-_USAGE_TAIL_BYTES:] + self._last[-_USAGE_TAIL_BYTES:]
-        found: dict[str, int] = {}
-        beside: dict[bytes, int] = {}
-        end = tail.find(_KEY_END)
-        while end >= 0:  # the last of each kind counts
-            word = tail[tail.rfind(b'"', max(0, end - _LONGEST_KEY), end) + 1 : end]
-            kind, count = _USAGE.get(word), _COUNT.match(tail, end + len(_KEY_END))
-            if count is not None and kind is not None:
-                found[kind] = int(count[1])
-            if count is not None and word in _BESIDE:
-                beside[word] = int(count[1])
-            end = tail.find(_KEY_END, end + 1)
-        if "prompt" in found:
-            found["prompt"] += sum(beside.values())
-        return found
+        """Whether the answer is an error although its status is 200."""
+        self.tokens: Mapping[str, int] = {}
+        """By kind, as the answer tells them: `prompt`, `cached`, `completion`."""
 
 
 class Meters(Numbers):
     """All measurements of a gateway. Belongs to the event loop."""
 
     by_labels = parts_by("tenant model engine", Series, lambda self: self.series)
+    by_model = parts_by("model", Times, lambda self: self.times)
     received = counter(
         "Requests received, by class of service; those that were refused included.",
         "tenant",
@@ -174,22 +101,19 @@ class Meters(Numbers):
         "slo",
         name="slo_met",
     )
-    retries = counter("Requests sent to a further engine, by what the engine before had done.", "reason")
+    retries = counter("Times that a request was sent to a further engine, by what came of it.", "outcome")
     mistaken = counter(
         "Requests of whose prompt an engine reports less than half as cached of what the gateway expected.",
         "engine",
         name="mistaken_prefixes",
     )
 
-    def __init__(self, slo: Mapping[str, SloSettings], now_s: Callable[[], float]) -> None:
+    def __init__(self, slo: Mapping[str, SloSettings]) -> None:
         self.slo = slo
-        self._now_s = now_s
         self.series: dict[tuple[str, str, str], Series] = {}
         """By tenant, model and engine; empty words where a request had none."""
-
-    def begin(self, tenant: str) -> Meter:
-        """A request has arrived."""
-        return Meter(self._now_s(), tenant)
+        self.times: dict[str, Times] = {}
+        """By model."""
 
     def of(self, meter: Meter) -> Series:
         """The series of a request."""
@@ -201,6 +125,11 @@ class Meters(Numbers):
             series = self.series.setdefault(labels, Series())
         return series
 
+    def _times_of(self, model: str) -> Times:
+        if model not in self.times and len(self.times) >= MAX_MODELS:
+            model = OTHER
+        return self.times.setdefault(model, Times())
+
     def end(self, meter: Meter) -> None:
         """Count a request that has ended."""
         series = self.of(meter)
@@ -211,15 +140,16 @@ class Meters(Numbers):
         if outcome != OK or not meter.first_s:
             return
         ttft_s, e2e_s = meter.first_s - meter.arrived_s, meter.last_s - meter.arrived_s
-        tokens = meter.tokens()
+        tokens = meter.tokens
         for kind, count in tokens.items():
             series.tokens[kind] += count
         more = tokens.get("completion", meter.events) - 1
         tpot_s = (meter.last_s - meter.first_s) / more if more > 0 else 0.0
-        series.ttft.add(ttft_s)
-        series.e2e.add(e2e_s)
+        times = self._times_of(meter.model)
+        times.ttft.add(ttft_s)
+        times.e2e.add(e2e_s)
         if more > 0:
-            series.tpot.add(tpot_s)
+            times.tpot.add(tpot_s)
         if self._is_met(meter.slo, ttft_s, tpot_s, e2e_s):
             self.met[name] += 1
 

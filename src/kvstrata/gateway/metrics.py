@@ -5,7 +5,7 @@ Names of tenants and engines come from the settings, names of models from the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvstrata.gateway.fleet import EngineState
@@ -21,8 +21,7 @@ PREFIX = "gateway"
 class Glance(Numbers):
     """The numbers of a gateway without labels, which its status shows too."""
 
-    in_flight = gauge("Requests under way.", lambda self: self._in_flight())
-    retry_budget = gauge("Retries that may be made now.", lambda self: self._parts.forwarder.budget.left)
+    in_flight = gauge("Requests under way.", lambda self: self._parts.requests.in_flight)
     prefix_pieces = gauge(
         "Pieces of prompts whose engines are remembered.", lambda self: len(self._parts.choosing.prefixes)
     )
@@ -42,9 +41,8 @@ class Glance(Numbers):
         lambda self: self._parts.sharing.others.in_flight if self._parts.sharing is not None else 0,
     )
 
-    def __init__(self, parts: Parts, in_flight: Callable[[], int]) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._in_flight = in_flight
 
 
 class PartNumbers(Numbers):

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway.admission import Admission
 from kvstrata.gateway.choosing import Choosing
 from kvstrata.gateway.controllers.asking import Controllers
 from kvstrata.gateway.door import Door
-from kvstrata.gateway.fleet import Fleet
-from kvstrata.gateway.forward import Forwarder
+from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.sharing.sockets import Sharing
 from kvstrata.gateway.tokens.source import Tokens
+
+if TYPE_CHECKING:
+    from kvstrata.gateway.request import Requests
 
 
 @dataclass(slots=True)
@@ -35,6 +38,14 @@ class Parts:
     choosing: Choosing
     admission: Admission
     controllers: Controllers
-    forwarder: Forwarder
+    requests: Requests
+    suspect: Callable[[ServingEngine], None]
+    """Called with an engine whose connection failed, so that it is probed now."""
     sharing: Sharing | None
     """None: other gateways are told nothing."""
+    stopping: bool = field(default=False)
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests are served, and why not."""
+        why = "stopping" if self.stopping else "" if self.fleet.serving("") else "no engine serves"
+        return not why, why

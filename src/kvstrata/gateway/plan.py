@@ -87,7 +87,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
     if settings.queue.max_requests and picker.listen:
         raise _wrong(
             "queue.max_requests",
-            "Envoy would not wait for the picker; leave the queue to a gateway without one",
+            "an Envoy of one's own would not wait for the picker; leave the queue to a gateway without one",
         )
     if settings.queue.max_requests and not settings.predicts:
         raise _wrong(

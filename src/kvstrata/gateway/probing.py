@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.gateway_model import EngineSettings, HealthSettings
-from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
-from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, place_of
+from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
+from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, endpoint_of, place_of
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.sources import Source, of_rank, source_of, sources_in
 from kvstrata.observability.logging import EventLog
@@ -32,7 +32,6 @@ ASK_AGAIN_S = 30.0
 FAILURES = 2
 """Probes in a row that must fail before an engine gets no more requests: one may be lost. A refused connection counts
 at once."""
-ABANDON_PROBES = 10
 """Time until an engine is asked again that did not say where it publishes."""
 
 
@@ -57,14 +56,14 @@ class Probing:
         self,
         fleet: Fleet,
         settings: HealthSettings,
-        links: Links,
+        asker: Asker,
         supervisor: Supervisor,
         now_s: Callable[[], float],
         residency: Residency,
     ) -> None:
         self.settings = settings
         self._fleet = fleet
-        self._links = links
+        self._asker = asker
         self._supervisor = supervisor
         self._residency = residency
         self._listens = False
@@ -114,14 +113,15 @@ class Probing:
     async def probed(self) -> None:
         """Wait until each engine has answered its first probe, or failed it."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(probe_timeout_s(self.settings)):
+            async with asyncio.timeout(self.settings.timeout_s):
                 for engine in list(self._fleet.engines.values()):
                     await engine.probed.wait()
 
     async def resolve(self) -> None:
         """Resolve the DNS names; a name that cannot be resolved now keeps the engines that it had."""
-        for settings, _ in self._engines:
-            if settings.url.startswith(DNS) and (addresses := await self._addresses(settings)) is not None:
+        for settings, key in self._engines:
+            named = settings.url.startswith(DNS) or not endpoint_of(place_of(settings, key).address)
+            if named and (addresses := await self._addresses(settings)) is not None:
                 self._resolved[settings.url] = addresses
         self._apply()
 
@@ -130,13 +130,24 @@ class Probing:
         places: list[Place] = []
         for settings, key in self._engines:
             if not settings.url.startswith(DNS):
-                places.append(place_of(settings, key))
+                place = place_of(settings, key)
+                if found := self._resolved.get(settings.url):
+                    # Envoy must be told an address.
+                    same = place.address.host if place.address.host in found else found[0]
+                    place = place._replace(address=place.address._replace(host=same, name=place.address.host))
+                places.append(place)
                 continue
             plain = urlsplit(settings.url.removeprefix(DNS))
             name, tls = settings.name or f"{plain.hostname}:{plain.port}", plain.scheme == "https"
             source, ranks = source_of(settings), settings.data_parallel_size
             places += [
-                Place(f"{name}/{address}", Address(address, plain.port or 0, tls), key, source, ranks)
+                Place(
+                    f"{name}/{address}",
+                    Address(address, plain.port or 0, tls, plain.hostname or ""),
+                    key,
+                    source,
+                    ranks,
+                )
                 for address in self._resolved.get(settings.url, ())
             ]
         for engine in self._fleet.set_places([*places, *self._found]):
@@ -147,7 +158,7 @@ class Probing:
         """Ask an engine whether it serves, and what."""
         reason, refused = "", False
         try:
-            async with asyncio.timeout(probe_timeout_s(self.settings)):
+            async with asyncio.timeout(self.settings.timeout_s):
                 status, _ = await self._get(engine, "/health")
                 if status != 200:
                     reason = f"/health answers {status}"
@@ -163,7 +174,7 @@ class Probing:
         except Unreachable as error:
             reason, refused = f"cannot be reached: {error}", True
         except TimeoutError:
-            reason = f"no answer within {probe_timeout_s(self.settings):g} s"
+            reason = f"no answer within {self.settings.timeout_s:g} s"
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             reason = f"/v1/models answers with something else than a list of models: {error}"
         except LinkBroken as error:
@@ -171,8 +182,6 @@ class Probing:
         engine.failed_probes += 1
         if refused or engine.failed_probes >= FAILURES or engine.state is EngineState.NEW:
             self._fleet.down(engine, reason)
-        if self._now_s() - engine.answered_s >= self.settings.abandon_s:
-            self._fleet.abandon(engine)
 
     def _has_asked(self, engine: ServingEngine) -> bool:
         """Whether the engine was asked under the settings that it has now."""
@@ -211,7 +220,7 @@ class Probing:
                 return []
             return [of_rank(place.events, rank) for rank in range(max(1, place.ranks))]
         # Less than the probe's own time: an engine that does not answer this serves all the same.
-        async with asyncio.timeout(probe_timeout_s(self.settings) / 2):
+        async with asyncio.timeout(self.settings.timeout_s / 2):
             status, body = await self._get(engine, "/kv_event_sources")
         return sources_in(body, place.address.host) if status == 200 else []
 
@@ -231,13 +240,15 @@ class Probing:
                 self._residency.watch(name, source)
 
     async def _get(self, engine: ServingEngine, path: str) -> tuple[int, bytes]:
-        return await get(self._links, engine.place.address, path, engine.place.api_key)
+        place = engine.place
+        headers = {"authorization": f"Bearer {place.api_key}"} if place.api_key else {}
+        return await self._asker.ask(place.address, "GET", path, headers, most_bytes=MAX_MODELS_BYTES)
 
     async def _addresses(self, settings: EngineSettings) -> list[str] | None:
         plain = urlsplit(settings.url.removeprefix(DNS))
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(probe_timeout_s(self.settings)):
+            async with asyncio.timeout(self.settings.timeout_s):
                 found = await loop.getaddrinfo(plain.hostname, plain.port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name of a host
             self._log.repeated(30, settings.url, "name_not_resolved", url=settings.url, reason=str(error))
@@ -261,17 +272,6 @@ class Probing:
             self._listen(engine, {})
 
 
-async def get(links: Links, address: Address, path: str, key: str) -> tuple[int, bytes]:
-    """Status and body of an engine's answer. Raises Unreachable and LinkBroken."""
-    headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
-    answer = await links.send(address, request_bytes("GET", path, address, headers, b""))
-    try:
-        await answer.head()
-        return answer.status, await answer.whole(MAX_MODELS_BYTES)
-    finally:
-        answer.end()
-
-
 def models_in(body: bytes) -> dict[str, dict[str, Any]]:
     """The entries of an answer to /v1/models by id. Raises msgspec.DecodeError."""
     entries = msgspec.json.decode(body, type=_Models).data
@@ -279,8 +279,3 @@ def models_in(body: bytes) -> dict[str, dict[str, Any]]:
     if len(found) != len(entries):
         raise msgspec.ValidationError("an entry of `data` has no `id`, or two have the same")
     return found
-
-
-def probe_timeout_s(settings: HealthSettings) -> float:
-    """Time for a probe's answer."""
-    return settings.abandon_s / ABANDON_PROBES

@@ -1,6 +1,6 @@
 """The gateway's process: the order in which it starts and stops its parts (process/lifecycle.py).
 
-settings ─▶ port bound ─▶ engines probed once ─▶ HTTP ─▶ ready ─▶ port closed, requests end ─▶ stop
+settings ─▶ port bound ─▶ engines probed once ─▶ picker, Envoy ─▶ ready ─▶ drained: requests end ─▶ stop
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,30 +19,32 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewaySettings, SharingSettings
 from kvstrata.config.load import Changes, changes, replaced
+from kvstrata.gateway.admin import OPERATIONS, Admin
 from kvstrata.gateway.admission import Admission
-from kvstrata.gateway.app import App
 from kvstrata.gateway.choosing import Choosing
 from kvstrata.gateway.controllers.asking import Controllers
 from kvstrata.gateway.door import Door
-from kvstrata.gateway.engine_link import Links
+from kvstrata.gateway.engine_http import Asker
+from kvstrata.gateway.envoy.process import Envoy, program
 from kvstrata.gateway.fleet import Fleet
-from kvstrata.gateway.forward import Forwarder
 from kvstrata.gateway.kubernetes import Endpoints
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.metrics import Glance, sections
 from kvstrata.gateway.parts import Parts
+from kvstrata.gateway.picker.front import Front
 from kvstrata.gateway.plan import Plan, plan
-from kvstrata.gateway.probing import Probing, probe_timeout_s
+from kvstrata.gateway.probing import Probing
 from kvstrata.gateway.reading import Reader
+from kvstrata.gateway.request import Requests
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
-from kvstrata.gateway.splicing import Splices
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.logging import current_level, set_level
-from kvstrata.observability.numbers import Pages
+from kvstrata.observability.numbers import Numbers, Pages
 from kvstrata.process.http_gate import Access, is_loopback
+from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.lifecycle import Process, soon, tell_ready
 from kvstrata.process.listen import Listener, ServedToken, listen, warn_if_plain
 from kvstrata.process.ports import host_and_port
@@ -55,7 +58,7 @@ GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
 RESTART = frozenset(("log_format",))
 """Settings that need a restart, beside those of OPENED."""
-OPENED = ("http.", "picker.", "engines_from.", "sharing.listen", "sharing.curve_file")
+OPENED = ("http.", "picker.", "engines_from.", "sharing.listen", "sharing.curve_file", "timeouts.", "envoy")
 
 
 class Gateway(Process):
@@ -64,30 +67,24 @@ class Gateway(Process):
     _plan: Plan
     _settings: GatewaySettings
     _picker: PickerServer | None = None
+    _envoy: Envoy | None = None
 
     async def start(self) -> None:
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
-        from kvstrata.gateway.connections import make_server
-
         settings, now_s = self._plan.settings, time.monotonic
         listener = listen(settings.http, flag="--port")
         self.closers.append(soon(listener.close))
-        links = Links()
-        self.closers.append(links.close)
-        splices = Splices()
-        self.closers.append(splices.close)
+        asker = Asker()
         fleet = Fleet(now_s)
-        meters = Meters({one.name: one for one in settings.slo}, now_s)
+        meters = Meters({one.name: one for one in settings.slo})
+        requests = Requests()
         loopback = is_loopback(settings.http.host)
         access = Access(settings.http, self._plan.token)
         door = Door(access, now_s, loopback=loopback)
         door.set_tenants(self._plan.tenants)
-        token = ServedToken(access.set_token, settings.http, listener.port, self._plan.token, self.log)
-        self.closers.append(soon(token.close))
-        self.supervisor.spawn(token.keep(), "token")
         residency = Residency(now_s)
         self.closers.append(soon(residency.close))
-        tokens = Tokens(settings.tokens, self._plan.tokenizers, fleet, links, now_s)
+        tokens = Tokens(settings.tokens, self._plan.tokenizers, fleet, asker, now_s)
         self.closers.append(tokens.close)
         choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
         reader = Reader(settings, fleet)
@@ -98,23 +95,26 @@ class Gateway(Process):
         )
         self.closers.append(controllers.close)
         choosing.reads = controllers.reads
-        controllers.numbers = lambda: (self._settings.policy, self._in_flight, sum(meters.received.values()))
-        forwarder = Forwarder(
-            settings, fleet, meters, links, splices, choosing, admission, reader, now_s,
-            drop_keys=lambda: door.knows_tenants,
-        )  # fmt: skip
-        self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
+        controllers.numbers = lambda: (
+            self._settings.policy,
+            requests.in_flight,
+            sum(meters.received.values()),
+        )
+        self._probing = probing = Probing(fleet, settings.health, asker, self.supervisor, now_s, residency)
         probing.listens(settings.predicts)
-        forwarder.suspect = probing.suspect
-        forwarder.takes_ids = tokens.takes_ids
         self._parts = parts = Parts(
             settings, now_s, door, fleet, meters, reader, residency, tokens, choosing, admission, controllers,
-            forwarder, sharing,
+            requests, probing.suspect, sharing,
         )  # fmt: skip
-        self._glance = glance = Glance(parts, lambda: self._in_flight)
-        pages = Pages(lambda: sections(parts, glance, [self._bounds]))
-        self._app = App(parts, self.page, pages)
-        self._server, self._bounds = make_server(self._app, settings.http)
+        self._glance = glance = Glance(parts)
+        self._numbers: tuple[Numbers, ...] = ()
+        pages = Pages(lambda: sections(parts, glance, self._numbers))
+        admin = Admin(parts, self.page, pages.page)
+        port = await make_port("kvstrata gateway", OPERATIONS, admin, access)
+        self._numbers = port.numbers
+        token = ServedToken(port.set_token, settings.http, listener.port, self._plan.token, self.log)
+        self.closers.append(soon(token.close))
+        self.supervisor.spawn(token.keep(), "token")
         if settings.picker.listen:
             await self._start_picker()
         probing.set_engines(self._plan.engines)
@@ -124,7 +124,10 @@ class Gateway(Process):
         await self._first_verified()
         self.supervisor.spawn(tokens.keep_verified(lambda: self._settings.health.probe_s), "tokens")
         self.supervisor.spawn(probing.keep_resolved(), "resolve")
-        self.supervisor.spawn(self._serve(listener), "http")
+        if settings.picker.only:
+            self.supervisor.spawn(port.serve(listener), "http")
+        else:
+            await self._start_envoy(listener, port)
         if settings.insecure and not loopback and not settings.tenants:
             says = "--insecure: everybody who reaches this port may use the engines"
             self.log.warning("http_port_open", host=settings.http.host, port=listener.port, note=says)
@@ -166,6 +169,37 @@ class Gateway(Process):
         self.supervisor.spawn(sharing.keep(), "sharing")
         return sharing
 
+    async def _start_envoy(self, listener: Listener, port: Port) -> None:
+        """Start Envoy on the port of clients, with the picker and the gateway's own pages behind it."""
+        path, version = await self.loop.run_in_executor(None, program, self._settings)
+        parts, family = self._parts, listener.socket.family
+        host = listener.socket.getsockname()[0]
+        listener.close()
+        # Held, so that no other process takes it; only Envoy's sockets listen, which share it with this one.
+        held = socket.socket(family, socket.SOCK_STREAM)
+        self.closers.append(soon(held.close))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, listener.port))
+        self._envoy = envoy = Envoy(self._settings, parts.fleet, parts.requests, host, listener.port)
+        self.closers.append(envoy.close)
+        front = Front(parts)
+        await front.start(envoy.place.picker)
+        pages = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        pages.bind(str(envoy.place.pages))
+        pages.listen(128)
+        pages.setblocking(False)
+        self.closers.append(front.close)
+        self.supervisor.spawn(port.serve(Listener(pages, listener.port)), "http")
+        admits = parts.fleet.changed
+
+        def changed() -> None:
+            envoy.write_engines()
+            admits()
+
+        parts.fleet.changed = changed
+        await envoy.start(path, version)
+        self.supervisor.spawn(envoy.watch(), "envoy")
+
     async def _start_watching(self) -> None:
         """Have the engines that Kubernetes names from now on, and wait a moment for the first."""
         settings, account = self._settings, self._plan.account
@@ -173,10 +207,9 @@ class Gateway(Process):
         if service is None or account is None:
             return
         endpoints = Endpoints(service, account, self._plan.found_key, self._probing.set_found)
-        self.closers.append(endpoints.close)
         self.supervisor.spawn(endpoints.keep(lambda: self._settings.health.probe_s), "endpoints")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(probe_timeout_s(settings.health)):
+            async with asyncio.timeout(settings.health.timeout_s):
                 await endpoints.known.wait()
 
     async def _start_picker(self) -> None:
@@ -185,20 +218,15 @@ class Gateway(Process):
         self._picker = picker = PickerServer(self._parts)
         self.closers.append(picker.close)
         await picker.start()
+        self.supervisor.spawn(picker.find_lost(), "picker")
 
     async def _first_verified(self) -> None:
         """Compare the tokenizers with the engines that serve, if these are quick; otherwise later."""
         if self._parts.tokens.tokenizers:
             sys.setswitchinterval(SWITCH_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(probe_timeout_s(self._settings.health)):
+            async with asyncio.timeout(self._settings.health.timeout_s):
                 await self._parts.tokens.verify()
-
-    async def _serve(self, listener: Listener) -> None:
-        try:
-            await self._server.serve(sockets=[listener.socket])
-        finally:
-            listener.close()
 
     @property
     def drain_s(self) -> float:
@@ -215,19 +243,23 @@ class Gateway(Process):
 
     @property
     def _in_flight(self) -> int:
-        """Requests under way, at the HTTP port and at Envoy."""
-        return self._app.in_flight + (self._picker.held.exchanges if self._picker is not None else 0)
+        """Requests under way."""
+        return self._parts.requests.in_flight
 
     async def drain(self, drain_s: float) -> None:
-        """Take no new connections, and let requests end."""
-        self._app.stopping = True
-        for server in self._server.servers:
-            server.close()
+        """Not ready any more: clients close their connections, and requests end; those that still come are served."""
+        self._parts.stopping = True
+        idle = asyncio.Event()
+        self._parts.requests.idle = idle.set
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
+                if self._envoy is not None:
+                    await self._envoy.drain()
+                while self._in_flight:
+                    idle.clear()
+                    await idle.wait()
                 if self._picker is not None:
                     await self._picker.drain(drain_s)
-                await self._app.idle()
 
     async def reload(self) -> dict[str, object]:
         """Apply newer settings, but those that the port was opened with. Raises ConfigError."""
@@ -247,7 +279,7 @@ class Gateway(Process):
         settings = replaced(before, newer.settings, applied)
         parts, self._settings = self._parts, settings
         set_level(settings.log_level)
-        parts.settings = parts.reader.settings = parts.forwarder.settings = settings
+        parts.settings = parts.reader.settings = settings
         parts.meters.slo = {one.name: one for one in settings.slo}
         parts.choosing.policy = POLICIES[settings.policy]()
         parts.admission.set(settings.queue)
@@ -278,7 +310,7 @@ class Gateway(Process):
                 "version": __version__,
                 "policy": self._settings.policy,
                 "restarts": self._restarts.times,
-                "stopping": self._app.stopping,
+                "stopping": parts.stopping,
                 **self._glance.document(),
             },
             "kv_events": parts.residency.page(),
@@ -311,5 +343,5 @@ class Gateway(Process):
             ],
             "tenants": {name: one.in_flight for name, one in parts.door.uses().items()},
             "queue": parts.admission.page(),
-            "http": self._bounds.document(),
+            "envoy_pid": self._envoy.pid if self._envoy is not None else 0,
         }

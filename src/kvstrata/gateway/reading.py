@@ -7,6 +7,7 @@ import itertools
 import secrets
 from array import array
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway.admission import Standing
@@ -17,21 +18,39 @@ from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.prefixes import TOKEN_BYTES, keys_of
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routes import (
+    GENERATES,
     MAX_SESSION_CHARS,
-    RESPONSES,
     ROUTES,
     Asked,
     Route,
     asked,
+    cut_short,
     ids_in,
-    response_in,
+    is_any,
     response_of,
 )
 
-SESSION, SLO_CLASS, PRIORITY = b"x-session-id", b"x-slo-class", b"x-priority"
-"""Headers that name a request's session, class of service and priority."""
+SESSIONS, SLO_CLASS, PRIORITY = (b"x-session-id", b"session_id"), b"x-slo-class", b"x-priority"
+"""Headers that name a request's session (the second is Codex's), class of service and priority."""
 MAX_RESPONSES = 1 << 16
 """Stored responses that are remembered; the oldest are forgotten first."""
+
+
+class Sent(NamedTuple):
+    """A request as it has come."""
+
+    path: str
+    route: Route
+    body: bytes
+    headers: Headers
+    word: str
+    """Its id."""
+    tenant: str
+    """The name of its sender; empty: clients need no key."""
+    kv_tenant: str
+    """In whose name the sender's KV is stored; empty: in the engine's."""
+    cut: bool
+    """Whether more of the body follows than can be read."""
 
 
 class Reader:
@@ -46,25 +65,36 @@ class Reader:
         self._made_by: collections.OrderedDict[str, str] = collections.OrderedDict()
         """The engine that has made a stored response, by its name, which the engine has drawn."""
 
-    def read(
-        self, path: str, route: Route, body: bytes, headers: Headers, word: str, tenant: str
-    ) -> tuple[Asked, Wanted] | Failure:
-        """Read a request. `word`: its id. `tenant`: the name of its sender; empty: clients need no key."""
+    def read(self, sent: Sent) -> tuple[Asked, Wanted] | Failure:
+        """Read a request."""
+        path, headers = sent.path, sent.headers
         response = response_of(path) if path not in ROUTES else ""
-        found = Asked(repeatable=route.repeatable) if response else asked(path, route, body)
+        if response or is_any(path):
+            found: Asked | Failure = Asked(repeatable=sent.route.repeatable)
+        elif sent.cut:
+            found = cut_short(path, sent.route, sent.body, several=len(self._fleet.models()) > 1)
+        else:
+            found = asked(path, sent.route, sent.body)
         if isinstance(found, Failure):
             return found
-        given = headers.get(SESSION, b"").decode("latin-1")
+        if sent.kv_tenant and path in GENERATES:
+            if found.adds:
+                says = (
+                    f"{found.adds}: the gateway sets this field for the tenants of its settings; leave it out"
+                )
+                return Failure(400, "field_not_allowed", says, found.adds)
+            found = found._replace(kv_tenant=sent.kv_tenant, salt=sent.kv_tenant)
+        given = next((headers[name] for name in SESSIONS if headers.get(name)), b"").decode("latin-1")
         prompt = ids_in(found.text) if self.settings.predicts else None
         after = response or found.after_response
         return found, Wanted(
-            word=word,
+            word=sent.word,
             number=next(self._numbers),
             model=found.model,
             tokens=max(1, len(prompt) if prompt is not None else len(found.text) // TOKEN_BYTES),
             session=given[:MAX_SESSION_CHARS] or found.session,
             made_by=self._made_by.get(after, "") if after else "",
-            keys=self._keys(found, prompt, tenant),
+            keys=self._keys(found, prompt, sent.tenant),
             prompt=self._prompt(found, prompt),
             streams=found.streams,
         )
@@ -90,13 +120,12 @@ class Reader:
         weight = tenant.settings.weight if tenant is not None else 1.0
         return Standing(tenant.name if tenant is not None else "", weight, min(most, asked_for))
 
-    def answered(self, path: str, engine: str, first: bytes) -> None:
-        """An engine's answer begins with these bytes: remember who has made the response that they name."""
-        if path == RESPONSES and (made := response_in(first)):
-            self._made_by[made] = engine
-            self._made_by.move_to_end(made)
-            if len(self._made_by) > MAX_RESPONSES:
-                self._made_by.popitem(last=False)
+    def answered(self, engine: str, response: str) -> None:
+        """An engine's answer names the response that it has stored: remember who has made it."""
+        self._made_by[response] = engine
+        self._made_by.move_to_end(response)
+        if len(self._made_by) > MAX_RESPONSES:
+            self._made_by.popitem(last=False)
 
     def _keys(self, found: Asked, prompt: array[int] | None, tenant: str) -> list[bytes]:
         """The keys of the prompt's pieces; none if the policy does not go by them."""

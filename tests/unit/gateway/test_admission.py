@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstrata.config.gateway_model import QueueSettings, SloSettings
 from kvstrata.gateway.admission import Admission, Ask, Standing, State
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
-from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
-from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.metering import Meter, Meters
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.gateway.routing.queues import UNMEASURED
@@ -54,7 +54,7 @@ class Scene:
         if measured:
             for engine in self.fleet.engines.values():
                 self.fleet.rates.observe(engine.name, 1_000, 1_000 / RATE, 0)
-        self.meters = Meters(dict(SLO), self.clock)
+        self.meters = Meters(dict(SLO))
         self.choosing = Choosing(
             POLICIES["ttft"](), self.fleet, Residency(self.clock), self.meters, self.clock
         )
@@ -96,7 +96,7 @@ class Scene:
     ) -> Ask:
         """A request arrives."""
         number = next(self.numbers)
-        meter = self.meters.begin(tenant)
+        meter = Meter(self.clock(), tenant)
         meter.slo, meter.body_bytes = slo, tokens * 4
         wanted = Wanted(word=str(number), number=number, model=more.pop("model", "m"), tokens=tokens, **more)
         ask = Ask(wanted, meter, Standing(tenant, weight, priority))

@@ -12,7 +12,7 @@ from kvstrata.gateway.choosing import Choosing, Wanted
 from kvstrata.gateway.controllers.asking import _At, copies_of
 from kvstrata.gateway.controllers.directory import Directory
 from kvstrata.gateway.controllers.following import Holding
-from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.residency.knowledge import Residency
@@ -138,9 +138,7 @@ def test_a_load_is_not_timed_as_computing(tier: Any) -> None:
         fleet.up(one, {"m": {}})
     residency = Residency(lambda: now_s[0])
     try:
-        choosing = Choosing(
-            POLICIES["ttft"](), fleet, residency, Meters({}, lambda: now_s[0]), lambda: now_s[0]
-        )
+        choosing = Choosing(POLICIES["ttft"](), fleet, residency, Meters({}), lambda: now_s[0])
         for n in range(4):
             held = [Copy(engine="a", tier=tier, tokens=30_000, source="i")]
             prompt = Prompt(range(n * 40_000, n * 40_000 + 32_000))

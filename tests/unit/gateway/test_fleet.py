@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.busy_periods import FIRST_TOKENS, PIECE_TOKENS, TimedPrompt
-from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from tests.harness.amount import amount
 
@@ -80,19 +78,6 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
             load = each.load
             assert (load.requests, load.waiting, load.prefill_tokens, load.backlog_tokens) == (0, 0, 0, 0)
             assert each.busy is None
-
-
-async def test_a_limit_that_runs_out_just_now_hinders_no_other() -> None:
-    fleet = Fleet(lambda: 0.0)
-    [engine] = fleet.set_places([place("a")])
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0) as over:
-            await asyncio.Event().wait()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(3_600) as limit:
-            engine.waiting = {over, limit}
-            fleet.abandon(engine)
-            await asyncio.Event().wait()
 
 
 def test_an_engine_has_the_rate_of_the_load_with_which_its_busy_period_began() -> None:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from kvstrata.config.gateway_model import GatewayTenantSettings
 from kvstrata.gateway.door import Quota, Tenant
 from kvstrata.gateway.errors import Failure
-from kvstrata.gateway.metering import CANCELLED, OK, Meter
+from kvstrata.gateway.marks import CANCELLED, OK
+from kvstrata.gateway.metering import Meter
 
 
 def limits(tokens_per_s: float = 100.0, tokens_burst: int = 1_000) -> GatewayTenantSettings:
@@ -37,14 +38,16 @@ def test_new_settings_keep_what_was_used() -> None:
     assert tenant.take(10**9, 0.0) == 0.0
 
 
-def meter(outcome: str, *, engine: str = "e", first_s: float = 0.0, usage: bytes = b"") -> Meter:
+def meter(
+    outcome: str, *, engine: str = "e", first_s: float = 0.0, usage: dict[str, int] | None = None
+) -> Meter:
     found = Meter(0.0, "red")
-    found.outcome, found.engine, found.first_s, found.usage_tail = outcome, engine, first_s, usage
+    found.outcome, found.engine, found.first_s, found.tokens = outcome, engine, first_s, usage or {}
     return found
 
 
 def test_only_what_engines_have_worked_on_is_charged() -> None:
-    usage = b'"usage": {"prompt_tokens": 70, "completion_tokens": 30}'
+    usage = {"prompt": 70, "completion": 30}
     for ended, used in (
         (meter(OK, first_s=1.0, usage=usage), 100),
         (meter(OK, first_s=1.0), 200),

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.errors import Failure
-from kvstrata.gateway.headers import request_id, to_client, to_engine
-from kvstrata.gateway.routes import RESPONSES, ROUTES, Asked, asked, response_in
+from kvstrata.gateway.headers import request_id
+from kvstrata.gateway.routes import RESPONSES, ROUTES, Asked, asked, cut_short
 from tests.harness.amount import amount
 
 CHAT = "/v1/chat/completions"
@@ -54,12 +54,16 @@ def test_any_bytes_get_an_answer(body: bytes) -> None:
         assert isinstance(read, Asked) or (read.status == 400 and read.message)
 
 
-def test_the_id_of_a_response_is_found_at_its_beginning_only() -> None:
-    assert (
-        response_in(b'event: response.created\ndata: {"type":"x","response":{"id":"resp_7","a":1}}')
-        == "resp_7"
-    )
-    assert response_in(b" " * 5_000 + b'{"id":"resp_7"}') == ""
+@given(st.integers(0, 400), st.booleans())
+def test_a_body_that_is_cut_tells_its_model_or_is_refused_where_that_matters(cut: int, several: bool) -> None:
+    body = json.dumps({"stream": True, "messages": [{"content": "x" * 200}], "model": "m"}).encode()[:cut]
+    found = cut_short(CHAT, ROUTES[CHAT], body, several=several)
+    if b'"model": "m"' in body or not several:
+        assert isinstance(found, Asked)
+        assert found.model == ("m" if b'"model": "m"' in body else "")
+        assert found.streams == (b"true" in body) and found.text == body.partition(b'"messages": ')[2]
+    else:
+        assert isinstance(found, Failure) and (found.status, found.param) == (413, "model")
 
 
 @given(st.text(st.characters(codec="latin-1", exclude_characters="\r\n\0"), max_size=300))
@@ -82,15 +86,6 @@ def test_an_id_of_a_request_fits_into_a_header_and_a_line(given_id: bytes) -> No
     assert 0 < len(word) <= 128 and word.isascii() and word.isprintable()
     if 0 < len(given_id) <= 128 and given_id.isascii() and given_id.decode().isprintable():
         assert word == given_id.decode()
-
-
-def test_headers_of_an_engines_connection_end_at_the_gateway() -> None:
-    answered = ((b"connection", b"X-A"), (b"x-a", b"1"), (b"content-type", b"t"), (b"server", b"vLLM"))
-    assert to_client(answered, "ours") == [(b"content-type", b"t"), (b"x-request-id", b"ours")]
-    keys = dict(
-        to_engine([(b"authorization", b"Bearer of-the-client")], "ours", "of-the-engine", drop_keys=False)
-    )
-    assert keys[b"authorization"] == b"Bearer of-the-engine"
 
 
 def test_a_request_names_its_tenant_as_it_does_for_the_connector() -> None:

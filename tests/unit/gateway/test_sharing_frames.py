@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.prefixes import KEY_BYTES, Prefixes
 from kvstrata.gateway.sharing.messages import FRAMES, MAX_EVENTS, MAX_FRAME_BYTES

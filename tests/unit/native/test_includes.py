@@ -25,7 +25,6 @@ ARROWS: dict[str, set[str]] = {
     "codec": {"base"},
     "files": {"base"},
     "registry": {"base"},
-    "splice": {"base"},
     "record": {"base", "hash"},
     "copy": {"base", "hash", "codec", "record"},
     "pool": {"base", "hash", "memory", "record"},
@@ -35,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "cuda": {"base", "codec", "copy", "record"},
     "cython": {
         *("base", "codec", "copy", "disk", "files", "fs", "hash", "lanes"),
-        *("memory", "pool", "record", "registry", "splice"),
+        *("memory", "pool", "record", "registry"),
     },
 }
 """What a folder may include besides itself and the public headers, `include`."""

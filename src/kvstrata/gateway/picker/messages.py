@@ -1,25 +1,26 @@
-"""Envoy's messages (envoy.service.ext_proc.v3), as far as the picker makes and reads them.
+"""Envoy's messages (ext_proc v3, access log v3), as far as the picker makes and reads them.
 
 Only this module and the server import the extra `picker`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.data.accesslog.v3.accesslog_pb2 import AccessLogType
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.type.v3.http_status_pb2 import HttpStatus
 
+from kvstrata.gateway.envoy.configuration import AUTHZ, ENDPOINT, FRAGMENT, NUMBER
 from kvstrata.gateway.errors import Failure, error_body
+from kvstrata.gateway.marks import Marks, with_told
+from kvstrata.gateway.request import Chosen
 
-ENDPOINT = "x-gateway-destination-endpoint"
 SUBSET = "x-gateway-destination-endpoint-subset"
-SERVED = "x-gateway-destination-endpoint-served"
-FILTER, UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
-"""Where Envoy tells an attribute, and the attribute that names the engine that has answered."""
 NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 MAX_PART_BYTES = 62_000
@@ -31,7 +32,19 @@ Reply = Any
 """A ProcessingResponse."""
 
 FULL_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
-NONE = ProcessingMode.NONE
+parse_log = StreamAccessLogsMessage.FromString
+_FLAGS = {
+    "DC": "downstream_connection_termination",
+    "UF": "upstream_connection_failure",
+    "URX": "upstream_retry_limit_exceeded",
+    "UH": "no_healthy_upstream",
+    "UC": "upstream_connection_termination",
+    "UT": "upstream_request_timeout",
+    "UPE": "upstream_protocol_error",
+    "UR": "upstream_remote_reset",
+    "LR": "local_reset",
+    "SI": "stream_idle_timeout",
+}
 parse = pb.ProcessingRequest.FromString
 encode = pb.ProcessingResponse.SerializeToString
 
@@ -51,23 +64,21 @@ def metadata(message: Message, namespace: str, key: str) -> list[str] | None:
     return [each.strip() for text in texts for each in text.split(",") if each.strip()]
 
 
-def served(message: Message) -> str:
-    """The endpoint whose answer this is, as Envoy tells it; empty: it does not."""
-    told = metadata(message, NAMESPACE, SERVED)
-    if told:
-        return told[0]
-    fields = message.attributes[FILTER].fields if FILTER in message.attributes else {}
-    return fields[UPSTREAM].string_value if UPSTREAM in fields else ""
-
-
-def chosen(endpoints: Sequence[str], headers: Mapping[str, str], removed: Iterable[str]) -> Reply:
-    """The answer to a request's headers: where it goes, where if that fails, and what changes of its headers."""
-    endpoint = ",".join(endpoints)
-    more = {ENDPOINT: endpoint, **headers}
-    mutation = pb.HeaderMutation(set_headers=[_header(*one) for one in more.items()], remove_headers=removed)
+def chosen(found: Chosen) -> Reply:
+    """The answer to a request's headers: where it goes, where if that fails, and what changes of it."""
+    endpoint = ",".join(found.endpoints)
+    more = {ENDPOINT: endpoint, **found.headers}
+    mutation = pb.HeaderMutation(
+        set_headers=[_header(*one) for one in more.items()], remove_headers=found.removed
+    )
     common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
     reply = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
     reply.dynamic_metadata.get_or_create_struct(NAMESPACE)[ENDPOINT] = endpoint
+    # Where the watcher and the access log look for them.
+    told = reply.dynamic_metadata.get_or_create_struct(AUTHZ)
+    told[NUMBER] = str(found.number)
+    if found.fragment:
+        told[FRAGMENT] = found.fragment.decode("ascii")
     return reply
 
 
@@ -89,20 +100,34 @@ def request_trailers() -> Reply:
     return pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
 
 
-def response_headers() -> Reply:
-    """The answer's headers go on as they are."""
-    return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
+def answer_passes(message: Message) -> Reply:
+    """A part of the answer goes on as it is; our own configuration sends none here."""
+    kind = message.WhichOneof("request")
+    if kind == "response_headers":
+        return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
+    if kind == "response_trailers":
+        return pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+    part = message.response_body
+    return pb.ProcessingResponse(response_body=_streamed(part.body, ends=part.end_of_stream))
 
 
-def response_body(body: bytes, *, ends: bool, duplex: bool) -> Reply:
-    """A part of the answer goes on as it is. `duplex`: Envoy waits for the bytes, else only for a word."""
-    response = _streamed(body, ends=ends) if duplex else pb.BodyResponse()
-    return pb.ProcessingResponse(response_body=response)
-
-
-def response_trailers() -> Reply:
-    """The answer's trailers go on as they are."""
-    return pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+def marks_in(message: Any) -> Iterator[Marks]:
+    """What a message of the access log tells of requests."""
+    for entry in message.http_logs.log_entry:
+        common, fields = entry.common_properties, entry.common_properties.metadata.filter_metadata
+        number = fields[AUTHZ].fields[NUMBER].string_value if AUTHZ in fields else ""
+        served = common.upstream_remote_address.socket_address
+        host = f"[{served.address}]" if ":" in served.address else served.address
+        marks = Marks(
+            int(number) if number.isdigit() else -1,
+            entry.request.request_id,
+            common.access_log_type in (AccessLogType.NotSet, AccessLogType.DownstreamEnd),
+            entry.response.response_code.value,
+            f"{host}:{served.port_value}" if host else "",
+            frozenset(flag for flag, name in _FLAGS.items() if getattr(common.response_flags, name)),
+            common.upstream_request_attempt_count,
+        )
+        yield with_told(marks, fields["kv"].fields["marks"].string_value if "kv" in fields else "")
 
 
 def refused(failure: Failure, path: str, word: str) -> Reply:

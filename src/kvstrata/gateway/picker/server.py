@@ -1,7 +1,9 @@
-"""The picker's gRPC port: Envoy's ExternalProcessor, and gRPC's health checks.
+"""The picker's gRPC port for Envoys that others run: ext_proc, their access log, and gRPC's health checks.
 
-A stream carries one request.  It ends with the answer, with Envoy, or with this process; each end gives back what the
-request held (exchange.py).
+    headers ─▶ body ─▶ choice ─▶ the body goes on ─▶ … the stream ends with the request
+
+A stream carries one request up to its choice.  The answer passes this process by: the access log tells of its tokens
+and its end, and of each request that runs every second.  Where no log is sent, a request counts as ended at once.
 """
 
 from __future__ import annotations
@@ -14,31 +16,46 @@ import grpc
 
 from kvstrata.config.gateway_model import PickerSettings
 from kvstrata.errors import ConfigError
+from kvstrata.gateway import headers as passing
+from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.picker import messages
-from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn
+from kvstrata.gateway.picker.messages import Message
+from kvstrata.gateway.request import Head, Request
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 from kvstrata.process.ports import host_and_port
 
 PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
+LOG = "envoy.service.accesslog.v3.AccessLogService"
 HEALTH = "grpc.health.v1.Health"
 LIVENESS = b"liveness"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """HealthCheckResponse with its one field, `status`."""
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_HEADER_BYTES = 64 << 10
+ARRIVAL_S = 60.0
+"""Time for a request's body."""
+UNHEARD_S, LOOK_S = 60.0, 5.0
+"""A request of which the access log tells nothing for so long has ended; how often that is looked for."""
+MAX_HELD_BYTES = 1 << 30
+"""Of all bodies that are read."""
 KEEPALIVE_MS = 10_000
 """After so long without a frame Envoy is asked whether it is still there, so that its streams end with its host."""
+
+
+class OutOfTurn(Exception):
+    """Envoy sent a message that does not follow the one before."""
 
 
 class PickerServer:
     """Belongs to the event loop."""
 
     def __init__(self, parts: Parts) -> None:
-        self.held = Held()
-        self.stopping = False
+        self.held_bytes = 0
         self.port = 0
+        self._logs = 0
+        """Access logs that are being heard."""
         self._parts = parts
         self._log = EventLog("picker")
         self._server = grpc.aio.server(
@@ -55,10 +72,12 @@ class PickerServer:
             )
         )
         process = grpc.stream_stream_rpc_method_handler(self._process, messages.parse, messages.encode)
+        log = grpc.stream_unary_rpc_method_handler(self._hear, messages.parse_log)
         check = grpc.unary_unary_rpc_method_handler(self._check)
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(PROCESSOR, {"Process": process}),
+                grpc.method_handlers_generic_handler(LOG, {"StreamAccessLogs": log}),
                 grpc.method_handlers_generic_handler(HEALTH, {"Check": check}),
             )
         )
@@ -83,7 +102,6 @@ class PickerServer:
 
     async def drain(self, drain_s: float) -> None:
         """Take no new streams, and let those under way end within `drain_s`."""
-        self.stopping = True
         await self._server.stop(drain_s)
 
     async def close(self) -> None:
@@ -95,45 +113,122 @@ class PickerServer:
         # HealthCheckRequest has one field, 1: `service`.
         if request[2:] == LIVENESS:
             return SERVING
-        serves = not self.stopping and bool(self._parts.fleet.serving(""))
-        return SERVING if serves else NOT_SERVING
+        return SERVING if self._parts.readiness()[0] else NOT_SERVING
+
+    async def _hear(self, stream: Any, _: Any) -> bytes:
+        """An Envoy's access log."""
+        self._logs += 1
+        try:
+            async for message in stream:
+                for marks in messages.marks_in(message):
+                    self._parts.requests.told(marks, self._parts.now_s())
+        finally:
+            self._logs -= 1
+        return b""
+
+    async def find_lost(self) -> None:
+        """End requests whose last line was lost, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if count := self._parts.requests.lost(self._parts.now_s() - UNHEARD_S):
+                self._log.warning("requests_lost", count=count, note="Envoy did not tell how they ended")
 
     async def _process(self, _: Any, context: Any) -> None:
-        """One stream: its messages are answered in turn."""
-        exchange = Exchange(self._parts, self.held)
-        outcome = ""
+        """One stream."""
+        message = await context.read()
+        if message is grpc.aio.EOF:
+            return
+        request: Request | None = None
         try:
-            try:
-                async with asyncio.timeout(self._parts.settings.http.stalled_s) as limit:
-                    while exchange.arriving and await self._step(exchange, context):
-                        pass
-                    limit.reschedule(None)
-                    while await self._step(exchange, context):
-                        pass
-            except TimeoutError:
-                for reply in exchange.late():
-                    await context.write(reply)
+            request = Request(self._parts, _head_of(message))
+            await self._answer(request, message, context)
         except OutOfTurn as error:
-            outcome = "out_of_turn"
             self._log.repeated(30, "out_of_turn", "out_of_turn", reason=str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
-            exchange.end(outcome)
+            if request is not None and request.number >= 0 and not self._logs:
+                request.end("untold")
 
-    async def _step(self, exchange: Exchange, context: Any) -> bool:
-        """Answer the next message; False at the end of the stream."""
-        message = await context.read()
-        if message is grpc.aio.EOF:
-            return False
-        replies = exchange.take(message)
-        if exchange.question is not None:
-            known = await self._parts.tokens.of(*exchange.question)
-            exchange.has_ids(known.ids)
-        if exchange.wanted is not None:
-            replies += exchange.told(await self._parts.controllers.told(exchange.wanted))
-        for reply in replies:
-            await context.write(reply)
-        return True
+    async def _answer(self, request: Request, message: Message, context: Any) -> None:
+        subset = messages.metadata(message, messages.SUBSET_NAMESPACE, messages.SUBSET)
+        body: bytes | Failure = b""
+        trails = False
+        decides = False
+        try:
+            failure = _wrong_mode(message) or await request.admit()
+            if failure is None and not message.request_headers.end_of_stream:
+                body, trails = await self._body(context)
+                failure = body if isinstance(body, Failure) else None
+            decides = failure is None
+        finally:
+            if not decides:
+                request.drop(failure.code if failure is not None else "cancelled")
+        if failure is None and isinstance(body, bytes):
+            decided = await request.decide(body, subset=subset)
+            if not isinstance(decided, Failure):
+                await context.write(messages.chosen(decided))
+                if not message.request_headers.end_of_stream:
+                    for part in messages.parts(body, ends=not trails):
+                        await context.write(part)
+                    if trails:
+                        await context.write(messages.request_trailers())
+                del body
+                while (message := await context.read()) is not grpc.aio.EOF:
+                    await context.write(messages.answer_passes(message))
+                return
+            failure = decided
+        if failure is not None:
+            await context.write(messages.refused(failure, request.head.path, request.head.word))
+
+    async def _body(self, context: Any) -> tuple[bytes | Failure, bool]:
+        """The whole body, and whether trailers follow it. Raises OutOfTurn."""
+        body, held = bytearray(), 0
+        try:
+            async with asyncio.timeout(ARRIVAL_S):
+                while True:
+                    message = await context.read()
+                    kind = message.WhichOneof("request") if message is not grpc.aio.EOF else "the end"
+                    if kind == "request_trailers":
+                        return bytes(body), True
+                    if kind != "request_body":
+                        raise OutOfTurn(
+                            f"{kind or 'a message without content'} where a part of the body was due"
+                        )
+                    body += message.request_body.body
+                    self.held_bytes += len(body) - held
+                    held = len(body)
+                    if held > MAX_BODY_BYTES:
+                        return TOO_LARGE, False
+                    if self.held_bytes > MAX_HELD_BYTES:
+                        says = f"the bodies of all requests under way take {self.held_bytes} bytes"
+                        return Failure(503, "overloaded", says, retry_after_s=1), False
+                    if message.request_body.end_of_stream:
+                        return bytes(body), False
+        except TimeoutError:
+            return Failure(408, "late", f"body: did not arrive within {ARRIVAL_S:g} s"), False
+        finally:
+            self.held_bytes -= held
+
+
+def _head_of(message: Message) -> Head:
+    """Raises OutOfTurn."""
+    kind = message.WhichOneof("request")
+    if kind != "request_headers":
+        raise OutOfTurn(f"{kind or 'a message without content'} where a request's headers were due")
+    headers = messages.headers_of(message.request_headers)
+    path = headers.get(b":path", b"").decode("latin-1").partition("?")[0]
+    word = passing.request_id(headers.get(b"x-request-id", b""))
+    return Head(headers.get(b":method", b"").decode("latin-1"), path, headers, word)
+
+
+def _wrong_mode(message: Message) -> Failure | None:
+    """Why nothing can be chosen by what Envoy sends; None: something can."""
+    sends_body = not message.request_headers.end_of_stream
+    duplex = message.protocol_config.request_body_mode == messages.FULL_DUPLEX
+    if message.HasField("protocol_config") and sends_body and not duplex:
+        says = "ext_proc: set processing_mode.request_body_mode of Envoy to FULL_DUPLEX_STREAMED"
+        return Failure(500, "wrong_mode", says)
+    return None
 
 
 def _credentials(settings: PickerSettings) -> Any:

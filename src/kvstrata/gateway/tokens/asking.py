@@ -1,4 +1,4 @@
-"""Asks an engine about token ids over the links that requests use, and puts ids into requests for it."""
+"""Asks an engine about token ids."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.gateway.engine_link import LinkBroken, Links, Unreachable, request_bytes
+from kvstrata.gateway.engine_http import Asker, LinkBroken, Unreachable
 from kvstrata.gateway.fleet import Place
-from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS
 
 MAX_ANSWER_BYTES = 32 << 20
-PARAMETERS = "kv_transfer_params"
 
 Ask = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 """Posts a body to a path of one engine: `post` with its first two arguments."""
@@ -42,29 +40,17 @@ class _Answer(msgspec.Struct):
     usage: _Usage
 
 
-class _Choice(msgspec.Struct):
-    """What makes a completion show its prompt."""
-
-    echo: Any = None
-    prompt_logprobs: Any = None
-
-
 _IDS = msgspec.json.Decoder(_Ids | list[_Ids])
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-async def post(links: Links, place: Place, path: str, body: bytes) -> tuple[int, bytes]:
+async def post(asker: Asker, place: Place, path: str, body: bytes) -> tuple[int, bytes]:
     """Post JSON to an engine; its status and what it answers. Raises Silent."""
-    headers = [(b"content-type", b"application/json")]
+    headers = {"content-type": "application/json"}
     if place.api_key:
-        headers.append((b"authorization", b"Bearer " + place.api_key.encode()))
+        headers["authorization"] = f"Bearer {place.api_key}"
     try:
-        answer = await links.send(place.address, request_bytes("POST", path, place.address, headers, body))
-        try:
-            await answer.head()
-            return answer.status, await answer.whole(MAX_ANSWER_BYTES)
-        finally:
-            answer.end()
+        return await asker.ask(place.address, "POST", path, headers, body, most_bytes=MAX_ANSWER_BYTES)
     except (Unreachable, LinkBroken) as error:
         raise Silent(str(error)) from None
 
@@ -89,23 +75,3 @@ def reported(body: bytes) -> int | None:
         return _ANSWER.decode(body).usage.prompt_tokens
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def with_ids(path: str, body: bytes, ids: array[int]) -> bytes:
-    """The body of a request with the ids of its prompt: of a chat beside the text, of a completion instead of it.
-
-    Empty if the request's answer could become another one, or if it has such parameters of its own.
-    """
-    listed = msgspec.json.encode(ids.tolist())
-    if path == COMPLETIONS:
-        shows = msgspec.json.decode(body, type=_Choice)
-        if shows.echo or shows.prompt_logprobs is not None:
-            return b""
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        return msgspec.json.encode(fields | {"prompt": msgspec.Raw(listed)})
-    start = body.find(b"{") + 1
-    if path != CHAT or not start or PARAMETERS.encode() in body:
-        return b""
-    # The chat's own fields follow, at least its messages.
-    head = b'%b"%b":{"prompt_token_ids":%b},' % (body[:start], PARAMETERS.encode(), listed)
-    return head + body[start:]

@@ -2,7 +2,7 @@
 
     given as ids ─▶ own tokenizer, as far as each engine of the model agrees with it ─▶ an engine's /render ─▶ unknown
 
-With `pass_ids` the ids go on to the engine, whoever has told them, if it takes them on this path.
+With `pass_ids` the ids of a chat go on to the engine, whoever has told them, if it takes them.
 
 Invariants
 1. A tokenizer's ids are given only for prompts with features on which each serving engine of the model agrees with it.
@@ -25,9 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from kvstrata.config.gateway_model import TokenSettings
-from kvstrata.gateway.engine_link import Links
+from kvstrata.gateway.engine_http import Asker
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
-from kvstrata.gateway.tokens.asking import Silent, post, tokenized, with_ids
+from kvstrata.gateway.tokens.asking import Silent, post, tokenized
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer
 from kvstrata.gateway.tokens.verifying import Agreed, Verdict, taken, verify
@@ -55,8 +55,8 @@ class Known(NamedTuple):
     ids: array[int] | None
     how: str
     """`tokenizer`, `render`, or why they are not known."""
-    body: bytes = b""
-    """The request with its ids, for engines that take them; empty: it is passed on as it came."""
+    passes: bool = False
+    """Whether engines that take ids get them."""
 
 
 class _Verified(NamedTuple):
@@ -90,14 +90,14 @@ class Tokens(Numbers):
         settings: TokenSettings,
         tokenizers: dict[str, OwnTokenizer],
         fleet: Fleet,
-        links: Links,
+        asker: Asker,
         now_s: Callable[[], float],
     ) -> None:
         self.settings = settings
         self.tokenizers = tokenizers
         """By model."""
         self._fleet = fleet
-        self._links = links
+        self._asker = asker
         self._now_s = now_s
         self.memory = Memory()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
@@ -125,30 +125,17 @@ class Tokens(Numbers):
                         known = await self._tokenized(path, body, base, tenant)
                     if known.ids is None and self.settings.render and path in RENDERED:
                         known = await self._rendered(path, body, model) or known
-                if known.ids and self._passes(path, model):
-                    loop = asyncio.get_running_loop()
-                    known = known._replace(
-                        body=await loop.run_in_executor(self._pool, with_ids, path, body, known.ids)
-                    )
         except TimeoutError:
             known = known if known.ids is not None else Known(None, "late")
         self.counts[self._name(base), known.how] += 1
-        return known
+        # The gateway's own parameters would stand beside those of the request.
+        passes = self.settings.pass_ids and path == CHAT and b'"kv_transfer_params"' not in body
+        return known._replace(passes=passes and bool(known.ids))
 
     def takes_ids(self, engine: ServingEngine, model: str) -> bool:
-        """Whether an engine takes the ids of a model's prompts that `of` has put into their requests."""
-        return bool(self._taken(engine, model))
-
-    def _taken(self, engine: ServingEngine, model: str) -> frozenset[str]:
+        """Whether an engine takes the ids of a model's chats from the gateway."""
         verdict = self._verdict(engine.process, self._base(model) or model)
-        return verdict.takes_ids if verdict is not None else frozenset()
-
-    def _passes(self, path: str, model: str) -> bool:
-        """Whether engines get ids on a path: each that takes ids at all takes them there."""
-        if not self.settings.pass_ids:
-            return False
-        taken_on = [self._taken(engine, model) for engine in self._fleet.serving(model)]
-        return any(taken_on) and all(path in one for one in taken_on if one)
+        return verdict is not None and verdict.takes_ids
 
     def reported(self, model: str, engine: str, ours: int, theirs: int) -> None:
         """An engine tells how many tokens a prompt had whose ids `of` gave."""
@@ -197,7 +184,7 @@ class Tokens(Numbers):
             if now_s - self._refused_s.get(engine.name, float("-inf")) < REFUSED_S:
                 continue
             try:
-                status, answer = await post(self._links, engine.place, f"{path}/render", body)
+                status, answer = await post(self._asker, engine.place, f"{path}/render", body)
             except Silent:
                 return None
             if status == 200:
@@ -263,7 +250,7 @@ class Tokens(Numbers):
 
     async def _verify(self, engine: ServingEngine, model: str) -> None:
         generation, tokenizer = engine.generation, self.tokenizers.get(model)
-        ask, verdict = functools.partial(post, self._links, engine.place), Verdict(frozenset(), {})
+        ask, verdict = functools.partial(post, self._asker, engine.place), Verdict(frozenset(), {})
         try:
             async with asyncio.timeout(VERIFY_S):
                 if tokenizer is not None:
@@ -281,7 +268,7 @@ class Tokens(Numbers):
         self._verified[engine.name, model] = _Verified(engine, generation, verdict)
         self._log.info(
             "tokens_verified", engine=engine.name, model=model, features=",".join(_features(verdict.agreed)),
-            takes_ids=",".join(sorted(verdict.takes_ids)),
+            takes_ids=verdict.takes_ids,
         )  # fmt: skip
         for feature, reason in verdict.reasons.items():
             self._log.warning(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvstrata.gateway.tokens import prompts
-from kvstrata.gateway.tokens.asking import Ask, reported, tokenized, with_ids
+from kvstrata.gateway.tokens.asking import Ask, reported, tokenized
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 
@@ -43,8 +43,8 @@ class Verdict(NamedTuple):
     agreed: Agreed
     reasons: dict[str, str]
     """Why a feature is not used, by feature."""
-    takes_ids: frozenset[str] = frozenset()
-    """The paths on which the engine takes a prompt's ids from the gateway."""
+    takes_ids: bool = False
+    """Whether the engine takes the ids of chats from the gateway."""
 
 
 def text_in(draw: random.Random, special: str) -> str:
@@ -125,8 +125,8 @@ async def verify(ask: Ask, model: str, tokenizer: OwnTokenizer, draw: random.Ran
     return Verdict(frozenset(agreed), reasons)
 
 
-async def taken(ask: Ask, model: str, tokenizer: OwnTokenizer | None, *, renders: bool) -> frozenset[str]:
-    """The paths on which an engine takes ids beside or instead of a prompt's text. Raises Silent.
+async def taken(ask: Ask, model: str, tokenizer: OwnTokenizer | None, *, renders: bool) -> bool:
+    """Whether an engine takes ids beside the text of a chat. Raises Silent.
 
     It is asked for one token of a text with the ids of a longer text. `renders`: whether it may be asked for these.
     """
@@ -135,17 +135,13 @@ async def taken(ask: Ask, model: str, tokenizer: OwnTokenizer | None, *, renders
     if ids is None and renders:
         status, answer = await ask(f"{CHAT}/render", msgspec.json.encode(longer))
         ids = tokenized(answer) if status == 200 else None
-    found = set()
-    for path, short in (
-        (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
-        (COMPLETIONS, {"prompt": "x"}),
-    ):
-        if ids:
-            body = msgspec.json.encode({"model": model, **short, "max_tokens": 1, "stream": False})
-            status, answer = await ask(path, with_ids(path, body, ids))
-            if status == 200 and reported(answer) == len(ids):
-                found.add(path)
-    return frozenset(found)
+    if not ids:
+        return False
+    short = [{"role": "user", "content": "x"}]
+    params = {"prompt_token_ids": ids.tolist()}
+    body = {"kv_transfer_params": params, "model": model, "messages": short, "max_tokens": 1, "stream": False}
+    status, answer = await ask(CHAT, msgspec.json.encode(body))
+    return status == 200 and reported(answer) == len(ids)
 
 
 def _ours(tokenizer: OwnTokenizer, case: dict[str, Any], parted: bool) -> array[int] | None:

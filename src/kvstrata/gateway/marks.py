@@ -1,0 +1,111 @@
+"""What Envoy tells of a request: a line of its access log, with the marks that the watcher has left.
+
+The line's form is configuration.LINE; the marks are those of watch.c and watch.lua.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+CANCELLED, BROKE_OFF, OK, CLIENT_ERROR = "cancelled", "broke_off", "ok", "client_error"
+END = b"DownstreamEnd"
+ELSEWHERE = frozenset((429, 502, 503, 504))
+"""Statuses of an engine that has not begun the request."""
+_UNREACHED = frozenset(("UF", "URX", "UH", "NC"))
+
+
+class Marks(NamedTuple):
+    """What is known of a request so far, or at its end. Times are by the wall clock, 0: not yet."""
+
+    number: int
+    """The picker's; -1: the picker has not chosen."""
+    word: str
+    """The request's id."""
+    is_end: bool
+    status: int = 0
+    """0: the client went before the answer's head."""
+    served: str = ""
+    """`ip:port` of the engine that has answered, or was tried last; empty: none was."""
+    flags: frozenset[str] = frozenset()
+    """Envoy's response flags."""
+    attempts: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    """When content came for the first and the last time."""
+    events: int = 0
+    """Events of a stream with content."""
+    whole: bool = False
+    """Whether the answer's last byte has come."""
+    failed: bool = False
+    """Whether the answer is an error inside a 200."""
+    tokens: Mapping[str, int] = {}
+    """Those that `usage` tells: `prompt`, `cached`, `completion`."""
+    response: str = ""
+    """The id of the stored response that the answer names."""
+
+    @property
+    def outcome(self) -> str:
+        """A word for the metrics."""
+        status, flags = self.status, self.flags
+        if "DC" in flags or not status:
+            return CANCELLED
+        if status < 400:
+            return OK if self.whole else BROKE_OFF
+        if flags:
+            return "connect" if flags & _UNREACHED else "no_answer"
+        if status in ELSEWHERE:
+            return "engine_busy"
+        return CLIENT_ERROR if status < 500 else "engine_error"
+
+
+def marks_of(line: bytes) -> Marks | None:
+    """Read a line; None if it is something else."""
+    words = line.split()
+    if len(words) != 8:
+        return None
+    number, kind, status, served, flags, attempts, told, word = words
+    if not status.isdigit() or not (number.isdigit() or number == b"-"):
+        return None
+    marks = Marks(
+        int(number) if number.isdigit() else -1,
+        word.decode("latin-1"),
+        kind == END,
+        int(status),
+        served.decode("latin-1") if served != b"-" else "",
+        frozenset(flags.decode("latin-1").split(",")) if flags != b"-" else frozenset(),
+        int(attempts) if attempts.isdigit() else 0,
+    )
+    return with_told(marks, told.decode("latin-1"))
+
+
+def with_told(marks: Marks, told: str) -> Marks:
+    """The same with what the watcher has told; something else changes nothing."""
+    parts = told.split(",")
+    if len(parts) != 11:
+        return marks
+    try:
+        first_s, last_s, (events, whole, failed, *counts) = (
+            float(parts[0]),
+            float(parts[1]),
+            map(int, parts[2:10]),
+        )
+    except ValueError:
+        return marks
+    return marks._replace(
+        first_s=first_s,
+        last_s=last_s,
+        events=events,
+        whole=bool(whole),
+        failed=bool(failed),
+        tokens=_tokens(*counts),
+        response=parts[10],
+    )
+
+
+def _tokens(prompt: int, cached: int, completion: int, read: int, created: int) -> dict[str, int]:
+    """Tokens by kind. `/v1/messages` counts what was read from the cache, or created, beside its prompt."""
+    found = {"prompt": prompt, "cached": max(cached, read), "completion": completion}
+    if prompt >= 0:
+        found["prompt"] += max(0, read) + max(0, created)
+    return {kind: count for kind, count in found.items() if count >= 0}

@@ -1,0 +1,197 @@
+"""Answers the questions of this gateway's own Envoy (ext_authz) over HTTP/1.1 on a unix socket.
+
+    /choose/PATH     where a request to PATH goes: 200 with headers for Envoy, or the refusal that the client gets
+    /v1/models …     what clients may ask of the gateway itself, which Envoy passes on here
+    /healthz         whether this process answers
+
+Only Envoy reaches the socket, whose folder is closed to others; so what comes is trusted to be HTTP, but is bounded.
+A connection carries one question at a time, and when it is closed its question is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from kvstrata import __version__
+from kvstrata.gateway import headers as passing
+from kvstrata.gateway.envoy.configuration import ENDPOINT, FRAGMENT, NUMBER, UNAVAILABLE
+from kvstrata.gateway.errors import Failure, error_body
+from kvstrata.gateway.marks import CANCELLED
+from kvstrata.gateway.parts import Parts
+from kvstrata.gateway.request import Chosen, Head, Request
+from kvstrata.observability.logging import EventLog
+
+CHOOSE = "/choose"
+MAX_HEAD_BYTES = 256 << 10
+MAX_HELD_BYTES = 1 << 30
+"""Of all bodies that are read."""
+
+
+class Front:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.held_bytes = 0
+        self.open: set[Question] = set()
+        self._server: asyncio.Server | None = None
+        self.log = EventLog("picker")
+
+    async def start(self, path: Path) -> None:
+        """Listen."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: Question(self), str(path), backlog=4_096)
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            self._server.close()
+        for one in list(self.open):
+            one.transport.abort()
+
+
+class Question(asyncio.Protocol):
+    """A connection of Envoy's."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._received = bytearray()
+        self._head: tuple[str, str, dict[bytes, bytes]] | None = None
+        """Method, target and headers of a question that arrives."""
+        self._begins = 0
+        self._length = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._front.open.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._front.open.discard(self)
+        self._front.held_bytes -= len(self._received)
+        self._received.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        self._front.held_bytes += len(data)
+        if self._front.held_bytes > MAX_HELD_BYTES:
+            self.transport.abort()
+            return
+        if self._head is None:
+            end = self._received.find(b"\r\n\r\n")
+            if end < 0:
+                if len(self._received) > MAX_HEAD_BYTES:
+                    self.transport.abort()
+                return
+            first, *lines = bytes(self._received[:end]).split(b"\r\n")
+            method, target, _ = first.decode("latin-1").split(" ", 2)
+            # Envoy's names are in lower case; of several headers with one name the last counts.
+            headers = {name: value.strip() for name, _, value in (one.partition(b":") for one in lines)}
+            self._head, self._begins = (method, target, headers), end + 4
+            self._length = int(headers.get(b"content-length", b"0"))
+        if self._task is None and len(self._received) >= self._begins + self._length:
+            body = bytes(memoryview(self._received)[self._begins : self._begins + self._length])
+            self._front.held_bytes -= len(self._received)
+            self._received.clear()
+            (method, target, headers), self._head = self._head, None
+            self._task = asyncio.get_running_loop().create_task(self._answer(method, target, headers, body))
+
+    async def _answer(self, method: str, target: str, headers: dict[bytes, bytes], body: bytes) -> None:
+        path = target.partition("?")[0]
+        word = passing.request_id(headers.get(b"x-request-id", b""))
+        try:
+            if path.startswith(CHOOSE):
+                await self._choose(Head(method, path.removeprefix(CHOOSE), headers, word), body)
+            else:
+                self._page(path, headers)
+        except Exception as error:  # the boundary of the port: a defect of ours ends one request
+            # Not the error's text, which may hold a piece of the prompt.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(place.filename)}:{place.lineno}"
+            self._front.log.error("request_crashed", path=path, error=type(error).__name__, at=where)
+            self._refuse(Failure(500, "defect", "a defect of the gateway; see its log"), path)
+        finally:
+            self._task = None
+
+    async def _choose(self, head: Head, body: bytes) -> None:
+        failure = self._front.parts.door.knows_sender(head.headers, head.path)
+        if failure is not None:
+            self._refuse(failure, head.path)
+            return
+        request = Request(self._front.parts, head)
+        cut = head.headers.get(b"x-envoy-auth-partial-body") == b"true"
+        decided = await request.decide(body, cut=cut)
+        if isinstance(decided, Failure):
+            self._refuse(decided, head.path, chooses=True)
+        elif self.transport.is_closing():
+            request.end(CANCELLED)
+        else:
+            self._write(200, _chosen(decided), b"")
+
+    def _page(self, path: str, headers: dict[bytes, bytes]) -> None:
+        """A page that clients may ask for, who need a tenant's key for the models."""
+        parts = self._front.parts
+        if path == "/healthz":
+            self._json(200, {"ready": True})
+            return
+        failure = parts.door.knows_sender(headers, path)
+        models = path.startswith("/v1/models")
+        if failure is None and (models or path == "/version"):
+            tenant = parts.door.tenant_of(headers)
+            failure = tenant if isinstance(tenant, Failure) else None
+        if failure is not None:
+            self._refuse(failure, path)
+        elif models:
+            self._models(path)
+        elif path == "/version":
+            self._json(200, {"version": __version__, "gateway": "kvstrata"})
+        else:
+            ready, why = parts.readiness()
+            self._json(200 if ready else 503, {"ready": ready, "why": why})
+
+    def _models(self, path: str) -> None:
+        models, name = self._front.parts.fleet.models(), path.removeprefix("/v1/models").removeprefix("/")
+        if not name:
+            self._json(200, {"object": "list", "data": list(models.values())})
+        elif name in models:
+            self._json(200, models[name])
+        else:
+            says = f"model: no engine here has {name!a:.200}"
+            self._refuse(Failure(404, "model_not_found", says, "model"), path)
+
+    def _refuse(self, failure: Failure, path: str, *, chooses: bool = False) -> None:
+        """`chooses`: Envoy gets the refusal in place of a choice."""
+        headers = [("content-type", "application/json")]
+        if failure.retry_after_s:
+            headers.append(("retry-after", str(failure.retry_after_s)))
+        status = UNAVAILABLE if failure.status == 503 and chooses else failure.status
+        self._write(status, headers, error_body(failure, path))
+
+    def _json(self, status: int, value: object) -> None:
+        self._write(status, [("content-type", "application/json")], msgspec.json.encode(value))
+
+    def _write(self, status: int, headers: Iterable[tuple[str, str]], body: bytes) -> None:
+        lines = [f"HTTP/1.1 {status} X", f"content-length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers]
+        self.transport.write("\r\n".join((*lines, "", "")).encode("latin-1") + body)
+
+
+def _chosen(chosen: Chosen) -> list[tuple[str, str]]:
+    """The headers that tell Envoy where a request goes."""
+    found = [(ENDPOINT, ",".join(chosen.endpoints)), (NUMBER, str(chosen.number)), *chosen.headers.items()]
+    if chosen.removed:
+        found.append(("x-envoy-auth-headers-to-remove", ",".join(chosen.removed)))
+    if chosen.fragment:
+        found.append((FRAGMENT, chosen.fragment.decode("ascii")))
+    return found

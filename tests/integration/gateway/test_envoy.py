@@ -1,0 +1,144 @@
+"""The Envoy that a gateway starts: it lives and dies with the picker, and goes on while the picker does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.scripted_engine import Got, Line, ScriptedEngine, delta
+from tests.harness.waiting import eventually_async
+from tests.integration.gateway.conftest import at_rest, status_of
+from tests.integration.gateway.test_door import bearer, tenants
+from tests.integration.gateway.test_proxy import CHAT, ask
+
+pytestmark = pytest.mark.integration
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def test_the_gateway_and_its_envoy_end_together(start, session):
+    gateway = await start(ScriptedEngine())
+    pid = (await gateway.status(session))["envoy_pid"]
+    assert runs(pid)
+    gateway.kill()
+    await eventually_async("Envoy is gone too", lambda: not runs(pid))
+    await asyncio.to_thread(gateway.start)
+    os.kill((await gateway.status(session))["envoy_pid"], signal.SIGKILL)
+    assert await asyncio.to_thread(gateway.ends) == 70, "the keeper starts both again"
+    assert "Envoy has ended with status -9" in gateway.log.read_text()
+    await asyncio.to_thread(gateway.start)
+    pid = (await gateway.status(session))["envoy_pid"]
+    assert await asyncio.to_thread(gateway.stop) == 0 and not runs(pid)
+
+
+async def test_requests_pass_a_picker_that_is_frozen_and_are_counted_when_it_goes_on(start, session):
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    gateway = await start(*engines)
+    assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
+    gateway.freeze()
+    try:
+        answers = [status_of(session.post(gateway.url + CHAT, json=ask())) for _ in range(20)]
+        async with asyncio.timeout(30):
+            assert await asyncio.gather(*answers) == [200] * 20
+    finally:
+        gateway.thaw()
+    await at_rest(gateway, session)
+    assert sum(len(engine.got) for engine in engines) == 21
+
+
+async def test_with_tenants_nobody_passes_a_picker_that_does_not_answer(start, session, tmp_path):
+    engine = ScriptedEngine()
+    gateway = await start(engine, tenants=tenants(tmp_path))
+    gateway.freeze()
+    try:
+        assert await status_of(session.post(gateway.url + CHAT, json=ask(), headers=bearer("red"))) == 503
+    finally:
+        gateway.thaw()
+    assert not engine.got
+
+
+async def test_a_tenants_kv_is_its_own(start, session, tmp_path):
+    engine = ScriptedEngine()
+    both: dict[str, Any] = {"red": {"kv_tenant": "red-kv"}, "blue": {}}
+    gateway = await start(engine, tenants=tenants(tmp_path, **both))
+    own = {"kv_transfer_params": {"kvstrata.tenant": "red-kv"}, "cache_salt": "red-kv"}
+    assert await status_of(session.post(gateway.url + CHAT, json=ask(), headers=bearer("red"))) == 200
+    assert engine.got[-1].document == {**own, **ask()}
+    assert await status_of(session.post(gateway.url + CHAT, json=ask(), headers=bearer("blue"))) == 200
+    assert engine.got[-1].document == ask()
+    for field in own:
+        body = ask(
+            user="x" * 2_000_000, **{field: own[field]}
+        )  # behind what a picker without tenants would read
+        async with session.post(gateway.url + CHAT, json=body, headers=bearer("red")) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == field
+    assert len(engine.got) == 2
+
+
+async def test_headers_of_envoy_and_of_the_picker_that_a_client_sends_change_nothing(start, session):
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    gateway = await start(*engines, policy="round_robin")
+    sent = {
+        "x-gateway-destination-endpoint": engines[0].name,
+        "x-kv-fragment": '"a":1,',
+        "x-kv-number": "0",
+        "x-data-parallel-rank": "1",
+        "x-envoy-upstream-rq-timeout-ms": "1",
+        "x-envoy-retry-on": "5xx",
+    }
+    for _ in range(4):
+        assert await status_of(session.post(gateway.url + CHAT, json=ask(), headers=sent)) == 200
+    assert [len(engine.got) for engine in engines] == [2, 2]
+    for got in (one for engine in engines for one in engine.got):
+        assert got.document == ask()
+        assert not {"x-data-parallel-rank", "x-envoy-upstream-rq-timeout-ms", "x-envoy-retry-on"} & set(
+            got.headers
+        )
+    await at_rest(gateway, session)
+
+
+async def test_a_client_that_leaves_while_its_engine_is_chosen_is_forgotten(start, session, tmp_path):
+    """With the queue: its request waits in the picker."""
+
+    async def endless(got: Got, line: Line) -> None:
+        await line.begin()
+        await line.event(delta("a"))
+        await line.gone()
+
+    gateway = await start(ScriptedEngine(behaviour=endless))
+    for _ in range(30):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.004):
+                await status_of(session.post(gateway.url + CHAT, json=ask(True)))
+    await at_rest(gateway, session)
+
+
+async def test_clients_of_http_2_and_of_websockets_are_answered(start, session):
+    gateway = await start(ScriptedEngine())
+    head = f"GET /v1/responses HTTP/1.1\r\nhost: 127.0.0.1:{gateway.port}\r\nupgrade: websocket\r\n"
+    head += "connection: upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: eA==\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(head.encode())
+    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 426 ")
+    writer.close()
+    body = b'{"model":"m","messages":[]}'
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1:{gateway.port}\r\nconnection: Upgrade, HTTP2-Settings\r\n"
+    )
+    head += f"upgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\ncontent-length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(head.encode() + body)
+    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 "), "Java's client keeps its body"
+    writer.close()
+    await at_rest(gateway, session)
