@@ -44,7 +44,6 @@ OTHER_ENV = {
     "KVSTRATA_TAKEOVER": "`1` makes LMCache's names of connectors mean ours even if lmcache is installed",
     "KVSTRATA_CACHE": "folder for compiled objects, and for what tests and the demo download",
     "KVSTRATA_CUDA": "`require` makes the build fail if the CUDA compiler is missing",
-    "KVSTRATA_UCX": "`require` makes the build fail if UCX's headers are missing, `off` builds without its engine",
     "KVSTRATA_WERROR": "`1` makes the build fail on warnings of the C++ compiler",
     "KVSTRATA_SIMD": "for measurements: `avx2` keeps our kernels from AVX-512, `sse` from AVX too, `none` from all",
     "KVSTRATA_TESTING": "`1` allows variables that only tests need",
