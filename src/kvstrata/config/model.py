@@ -111,9 +111,9 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "HOST or HOST:PORT at which they reach `listen`; empty: the same as `listen`.",
         pattern=r"^([^\s/:]+|[^\s/]+:\d{1,5})?$", demand="must be HOST or HOST:PORT, or empty")] = ""
     tcp: Annotated[bool, says(
-        "UCX may use tcp. Whoever reaches its ports can read and write the memory of the server, so keep them in a "
-        "network that only the instances share. If false, UCX uses RDMA cards and, on one host, shared memory, unless "
-        "`UCX_TLS` in the environment says otherwise.")] = False
+        "NIXL may use UCX's tcp. Whoever reaches its ports can read and write the memory of the adapter host and L1, "
+        "so keep them in a network that only the instances share. If false, NIXL uses RDMA cards, unless `UCX_TLS` in "
+        "the environment says otherwise. `engine` tcp does not need it.")] = False
     data_port: Annotated[int, says(
         "Port on the host of `listen` on which records are sent; 0 takes a free one.", ge=0, le=65_535)] = 0
     seal: Annotated[bool, says(

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from kvstrata.rpc.control_port import ControlPort
 from kvstrata.server import instance, process
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.listener import AttachServer
-from kvstrata.server.plan import plan
+from kvstrata.server.plan import P2pEngine, plan
 from kvstrata.tiers.loads import PrefetchController
 from kvstrata.tiers.puts import StoreController
 from kvstrata.tiers.set import TierSet
@@ -126,3 +127,19 @@ async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(
         "the HTTP port is bound", "L1 is opened", "tiers are opened", "tasks end", "puts end", "loads end",
         "tiers are closed", "L1 is closed",
     ]  # fmt: skip
+
+
+async def test_an_engine_that_auto_has_chosen_and_that_fails_gives_way_to_tcp(tmp_path, monkeypatch):
+    chosen = plan(settings(tmp_path), os.environ)
+    chosen = chosen._replace(p2p_engine=P2pEngine("nixl", "nixl, since this host has an RDMA card"))
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    server = process.Server("server", chosen, lambda: settings(tmp_path))
+    why: list[str] = []
+
+    def look() -> None:
+        tier = server._instance.parts.tiers.get("peer-1")
+        why.append(tier.medium.remarks()["engine"])
+
+    monkeypatch.setattr(process, "tell_ready", lambda *_: look())
+    await whole_life(server)
+    assert why and why[0].startswith("tcp, since nixl fails: ")
