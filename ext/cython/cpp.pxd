@@ -462,6 +462,8 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         string lessons() noexcept
         @staticmethod
         cbool are_lessons(string) noexcept
+        void set_model(const CKey&, uint8_t) noexcept
+        void set_cost(uint8_t, double) noexcept
         void set_time(uint64_t) noexcept
         @staticmethod
         Status create(int, int, const PoolOptions&, shared_ptr[CPool]*) noexcept

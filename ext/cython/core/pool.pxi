@@ -324,6 +324,12 @@ cdef class Pool:
     def are_lessons(bytes lessons):
         return CPool.are_lessons(lessons)
 
+    def set_model(self, identity, uint8_t model):
+        self.pool.get().set_model(CKey.load(PyBytes_AS_STRING(_one_key(identity, "identity"))), model)
+
+    def set_cost(self, uint8_t model, double cost):
+        self.pool.get().set_cost(model, cost)
+
     def set_time(self, monotonic_ns):
         self.pool.get().set_time(monotonic_ns)
 

@@ -567,6 +567,10 @@ class Pool:
         """All that was learnt, at most 1 MiB, for a later pool. It names no prompt."""
     @staticmethod
     def are_lessons(lessons: bytes) -> bool: ...
+    def set_model(self, identity: bytes, model: int) -> None:
+        """From now on the chunks of an identity have the costs of this model, 0 to 3; 0 is that of all others."""
+    def set_cost(self, model: int, cost: float) -> None:
+        """A chunk of this model costs so many times as much, per byte, as an average one of its depth."""
     def set_time(self, monotonic_ns: int) -> None:
         """For a replay: the policy's time is this from now on, not the clock's."""
     def claim_row(self, session: bytes, group: bytes, pid: int, registers_memory: bool = False) -> int:

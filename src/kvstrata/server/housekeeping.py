@@ -12,6 +12,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,8 @@ class Housekeeping:
         self._offering: asyncio.Task[None] | None = None
         self._log = EventLog("server")
         self._missing_bytes = 0
+        self._costs: dict[int, float] = {}
+        """As the policy was told, by the number of the model; logarithms."""
         self._looked_s = float("-inf")
         folder = parts.settings.observability.record
         self._requests = RequestLog(parts.pool, Path(folder), parts.settings.chunk_size) if folder else None
@@ -154,9 +157,23 @@ class Housekeeping:
             self._parts.tails.tick()
         if (now_s := self._parts.clock.monotonic_s()) - self._looked_s >= SECOND_S:
             self._looked_s = now_s
+            self._tell_costs()
             await asyncio.shield(lane.run(self._learn))
             await self._parts.claims.expire()
             await self._see_to_memory()
+
+    def _tell_costs(self) -> None:
+        """Tell the policy what computing a chunk of each engine's layout costs, as its engines measure it."""
+        parts, found = self._parts, {}
+        for group in parts.processes.groups:
+            if group.prompt_tokens_s and group.complete and (n_bytes := sum(group.record_limits)):
+                seconds = group.layout.chunk_tokens / group.prompt_tokens_s
+                found[parts.processes.model_number(group.layout)] = seconds / n_bytes
+        for model, byte_s in found.items():
+            cost = round(math.log2(byte_s * len(found) / sum(found.values())), 1)
+            if model and cost != self._costs.get(model, 0.0):
+                self._costs[model] = cost
+                parts.pool.set_cost(model, 2.0**cost)
 
     def _learn(self) -> None:
         """Let the policy learn what is worth keeping, and save it for the next server. Blocks for milliseconds.

@@ -30,6 +30,7 @@ import hashlib
 import hmac
 import logging
 import os
+import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ ADAPTERS_REMEMBERED = 64
 """Of each engine: those that were declared last."""
 SESSIONS_OF_PROCESS, SESSIONS_OF_TOKEN = 64, 512
 """Maximum number of sessions of one process, and of all processes that may name the same tenants."""
+MAX_MODELS = 3
+"""Layouts whose chunks have costs of their own in the pool."""
 OLD_ROW_INTERVAL_S = 1.0
 """Time between two looks at the locks of rows from before a restart."""
 MAX_ELEMENT_BYTES = 16
@@ -415,6 +418,7 @@ class Processes:
         """Each as long as a process has it."""
         self._uses: WeakValueDictionary[Hashable, Use] = WeakValueDictionary()
         """By pid, or session where no pid can be seen; and by token."""
+        self._models: dict[LayoutIdentity, int] = {}
         self._next_number = ((epoch & 0xFFFFFF) << 32) | 1
         self._element_bytes: dict[bytes, int] = {}
         """Bytes of a number in the payloads of a slice, by its digest."""
@@ -802,6 +806,16 @@ class Processes:
 
     # --- identities --------------------------------------------------------------------------------------
 
+    def model_number(self, layout: LayoutIdentity) -> int:
+        """Under which the pool keeps the costs of a layout's chunks; 0 beyond MAX_MODELS layouts.
+
+        It depends on the layout, so that one which is alone here keeps its number over restarts.
+        """
+        free = sorted(set(range(1, MAX_MODELS + 1)).difference(self._models.values()))
+        if layout not in self._models and free:
+            self._models[layout] = free[zlib.crc32(msgspec.msgpack.encode(layout)) % len(free)]
+        return self._models.get(layout, 0)
+
     def identify(self, process: Process, request: RequestIdentity) -> DeclaredIdentity:
         """The identity of a request under the process's layout. Raises NotPermitted if it may not use the tenant."""
         for name in ("adapter", "tenant", "salt"):
@@ -824,6 +838,7 @@ class Processes:
             )
             self._next_number += 1
             self._by_root[root] = identity
+            self._pool.set_model(root, self.model_number(process.group.layout))
         process.identities.pop(identity.number, None)
         process.identities[identity.number] = identity
         if len(process.identities) > MAX_IDENTITIES:

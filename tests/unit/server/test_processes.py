@@ -43,7 +43,7 @@ def held(number: int) -> Slice:
 
 
 def a_table(epoch: int = 1) -> Processes:
-    return Processes(None, epoch, TenantTokens(), Readiness())  # type: ignore[arg-type]
+    return Processes(Pool(), epoch, TenantTokens(), Readiness())  # type: ignore[arg-type]
 
 
 def attach(
@@ -239,6 +239,8 @@ class Pool:
 
     def row_gone(self, row: int) -> None:
         self.freed.set()
+
+    def set_model(self, root: bytes, model: int) -> None: ...
 
 
 class Requests:

@@ -601,6 +601,16 @@ Forecasts Pool::forecasts() noexcept {
   return forecasts_;
 }
 
+void Pool::set_model(const Key& identity, std::uint8_t model) noexcept {
+  const std::lock_guard lock(mutex_);
+  policy_.set_model(identity.word[0], model);
+}
+
+void Pool::set_cost(std::uint8_t model, double cost) noexcept {
+  const std::lock_guard lock(mutex_);
+  policy_.set_cost(model, cost);
+}
+
 std::string Pool::lessons() noexcept {
   const std::lock_guard learning(learning_);
   return learner_.save();

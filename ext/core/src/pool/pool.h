@@ -267,6 +267,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // All that was learnt, at most 1 MiB, for PoolOptions::lessons of a later pool. It has no keys.
   std::string lessons() noexcept;
   static bool are_lessons(std::string_view bytes) noexcept { return Learner().restore(bytes); }
+  // See Value.
+  void set_model(const Key& identity, std::uint8_t model) noexcept;
+  void set_cost(std::uint8_t model, double cost) noexcept;
   // For a replay: the policy's time is this from now on, not the clock's.
   void set_time(std::uint64_t monotonic_ns) noexcept { time_ns_ = monotonic_ns; }
 

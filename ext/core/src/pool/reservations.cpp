@@ -128,9 +128,10 @@ std::size_t Reservations::depth_below(std::uint32_t parent) const noexcept {
 float Reservations::best_worth(const ReserveRequest& request, std::size_t first,
                                std::size_t depth) const noexcept {
   float best = 0;
+  const std::uint8_t model = entries.policy.model_of(Key::load(request.identity).word[0]);
   for (std::size_t i = first; i < request.n_keys; ++i) {
     const Key key = Key::load(request.keys + i * kKeyBytes);
-    const Traits traits = entries.policy.traits_of_new(key.word[0], depth + i - first);
+    const Traits traits = entries.policy.traits_of_new(key.word[0], depth + i - first, model);
     best = std::max(best, entries.policy.worth_of_new(traits));
   }
   return best;
@@ -168,7 +169,8 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
     return made == Room::Made::kWorthLess ? ReserveOutcome::kWorthLess
                                           : ReserveOutcome::kChainExceedsPool;
   }
-  Traits traits = entries.policy.traits_of_new(key.word[0], depth_below(parent));
+  const std::uint8_t model = entries.policy.model_of(Key::load(request.identity).word[0]);
+  Traits traits = entries.policy.traits_of_new(key.word[0], depth_below(parent), model);
   traits.is_tail = request.tail ? 1 : 0;
   traits.was_loaded = request.row == 0 ? 1 : 0;
   entries.init_local(entry, place, traits, entries.policy.now());

@@ -104,7 +104,7 @@ Row index_of(const Hazard& hazard) noexcept {
 Features features_of(Traits traits) noexcept {
   const int depth = std::min(15, static_cast<int>(std::bit_width(traits.depth)));
   return static_cast<Features>(traits.pause | depth << 5 | traits.is_branch << 9 |
-                               traits.hint << 10);
+                               traits.hint << 10 | traits.model << 14);
 }
 
 std::uint8_t pause_after(std::uint32_t ticks) noexcept {
@@ -203,7 +203,6 @@ bool Learner::restore(std::string_view bytes) {
     std::memcpy(ended.data(), bytes.data() + n * sizeof(Features), n * sizeof(WaitCounts));
   }
   for (std::size_t kind = 0; kind < n; ++kind) {
-    if (kinds[kind] >= kFeatures) return false;
     const auto* counts = reinterpret_cast<const float*>(&ended[kind]);
     const auto is_count = [](float count) { return count >= 0 && count < 1e30F; };
     if (!std::all_of(counts, counts + sizeof(WaitCounts) / sizeof(float), is_count)) return false;
@@ -276,9 +275,31 @@ std::uint16_t Value::add_kind(Features features) {
   const auto number = static_cast<std::uint16_t>(kinds_.size());
   number_of_[features] = number;
   kinds_.push_back(features);
-  costs_.push_back(number == kTails ? 0 : 1 + depth_cost_ * depth_of(features));
+  costs_.push_back(number == kTails ? 0 : cost_of(features));
   ended_.emplace_back();
   return number;
+}
+
+float Value::cost_of(Features features) const noexcept {
+  return model_costs_[features >> 14] * (1 + depth_cost_ * depth_of(features));
+}
+
+void Value::set_model(std::uint64_t identity, std::uint8_t model) {
+  if (models_.size() >= kMaxIdentities) models_.clear();
+  models_[identity] = model % kModels;
+}
+
+std::uint8_t Value::model_of(std::uint64_t identity) const noexcept {
+  const auto found = models_.find(identity);
+  return found == models_.end() ? 0 : found->second;
+}
+
+void Value::set_cost(std::uint8_t model, double cost) noexcept {
+  model_costs_[model % kModels] = static_cast<float>(cost);
+  for (std::size_t kind = kAny; kind < kinds_.size(); ++kind)
+    costs_[kind] = cost_of(kinds_[kind]);
+  for (SizeClass& size : classes_)
+    size.is_fresh = false;
 }
 
 std::uint16_t Value::kind_of(Traits traits) {
@@ -310,9 +331,11 @@ float Value::worth(std::uint32_t entry) const noexcept {
   return worth_of(row_of(local.kind), age) * costs_[local.kind];
 }
 
-Traits Value::traits_of_new(std::uint64_t tag, std::size_t depth) const noexcept {
+Traits Value::traits_of_new(std::uint64_t tag, std::size_t depth,
+                            std::uint8_t model) const noexcept {
   Traits traits;
   traits.depth = static_cast<std::uint16_t>(std::min<std::size_t>(depth, 65'535));
+  traits.model = model % kModels;
   const Memory& memory = memories_[tag & (n_memories_ - 1)];
   if (memory.tag == static_cast<std::uint32_t>(tag >> 32) && memory.used_at != 0)
     traits.pause = pause_after(now_ - memory.used_at);
@@ -324,7 +347,7 @@ float Value::worth_of_new(Traits traits) const noexcept {
   const Features features = features_of(traits);
   const std::uint16_t kind = number_of_[features];
   const std::size_t row = kind != 0 ? row_of(kind) : Learner::row_of_some(features);
-  return worth_of(row, 0) * (1 + depth_cost_ * depth_of(features));
+  return worth_of(row, 0) * cost_of(features);
 }
 
 // ---- entries
@@ -332,7 +355,7 @@ float Value::worth_of_new(Traits traits) const noexcept {
 void Value::insert(std::uint32_t entry) {
   EntryLocal& local = entries_[entry];
   if (now_ - local.used_at > std::uint32_t{1} << 31) local.used_at = now_;
-  local.traits.pause = std::min(local.traits.pause, kNoPause);
+  local.traits.pause = std::min<std::uint8_t>(local.traits.pause, kNoPause);
   local.kind = kind_of(local.traits);
   local.known = true;
   local.parked = false;

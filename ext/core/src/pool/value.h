@@ -32,6 +32,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "pool/index.h"
@@ -46,8 +47,9 @@ struct Traits {
   std::uint8_t is_tail : 1 = 0;     // the unfinished last chunk of a prompt: worth nothing
   std::uint8_t was_loaded : 1 = 0;  // from L2, for the request that uses it next
   std::uint8_t hint : 4 = 0;        // what comes next, as far as is said; 0: nothing is
-  std::uint8_t pause = 0;           // its last pause in octaves, 1: less than a second; 0: none;
+  std::uint8_t pause : 6 = 0;       // its last pause in octaves, 1: less than a second; 0: none;
                                     // with a hint, the group of those who say it
+  std::uint8_t model : 2 = 0;       // which costs it has, see Value::set_cost
 };
 static_assert(sizeof(Traits) == 4);
 
@@ -118,16 +120,17 @@ struct WaitCounts {
   void scale(float factor) noexcept;
 };
 
-// Features of a kind, from which its number follows: pause or group, depth (log2), branch, hint.
+// Features of a kind, from which its number follows: pause or group, depth (log2), branch, hint,
+// model.
 using Features = std::uint16_t;
 inline constexpr std::size_t kPauses = 32;
 inline constexpr std::size_t kSomes = kPauses + Hint::kNext + 1;
 // The pause, or the hint whoever says it.
 constexpr std::size_t some_of(Features features) noexcept {
-  const std::size_t hint = features >> 10;
+  const std::size_t hint = features >> 10 & Hint::kNext;
   return hint == 0 ? features % kPauses : kPauses + hint;
 }
-inline constexpr std::size_t kFeatures = std::size_t{1} << 14;
+inline constexpr std::size_t kFeatures = std::size_t{1} << 16;
 
 // By age: the Gittins index at its beginning; at last, at the end of the last.
 using Row = std::array<float, kAges + 1>;
@@ -168,6 +171,8 @@ class Value {
   static constexpr std::uint16_t kTails = 0;
   static constexpr std::uint16_t kAny = 1;
   static constexpr std::uint32_t kLearnRequests = 512;
+  static constexpr std::size_t kModels = 4;
+  static constexpr std::size_t kMaxIdentities = 1 << 16;
 
   // `name`: VALUE; LRU, which has one kind, worth less the older it is; or noop, which has no
   // victim, so nothing else may be evicted either. `depth_cost`: each chunk of a prompt costs this
@@ -182,6 +187,13 @@ class Value {
   void use_age_alone() noexcept { is_lru_ = true; }
   bool uses_age_alone() const noexcept { return is_lru_; }
   bool evicts() const noexcept { return evicts_; }
+
+  // The chunks of an identity are those of a model, by the first word of its root and the model's
+  // number below kModels; 0 is that of all others. At most kMaxIdentities are remembered.
+  void set_model(std::uint64_t identity, std::uint8_t model);
+  std::uint8_t model_of(std::uint64_t identity) const noexcept;
+  // A chunk of this model costs so many times as much, per byte, as an average one of its depth.
+  void set_cost(std::uint8_t model, double cost) noexcept;
 
   // The time of all calls from now on.
   void tell_time(std::uint64_t monotonic_ns) noexcept {
@@ -207,7 +219,7 @@ class Value {
   std::uint32_t victim(std::uint32_t cls);
   float worth(std::uint32_t entry) const noexcept;
   // Those of a chunk that is not in the pool.
-  Traits traits_of_new(std::uint64_t tag, std::size_t depth) const noexcept;
+  Traits traits_of_new(std::uint64_t tag, std::size_t depth, std::uint8_t model = 0) const noexcept;
   // Infinite before anything was learnt.
   float worth_of_new(Traits traits) const noexcept;
   // It was not stored, since it was worth less.
@@ -257,6 +269,7 @@ class Value {
     memories_[tag & (n_memories_ - 1)] = {static_cast<std::uint32_t>(tag >> 32), used_at};
   }
   std::uint16_t kind_of(Traits traits);
+  float cost_of(Features features) const noexcept;
   void change_kind(std::uint32_t entry);  // its traits have changed
   std::uint16_t add_kind(Features features);
   float worth_of(std::size_t row, std::uint32_t age) const noexcept;
@@ -278,10 +291,12 @@ class Value {
   std::uint32_t now_ = 0;
   std::uint32_t requests_ = 0;
   std::uint64_t random_ = 88'172'645'463'325'252u;
-  std::vector<Features> kinds_;           // by number
-  std::vector<float> costs_;              // likewise
-  std::vector<std::uint16_t> number_of_;  // by features, 0: not seen yet
-  std::vector<WaitCounts> ended_;         // since the last lesson, by number
+  std::vector<Features> kinds_;  // by number
+  std::vector<float> costs_;     // likewise
+  std::array<float, kModels> model_costs_ = {1, 1, 1, 1};
+  std::unordered_map<std::uint64_t, std::uint8_t> models_;  // by identity
+  std::vector<std::uint16_t> number_of_;                    // by features, 0: not seen yet
+  std::vector<WaitCounts> ended_;                           // since the last lesson, by number
   std::vector<Row> rows_;
   std::size_t learnt_ = 0;  // kinds that have a row
   // By the low bits of the tag. Pages that were never written take no memory.
