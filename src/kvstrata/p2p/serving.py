@@ -293,30 +293,27 @@ class RecordServer(Numbers):
 
         The table ends before a record that does not fit now, but may when those before it have been sent.
         """
+        first = keys[:MAX_TABLE]
+        holds: list[Hold | None] = [None if self.draining else self._pool.hold(key) for key in first]
         lengths: list[int] = []
-        holds: list[Hold | None] = []
         window = 0
-        for key in keys[:MAX_TABLE]:
-            hold = None if self.draining else self._pool.hold(key)
-            length = BUSY if self.draining else ABSENT
-            if hold is not None:
-                length = hold.length
-                may_wait = window > 0 and not grant
-                with self._lock:
-                    fits = self.sending_bytes + length <= self.limit_bytes
-                    if fits and not (may_wait and window + length > WINDOW_BYTES):
-                        self.sending_bytes += length
-                        window += length
-                    else:
-                        hold.drop()
-                        hold, length = None, BUSY
-                if hold is None and may_wait:
+        with self._lock:
+            room = self.limit_bytes - self.sending_bytes
+            for hold in holds:
+                length = ABSENT if hold is None else hold.length
+                fits = window + length <= room and (grant or not window or window + length <= WINDOW_BYTES)
+                if not fits and window and not grant:
                     break
-            with self._lock:
-                self.absent += length == ABSENT
-                self.busy += length == BUSY
-            lengths.append(length)
-            holds.append(hold)
+                lengths.append(BUSY if self.draining or not fits else length)
+                window += length if fits else 0
+            self.sending_bytes += window
+            self.absent += lengths.count(ABSENT)
+            self.busy += lengths.count(BUSY)
+        for at, hold in enumerate(holds):
+            if hold is not None and (at >= len(lengths) or lengths[at] == BUSY):
+                hold.drop()
+                holds[at] = None
+        del holds[len(lengths) :]
         used = b"".join([hold.key for hold in holds if hold is not None])
         if used:  # a lease is what counts as a use of records; the holds keep them
             self._pool.release(self._pool.lease(used, 1, [SERVER_ROW], again=True)[0])
