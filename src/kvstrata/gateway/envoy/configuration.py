@@ -37,6 +37,8 @@ READ_BYTES = 1 << 20
 """Of a body, if the rest may pass the picker by."""
 MAX_CONNECTIONS = 16_384
 SPARE_FILES = 256
+MAX_ASKED = 256
+"""Questions to the picker at a time, beside those of requests that wait in its queue: each takes a descriptor."""
 OWN_PAGES = ("/healthz", "/readyz", "/metrics")
 LINE = (
     f"%DYNAMIC_METADATA({AUTHZ}:{NUMBER})% %ACCESS_LOG_TYPE% %RESPONSE_CODE% %UPSTREAM_HOST% %RESPONSE_FLAGS% "
@@ -115,8 +117,9 @@ class Watcher(NamedTuple):
 
 def configuration(settings: GatewaySettings, place: Place, watcher: Watcher) -> dict[str, Any]:
     """The whole configuration."""
+    asked = MAX_ASKED + settings.queue.max_requests
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, (soft - SPARE_FILES) // 2))
+    most = MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, (soft - SPARE_FILES - asked) // 2))
     limit = {
         "@type": "type.googleapis.com/envoy.extensions.resource_monitors.downstream_connections.v3."
         "DownstreamConnectionsConfig",
@@ -129,7 +132,11 @@ def configuration(settings: GatewaySettings, place: Place, watcher: Watcher) -> 
         "overload_manager": {"resource_monitors": [monitor]},
         "static_resources": {
             "listeners": [_listener(settings, place, watcher)],
-            "clusters": [_engines(place), _own("picker", place.picker), _own("pages", place.pages)],
+            "clusters": [
+                _engines(place),
+                _own("picker", place.picker, asked),
+                _own("pages", place.pages, MAX_ASKED),
+            ],
         },
     }
 
@@ -405,7 +412,7 @@ def _engines(place: Place) -> dict[str, Any]:
     }
 
 
-def _own(name: str, path: Path) -> dict[str, Any]:
+def _own(name: str, path: Path, connections: int) -> dict[str, Any]:
     """A cluster of this gateway's process. One that does not answer is not asked any more within 1 s."""
     endpoint = {"endpoint": {"address": {"pipe": {"path": str(path)}}}}
     checks = {
@@ -425,7 +432,7 @@ def _own(name: str, path: Path) -> dict[str, Any]:
     return {
         "name": name,
         "connect_timeout": "0.5s",
-        "circuit_breakers": _ALL,
+        "circuit_breakers": {"thresholds": [{**_ALL["thresholds"][0], "max_connections": connections}]},
         **(checks if name == "picker" else {}),
         "typed_extension_protocol_options": {
             _OPTIONS: {
