@@ -57,6 +57,7 @@ class PeerOwner:
         public, secret = zmq.curve_keypair()
         self.l1, self.name, self.public = l1, name, public.decode()
         self.members: frozenset[bytes] | None = None
+        self.metadata = metadata
         self.control = ControlPort(asyncio.get_running_loop(), 11)
         self.port = self.control.server.bind_tcp(
             "127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False
@@ -64,7 +65,7 @@ class PeerOwner:
         self.records = RecordServer(l1.pool, socket_path=socket_path, host="127.0.0.1", port=0)
         self.server = PeerServer(
             self.records, self.control, instance_id=name, incarnation=11, engine=engine,
-            metadata=lambda: metadata, seal=seal, members=lambda: self.members,
+            metadata=lambda: self.metadata, seal=seal, members=lambda: self.members,
         )  # fmt: skip
         self.control.start()
 

@@ -161,8 +161,8 @@ class _Peer:
         self.link = link
         self.slots = asyncio.Semaphore(OWNER_CONNECTIONS)
         self.idle: list[Connection] = []
-        self.epoch = 0
-        """Of the owner's process whose memory the transfer engine reaches; 0: none."""
+        self.is_reached = False
+        """Whether the transfer engine has been connected to the owner."""
         self.under_way = 0
         """Reads that are not over."""
 
@@ -253,7 +253,9 @@ class Reader:
         if reads:
             left_s = max(0.0, ends_s - self._shared.now_s())
             word = await self._engine.read(owner.instance, reads, left_s, lambda: ended.set_result(None))
-            if word:
+            if word:  # the owner's engine may be another one by now: its metadata come with the next ticket
+                if (peer := self._open.get(connection)) is not None:
+                    self._drop_idle(peer)
                 self._drop(connection)
                 if not ended.done():
                     _drop_after(ended, items)
@@ -374,9 +376,9 @@ class Reader:
                 f"{owner.peer_endpoint}: {welcome.instance!r:.80} answers there, not {owner.instance!r}",
                 field="instance",
             )
-        if self._engine is not None and peer.epoch != welcome.epoch:
+        if self._engine is not None:  # the same metadata again change nothing
             await self._engine.connect(owner.instance, welcome.metadata)
-            peer.epoch = welcome.epoch
+            peer.is_reached = True
         if len(self._open) >= MAX_CONNECTIONS:
             idle = {one for other in self._peers.values() for one in other.idle}
             least = next((one for one in self._open if one in idle), None)
@@ -408,7 +410,7 @@ class Reader:
         self._peers.pop(peer.owner.instance)
         self._drop_idle(peer)
         peer.link.close()
-        if self._engine is not None and peer.epoch:
+        if self._engine is not None and peer.is_reached:
             self._shared.work.keep(asyncio.ensure_future(self._engine.disconnect(peer.owner.instance)))
 
 

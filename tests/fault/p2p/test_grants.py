@@ -28,6 +28,8 @@ class CopyEngine:
         self.happens: Callable[[], None] = lambda: None
         """What happens before the bytes are read."""
         self.answer, self.late = "", False
+        self.reaches = self.connected = b"metadata"
+        """The metadata of the owner's engine, and those by which it was connected."""
         self.waiting: list[Callable[[], None]] = []
 
     async def open(self, region: Region) -> bytes:
@@ -35,12 +37,15 @@ class CopyEngine:
         return b"metadata"
 
     async def connect(self, peer: str, metadata: bytes) -> None:
-        assert metadata == b"metadata"
+        self.connected = metadata
 
     async def read(
         self, peer: str, items: Sequence[ReadItem], deadline_s: float, ended: Callable[[], None]
     ) -> str:
         await asyncio.to_thread(self.happens)
+        if self.connected != self.reaches:
+            ended()
+            return PEER_GONE
 
         def copy() -> None:
             for item in items:
@@ -151,3 +156,11 @@ async def test_an_engine_that_fails_is_a_miss_and_the_next_read_gets_a_new_conne
     engine.answer = ""
     assert await one.load(*KEYS) == [LOADED] * 8
     assert one.counted("hellos") == 2
+
+
+async def test_an_owner_whose_engine_is_another_one_is_reached_by_its_next_metadata(granted) -> None:
+    """As after the death of its adapter host: the server, and so the connections to it, go on."""
+    one, engine = granted
+    assert await asyncio.gather(*(one.load(key) for key in KEYS)) == [[LOADED]] * 8
+    engine.reaches = one.owner.metadata = b"another"
+    assert await one.load(*KEYS) == [LOADED] * 8
