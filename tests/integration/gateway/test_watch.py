@@ -137,6 +137,7 @@ STREAMS: dict[str, tuple[bytes, int, dict[str, int]]] = {
         ALL,
     ),
     "comments and roles are no tokens": (b": ping\n\n" * 3 + BEGIN + part(content=None), 0, {}),
+    "a quote in a comment": (b': a " of its own\n\n' + part(content="a") + event({"usage": USAGE}), 1, ALL),
     "reasoning, calls": (
         part(reasoning_content="r") + part(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
         2,
@@ -284,7 +285,7 @@ async def test_a_fragment_goes_behind_the_first_brace(scene: Scene) -> None:
         for body in (
             b'{"model":"m"}',
             b' \n{"model": "m", "user": "{"}  ',
-            b'{"model":"' + b"m" * 3_000_000 + b'"}',
+            b'{"model":"' + b"m" * 3_000_000 + b'", "user": {}}',
         ):
             for data in (body, slices(body)):
                 scene.engine.got.clear()
