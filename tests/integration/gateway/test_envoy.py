@@ -26,13 +26,21 @@ def runs(pid: int) -> bool:
     return False
 
 
+def folder_of(pid: int) -> Path:
+    """Where an Envoy's configuration lies."""
+    return Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2]).parent
+
+
 async def test_the_gateway_and_its_envoy_end_together(start, session):
     gateway = await start(ScriptedEngine())
     pid = (await gateway.status(session))["envoy_pid"]
     assert runs(pid)
+    folder = folder_of(pid)
+    assert folder.stat().st_mode & 0o777 == 0o700
     gateway.kill()
     await eventually_async("Envoy is gone too", lambda: not runs(pid))
     await asyncio.to_thread(gateway.start)
+    assert not folder.exists(), "what a gateway leaves that is killed, the next one removes"
     os.kill((await gateway.status(session))["envoy_pid"], signal.SIGKILL)
     assert await asyncio.to_thread(gateway.ends) == 70, "the keeper starts both again"
     assert "Envoy has ended with status -9" in gateway.log.read_text()

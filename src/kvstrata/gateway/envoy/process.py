@@ -6,7 +6,9 @@ It dies with this process (PR_SET_PDEATHSIG), and this process ends if it dies, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import fcntl
 import importlib.metadata
 import os
 import re
@@ -41,6 +43,7 @@ LOOK_S = 5.0
 READY_S = 30.0
 ENDS_S = 2.0
 PR_SET_PDEATHSIG = 1
+FOLDER, LOCK = "kv-envoy-", "lock"
 _libc = ctypes.CDLL(None)
 
 
@@ -87,7 +90,12 @@ class Envoy:
         self, settings: GatewaySettings, fleet: Fleet, requests: Requests, host: str, port: int
     ) -> None:
         # The path of a unix socket has at most 107 bytes.
-        self._folder = tempfile.TemporaryDirectory(prefix="kv-envoy-")
+        _remove_left_folders()
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER)
+        partial = Path(self._folder.name) / "lock.part"
+        self._lock = os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        partial.rename(partial.with_name(LOCK))  # only now may another gateway look whether it is locked
         self.place = Place(Path(self._folder.name), host, port)
         self._settings = settings
         self._fleet = fleet
@@ -207,6 +215,7 @@ class Envoy:
             asyncio.get_running_loop().remove_reader(fd)
             os.close(fd)
         self._folder.cleanup()
+        os.close(self._lock)
 
     async def _tell(self, method: str, target: str) -> bytes:
         """What its admin socket answers; empty: nothing."""
@@ -252,6 +261,15 @@ class Envoy:
         marks = marks_of(line)
         if marks is not None:
             self._requests.told(marks, time.monotonic())
+
+
+def _remove_left_folders() -> None:
+    """Remove the folders of gateways that were killed: those that nobody has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError), open(folder / LOCK, "rb") as lock:
+            if os.fstat(lock.fileno()).st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _dies_with_parent() -> None:
