@@ -3,7 +3,8 @@
     headers ─▶ body ─▶ choice ─▶ the body goes on ─▶ … the stream ends with the request
 
 A stream carries one request up to its choice.  The answer passes this process by: the access log tells of its tokens
-and its end, and of each request that runs every second.  Where no log is sent, a request counts as ended at once.
+and its end, and of each request that runs every second.  Where no log is sent, a request counts as ended after
+UNLOGGED_S, since Envoy opens the log's stream with its first line only.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ ARRIVAL_S = 60.0
 """Time for a request's body."""
 UNHEARD_S, LOOK_S = 60.0, 5.0
 """A request of which the access log tells nothing for so long has ended; how often that is looked for."""
+UNLOGGED_S = 2.0
 MAX_HELD_BYTES = 1 << 30
 """Of all bodies that are read."""
 KEEPALIVE_MS = 10_000
@@ -147,7 +149,11 @@ class PickerServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             if request is not None and request.number >= 0 and not self._logs:
-                request.end("untold")
+                asyncio.get_running_loop().call_later(patience(UNLOGGED_S), self._end_unlogged, request)
+
+    def _end_unlogged(self, request: Request) -> None:
+        if not self._logs:
+            request.end("untold")
 
     async def _answer(self, request: Request, message: Message, context: Any) -> None:
         subset = messages.metadata(message, messages.SUBSET_NAMESPACE, messages.SUBSET)
