@@ -179,6 +179,7 @@ async def test_a_burst_of_one_new_prefix_is_computed_once_per_engine(sims, sessi
     assert sum(hit >= 3_984 for hit in hits) >= 6, hits
 
     # Each decision says why, what was expected and what came, and is made again from its record.
+    await at_rest(gateway, session)
     page = await operators(gateway, session, "/gateway/decisions")
     assert len(page["decisions"]) == len(prompts)
     for row in page["decisions"]:

@@ -84,6 +84,7 @@ async def test_an_engine_that_cannot_be_reached_is_passed_over_for_the_next_name
     history = "x" * 20_000
     async with session.post(scene.envoy.url + CHAT, json=ask(history)) as response:
         await response.read()
+    await is_idle(scene, session)  # Envoy's log has told how it ended
     [first] = [one for one in scene.engines if any(got.target == CHAT for got in one.got)]
     [other] = [one for one in scene.engines if one is not first]
     await first.stop()
@@ -117,6 +118,7 @@ async def test_a_body_in_several_frames_arrives_as_it_was_sent(scene, session):
 
 
 async def test_parts_come_as_they_are_made_and_a_client_that_leaves_frees_its_engine(scene, session):
+    await is_idle(scene, session)  # Envoy's log has told of the request that waited for Envoy
     left = asyncio.Event()
 
     async def endless(got: Got, line: Line) -> None:

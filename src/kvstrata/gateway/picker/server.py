@@ -10,8 +10,12 @@ UNLOGGED_S, since Envoy opens the log's stream with its first line only.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
+
+# This process starts Envoy by a fork, in which gRPC's own handlers would end the child.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 import grpc
 
