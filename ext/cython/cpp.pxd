@@ -448,7 +448,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         double chunks, hit_chunks, cost, hit_cost
 
     cdef cppclass CShadow "kvstrata::Shadow":
-        CShadow(size_t, string, double, cbool) except +
+        CShadow(size_t, string, double, cbool, size_t, cbool) except +
         cbool replay(string) except +
         const ShadowSums& sums() noexcept
 

@@ -209,12 +209,14 @@ cdef PoolOptions _options(extents_bytes, entry_capacity, policy, max_session_sha
 cdef class Shadow:
     cdef unique_ptr[CShadow] shadow
 
-    def __cinit__(self, *, capacity, policy="VALUE", depth_cost=0.0085, refuses=True):
+    def __cinit__(
+        self, *, capacity, policy="VALUE", depth_cost=0.0085, refuses=True, size_t engine_chunks=0, cbool late=False
+    ):
         if not 1 <= capacity <= 1 << 30:
             raise ValueError(f"capacity: must be between 1 and {1 << 30} chunks, got {capacity}")
         if policy not in ("VALUE", "LRU"):
             raise ValueError(f"policy: must be VALUE or LRU, got {policy!r}")
-        self.shadow.reset(new CShadow(capacity, policy.encode(), depth_cost, refuses))
+        self.shadow.reset(new CShadow(capacity, policy.encode(), depth_cost, refuses, engine_chunks, late))
 
     def replay(self, bytes log):
         cdef string requests = log

@@ -27,6 +27,10 @@ def main(arguments: Sequence[str] | None) -> int:
     from kvstrata.native.core import Shadow
 
     given = parser().parse_args(arguments)
+    if given.store == "late" and not given.engine_gb:
+        raise ConfigError(
+            "--store late: needs --engine-gb, the size of the engines' own caches", field="store"
+        )
     chunk_tokens, logs = given.chunk_tokens, []
     for path in given.files:
         tokens, log = read(path)
@@ -42,6 +46,8 @@ def main(arguments: Sequence[str] | None) -> int:
                 policy=policy,
                 depth_cost=TOKENS_DEPTH * chunk_tokens,
                 refuses=not given.l2,
+                engine_chunks=int(given.engine_gb * 1e9 / (given.chunk_mb * (1 << 20))),
+                late=given.store == "late",
             )
             for path, log in zip(given.files, logs, strict=True):
                 if not shadow.replay(log):
@@ -90,6 +96,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--chunk-tokens", type=int, default=512,
         help="tokens of a block of a trace (%(default)s); recorded files say it themselves")  # fmt: skip
     top.add_argument("--l2", action="store_true", help="with an L2: no chunk is refused")
+    top.add_argument("--engine-gb", type=positive, default=0.0, metavar="GB",
+        help="KV that the engines' own caches hold together; what these hit counts too")  # fmt: skip
+    top.add_argument("--store", choices=("commit", "late"), default="commit",
+        help="engines store a chunk as soon as it is computed, or when their own cache loses it")  # fmt: skip
     top.add_argument("--json", action="store_true")
     top.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves into this file, too")
     return top

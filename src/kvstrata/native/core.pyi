@@ -473,9 +473,20 @@ class Shadow:
     """A cache without bytes under the pool's eviction policy, through which logged requests pass. Not thread-safe."""
 
     def __init__(
-        self, *, capacity: int, policy: str = "VALUE", depth_cost: float = 0.0085, refuses: bool = True
+        self,
+        *,
+        capacity: int,
+        policy: str = "VALUE",
+        depth_cost: float = 0.0085,
+        refuses: bool = True,
+        engine_chunks: int = 0,
+        late: bool = False,
     ) -> None:
-        """`capacity`: chunks. `policy`: VALUE or LRU. `refuses`: as without an L2. Raises ValueError."""
+        """`capacity`: chunks. `policy`: VALUE or LRU. `refuses`: as without an L2. Raises ValueError.
+
+        With `engine_chunks`, an engine with a cache of so many chunks asks, whose hits count too; `late`: chunks are
+        stored when that cache loses them.
+        """
     def replay(self, log: bytes) -> bool:
         """Requests as `Pool.take_requests` returns them; False if the last one is incomplete. Releases the GIL."""
     @property

@@ -35,3 +35,30 @@ def test_the_plot_has_a_curve_for_each_column(tmp_path, capsys):
 def test_a_plot_that_cannot_be_written_is_an_error(tmp_path, capsys):
     assert replayed(tmp_path, "--plot", str(tmp_path / "missing" / "curves.svg")) != 0
     assert f"--plot: {tmp_path}/missing/curves.svg: No such file or directory" in capsys.readouterr().err
+
+
+def test_late_stores_add_to_the_engines_own_cache(tmp_path, capsys):
+    trace = tmp_path / "turns.jsonl"
+    turns = [
+        {"timestamp": 1_000 * turn, "hash_ids": [*range(10 * (turn % 2), 10 * (turn % 2) + 10)]}
+        for turn in range(20)
+    ]
+    trace.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    hits = {}
+    for store in ("commit", "late"):
+        words = [
+            str(trace),
+            "--chunk-mb",
+            "1",
+            "--l1-size-gb",
+            "0.011",
+            "--engine-gb",
+            "0.011",
+            "--l2",
+            "--json",
+        ]
+        assert replay.main([*words, "--store", store]) == 0
+        hits[store] = json.loads(capsys.readouterr().out)["sizes"][0]["hits_LRU"]
+    assert hits == {"commit": 0.0, "late": 0.9}
+    assert replay.main([str(trace), "--chunk-mb", "1", "--store", "late"]) != 0
+    assert "--store late: needs --engine-gb" in capsys.readouterr().err

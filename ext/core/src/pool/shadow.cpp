@@ -7,6 +7,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <unordered_set>
 #include <utility>
 
 namespace kvstrata {
@@ -31,13 +32,34 @@ Forecast forecast_of(double factor, const ShadowSums& sums, const ShadowSums& ex
 
 }  // namespace
 
-Shadow::Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses)
+std::size_t EngineCache::leading(std::span<const SampledChunk> chunks) const {
+  std::size_t n = 0;
+  while (n < chunks.size() && places_.contains(chunks[n].tag))
+    ++n;
+  return n;
+}
+
+void EngineCache::use(std::span<const SampledChunk> chunks) {
+  for (std::size_t i = chunks.size(); i-- > 0;) {
+    if (const auto place = places_.find(chunks[i].tag); place != places_.end()) {
+      held_.splice(held_.begin(), held_, place->second);
+    } else {
+      held_.push_front({chunks[i], chunks[i == 0 ? 0 : i - 1].tag});
+      places_.emplace(chunks[i].tag, held_.begin());
+    }
+  }
+}
+
+Shadow::Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses,
+               std::size_t engine_chunks, bool late)
     : locals_(capacity),
       tags_(capacity),
       parents_(capacity, kNoEntry),
       policy_(policy, depth_cost, locals_.data(), capacity),
       depth_cost_(depth_cost),
-      refuses_(refuses) {
+      refuses_(refuses),
+      engine_(engine_chunks),
+      late_(late) {
   entry_of_.reserve(capacity);
   for (std::size_t entry = capacity; entry-- > 0;)
     free_.push_back(static_cast<std::uint32_t>(entry));
@@ -46,22 +68,47 @@ Shadow::Shadow(std::size_t capacity, std::string_view policy, double depth_cost,
 std::size_t Shadow::request(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns) {
   policy_.tell_time(monotonic_ns);
   policy_.count_request();
+  const std::size_t own = engine_.leading(chunks);
+  const std::size_t hits = std::max(own, use(chunks, late_ ? own : 0, !late_));
+  count(chunks, hits);
+  if (engine_.has_room()) engine_.use(chunks);
+  std::unordered_set<std::uint64_t> tried;
+  for (; engine_.is_over(); engine_.drop_oldest()) {
+    if (!late_) continue;
+    const auto ends = [&](std::uint64_t tag) {
+      return entry_of_.contains(tag) || !tried.insert(tag).second;
+    };
+    const std::vector<SampledChunk> lost = engine_.oldest(ends);
+    // A chunk whose beginning is neither here nor in the engine's cache is of no use.
+    if (lost.front().depth == 0 || entry_of_.contains(lost.front().tag))
+      use(lost, lost.size(), true);
+  }
+  learn();
+  return hits;
+}
+
+void Shadow::count(std::span<const SampledChunk> chunks, std::size_t hits) {
+  sums_.chunks += static_cast<double>(chunks.size());
+  sums_.hit_chunks += static_cast<double>(hits);
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    sums_.cost += cost(chunks[i].depth);
+    if (i < hits) sums_.hit_cost += cost(chunks[i].depth);
+  }
+}
+
+std::size_t Shadow::use(std::span<const SampledChunk> chunks, std::size_t own, bool stores) {
   path_.clear();
   for (const SampledChunk& chunk : chunks) {
     const auto found = entry_of_.find(chunk.tag);
     if (found == entry_of_.end()) break;
     path_.push_back(found->second);
-    sums_.hit_cost += cost(chunk.depth);
   }
-  for (const SampledChunk& chunk : chunks)
-    sums_.cost += cost(chunk.depth);
   const std::size_t hits = path_.size();
-  sums_.chunks += static_cast<double>(chunks.size());
-  sums_.hit_chunks += static_cast<double>(hits);
   for (std::size_t i = hits; i-- > 0;) {
     locals_[path_[i]].leases = 1;
-    policy_.touch(path_[i]);
+    if (i >= own) policy_.touch(path_[i]);
   }
+  if (!stores) chunks = chunks.first(hits);
   float worth = std::numeric_limits<float>::infinity();
   if (refuses_ && free_.empty()) {
     worth = 0;
@@ -91,12 +138,11 @@ std::size_t Shadow::request(std::span<const SampledChunk> chunks, std::uint64_t 
   for (std::size_t i = path_.size(); i-- > 0;) {
     locals_[path_[i]].leases = 0;
     if (i < hits) {
-      policy_.unblocked(path_[i], true);
+      policy_.unblocked(path_[i], i >= own);
     } else {
       policy_.insert(path_[i]);
     }
   }
-  learn();
   return hits;
 }
 

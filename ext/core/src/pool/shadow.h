@@ -6,10 +6,13 @@
 // FAST 2015). Without sampling it is a replay of the requests.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <list>
 #include <mutex>
 #include <span>
 #include <string>
@@ -64,11 +67,57 @@ struct ShadowSums {
   void fade(double factor) noexcept;
 };
 
+// An engine's own cache: of `capacity` chunks, it loses those that were used longest ago, of a
+// prompt the last ones first.
+class EngineCache {
+ public:
+  explicit EngineCache(std::size_t capacity) : capacity_(capacity) {}
+
+  bool has_room() const noexcept { return capacity_ != 0; }
+  // How many leading chunks of a prompt it has.
+  std::size_t leading(std::span<const SampledChunk> chunks) const;
+  // A prompt was computed.
+  void use(std::span<const SampledChunk> chunks);
+  // Whether it has more than fits, so that the oldest chunk is lost.
+  bool is_over() const noexcept { return held_.size() > capacity_; }
+  // The oldest chunk and those before it in its prompt, up to the first of which `ends(tag)`,
+  // from that one on. REQUIRES: it has a chunk.
+  template <typename Ends>
+  std::vector<SampledChunk> oldest(Ends ends) const {
+    std::vector<SampledChunk> chain;
+    for (auto held = std::prev(held_.end());;) {
+      chain.push_back(held->chunk);
+      const auto parent = places_.find(held->parent);
+      if (ends(held->chunk.tag) || parent == places_.end() || held->chunk.depth == 0) break;
+      held = parent->second;
+    }
+    std::reverse(chain.begin(), chain.end());
+    return chain;
+  }
+  void drop_oldest() noexcept {
+    places_.erase(held_.back().chunk.tag);
+    held_.pop_back();
+  }
+
+ private:
+  struct Held {
+    SampledChunk chunk;
+    std::uint64_t parent;  // its tag; of the first chunk its own
+  };
+
+  const std::size_t capacity_;
+  std::list<Held> held_;  // the newest first
+  std::unordered_map<std::uint64_t, std::list<Held>::iterator> places_;
+};
+
 // Not thread-safe.
 class Shadow {
  public:
-  // `capacity`: chunks. `policy`, `depth_cost`: see Value. `refuses`: see kWorthLess.
-  Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses);
+  // `capacity`: chunks. `policy`, `depth_cost`: see Value. `refuses`: see kWorthLess. With
+  // `engine_chunks` an engine with a cache of that size asks, which counts as a hit, too; with
+  // `late` chunks come here when that cache loses them, and its hits are no uses of chunks here.
+  Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses,
+         std::size_t engine_chunks = 0, bool late = false);
 
   // A lookup of a prompt, and the store of what it misses. Returns the hits among `chunks`, and
   // adds to the sums. Learns now and then.
@@ -84,6 +133,11 @@ class Shadow {
   double cost(std::size_t depth) const noexcept {
     return 1 + depth_cost_ * static_cast<double>(depth);
   }
+  // Counts a request with so many hits.
+  void count(std::span<const SampledChunk> chunks, std::size_t hits);
+  // Touches the leading chunks behind the first `own` that are here, and stores the others if
+  // `stores`. Returns how many leading chunks were here.
+  std::size_t use(std::span<const SampledChunk> chunks, std::size_t own, bool stores);
   // An entry for a new chunk, kNoEntry if nothing may leave for it.
   std::uint32_t make_room(float worth);
   void learn();
@@ -98,7 +152,9 @@ class Shadow {
   const double depth_cost_;
   const bool refuses_;
   ShadowSums sums_;
-  std::vector<std::uint32_t> path_;  // scratch of request()
+  std::vector<std::uint32_t> path_;  // scratch of use()
+  EngineCache engine_;
+  const bool late_;
 };
 
 // Of the pool's size, or of a tenant's share of it.
