@@ -170,7 +170,6 @@ def parser(group: str = "") -> argparse.ArgumentParser:
             command.add_argument(
                 "--all", action="store_true", help="print everything that is known, not a page"
             )
-    pages.add_top_flags(add("top", "What engines, tiers and tenants do now, drawn again and again"))
     add("pool list", "The pools of this user: size, age, and which processes own them").add_argument(
         "roots", metavar="DIR", type=Path, nargs="*", help="folders to look below, by default /dev/shm"
     )
@@ -319,9 +318,6 @@ def main(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     group = next((word for word in words if word in ("cluster", "gateway")), "")
     options = parser(group).parse_args(words)
-    if options.words == "top":
-        pages.run_top(options.every, _asker(options), as_json=options.json)
-        return 0
     if options.words == "status" and not (options.all or options.json):
         print("\n".join(pages.server_page(pages.see_server(_asker(options)))))
         return 0

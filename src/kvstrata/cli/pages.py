@@ -1,20 +1,16 @@
-"""The pages of `kvstrata ctl`: `status` and `top`, once or again and again, and what a cluster warns of.
+"""The page of `kvstrata ctl status`, and what a server or a cluster warns of.
 
-A page has at most LINES lines of COLUMNS columns, whatever the server holds; warnings come first.
+The page has at most LINES lines of COLUMNS columns, whatever the server holds; warnings come first.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.cli.asking import Ask
-from kvstrata.errors import Unavailable
 from kvstrata.text import printable
 from kvstrata.types import GB
 
@@ -22,12 +18,9 @@ COLUMNS, LINES = 80, 40
 MB = 1 << 20
 BAR_CELLS = 20
 MOST_WARNINGS, MOST_ROWS = 4, 5
-WATCH_S = 2.0
-FASTEST_S, SLOWEST_S = 0.1, 3_600.0
 WINDOWS = (("minute", "last minute"), ("hour", "last hour"), ("start", "since start"))
 FAULTS = ("corrupt", "l2_failed", "breaker_open", "deadline", "put_skipped", "refused", "evicted")
 """Reasons of a miss that somebody can do something about, the worst first."""
-CLEAR, OTHER_SCREEN, OWN_SCREEN = "\x1b[2J\x1b[H", "\x1b[?1049h", "\x1b[?1049l"
 
 Asker = Callable[[Ask], Any]
 
@@ -37,54 +30,6 @@ class Seen(NamedTuple):
 
     status: dict[str, Any]
     tiers: list[dict[str, Any]]
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
-def add_top_flags(top: argparse.ArgumentParser) -> None:
-    """Add the flags of `top`."""
-    top.add_argument("--every", type=interval, default=WATCH_S, metavar="SECONDS",
-        help="seconds between two looks (%(default)g); Ctrl-C ends it; with --json: a document a line")  # fmt: skip
-
-
-def interval(text: str) -> float:
-    """The type of a time between two looks."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not FASTEST_S <= seconds <= SLOWEST_S:
-        raise argparse.ArgumentTypeError(
-            f"must be seconds from {FASTEST_S} to {SLOWEST_S:.0f}, found {text!r}"
-        )
-    return seconds
-
-
-def run_top(every_s: float, ask: Asker, *, as_json: bool) -> None:
-    """Draw the live screen until Ctrl-C. `ask` asks the server. Raises KvstrataError."""
-    top = Top()
-
-    def page_now() -> list[str]:
-        return [json.dumps(ask(Ask("/v1/status")))] if as_json else top.draw(see_server(ask))
-
-    page, on_terminal = page_now(), sys.stdout.isatty() and not as_json
-    print(OTHER_SCREEN if on_terminal else "", end="")
-    try:
-        while True:
-            text = (CLEAR if on_terminal else "") + "\n".join(page)
-            print(text, end="\n" if as_json else "\n\n", flush=True)
-            time.sleep(every_s)
-            try:
-                page = page_now()
-            except Unavailable as error:
-                if not on_terminal:
-                    raise
-                page = [cut(error.message), *page[-LINES:]]
-    except KeyboardInterrupt:
-        return
-    finally:
-        print(OWN_SCREEN if on_terminal else "", end="")
 
 
 def everything(options: argparse.Namespace, ask: Asker) -> dict[str, Any]:
@@ -317,61 +262,7 @@ def _engines(engines: list[dict[str, Any]]) -> list[str]:
         for engine in sorted(engines, key=lambda engine: -engine["lookup_chunks"])
     ]  # fmt: skip
     heads = "engine|pids|model|asked>|hits>|saved>|leases>|last ping>"
-    return grid(heads, rows, "kvstrata ctl top") if rows else ["no engine is attached"]
-
-
-class Top:
-    """Draws what engines, tiers and tenants do, by the difference to the last look; at first, to the server's start."""
-
-    def __init__(self) -> None:
-        self._before: Seen | None = None
-
-    def draw(self, seen: Seen) -> list[str]:
-        """The screen."""
-        before, self._before = self._before or Seen({"instance": {"uptime_s": 0.0}, "engines": []}, []), seen
-        status = seen.status
-        seconds = max(0.001, status["instance"]["uptime_s"] - before.status["instance"]["uptime_s"])
-        return [
-            *_head(seen),
-            "",
-            *_busy_engines(status["engines"], before.status["engines"], seconds),
-            "",
-            *_busy_tiers(seen.tiers, before.tiers, seconds),
-            "",
-            *_tenants(status["tenants"]),
-        ]
-
-
-def _busy_engines(now: list[dict[str, Any]], past: list[dict[str, Any]], seconds: float) -> list[str]:
-    before = {row["engine"]: row for row in past}
-    rows = []
-    for row in now:
-        names = ("lookups", "lookup_chunks", "hit_chunks", "stored_records", "avoided_s")
-        old = before.get(row["engine"], {})
-        # An engine that attaches again begins at 0.
-        lookups, chunks, hits, stored, avoided_s = (max(0.0, float(row[n] - old.get(n, 0))) for n in names)
-        rows.append((chunks, [
-            row["engine"][:8], row["model"][-20:], f"{lookups / seconds:.1f}", f"{chunks / seconds:.1f}",
-            share(hits, chunks), f"{stored / seconds:.1f}", f"{avoided_s / seconds:.2f}",
-        ]))  # fmt: skip
-    busiest = [row for _, row in sorted(rows, key=lambda row: -row[0])]
-    heads = "engine|model|lookups/s>|chunks/s>|hits>|stored/s>|saved, s/s>"
-    return grid(heads, busiest, "--json", 10) if rows else ["no engine is attached"]
-
-
-def _busy_tiers(now: list[dict[str, Any]], past: list[dict[str, Any]], seconds: float) -> list[str]:
-    old = {tier["name"]: tier["puts"].get("stored_bytes", 0) for tier in past}
-    rows = []
-    for tier in now:
-        puts, loads = tier["puts"], tier["loads"]
-        stored = puts.get("stored_bytes", 0) - old.get(tier["name"], 0)
-        rows.append([
-            tier["name"], tier["state"], size((tier["usage"] or {}).get("used_bytes", 0)),
-            f"{stored / seconds / 1e6:.1f}", count(puts.get("queued", 0) + puts.get("retrying", 0)),
-            size(loads.get("loading_bytes", 0)), count(loads.get("waiting", 0)),
-        ])  # fmt: skip
-    heads = "tier|state|used>|stored MB/s>|puts wait>|loading>|loads wait>"
-    return grid(heads, rows, "kvstrata ctl l2 list") if rows else ["no L2 tier"]
+    return grid(heads, rows, "--json") if rows else ["no engine is attached"]
 
 
 # --- a cluster -------------------------------------------------------------------------------------------------------

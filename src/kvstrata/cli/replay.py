@@ -60,11 +60,6 @@ def main(arguments: Sequence[str] | None) -> int:
                 f"seconds_{policy}": round(hit_cost / cost, 4),
             }
         rows.append(row)
-    if given.plot:
-        try:
-            given.plot.write_text(plot(rows))
-        except OSError as error:
-            raise ConfigError(f"--plot: {given.plot}: {error.strerror}", field="plot") from None
     print(json.dumps({"sizes": rows}) if given.json else table(rows))
     return Exit.DONE
 
@@ -101,38 +96,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--store", choices=("commit", "late"), default="commit",
         help="engines store a chunk as soon as it is computed, or when their own cache loses it")  # fmt: skip
     top.add_argument("--json", action="store_true")
-    top.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves into this file, too")
     return top
-
-
-def plot(rows: Sequence[dict[str, Any]]) -> str:
-    """The shares by size as a picture in SVG; sizes on a logarithmic scale."""
-    import math
-
-    rows = sorted(rows, key=lambda row: row["l1_size_gb"])
-    names = [name for name in rows[0] if name.startswith(("hits_", "seconds_"))]
-    logs = [math.log(row["l1_size_gb"]) for row in rows]
-    low, span = min(logs), max(logs) - min(logs) or 1.0
-    at = [60 + 440 * (log - low) / span for log in logs]
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="660" height="340" font-family="sans-serif" font-size="12">',
-        '<rect width="660" height="340" fill="white"/><text x="20" y="16">share of chunks hit, of seconds saved</text>',
-    ]
-    for mark in range(0, 101, 25):
-        y = 300 - 2.7 * mark
-        parts.append(
-            f'<path d="M60 {y}H500" stroke="#ddd"/><text x="52" y="{y + 4}" text-anchor="end">{mark} %</text>'
-        )
-    for x, row in zip(at, rows, strict=True):
-        parts.append(f'<text x="{x:.1f}" y="318" text-anchor="middle">{row["l1_size_gb"]:g}</text>')
-    for number, name in enumerate(names):
-        colour, dash = ("#0b6", "#c33")["LRU" in name], ("none", "5 3")["hits" in name]
-        points = " ".join(f"{x:.1f},{300 - 270 * row[name]:.1f}" for x, row in zip(at, rows, strict=True))
-        style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
-        y = 40 + 20 * number
-        parts.append(f'<polyline points="{points}" {style}/><path d="M515 {y}h30" {style}/>')
-        parts.append(f'<text x="551" y="{y + 4}">{name.replace("_", ", ")}</text>')
-    return "\n".join([*parts, '<text x="280" y="334" text-anchor="middle">GB of L1</text></svg>', ""])
 
 
 def read(path: Path) -> tuple[int, bytes]:

@@ -10,9 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,21 +77,6 @@ def test_a_page_tells_what_the_server_measured(server: ServerProcess) -> None:
     assert recent[0].split()[:2] == ["request_id", "at"] and len(recent) == 3
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_pages_follow_each_other_until_ctrl_c(server: ServerProcess, as_json: bool) -> None:
-    words = ["top", "--every", "0.1", *["--json"] * as_json]
-    with subprocess.Popen(command(server, *words), stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        seen = [running.stdout.readline() for _ in range(3 if as_json else 60)]
-        running.send_signal(signal.SIGINT)
-        running.stdout.read()
-    assert running.returncode == 0
-    if as_json:
-        assert all(json.loads(line)["instance"]["ready"] for line in seen)
-    else:
-        assert sum("up " in line for line in seen) >= 2 and "\x1b" not in "".join(seen)
-
-
 @pytest.mark.silence
 def test_a_stopped_server_costs_a_command_some_seconds_and_its_pool_is_told(server: ServerProcess) -> None:
     os.kill(server.ready["pid"], signal.SIGSTOP)
@@ -108,58 +91,6 @@ def test_a_stopped_server_costs_a_command_some_seconds_and_its_pool_is_told(serv
         f"{server.segment_dir}" in done.stderr
         and f"server {server.ready['pid']}, last heartbeat" in done.stderr
     )
-
-
-class Terminal:
-    """What a command draws on a terminal of 80 columns."""
-
-    def __init__(self, words: list[str]) -> None:
-        self._ours, theirs = os.openpty()
-        termios.tcsetwinsize(theirs, (45, 80))
-        environment = {**os.environ, "TERM": "xterm"}
-        environment.pop("NO_COLOR", None)
-        self.running = subprocess.Popen(
-            words, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment
-        )
-        os.close(theirs)
-        self.seen = b""
-
-    def until(self, word: bytes) -> None:
-        """Read until this was drawn after what was read before."""
-        begun = len(self.seen)
-        while word not in self.seen[begun:]:
-            self.seen += os.read(self._ours, 65_536)
-
-    def end(self) -> tuple[int, bytes]:
-        """Press Ctrl-C; returns the exit status and standard error."""
-        self.running.send_signal(signal.SIGINT)
-        try:
-            while more := os.read(self._ours, 65_536):
-                self.seen += more
-        except OSError:  # the other end is closed
-            pass
-        os.close(self._ours)
-        _, error = self.running.communicate(timeout=60)
-        return self.running.returncode, error
-
-
-def test_a_terminal_gets_its_screen_back(server: ServerProcess) -> None:
-    terminal = Terminal(command(server, "top", "--every", "0.1"))
-    for _ in range(3):
-        terminal.until(b"llama-8b-shape")
-    assert terminal.end() == (0, b"")
-    assert b"\x1b[?1049h" in terminal.seen and b"\x1b[?1049l" in terminal.seen
-
-
-def test_a_server_that_ends_is_said_above_the_page(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, l1_mb=64).started() as server:
-        terminal = Terminal(command(server, "top", "--every", "0.1"))
-        terminal.until(b"no engine is attached")
-        server.kill()
-        terminal.until(b"does not answer")
-        terminal.until(b"no engine is attached")
-        status: Any = terminal.end()
-    assert status == (0, b"")
 
 
 FEW_FILES = 20

@@ -127,7 +127,6 @@ PAGES = {
     "quiet": lambda: pages.server_page(seen(0)),
     "usual": lambda: pages.server_page(seen(2)),
     "crowded": lambda: pages.server_page(troubled(50)),
-    "top": lambda: pages.Top().draw(troubled(50)),
 }
 
 
@@ -149,12 +148,3 @@ def test_the_page_says_what_other_shares_of_l1_would_save_when_there_are_several
     row = next(line for line in pages.server_page(seen(2)) if "35 %" in line)
     assert row.split() == ["a", "1.00", "GB", "-", "25", "%", "10", "%", "20", "%", "35", "%", "40", "%"]
     assert not any("quota" in line for line in pages.server_page(seen(1)))
-
-
-def test_rates_are_the_differences_between_two_looks() -> None:
-    top, before, now = pages.Top(), seen(1), seen(1)
-    now.status["instance"]["uptime_s"] += 10
-    now.status["engines"][0]["lookups"] += 50
-    top.draw(before)
-    [row] = [line for line in top.draw(now) if line.startswith("00000000")]
-    assert row.split()[2] == "5.0"
