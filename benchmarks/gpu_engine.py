@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from benchmarks.common import WAIT_S, compared, median_spread, percentile, scratch, wait_until
 from benchmarks.gpu import CHUNK_TOKENS, LayerProducts, on_gpu, require_cupy, require_gpu
 from benchmarks.raw_session import start_faulted, status
+from kvstrata.cli.bench import serve
 from kvstrata.client import Identity, StoreJob
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
-from kvstrata.measure import serving
 from tests.harness.gpu_engine import Cache, GpuEngine, Request, Step
 from tests.harness.gpu_kv import SHAPES, Device, Shape
 from tests.harness.server_process import ServerProcess
@@ -91,7 +91,7 @@ class WatchedMover(DeviceMover):
 
 
 def traffic(
-    engine: GpuEngine, workload: list[list[serving.Request]], *, per_s: float, seed: int
+    engine: GpuEngine, workload: list[list[serve.Request]], *, per_s: float, seed: int
 ) -> tuple[list[Request], float, dict[int, float]]:
     """Send all rounds, each after the last one has ended; return requests, seconds, and the end of each store's step.
 
@@ -126,7 +126,7 @@ def traffic(
 def run_traffic(
     device: Device,
     shape: Shape,
-    workload: list[list[serving.Request]],
+    workload: list[list[serve.Request]],
     settings: ClientSettings | None,
     products: Callable[[int], None],
     *,
@@ -246,7 +246,7 @@ def measure(
     device: Device,
     name: str,
     shape: Shape,
-    workload: list[list[serving.Request]],
+    workload: list[list[serve.Request]],
     products: Callable[[int], None],
     *,
     pool_mb: int,
@@ -282,7 +282,7 @@ def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     facts = require_gpu()
     require_cupy()
-    workload = serving.long_documents(
+    workload = serve.long_documents(
         DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, rounds=ROUNDS, endpoints=1
     )
     prompt_blocks = -(-(DOCUMENT_TOKENS + QUESTION_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS)

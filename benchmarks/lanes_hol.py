@@ -90,19 +90,18 @@ class Burst(Work):
         self._asked: list[bytes] = []
 
     async def warm_up(self) -> None:
-        """Put the records that lookups ask for from now on. Raises what `run` raises."""
+        """Put the records that lookups ask for from now on. Raises what `round` raises."""
         await self._burst()
         asked = self._records.keys[: LOOKUP_KEYS // 2]
         self._asked = [key for stored in asked for key in (stored, secrets.token_bytes(KEY_BYTES))]
 
-    async def run(self) -> Round:
+    async def round(self) -> Round:
         """Run one round.
 
         Raises Refused if a record was not put, StorageError if one was not deleted or not found, InternalError if a
-        key that was never stored is found, Interrupted after `stop`.
+        key that was never stored is found.
         """
         idle, _ = await self._looked_up_during(asyncio.sleep(IDLE_S))
-        self._go_on()
         put_s, burst = await self._burst()
         if left := await self._delete(self._records.keys):
             raise StorageError(
@@ -130,7 +129,6 @@ class Burst(Work):
         async def share(caller: int) -> None:
             numbers = range(caller, self._records.count, self._callers)
             for at in range(0, len(numbers), self._batch):
-                self._go_on()
                 items = [Item(self._records.keys[n], holds[n]) for n in numbers[at : at + self._batch]]
                 self._all("put", Outcome.STORED, await self._adapter.put(items))
 
@@ -196,11 +194,11 @@ async def measured(entry: Mapping[str, Any]) -> list[Round]:
     with contextlib.ExitStack() as ends:
         ends.callback(records.close)
         try:
-            await tier.open(records.context(lambda key: None), must=True)
+            await tier.open(records.context(), must=True)
             work = Burst(tier, records, callers=CALLERS, batch=BATCH)
             try:
                 await work.warm_up()
-                return [await work.run() for _ in range(ROUNDS)]
+                return [await work.round() for _ in range(ROUNDS)]
             finally:
                 await work.end()
         finally:

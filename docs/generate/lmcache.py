@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvstrata.config.lmcache import COMMANDS, CONNECTORS, READ_ON, VERSION
+from kvstrata.config.lmcache import CONNECTORS, READ_ON, VERSION
 from kvstrata.config.lmcache.fates import Fate, Name
 from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
 from kvstrata.config.lmcache.keys import (
@@ -26,10 +26,8 @@ those of LMCache {VERSION}, its program and its documentation, read on {READ_ON}
    files, as in LMCache. The exit status is 1 if
    something has no counterpart, which a comment then says. `kvstrata doctor` tells which names of its own environment
    have no effect.
-2. `kvstrata names install` installs the commands `lmcache server …` and `lmcache_controller …` beside `lmcache-server`
-   and `lmcache-controller`, where LMCache's own are not installed. They belong to no package, so installing or removing
-   kvstrata or LMCache never takes LMCache's commands away. Where LMCache is installed, they run LMCache.
-   `kvstrata names remove` removes them.
+2. Start `lmcache-server` where `lmcache server` was started, and `lmcache-controller` for `lmcache_controller`, with
+   the same flags.
 3. Start vLLM as before. Without the `lmcache` package, or with `KVSTRATA_TAKEOVER=1`, the names of
    [connectors](#connectors) mean kvstrata's.
 
@@ -68,6 +66,24 @@ Keys of a request's `kv_transfer_params`: `lmcache.max_offload_tokens` and `lmca
 vLLM's own `max_load_tokens`. Of the HTTP paths, `/healthcheck` and `/metrics` are kept; the others are
 [below](#http-paths).
 """
+_COMMANDS = """
+## Commands
+
+| LMCache's | here |
+|---|---|
+| `lmcache server` | lmcache-server |
+| `lmcache_controller` | lmcache-controller |
+| `lmcache coordinator` | lmcache-controller, which takes other flags |
+| `lmcache ping` | kvstrata ctl ready |
+| `lmcache describe` | kvstrata ctl status |
+| `lmcache query` | kvstrata ctl explain |
+| `lmcache kvcache` | kvstrata ctl clear |
+| `lmcache quota` | kvstrata ctl quota |
+| `lmcache bench` | kvstrata bench |
+| `lmcache memory` | kvstrata ctl status |
+| `lmcache trace`, `lmcache tool`, `lmcache mock` | none |
+| `lmcache_server` | an L2 adapter such as resp (--l2-adapter), or a cluster |
+"""
 _HTTP = """
 ## HTTP paths
 
@@ -102,9 +118,7 @@ def coming_from_lmcache() -> str:
         ("Other variables", VARIABLES, VARIABLE_PREFIXES),
     ):
         parts.append(_table(title, {**table, **{f"{name}*": entry for name, entry in prefixes.items()}}))
-    parts.append("\n## Commands\n\n| LMCache's | here |\n|---|---|\n")
-    parts += [f"| `{name}` | {ours or 'none'} |\n" for name, ours in COMMANDS.items()]
-    parts.append(_HTTP)
+    parts += [_COMMANDS, _HTTP]
     parts.append("\n## Connectors\n\n| `kv_connector` | `kv_connector_module_path` |\n|---|---|\n")
     parts += [f"| `{name}` | {_codes(modules) or 'none'} |\n" for name, modules in CONNECTORS.items()]
     return "".join(parts)

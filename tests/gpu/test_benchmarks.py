@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import gpu, gpu_engine
 from benchmarks.gpu import on_gpu
-from kvstrata.measure.serving import long_documents
+from kvstrata.cli.bench.serve import long_documents
 from kvstrata.native.cuda import device_facts
 from tests.harness.cuda_driver import ROOT, Gpu, environment, simulated
 from tests.harness.gpu_kv import Device, Shape

@@ -170,10 +170,7 @@ def wanted_state() -> dict[str, str]:
     """For each step, a text or digest of all its inputs; the step is due when that has changed."""
     python = f"{sys.implementation.cache_tag} {sys.version} {sys.base_prefix}"
     variables = [f"{name}={os.environ.get(name, '')}" for name in BUILD_VARIABLES]
-    metadata = [
-        ROOT / "pyproject.toml",
-        *(ROOT / "src/kvstrata" / one for one in ("__init__.py", "cli/names.py")),
-    ]
+    metadata = [ROOT / "pyproject.toml", ROOT / "src/kvstrata/__init__.py"]
     return {
         "environment": f"{python} {VENV}",
         "packages": digest_of([LOCK], python),
@@ -277,10 +274,6 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
             steps.run(
                 [*pip_install, "--no-build-isolation", "--no-deps", "--editable", "."],
                 environment=environment,
-            )
-            # Exit status 1: a command of that name was there already, and stays.
-            subprocess.run(
-                [VENV_PYTHON, "-m", "kvstrata", "names", "install"], capture_output=True, check=False
             )
             # The package's metadata alone, for a Python that takes the package from src (see vllm_env.py).
             METADATA.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,6 @@ usage: kvstrata COMMAND [arguments]
   sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   migrate     print LMCache's configuration files as a configuration of kvstrata
-  names       install LMCache's commands (`lmcache server`, `lmcache_controller`), or remove them
   doctor      check this machine, and the server that the flags of lmcache-server describe; say what to do
 
 kvstrata COMMAND --help tells more. kvstrata --version and kvstrata COMMAND --version print the version; kvstrata

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvstrata.cli.bench.flags import whole
+from kvstrata.cli.bench import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.errors import ConfigError
 from kvstrata.testing.engine_sim.connected import ConnectedEngine

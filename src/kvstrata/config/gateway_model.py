@@ -46,9 +46,6 @@ class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
         "Requests a second on average; more get 429. 0: any number.", ge=0, le=1_000_000)] = 0.0
     burst: Annotated[int, says(
         "Requests that may come at once before `requests_per_s` holds.", ge=1, le=1_000_000)] = 10
-    envoy: Annotated[str, says(
-        "Program of Envoy, version 1.38 or newer, which carries the requests; empty: that of the extra `gateway`, or "
-        "`envoy` on PATH.")] = ""
     max_in_flight: Annotated[int, says(
         "Requests under way at a time; more get 429. 0: any number.", ge=0, le=1_000_000)] = 0
     tokens_per_s: Annotated[float, says(

@@ -7,7 +7,7 @@ keys, loads them into wiped extents, compares every byte, and deletes them.
 2. `Work.end` deletes the records that were put, even after a failure, once no put is running.
 3. Extents belong to a real pool, small and private to this process, and the adapter gets them through real holds.
 
-A run stops between two calls of the adapter, each of which ends at the adapter's deadline at the latest.
+A run may be cancelled at any time; `Work.end` then waits for the operations of the adapter that go on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstrata.clock import SystemClock
@@ -38,10 +38,6 @@ DROP_S = 10.0
 """Limit for holds to be dropped after the answer to their batch; it takes milliseconds, unless something is stuck."""
 IDENTITY = bytes(KEY_BYTES)
 WIPED = 0xA5
-
-
-class Interrupted(Exception):
-    """The run was asked to stop."""
 
 
 class Pass(NamedTuple):
@@ -86,11 +82,11 @@ class Records:
         self._libc = ctypes.CDLL(None)
         self._libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
-    def context(self, record_evicted: Callable[[bytes], None]) -> AdapterContext:
+    def context(self) -> AdapterContext:
         """The context for opening an adapter on the pool's extents."""
+        pool = self.pool
         return AdapterContext(
-            "kvstrata-bench", SystemClock(), self.pool.extents_address, self.pool.extents_bytes, record_evicted,
-            self._fds[1],
+            "kvstrata-bench", SystemClock(), pool.extents_address, pool.extents_bytes, lambda key: None, self._fds[1]
         )  # fmt: skip
 
     def seal(self) -> None:
@@ -167,22 +163,33 @@ class Records:
 
 
 class Work:
-    """Work with one open adapter: after `stop` it ends before its next call; `end` deletes the stored records."""
+    """Passes of one open adapter; `end` deletes the stored records."""
 
-    def __init__(self, tier: Tier, records: Records, batch: int) -> None:
-        self._adapter = tier
-        self._records = records
-        self._batch = batch
+    def __init__(self, tier: Tier, records: Records, batch: int = 0) -> None:
+        """`batch`: most records of a call, by default that of `records`."""
+        self._adapter, self._records = tier, records
+        self._batch = batch or records.batch
         self._stored: list[bytes] = []
-        self._stopping = False
 
-    def stop(self) -> None:
-        """Make the work raise Interrupted before its next call."""
-        self._stopping = True
+    async def run(self) -> Pass:
+        """Run one pass.
+
+        Raises Refused or StorageError if the adapter refuses a record, InternalError for wrong bytes.
+        """
+        records = self._records
+        records.seal()
+        taken = Pass([], [], [], records.count * records.record_bytes)
+        batches = in_batches(records.count, records.batch)
+        for step in (self._put, self._ask, self._load):
+            for numbers in batches:
+                await step(numbers, taken)
+        if left := await self._delete(self._stored):
+            raise StorageError(f"{self._adapter.name}: {left} of {records.count} records were not deleted")
+        return taken
 
     async def end(self) -> int:
         """Delete the records of unfinished work; returns the number that may still be stored."""
-        if self._adapter.running:  # a put that outlives its deadline may still store
+        if self._adapter.running:  # a put that outlives its wait may still store
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._adapter.ended(), DROP_S)
         return await self._delete(self._stored)
@@ -219,39 +226,6 @@ class Work:
                 f"{f' ({reason})' if reason else ''}"
             )
 
-    def _go_on(self) -> None:
-        if self._stopping:
-            raise Interrupted
-
-
-class Workload(Work):
-    """Passes of the adapter."""
-
-    def __init__(self, tier: Tier, records: Records) -> None:
-        super().__init__(tier, records, records.batch)
-
-    async def run(self) -> Pass:
-        """Run one pass.
-
-        Raises Refused or StorageError if the adapter refuses a record, InternalError for wrong bytes, Interrupted after
-        `stop`.
-        """
-        records = self._records
-        records.seal()
-        taken = Pass([], [], [], records.count * records.record_bytes)
-        batches = in_batches(records.count, records.batch)
-        for numbers in batches:
-            self._go_on()
-            await self._put(numbers, taken)
-        for numbers in batches:
-            await self._ask(numbers, taken)
-        for numbers in batches:
-            self._go_on()
-            await self._load(numbers, taken)
-        if left := await self._delete(self._stored):
-            raise StorageError(f"{self._adapter.name}: {left} of {records.count} records were not deleted")
-        return taken
-
     async def _put(self, numbers: range, taken: Pass) -> None:
         records = self._records
         holds = records.committed(numbers)
@@ -268,7 +242,6 @@ class Workload(Work):
         keys = [key for number in numbers for key in (records.keys[number], secrets.token_bytes(KEY_BYTES))]
         asked = b"".join(keys)
         for _ in range(EXISTS_CALLS):
-            self._go_on()
             begun_s = time.perf_counter()
             ask = Ask()
             found = await self._adapter.exists(asked, ask)

@@ -19,12 +19,13 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from kvstrata.cli.bench.engine import RunningServer
+from kvstrata.cli.bench.engine import RunningServer, Shape, SimulatedEngine
 from kvstrata.cli.bench.serve import main
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import InternalError, Refused, Unavailable
-from kvstrata.measure.engine import Plan, Shape, SimulatedEngine
 from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.numbers import Pages
+from kvstrata.types import RequestIdentity
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess
@@ -92,7 +93,7 @@ def test_a_run_gives_every_figure_verified_and_leaves_nothing(server):
     report = measured(words(server, "--chunks", "3"))
     figures = {figure["name"]: figure for figure in report["figures"]}
     assert list(figures) == [
-        "store", "retrieve", "memcpy", "store / memcpy", "retrieve / memcpy", "lookup p50", "lookup p99", "ping p50",
+        "store", "retrieve", "memcpy", "store / memcpy", "retrieve / memcpy", "lookup p50", "lookup p99",
     ]  # fmt: skip
     assert all(0 < figure["least"] <= figure["value"] <= figure["greatest"] for figure in figures.values())
     assert report["verified_bytes"] == 3 * 2 * (1 << 20)
@@ -147,13 +148,10 @@ def test_an_interrupted_run_leaves_nothing(server):
     assert nothing_is_left(server)
 
 
-def plan(server: ServerProcess) -> Plan:
-    return Plan(str(server.socket_dir), server.port, Shape(2, 1, 8, 2, 32, 16), 3, 1, "tenant", "salt", "")
-
-
 @pytest.fixture
 def engine(server: ServerProcess) -> Iterator[SimulatedEngine]:
-    made = SimulatedEngine(plan(server))
+    settings = ClientSettings(socket_dir=str(server.socket_dir), port=server.port, chunk_size=32)
+    made = SimulatedEngine(settings, Shape(2, 1, 8, 2, 32, 16), 3, 1, RequestIdentity(tenant="tenant"))
     made.connect(0)
     yield made
     made.close()

@@ -13,7 +13,7 @@ from kvstrata.cli import bench
 from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
 from kvstrata.keys.batch import split
-from kvstrata.measure.l2 import Records, Workload
+from kvstrata.measure.l2 import Records, Work
 from kvstrata.testing.strategies import Settled
 from kvstrata.tiers.base import Ask, Outcome, Presence
 from kvstrata.tiers.config import configure_tier
@@ -79,15 +79,13 @@ class Inner:
         return outcomes
 
 
-async def workload(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inner, Any]:
+async def workload(folder: Any, wrong: str) -> tuple[Inner, Any]:
     config = configure_tier(FS % folder, 0)
     records = Records(PAYLOAD, 5, 2)
     tier = Tier(config, limits_of(config, 1 << 20), SystemClock())
-    await tier.open(records.context(lambda key: None))
+    await tier.open(records.context())
     inner = Inner(tier, wrong)
-    work = Workload(cast("Tier", inner), records)
-    if stop:
-        work.stop()
+    work = Work(cast("Tier", inner), records)
     try:
         return inner, await work.run()
     except Exception as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from kvstrata.cli.boundary import guarded
 
@@ -11,15 +13,18 @@ from kvstrata.cli.boundary import guarded
 @guarded("kvstrata bench")
 def main(arguments: Sequence[str] | None) -> int:
     """Run one benchmark, importing only that one; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["l2"]:
-        from kvstrata.cli.bench.l2 import main as bench_l2
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words.pop(0) if words[:1] in (["l2"], ["serve"]) else "engine"
+    status: int = import_module(f"kvstrata.cli.bench.{name}").main(words)
+    return status
 
-        return bench_l2(arguments[1:])
-    if arguments[:1] == ["serve"]:
-        from kvstrata.cli.bench.serve import main as bench_serve
 
-        return bench_serve(arguments[1:])
-    from kvstrata.cli.bench.engine import main as bench_engine
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """The type of a flag that is a whole number within bounds."""
 
-    return bench_engine(arguments)
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, found {text!r}")
+        return int(text)
+
+    return read

@@ -10,50 +10,301 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstrata import __version__
 from kvstrata.cli.asking import Ask, ask, read_token, usual_url
-from kvstrata.cli.bench.flags import whole
+from kvstrata.cli.bench import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
+from kvstrata.client import CacheClient, LoadItem, StoreOutcome
 from kvstrata.client.client import COPY_THREADS
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.model import HttpSettings
-from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
-from kvstrata.measure.engine import (
-    ANSWER_S,
-    SETTLE_S,
-    WAIT_S,
-    Plan,
-    Shape,
-    SimulatedEngine,
-    Timed,
-    wait_until,
-)
-from kvstrata.measure.figures import machine, median_spread, percentile
-from kvstrata.memory.paths import RPC_SOCKET, socket_dirs
-from kvstrata.rpc import wire
+from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused, Unavailable
+from kvstrata.measure.blocks import PagedBlocks
+from kvstrata.measure.figures import chain_of, machine, median_spread, percentile
+from kvstrata.memory.paths import socket_dirs
+from kvstrata.native.core import CopyEngine
+from kvstrata.rpc.wire import SESSION_BYTES
 from kvstrata.server.processes import tenant_number
-from kvstrata.session.plain import PlainConnection
+from kvstrata.types import (
+    KEY_BYTES,
+    LayoutIdentity,
+    LeaseName,
+    MissReason,
+    RequestIdentity,
+    Role,
+    unpack_extents,
+)
 
 MB = 1 << 20
 L1_SHARE = 0.75
 """Share of L1 that may be filled; eviction ahead of need begins above it (at 0.8 by default)."""
 LEASED_SHARE = 0.45
 """Share of L1 for one round, whose chunks are all leased together; leases may keep half of L1."""
-PINGS = 500
 LOOKUPS = 300
+ANSWER_S = 9.0
+"""Limit for the server to answer."""
+WAIT_S = 60.0
+"""Limit for a step, which takes milliseconds on an idle machine."""
+SETTLE_S = 10.0
+"""Limit for leases and puts to L2 to end, after which chunks can be cleared."""
+UNANSWERED = {StoreOutcome.UNAVAILABLE, StoreOutcome.FAILED}
+"""Outcomes of a store to which the server did not answer in time."""
+
+
+class Shape(NamedTuple):
+    """The shape of a chunk's KV."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    element_bytes: int
+    chunk_tokens: int
+    block_tokens: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in a chunk."""
+        return self.chunk_tokens // self.block_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of K and V of one block in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.element_bytes * self.block_tokens
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk's payload."""
+        return self.layers * self.blocks * self.block_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers × {self.kv_heads} kv heads × {self.head_dim}, {self.element_bytes} bytes, "
+            f"{self.chunk_tokens} tokens in blocks of {self.block_tokens}"
+        )
+
+
+class SimulatedEngine:
+    """One attached process with two sets of blocks for the chunks of a round: one to store from, one to load into."""
+
+    def __init__(
+        self, settings: ClientSettings, shape: Shape, chunks: int, threads: int, request: RequestIdentity
+    ) -> None:
+        """Raises Refused without memory for the blocks, and another KvstrataError if the server cannot be used."""
+        self._shape, self._chunks = shape, chunks
+        self._bytes = chunks * shape.chunk_bytes
+        try:
+            self._source, self._target = (
+                PagedBlocks(
+                    layers=shape.layers,
+                    num_blocks=chunks * shape.blocks,
+                    block_bytes=shape.block_bytes,
+                    chunk_blocks=shape.blocks,
+                )
+                for _ in range(2)
+            )
+        except (OSError, OverflowError) as error:
+            raise Refused(f"--chunks: no memory for {chunks} chunks in blocks ({error})") from None
+        self._source.fill(range(self._source.num_blocks), request.salt)
+        self._target.touch()
+        self._memcmp = ctypes.CDLL(None).memcmp
+        self._memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        self._threads = ThreadPoolExecutor(threads)
+        self.client = CacheClient(
+            settings,
+            role=Role.CLIENT,
+            layout=LayoutIdentity(
+                model=f"kvstrata bench of {shape}", kv_dtype="bytes", chunk_tokens=shape.chunk_tokens
+            ),
+            group=secrets.token_bytes(SESSION_BYTES),
+            engine_slices=1,
+            slice=self._source.slice(kv_heads=(0, shape.kv_heads)),
+            engine=CopyEngine(threads=threads),
+            facts=self._source.facts,
+        )
+        self.client.start()
+        self._identity = self.client.identity(request)
+        self._chain = b""
+
+    def connect(self, mapped_bytes: int) -> bool:
+        """Wait until the client can use the cache; returns whether it has also mapped `mapped_bytes` of the pool ahead.
+
+        Raises Refused if the server refuses the tenant, Unavailable if it does not answer.
+        """
+        identity = self._identity
+        wait_until(lambda: identity.ready or bool(identity.error) or "refused" in self.client.error, ANSWER_S)
+        if identity.error:
+            raise Refused(
+                f"the server refuses to store for tenant {identity.request.tenant!r}: {identity.error}; "
+                "give --tenant and --token-file"
+            )
+        if not identity.ready:
+            raise Unavailable(self.client.error or "the server does not answer")
+        return wait_until(lambda: int(self.client.stats()["mapped_ahead_bytes"]) >= mapped_bytes, SETTLE_S)
+
+    def memcpy(self) -> float:
+        """Copy the bytes of a round from the first set to the second, on as many threads as the client copies with.
+
+        Returns GB/s, as `store` and `retrieve` do.
+        """
+        size = self._shape.chunk_bytes
+        source, target = self._source.bases[0], self._target.bases[0]
+        begun_s = time.monotonic()
+        places = range(0, self._bytes, size)
+        list(self._threads.map(lambda at: ctypes.memmove(target + at, source + at, size), places))
+        return self._bytes / (time.monotonic() - begun_s) / 1e9
+
+    def store(self, prompt: int) -> float:
+        """Store a prompt's chunks.
+
+        Raises Refused if one was not stored, Unavailable if the server did not answer in time.
+        """
+        self._chain = chain_of(self._identity.root, prompt, self._chunks)
+        begun_s = time.monotonic()
+        job = self.client.store(self._identity, b"", self._chain, self._source.plan, self._blocks())
+        if not job.done.wait(WAIT_S):
+            raise Unavailable(f"a store did not end within {WAIT_S:.0f} s")
+        seconds = time.monotonic() - begun_s
+        refused = Counter(str(outcome) for outcome in job.outcomes if outcome is not StoreOutcome.STORED)
+        if refused:
+            reasons = ", ".join(f"{count} × {word}" for word, count in refused.items())
+            text = f"{sum(refused.values())} of {self._chunks} chunks were not stored: {reasons}"
+            raise Unavailable(text) if refused.keys() & UNANSWERED else Refused(text)
+        return job.bytes / seconds / 1e9
+
+    def retrieve(self) -> float:
+        """Look up the chunks that were stored last, load them, and compare every byte.
+
+        Raises InternalError for a chunk that failed to load and for a wrong byte, otherwise as `lookups`.
+        """
+        ctypes.memset(self._target.bases[0], 0xA5, self._bytes)
+        begun_s = time.monotonic()
+        lease, extents = self._look_up()
+        items = [
+            LoadItem(self._chain[at : at + KEY_BYTES], extent.offset_bytes, extent.length_bytes, blocks)
+            for at, extent, blocks in zip(
+                range(0, len(self._chain), KEY_BYTES), unpack_extents(extents), self._blocks(), strict=True
+            )
+        ]
+        job = self.client.load(self._identity, lease, items, self._target.plan, sync=False)
+        if not job.wait(WAIT_S):
+            raise Unavailable(f"a load did not end within {WAIT_S:.0f} s")
+        seconds = time.monotonic() - begun_s
+        if job.failed:
+            raise InternalError(
+                f"chunks {sorted(job.failed)} of {self._chunks} failed to load; see the server's log"
+            )
+        if self._memcmp(self._source.bases[0], self._target.bases[0], self._bytes):
+            raise InternalError("chunks came back with other bytes than were stored")
+        return job.bytes / seconds / 1e9
+
+    def lookups(self, count: int) -> list[float]:
+        """Look up the chunks that were stored last, `count` times; returns the microseconds of each.
+
+        Raises Refused if a chunk is gone, Unavailable if the server did not answer in time.
+        """
+        taken = []
+        for _ in range(count):
+            begun_s = time.monotonic()
+            lease, _ = self._look_up()
+            taken.append(1e6 * (time.monotonic() - begun_s))
+            self.client.release([lease])
+        return taken
+
+    def close(self) -> None:
+        """Leave the server, which then keeps nothing of this process but its committed chunks."""
+        self.client.close()
+        self._threads.shutdown()
+        if self.client.stats()["copies_running"] == 0:
+            self._source.close()
+            self._target.close()
+
+    def _look_up(self) -> tuple[LeaseName, bytes]:
+        """Lease the chunks that were stored last; returns the lease and their packed extents. Raises as `lookups`."""
+        call = self.client.lookup(
+            self._identity, self._chain, request_id="kvstrata bench", deadline_ms=30_000
+        )
+        if not call.wait(WAIT_S):
+            raise Unavailable(f"a lookup was not answered within {WAIT_S:.0f} s")
+        result = call.result
+        if result.lease is not None and result.n_chunks == self._chunks:
+            return result.lease, result.extents
+        if result.lease is not None:
+            self.client.release([result.lease])
+        text = f"only {result.n_chunks} of the {self._chunks} stored chunks are found: {result.reason}"
+        if result.reason in (MissReason.BREAKER_OPEN, MissReason.DEADLINE):
+            raise Unavailable(text)
+        raise Refused(f"{text}; does another process fill or clear L1?")
+
+    def _blocks(self) -> list[list[int]]:
+        """The numbers of the blocks of each chunk."""
+        size = self._shape.blocks
+        return [list(range(at, at + size)) for at in range(0, self._chunks * size, size)]
+
+
+class RunningServer:
+    """The server behind an admin port, which has its sockets in one of `places`."""
+
+    def __init__(self, url: str, token: str, places: Sequence[Path]) -> None:
+        """Raises Unavailable, which says what to start, or what other server answers; or ConfigError."""
+        self._url, self._token = url, token
+        try:
+            status = self.fresh()
+        except Unavailable as error:
+            raise Unavailable(
+                f"no server answers: {error.message} Start one with `lmcache-server`, or give the --url of another",
+                field="--url",
+            ) from None
+        self.directory = Path(status["instance"]["socket_dir"])
+        if self.directory not in places:
+            raise Unavailable(
+                f"--url: the server at {url} has its sockets in {self.directory}, not in "
+                f"{', '.join(map(str, places))}; give its --port or --socket-dir too",
+                field="--url",
+            )
+
+    def fresh(self) -> dict[str, Any]:
+        """Fetch the status document. Raises KvstrataError."""
+        found: dict[str, Any] = ask(self._url, Ask("/v1/status"), token=self._token)
+        return found
+
+    def clear(self, tenant: str) -> int:
+        """Drop a tenant's chunks from L1; returns the bytes left in L1 after `SETTLE_S`. Raises KvstrataError."""
+        names = {tenant, f"#{tenant_number(tenant):08x}"}
+
+        def left() -> int:
+            ask(self._url, Ask("/v1/clear", {"tier": "l1", "tenant": tenant}), token=self._token)
+            return sum(row["bytes"] for row in self.fresh()["tenants"] if row["tenant"] in names)
+
+        wait_until(lambda: left() == 0, SETTLE_S)
+        return left()
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """Check a condition every few milliseconds; returns whether it held before the time limit."""
+    ends_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata bench`."""
-    settings = ClientSettings()
     top = argparse.ArgumentParser(
         prog="kvstrata bench",
         description="Measure a running server on this host, used as engines use it.",
@@ -61,7 +312,7 @@ def parser() -> argparse.ArgumentParser:
         "as their users see them: see their --help.",
     )
     add = top.add_argument
-    add("--port", type=int, default=settings.port,
+    add("--port", type=int, default=ClientSettings().port,
         help="number after which the server's sockets are named (%(default)s)")  # fmt: skip
     for name, metavar, meaning in (
         ("socket-dir", "DIR", "directory of the server's sockets (derived from the port)"),
@@ -71,19 +322,18 @@ def parser() -> argparse.ArgumentParser:
         ("token-file", "FILE", "file with that tenant's token (none)"),
     ):
         add(f"--{name}", default="", metavar=metavar, help=meaning)
-    add("--chunks", type=whole(1, 4096), default=8, metavar="N", help="chunks in a round (%(default)s)")
-    add("--rounds", type=whole(1, 1000), default=5, help="measured rounds; one more warms up (%(default)s)")
-    add("--threads", type=whole(1, 64), default=COPY_THREADS,
-        help="copy threads, also for memcpy (%(default)s)")  # fmt: skip
-    for name, default, what in (
-        ("layers", 32, "layers of the model"),
-        ("kv-heads", 8, "kv heads"),
-        ("head-dim", 128, "numbers in a head"),
-        ("element-bytes", 2, "bytes of a number"),
-        ("chunk-tokens", 256, "tokens in a chunk"),
-        ("block-tokens", 16, "tokens in a block"),
+    for name, most, default, what in (
+        ("chunks", 4096, 8, "chunks in a round"),
+        ("rounds", 1000, 5, "measured rounds; one more warms up"),
+        ("threads", 64, COPY_THREADS, "copy threads, also for memcpy"),
+        ("layers", 65_536, 32, "layers of the model"),
+        ("kv-heads", 65_536, 8, "kv heads"),
+        ("head-dim", 65_536, 128, "numbers in a head"),
+        ("element-bytes", 65_536, 2, "bytes of a number"),
+        ("chunk-tokens", 65_536, 256, "tokens in a chunk"),
+        ("block-tokens", 65_536, 16, "tokens in a block"),
     ):
-        add(f"--{name}", type=whole(1, 65_536), default=default, metavar="N", help=f"{what} (%(default)s)")
+        add(f"--{name}", type=whole(1, most), default=default, metavar="N", help=f"{what} (%(default)s)")
     add("--json", action="store_true", help="print JSON")
     return top
 
@@ -103,46 +353,51 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Chunks of a tenant that the user named stay, because the tenant may have others.
     """
     shape = _shape(options)
-    url = options.url or usual_url(HttpSettings())
-    token = read_token("--admin-token-file", options.admin_token_file)
+    url, token = (
+        options.url or usual_url(HttpSettings()),
+        read_token("--admin-token-file", options.admin_token_file),
+    )
     server = RunningServer(url, token, socket_dirs(options.socket_dir, options.port))
     salt = secrets.token_hex(16)
     tenant = options.tenant or f"kvstrata-bench-{salt[:16]}"
     engine: SimulatedEngine | None = None
     notes: list[str] = []
+    left_bytes = 0
     try:
-        chunks = _bounded(options, shape, server.status, notes)
-        l2 = bool(server.status["l2_store"]["adapters"])
-        if l2:
+        before = server.fresh()
+        chunks = _bounded(options, shape, before["pool"], notes)
+        if before["l2_store"]["adapters"]:
             notes.append(
-                "the server has L2 adapters: chunks of this run may be put there too, and stay until the adapter's "
-                "cap evicts them"
+                "chunks of this run may be put to L2 too, and stay there until the adapter's cap evicts them"
             )
-        before = server.status
-        plan = Plan(
-            str(server.directory),
-            options.port,
-            shape,
-            chunks,
-            options.threads,
-            tenant,
-            salt,
-            options.token_file,
+        settings = ClientSettings(
+            socket_dir=str(server.directory),
+            port=options.port,
+            chunk_size=shape.chunk_tokens,
+            token_file=options.token_file,
         )
-        engine = SimulatedEngine(plan)
-        extents_bytes = server.status["pool"]["extents_bytes"]
-        faulted = wait_until(lambda: server.fresh()["pool"]["prefaulted_bytes"] >= extents_bytes, WAIT_S)
-        if not faulted or not engine.connect(extents_bytes):
+        engine = SimulatedEngine(
+            settings, shape, chunks, options.threads, RequestIdentity(tenant=tenant, salt=salt)
+        )
+        l1_bytes = before["pool"]["extents_bytes"]
+        faulted = wait_until(lambda: server.fresh()["pool"]["prefaulted_bytes"] >= l1_bytes, WAIT_S)
+        if not engine.connect(l1_bytes) or not faulted:
             notes.append("not all pages of L1 were faulted in and mapped yet; a later run is faster")
-        rounds = _rounds(options, server, engine, tenant)
-        pings = server.ping_seconds(PINGS)
-        evicted = server.fresh()["pool"]["evicted_entries"] - before["pool"]["evicted_entries"]
-        if evicted:
+        taken: dict[str, list[float]] = {"memcpy": [], "store": [], "retrieve": [], "lookup": []}
+        for number in range(options.rounds + 1):
+            if number == 1:  # the first round warms up
+                taken = {name: [] for name in taken}
+            taken["memcpy"].append(engine.memcpy())
+            taken["store"].append(engine.store(number))
+            taken["retrieve"].append(engine.retrieve())
+            taken["lookup"] += engine.lookups(-(-LOOKUPS // options.rounds))
+            if not options.tenant:
+                server.clear(tenant)
+        if evicted := server.fresh()["pool"]["evicted_entries"] - before["pool"]["evicted_entries"]:
             notes.append(f"{evicted} chunks were evicted from L1 meanwhile, by this run or by other engines")
     finally:
         if engine is not None:
             engine.close()
-        left_bytes = 0
         if not options.tenant:
             with contextlib.suppress(KvstrataError):  # the run itself has already failed for this reason
                 left_bytes = server.clear(tenant)
@@ -154,34 +409,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         notes.append(
             f"{left_bytes / MB:.0f} MiB could not be cleared from L1 and stay until they are evicted"
         )
-    return report_of(options, shape, chunks, server.status, rounds, pings, notes)
-
-
-def _rounds(
-    options: argparse.Namespace,
-    server: RunningServer,
-    engine: SimulatedEngine,
-    tenant: str,
-) -> dict[str, list[Any]]:
-    """Measure all rounds; returns the measurements of each step, without those of the first round, which warms up."""
-    taken: dict[str, list[Any]] = {"memcpy": [], "store": [], "retrieve": [], "lookup": []}
-    for number in range(options.rounds + 1):
-        measured: dict[str, list[Any]] = {
-            "memcpy": [_rate(engine.memcpy())],
-            "store": [_rate(engine.store(number))],
-            "retrieve": [_rate(engine.retrieve())],
-            "lookup": engine.lookups(-(-LOOKUPS // options.rounds)),
-        }
-        if not options.tenant:
-            server.clear(tenant)
-        for name, values in measured.items() if number else ():
-            taken[name] += values
-    return taken
-
-
-def _rate(step: Timed) -> float:
-    """GB/s of a step."""
-    return step.moved_bytes / step.seconds / 1e9
+    moved = options.rounds * chunks * shape.chunk_bytes
+    instance = before["instance"]
+    return {
+        "server": f"{instance['instance_id']}, version {instance['version']}, L1 {l1_bytes / MB:,.0f} MiB",
+        "client": __version__,
+        "machine": machine(),
+        "chunk": f"{shape.chunk_bytes / MB:.4g} MiB: {shape}",
+        "run": f"{chunks} chunks, {options.rounds} rounds, {options.threads} copy threads",
+        "verified": f"{moved / MB:,.0f} MiB came back byte for byte",
+        "verified_bytes": moved,
+        "chunks": chunks,
+        "figures": _figures(taken),
+        "notes": notes,
+    }
 
 
 def _shape(options: argparse.Namespace) -> Shape:
@@ -197,16 +438,15 @@ def _shape(options: argparse.Namespace) -> Shape:
     return shape
 
 
-def _bounded(options: argparse.Namespace, shape: Shape, status: dict[str, Any], notes: list[str]) -> int:
+def _bounded(options: argparse.Namespace, shape: Shape, pool: dict[str, Any], notes: list[str]) -> int:
     """Chunks that may be stored in a round without an eviction. Raises Refused if none fits."""
-    pool = status["pool"]
+    l1_bytes = pool["extents_bytes"]
     room = min(
-        int(L1_SHARE * pool["extents_bytes"]) - pool["used_bytes"],
-        int(LEASED_SHARE * pool["extents_bytes"]) - pool["leased_bytes"],
+        int(L1_SHARE * l1_bytes) - pool["used_bytes"], int(LEASED_SHARE * l1_bytes) - pool["leased_bytes"]
     )
     record_bytes = shape.chunk_bytes + (64 << 10)  # header and section table
     fit = max(0, room) // record_bytes
-    may = f"a run may use {max(0, room) / MB:,.0f} of the {pool['extents_bytes'] / MB:,.0f} MiB of L1 without evicting"
+    may = f"a run may use {max(0, room) / MB:,.0f} of the {l1_bytes / MB:,.0f} MiB of L1 without evicting"
     if fit == 0:
         raise Refused(
             f"{may}, and a chunk takes {record_bytes / MB:,.0f} MiB: give a smaller shape, `kvstrata ctl clear`, or "
@@ -217,112 +457,31 @@ def _bounded(options: argparse.Namespace, shape: Shape, status: dict[str, Any], 
     return min(int(fit), int(options.chunks))
 
 
-class RunningServer:
-    """The server behind an admin port, which has its sockets in one of `places`."""
-
-    def __init__(self, url: str, token: str, places: Sequence[Path]) -> None:
-        """Raises Unavailable, which says what to start, or what other server answers; or ConfigError."""
-        self._url = url
-        self._token = token
-        try:
-            self.status: dict[str, Any] = self.fresh()
-        except Unavailable as error:
-            raise Unavailable(
-                f"no server answers: {error.message} Start one with `lmcache-server`, or give the --url of another",
-                field="--url",
-            ) from None
-        self.directory = Path(self.status["instance"]["socket_dir"])
-        if self.directory not in places:
-            raise Unavailable(
-                f"--url: the server at {url} has its sockets in {self.directory}, not in "
-                f"{', '.join(map(str, places))}; give its --port or --socket-dir too",
-                field="--url",
-            )
-
-    def fresh(self) -> dict[str, Any]:
-        """Fetch the status document anew; `status` keeps it. Raises KvstrataError."""
-        self.status = ask(self._url, Ask("/v1/status"), token=self._token)
-        return self.status
-
-    def ping_seconds(self, count: int) -> list[float]:
-        """Send `count` pings one after the other; returns the seconds of each. Raises Unavailable."""
-        connection = PlainConnection(self.directory / RPC_SOCKET, ANSWER_S)
-        try:
-            taken = []
-            for _ in range(count):
-                begun_s = time.monotonic()
-                connection.ask(wire.Ping(connection.next_seq()))
-                taken.append(time.monotonic() - begun_s)
-            return taken
-        finally:
-            connection.close()
-
-    def clear(self, tenant: str) -> int:
-        """Drop a tenant's chunks from L1; returns the bytes left in L1 after `SETTLE_S`. Raises KvstrataError."""
-        names = {tenant, f"#{tenant_number(tenant):08x}"}
-
-        def left() -> int:
-            ask(self._url, Ask("/v1/clear", {"tier": "l1", "tenant": tenant}), token=self._token)
-            return sum(row["bytes"] for row in self.fresh()["tenants"] if row["tenant"] in names)
-
-        wait_until(lambda: left() == 0, SETTLE_S)
-        return left()
-
-
-def report_of(
-    options: argparse.Namespace,
-    shape: Shape,
-    chunks: int,
-    status: dict[str, Any],
-    rounds: dict[str, list[Any]],
-    pings: list[float],
-    notes: list[str],
-) -> dict[str, Any]:
-    """The figures of all rounds together, with the machine, the server and the shape of the chunks."""
+def _figures(taken: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """The figures of all rounds together; a value is the median unless the figure's name says otherwise."""
     figures = []
 
     def figure(name: str, unit: str, values: Sequence[float], share: float | None = None) -> None:
         value, (least, greatest) = median_spread(values)
         value = value if share is None else percentile(values, share)
-        figures.append({"name": name, "unit": unit, "value": value, "least": least, "greatest": greatest})
+        figures.append({"name": name, "value": value, "least": least, "greatest": greatest, "unit": unit})
 
     for name in ("store", "retrieve", "memcpy"):
-        figure(name, "GB/s", rounds[name])
+        figure(name, "GB/s", taken[name])
     for name in ("store", "retrieve"):
-        shares = [rate / beside for rate, beside in zip(rounds[name], rounds["memcpy"], strict=True)]
+        shares = [rate / beside for rate, beside in zip(taken[name], taken["memcpy"], strict=True)]
         figure(f"{name} / memcpy", "", shares)
-    lookups = [1e6 * seconds for seconds in rounds["lookup"]]
     for share in (0.5, 0.99):
-        figure(f"lookup p{100 * share:.0f}", "µs", lookups, share)
-    figure("ping p50", "µs", [1e6 * seconds for seconds in pings])
-    instance, pool = status["instance"], status["pool"]
-    moved = options.rounds * chunks * shape.chunk_bytes
-    return {
-        "server": f"{instance['instance_id']}, version {instance['version']}, "
-        f"L1 {pool['extents_bytes'] / MB:,.0f} MiB",
-        "client": __version__,
-        "machine": machine(),
-        "chunk": f"{shape.chunk_bytes / MB:.4g} MiB: {shape}",
-        "run": f"{chunks} chunks, {options.rounds} rounds, {options.threads} copy threads",
-        "verified": f"{moved / MB:,.0f} MiB came back byte for byte",
-        "verified_bytes": moved,
-        "chunks": chunks,
-        "figures": figures,
-        "notes": notes,
-    }
+        figure(f"lookup p{100 * share:.0f}", "µs", taken["lookup"], share)
+    return figures
 
 
 def shown(report: dict[str, Any]) -> str:
-    """The report as text; a figure's value is the median of its rounds unless its name says otherwise."""
+    """The report as text."""
+    numbers = ("value", "least", "greatest")
     figures = [
-        {
-            "figure": figure["name"],
-            "value": f"{figure['value']:.4g}",
-            "least": f"{figure['least']:.4g}",
-            "greatest": f"{figure['greatest']:.4g}",
-            "unit": figure["unit"],
-        }
-        for figure in report["figures"]
+        {"figure": one["name"]} | {name: f"{one[name]:.4g}" for name in numbers} | {"unit": one["unit"]}
+        for one in report["figures"]
     ]
     heads = {name: report[name] for name in ("server", "machine", "chunk", "run", "verified")}
     notes = "".join(f"\nnote: {note}" for note in report["notes"])
