@@ -25,7 +25,7 @@ from kvstrata.observability.logging import LogNumbers
 from kvstrata.observability.numbers import Family, Numbers, families
 from kvstrata.observability.tracing import Tracer
 from kvstrata.p2p.serving import RecordServer
-from kvstrata.process.http_connections import Bounds, UnderWay
+from kvstrata.process.http_connections import Bounds
 from kvstrata.process.lifecycle import ProcessNumbers
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_server import ZmqServer
@@ -59,7 +59,7 @@ SERVER: Parts = {
     "control": (HeldChunks, ControlPort, ZmqServer),
     "attach": (AttachServer,),
     "rpc": (Traffic,),
-    "http": (Bounds, UnderWay),
+    "http": (Bounds,),
     "process": (ProcessNumbers,),
     "log": (LogNumbers,),
 }
@@ -69,12 +69,12 @@ CONTROLLER: Parts = {
         *(ClusterNumbers, Sampling, Directory, Ranking, Gateways, Cluster, Answers, ZmqServer, Snapshots),
         ProcessNumbers,
     ),
-    "controller_http": (Bounds, UnderWay),
+    "controller_http": (Bounds,),
     "controller_log": (LogNumbers,),
 }
 GATEWAY: Parts = {
     "gateway": (Meters, Tokens, Admission, Controllers, Following, Glance, PartNumbers),
-    "gateway_http": (Bounds, UnderWay),
+    "gateway_http": (Bounds,),
     "gateway_log": (LogNumbers,),
 }
 """Of controllers and gateways by prefix."""

@@ -3,12 +3,12 @@
 1. A port has at most MAX_CONNECTIONS connections, and at most a quarter of the descriptors that the process may open.
    A further connection closes the one that has been idle longest: without a whole request under way.
 2. A request must arrive within REQUEST_S of its connection's start, or of its own first byte.  A client that reads
-   nothing of its answer for STALLED_S is cut.  `timeout_keep_alive` of uvicorn bounds the time between requests.
+   nothing of its answer for STALLED_S is cut.  KEEP_ALIVE_S bounds the time between requests.
 3. Since whole requests under way are fewer than the connections allowed, there is always an idle connection to close,
    and a probe always gets through.
 4. A head, trailers or extensions of chunks that take too much end the connection.  Trailers are passed over: as
    headers they would reach the application without having been looked at.
-5. On an admin port a request that has not ended when its answer has ends its connection, and so does a body of more
+5. A request that has not ended when its answer has ends its connection, and so does a body of more
    than MAX_PARTS parts that are shorter than PART_BYTES on average: each part costs as much as a long one.
 """
 
@@ -19,7 +19,7 @@ import contextlib
 import functools
 import logging
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 512
 DESCRIPTORS_SHARE = 4
-REQUEST_S = 15.0
+REQUEST_S = KEEP_ALIVE_S = 15
 STALLED_S = 30.0
 MAX_PARTS, PART_BYTES = 1_024, 1_024
 MAX_HEAD_BYTES = 64 << 10
@@ -43,17 +43,8 @@ MAX_HEADERS = 256
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-class UnderWay(Numbers):
-    """The whole requests of one port, which the gate counts (http_gate.py)."""
-
-    requests = gauge("Requests in progress on the HTTP port, not counting probes.")
-    refused = counter(
-        "Requests answered with 503 because too many were in progress.", name="refused_requests"
-    )
-
-
 class Bounds(Numbers):
-    """The connections of one port, and its requests under way."""
+    """The connections of one port, and its whole requests under way, which the gate counts (http_gate.py)."""
 
     connections = gauge("Open connections of the HTTP port.", lambda self: len(self._connections))
     closed = counter(
@@ -62,41 +53,24 @@ class Bounds(Numbers):
         "reason",
         name="closed_connections",
     )
+    requests = gauge("Requests in progress on the HTTP port, not counting probes.")
+    refused = counter(
+        "Requests answered with 503 because too many were in progress.", name="refused_requests"
+    )
 
-    def __init__(
-        self,
-        most: Callable[[], int] | None = None,
-        *,
-        arrival_s: float | None = None,
-        stalled_s: float | None = None,
-    ) -> None:
-        """`most`: how many connections the port may have now; the times are those of rule 2. None: the usual ones."""
-        self._most = most
-        self._arrival_s = arrival_s
-        self._stalled_s = stalled_s
+    def __init__(self) -> None:
         self._connections: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
         """Connections without a whole request under way, the longest idle first."""
-        self.under_way = UnderWay()
         self.arriving_bytes = 0
-        """Bytes of bodies that arrive, beside the first of each: the gate counts them (http_gate.py)."""
+        """Bytes of bodies that arrive, beside the first of each."""
         self.closed.update(idle=0, late=0, stalled=0)
         self._log = EventLog("http")
-
-    @property
-    def arrival_s(self) -> float:
-        """Time for a request to arrive."""
-        return patience(REQUEST_S) if self._arrival_s is None else self._arrival_s
-
-    @property
-    def stalled_s(self) -> float:
-        """Time for a client to read something."""
-        return patience(STALLED_S) if self._stalled_s is None else self._stalled_s
 
     def opened(self, connection: Connection) -> None:
         """A connection was accepted."""
         self._connections[connection] = None
-        if len(self._connections) > (self._most or max_connections)():
+        if len(self._connections) > max_connections():
             self.close(next(iter(self._idle), connection), "idle")
         if connection in self._connections:
             self._idle[connection] = None
@@ -126,7 +100,7 @@ class Bounds(Numbers):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection on httptools, with bounds; the gateway's is another one of these."""
+    """uvicorn's connection on httptools, with bounds."""
 
     _arrival: asyncio.TimerHandle | None = None
     """Timer that runs while a request arrives."""
@@ -139,6 +113,8 @@ class Connection(HttpToolsProtocol):
     """Whether the bytes that are being read do."""
     _answered: RequestResponseCycle | None = None
     """The request that is being answered; `cycle` is the last one that arrived, which may wait behind it."""
+    _parts = _part_bytes = 0
+    """Of the body that arrives."""
 
     def __init__(self, bounds: Bounds, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -158,7 +134,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._stall is None:
-            self._stall = self.loop.call_later(self.bounds.stalled_s, self.bounds.close, self, "stalled")
+            self._stall = self._cut_in(STALLED_S, "stalled")
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -176,7 +152,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._in_head, self._parts, self._part_bytes = True, 0, 0
         super().on_message_begin()
         self._arriving()
 
@@ -192,6 +168,9 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._moves = True
+        self._parts, self._part_bytes = self._parts + 1, self._part_bytes + len(body)
+        if self._parts > MAX_PARTS + self._part_bytes // PART_BYTES:
+            raise ValueError("the body comes in too many small parts")  # which is answered as not HTTP
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -204,42 +183,6 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.cycle is None or self.cycle.response_complete:
-            self.bounds.idle(self)
-
-    def _arriving(self) -> None:
-        """A request arrives: it has `arrival_s` from the first such call on."""
-        if self._arrival is None:
-            self._arrival = self.loop.call_later(self.bounds.arrival_s, self.bounds.close, self, "late")
-
-    def _arrived(self) -> None:
-        if self._arrival is not None:
-            self._arrival.cancel()
-            self._arrival = None
-
-    def _stop_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
-
-
-class AdminConnection(Connection):
-    """A connection of an admin port."""
-
-    _parts = _part_bytes = 0
-
-    def on_message_begin(self) -> None:
-        self._parts = self._part_bytes = 0
-        super().on_message_begin()
-
-    def on_body(self, body: bytes) -> None:
-        self._parts, self._part_bytes = self._parts + 1, self._part_bytes + len(body)
-        if self._parts > MAX_PARTS + self._part_bytes // PART_BYTES:
-            raise ValueError("the body comes in too many small parts")  # which is answered as not HTTP
-        super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that is not HTTP, unless its answer has begun; its application then writes to nobody."""
@@ -255,21 +198,39 @@ class AdminConnection(Connection):
         if self._answered is not None and self._answered.more_body:
             self.transport.close()
         super().on_response_complete()
+        if self.cycle is None or self.cycle.response_complete:
+            self.bounds.idle(self)
+
+    def _arriving(self) -> None:
+        """A request arrives: it has REQUEST_S from the first such call on."""
+        if self._arrival is None:
+            self._arrival = self._cut_in(REQUEST_S, "late")
+
+    def _cut_in(self, limit_s: float, why: str) -> asyncio.TimerHandle:
+        return self.loop.call_later(patience(limit_s), self.bounds.close, self, why)
+
+    def _arrived(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
 
-def make_server(
-    app: ASGIApp, connection: Callable[..., Connection], bounds: Bounds, **more: Any
-) -> uvicorn.Server:
-    """A server of one port, which leaves signals to the process; `more`: settings of uvicorn."""
+def make_server(app: ASGIApp, bounds: Bounds) -> uvicorn.Server:
+    """A server of one port, which leaves signals to the process."""
     config = uvicorn.Config(
         app,
         ws="none",
-        http=functools.partial(connection, bounds),  # type: ignore[arg-type]  # uvicorn calls it as it would a class
+        http=functools.partial(Connection, bounds),  # type: ignore[arg-type]  # uvicorn calls it as it would a class
         log_config=None,  # uvicorn's lines go where ours go, by the root logger
         log_level="error",
         access_log=False,
         lifespan="off",
-        **more,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     config.load()
     return _Server(config)

@@ -169,11 +169,9 @@ def gate(app: ASGIApp, access: Access, bounds: Bounds) -> ASGIApp:
         try:
             _check_sender(access, headers, path)
             body: bytes | None = await _whole_body(receive, headers, bounds, proven=access.proven(headers))
-            if counts and bounds.under_way.requests >= MAX_REQUESTS:
-                bounds.under_way.refused += 1
-                log.repeated(
-                    logging.WARNING, "refused", "request_refused", under_way=bounds.under_way.requests
-                )
+            if counts and bounds.requests >= MAX_REQUESTS:
+                bounds.refused += 1
+                log.repeated(logging.WARNING, "refused", "request_refused", under_way=bounds.requests)
                 says = f"{MAX_REQUESTS} requests are under way; ask again"
                 raise Denied(503, Unavailable.code, says, "", (b"retry-after", b"1"), CLOSE)
         except Denied as denied:
@@ -189,11 +187,11 @@ def gate(app: ASGIApp, access: Access, bounds: Bounds) -> ASGIApp:
             message, body = {"type": "http.request", "body": body, "more_body": False}, None
             return message
 
-        bounds.under_way.requests += counts
+        bounds.requests += counts
         try:
             await app(scope, whole, send)
         finally:
-            bounds.under_way.requests -= counts
+            bounds.requests -= counts
 
     return gated
 

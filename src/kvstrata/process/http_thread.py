@@ -74,7 +74,7 @@ class Port:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """`parts`: the first argument of all operations. `loop`: the process's."""
-        from kvstrata.process.http_connections import AdminConnection, Bounds, make_server
+        from kvstrata.process.http_connections import Bounds, make_server
 
         self._title = title
         self._operations = operations
@@ -91,10 +91,10 @@ class Port:
         self._turn: asyncio.Task[None] | None = None
         self._metrics = asyncio.Lock()
         bounds = Bounds()
-        self.numbers = (bounds, bounds.under_way)
+        self.numbers = (bounds,)
         self.app = gate(self._answer, access, bounds)
         """The ASGI application."""
-        self._server = make_server(self.app, AdminConnection, bounds, timeout_keep_alive=15)
+        self._server = make_server(self.app, bounds)
 
     def set_token(self, token: str) -> None:
         """Ask for this token from now on; see `Access.set_token`."""

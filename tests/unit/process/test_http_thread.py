@@ -221,7 +221,7 @@ async def test_half_requests_keep_no_whole_one_out(process: Process, monkeypatch
     links = [process.send(half.format("/file")) for _ in range(10)]
     links += [process.send(half.format("/echo"), BEARER) for _ in range(10)]
     assert (await process.ask(WHOLE, BEARER)).endswith(b"abc")
-    assert process.port.numbers[1].refused == 0
+    assert process.port.numbers[0].refused == 0
     for link in links:
         link.close()
 
@@ -291,13 +291,13 @@ async def test_requests_under_way_are_bounded_and_probes_are_not(process, monkey
     assert await process.status_of("/hold") == 503
     for path in ("/healthz", "/readyz", "/metrics"):
         assert await process.status_of(path) == 200
-    assert (process.port.numbers[1].requests, process.port.numbers[1].refused) == (3, 1)
+    assert (process.port.numbers[0].requests, process.port.numbers[0].refused) == (3, 1)
     process.release.set()
     for reader, writer in holding:
         assert b'"held"' in await reader.readuntil(b"}")
         writer.close()
     async with asyncio.timeout(WAIT_S):
-        while process.port.numbers[1].requests:  # noqa: ASYNC110 (an answer arrives before its request has ended)
+        while process.port.numbers[0].requests:  # noqa: ASYNC110 (an answer arrives before its request has ended)
             await asyncio.sleep(0.001)
     assert await process.status_of("/hold") == 200
 
