@@ -15,9 +15,8 @@ import time
 from typing import Any
 
 from benchmarks.common import compared, median_spread, sized
-from kvstrata.gateway.routing.choose import choose
+from kvstrata.gateway.routing.choose import POLICIES, Policy, choose
 from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
-from kvstrata.gateway.routing.policies import POLICIES, Policy
 
 TOKENS = 131_072
 TARGETS_US = {64: 100.0, 1_000: 500.0}
@@ -35,10 +34,9 @@ def fleet(n_engines: int) -> list[EngineState]:
         EngineState(
             name=f"engine-{number}",
             prefill_tokens_s=chance.uniform(12_000, 18_000),
-            backlog_tokens=chance.uniform(0, 40_000),
-            token_s=0.006,
-            token_each_s=0.0003,
-            at_s=chance.uniform(9.0, 10.0),
+            token_s=0.006 + 0.0003 * chance.randrange(40),
+            drained_s=chance.uniform(9.0, 12.0),
+            late_s=chance.uniform(9.9, 12.0),
             prefill_tokens=chance.randrange(40_000),
             inflight_tokens=chance.randrange(200_000),
             requests=chance.randrange(40),

@@ -37,7 +37,7 @@ from benchmarks.route_fleet import (
     served,
 )
 from benchmarks.route_gateway import Result
-from kvstrata.gateway.routing.policies import POLICIES
+from kvstrata.gateway.routing.choose import POLICIES
 
 ENGINES = sized(4, 2)
 REQUESTS = sized(500, 40)

@@ -38,8 +38,7 @@ from benchmarks.route_dynamo import grid as dynamo_grid
 from benchmarks.route_formulas import GUIDE, Llmd, Lmetric, MooncakeConductor, Smg
 from benchmarks.route_gateway import Death, Oracle, Outside, Result, Run
 from benchmarks.route_loads import BURST_PREFIX, LOADS, Asked, at_rate, trace
-from kvstrata.gateway.routing.choose import policy_name
-from kvstrata.gateway.routing.policies import POLICIES, Policy
+from kvstrata.gateway.routing.choose import POLICIES, Policy, policy_name
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
 Rows = dict[str, dict[str, dict[str, float]]]

@@ -27,7 +27,7 @@ from kvstrata.gateway.prefixes import keys_of
 from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.knowledge import Index, Known
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.gateway.routing.policies import LeastLoaded, Policy, ranked_first
+from kvstrata.gateway.routing.choose import LeastLoaded, Policy, ranked_first
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.kv_events import KVEventBatch
@@ -102,16 +102,9 @@ class Heard:
     def known(self, prompt: Prompt, names: Iterable[str]) -> Known:
         return self.index.known(prompt, list(names))
 
-    def computed(self, name: str, prompt: Prompt, at_s: float) -> None:
-        self.index.caches[name].computed(prompt, at_s)
-
     @property
     def block_life_s(self) -> float:
         return self.index.block_life_s
-
-    @property
-    def event_lag_s(self) -> float:
-        return self.index.event_lag_s
 
 
 class Run:

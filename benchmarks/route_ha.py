@@ -31,11 +31,10 @@ from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.residency.batches import Batch, decoded
 from kvstrata.gateway.residency.knowledge import Index
-from kvstrata.gateway.routing.policies import POLICIES
-from kvstrata.gateway.sharing.messages import FRAMES
+from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FLUSH_S
-from kvstrata.gateway.sharing.telling import Teller
+from kvstrata.gateway.sharing.telling import FRAMES, Teller
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
 GATEWAYS = 8

@@ -320,9 +320,9 @@ class Admission(Numbers):
         serving = self._choosing.candidates(*lane)
         if not self._settings.max_requests or not serving:
             return True
-        queues, ahead_s, now_s = self._fleet.queues, self._settings.ahead_s, self._now_s()
+        ahead_s, now_s = self._settings.ahead_s, self._now_s()
         measured = any(self._fleet.measured(one) for one in serving)
-        return any(queues.has_room(one.name, ahead_s, now_s, measured=measured) for one in serving)
+        return any(one.queue.has_room(ahead_s, now_s, measured=measured) for one in serving)
 
     def _decide(self, ask: Ask) -> None:
         """Admit a request that is not in the line, refuse it, or put it back as late."""
@@ -378,6 +378,6 @@ class Admission(Numbers):
             self._timer.cancel()
             self._timer = None
         now_s = self._now_s()
-        next_s = self._fleet.queues.next_room_s(now_s) if self.flows else math.inf
+        next_s = self._fleet.next_room_s() if self.flows else math.inf
         if math.isfinite(next_s):
             self._timer = self._later(next_s - now_s, self.pump)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import SloSettings
-from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
@@ -26,11 +25,11 @@ from kvstrata.gateway.metering import Meter, Meters
 from kvstrata.gateway.prefixes import PIECE_TOKENS, Prefixes
 from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.gateway.routing.choose import Record, choose
-from kvstrata.gateway.routing.decode import Decoded
+from kvstrata.gateway.routing.choose import AnyPolicy, Record, choose, longest
 from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Way
-from kvstrata.gateway.routing.policies import AnyPolicy, longest
-from kvstrata.gateway.sharing.telling import Teller
+from kvstrata.gateway.routing.queues import Flight
+from kvstrata.gateway.routing.rates import Decoded
+from kvstrata.gateway.sharing.telling import Sent, Teller
 
 
 class Wanted(NamedTuple):
@@ -60,15 +59,15 @@ class Wanted(NamedTuple):
 class Turn:
     """When a request has its turn at an engine."""
 
-    timed: TimedPrompt | None = None
+    flight: Flight | None = None
     """None: not dispatched."""
     decoded: Decoded | None = None
     """Of an answer that has ended and came as a stream."""
 
     def spoil(self) -> None:
         """How long its prompt takes tells nothing."""
-        if self.timed is not None:
-            self.timed.spoil()
+        if self.flight is not None:
+            self.flight.spoil()
 
 
 class Choice(NamedTuple):
@@ -91,17 +90,12 @@ class Choice(NamedTuple):
 
 
 class Knows(Protocol):
-    """What the choice asks of engines' caches, and tells about them: see Residency."""
+    """What the choice asks of engines' caches: see Residency."""
 
     def known(self, prompt: Prompt, names: Iterable[str]) -> Known: ...
 
-    def computed(self, name: str, prompt: Prompt, at_s: float) -> None: ...
-
     @property
     def block_life_s(self) -> float: ...
-
-    @property
-    def event_lag_s(self) -> float: ...
 
 
 class Choosing:
@@ -210,7 +204,6 @@ class Choosing:
             cached=known.cached,
             copies=[*wanted.held, *sent],
             block_life_s=self._residency.block_life_s,
-            event_lag_s=self._residency.event_lag_s,
         )
 
     def _sharing(self, wanted: Wanted, knowledge: Knowledge) -> int:
@@ -262,9 +255,8 @@ class Choosing:
             if way.tier == "peer":
                 self.reads(wanted, engine, way, self._residency.block_life_s)
         self._sent.update(wanted.keys)
-        choice.turn.timed = self._fleet.began(
+        choice.turn.flight = self._fleet.began(
             engine,
-            str(wanted.number),
             uncached,
             wanted.tokens,
             streams=wanted.streams,
@@ -282,37 +274,36 @@ class Choosing:
         )
         if self.teller is not None:
             self.teller.sent(
-                wanted.number,
-                engine.name,
-                uncached,
-                wanted.tokens,
-                wanted.keys,
-                ready_in_s,
-                streams=wanted.streams,
-                loads=way is not None and way.load_tokens > 0,
+                Sent(
+                    number=wanted.number,
+                    engine=engine.name,
+                    uncached=uncached,
+                    tokens=wanted.tokens,
+                    keys=b"".join(wanted.keys),
+                    ready_in_s=max(0.0, ready_in_s),
+                    streams=wanted.streams,
+                    loads=way is not None and way.load_tokens > 0,
+                )
             )
 
     def first_token(self, choice: Choice) -> None:
         """The engine's answer has begun."""
         wanted, engine, now_s = choice.wanted, choice.engine, self._now_s()
-        if choice.turn.timed is not None:
-            self._fleet.answers(engine, str(wanted.number), choice.turn.timed)
+        if choice.turn.flight is not None:
+            self._fleet.answers(choice.turn.flight)
         if self.teller is not None:
             self.teller.first(wanted.number)
         if choice.kept is not None:
             choice.kept.ttft_s = now_s - choice.at_s
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
-        if wanted.prompt is not None:
-            self._residency.computed(engine.name, wanted.prompt, now_s)
         self._loading.ended(wanted.number)
         self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
         """The request has ended at this engine, however. `answered`: its first token had come."""
-        if not answered:
-            choice.turn.spoil()
-        decoded = self._fleet.ended(choice.engine, str(choice.wanted.number))
-        choice.turn.decoded = decoded if choice.wanted.streams else None
+        if choice.turn.flight is not None:
+            decoded = self._fleet.ended(choice.engine, choice.turn.flight)
+            choice.turn.decoded = decoded if choice.wanted.streams else None
         self._sent.subtract(choice.wanted.keys)
         for key in choice.wanted.keys:
             if self._sent[key] <= 0:
@@ -345,11 +336,11 @@ class Choosing:
         if choice.kept is not None:
             choice.kept.cached_tokens = cached
         share = min(1.0, cached / prompt)
-        if choice.turn.timed is not None:
+        if choice.turn.flight is not None:
             if min(cached, choice.loadable) > choice.cached_exact:
                 choice.turn.spoil()  # some of the prompt was loaded, so its time does not tell how fast the engine is
             # In our own count of tokens, so that no engine can make itself look fast by reporting many.
-            choice.turn.timed.report(round(wanted.tokens * (1.0 - share)))
+            choice.turn.flight.report(round(wanted.tokens * (1.0 - share)))
         lacking = self.prefixes.mistaken(
             wanted.keys, engine.name, choice.cached_tokens / wanted.tokens, share
         )

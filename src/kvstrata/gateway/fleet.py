@@ -26,15 +26,12 @@ import msgspec
 
 from kvstrata.config.gateway_model import EngineSettings
 from kvstrata.errors import ConfigError
-from kvstrata.gateway.busy_periods import BusyPeriod, TimedPrompt
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.residency.sources import Source, source_of
-from kvstrata.gateway.routing.decode import Decoded, DecodeRates
-from kvstrata.gateway.routing.load_rates import LoadRates
 from kvstrata.gateway.routing.model import EngineState as Load
 from kvstrata.gateway.routing.model import Tier
-from kvstrata.gateway.routing.queues import Queues
-from kvstrata.gateway.routing.rates import Rates
+from kvstrata.gateway.routing.queues import Flight, Queue
+from kvstrata.gateway.routing.rates import Decoded, DecodeRates, LoadRates, PrefillRates
 from kvstrata.observability.logging import EventLog
 
 SLOW_START_S = 10.0
@@ -73,7 +70,9 @@ class Place(NamedTuple):
 class ServingEngine:
     """One engine, or one rank of it. Belongs to the event loop."""
 
-    def __init__(self, place: Place, owner: ServingEngine | None = None, rank: int | None = None) -> None:
+    def __init__(
+        self, place: Place, rates: PrefillRates, owner: ServingEngine | None = None, rank: int | None = None
+    ) -> None:
         """`owner`: the engine whose rank this is."""
         self.place = place
         self.rank = rank
@@ -86,8 +85,9 @@ class ServingEngine:
         self.reason = "not probed yet"
         self.models: dict[str, dict[str, Any]] = {}
         """Its entries of /v1/models, by id."""
-        self.load = Load(name=place.name, prefill_tokens_s=ASSUMED_TOKENS_S)
-        """What this gateway has sent it, and those that it hears of; the fleet's `queues` change it."""
+        self.load = Load(name=place.name, prefill_tokens_s=rates.rate(place.name, 0.0))
+        """What this gateway has sent it, and those that it hears of; `queue` changes it."""
+        self.queue = Queue(self.load, rates)
         self.generation = 0
         """Changes with each return, after which its cache is taken for empty."""
         self.ours = 0
@@ -97,8 +97,6 @@ class ServingEngine:
         self.probed = asyncio.Event()
         """Set after the first probe."""
         self.up_since_s = 0.0
-        self.busy: BusyPeriod | None = None
-        """As long as a prompt waits."""
         self.returned = False
         """Whether it has been down since the gateway knows it."""
 
@@ -124,9 +122,7 @@ class Fleet:
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self.engines: dict[str, ServingEngine] = {}
-        self.queues = Queues()
-        """Requests under way by their numbers, and the loads of the engines."""
-        self.rates = Rates(ASSUMED_TOKENS_S)
+        self.rates = PrefillRates(ASSUMED_TOKENS_S)
         self.decode_rates = DecodeRates()
         self.load_rates = LoadRates()
         self._rated_s = float("-inf")
@@ -147,8 +143,7 @@ class Fleet:
         for name, place in wanted.items():
             engine = self.engines.get(name)
             if engine is None or engine.place.address != place.address:
-                engine = ServingEngine(place)
-                engine.load.prefill_tokens_s = self.rates.rate(name, 0.0)
+                engine = ServingEngine(place, self.rates)
                 fresh.append(engine)
             if engine.place.ranks != place.ranks:
                 redivided.append(engine)
@@ -160,8 +155,6 @@ class Fleet:
                 self._log.info("engine_left", engine=engine.name, in_flight=engine.in_flight)
                 self.set_ranks(engine, 0)
                 self._leaves(engine, "no longer in the settings")
-        for engine in fresh:
-            self.queues.add(engine.load)
         for engine in kept.values():
             self._tell_ranks(engine)
         for engine in (*fresh, *redivided):
@@ -177,10 +170,7 @@ class Fleet:
             self._leaves(rank, "its engine has fewer ranks")
         for number in range(len(engine.ranks), count):
             place = engine.place._replace(name=f"{engine.name}@{number}")
-            rank = ServingEngine(place, engine, number)
-            rank.load.prefill_tokens_s = self.rates.rate(place.name, 0.0)
-            self.queues.add(rank.load)
-            engine.ranks.append(rank)
+            engine.ranks.append(ServingEngine(place, self.rates, engine, number))
         self._tell_ranks(engine)
         self.changed()
 
@@ -195,20 +185,13 @@ class Fleet:
     def _leaves(self, target: ServingEngine, reason: str) -> None:
         """Let a target's requests end, and then forget it."""
         target.state, target.reason = EngineState.LEAVING, reason
-        if target.busy is not None:
-            target.busy.spoil()
+        if target.queue.period is not None:
+            target.queue.period.spoil()
         self.rates.forget(target.name)
         self.decode_rates.forget(target.name)
         self.load_rates.forget(target.name)
         if target.ours or target.load.requests:
             self._leaving.append(target)
-        else:
-            self._forget(target)
-
-    def _forget(self, target: ServingEngine) -> None:
-        """Drop the queue of a target that has left, unless another one has its name now."""
-        if all(one.name != target.name for one in self._places()):
-            self.queues.gone(target.name)
 
     def target(self, name: str) -> ServingEngine | None:
         """The engine, or the rank of one, that has a name."""
@@ -250,36 +233,24 @@ class Fleet:
     def began(
         self,
         engine: ServingEngine,
-        number: str,
         uncached_tokens: int,
         tokens: int,
         *,
         streams: bool = True,
         ours: bool = True,
         until_s: float = math.inf,
-    ) -> TimedPrompt:
-        """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them.
-
-        `streams`: its answer does not come whole. `ours`: by this gateway. `until_s`: when its prompt counts as
-        computed in any case.
-        """
-        now_s, load = self._now_s(), engine.load
-        if not load.waiting or engine.busy is None:
-            engine.busy = BusyPeriod(self.rates, engine.name, now_s, load.running)
-        timed = engine.busy.add(uncached_tokens, streams=streams)
-        self.queues.dispatched(
-            number,
-            engine.name,
-            uncached_tokens,
-            tokens,
-            now_s,
-            streams=streams,
-            ours=ours,
-            until_s=until_s,
-        )
+    ) -> Flight:
+        """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens`: see Queue.send."""
         engine.sent += ours
         engine.ours += ours
-        return timed
+        return engine.queue.send(
+            uncached_tokens, tokens, self._now_s(), streams=streams, ours=ours, until_s=until_s
+        )
+
+    def next_room_s(self) -> float:
+        """When a prompt will cease to take room at its engine without being told; infinite: none will."""
+        now_s = self._now_s()
+        return min((one.queue.next_room_s(now_s) for one in self._places()), default=math.inf)
 
     def measured(self, engine: ServingEngine) -> bool:
         """Whether the engine's own rate was measured."""
@@ -298,40 +269,22 @@ class Fleet:
             "measured": all(map(self.measured, targets)),
         }
 
-    def answers(self, engine: ServingEngine, number: str, timed: TimedPrompt) -> None:
-        """The first part of a request's answer has come. `timed`: what `began` returned."""
-        now_s, oldest = self._now_s(), self.queues.waits_longest(number)
-        self.queues.first_token(number, now_s)
-        timed.first_token(now_s, engine.load, oldest=oldest)
-        self._rests(engine)
-        self._rate(now_s)
-
-    def _rests(self, engine: ServingEngine) -> None:
-        """End the busy period if no prompt waits any more."""
-        if engine.busy is None or engine.load.waiting:
-            return
-        engine.busy.end(self._now_s())
-        engine.busy = None
-
-    def _rate(self, now_s: float) -> None:
-        """Take the rates that were measured."""
+    def answers(self, flight: Flight) -> None:
+        """The first part of a request's answer has come. `flight`: what `began` returned."""
+        now_s = self._now_s()
+        flight.queue.first_token(flight, now_s)
         if now_s >= self._rated_s + max(RATED_S, RATED_EACH_S * len(self.engines)):
             self._rated_s = now_s
             for each in self._places():
-                # Samples are of the load under which a busy period began, so a rate under another load would be wrong.
-                running = each.busy.running if each.busy is not None else each.load.running
-                self.queues.rate(each.name, self.rates.rate(each.name, running), now_s)
-                each.load.token_s, each.load.token_each_s = self.decode_rates.line(each.name)
+                each.queue.rate(self.decode_rates.line(each.name), now_s)
 
-    def ended(self, engine: ServingEngine, number: str, *, ours: bool = True) -> Decoded | None:
+    def ended(self, engine: ServingEngine, flight: Flight) -> Decoded | None:
         """A request that `began` has ended, however. Returns what is known of its answer, if there was one."""
-        engine.ours -= ours
-        decoded = self.queues.decoded(number, self._now_s())
-        self.queues.ended(number, self._now_s())
-        self._rests(engine)
+        if not flight.ended:
+            engine.ours -= flight.ours
+        decoded = flight.queue.end(flight, self._now_s())
         if engine in self._leaving and not (engine.ours or engine.load.requests):
             self._leaving.remove(engine)
-            self._forget(engine)
         return decoded
 
     def share(self, engine: ServingEngine) -> float:

@@ -37,7 +37,7 @@ from kvstrata.gateway.probing import Probing
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.request import Requests
 from kvstrata.gateway.residency.knowledge import Residency
-from kvstrata.gateway.routing.policies import POLICIES
+from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
 from kvstrata.gateway.tokens.source import Tokens

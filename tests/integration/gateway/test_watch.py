@@ -22,6 +22,7 @@ from kvstrata.gateway.envoy import configuration
 from kvstrata.gateway.envoy.process import MODULE
 from kvstrata.gateway.fleet import EngineState, Place, ServingEngine
 from kvstrata.gateway.marks import Marks, marks_of
+from kvstrata.gateway.routing.rates import PrefillRates
 from tests.harness.daemon import free_port
 from tests.harness.envoy_program import program
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
@@ -82,7 +83,7 @@ async def scene(request: pytest.FixtureRequest, tmp_path_factory: Any) -> AsyncI
     place = configuration.Place(folder, "127.0.0.1", free_port())
     watcher = configuration.Watcher(tells_firsts if request.param == "module" else -1)
     async with engine:
-        known = ServingEngine(Place("e", Address("127.0.0.1", engine.port, False)))
+        known = ServingEngine(Place("e", Address("127.0.0.1", engine.port, False)), PrefillRates(1.0))
         known.state = EngineState.UP
         place.engines.write_bytes(configuration.engines_file([known]))
         picker = await asyncio.start_unix_server(

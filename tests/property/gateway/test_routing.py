@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.gateway.routing.choose import Record, choose, replay
-from kvstrata.gateway.routing.model import Copy, Decision, EngineState, Knowledge, LoadPath, Request
-from kvstrata.gateway.routing.policies import POLICIES, AnyPolicy, Ttft
+from kvstrata.gateway.routing.choose import POLICIES, AnyPolicy, Record, Ttft, choose, replay
+from kvstrata.gateway.routing.model import NEVER_S, Copy, Decision, EngineState, Knowledge, LoadPath, Request
 from tests.harness.amount import amount
 
 NOW_S = 1_000.0
@@ -53,11 +52,9 @@ def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
     """An engine whose fields are drawn, except those given."""
     fields: dict[str, Any] = {
         "prefill_tokens_s": st.floats(100, 1e5),
-        "healthy": st.booleans(),
-        "backlog_tokens": st.floats(0, 1e6),
-        "at_s": st.floats(NOW_S - 100, NOW_S + 1),
-        "behind_tokens": st.integers(0, 10**6),
-        "moved_s": st.none() | st.floats(NOW_S - 1_000, NOW_S + 1),
+        "drained_s": st.floats(NOW_S - 100, NOW_S + 100),
+        "behind_s": st.floats(0, 100),
+        "late_s": st.floats(NOW_S - 1_000, NOW_S + 1_000) | st.just(NEVER_S),
         "prefill_tokens": st.integers(0, 10**6),
         "inflight_tokens": st.integers(0, 10**7),
         "requests": st.integers(0, 300),
@@ -65,15 +62,14 @@ def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
         "running": st.integers(0, 300),
         "context_tokens": st.integers(0, 10**6),
         "token_s": st.floats(0, 10),
-        "token_each_s": st.floats(0, 1),
         "paths": paths,
     }
     return st.builds(EngineState, name=st.just(name), **{**fields, **more})
 
 
-def fleets(**more: Any) -> st.SearchStrategy[list[EngineState]]:
+def fleets(least: int = 0, **more: Any) -> st.SearchStrategy[list[EngineState]]:
     """Up to seven engines."""
-    return st.integers(0, len(NAMES)).flatmap(
+    return st.integers(least, len(NAMES)).flatmap(
         lambda n: st.tuples(*(engine(name, **more) for name in NAMES[:n])).map(list)
     )
 
@@ -106,19 +102,19 @@ def test_a_decision_is_replayed_from_its_record_in_json(request, fleet, knowledg
 
 @given(requests, fleets(), knowledges, MAKES)
 @settings(max_examples=amount(40, 100))
-def test_only_healthy_engines_are_chosen_and_named(request, fleet, knowledge, policy):
+def test_engines_and_the_cheapest_others_are_named(request, fleet, knowledge, policy):
     before = msgspec.json.encode(fleet)
     decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
     assert msgspec.json.encode(fleet) == before
-    healthy = {each.name for each in fleet if each.healthy}
-    assert (decision.eligible, decision.unhealthy) == (len(healthy), len(fleet) - len(healthy))
+    names = {each.name for each in fleet}
+    assert decision.eligible == len(names)
     others = [other.engine for other in decision.alternatives]
-    if not healthy:
+    if not names:
         assert (decision.engine, decision.reason, others) == ("", "none_eligible", [])
         return
-    assert decision.engine in healthy
-    assert len(others) == len(set(others)) == min(3, len(healthy) - 1)
-    assert set(others) <= healthy - {decision.engine}
+    assert decision.engine in names
+    assert len(others) == len(set(others)) == min(3, len(names) - 1)
+    assert set(others) <= names - {decision.engine}
     assert [other.cost for other in decision.alternatives] == sorted(
         other.cost for other in decision.alternatives
     )
@@ -146,7 +142,7 @@ def test_a_cost_of_ours_is_the_sum_of_its_terms(request, fleet, knowledge):
         assert 0 <= decision.way.load_tokens <= decision.way.cached_tokens < request.tokens
 
 
-@given(requests, engine("a", healthy=st.just(True)), knowledges, copies)
+@given(requests, engine("a"), knowledges, copies)
 def test_more_knowledge_never_makes_an_engine_dearer(request, state, knowledge, more):
     """An exact copy of the engine's own cache is at least as good as none."""
     fleet = [state]
@@ -164,19 +160,18 @@ def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:
     """One engine of 1,000 tokens a second that can load from `l2` at 10,000 after 0.5 s."""
     state = EngineState(
         name="a",
-        at_s=NOW_S,
         paths={"l2": LoadPath(latency_s=0.5, tokens_s=10_000.0)},
         **{"prefill_tokens_s": 1_000.0, **fields},
     )
-    knowledge = Knowledge(copies=list(known), block_life_s=100.0, event_lag_s=1.0)
+    knowledge = Knowledge(copies=list(known), block_life_s=100.0)
     return choose(Request(id="r", tokens=tokens), [state], knowledge, NOW_S, policy=TTFT)
 
 
 def test_a_cost_of_ours_by_hand() -> None:
     for known, fields, cost in (
         ([], {}, 10.0),
-        ([], {"backlog_tokens": 3_000.0}, 13.0),
-        ([], {"backlog_tokens": 3_000.0, "behind_tokens": 4_000}, 14.0),
+        ([], {"drained_s": NOW_S + 3}, 13.0),
+        ([], {"drained_s": NOW_S + 3, "behind_s": 4.0}, 14.0),
         ([], {"running": 2}, 10.0),
         ([Copy(engine="a", tier="l0", tokens=8_000)], {}, 2.0),
         ([Copy(engine="a", tier="l0", tokens=10_000)], {}, 0.001),
@@ -185,8 +180,8 @@ def test_a_cost_of_ours_by_hand() -> None:
             {},
             10 - 8 / 2.718281828,
         ),
-        ([Copy(engine="a", tier="l0", tokens=8_000, certainty="unconfirmed", age_s=2.0)], {}, 2.0),
-        ([Copy(engine="a", tier="l0", tokens=8_000, certainty="unconfirmed", age_s=2.1)], {}, 10.0),
+        ([Copy(engine="a", tier="l0", tokens=8_000, certainty="unconfirmed", age_s=10.0)], {}, 2.0),
+        ([Copy(engine="a", tier="l0", tokens=8_000, certainty="unconfirmed", age_s=10.1)], {}, 10.0),
         ([Copy(engine="a", tier="l0", tokens=8_000, certainty="predicted", ready_at_s=NOW_S + 3)], {}, 5.0),
         ([Copy(engine="", tier="l2", tokens=8_000)], {}, 0.5 + 0.8 + 2.0),
         ([Copy(engine="", tier="peer", tokens=8_000)], {}, 10.0),

@@ -19,7 +19,7 @@ from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meter, Meters
 from kvstrata.gateway.residency.knowledge import Residency
-from kvstrata.gateway.routing.policies import POLICIES
+from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.routing.queues import UNMEASURED
 from tests.harness.amount import amount
 
@@ -133,7 +133,7 @@ class Scene:
         assert (len(self.admission), self.admission.size_bytes) == (0, 0)
         for engine in self.fleet:
             load = engine.load
-            assert (load.requests, load.waiting, load.prefill_tokens, load.backlog_tokens) == (0, 0, 0, 0.0)
+            assert (load.requests, load.waiting, load.prefill_tokens) == (0, 0, 0)
 
 
 def choice_of(ask: Ask) -> Choice:

@@ -17,8 +17,9 @@ from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.routing.model import Copy
-from kvstrata.gateway.routing.policies import POLICIES
+from kvstrata.gateway.routing.rates import PrefillRates
 from kvstrata.rpc.cluster_wire import GatewayHeard, KvKind, Served
 from kvstrata.types import LayoutIdentity, canonical_json
 from tests.harness.amount import amount
@@ -41,7 +42,9 @@ def served(
 
 
 def engine(port: int, instance: str = "") -> ServingEngine:
-    return ServingEngine(Place(f"e{port}", Address("10.0.0.1", port, False), instance=instance))
+    return ServingEngine(
+        Place(f"e{port}", Address("10.0.0.1", port, False), instance=instance), PrefillRates(1.0)
+    )
 
 
 def test_nothing_is_asked_for_a_kind_whose_keys_cannot_be_derived() -> None:

@@ -1,4 +1,4 @@
-"""Counts of engines and ranks come back to zero whatever happens to them, and what busy periods tell of their speed."""
+"""Counts of engines and ranks come back to zero whatever happens to them, and what their times tell of their speed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.gateway.busy_periods import FIRST_TOKENS, PIECE_TOKENS, TimedPrompt
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
+from kvstrata.gateway.routing.queues import FIRST_TOKENS, Flight
 from tests.harness.amount import amount
 
 
@@ -33,7 +33,7 @@ def check(fleet: Fleet, under_way: dict[str, ServingEngine]) -> None:
             )
             assert rank.place == engine.place._replace(name=rank.name)
     counted = sum(engine.in_flight for engine in fleet)
-    assert counted == len(under_way) >= len(fleet.queues)
+    assert counted == len(under_way)
 
 
 @settings(max_examples=amount(60, 200), deadline=None)
@@ -43,7 +43,7 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
     now_s = 0.0
     fleet = Fleet(lambda: now_s)
     under_way: dict[str, ServingEngine] = {}
-    timed: dict[str, TimedPrompt] = {}
+    timed: dict[str, Flight] = {}
     for number in range(steps):
         now_s += draw.random()
         engines = list(fleet.engines.values())
@@ -61,49 +61,47 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
             fleet.down(draw.choice(engines), "told to")
         elif what == "began" and targets:
             under_way[str(number)] = target = draw.choice(targets)
-            timed[str(number)] = fleet.began(target, str(number), 10, 20)
+            timed[str(number)] = fleet.began(target, 10, 20)
         elif what == "first" and under_way:
             word = draw.choice(list(under_way))
-            fleet.answers(under_way[word], word, timed[word])
+            fleet.answers(timed[word])
         elif what == "ended" and under_way:
             word = draw.choice(list(under_way))
-            fleet.ended(under_way.pop(word), word)
+            fleet.ended(under_way.pop(word), timed[word])
         check(fleet, under_way)
     for word, target in under_way.items():
-        fleet.ended(target, word)
-    assert not len(fleet.queues)
+        fleet.ended(target, timed[word])
     assert list(fleet) == list(fleet.engines.values()), "nothing leaves any more"
     for engine in fleet:
         for each in (engine, *engine.ranks):
             load = each.load
-            assert (load.requests, load.waiting, load.prefill_tokens, load.backlog_tokens) == (0, 0, 0, 0)
-            assert each.busy is None
+            assert (load.requests, load.waiting, load.prefill_tokens, load.running) == (0, 0, 0, 0)
+            assert each.queue.period is None
 
 
-def test_an_engine_has_the_rate_of_the_load_with_which_its_busy_period_began() -> None:
+def test_an_engine_has_the_rate_of_the_load_with_which_its_prompts_began_to_wait() -> None:
     now_s = 0.0
     fleet = Fleet(lambda: now_s)
     a, b = fleet.set_places([place("a"), place("b")])
-    for load, tokens_s in ((0, 1_000), (1, 500), (2, 100)):
-        for tokens in (100, 1_000, 10_000):
+    for tokens in (100, 1_000, 10_000) * 8:
+        for load in (0, 1, 2, 8):
             for name in ("a", "b"):
-                for _ in range(4):
-                    fleet.rates.observe(name, tokens, tokens / tokens_s, load)
+                fleet.rates.observe(name, tokens, tokens * (0.001 + 0.002 * load), load)
     usual = [fleet.rates.rate("a", load) for load in (0, 1, 2)]
-    assert usual[0] > 1.5 * usual[1] > 1.5 * usual[2]
-    first, second, _ = (fleet.began(a, word, 10, 20) for word in ("1", "2", "3"))
+    assert usual[0] > 1.5 * usual[1] > 2 * usual[2]
+    first, second, third = (fleet.began(a, 10, 20) for _ in range(3))
     now_s = 1.0
-    fleet.answers(a, "1", first)
+    fleet.answers(first)
     now_s = 2.0
-    fleet.answers(a, "2", second)
+    fleet.answers(second)
     assert a.load.running == 2, "one prompt still waits"
     assert (a.load.prefill_tokens_s, b.load.prefill_tokens_s) == (usual[0], usual[0])
     now_s = 3.0
-    other = fleet.began(b, "4", 10, 20)
-    fleet.ended(a, "3")
+    other = fleet.began(b, 10, 20)
+    fleet.ended(a, third)
     now_s = 3.001
-    fleet.answers(b, "4", other)
-    assert (a.load.prefill_tokens_s, b.load.prefill_tokens_s) == (usual[2], fleet.rates.rate("b", 1))
+    fleet.answers(other)
+    assert a.load.prefill_tokens_s < usual[1] and b.load.prefill_tokens_s < usual[0]
 
 
 class Clock:
@@ -120,31 +118,27 @@ class Served:
         self.clock = Clock()
         self.fleet = Fleet(self.clock)
         self.engine: ServingEngine
-        self.timed: dict[str, TimedPrompt] = {}
+        self.timed: dict[str, Flight] = {}
         [self.engine] = self.fleet.set_places([Place("a", Address("127.0.0.1", 1, False))])
         self.fleet.up(self.engine, {"m": {}})
 
-    def begin(self, number: str, at_s: float, tokens: int = 1_000, *, streams: bool = True) -> TimedPrompt:
+    def begin(self, number: str, at_s: float, tokens: int = 1_000, *, streams: bool = True) -> Flight:
         self.clock.now_s = at_s
-        self.timed[number] = self.fleet.began(self.engine, number, tokens, tokens, streams=streams)
+        self.timed[number] = self.fleet.began(self.engine, tokens, tokens, streams=streams)
         return self.timed[number]
 
     def answers(self, number: str, at_s: float) -> None:
         self.clock.now_s = at_s
-        self.fleet.answers(self.engine, number, self.timed[number])
+        self.fleet.answers(self.timed[number])
 
-    def ends(self, number: str, *, answered: bool = True) -> None:
-        if not answered:
-            self.timed[number].spoil()
-        self.fleet.ended(self.engine, number)
+    def ends(self, number: str) -> None:
+        self.fleet.ended(self.engine, self.timed[number])
 
     @property
-    def known(self) -> list[tuple[int, float, int]]:
-        """Tokens, seconds and class of load of the engine's samples."""
-        own = self.fleet.rates._engines.get("a")
-        if own is None:
-            return []
-        return [(one.tokens, one.seconds, one.load) for one in own.samples[self.fleet.rates._by_whole]]
+    def known(self) -> list[tuple[float, float, float]]:
+        """Tokens, seconds and running requests of the engine's samples."""
+        own = self.fleet.rates._fit._ratios.get("a", ())
+        return [(one.row[2], one.seconds, one.row[1]) for one in own]
 
 
 def test_prompts_that_share_steps_are_timed_together() -> None:
@@ -168,8 +162,8 @@ def test_a_period_with_a_prompt_that_failed_tells_nothing_and_ends_all_the_same(
     timed = served.begin("1", 100.0)
     served.begin("2", 100.0)
     served.answers("1", 101.0)
-    served.ends("2", answered=False)
-    assert served.engine.busy is None
+    served.ends("2")
+    assert served.engine.queue.period is None
     timed.report(10)
     assert served.known == []
 
@@ -205,35 +199,50 @@ class Busy(Served):
 
     @property
     def rates(self) -> list[float]:
-        """Of the samples, which are all of pieces."""
-        assert all(tokens == PIECE_TOKENS for tokens, _, _ in self.known)
+        """Of the samples."""
         return [round(tokens / seconds, 6) for tokens, seconds, _ in self.known]
 
 
-def test_a_period_that_never_ends_is_timed_in_pieces_between_cuts() -> None:
+def test_a_period_that_never_ends_is_timed_between_cuts() -> None:
     busy = Busy()
-    busy.serve(2 * FIRST_TOKENS - 1)
-    assert busy.known == [], "what was computed at the first cut of the prompts that wait is not known"
+    busy.serve(FIRST_TOKENS - 1)
+    assert busy.known == []
     busy.serve(1)
     assert busy.rates == [1_000.0] and busy.fleet.measured(busy.engine)
-    assert [load for _, _, load in busy.known] == [5], "as many run as did at the first cut"
-    for number in range(FIRST_TOKENS):
-        busy.timed[str(number)].report(1)
-    for number in range(FIRST_TOKENS, 2 * FIRST_TOKENS - 1):
+    busy.serve(FIRST_TOKENS)
+    assert [running for _, _, running in busy.known] == [0, FIRST_TOKENS], "as many run as did at the cut"
+    for number in range(FIRST_TOKENS - 1):
         busy.timed[str(number)].report(500)
-    assert busy.rates == [1_000.0], "an answer has not ended"
-    busy.timed[str(2 * FIRST_TOKENS - 1)].report(500)
-    assert busy.rates == [500.0]
-    busy.serve(3 * FIRST_TOKENS)
-    assert busy.rates == [500.0, 1_000.0, 1_000.0, 1_000.0]
+    assert busy.rates == [1_000.0, 1_000.0], "an answer has not ended"
+    busy.timed[str(FIRST_TOKENS - 1)].report(500)
+    assert sorted(busy.rates) == [500.0, 1_000.0]
+    assert not busy.known[-1][2], "it was corrected"
+    busy.begin("last", busy.clock())
+    busy.answers(str(2 * FIRST_TOKENS), busy.clock() + 0.1)
+    busy.answers("last", busy.clock() + 0.1)
+    assert busy.engine.queue.period is None and len(busy.known) == 2, "the rest was partly computed before"
 
 
-def test_a_prompt_that_fails_spoils_its_piece_and_no_other() -> None:
+def test_a_prompt_that_fails_spoils_its_period_and_no_other() -> None:
     busy = Busy()
-    busy.serve(2 * FIRST_TOKENS + 1)
+    busy.serve(FIRST_TOKENS + 1)
     busy.begin("failed", busy.clock())
-    busy.ends("failed", answered=False)
-    busy.serve(2 * FIRST_TOKENS)
-    assert busy.rates == [1_000.0, 1_000.0], "of three pieces between cuts"
-    busy.timed[str(3 * FIRST_TOKENS)].spoil()
+    busy.ends("failed")
+    busy.serve(FIRST_TOKENS - 1)
     assert busy.rates == [1_000.0]
+    busy.serve(FIRST_TOKENS)
+    assert busy.rates == [1_000.0, 1_000.0]
+    busy.timed[str(2 * FIRST_TOKENS)].spoil()
+    assert busy.rates == [1_000.0]
+
+
+def test_a_prompt_that_was_loaded_spoils_the_period_of_its_first_token() -> None:
+    busy = Busy()
+    busy.serve(FIRST_TOKENS - 2)
+    busy.begin("loaded", busy.clock()).spoil()
+    assert busy.rates == []
+    busy.serve(3)
+    busy.serve(FIRST_TOKENS - 4)
+    busy.answers("loaded", busy.clock())
+    busy.serve(FIRST_TOKENS)
+    assert len(busy.rates) <= 1

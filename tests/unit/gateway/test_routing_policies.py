@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 
 from kvstrata.gateway.loading import Loading
-from kvstrata.gateway.routing.choose import choose
-from kvstrata.gateway.routing.load_rates import ASSUMED_GAIN, LoadRates
+from kvstrata.gateway.routing.choose import Session, choose
 from kvstrata.gateway.routing.model import EngineState, Knowledge, LoadPath, Request
-from kvstrata.gateway.routing.policies import Session
+from kvstrata.gateway.routing.rates import ASSUMED_GAIN, LoadRates
 
 NOW_S = 100.0
 
 
 def engine(name: str, **more: Any) -> EngineState:
     """An idle engine of 1,000 tokens a second."""
-    return EngineState(name=name, at_s=NOW_S, **{"prefill_tokens_s": 1_000.0, **more})
+    return EngineState(name=name, **{"prefill_tokens_s": 1_000.0, **more})
 
 
 def test_the_example_of_the_page_holds() -> None:
@@ -39,7 +38,7 @@ def test_a_session_stays_and_moves_only_when_its_engine_goes() -> None:
 
     before = homes()
     assert len(set(before.values())) == 8
-    engines[3].healthy = False
+    del engines[3]
     after = homes()
     assert {session for session in before if before[session] != after[session]} == {
         session for session in before if before[session] == "e3"

@@ -10,11 +10,16 @@ from hypothesis import strategies as st
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.prefixes import KEY_BYTES, Prefixes
-from kvstrata.gateway.sharing.messages import FRAMES, MAX_EVENTS, MAX_FRAME_BYTES
 from kvstrata.gateway.sharing.others import Others
-from kvstrata.gateway.sharing.telling import Teller
+from kvstrata.gateway.sharing.telling import FRAMES, MAX_EVENTS, MAX_FRAME_BYTES, Sent, Teller
 
 ENGINES = ("a", "b")
+
+
+def sent(number: int, engine: str, keys: bytes = b"", *, streams: bool = True, loads: bool = False) -> Sent:
+    return Sent(
+        number=number, engine=engine, uncached=10, tokens=20, keys=keys, ready_in_s=0.5, streams=streams, loads=loads
+    )  # fmt: skip
 
 
 class Pair:
@@ -60,9 +65,9 @@ def test_queues_are_mended_whatever_was_lost(seed: int, steps: int, lost: float)
         if what == "sent":
             number += 1
             under_way.append(number)
-            keys = [draw.randbytes(KEY_BYTES) for _ in range(draw.randrange(4))]
+            keys = draw.randbytes(KEY_BYTES * draw.randrange(4))
             streams, loads = draw.random() < 0.7, draw.random() < 0.2
-            teller.sent(number, draw.choice(ENGINES), 10, 20, keys, 0.5, streams=streams, loads=loads)
+            teller.sent(sent(number, draw.choice(ENGINES), keys, streams=streams, loads=loads))
         elif under_way and what == "first":
             teller.first(draw.choice(under_way))
         elif under_way and what == "ended":
@@ -77,13 +82,13 @@ def test_queues_are_mended_whatever_was_lost(seed: int, steps: int, lost: float)
     pair.now_s += 60.0
     pair.others.forget_silent()
     assert pair.counts() == dict.fromkeys(ENGINES, (0, 0)) and len(pair.others) == 0
-    assert all(one.busy is None and one.in_flight == 0 for one in pair.fleet)
+    assert all(one.queue.period is None and one.in_flight == 0 for one in pair.fleet)
 
 
 def test_what_is_not_taken_is_dropped_and_counted_and_no_frame_is_too_long() -> None:
     pair = Pair()
     for number in range(MAX_EVENTS + 5):
-        pair.teller.sent(number, "a", 1, 1, [bytes(KEY_BYTES)] * 64, 0.0, streams=True, loads=False)
+        pair.teller.sent(sent(number, "a", bytes(64 * KEY_BYTES)))
     assert pair.teller.dropped == 5
     frames = list(pair.teller.take())
     assert len(frames) > 1
@@ -94,7 +99,7 @@ def test_what_is_not_taken_is_dropped_and_counted_and_no_frame_is_too_long() -> 
 
 def test_engines_that_are_not_known_here_are_passed_over() -> None:
     pair = Pair()
-    pair.teller.sent(1, "elsewhere", 1, 1, [], 0.0, streams=True, loads=False)
+    pair.teller.sent(sent(1, "elsewhere"))
     for frame in pair.teller.take():
         pair.hear(frame)
     assert pair.others.ignored == 1 and pair.counts() == dict.fromkeys(ENGINES, (0, 0))

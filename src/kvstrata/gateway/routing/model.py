@@ -1,7 +1,7 @@
 """What a routing decision is made from, and the decision. All of it encodes to JSON, so a decision can be replayed.
 
 Seconds are of one monotonic clock, the caller's; tokens are of the prompt, counted from its start.  `EngineState` is
-changed in place by its owner, which is `queues.Queues` for the counters; `choose` only reads.
+changed in place by its owner, which is `queues.Queue`; `choose` only reads.
 """
 
 from __future__ import annotations
@@ -45,34 +45,33 @@ class LoadPath(msgspec.Struct, kw_only=True):
     """Of loads that go on over the same link."""
 
 
+NEVER_S = 1e18
+"""A time that does not come; JSON knows no infinity."""
+
+
 class EngineState(msgspec.Struct, kw_only=True):
     """One engine. Counters are the router's own, not polled ones."""
 
     name: str
     prefill_tokens_s: float
-    """Measured; more than 0. `rates.Rates` gives one for engines that were not measured yet."""
+    """Measured; more than 0. `rates.PrefillRates` gives one for engines that were not measured yet."""
     token_s: float = 0.0
-    """Measured seconds of an answer's token, without the part below."""
-    token_each_s: float = 0.0
-    """More of them for each request in flight."""
-    healthy: bool = True
+    """Measured seconds of an answer's token, once one more request is in flight."""
     share: float = 1.0
     """Of the usual load that it may get now, in (0, 1]: less than 1 soon after its return. Only `least_loaded` asks."""
-    backlog_tokens: float = 0.0
-    """Tokens to be computed before a new request's, estimated at `at_s`; drained at `prefill_tokens_s` since."""
-    at_s: float = 0.0
-    behind_tokens: int = 0
-    """Uncached tokens of the waiting requests behind the oldest: as long as that has no first token, these are not
-    computed, whatever the estimate says."""
-    moved_s: float | None = None
-    """When a first token came for the last time, or when a request found none waiting. None: not known, since a waiting
-    request's answer comes whole."""
+    drained_s: float = 0.0
+    """When it should have computed what was sent to it."""
+    behind_s: float = 0.0
+    """Seconds of the waiting requests behind the oldest: as long as that has no first token, these are not computed,
+    whatever the estimate says."""
+    late_s: float = NEVER_S
+    """When it should have computed all that waits, counted from the last first token."""
     prefill_tokens: int = 0
     """Uncached tokens of all requests whose first token has not come, undrained."""
     inflight_tokens: int = 0
     """Uncached tokens of all requests in flight, also of those whose first token has come."""
     requests: int = 0
-    """In flight: dispatched and not ended."""
+    """In flight: sent and not ended."""
     waiting: int = 0
     """Of these, the requests whose first token has not come."""
     running: int = 0
@@ -87,14 +86,7 @@ class EngineState(msgspec.Struct, kw_only=True):
 
         An engine that should have computed all of it, and has not, is expected to need as long again as it is late.
         """
-        rate = self.prefill_tokens_s
-        seconds = self.backlog_tokens / rate
-        if now_s > self.at_s:
-            seconds -= now_s - self.at_s
-        seconds = max(seconds, self.behind_tokens / rate)
-        if self.waiting and self.moved_s is not None:
-            seconds += max(0.0, now_s - self.moved_s - self.prefill_tokens / rate)
-        return seconds
+        return max(self.drained_s - now_s, self.behind_s) + max(0.0, now_s - self.late_s)
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,8 +115,6 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
     """All else."""
     block_life_s: float = 300.0
     """Measured life of a block in an engine's cache."""
-    event_lag_s: float = 1.0
-    """Measured time from a first token to the event that names its blocks."""
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,4 +153,3 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     alternatives: list[Alternative] = []
     """The cheapest of the others, best first."""
     eligible: int = 0
-    unhealthy: int = 0

@@ -1,8 +1,6 @@
-"""Counts what was sent to each engine: the router's own picture of the queues, exact at once and never polled.
+"""What was sent to one engine, and how fast it computes: the router's own picture, exact at once and never polled.
 
-    dispatched ──▶ waiting ──first_token──▶ running ──ended──▶ gone        ended may come first, and gone() at any time
-
-`Queues` owns the counters in the `EngineState`s of a fleet and changes them in place; `choose` only reads them.
+    send ──▶ waiting ──first_token──▶ running ──end──▶ gone          end may come first
 
 The backlog of an engine is the uncached tokens of its waiting requests, less what it has computed of them since: it
 computes the oldest first, at its measured rate.  A first token corrects the guess: the backlog then has all tokens of
@@ -18,132 +16,275 @@ Before any rate is measured it gets `UNMEASURED` prompts, and then none until al
 it.  The estimated backlog does not make room: room comes with first tokens and ends.  The exception are answers that
 come whole, whose first byte tells nothing of their prompt: such a prompt takes room until its first token was expected.
 
+Its speed is timed over *periods* in which some prompt waits, since prompts share steps: a short prompt whose step a
+long one joined seems slow, and the long one behind it seems fast.  A long period is cut at a first token of the prompt
+that waited longest, so that no long prompt is half computed beside it; at least FIRST_TOKENS came since the last cut,
+in GAPS times the longest time between two of them.  Each part that ends at a cut is a sample, and a period without a
+cut; what remains after the last cut is none, since it was partly computed before.
+
 1. Each counter of an engine is the sum over its requests in flight; without requests all are zero, and so is the
    backlog, whatever the order of the calls.
-2. A call for a request that is not in flight, or that repeats what was said before, changes nothing and returns False.
-3. 0 <= backlog_tokens <= prefill_tokens.
-4. At most `limit` requests are in flight; `dispatched` refuses further ones.
+2. A call that repeats what was said before changes nothing.
+3. The backlog is at least 0 and at most `prefill_tokens`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from kvstrata.gateway.routing.decode import Decoded
-from kvstrata.gateway.routing.model import EngineState
+from kvstrata.gateway.routing.model import NEVER_S, EngineState
+from kvstrata.gateway.routing.rates import Decoded, Fit, Line, PrefillRates, Sample
 
-LIMIT = 1 << 20
 AT_HAND = 2
 UNMEASURED = 8
+AGREES = 0.05
+"""A report of computed tokens that differs by less from what was expected changes nothing."""
+FIRST_TOKENS = 16
+GAPS = 16.0
 
 
-class Waiting(NamedTuple):
-    """A prompt that was sent and has no first token yet."""
-
-    tokens: int
-    """Not cached."""
-    streams: bool
-    """Whether its first token will be told when the prompt is computed, rather than with the whole answer."""
-    ours: bool
-    """Whether this router sent it, and not another one that told of it."""
-    until_s: float
-    """When it ceases to take room in any case."""
-
-
-class InFlight:
-    """A request that was dispatched and has not ended."""
+class Period:
+    """A part of the time in which some prompt waits, with the prompts whose first tokens came in it."""
 
     __slots__ = (
-        "began_s",
-        "computed_tokens",
-        "context_tokens",
-        "engine",
-        "requests_s",
-        "running",
-        "uncached_tokens",
-    )
+        "began_s", "computed", "expected", "first_tokens", "gap_s", "moved_s", "reported", "running", "sample",
+        "seconds", "spoiled", "whole",
+    )  # fmt: skip
 
-    def __init__(self, engine: EngineQueue, uncached_tokens: int, context_tokens: int) -> None:
-        self.engine = engine
-        self.uncached_tokens = uncached_tokens
-        self.context_tokens = context_tokens
-        self.running = False
+    def __init__(self, began_s: float, running: int, *, whole: bool) -> None:
+        """`running`: requests that ran when it began. `whole`: a prompt waits whose answer comes whole."""
+        self.began_s = self.moved_s = began_s
+        self.running, self.whole = running, whole
+        self.first_tokens = self.expected = self.reported = self.computed = 0
+        self.gap_s = self.seconds = 0.0
+        """The longest time to a first token since the one before it; its length, once it is a sample."""
+        self.spoiled = False
+        """Something in it is not known: a prompt failed, or was loaded."""
+        self.sample: tuple[Fit, Sample] | None = None
+
+    def first_token(self, tokens: int, now_s: float) -> bool:
+        """A prompt has been computed; returns whether the period may be cut here."""
+        self.first_tokens += 1
+        self.expected += tokens
+        self.gap_s = max(self.gap_s, now_s - self.moved_s)
+        self.moved_s = now_s
+        return self.first_tokens >= FIRST_TOKENS and now_s - self.began_s >= GAPS * self.gap_s
+
+    def spoil(self) -> None:
+        """It is no sample."""
+        self.spoiled = True
+        self._retract()
+
+    def end(self, now_s: float, rates: PrefillRates, engine: str) -> None:
+        """It is a sample."""
+        self.seconds = now_s - self.began_s
+        if not self.spoiled:
+            self._observe(self.expected, rates, engine)
+
+    def report(self, computed_tokens: int, rates: PrefillRates, engine: str) -> None:
+        """An answer tells how many tokens of its prompt were computed; the sum counts once all have told."""
+        self.reported += 1
+        self.computed += computed_tokens
+        if self.spoiled or not self.seconds or self.reported < self.first_tokens:
+            return
+        if abs(self.computed - self.expected) > AGREES * self.expected:
+            self._retract()
+            self._observe(self.computed, rates, engine)
+
+    def _observe(self, tokens: int, rates: PrefillRates, engine: str) -> None:
+        self.sample = rates.observe(engine, tokens, self.seconds, self.running, whole=self.whole)
+
+    def _retract(self) -> None:
+        if self.sample is not None:
+            fit, sample = self.sample
+            fit.retract(sample)
+            self.sample = None
+
+
+class Flight:
+    """A request that was sent to an engine. Belongs to who sent it."""
+
+    __slots__ = (
+        "began_s", "computed_tokens", "context_tokens", "ended", "ours", "period", "queue", "requests_s", "running",
+        "spoiled", "streams", "tokens", "until_s",
+    )  # fmt: skip
+
+    def __init__(
+        self, queue: Queue, tokens: int, context_tokens: int, streams: bool, ours: bool, until_s: float
+    ) -> None:
+        self.queue = queue
+        self.tokens, self.context_tokens = tokens, context_tokens
+        """Of the prompt, to be computed; and all of them."""
+        self.streams, self.ours, self.until_s = streams, ours, until_s
+        self.running = self.ended = self.spoiled = False
+        self.period: Period | None = None
+        """In which its first token came."""
         self.began_s = self.requests_s = 0.0
         """When its first token came, and the engine's `requests_s` and `computed_tokens` then."""
         self.computed_tokens = 0
 
+    def spoil(self) -> None:
+        """How long its prompt takes tells nothing: it failed, or was loaded."""
+        self.spoiled = True
+        if (period := self.period or (self.queue.period if not self.ended else None)) is not None:
+            period.spoil()
 
-class EngineQueue:
-    """The requests of one engine, and its counters."""
+    def report(self, computed_tokens: int) -> None:
+        """Its answer told how many of its prompt's tokens were computed."""
+        if self.period is not None:
+            self.period.report(computed_tokens, self.queue.rates, self.queue.state.name)
 
-    def __init__(self, state: EngineState) -> None:
-        self.state = state
-        self.requests: set[str] = set()
-        self.waiting: dict[str, Waiting] = {}
-        """By request, the oldest first."""
-        self.whole = 0
-        """The waiting ones that do not stream."""
-        self.ours = 0
-        """The waiting ones that this router sent."""
-        self.full = False
-        """Whether `ours` was `UNMEASURED` since it was 0."""
-        self.requests_s = 0.0
+
+class Queue:
+    """See the module. Has no lock: it belongs to one event loop, and alone changes its state's counters."""
+
+    def __init__(self, state: EngineState, rates: PrefillRates) -> None:
+        self.state, self.rates = state, rates
+        self.line = Line()
+        self.waiting: dict[Flight, None] = {}
+        """The oldest first."""
+        self.period: Period | None = None
+        """As long as a prompt waits."""
+        self._cut = False
+        """Whether the period follows a cut."""
+        self._whole = self._ours = 0
+        """The waiting ones that do not stream, and those that this router sent."""
+        self._full = False
+        """Whether `_ours` was UNMEASURED since it was 0."""
+        self._at_s = self._moved_s = 0.0
+        """When something changed last; when a first token came last, or a request found none waiting."""
+        self._requests_s = 0.0
         """Integral of the requests in flight over time."""
-        self.computed_tokens = 0
+        self._computed_tokens = 0
         """Of prompts whose first token has come."""
-        self._clear()
 
-    def _clear(self) -> None:
-        state = self.state
-        state.backlog_tokens = 0.0
-        state.prefill_tokens = state.inflight_tokens = state.context_tokens = 0
-        state.requests = state.waiting = state.running = 0
+    def send(
+        self,
+        tokens: int,
+        context_tokens: int,
+        now_s: float,
+        *,
+        streams: bool = True,
+        ours: bool = True,
+        until_s: float = math.inf,
+    ) -> Flight:
+        """A request is sent, with so many tokens to compute, and `context_tokens` in all.
 
-    def drain(self, now_s: float) -> None:
-        """Count as computed what the engine should have computed since the last call. A clock that steps back waits."""
-        state = self.state
-        if now_s > state.at_s:
-            self.requests_s += state.requests * (now_s - state.at_s)
-            if state.backlog_tokens:
-                computed = (now_s - state.at_s) * state.prefill_tokens_s
-                state.backlog_tokens = max(0.0, state.backlog_tokens - computed)
-            state.at_s = now_s
-
-    def add(self, request: str, flight: InFlight, prompt: Waiting, now_s: float) -> None:
-        """Reserve for a new request."""
-        state = self.state
-        if not state.waiting:
-            state.moved_s = now_s
-        if not prompt.streams:
-            self.whole += 1
-            state.moved_s = None
-        self.ours += prompt.ours
-        self.full = self.full or self.ours >= UNMEASURED
-        self.requests.add(request)
-        self.waiting[request] = prompt
+        `streams`: its first token will be told when the prompt is computed, rather than with the whole answer.
+        `ours`: this router sent it, and not another one that told of it. `until_s`: when it ceases to take room in any
+        case.
+        """
+        state, flight = self.state, Flight(self, tokens, context_tokens, streams, ours, until_s)
+        self._pass(now_s)
+        if self.period is None:
+            self.period, self._cut = Period(now_s, state.running, whole=False), False
+        if not self.waiting:
+            self._moved_s = now_s
+        self.period.whole |= not streams
+        self.waiting[flight] = None
+        self._whole += not streams
+        self._ours += ours
+        self._full = self._full or self._ours >= UNMEASURED
         state.requests += 1
         state.waiting += 1
-        state.prefill_tokens += flight.uncached_tokens
-        state.inflight_tokens += flight.uncached_tokens
-        state.context_tokens += flight.context_tokens
-        state.backlog_tokens += flight.uncached_tokens
-        self._count_behind()
+        state.prefill_tokens += tokens
+        state.inflight_tokens += tokens
+        state.context_tokens += context_tokens
+        self._have(self.backlog_tokens(now_s) + tokens, now_s)
+        return flight
 
-    def _count_behind(self) -> None:
-        oldest = next(iter(self.waiting.values()), None)
-        self.state.behind_tokens = self.state.prefill_tokens - (oldest.tokens if oldest is not None else 0)
+    def first_token(self, flight: Flight, now_s: float) -> None:
+        """A request's prompt has been computed."""
+        if flight.running or flight.ended:
+            return
+        self._pass(now_s)
+        oldest = next(iter(self.waiting)) is flight
+        flight.running, flight.period = True, self.period
+        self.state.running += 1
+        self._computed_tokens += flight.tokens
+        flight.began_s, flight.requests_s = now_s, self._requests_s
+        flight.computed_tokens = self._computed_tokens
+        self._moved_s = now_s
+        self._stop_waiting(flight, now_s, computed=True)
+        assert self.period is not None
+        if flight.spoiled:
+            self.period.spoil()
+        if self.period.first_token(flight.tokens, now_s) and oldest:
+            self.period.end(now_s, self.rates, self.state.name)
+            self.period, self._cut = Period(now_s, self.state.running, whole=self._whole > 0), True
+        self._rest(now_s)
 
-    def stop_waiting(self, request: str, computed: bool) -> None:
-        """Take a request out of those that wait; `computed`: because its first token came."""
+    def end(self, flight: Flight, now_s: float) -> Decoded | None:
+        """A request has ended, however. Returns what is known of its answer; None: it had none."""
+        if flight.ended:
+            return None
         state = self.state
-        oldest = next(iter(self.waiting)) == request
-        prompt = self.waiting.pop(request)
-        self.whole -= not prompt.streams
-        self.ours -= prompt.ours
-        self.full = self.full and self.ours > 0
-        tokens = prompt.tokens
-        done = state.prefill_tokens - state.backlog_tokens
+        self._pass(now_s)
+        flight.ended = True
+        if flight in self.waiting:
+            if self.period is not None:
+                self.period.spoil()
+            self._stop_waiting(flight, now_s, computed=False)
+        state.running -= flight.running
+        state.requests -= 1
+        state.inflight_tokens -= flight.tokens
+        state.context_tokens -= flight.context_tokens
+        self._have(self.backlog_tokens(now_s), now_s)
+        self._rest(now_s)
+        seconds = now_s - flight.began_s
+        if not flight.running or seconds <= 0:
+            return None
+        requests = (self._requests_s - flight.requests_s) / seconds
+        return Decoded(seconds, requests, self._computed_tokens - flight.computed_tokens)
+
+    def rate(self, line: Line, now_s: float) -> None:
+        """Take the rates that were measured by now, and these seconds of an answer's token."""
+        # Samples are of the load under which a period began, so a rate under another load would be wrong.
+        running = self.period.running if self.period is not None else self.state.running
+        tokens = self.backlog_tokens(now_s)
+        self.line, self.state.prefill_tokens_s = line, self.rates.rate(self.state.name, running)
+        self._have(tokens, now_s)
+
+    def backlog_tokens(self, now_s: float) -> float:
+        """See the module."""
+        return max(0.0, self.state.drained_s - now_s) * self.state.prefill_tokens_s
+
+    def has_room(self, most_s: float, now_s: float, *, measured: bool) -> bool:
+        """Whether a further prompt would be computed soon: see the module.
+
+        `most_s`: the seconds that the prompts before it may take. `measured`: the engine's rate is more than a guess.
+        """
+        if not measured and not self._full:
+            return True
+        taking = [one.tokens for one in self._taking(now_s)]
+        if not measured:
+            return not taking
+        return len(taking) < AT_HAND or sum(taking) <= most_s * self.state.prefill_tokens_s
+
+    def next_room_s(self, now_s: float) -> float:
+        """When a prompt will cease to take room without being told; infinite: none will."""
+        return (
+            min((one.until_s for one in self._taking(now_s)), default=math.inf) if self._whole else math.inf
+        )
+
+    def _taking(self, now_s: float) -> Iterator[Flight]:
+        return (one for one in self.waiting if one.ours and one.until_s > now_s)
+
+    def _pass(self, now_s: float) -> None:
+        """Time has passed."""
+        self._requests_s += self.state.requests * (now_s - self._at_s)
+        self._at_s = now_s
+
+    def _stop_waiting(self, flight: Flight, now_s: float, *, computed: bool) -> None:
+        """Take a request out of those that wait; `computed`: because its first token came."""
+        state, tokens = self.state, flight.tokens
+        oldest = next(iter(self.waiting)) is flight
+        done = state.prefill_tokens - self.backlog_tokens(now_s)
+        del self.waiting[flight]
+        self._whole -= not flight.streams
+        self._ours -= flight.ours
+        self._full = self._full and self._ours > 0
         state.prefill_tokens -= tokens
         state.waiting -= 1
         # The oldest is computed first: what was done beyond its tokens is a guess, which its first token corrects.
@@ -151,157 +292,21 @@ class EngineQueue:
             beyond = 0.0 if computed else done - tokens
         else:
             beyond = done - tokens if computed else done
-        state.backlog_tokens = min(max(0.0, state.prefill_tokens - max(0.0, beyond)), state.prefill_tokens)
-        self._count_behind()
+        self._have(state.prefill_tokens - max(0.0, beyond), now_s)
 
-    def taking(self, now_s: float) -> list[int]:
-        """The uncached tokens of the prompts that take room."""
-        return [one.tokens for one in self.waiting.values() if one.ours and one.until_s > now_s]
-
-    def remove(self, request: str, flight: InFlight) -> None:
-        """Release all that is left of a request."""
+    def _have(self, backlog_tokens: float, now_s: float) -> None:
+        """The backlog is this, within its bounds; what the choice goes by follows."""
         state = self.state
-        if request in self.waiting:
-            self.stop_waiting(request, computed=False)
-        state.running -= flight.running
-        self.requests.discard(request)
-        state.requests -= 1
-        state.inflight_tokens -= flight.uncached_tokens
-        state.context_tokens -= flight.context_tokens
+        rate, oldest = state.prefill_tokens_s, next(iter(self.waiting), None)
+        state.drained_s = now_s + min(max(0.0, backlog_tokens), state.prefill_tokens) / rate
+        state.behind_s = (state.prefill_tokens - oldest.tokens) / rate if oldest is not None else 0.0
+        late = oldest is not None and not self._whole
+        state.late_s = self._moved_s + state.prefill_tokens / rate if late else NEVER_S
+        state.token_s = self.line.alone_s + self.line.each_s * (state.requests + 1)
 
-
-class Queues:
-    """See the module. Has no lock: it belongs to one event loop."""
-
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._limit = limit
-        self._engines: dict[str, EngineQueue] = {}
-        self._flights: dict[str, InFlight] = {}
-
-    def __len__(self) -> int:
-        """Return the number of requests in flight."""
-        return len(self._flights)
-
-    def add(self, state: EngineState) -> None:
-        """Begin to count for an engine, from zero. One of the same name that was known before is dropped first."""
-        self.gone(state.name)
-        self._engines[state.name] = EngineQueue(state)
-
-    def gone(self, engine: str) -> list[str]:
-        """Drop an engine that was killed or restarted; return its requests in flight, which are forgotten."""
-        queue = self._engines.pop(engine, None)
-        if queue is None:
-            return []
-        lost = sorted(queue.requests)
-        for request in lost:
-            queue.remove(request, self._flights.pop(request))
-        return lost
-
-    def dispatched(
-        self,
-        request: str,
-        engine: str,
-        uncached_tokens: int,
-        context_tokens: int,
-        now_s: float,
-        *,
-        streams: bool = True,
-        ours: bool = True,
-        until_s: float = math.inf,
-    ) -> bool:
-        """Reserve for a request that is sent: the tokens to compute and the KV it needs.
-
-        `streams`, `ours` and `until_s`: see Waiting.
-
-        Returns False, and reserves nothing, if the request is in flight already, the engine unknown, or the limit
-        reached.  Raises ValueError for a negative number of tokens.
-        """
-        for name, tokens in (("uncached_tokens", uncached_tokens), ("context_tokens", context_tokens)):
-            if tokens < 0:
-                raise ValueError(f"{name}: {tokens} of request {request!r}; it must be at least 0")
-        queue = self._engines.get(engine)
-        if queue is None or request in self._flights or len(self._flights) >= self._limit:
-            return False
-        queue.drain(now_s)
-        flight = self._flights[request] = InFlight(queue, uncached_tokens, context_tokens)
-        queue.add(request, flight, Waiting(uncached_tokens, streams, ours, until_s), now_s)
-        return True
-
-    def waits_longest(self, request: str) -> bool:
-        """Whether a request waits, and none at its engine was dispatched before it and waits too."""
-        flight = self._flights.get(request)
-        return flight is not None and next(iter(flight.engine.waiting), None) == request
-
-    def has_room(self, engine: str, most_s: float, now_s: float, *, measured: bool) -> bool:
-        """Whether a further prompt would be computed soon: see the module. An engine that is not known has none.
-
-        `most_s`: the seconds that the prompts before it may take. `measured`: the engine's rate is more than a guess.
-        """
-        queue = self._engines.get(engine)
-        if queue is None:
-            return False
-        if not measured and not queue.full:
-            return True
-        taking = queue.taking(now_s)
-        if not measured:
-            return not taking
-        return len(taking) < AT_HAND or sum(taking) <= most_s * queue.state.prefill_tokens_s
-
-    def next_room_s(self, now_s: float) -> float:
-        """When a prompt will cease to take room without being told; infinite: none will."""
-        times = (
-            one.until_s
-            for queue in self._engines.values()
-            if queue.whole
-            for one in queue.waiting.values()
-            if one.ours and one.until_s > now_s
-        )
-        return min(times, default=math.inf)
-
-    def first_token(self, request: str, now_s: float) -> bool:
-        """Note that a request's prompt has been computed."""
-        flight = self._flights.get(request)
-        if flight is None or flight.running:
-            return False
-        flight.running = True
-        flight.engine.drain(now_s)
-        flight.engine.stop_waiting(request, computed=True)
-        flight.engine.state.moved_s = None if flight.engine.whole else now_s
-        flight.engine.state.running += 1
-        flight.engine.computed_tokens += flight.uncached_tokens
-        flight.began_s, flight.requests_s = now_s, flight.engine.requests_s
-        flight.computed_tokens = flight.engine.computed_tokens
-        return True
-
-    def decoded(self, request: str, now_s: float) -> Decoded | None:
-        """What is known of the answer of a running request until now; None: it has none, or no time has passed."""
-        flight = self._flights.get(request)
-        if flight is None or not flight.running or now_s <= flight.began_s:
-            return None
-        flight.engine.drain(now_s)
-        seconds = now_s - flight.began_s
-        return Decoded(
-            seconds,
-            (flight.engine.requests_s - flight.requests_s) / seconds,
-            flight.engine.computed_tokens - flight.computed_tokens,
-        )
-
-    def ended(self, request: str, now_s: float) -> bool:
-        """Release a request: answered, failed, refused or cancelled."""
-        flight = self._flights.pop(request, None)
-        if flight is None:
-            return False
-        flight.engine.drain(now_s)
-        flight.engine.remove(request, flight)
-        return True
-
-    def rate(self, engine: str, tokens_s: float, now_s: float) -> bool:
-        """Drain an engine at another rate from now on. Raises ValueError unless the rate is finite and above 0."""
-        if not (math.isfinite(tokens_s) and tokens_s > 0):
-            raise ValueError(f"tokens_s: {tokens_s} of engine {engine!r}; it must be a finite number above 0")
-        queue = self._engines.get(engine)
-        if queue is None:
-            return False
-        queue.drain(now_s)
-        queue.state.prefill_tokens_s = tokens_s
-        return True
+    def _rest(self, now_s: float) -> None:
+        """End the period if no prompt waits any more."""
+        if self.period is not None and not self.waiting:
+            if not self._cut:
+                self.period.end(now_s, self.rates, self.state.name)
+            self.period = None

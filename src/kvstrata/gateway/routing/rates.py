@@ -1,24 +1,22 @@
-"""Measures how fast engines compute prompts: tokens a second, by how many requests run meanwhile.
+"""How fast engines are: seconds of a prompt, seconds of an answer's token, and how long answers are.
 
-A sample is a prompt, or several that shared steps: the tokens that were computed, the seconds from an empty queue to
-the (last) first token, and the requests that ran meanwhile.  Loads fall into classes by powers of two: 0, 1, 2-3, 4-7,
-and so on.  A sample with an answer that came *whole* has the time of that answer in it: such samples count only as long
-as there are no others, of any engine.  Over all engines
+    seconds of prompts = f · (a + b · R + (1 / μ + c · R) · u)     R: running requests, u: tokens that were computed
+    seconds a token    = f · (α + β · R + γ · p)                   R: requests in flight, p: prompt tokens computed
+                                                                   meanwhile for each of the answer's tokens
+The terms hold for all engines, f is one engine's deviation from them, for prompts and for answers apart.  Without the
+last term of an answer, prompts computed beside it would count as the answer's.
 
-    seconds = what any first token takes under the load + tokens / usual rate under the load
-
-and the rate of one engine is the usual one times its *factor*:
-
-1. The line of a load goes through the medians of the shorter and of the longer half of its samples, so outliers move it
-   only if they are half of a half.  A load that has only short prompts says little of a rate: it has the slope of all
-   samples.  A load with fewer than `FEWEST` samples has the line of the nearest that has as many, the lower of two; if
-   none has, all samples make one line.  Without any the rate is `assumed_tokens_s`.
-2. An engine's factor is 1 unless more of its samples are faster, or slower, than those of all engines of about their
-   size than chance explains, or `FEW` samples say that it is twice as fast or slow; then it is the median of these
-   ratios.  Engines that are alike must not seem to differ, or the one that seems fastest gets every prompt: believing
-   single samples cost a tenth of the 99th percentile of a real trace.
-3. The newest `MAX_SAMPLES` of an engine and `MAX_ALL` of a load are kept; those with whole answers apart from the
-   others, so that neither displaces the other.
+1. Terms follow from least squares of the relative errors, with each engine's f taken out of its observations, each of
+   which weighs KEPT of the next one.  No term is negative.  Where observations do not tell whether tokens or something
+   constant takes the time, tokens do.
+2. f is 1 unless more of an engine's newest ratios of observed to expected are above 1, or below, than chance explains;
+   then it is their median.  Engines that are alike must not seem to differ, or the one that seems fastest gets every
+   prompt: believing single samples cost a tenth of the 99th percentile of a real trace.
+3. Samples of prompts whose answers came whole have the time of the answer in them.  They count only as long as there
+   are no others, of any engine.
+4. Before the first sample the rate of prompts is `assumed_tokens_s`; until FEWEST answers were observed nothing is
+   known of tokens, and decoding costs nothing.
+5. An answer's expected length is the mean of its model's answers, the newer weighing more; for a new model that of all.
 """
 
 from __future__ import annotations
@@ -26,188 +24,291 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Collection
 from typing import NamedTuple
 
-MAX_SAMPLES = 64
-MAX_ALL = 256
-MAX_CLASSES = 9
-"""The last has 128 running requests or more."""
-MAX_ENGINES = 4_096
-FEWEST = 12
-FEW, FEW_ALIKE = 3, 6
-TWICE = 2.0
+from kvstrata.gateway.routing.model import LoadPath, Tier
+
+KEPT = 0.998
+FEWEST, MAX_OWN = 16, 64
+EACH = 8
+"""So many observations lie between two fits, which take some 0.1 ms."""
+FEW, TWICE = 3, 2.0
+"""So many samples may say that an engine is twice as fast or slow."""
+ALIKE = 1.15
+"""A smaller deviation is none."""
 DEVIATIONS = 2.0
 """Standard deviations from an even split of its samples beyond which an engine counts as different."""
-SPREAD, TOLD = 1.5, 0.5
-"""A load tells a slope if its halves' tokens have this ratio, and the longer one this share of that of all loads."""
+MOST_FACTOR = 8.0
+"""f is at most this, and at least 1 / MOST_FACTOR: engines themselves tell how many tokens they answered."""
+MOST_RATIO = 16.0
+"""A larger ratio of expected to observed counts as this one."""
+LEAST_TOKENS = 8
+"""A shorter answer tells little of a token's time."""
+LEAST_S, MOST_S = 1e-5, 100.0
+"""An answer whose tokens took less or more tells nothing."""
+ANSWERS_KEPT = 0.99
+MAX_ENGINES, MAX_MODELS = 4_096, 1_024
+ASSUMED_GAIN, ASSUMED_LATENCY_S = 8.0, 0.01
+"""A path that nobody has measured loads so many times as fast as the engine computes, after a latency."""
 
 
 class Sample(NamedTuple):
-    """See the module."""
+    """One observation of a Fit."""
 
     engine: str
-    tokens: int
+    row: tuple[float, ...]
     seconds: float
-    load: int
-    """Its class."""
-    whole: bool
-    """Whether some answer came whole."""
+    factor: float
+    """The engine's, when it was observed."""
+    ratio: float
+    """Observed seconds to expected ones; 0: nothing was expected yet."""
     number: int
-    """Differs from all others'."""
 
 
-class Line(NamedTuple):
-    """Seconds to a first token: `latency_s + tokens / tokens_s`."""
+class Fit:
+    """Terms of all engines and the factor of each: rules 1 and 2."""
 
-    latency_s: float
-    tokens_s: float
-    long: float = 0.0
-    """The median tokens of the longer half of its samples."""
+    def __init__(self, ridge: tuple[float, ...]) -> None:
+        """`ridge`: for each term, the share of its own squares that keeps it from taking what another explains."""
+        self._ridge, size = ridge, len(ridge)
+        self._squares = [[0.0] * size for _ in range(size)]
+        self._products = [0.0] * size
+        self._weight = 0.0
+        """Of all observations together; the newest weighs 1."""
+        self.observed = 0
+        self.terms = (0.0,) * size
+        """All 0: nothing is known."""
+        self._ratios: OrderedDict[str, deque[Sample]] = OrderedDict()
+        """By engine, the least recently observed first."""
+        self._factors: dict[str, float] = {}
 
-    def seconds(self, tokens: int) -> float:
-        """Return the seconds for a prompt of which so many tokens are computed."""
-        return self.latency_s + tokens / self.tokens_s
-
-
-class Own:
-    """The newest samples of one engine, and its factor."""
-
-    def __init__(self) -> None:
-        self.samples: dict[bool, deque[Sample]] = {
-            whole: deque(maxlen=MAX_SAMPLES) for whole in (False, True)
-        }
-        """By whether they are of whole answers."""
-        self.factor = 1.0
-        self.by_whole: bool | None = None
-        """Of which samples the factor is; None: it must be found."""
-
-
-def load_class(running: float) -> int:
-    """Return the class of a load."""
-    return min(MAX_CLASSES - 1, int(max(0.0, running)).bit_length())
-
-
-def line_through(samples: Collection[Sample], common: Line | None = None) -> Line:
-    """Return the line of some samples, by rule 1. There is at least one. `common`: that of all loads."""
-    ordered = sorted(samples, key=lambda one: one.tokens)
-    half = (len(ordered) + 1) // 2
-    points = []
-    for part in (ordered[:half], ordered[-half:]):
-        tokens = statistics.median(one.tokens for one in part)
-        # Within a half longer prompts take longer: the median rate stands for it, not the median time.
-        points.append((tokens, tokens / statistics.median(one.tokens / one.seconds for one in part)))
-    (short, short_s), (long, long_s) = points
-    slope = most = long_s / long  # as if the latency were nothing
-    if common is not None and long < TOLD * common.long:
-        slope = 1.0 / common.tokens_s
-    elif long >= SPREAD * short and long_s > short_s:
-        slope = max((long_s - short_s) / (long - short), 0.25 * most)
-    slope = min(slope, most)
-    return Line(long_s - slope * long, 1.0 / slope, long)
-
-
-class Rates:
-    """See the module. Has no lock: it belongs to one event loop."""
-
-    def __init__(self, assumed_tokens_s: float) -> None:
-        if not (math.isfinite(assumed_tokens_s) and assumed_tokens_s > 0):
-            raise ValueError(f"assumed_tokens_s: {assumed_tokens_s}; it must be a finite number above 0")
-        self._assumed = Line(0.0, assumed_tokens_s)
-        self._engines: OrderedDict[str, Own] = OrderedDict()
-        """The least recently observed first."""
-        self._samples: dict[bool, dict[int, deque[Sample]]] = {False: {}, True: {}}
-        """By whether answers came whole, then by load."""
-        self._observed = 0
-        self._lines: dict[int, Line] = {}
-        """By load; empty: to be found."""
-        self._cells: dict[tuple[int, int], float] = {}
-        """The median rate of `FEW_ALIKE` samples or more, by load and by the power of two of their tokens."""
-
-    @property
-    def _by_whole(self) -> bool:
-        """Whether the samples of whole answers count: there are no others."""
-        return not any(self._samples[False].values())
-
-    def observe(
-        self, engine: str, tokens: int, seconds: float, running: float, *, whole: bool = False
-    ) -> Sample | None:
-        """Add a sample, and return it; None if it says nothing: a prompt without computed tokens or time.
-
-        `whole`: some answer came whole, so the seconds include those of the answer.
-        """
-        if tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
-            return None
-        own = self._engines.setdefault(engine, Own())
-        self._engines.move_to_end(engine)
-        if len(self._engines) > MAX_ENGINES:
-            self._engines.popitem(last=False)
-        self._observed += 1
-        sample = Sample(engine, tokens, seconds, load_class(running), whole, self._observed)
-        own.samples[whole].append(sample)
-        self._samples[whole].setdefault(sample.load, deque(maxlen=MAX_ALL)).append(sample)
-        own.by_whole, self._lines = None, {}
+    def observe(self, engine: str, row: tuple[float, ...], seconds: float) -> Sample:
+        """Add an observation of more than 0 seconds."""
+        expected = self.seconds(row)
+        ratio = max(seconds / expected, 1.0 / MOST_RATIO) if expected > 0 else 0.0
+        sample = Sample(
+            engine, row, max(seconds, expected / MOST_RATIO), self.factor(engine), ratio, self.observed
+        )
+        own = self._ratios.setdefault(engine, deque(maxlen=MAX_OWN))
+        own.append(sample)
+        self._ratios.move_to_end(engine)
+        if len(self._ratios) > MAX_ENGINES:
+            self.forget(next(iter(self._ratios)))
+        self._factors.pop(engine, None)
+        self.observed += 1
+        self._add(sample, 1.0)
+        if self.observed <= EACH or self.observed % EACH == 0:
+            self._fit()
         return sample
 
     def retract(self, sample: Sample) -> None:
-        """Forget a sample that turned out to be wrong."""
-        own = self._engines.get(sample.engine)
-        kept = [self._samples[sample.whole][sample.load]]
-        if own is not None:
-            own.by_whole = None
-            kept.append(own.samples[sample.whole])
-        for samples in kept:
-            if sample in samples:
-                samples.remove(sample)
-        self._lines = {}
+        """Forget an observation that turned out to be wrong."""
+        own = self._ratios.get(sample.engine)
+        if own is not None and sample in own:
+            own.remove(sample)
+            self._factors.pop(sample.engine, None)
+            self._add(sample, -(KEPT ** (self.observed - 1 - sample.number)))
+            self._fit()
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone or was restarted."""
-        self._engines.pop(engine, None)
+        self._ratios.pop(engine, None)
+        self._factors.pop(engine, None)
 
     def samples(self, engine: str) -> int:
-        """Return how many samples of the engine count."""
-        own = self._engines.get(engine)
-        return len(own.samples[self._by_whole]) if own is not None else 0
+        """How many observations of an engine are kept."""
+        return len(self._ratios.get(engine, ()))
+
+    def seconds(self, row: tuple[float, ...]) -> float:
+        """What is expected of an engine like the others."""
+        return sum(x * term for x, term in zip(row, self.terms, strict=True))
+
+    def factor(self, engine: str) -> float:
+        """f of an engine: rule 2."""
+        found = self._factors.get(engine)
+        if found is None:
+            ratios = [one.ratio for one in self._ratios.get(engine, ()) if one.ratio]
+            found = self._factors[engine] = _factor(ratios) if ratios else 1.0
+            if len(self._factors) > 2 * MAX_ENGINES:
+                self._factors.clear()
+        return found
+
+    def _add(self, sample: Sample, weight: float) -> None:
+        seconds, kept = sample.seconds / sample.factor, KEPT if weight > 0 else 1.0
+        self._weight = kept * self._weight + weight
+        for i, x in enumerate(sample.row):
+            self._products[i] = kept * self._products[i] + weight * x / seconds
+            for j, y in enumerate(sample.row):
+                self._squares[i][j] = kept * self._squares[i][j] + weight * x * y / seconds**2
+
+    def _fit(self) -> None:
+        """Least squares; a term that would be negative is 0, and the others are found without it."""
+        terms = [0.0] * len(self.terms)
+        if self._weight < 0.5:  # all were retracted, and what is left is rounding
+            self._squares, self._products = [[0.0] * len(terms) for _ in terms], [*terms]
+        squares, kept = self._squares, [i for i in range(len(terms)) if self._squares[i][i] > 0]
+        while kept:
+            rows = [[squares[i][j] * (1.0 + self._ridge[i] * (i == j)) for j in kept] for i in kept]
+            found = _solved(rows, [self._products[i] for i in kept])
+            least, worst = min(
+                (term * math.sqrt(squares[i][i]), i) for term, i in zip(found, kept, strict=True)
+            )
+            if least >= 0:
+                for term, i in zip(found, kept, strict=True):
+                    terms[i] = term
+                break
+            kept.remove(worst)
+        self.terms = tuple(terms)
+
+
+def _factor(ratios: list[float]) -> float:
+    slower, faster = sum(ratio > 1.0 for ratio in ratios), sum(ratio < 1.0 for ratio in ratios)
+    median = statistics.median(ratios)
+    few = slower + faster < FEW or (
+        1.0 / TWICE < median < TWICE and abs(slower - faster) <= DEVIATIONS * math.sqrt(slower + faster)
+    )
+    if few or 1.0 / ALIKE < median < ALIKE:
+        return 1.0
+    return min(max(median, 1.0 / MOST_FACTOR), MOST_FACTOR)
+
+
+def _solved(rows: list[list[float]], right: list[float]) -> list[float]:
+    """The solution of a few linear equations, by Gauss-Jordan elimination."""
+    made = [[*row, value] for row, value in zip(rows, right, strict=True)]
+    for i in range(len(made)):
+        pivot = made[i][i]
+        if pivot <= 0:
+            made[i] = [0.0] * (len(made) + 1)
+            continue
+        made[i] = [value / pivot for value in made[i]]
+        for j in range(len(made)):
+            if j != i:
+                factor = made[j][i]
+                made[j] = [a - factor * b for a, b in zip(made[j], made[i], strict=True)]
+    return [row[-1] for row in made]
+
+
+class PrefillRates:
+    """Tokens of prompts a second. Has no lock: it belongs to one event loop."""
+
+    def __init__(self, assumed_tokens_s: float) -> None:
+        self._assumed_tokens_s = assumed_tokens_s
+        self._fits = {whole: Fit((1e-2, 1e-2, 1e-6, 1e-3)) for whole in (False, True)}
+        """By whether answers came whole."""
+
+    @property
+    def _fit(self) -> Fit:
+        return self._fits[not self._fits[False].observed]
+
+    def observe(
+        self, engine: str, tokens: int, seconds: float, running: float, *, whole: bool = False
+    ) -> tuple[Fit, Sample] | None:
+        """Add a sample, and return what `retract` needs; None if it says nothing: no computed tokens, or no time.
+
+        `running`: requests that ran meanwhile. `whole`: some answer came whole, so the seconds include its own.
+        """
+        if tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
+            return None
+        fit = self._fits[whole]
+        return fit, fit.observe(engine, (1.0, running, float(tokens), tokens * running), seconds)
+
+    def forget(self, engine: str) -> None:
+        """Drop an engine that has gone or was restarted."""
+        for fit in self._fits.values():
+            fit.forget(engine)
+
+    def samples(self, engine: str) -> int:
+        """How many samples of the engine count."""
+        return self._fit.samples(engine)
 
     def rate(self, engine: str, running: float) -> float:
-        """Return the engine's rate under a load, in tokens a second."""
-        own = self._engines.get(engine)
-        if own is None:
-            return self._usual(load_class(running)).tokens_s
-        if own.by_whole is not (by_whole := self._by_whole):
-            own.factor, own.by_whole = self._factor(own.samples[by_whole]), by_whole
-        return self._usual(load_class(running)).tokens_s * own.factor
+        """The engine's rate beside so many running requests, in tokens a second."""
+        fit = self._fit
+        _, _, token_s, each_s = fit.terms
+        seconds = token_s + each_s * running
+        return 1.0 / (seconds * fit.factor(engine)) if seconds > 0 else self._assumed_tokens_s
 
-    def _usual(self, load: int) -> Line:
-        if not self._lines:
-            by_load = {at: found for at, found in self._samples[self._by_whole].items() if found}
-            if not by_load:
-                return self._assumed
-            common = line_through([one for found in by_load.values() for one in found])
-            full = {at: found for at, found in by_load.items() if len(found) >= FEWEST}
-            self._lines = {at: line_through(found, common) for at, found in full.items()} or {0: common}
-            cells: dict[tuple[int, int], list[float]] = {}
-            for found in by_load.values():
-                for one in found:
-                    cells.setdefault((one.load, one.tokens.bit_length()), []).append(one.tokens / one.seconds)
-            self._cells = {
-                at: statistics.median(found) for at, found in cells.items() if len(found) >= FEW_ALIKE
-            }
-        return self._lines.get(load) or self._lines[min(self._lines, key=lambda at: (abs(at - load), at))]
 
-    def _factor(self, samples: Collection[Sample]) -> float:
-        """By rule 2. A sample that is itself the usual says nothing."""
-        ratios = [self._usual_seconds(one) / one.seconds for one in samples]
-        slower, faster = sum(ratio < 1.0 for ratio in ratios), sum(ratio > 1.0 for ratio in ratios)
-        if slower + faster < FEW:
-            return 1.0
-        factor = statistics.median(ratios)
-        if 1.0 / TWICE < factor < TWICE and abs(slower - faster) <= DEVIATIONS * math.sqrt(slower + faster):
-            return 1.0
-        return factor
+class Decoded(NamedTuple):
+    """What is known of an answer from its first token to its end."""
 
-    def _usual_seconds(self, sample: Sample) -> float:
-        usual = self._usual(sample.load)
-        rate = self._cells.get((sample.load, sample.tokens.bit_length()))
-        return sample.tokens / rate if rate else usual.seconds(sample.tokens)
+    seconds: float
+    requests: float
+    """Mean number of requests in flight at its engine."""
+    prompt_tokens: int
+    """Computed by its engine meanwhile."""
+
+
+class Line(NamedTuple):
+    """Seconds of a token: `each_s` for each request in flight, beside `alone_s`."""
+
+    alone_s: float = 0.0
+    each_s: float = 0.0
+
+
+class DecodeRates:
+    """Seconds of an answer's token, and answers' lengths. Has no lock: it belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._fit = Fit((1e-6, 1e-6, 1e-6))
+        self._lengths: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """By model: (weight, tokens) of its answers; "": of all."""
+
+    def observe(self, engine: str, model: str, decoded: Decoded, tokens: int) -> None:
+        """An answer of so many tokens has ended."""
+        for name in ("", model):
+            weight, total = self._lengths.pop(name, (0.0, 0.0))
+            self._lengths[name] = ANSWERS_KEPT * weight + 1.0, ANSWERS_KEPT * total + tokens
+        if len(self._lengths) > MAX_MODELS:
+            self._lengths.popitem(last=False)
+        seconds = decoded.seconds / max(1, tokens - 1)
+        if tokens >= LEAST_TOKENS and LEAST_S <= seconds <= MOST_S:
+            self._fit.observe(engine, (1.0, decoded.requests, decoded.prompt_tokens / (tokens - 1)), seconds)
+
+    def forget(self, engine: str) -> None:
+        """Drop an engine that has gone or was restarted."""
+        self._fit.forget(engine)
+
+    def line(self, engine: str) -> Line:
+        """The seconds of a token at an engine."""
+        if self._fit.observed < FEWEST:
+            return Line()
+        factor = self._fit.factor(engine)
+        return Line(factor * self._fit.terms[0], factor * self._fit.terms[1])
+
+    def answer_tokens(self, model: str) -> float:
+        """The expected length of an answer; 0: nothing is known."""
+        weight, total = self._lengths.get(model) or self._lengths.get("", (0.0, 0.0))
+        return total / weight if weight else 0.0
+
+
+class LoadRates:
+    """How fast engines load KV from a tier, as their instances tell.
+
+    What lies in L2 or at a peer is loaded into L1 first, and from there into the engine.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, Tier], LoadPath] = {}
+
+    def tell(self, engine: str, tier: Tier, path: LoadPath) -> None:
+        """The engine has measured how fast it loads from L1, or its instance how fast from another tier into L1."""
+        self._told[engine, tier] = path
+
+    def forget(self, engine: str) -> None:
+        """Drop an engine that has gone."""
+        for where in [where for where in self._told if where[0] == engine]:
+            del self._told[where]
+
+    def path(self, engine: str, tier: Tier, prefill_tokens_s: float) -> LoadPath:
+        """Return how fast an engine that computes `prefill_tokens_s` loads from a tier. It must not be changed."""
+        found = self._told.get((engine, tier))
+        if found is None:
+            found = LoadPath(latency_s=ASSUMED_LATENCY_S, tokens_s=ASSUMED_GAIN * prefill_tokens_s)
+        if tier == "l1":
+            return found
+        then = self.path(engine, "l1", prefill_tokens_s)
+        return LoadPath(
+            latency_s=found.latency_s + then.latency_s,
+            tokens_s=1.0 / (1.0 / found.tokens_s + 1.0 / then.tokens_s),
+        )

@@ -2,8 +2,8 @@
 
     unknown ─▶ heard ──silent for SILENT_S──▶ forgotten        a gateway that is heard again begins anew
 
-1. A request of another gateway counts as one of ours in the queues and in the busy periods, under the name
-   `GATEWAY/NUMBER`, and never in the numbers of requests that this gateway has under way.
+1. A request of another gateway counts as one of ours in the queues and in the times of prompts, and never in the
+   numbers of requests that this gateway has under way.
 2. When a gateway is forgotten, all its requests end; so do those that its UnderWay does not name.
 3. At most MAX_GATEWAYS are known, with MAX_FLIGHTS requests each; further ones are ignored and counted.
 4. Names of engines that this gateway does not have are ignored: gateways that share have the same names for them.
@@ -12,20 +12,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.fleet import Fleet, ServingEngine
-from kvstrata.gateway.prefixes import Prefixes
-from kvstrata.gateway.sharing.messages import (
-    AnyEvent,
-    Ended,
-    First,
-    Flight,
-    Frame,
-    Sent,
-    UnderWay,
-    split,
-)
+from kvstrata.gateway.prefixes import KEY_BYTES, Prefixes
+from kvstrata.gateway.routing.queues import Flight
+from kvstrata.gateway.sharing.telling import Ended, First, Frame, Sent, UnderWay
 from kvstrata.patience import patience
 
 MAX_GATEWAYS = 64
@@ -34,37 +26,82 @@ SILENT_S = 2.0
 """Each gateway tells what it has under way every 0.5 s."""
 
 
-class Foreign:
+class Foreign(NamedTuple):
     """A request of another gateway."""
 
-    __slots__ = ("engine", "generation", "keys", "running", "timed")
-
-    def __init__(self, engine: ServingEngine, timed: TimedPrompt, keys: list[bytes]) -> None:
-        self.engine = engine
-        self.generation = engine.generation
-        self.timed = timed
-        self.keys = keys
-        self.running = False
+    engine: ServingEngine
+    generation: int
+    """Of the engine, when it was sent."""
+    flight: Flight
+    keys: list[bytes]
 
 
 class Other:
     """Another gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet, prefixes: Prefixes, now_s: Callable[[], float]) -> None:
+        self._fleet, self._prefixes, self._now_s = fleet, prefixes, now_s
         self.heard_s = 0.0
         self.flights: dict[int, Foreign] = {}
+        self.ignored = 0
+
+    def sent(self, event: Sent) -> None:
+        """A request is sent. Raises ValueError unless its keys are whole."""
+        if len(event.keys) % KEY_BYTES:
+            raise ValueError(f"keys: {len(event.keys)} bytes; they must be a multiple of {KEY_BYTES}")
+        keys = [event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
+        self.ended(event.number, answered=False)
+        engine = self._fleet.target(event.engine)
+        if engine is None or len(self.flights) >= MAX_FLIGHTS:
+            self.ignored += 1
+            return
+        flight = self._fleet.began(engine, event.uncached, event.tokens, streams=event.streams, ours=False)
+        if event.loads:
+            flight.spoil()
+        self.flights[event.number] = known = Foreign(engine, engine.generation, flight, keys)
+        self._note(known, ready_at_s=self._now_s() + event.ready_in_s)
+
+    def first(self, number: int) -> None:
+        """Its first token has come."""
+        known = self.flights.get(number)
+        if known is not None and not known.flight.running:
+            self._fleet.answers(known.flight)
+            self._note(known, computed=True)
+
+    def ended(self, number: int, *, answered: bool) -> None:
+        """It has ended."""
+        known = self.flights.pop(number, None)
+        if known is not None:
+            self._fleet.ended(known.engine, known.flight)
+            if not answered:
+                self._prefixes.take_back(known.keys, known.engine.name)
+
+    def under_way(self, event: UnderWay) -> None:
+        """Have exactly these requests of a range of numbers."""
+        stated = {one.number: one for one in event.flights if event.first <= one.number < event.end}
+        for number in [one for one in self.flights if event.first <= one < event.end and one not in stated]:
+            self.ended(number, answered=False)
+        for number, one in stated.items():
+            if number not in self.flights:
+                self.sent(one)
+                if number in self.flights:
+                    self.flights[number].flight.spoil()  # when it was sent is not known
+            if one.running:
+                self.first(number)
+
+    def _note(self, known: Foreign, *, ready_at_s: float = 0.0, computed: bool = False) -> None:
+        name, generation, now_s = known.engine.name, known.generation, self._now_s()
+        self._prefixes.note(known.keys, name, generation, now_s, computed=computed, ready_at_s=ready_at_s)
 
 
 class Others:
     """See the module. Belongs to the event loop."""
 
     def __init__(self, fleet: Fleet, prefixes: Prefixes, now_s: Callable[[], float]) -> None:
-        self._fleet = fleet
-        self._prefixes = prefixes
-        self._now_s = now_s
+        self._fleet, self._prefixes, self._now_s = fleet, prefixes, now_s
         self._others: dict[str, Other] = {}
-        self.ignored = 0
-        """Events and frames that exceed a bound, or name an engine that is not known here."""
+        self._ignored = 0
+        """Frames of gateways above the bound, and events that gateways were silent after."""
 
     def __len__(self) -> int:
         """Gateways that are heard."""
@@ -75,17 +112,30 @@ class Others:
         """Requests of other gateways under way."""
         return sum(len(other.flights) for other in self._others.values())
 
+    @property
+    def ignored(self) -> int:
+        """Events and frames that exceed a bound, or name an engine that is not known here."""
+        return self._ignored + sum(other.ignored for other in self._others.values())
+
     def hear(self, frame: Frame) -> None:
         """Apply a frame of another gateway. Raises ValueError, after the events before the wrong one."""
         other = self._others.get(frame.gateway)
         if other is None:
             if len(self._others) >= MAX_GATEWAYS:
-                self.ignored += 1
+                self._ignored += 1
                 return
-            other = self._others[frame.gateway] = Other()
+            other = self._others[frame.gateway] = Other(self._fleet, self._prefixes, self._now_s)
         other.heard_s = self._now_s()
         for event in frame.events:
-            self._apply(frame.gateway, other, event)
+            match event:
+                case Sent():
+                    other.sent(event)
+                case First():
+                    other.first(event.number)
+                case Ended():
+                    other.ended(event.number, answered=event.answered)
+                case UnderWay():
+                    other.under_way(event)
 
     def forget_silent(self) -> list[str]:
         """Forget the gateways that have said nothing for SILENT_S; returns their names."""
@@ -102,70 +152,6 @@ class Others:
 
     def _forget(self, name: str) -> None:
         other = self._others.pop(name)
+        self._ignored += other.ignored
         for number in list(other.flights):
-            self._end(name, other, number, answered=False)
-
-    def _apply(self, name: str, other: Other, event: AnyEvent) -> None:
-        match event:
-            case Sent():
-                self._begin(name, other, event, split(event.keys), timed=not event.loads)
-                self._note(other, event.number, ready_at_s=self._now_s() + event.ready_in_s)
-            case First():
-                self._first(name, other, event.number)
-            case Ended():
-                self._end(name, other, event.number, answered=event.answered)
-            case UnderWay():
-                self._mend(name, other, event)
-
-    def _begin(self, name: str, other: Other, sent: Sent | Flight, keys: list[bytes], *, timed: bool) -> None:
-        self._end(name, other, sent.number, answered=False)
-        known = self._fleet.target(sent.engine)
-        if known is None or len(other.flights) >= MAX_FLIGHTS:
-            self.ignored += 1
-            return
-        word = f"{name}/{sent.number}"
-        prompt = self._fleet.began(known, word, sent.uncached, sent.tokens, streams=sent.streams, ours=False)
-        if not timed:
-            prompt.spoil()
-        other.flights[sent.number] = Foreign(known, prompt, keys)
-
-    def _note(self, other: Other, number: int, *, ready_at_s: float = 0.0, computed: bool = False) -> None:
-        flight = other.flights.get(number)
-        if flight is not None:
-            self._prefixes.note(
-                flight.keys,
-                flight.engine.name,
-                flight.generation,
-                self._now_s(),
-                computed=computed,
-                ready_at_s=ready_at_s,
-            )
-
-    def _first(self, name: str, other: Other, number: int) -> None:
-        flight = other.flights.get(number)
-        if flight is not None and not flight.running:
-            flight.running = True
-            self._fleet.answers(flight.engine, f"{name}/{number}", flight.timed)
-            self._note(other, number, computed=True)
-
-    def _end(self, name: str, other: Other, number: int, *, answered: bool) -> None:
-        flight = other.flights.pop(number, None)
-        if flight is None:
-            return
-        if not answered:
-            flight.timed.spoil()
-        self._fleet.ended(flight.engine, f"{name}/{number}", ours=False)
-        if not answered:
-            self._prefixes.take_back(flight.keys, flight.engine.name)
-
-    def _mend(self, name: str, other: Other, event: UnderWay) -> None:
-        stated = {one.number for one in event.flights if event.first <= one.number < event.end}
-        for number in [one for one in other.flights if event.first <= one < event.end and one not in stated]:
-            self._end(name, other, number, answered=False)
-        for one in event.flights:
-            if one.number not in stated:
-                continue
-            if one.number not in other.flights:
-                self._begin(name, other, one, [], timed=False)
-            if one.running:
-                self._first(name, other, one.number)
+            other.ended(number, answered=False)

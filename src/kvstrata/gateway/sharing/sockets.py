@@ -21,9 +21,8 @@ import msgspec
 from kvstrata.config.gateway_model import SharingSettings
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.gateway.fleet import DNS
-from kvstrata.gateway.sharing.messages import FRAMES, MAX_FRAME_BYTES, PROTOCOL
 from kvstrata.gateway.sharing.others import SILENT_S, Others
-from kvstrata.gateway.sharing.telling import EVENT_BYTES, Teller
+from kvstrata.gateway.sharing.telling import EVENT_BYTES, FRAMES, MAX_FRAME_BYTES, PROTOCOL, Teller
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.ports import host_and_port
 from kvstrata.rpc.zmq_curve import ClusterKeys, public_of, read_cluster_keys

@@ -1,35 +1,103 @@
-"""What this gateway tells the others: events as they happen, and now and then all its requests under way.
+"""What gateways before the same engines tell each other: events as they happen, and now and then all that is under way.
 
-1. Telling only appends to a list of at most MAX_EVENTS; what does not fit is dropped and counted, and UnderWay mends
+    Choosing ─▶ Teller ─▶ frames ─▶ PUSH to each other gateway ─▶ PULL ─▶ Others ─▶ the engines' queues, Prefixes
+
+    Sent ─▶ First ─▶ Ended        Ended may come first
+    UnderWay                      every request of a range of numbers: what was lost before is mended by it
+
+A frame is one msgpack array over CURVE (sockets.py); it names the life of the gateway that sent it and has events in
+their order.  Prompts are named by the keys of their pieces (prefixes.py), which say nothing to somebody without the
+gateways' secret; no text, token, tenant or client is in it.
+
+1. No request waits for any of it.  A gateway that is told nothing knows what went through itself, as one gateway does.
+2. Telling only appends to a list of at most MAX_EVENTS; what does not fit is dropped and counted, and UnderWay mends
    the queues of the others later.
-2. A frame has at most MAX_FRAME_BYTES: a new one begins before an event that would not fit.
+3. A frame has at most MAX_FRAME_BYTES: a new one begins before an event that would not fit.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from kvstrata.gateway.sharing.messages import (
-    MAX_EVENTS,
-    MAX_FRAME_BYTES,
-    MAX_STATED,
-    PROTOCOL,
-    AnyEvent,
-    Ended,
-    First,
-    Flight,
-    Frame,
-    Sent,
-    UnderWay,
-    encode,
-)
+from kvstrata.gateway.prefixes import KEY_BYTES, MAX_PIECES
 
+PROTOCOL = 4
+MAX_FRAME_BYTES = 1 << 20
+MAX_EVENTS = 8_192
+MAX_STATED = 1_024
+"""Requests in one UnderWay."""
 EVENT_BYTES = 1_200
 """More than any event has without its keys."""
-LAST = (1 << 63) - 1
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
+
+
+class Event(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all events."""
+
+
+class Sent(Event, frozen=True, kw_only=True, tag="sent"):
+    """A request is sent to an engine, or is under way there."""
+
+    number: Number
+    """Of the request, among those of its gateway."""
+    engine: Annotated[str, Meta(min_length=1, max_length=1_024)]
+    uncached: Tokens
+    """To be computed, as its gateway expects."""
+    tokens: Tokens
+    keys: Annotated[bytes, Meta(max_length=MAX_PIECES * KEY_BYTES)]
+    """Of its pieces, one after the other; empty in UnderWay."""
+    ready_in_s: Annotated[float, Meta(ge=0, le=1e6)]
+    """Expected time to its first token."""
+    streams: bool
+    """Whether its answer does not come whole."""
+    loads: bool
+    """Whether a part of its prompt is loaded, so that its time tells nothing of how fast the engine computes."""
+    running: bool = False
+    """Whether its first token has come."""
+
+
+class First(Event, frozen=True, tag="first"):
+    """Its first token has come."""
+
+    number: Number
+
+
+class Ended(Event, frozen=True, tag="ended"):
+    """It has ended at this engine; `answered`: after its first token."""
+
+    number: Number
+    answered: bool
+
+
+class UnderWay(Event, frozen=True, tag="under_way"):
+    """All requests of this gateway that are under way, of the numbers from `first` to below `end`."""
+
+    first: Number
+    end: Number
+    flights: Annotated[list[Sent], Meta(max_length=MAX_STATED)]
+
+
+AnyEvent = Sent | First | Ended | UnderWay
+
+
+class Frame(msgspec.Struct, array_like=True, frozen=True):
+    """See the module."""
+
+    protocol: int
+    gateway: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
+    """A random name of one life of a gateway's process."""
+    events: Annotated[list[AnyEvent], Meta(max_length=MAX_EVENTS)]
+
+
+FRAMES = msgspec.msgpack.Decoder(Frame)
+encode = msgspec.msgpack.Encoder().encode
 
 
 class Teller:
@@ -40,27 +108,15 @@ class Teller:
         self.name = secrets.token_hex(8)
         """Of this life of the gateway."""
         self._wake = wake
-        self._flights: dict[int, Flight] = {}
-        """Those under way, by number."""
+        self._flights: dict[int, Sent] = {}
+        """Those under way by number, without keys."""
         self._events: list[AnyEvent] = []
         self.dropped = 0
 
-    def sent(
-        self,
-        number: int,
-        engine: str,
-        uncached: int,
-        tokens: int,
-        keys: Sequence[bytes],
-        ready_in_s: float,
-        *,
-        streams: bool,
-        loads: bool,
-    ) -> None:
-        """A request is sent to an engine: see messages.Sent."""
-        self._flights[number] = Flight(number, engine, uncached, tokens, False, streams)
-        joined = b"".join(keys)
-        self._tell(Sent(number, engine, uncached, tokens, joined, max(0.0, ready_in_s), streams, loads))
+    def sent(self, event: Sent) -> None:
+        """A request is sent to an engine."""
+        self._flights[event.number] = msgspec.structs.replace(event, keys=b"", ready_in_s=0.0)
+        self._tell(event)
 
     def first(self, number: int) -> None:
         """Its first token has come."""
@@ -91,15 +147,12 @@ class Teller:
 
     def under_way(self) -> Iterator[bytes]:
         """Frames of all requests under way, at least one. Events that were not taken belong before them."""
-        numbers = sorted(self._flights)
-        first = 0
-        while True:
-            part, numbers = numbers[:MAX_STATED], numbers[MAX_STATED:]
-            end = numbers[0] if numbers else LAST
-            yield self._frame([UnderWay(first, end, [self._flights[number] for number in part])])
+        numbers, first = sorted(self._flights), 0
+        for at in range(0, max(1, len(numbers)), MAX_STATED):
+            end = numbers[at + MAX_STATED] if at + MAX_STATED < len(numbers) else (1 << 63) - 1
+            flights = [self._flights[number] for number in numbers[at : at + MAX_STATED]]
+            yield self._frame([UnderWay(first, end, flights)])
             first = end
-            if not numbers:
-                return
 
     def _tell(self, event: AnyEvent) -> None:
         if len(self._events) >= MAX_EVENTS:
