@@ -198,8 +198,8 @@ def test_only_a_file_for_lmcache_may_have_names_that_nobody_knows_and_words_of_y
             {"type": "resp", "host": "h", "port": 1, "password_file": PASSWORD_FILE},
         ),
         (
-            "valkey://h:1",
-            {"valkey_mode": "cluster", "tls_enable": "True"},
+            "redis-cluster://h:1",
+            {"tls_enable": "True"},
             {"type": "resp", "startup_nodes": ["h:1"], "cluster_mode": True, "tls_enable": True},
         ),
         (
@@ -240,12 +240,11 @@ def test_a_remote_url_without_a_counterpart_is_refused(url):
         ("enable_pd: false", [], ""),
         ("chunk_sise: 1", ["chunk_sise"], "unknown key (did you mean 'chunk_size'?)"),
         ("chunk_size: many", ["chunk_size"], "must be a whole number from 1 to 65536, found 'many'"),
-        ("cache_policy: MRV", ["cache_policy"], "'MRV' is no policy of LMCache"),
         ("remote_serde: cachegen", ["remote_serde"], "zstd"),
         ("enable_p2p: true", ["enable_p2p"], "controller.url"),
         ("local_disk: /x", [], ""),
         ("{local_disk: /x, max_local_disk_size: -1}", ["max_local_disk_size"], "above 0"),
-        ("storage_plugins: [a]", ["storage_plugins"], "type plugin"),
+        ("storage_plugins: [a]", ["storage_plugins"], "an entry of l2_adapters"),
         ("extra_config: [a]", ["extra_config"], "must be an object"),
         ("pd_role: sender", [], ""),
     ],
@@ -287,15 +286,12 @@ def test_no_name_is_lost_and_whatever_comes_out_loads(value, tmp_path):
             load_settings({}, {"KVSTRATA_CONFIG_FILE": str(ours)})
 
 
-def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path, capsys):
+def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
     good = tmp_path / "a.yaml"
-    good.write_text("chunk_size: 64\n")
-    assert main([str(tmp_path / "none.yaml"), str(good)]) == 2
-    out = capsys.readouterr()
-    assert "none.yaml: cannot be read" in out.err and "chunk_size: 64" in out.out
     good.write_text("just words\n")
-    assert main([str(good)]) == 2
-    assert "must be a mapping of setting names" in capsys.readouterr().err
+    for file, says in ((tmp_path / "none.yaml", "none.yaml: cannot be read"), (good, "must be a mapping of")):
+        assert main([str(file)]) == 2
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
