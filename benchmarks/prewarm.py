@@ -70,7 +70,7 @@ def asked(engine: VllmApi, prefix: list[int], seed: int, requests: int = REQUEST
         return list(users.map(one, range(requests)))
 
 
-def prewarmed(server: ServerProcess, folder: Path, *words: str) -> dict[str, Any]:
+def prewarmed(server: ServerProcess, folder: Path) -> dict[str, Any]:
     """Run `kvstrata prewarm` on the prefix; return its report."""
     command = [
         Path(sys.executable).with_name("kvstrata"),
@@ -79,7 +79,7 @@ def prewarmed(server: ServerProcess, folder: Path, *words: str) -> dict[str, Any
         "--url",
         server.url,
     ]
-    done = subprocess.run([*command, "--json", *words], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, check=True)
     report: dict[str, Any] = json.loads(done.stdout)
     if report["reason"]:
         raise RuntimeError(f"the prewarm ended early: {report}")
@@ -105,7 +105,7 @@ def through(
     `computed`: what was measured without a connector; filled if it is empty.
     """
     prefix = json.loads((folder / "prefix.json").read_text())
-    prewarmed(server, folder, "--engine", engine.url, "--budget-s", "600")
+    engine.complete(prefix, max_tokens=1)
     n_chunks = PREFIX // CHUNK
     wait_until(lambda: stored(server) >= n_chunks, f"{tier} has the prefix")
     seconds: dict[str, list[list[float]]] = {"computed": computed, "user path": [], "prewarmed": []}

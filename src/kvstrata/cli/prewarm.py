@@ -1,6 +1,6 @@
 """`kvstrata prewarm`: loads the KV of a prompt into L1 before anybody asks, and reports what that cost and saved.
 
-An engine makes tokens of texts and conversations, and computes chunks that no tier has by answering with one token.
+An engine makes tokens of texts and conversations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstrata.config.model import HttpSettings
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.server.admin.operations import Prompt
 
-FLAGS = [one for one in msgspec.structs.fields(Prompt) if one.name not in ("tokens", "keys", "job")]
+FLAGS = [one for one in msgspec.structs.fields(Prompt) if one.name not in ("tokens", "keys")]
 PAUSE_S = 0.05
 """Between two looks at a job."""
 
@@ -53,8 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "-: standard input")  # fmt: skip
     what.add_argument("--job", type=int, metavar="N", help="print the report of an earlier prewarm")
     add("--text", action="store_true", help="PROMPT is a file with a text; needs --engine")
-    add("--engine", default="", metavar="URL",
-        help="engine that makes tokens of a text, and computes chunks that no tier has")  # fmt: skip
+    add("--engine", default="", metavar="URL", help="engine that makes tokens of a text or of messages")
     for field in FLAGS:
         kind, metas = unwrapped(field.type)
         default = f" ({field.default})" if field.default else ""
@@ -68,31 +67,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prewarmed(given: argparse.Namespace, server: Callable[..., Any]) -> dict[str, Any]:
-    """Load, and compute, within the budgets; returns the report. Raises KvstrataError."""
-    ends_s = time.monotonic() + given.budget_s
+    """Load within the budgets; returns the report. Raises KvstrataError."""
     body = {field.name: getattr(given, field.name) for field in FLAGS} | prompt(given)
     for problem in problems(Prompt, body):
         raise ConfigError(f"{problem.path}: {problem.says}", field=problem.path)
-    report = done(server, body)
-    tokens = report["affordable_tokens"] if given.engine else 0
-    if tokens and (left_s := ends_s - time.monotonic()) > 0:
-        more: dict[str, Any] = {"cache_salt": given.salt} if given.salt else {}
-        params = {"kvstrata.tenant": given.tenant} if given.tenant else {}
-        more["kv_transfer_params"] = {"kvstrata.store": "commit", **params}
-        more |= {"prompt": body["tokens"][:tokens], "max_tokens": 1}
-        try:
-            asked_engine(given, "/v1/completions", more, left_s)
-        except Unavailable:
-            if time.monotonic() < ends_s:
-                raise
-            report["reason"] = "deadline"
-    while tokens and report["affordable_tokens"] and (left_s := ends_s - time.monotonic()) > 0:
-        report = done(server, body | {"job": report["job"], "budget_s": left_s})
-    return report
-
-
-def done(server: Callable[..., Any], body: dict[str, Any]) -> dict[str, Any]:
-    """Run a job; returns its report."""
     report: dict[str, Any] = server("/v1/prewarm", body)
     while report["state"] == "running":
         time.sleep(PAUSE_S)
@@ -113,9 +91,6 @@ def prompt(given: argparse.Namespace) -> dict[str, Any]:
     first = named[0] if isinstance(named, list) and named else None
     if isinstance(first, dict):
         return tokenized(given, messages=named, add_generation_prompt=False)
-    if isinstance(first, str) and given.engine:
-        what = "an engine cannot compute a prompt of which only keys are given; give token ids or a text"
-        raise ConfigError(f"--engine: {what}", field="--engine")
     return {"keys" if isinstance(first, str) else "tokens": named}
 
 
@@ -125,13 +100,8 @@ def tokenized(given: argparse.Namespace, **what: Any) -> dict[str, Any]:
         raise ConfigError(
             "--engine: give the URL of an engine, to make tokens of the prompt", field="--engine"
         )
-    answer = asked_engine(given, "/tokenize", what)
+    asked = Ask("/tokenize", what | ({"model": given.adapter} if given.adapter else {}), timeout_s=60.0)
+    answer = ask(given.engine, asked, token=os.environ.get("OPENAI_API_KEY", ""), flag="--engine")
     if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), list):
         raise Unavailable(f"--engine: {given.engine} answers /tokenize without `tokens`")
     return {"tokens": answer["tokens"]}
-
-
-def asked_engine(given: argparse.Namespace, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> Any:
-    """The engine's answer, for the adapter or for its only model."""
-    asked = Ask(path, body | ({"model": given.adapter} if given.adapter else {}), timeout_s=timeout_s)
-    return ask(given.engine, asked, token=os.environ.get("OPENAI_API_KEY", ""), flag="--engine")

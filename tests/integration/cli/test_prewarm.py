@@ -1,4 +1,4 @@
-"""`kvstrata prewarm`: a real server with a disk tier, and a small engine behind HTTP that stores what it is asked."""
+"""`kvstrata prewarm`: a real server with a disk tier, and a small engine behind HTTP that makes tokens."""
 
 from __future__ import annotations
 
@@ -22,15 +22,10 @@ TOKENS = list(range(N * CHUNK_TOKENS))
 
 
 class Engine:
-    """Tokenizes any text as TOKENS; computes and stores prompts of these tokens. `asked`: paths and bodies.
+    """Tokenizes any text as TOKENS. `asked`: paths and bodies."""
 
-    It answers completions with `status`, and computes none before `may_compute`.
-    """
-
-    def __init__(self, client: RpcClient) -> None:
+    def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
-        self.status, self.may_compute = 200, threading.Event()
-        self.may_compute.set()
         engine = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -40,14 +35,10 @@ class Engine:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 engine.asked.append((self.path, body))
-                engine.may_compute.wait()
-                if self.path == "/v1/completions" and engine.status == 200:
-                    identity = client.identify(salt=body.get("cache_salt", ""))
-                    client.store(identity, chain_of(identity.root, len(body["prompt"]) // CHUNK_TOKENS))
-                self._answer({"tokens": TOKENS, "error": {"message": "no room"}})
+                self._answer({"tokens": TOKENS})
 
             def _answer(self, value: Any) -> None:
-                self.send_response(engine.status)
+                self.send_response(200)
                 self.end_headers()
                 self.wfile.write(json.dumps(value).encode())
 
@@ -60,7 +51,6 @@ class Engine:
         self.thread.start()
 
     def close(self) -> None:
-        self.may_compute.set()
         self.http.shutdown()
         self.thread.join()
         self.http.server_close()
@@ -78,8 +68,8 @@ def client(server: ServerProcess) -> Iterator[RpcClient]:
 
 
 @pytest.fixture
-def engine(client: RpcClient) -> Iterator[Engine]:
-    made = Engine(client)
+def engine() -> Iterator[Engine]:
+    made = Engine()
     yield made
     made.close()
 
@@ -97,65 +87,20 @@ def run(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> Callable[.
     return run
 
 
-def test_a_prompt_is_computed_by_the_engine_and_later_loaded_from_the_disk(client, engine, run, tmp_path):
-    client.identify()
+def test_a_text_is_loaded_from_the_disk_within_its_bytes(client, engine, run, tmp_path):
     text = tmp_path / "text"
     text.write_text("You are an assistant.")
-    computed = run(str(text), "--text", "--engine", engine.url, "--salt", "x")
-    facts = {
-        "chunks": N,
-        "l1_chunks": N,
-        "l2_chunks": 0,
-        "computed_chunks": N,
-        "keys": 0,
-        "affordable_tokens": 0,
-    }
-    assert facts.items() <= computed.items(), computed
-    assert 0 < computed["phases"]["compute"] < computed["seconds"]
-    assert engine.asked == [
-        ("/tokenize", {"prompt": "You are an assistant."}),
-        (
-            "/v1/completions",
-            {
-                "prompt": TOKENS,
-                "max_tokens": 1,
-                "cache_salt": "x",
-                "kv_transfer_params": {"kvstrata.store": "commit"},
-            },
-        ),
-    ]
+    identity = client.identify(salt="x")
+    client.store(identity, chain_of(identity.root, N))
     until_stored(client)
-    clear_l1(client)
-    loaded = run(json.dumps(TOKENS), "--salt", "x", "--engine", engine.url)
-    facts = {"chunks": N, "l1_chunks": 0, "l2_chunks": N, "computed_chunks": 0, "bytes": N * RECORD_BYTES}
-    assert facts.items() <= loaded.items() and len(engine.asked) == 2, loaded
-    assert run("--job", str(loaded["job"])) == loaded
-
-
-@pytest.mark.parametrize(("budget", "in_l2", "in_all"), [(3, 0, 3), (3, 2, 3), (2, 2, 2), (9, 2, N)])
-def test_loads_and_computed_chunks_together_stay_within_the_bytes(client, engine, run, budget, in_l2, in_all):
-    identity = client.identify()
-    if in_l2:
-        client.store(identity, chain_of(identity.root, in_l2))
-        until_stored(client)
+    for budget, loaded in ((3, 3), (9, N)):
         clear_l1(client)
-    report = run(json.dumps(TOKENS), "--engine", engine.url, "--budget-bytes", str(budget * RECORD_BYTES + 1))
-    assert report["l1_chunks"] + report["l2_chunks"] == in_all, report
-    assert (report["bytes"], report["computed_chunks"]) == (in_l2 * RECORD_BYTES, in_all - in_l2)
-    prompts = [body["prompt"] for path, body in engine.asked if path == "/v1/completions"]
-    assert prompts == ([TOKENS[: in_all * CHUNK_TOKENS]] if in_all > in_l2 else [])
-    assert client.status()["pool"]["entries"]["ready"] == in_all
-
-
-def test_an_engine_that_refuses_or_takes_too_long_is_named_or_ends_with_the_time(client, engine, run):
-    client.identify()
-    engine.status = 400
-    status, error = run(json.dumps(TOKENS), "--engine", engine.url)
-    assert (status, error) == (1, f"kvstrata prewarm: --engine: {engine.url}: no room\n")
-    engine.status = 200
-    engine.may_compute.clear()
-    status, report = run(json.dumps(TOKENS), "--engine", engine.url, "--budget-s", "0.5")
-    assert (status, report["reason"], report["l1_chunks"]) == (1, "deadline", 0)
+        words = (str(text), "--text", "--engine", engine.url, "--salt", "x")
+        report = run(*words, "--budget-bytes", str(budget * RECORD_BYTES + 1))
+        facts = {"chunks": N, "l1_chunks": 0, "l2_chunks": loaded, "bytes": loaded * RECORD_BYTES}
+        assert facts.items() <= report.items(), report
+        assert run("--job", str(report["job"])) == report
+    assert engine.asked == [("/tokenize", {"prompt": "You are an assistant."})] * 2
 
 
 MESSAGES = json.dumps([{"role": "system", "content": "Be brief."}])
@@ -164,11 +109,7 @@ MESSAGES = json.dumps([{"role": "system", "content": "Be brief."}])
 def test_a_conversation_is_tokenized_as_a_beginning(client, engine, run):
     client.identify()
     run(MESSAGES, "--engine", engine.url, "--budget-s", "20")
-    path, body = engine.asked[0]
-    assert (path, body) == (
-        "/tokenize",
-        {"messages": json.loads(MESSAGES), "add_generation_prompt": False},
-    )
+    assert engine.asked == [("/tokenize", {"messages": json.loads(MESSAGES), "add_generation_prompt": False})]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +122,6 @@ def test_a_conversation_is_tokenized_as_a_beginning(client, engine, run):
         (["[1]", "--budget-bytes", "-5"], 2, "budget_bytes: must be"),
         (["/dev/null", "--text"], 2, "--engine: give the URL of an engine"),
         ([MESSAGES], 2, "--engine: give the URL of an engine"),
-        (['["00"]', "--engine", "http://127.0.0.1:9"], 2, "of which only keys are given; give token ids or a text"),
         (['["00"]'], 1, "keys[0]: must be 64 hexadecimal digits, found '00'"),
         ([MESSAGES, "--engine", "127.0.0.1:9"], 2, "--engine: '127.0.0.1:9' must be http://HOST:PORT"),
         ([MESSAGES, "--engine", "http://127.0.0.1:9"], 1, "--engine: http://127.0.0.1:9 does not answer"),

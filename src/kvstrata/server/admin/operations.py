@@ -61,10 +61,6 @@ class Prompt(Chunks, kw_only=True):
     budget_s: Annotated[float, Meta(gt=0, le=3_600, description="Seconds after which no load is begun.")] = (
         60.0
     )
-    job: Annotated[
-        int | None,
-        Meta(description="A done job of this prompt that runs again, after an engine has computed."),
-    ] = None
 
 
 class Job(msgspec.Struct):

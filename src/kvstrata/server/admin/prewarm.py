@@ -1,8 +1,8 @@
 """Prewarms: chunks of a prompt that are loaded from L2 before any request asks for them.
 
 A prewarm is listed from its start until `MAX_JOBS` younger ones are listed.  Its `reason` says why it loaded no more;
-it is empty when all chunks were loaded.  It may run again, after an engine has computed what it found nowhere.  Lookups
-that begin with all that it brought to L1 are counted in it: they tell whether it was worth its cost.
+it is empty when all chunks were loaded.  Lookups that begin with all that it brought to L1 are counted in it: they tell
+whether it was worth its cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from kvstrata.errors import BadRequest, InternalError, KvstrataError, NotFound, Refused
 from kvstrata.keys.batch import count, nth
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.keys.spans import PromptKeys, peek
+from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import storage_keys
 from kvstrata.process.operations import Weights, keys_of
 from kvstrata.server.processes import EngineGroup, tenant_number
@@ -40,17 +40,13 @@ class Job(Spent, kw_only=True):
     reason: str = ""
     chunks: int = 0
     l1_chunks: int = 0
-    """Leading chunks that were in L1 when the job ran the last time."""
+    """Leading chunks that were in L1."""
     l2_chunks: int = 0
-    """Those that it loaded then."""
-    computed_chunks: int = 0
-    """Those that came to L1 between two runs."""
+    """Those that it loaded."""
     begun_s: float
     """By the server's monotonic clock."""
     seconds: float = 0.0
-    """From its begin to its end, with the pauses between runs."""
-    affordable_tokens: int = 0
-    """Leading tokens that an engine may be given to compute, so that what it stores is within the budget; 0: none."""
+    """From its begin to its end."""
     later_requests: int = 0
     """Lookups since then that begin with these chunks."""
     user_path_loads: int = 0
@@ -92,7 +88,7 @@ class Prewarms:
     """The prewarms of an instance. Belongs to the event loop."""
 
     def __init__(self, parts: Parts) -> None:
-        self._processes, self._pool, self._lane = parts.processes, parts.pool, parts.lane
+        self._processes, self._lane = parts.processes, parts.lane
         self._prefetch, self._clock, self._supervisor = parts.prefetch, parts.clock, parts.supervisor
         self._explainer = parts.explainer
         self._jobs: dict[int, Job] = {}
@@ -114,7 +110,7 @@ class Prewarms:
         elif len(keys := keys_of(ask.keys)) % len(work.slices):
             what = f"{len(ask.keys)} keys for {len(work.limits)} slices; name each chunk in all slices of the engine"
             raise BadRequest(f"keys: {what}", field="keys")
-        job = self._begin(ask.job, count(keys, len(work.limits)))
+        job = self._begin(count(keys, len(work.limits)))
         name = f"prewarm-{job.job}"
         self._supervisor.job(self._run(job, ask, work, keys, tenant_number(ask.tenant)), name)
         return job
@@ -128,22 +124,11 @@ class Prewarms:
         root = identity_root(group.layout, request)
         return Work(group.layout, root, group.packed_slices, group.record_limits, group.spans)
 
-    def _begin(self, number: int | None, n_chunks: int) -> Job:
-        """A new job, or the one that runs again."""
-        running = [job for job in self._jobs.values() if job.state == "running"]
-        if len(running) >= MAX_RUNNING_JOBS:
-            raise Refused(f"{len(running)} prewarm jobs are running; try again when some have ended")
-        if number is not None:
-            job = self.job(number)
-            if job in running or job.chunks != n_chunks:
-                what = f"{number} is {job.state}, with {job.chunks} chunks"
-                raise BadRequest(
-                    f"job: {what}; give a done job of this prompt ({n_chunks} chunks)", field="job"
-                )
-            job.state = "running"
-            return job
+    def _begin(self, n_chunks: int) -> Job:
+        running = sum(job.state == "running" for job in self._jobs.values())
+        if running >= MAX_RUNNING_JOBS:
+            raise Refused(f"{running} prewarm jobs are running; try again when some have ended")
         job = self._jobs[self._next] = Job(job=self._next, chunks=n_chunks, begun_s=self._clock.monotonic_s())
-        job.phases["compute"] = 0.0
         self._next += 1
         if len(self._jobs) > MAX_JOBS:
             self._forget(self._jobs.pop(next(at for at, one in self._jobs.items() if one.state == "done")))
@@ -164,30 +149,20 @@ class Prewarms:
 
     async def _run(self, job: Job, ask: Prompt, work: Work, keys: bytes, tenant: int) -> None:
         limits, n_slices, reason = work.limits, len(work.limits), InternalError.code
-        now_s = self._clock.monotonic_s()
         try:
-            if job.seconds:  # it runs again
-                job.phases["compute"] += now_s - job.begun_s - job.seconds
-                n = peek(self._pool, keys, n_slices, work.spans)
-                job.computed_chunks += max(0, n - job.l1_chunks - job.l2_chunks)
-            left_bytes = ask.budget_bytes - job.computed_chunks * sum(limits)
             n, job.l2_chunks, why, detail, _ = await self._prefetch.fetch(
                 keys,
                 n_slices,
                 identity=work.root,
                 tenant=tenant,
-                deadline_s=now_s + ask.budget_s,
-                budget_bytes=max(0, left_bytes - job.bytes),
+                deadline_s=job.begun_s + ask.budget_s,
+                budget_bytes=ask.budget_bytes,
                 limits=limits,
                 spans=work.spans,
                 prewarm=job,
             )
             reason = str(detail or why)
-            job.l1_chunks, job.affordable_tokens = n - job.l2_chunks, 0
-            more = min(job.chunks - n, (left_bytes - job.bytes) // sum(limits)) if all(limits) else 0
-            if more > 0 and ask.tokens is not None:
-                job.affordable_tokens = (n + more) * work.layout.chunk_tokens + work.layout.lookahead
-            self._forget(job)
+            job.l1_chunks = n - job.l2_chunks
             if n:
                 self.prefixes[nth(keys, (n - 1) * n_slices)] = job
         except KvstrataError as error:
