@@ -155,7 +155,7 @@ def adapter_of(url: str, extra: Mapping[str, Any]) -> dict[str, Any]:
 def _resp(scheme: str, rest: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     login, _, hosts = rest.rpartition("@")
     user, _, password = login.partition(":")
-    user, password = user or str(extra.get("username") or ""), password or extra.get("password")
+    user, password = user or str(extra.get("username") or ""), password or str(extra.get("password") or "")
     secret: dict[str, Any] = {**({"username": user} if user else {}), "password_file": PASSWORD_FILE}
     entry: dict[str, Any] = {"type": "resp"}
     addresses = [one.split("://")[-1].strip("/") for one in hosts.split(",") if one.strip("/")]
