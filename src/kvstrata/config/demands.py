@@ -163,6 +163,16 @@ def _plain(bound: float) -> str:
     return str(int(bound)) if float(bound).is_integer() else f"{bound:g}"
 
 
+def number_in(text: str) -> int | float | str:
+    """The number that a text spells, else the text itself, about which its setting complains with all others."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
 MAX_NAME_CHARS = 80
 
 

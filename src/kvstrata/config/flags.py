@@ -15,7 +15,7 @@ import msgspec
 
 from kvstrata import __version__
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.demands import bare_type
+from kvstrata.config.demands import bare_type, number_in
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.lmcache.fates import Fate, Name, find, hint
 from kvstrata.config.lmcache.flags import (
@@ -32,9 +32,9 @@ from kvstrata.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)
 LMCACHE_NEEDS = {"size_gb", "eviction_policy"}
+"""Settings of L1 whose flags `lmcache server` requires, and no command line of ours needs both."""
 CLASSIC_POLICIES = {"lru", "isolatedlru", "arc", "s3fifo", "fifo", "lfu", "mru"}
 """Values of --eviction-policy, LMCache's among them, that are taken as VALUE."""
-"""Settings of L1 whose flags `lmcache server` requires, and no command line of ours needs both."""
 
 
 class Flags(NamedTuple):
@@ -155,7 +155,7 @@ def parser_of(prog: str) -> argparse.ArgumentParser:
             }
             about = HELP.get(name, first)
         elif kind in (int, float):
-            more["type"] = _number
+            more["type"] = number_in
         elif kind is dict:
             more["type"] = _json_object
         elif typing.get_origin(kind) is list:
@@ -186,16 +186,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, found {text!r:.200}")
     return value
-
-
-def _number(text: str) -> int | float | str:
-    """The number, or else the text itself, about which the setting complains together with all others."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
 
 
 def parse(prog: str, arguments: Sequence[str]) -> Flags:
@@ -371,7 +361,7 @@ def _take(name: str, entry: Name, words: list[str], found: _Sorted) -> None:
         found.notes.append(f"{name} has no effect: it is empty")
         return
     value: int | float | str = words[0]
-    if entry.factor and not isinstance(number := _number(words[0]), str):
+    if entry.factor and not isinstance(number := number_in(words[0]), str):
         scaled = number * entry.factor
         value = int(scaled) if float(scaled).is_integer() else scaled
     found.settings[entry.target] = value

@@ -395,11 +395,6 @@ class Explainer:
             return MissReason.NEVER_STORED, "asked for before, never stored since"
         return note.reason, note.detail
 
-    def chunk_s(self, layout: LayoutIdentity) -> float:
-        """Seconds in which engines with this layout compute one chunk; 0 as long as nothing was measured."""
-        pace = self._paces.get(layout)
-        return 0.0 if pace is None else pace.chunk_s
-
     def looked_up(
         self, engine: EngineUse, layout: LayoutIdentity, tenant: int, last_key: bytes, found: Explained
     ) -> None:

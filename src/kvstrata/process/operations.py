@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.common_model import Level
-from kvstrata.config.demands import demand, field_types, problems, unwrapped
+from kvstrata.config.demands import demand, field_types, number_in, problems, unwrapped
 from kvstrata.config.load import odd_value
 from kvstrata.errors import BadRequest
 from kvstrata.observability.logging import current_level, set_level
@@ -199,7 +199,7 @@ async def asked(one: Operation, path: Mapping[str, str], query: Mapping[str, str
     try:
         found = msgspec.structs.asdict(msgspec.convert(texts, one.texts, strict=False))
     except msgspec.ValidationError as error:
-        raise _refused(one.texts, {name: _plain(text) for name, text in texts.items()}, error) from None
+        raise _refused(one.texts, {name: number_in(text) for name, text in texts.items()}, error) from None
     if one.body is not None:
         found |= await _decoded(one.body, body)
     return one.ask(**found)
@@ -293,16 +293,6 @@ def _unreadable(text: bytes, error: Exception) -> BadRequest:
         return BadRequest(f"body: not JSON: {error}", field="body")
     field, must, found = odd
     return BadRequest(f"{field or 'body'}: {must}, found {found!a:.80}", field=field)
-
-
-def _plain(text: str) -> Any:
-    """The number that a text in a query spells; else the text."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
 
 
 # --- what every process has; its parts have `readiness`, `page` and `log` ---------------------------------------------

@@ -1,22 +1,19 @@
 """Prewarms: chunks of a prompt that are loaded from L2 before any request asks for them.
 
 A prewarm is listed from its start until `MAX_JOBS` younger ones are listed.  Its `reason` says why it loaded no more;
-it is empty when all chunks were loaded.  Lookups that begin with all that it brought to L1 are counted in it: they tell
-whether it was worth its cost.
+it is empty when all chunks were loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from kvstrata.errors import BadRequest, InternalError, KvstrataError, NotFound, Refused
-from kvstrata.keys.batch import count, nth
+from kvstrata.keys.batch import count
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import storage_keys
 from kvstrata.process.operations import Weights, keys_of
 from kvstrata.server.processes import EngineGroup, tenant_number
@@ -47,25 +44,13 @@ class Job(Spent, kw_only=True):
     """By the server's monotonic clock."""
     seconds: float = 0.0
     """From its begin to its end."""
-    later_requests: int = 0
-    """Lookups since then that begin with these chunks."""
-    user_path_loads: int = 0
-    """Chunks of them that these lookups had to load from L2 again."""
-    saved_s: float = 0.0
-    """Seconds of computing that these lookups were spared, by the measured pace of their engine."""
-    break_even_requests: int | None = None
-    """After so many of them the job has paid, against computing; None: no engine's pace was measured."""
 
     def report(self) -> dict[str, Any]:
         """All that an admin gets of it."""
         found = msgspec.structs.asdict(self)
         del found["begun_s"]
         rounded = {word: round(seconds, 6) for word, seconds in self.phases.items()}
-        return found | {
-            "phases": rounded,
-            "seconds": round(self.seconds, 6),
-            "saved_s": round(self.saved_s, 6),
-        }
+        return found | {"phases": rounded, "seconds": round(self.seconds, 6)}
 
 
 class Work(NamedTuple):
@@ -90,10 +75,7 @@ class Prewarms:
     def __init__(self, parts: Parts) -> None:
         self._processes, self._lane = parts.processes, parts.lane
         self._prefetch, self._clock, self._supervisor = parts.prefetch, parts.clock, parts.supervisor
-        self._explainer = parts.explainer
         self._jobs: dict[int, Job] = {}
-        self.prefixes: dict[bytes, Job] = {}
-        """The newest job by the first key of the last chunk that it brought to L1."""
         self._next = 1
 
     async def prewarm(self, ask: Prompt) -> Job:
@@ -131,11 +113,8 @@ class Prewarms:
         job = self._jobs[self._next] = Job(job=self._next, chunks=n_chunks, begun_s=self._clock.monotonic_s())
         self._next += 1
         if len(self._jobs) > MAX_JOBS:
-            self._forget(self._jobs.pop(next(at for at, one in self._jobs.items() if one.state == "done")))
+            del self._jobs[next(at for at, one in self._jobs.items() if one.state == "done")]
         return job
-
-    def _forget(self, job: Job) -> None:
-        self.prefixes = {key: one for key, one in self.prefixes.items() if one is not job}
 
     def job(self, number: int) -> Job:
         """A prewarm and its outcome so far. Raises NotFound."""
@@ -163,29 +142,11 @@ class Prewarms:
             )
             reason = str(detail or why)
             job.l1_chunks = n - job.l2_chunks
-            if n:
-                self.prefixes[nth(keys, (n - 1) * n_slices)] = job
         except KvstrataError as error:
             reason = error.code
         finally:
             job.seconds = self._clock.monotonic_s() - job.begun_s
-            self._price(job, self._explainer.chunk_s(work.layout))
             job.reason, job.state = reason, "done"
-
-    def note_lookup(self, keys: PromptKeys, n_chunks: int, l1_chunks: int, layout: LayoutIdentity) -> None:
-        """Count a user's lookup: so many of its chunks are served, and so many of these were in L1 when it came."""
-        chunk_s = self._explainer.chunk_s(layout)
-        for n in {job.l1_chunks + job.l2_chunks for job in self.prefixes.values()}:
-            job = self.prefixes.get(keys.nth((n - 1) * keys.n_slices)) if n <= keys.n_chunks else None
-            if job is not None:
-                job.later_requests += 1
-                job.user_path_loads += max(0, min(n, n_chunks) - l1_chunks)
-                job.saved_s += min(n, n_chunks) * chunk_s
-                self._price(job, chunk_s)
-
-    def _price(self, job: Job, chunk_s: float) -> None:
-        saves_s = (job.l1_chunks + job.l2_chunks) * chunk_s
-        job.break_even_requests = math.ceil(job.seconds / saves_s) if saves_s else None
 
     def _group_of(self, model: str) -> EngineGroup:
         groups = self._processes.groups

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -130,20 +131,6 @@ class Asked(NamedTuple):
     """Leading chunks of which this lookup is no use."""
 
 
-class Answered(NamedTuple):
-    """A lookup whose outcome is known, for the memories that `note_answered` fills."""
-
-    asked: Asked
-    n_chunks: int
-    tail_tokens: int
-    l1_chunks: int
-    reason: MissReason | Literal[""]
-    detail: str
-    missing_key: bytes
-    """The absent key that is the reason, or a key of the first chunk that is not served; b"": all are."""
-    now_s: float
-
-
 def _lease(pool: Pool, asked: Asked, rows: list[int], again: bool) -> Granted:
     """Derive all keys, and lease the leading chunks and the tail that follows them. Any thread.
 
@@ -220,11 +207,10 @@ class Lookups:
         self._processes, self._grants = parts.processes, parts.grants
         self._tiers, self._prefetch, self._store = parts.tiers, parts.prefetch, parts.store
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
-        self._explainer, self._counters, self._prewarms = parts.explainer, parts.counters, parts.prewarms
-        self._tracer = parts.tracer
+        self._explainer, self._counters, self._tracer = parts.explainer, parts.counters, parts.tracer
         self._epoch = parts.facts.epoch
         self._never, self._auto = (parts.settings.l2.load == word for word in ("never", "auto"))
-        self._unnoted: list[Answered] = []
+        self._unnoted: list[Callable[[], None]] = []
 
     def lookup(self, process: Process, request: Lookup) -> Reply | Coroutine[Any, Any, Reply]:
         """Begin a lookup. Returns its reply, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
@@ -547,17 +533,15 @@ class Lookups:
                 rows.intersection_update(group.rows)
             if rows:
                 self._grants.leased(asked.process, request.seq, granted.ticket, rows)
-        n = granted.n_chunks
+        n, now_s = granted.n_chunks, self._clock.monotonic_s()
         l1_chunks = min(l1_chunks, n)
         if l1_chunks and self._store.wants_touches:
             self._store.touched(split(keys.part(0, l1_chunks)))
         if n < asked.n_chunks and keys.n_slices:
             missing_key = missing_key or keys.nth(n * keys.n_slices)
         self._unnoted.append(
-            Answered(
-                asked, n, granted.tail_tokens, l1_chunks, reason, detail, missing_key, self._clock.monotonic_s()
-            )
-        )  # fmt: skip
+            functools.partial(self._note, asked, granted, l1_chunks, reason, detail, missing_key, now_s)
+        )
         extents, of_tail = granted.extents, b""
         if granted.tail_tokens:
             at = len(extents) - keys.n_slices * EXTENT.size
@@ -569,7 +553,7 @@ class Lookups:
     def note_answered(self) -> None:
         """Count and remember the lookups that were answered since the last call; their replies need not wait for it."""
         while self._unnoted:
-            self._note(self._unnoted.pop())
+            self._unnoted.pop()()
 
     def note_missed(self, process: Process, misses: Sequence[Miss]) -> None:
         """Count and explain misses that an engine saw in the shared index, as those of lookups.
@@ -629,8 +613,18 @@ class Lookups:
         if not done.cancelled() and done.exception() is None:
             self._counters.hinted_chunks += done.result()
 
-    def _note(self, answered: Answered) -> None:
-        asked, n, tail_tokens, l1_chunks, reason, detail, missing_key, now_s = answered
+    def _note(
+        self,
+        asked: Asked,
+        granted: Granted,
+        l1_chunks: int,
+        reason: MissReason | Literal[""],
+        detail: str,
+        missing_key: bytes,
+        now_s: float,
+    ) -> None:
+        """`missing_key`: the absent key that is the reason, or one of the first chunk that is not served."""
+        n, tail_tokens = granted.n_chunks, granted.tail_tokens
         request, keys, identity = asked.request, asked.keys, asked.identity
         self._counters.lookup.add(now_s - asked.started_s)
         misses = n < asked.n_chunks and keys.n_slices > 0
@@ -644,8 +638,6 @@ class Lookups:
         )  # fmt: skip
         group = asked.process.group
         self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
-        if self._prewarms.prefixes and keys.n_slices:
-            self._prewarms.note_lookup(keys, n, l1_chunks, group.layout)
         if asked.trace:
             asked.trace.end(
                 "lookup", request=request.request_id, chunks=asked.n_chunks, l1_chunks=l1_chunks,
