@@ -12,7 +12,6 @@ from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.gateways import Gateways
 from kvstrata.controller.metrics import ClusterNumbers
 from kvstrata.controller.ranking import Ranking
-from kvstrata.controller.sampling import Sampling
 from kvstrata.controller.snapshot import Snapshots
 from kvstrata.gateway.admission import Admission
 from kvstrata.gateway.controllers.asking import Controllers
@@ -66,7 +65,7 @@ SERVER: Parts = {
 """By section of the status document."""
 CONTROLLER: Parts = {
     "controller": (
-        *(ClusterNumbers, Sampling, Directory, Ranking, Gateways, Cluster, Answers, ZmqServer, Snapshots),
+        *(ClusterNumbers, Directory, Ranking, Gateways, Cluster, Answers, ZmqServer, Snapshots),
         ProcessNumbers,
     ),
     "controller_http": (Bounds,),

@@ -17,7 +17,6 @@ from msgspec import Meta
 
 from kvstrata.controller import views
 from kvstrata.controller.dashboard_files import DashboardFiles
-from kvstrata.controller.history import SAMPLE_S
 from kvstrata.errors import BadRequest, NotFound, NotPermitted
 from kvstrata.observability.logging import EventLog
 from kvstrata.process import operations as common
@@ -166,12 +165,6 @@ class Events(msgspec.Struct):
     ] = 0.0
 
 
-class Series(msgspec.Struct):
-    """The points to list."""
-
-    after_unix_ms: Annotated[int, Meta(ge=0, description="Only points after this time.")] = 0
-
-
 class Login(msgspec.Struct):
     """A browser that logs in."""
 
@@ -300,13 +293,6 @@ def state(parts: Admin) -> Reply:
     if now_s - parts.state[0] >= FRESH_S:
         parts.state = now_s, msgspec.json.encode(views.state(parts.cluster, parts.around))
     return Reply(parts.state[1])
-
-
-@operation("GET", "/v1/series", tag="events")
-def series(parts: Admin, ask: Series) -> Document:
-    """Numbers over the last hour; rates (`_per_s`) are since the point before."""
-    points = [point._asdict() for point in parts.cluster.sampling.series.since(ask.after_unix_ms)]
-    return {"sample_s": SAMPLE_S, "points": points}
 
 
 @operation("GET", "/v1/commands", ctl="commands", tag="commands")

@@ -7,7 +7,7 @@ for a bounded time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from kvstrata.controller.member import Issued, Member, MemberState, Outbox
 from kvstrata.controller.members import Members
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.ranking import Ranking
-from kvstrata.controller.sampling import Sampling
 from kvstrata.errors import ClusterFailure, NotLeading, Unavailable, UnreachableInstance
 from kvstrata.native.core import Registry
 from kvstrata.observability.numbers import Numbers, counter
@@ -53,12 +52,19 @@ REACH_S = 2.0
 """Time for an instance that registers to answer at its control port."""
 ONLY_ASKING = frozenset({CommandKind.RUNTIME, CommandKind.STATUS, CommandKind.CLAIMS})
 """Commands that change nothing; dashboards send them all the time, so their success is not an event."""
+SOURCES = frozenset({"l1", "l2", "peer", "miss"})
+"""Words for what had a chunk. They become labels of metrics, so all other words of members count as one."""
 
 
 class Cluster(Numbers):
     """All that this controller knows of the cluster."""
 
     refused_requests = counter("Requests of instances that were refused.", "code")
+    hits_total = counter(
+        "Chunks that lookups at instances asked for, by the source that had them; or miss.",
+        "source",
+        name="hit_chunks",
+    )
 
     def __init__(
         self,
@@ -111,7 +117,6 @@ class Cluster(Numbers):
         )
         self.ranking = Ranking(clock, self.members, self.lookups)
         self.gateways = Gateways(clock, self.members, self._keys)
-        self.sampling = Sampling(clock, self.members, self.directory, self.lookups, self.ranking)
         self._ready = "starting"
         orders.changed = self._orders_changed
 
@@ -226,10 +231,13 @@ class Cluster(Numbers):
 
     def heard(self, member: Member, condition: Condition | None) -> None:
         """A member has answered."""
+        before = _by_source(member.load.hits_total)
         self.members.heard(member, condition, self._now(), leads=self.leadership.token is not None)
         if condition is not None:
             self.ranking.forget_referred(member.id)
-            self.sampling.count_hits(member)
+            for source, count in _by_source(member.load.hits_total).items():
+                # A member that is heard for the first time may have counted for long.
+                self.hits_total[source] += max(0, count - before.get(source, count))
             self.leadership.check_obeys(member, condition.obeys)
         self.settle()
 
@@ -292,12 +300,10 @@ class Cluster(Numbers):
     # --- periodic -------------------------------------------------------------------------------------------
 
     async def keep_time(self) -> None:
-        """Find dead members and add points to the series, until cancelled."""
+        """Find dead members, until cancelled."""
         while True:
-            now_s = self._now()
-            self.members.tick(now_s)
+            self.members.tick(self._now())
             self.settle()
-            self.sampling.sample(now_s)
             await asyncio.sleep(TICK_S)
 
     async def keep_orders(self) -> None:
@@ -320,7 +326,6 @@ class Cluster(Numbers):
                 self._following.pop(member.group).cancel()
             self._resume.pop(member.group, None)
             self.directory.forget(member.group)
-            self.sampling.forget(member)
             self.ranking.forget_referred(member.id)
         for news in outbox.news:
             self.journal.say(news.kind, news.instance, **news.facts)
@@ -357,6 +362,15 @@ class Cluster(Numbers):
     def _change_failed(self, group: int, reason: str) -> None:
         """The directory had no room for some placements. Lookups miss these chunks; nothing else is affected."""
         self.journal.say("directory_full", reason=reason)
+
+
+def _by_source(reported: Mapping[str, int]) -> dict[str, int]:
+    """The counts by the words of SOURCES, and those by all other words together."""
+    counts: dict[str, int] = {}
+    for word, count in reported.items():
+        source = word if word in SOURCES else "other"
+        counts[source] = counts.get(source, 0) + count
+    return counts
 
 
 class _Heard:

@@ -1,4 +1,4 @@
-"""Recent events of the cluster, and its numbers over the last hour; both are bounded and only in memory."""
+"""Recent events of the cluster, of which the last MAX_EVENTS are kept in memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from kvstrata.clock import Clock
 from kvstrata.observability.logging import EventLog
 
 MAX_EVENTS = 8_192
-MAX_POINTS = 720
-SAMPLE_S = 5.0
-"""Seconds between two points."""
 LOUD = frozenset(
     {
         "died",
@@ -95,37 +92,3 @@ class Journal:
         self._log.repeated(
             level, f"{kind} {instance}", kind, **({"instance": instance} if instance else {}), **facts
         )
-
-
-class Point(NamedTuple):
-    """Numbers of the cluster at one time; rates (`_per_s`) are since the previous point."""
-
-    unix_ms: int
-    live: int
-    dead: int
-    keys: dict[str, int]
-    """Placements in the directory, by tier."""
-    used_bytes: dict[str, int]
-    """Bytes that instances report, by tier."""
-    hits_per_s: dict[str, float]
-    """Chunks that lookups asked for, by source: `l1`, `l2`, `peer`, and `miss`."""
-    event_keys_per_s: float
-    """Tags of changes that were applied."""
-    listed_keys_per_s: float
-    lookups_per_s: float
-    directory_bytes: int
-
-
-class Series:
-    """Points of the last hour."""
-
-    def __init__(self) -> None:
-        self._points: deque[Point] = deque(maxlen=MAX_POINTS)
-
-    def add(self, point: Point) -> None:
-        """Append the newest point."""
-        self._points.append(point)
-
-    def since(self, unix_ms: int) -> list[Point]:
-        """Points after a time, oldest first."""
-        return [point for point in self._points if point.unix_ms > unix_ms]

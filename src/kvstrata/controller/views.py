@@ -213,7 +213,7 @@ def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
             name: {tier: total[name] for tier, total in totals.items()}
             for name in ("keys", "used_bytes", "capacity_bytes")
         },
-        "hits_total": cluster.sampling.hits_total,
+        "hits_total": cluster.hits_total,
         "directory": {
             **_fields(usage, "placements bytes shared_tags slots rebuilds"),
             "max_bytes": int(cluster.settings.directory.max_gb * GB),

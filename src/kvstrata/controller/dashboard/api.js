@@ -11,7 +11,7 @@ export class ApiError extends Error {
 }
 
 /** A response with a success status; if a login is needed, asks for it and tries again. Raises ApiError. */
-export async function open(method, path, { body, signal, timeoutMs } = {}) {
+async function open(method, path, { body, timeoutMs } = {}) {
   for (;;) {
     const key = pageKey();
     const headers = { Accept: "application/json" };
@@ -20,10 +20,9 @@ export async function open(method, path, { body, signal, timeoutMs } = {}) {
     let response;
     try {
       response = await fetch(path, {
-        method, headers, signal: timeoutMs ? AbortSignal.timeout(timeoutMs) : signal, cache: "no-store", body: body === undefined ? undefined : JSON.stringify(body),
+        method, headers, signal: timeoutMs ? AbortSignal.timeout(timeoutMs) : null, cache: "no-store", body: body === undefined ? undefined : JSON.stringify(body),
       });
-    } catch (error) {
-      if (signal?.aborted) throw error;
+    } catch {
       throw new ApiError(0, "The controller does not answer.");
     }
     if (response.ok) return response;

@@ -29,10 +29,6 @@ export function count(value) {
   return unit ? `${number}\u00a0${unit}` : number;
 }
 
-export function rate(value, what = "") {
-  return known(value) ? `${count(value)}${what ? `\u00a0${what}` : ""}/s` : NONE;
-}
-
 export function percent(share) {
   if (!known(share)) return NONE;
   const value = share * 100;
@@ -67,16 +63,11 @@ export function seconds(ms) {
   return known(ms) && ms < 60_000 ? `${Math.floor(ms / 1000)}\u00a0s` : duration(ms);
 }
 
-export function plural(number, one, many = `${one}s`) {
-  return `${count(number)} ${number === 1 ? one : many}`;
-}
-
 /** Local time of day. */
-export function clock(ms, withMs = false) {
+export function clock(ms) {
   if (!known(ms) || ms <= 0) return NONE;
   const at = new Date(ms);
-  const text = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
-  return withMs ? `${text}.${String(at.getMilliseconds()).padStart(3, "0")}` : text;
+  return `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
 }
 
 export function date(ms) {
@@ -104,4 +95,13 @@ export function named(name, value) {
 export function words(name) {
   const text = name.replace(/_(bytes|ms|ns|s)$/, "").replaceAll("_", " ").replace(/\b(rss|cpu|gc|id|tid|pid|l1|l2)\b/g, (word) => word.toUpperCase());
   return text.charAt(0).toUpperCase() + text.slice(1);
+}
+
+/** The facts of an event as text, such as "tags l1 400; took 52 ms". */
+export function factsText(facts) {
+  return Object.entries(facts).filter(([, value]) => value !== "" && value !== null).map(([name, value]) => {
+    if (name === "ok") return value ? "done" : "failed";
+    if (name === "reason" || name === "message") return String(value);
+    return `${words(name).toLowerCase()} ${named(name, value)}`;
+  }).join("; ");
 }

@@ -1,66 +1,27 @@
-// The dashboard's frame: chooses the page that the address names, and draws the head and the state of the
-// connection.
+// The dashboard's frame: asks for the state every two seconds, chooses the page that the address names, and draws it.
 
-import { measure, onRedraw } from "./chart.js";
-import { announce, h, morphChildren } from "./dom.js";
+import { get } from "./api.js";
+import { h, morphChildren } from "./dom.js";
 import { ago, clock } from "./format.js";
-import { listen, live } from "./live.js";
 import { logInByAddress, logOut, pageKey } from "./login.js";
-import { eventsPage } from "./pages/events.js";
-import { explorerPage } from "./pages/explorer.js";
-import { instancePage } from "./pages/instance.js";
-import { instancesPage } from "./pages/instances.js";
-import { metricsPage } from "./pages/metrics.js";
-import { overviewPage } from "./pages/overview.js";
-import { tiersPage } from "./pages/tiers.js";
+import { eventsPage, instancePage, instancesPage, missingPage, overviewPage } from "./pages.js";
 
-/** A page is {title, view(context) → content, enter?(context), leave?()}, its context {live, redraw, params}. */
+const ANSWER_MS = 4_000;
+const POLL_MS = 2_000;
+const RETRY_MS = 1_000;
+/** A page is {title(id), view(context) → content, documents?(id) → {name: path}}. */
 const PAGES = [
   [/^\/?$/, overviewPage],
   [/^\/instances$/, instancesPage],
-  [/^\/instances\/([^/]+)(?:\/(runtime|workers))?$/, instancePage],
-  [/^\/tiers$/, tiersPage],
-  [/^\/explorer$/, explorerPage],
+  [/^\/instances\/([^/]+)$/, instancePage],
   [/^\/events$/, eventsPage],
-  [/^\/metrics$/, metricsPage],
 ];
-const MENU = [
-  ["/", "Overview"], ["/instances", "Instances"], ["/tiers", "Tiers"], ["/explorer", "Explorer"], ["/events", "Events"],
-  ["/metrics", "Metrics"],
-];
-const CONNECTIONS = {
-  connecting: ["Connecting", "Asking the controller."],
-  live: ["Live", "The page asks every two seconds."],
-  lost: ["Disconnected", "The controller does not answer."],
-};
-const TICK_MS = 900;
-const THEMES = { "": "System", light: "Light", dark: "Dark" };
+const MENU = [["/", "Overview"], ["/instances", "Instances"], ["/events", "Events"]];
+const CONNECTIONS = { connecting: "Connecting", live: "Live", lost: "Disconnected" };
 
-let page = null;
-let context = null;
-let waiting = false;
-let drawnMs = 0;
-let pressed = false; // while a button is pressed nothing is drawn, since a moved button would lose the click
-let owed = false;
-
-function redraw() {
-  if (waiting) return;
-  waiting = true;
-  requestAnimationFrame(() => {
-    waiting = false;
-    if (pressed) owed = true;
-    else draw();
-  });
-}
-
-function press(begins) {
-  pressed = begins;
-  if (begins || !owed) return;
-  owed = false;
-  redraw();
-}
-addEventListener("pointerdown", () => press(true), true);
-for (const end of ["pointerup", "pointercancel", "blur"]) addEventListener(end, () => press(false), true);
+/** What is known: the document of /v1/state, the documents of the page by name ({document} or {error}), and since when. */
+const context = { state: null, documents: {}, connection: "connecting", heardMs: Date.now(), id: "", path: "/", draw };
+let page = missingPage;
 
 function decoded(text) {
   try {
@@ -70,99 +31,78 @@ function decoded(text) {
   }
 }
 
-function route() {
-  const [path, query = ""] = (location.hash.slice(1) || "/").split("?");
-  const search = new URLSearchParams(query);
-  for (const [pattern, found] of PAGES) {
-    const match = pattern.exec(path);
-    if (match) return [found, { path, search, parts: match.slice(1).map((part) => part && decoded(part)) }];
-  }
-  return [missingPage, { path, search, parts: [] }];
-}
-
-const missingPage = {
-  title: () => "No such page",
-  view: ({ params }) => [h("h1", {}, "No such page"), h("p", {}, "There is nothing at ", h("code", {}, params.path), ". ", h("a", { href: "#/" }, "Go to the overview"), ".")],
-};
-
 function navigate() {
-  const [next, params] = route();
-  const another = page !== next || context.params.parts[0] !== params.parts[0] || String(context.params.search) !== String(params.search);
-  if (another) page?.leave?.();
-  const first = page === null;
-  page = next;
-  context = { live, redraw, params };
-  if (another) page.enter?.(context);
+  const path = location.hash.slice(1) || "/";
+  const [pattern, found] = PAGES.find(([each]) => each.test(path)) ?? [null, missingPage];
+  page = found;
+  Object.assign(context, { path, id: decoded(pattern?.exec(path)[1] ?? ""), documents: {} });
   draw();
-  document.title = `${page.title(context)} · kvstrata`;
-  if (!first && another) {
-    window.scrollTo(0, 0);
-    document.getElementById("main").focus({ preventScroll: true });
-    announce(page.title(context));
-  }
+  askDocuments();
 }
 
-function chooseTheme(theme) {
-  if (theme) {
-    localStorage.setItem("kvstrata.theme", theme);
-    document.documentElement.dataset.theme = theme;
-  } else {
-    localStorage.removeItem("kvstrata.theme");
-    delete document.documentElement.dataset.theme;
-  }
-  redraw();
+/** Asks for the documents of the present page; what arrives after the page was left is dropped. */
+async function askDocuments() {
+  const { documents } = context;
+  await Promise.all(Object.entries(page.documents?.(context.id) ?? {}).map(async ([name, path]) => {
+    try {
+      documents[name] = { document: await get(path) };
+    } catch (error) {
+      documents[name] = { ...documents[name], error };
+    }
+  }));
+  if (documents === context.documents) draw();
 }
 
 function bar() {
-  const { state } = live.connection;
-  const [says, note] = CONNECTIONS[state];
-  const here = (path) => (path === "/" ? context.params.path === "/" || context.params.path === "" : context.params.path.startsWith(path));
+  const { connection, path } = context;
+  const here = (menu) => (menu === "/" ? path === "/" || path === "" : path.startsWith(menu));
   return [
-    h("a", { class: "brand", href: "#/" },
-      h("svg", { viewBox: "0 0 32 32", "aria-hidden": "true" },
-        h("path", { class: "s3", d: "M16 17 28 22l-12 5L4 22z" }), h("path", { class: "s2", d: "M16 11 28 16l-12 5L4 16z" }),
-        h("path", { class: "s1", d: "M16 5 28 10l-12 5L4 10z" })),
-      h("span", {}, "kvstrata")),
-    h("nav", { "aria-label": "Pages" }, h("ul", {}, MENU.map(([path, name]) => h("li", { key: path },
-      h("a", { href: `#${path}`, "aria-current": here(path) ? "page" : null }, name))))),
+    h("a", { class: "brand", href: "#/" }, "kvstrata"),
+    h("nav", { "aria-label": "Pages" }, h("ul", {}, MENU.map(([menu, name]) => h("li", { key: menu },
+      h("a", { href: `#${menu}`, "aria-current": here(menu) ? "page" : null }, name))))),
     h("div", { class: "tools" },
-      h("span", { class: `connection ${state}`, id: "connection", title: note }, h("i", { "aria-hidden": "true" }),
-        h("span", { class: "unseen" }, "Connection: "), says),
-      h("label", { class: "unseen", for: "theme" }, "Theme"),
-      h("select", { id: "theme", value: document.documentElement.dataset.theme ?? "", onchange: (event) => chooseTheme(event.target.value) },
-        Object.entries(THEMES).map(([value, name]) => h("option", { value }, name))),
+      h("span", { class: `connection ${connection}`, id: "connection" }, h("i", { "aria-hidden": "true" }),
+        h("span", { class: "unseen" }, "Connection: "), CONNECTIONS[connection]),
       pageKey() && h("button", { key: "log-out", onclick: logOut }, "Log out")),
   ];
 }
 
 function banner() {
-  const { state, sinceMs } = live.connection;
-  if (state !== "lost") return [];
-  return [h("div", { class: "lost", role: "alert", key: "lost" },
-    h("strong", {}, `Connection lost at ${clock(sinceMs)}`),
-    live.cluster ? " What you see was true then. " : " ", "The page goes on trying. ",
-    h("span", { class: "ticking", "aria-hidden": "true" }, `(${ago(sinceMs)})`))];
+  if (context.connection !== "lost") return [];
+  return [h("div", { class: "lost", role: "alert", key: "lost" }, h("strong", {}, `The controller has not answered since ${clock(context.heardMs)}. `),
+    context.state ? "What you see was true then. " : "", "The page goes on trying. ", `(${ago(context.heardMs)})`)];
 }
 
 function draw() {
-  if (!context) return;
-  drawnMs = performance.now();
+  document.title = `${page.title(context.id)} · kvstrata`;
   morphChildren(document.getElementById("bar"), bar());
   morphChildren(document.getElementById("banner"), banner());
-  const main = document.getElementById("main");
-  main.classList.toggle("stale", live.connection.state === "lost");
-  morphChildren(main, [h("div", { key: context.params.path.split("/").slice(0, 3).join("/"), class: "page" }, page.view(context))]);
-  measure();
+  const content = context.state || page === missingPage ? page.view(context) : [h("p", { class: "quiet" }, "Asking the controller …")];
+  morphChildren(document.getElementById("main"), [h("div", { key: context.path, class: "page" }, h("h1", { class: "break" }, page.title(context.id)), content)]);
 }
 
-onRedraw(redraw);
-window.addEventListener("hashchange", () => logInByAddress().then(navigate));
-window.addEventListener("resize", redraw);
+async function follow() {
+  for (;;) {
+    let pauseMs = POLL_MS;
+    try {
+      context.state = await get("/v1/state", { timeoutMs: ANSWER_MS });
+      Object.assign(context, { connection: "live", heardMs: Date.now() });
+    } catch (error) {
+      if (!("status" in error)) console.warn(error);
+      context.connection = "lost";
+      pauseMs = RETRY_MS;
+    }
+    draw();
+    if (context.connection === "live") await askDocuments();
+    await new Promise((resolve) => setTimeout(resolve, pauseMs));
+  }
+}
+
+addEventListener("hashchange", () => logInByAddress().then(navigate));
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address's hash names the page
   document.getElementById("main").focus();
 });
-setInterval(() => { if (performance.now() - drawnMs > TICK_MS) redraw(); }, 1000); // ages tick also without messages
 await logInByAddress();
 navigate();
-listen(redraw);
+follow();
