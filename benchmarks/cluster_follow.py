@@ -31,6 +31,7 @@ from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import CurveKeys, KeyKind, new_secret, open_keys, public_of
 from kvstrata.rpc.zmq_link import Links
+from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.cluster.held import HeldChunks
 from kvstrata.tiers.set import TierSet
 from tests.harness.cluster_instance import PAGE_TAGS, ClusterInstance, Holdings
@@ -53,7 +54,7 @@ def instance(pipe: Connection) -> None:
         held = HeldChunks(pool, TierSet(), Supervisor(loop))
         number = held._number("disk-0")
 
-        async def changes(asked: wire.Changes) -> wire.Changed:
+        async def changes(asked: wire.Changes, _: Address) -> wire.Changed:
             return wire.Changed(asked.seq, 1, *await held.changes(asked.cursor, asked.wait_ms / 1000))
 
         port = ControlPort(loop, 1)
@@ -147,7 +148,7 @@ def run() -> list[dict[str, Any]]:
 class Vast(Holdings):
     """Holds a million chunks: makes each page of random tags when it is asked for."""
 
-    async def _list(self, asked: wire.List) -> wire.Listed:
+    async def _list(self, asked: wire.List, _: Address) -> wire.Listed:
         left = CHUNKS - asked.cursor if asked.tier == "l1" else 0
         n = min(left, PAGE_TAGS)
         following = asked.cursor + n if left > n else 0

@@ -101,7 +101,7 @@ _HTTP = """
 | `/lookup/{name}` | `GET /v1/explain/{request_id}` |
 | the controller's `/lookup`, `/pin`, `/move` | `POST /v1/lookup`, `/v1/claims`, `/v1/move` |
 | the controller's `/query_instance`, `/query_worker_info`, `/health` | `GET /v1/instances`, `/v1/instances/{name}` |
-| the controller's `/check_finish` | `GET /v1/commands/{number}` |
+| the controller's `/check_finish` | `wait_s` of the request, or the event `command` of `GET /v1/events` |
 | `/cache/objects`, `/cache/checksums`, `/env`, `/run_script`, `/threads`, `/metrics/reset`; the \
 controller's `/compress`, `/decompress` | none |
 """

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from docs.generate.source import GENERATED, table
 from kvstrata.cluster.directory import Directory
-from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.gateways import Gateways
 from kvstrata.controller.metrics import ClusterNumbers
@@ -65,7 +64,7 @@ SERVER: Parts = {
 """By section of the status document."""
 CONTROLLER: Parts = {
     "controller": (
-        *(ClusterNumbers, Directory, Ranking, Gateways, Cluster, Answers, ZmqServer, Snapshots),
+        *(ClusterNumbers, Directory, Ranking, Gateways, Cluster, ControlPort, ZmqServer, Snapshots),
         ProcessNumbers,
     ),
     "controller_http": (Bounds,),

@@ -25,6 +25,7 @@ from kvstrata.errors import BadRequest, TooOld
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import CurveKeys, KeyKind, SharedKey
+from kvstrata.rpc.zmq_server import Address
 
 KEYS: defaultdict[str, tuple[bytes, bytes]] = defaultdict(zmq.curve_keypair)
 """Public and secret key of each instance id, which every process of the instance keeps."""
@@ -135,7 +136,7 @@ class Holdings:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _changes(self, asked: wire.Changes) -> wire.Changed:
+    async def _changes(self, asked: wire.Changes, _: Address) -> wire.Changed:
         await self._if_silent()
         if asked.cursor >= 0 and asked.wait_ms and asked.cursor == self._end:
             self.in_step.set()
@@ -164,7 +165,7 @@ class Holdings:
     def _end(self) -> int:
         return self.forgotten + len(self.log)
 
-    async def _list(self, asked: wire.List) -> wire.Listed:
+    async def _list(self, asked: wire.List, _: Address) -> wire.Listed:
         await self._if_silent()
         self.lists += 1
         if asked.tier in self.unlistable:
@@ -174,7 +175,7 @@ class Holdings:
         following = asked.cursor + PAGE_TAGS if asked.cursor + PAGE_TAGS < len(tags) else 0
         return wire.Listed(asked.seq, self._incarnation, following, b"".join(page))
 
-    async def _do(self, asked: wire.Do) -> wire.Outcome:
+    async def _do(self, asked: wire.Do, _: Address) -> wire.Outcome:
         await self._if_silent()
         answer = self.answers[asked.seq] = asyncio.get_running_loop().create_future()
         self.operations.put(asked)

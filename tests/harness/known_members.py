@@ -9,22 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.commands import Commands
 from kvstrata.controller.instance_keys import InstanceKeys, Listed
-from kvstrata.controller.member import Issued, Member, Outbox
+from kvstrata.controller.member import Member, Outbox
 from kvstrata.controller.members import Members
 from kvstrata.controller.orders import Orders
 from kvstrata.rpc import cluster_wire as wire
 
 KEY = "k" * 40
 """The key that messages come with, unless a test names another."""
-
-
-class Unsent(Commands):
-    """Commands that are never sent."""
-
-    def _send_next(self, member: Member) -> None:
-        pass
 
 
 class KnownMembers:
@@ -41,10 +33,7 @@ class KnownMembers:
         orders = orders or Orders()
         self.keys = InstanceKeys(orders, unix_s, lambda: listed)
         self.outbox = Outbox()
-        self.ended: list[Issued] = []
-        self.commands = Unsent(100, ended=self.ended.append)
         self.members = Members(
-            self.commands,
             self.outbox,
             orders=orders,
             keys=self.keys,
@@ -66,9 +55,6 @@ class KnownMembers:
 
     def tick(self, now_s: float) -> None:
         self.members.tick(now_s)
-
-    def issue(self, member: Member, kind: wire.CommandKind, argument: dict[str, Any], now_s: float) -> Issued:
-        return self.commands.issue(member, kind, argument, now_s)
 
 
 class AskedLink:

@@ -1,7 +1,8 @@
 """The operations of a controller's HTTP port, and what they use of the process.
 
-Operations that change something or ask an instance answer 202 if the instance has not answered within `wait_s`.  Of
-several controllers only the leader carries them out; another one redirects the client to it (307).
+Operations that change something or ask an instance answer 202 if the instance has not answered within `wait_s`; an
+event then tells how the command ends, by its number.  Of several controllers only the leader carries them out; another
+one redirects the client to it (307).
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from kvstrata.process import operations as common
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, SESSION_S, Logins
 from kvstrata.process.operations import MAX_WAIT_S, Claiming, Headers, Reply, operation, operations_of
-from kvstrata.rpc.cluster_wire import CommandKind
+from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.cluster_wire import AskRuntime, AskStatus, Operation
 
 if TYPE_CHECKING:
     from kvstrata.controller.cluster import Cluster
-    from kvstrata.controller.member import Issued
+    from kvstrata.controller.commands import Command
     from kvstrata.controller.metrics import Surroundings
     from kvstrata.controller.operations import Operations
 
@@ -86,16 +88,16 @@ class Admin:
         leadership.must_lead()
         return None
 
-    async def ended(self, issued: Sequence[Issued], wait_s: float = 0.0, **more: Any) -> Reply:
+    async def ended(self, issued: Sequence[Command], wait_s: float = 0.0, **more: Any) -> Reply:
         """The state of commands once they have ended, or after `wait_s`."""
         done = await self.cluster.outcome(issued, wait_s)
         rows = [views.command_row(self.cluster, one) for one in issued]
         return Reply({**more, "done": done, "commands": rows}, 200 if done else 202)
 
-    async def document(self, ask: Waiting, kind: CommandKind) -> Reply:
+    async def document(self, ask: Waiting, operation: Operation) -> Reply:
         """A document that an instance makes."""
         member = self.orders.member(ask.name)
-        issued = self.cluster.issue(member, kind, {}, ttl_s=max(60.0, ask.wait_s))
+        issued = self.cluster.issue(member, operation, ttl_s=max(60.0, ask.wait_s))
         done = await self.cluster.outcome([issued], ask.wait_s)
         result = issued.result
         answer = {
@@ -139,12 +141,6 @@ class Freeze(msgspec.Struct, kw_only=True):
     name: Name
     seconds: Annotated[float, Meta(ge=0, le=60, description="How long, at most 60; 0 ends it.")]
     wait_s: WaitS = 5.0
-
-
-class Command(msgspec.Struct):
-    """One command."""
-
-    number: Annotated[int, Meta(description="As `commands` prints it.")]
 
 
 class Events(msgspec.Struct):
@@ -295,23 +291,6 @@ def state(parts: Admin) -> Reply:
     return Reply(parts.state[1])
 
 
-@operation("GET", "/v1/commands", ctl="commands", tag="commands")
-def commands(parts: Admin) -> Document:
-    """Recent commands to instances, newest first; `done`: none of them is under way."""
-    recent = reversed(parts.cluster.commands.recent())
-    rows = [views.command_row(parts.cluster, issued) for issued in recent]
-    return {"done": all(row["state"] in ("done", "failed") for row in rows), "commands": rows}
-
-
-@operation("GET", "/v1/commands/{number}", ctl="command", tag="commands")
-def command(parts: Admin, ask: Command) -> Document:
-    """State and result of a command."""
-    issued = parts.cluster.commands.get(ask.number)
-    if issued is None:
-        raise NotFound(f"number: {ask.number} is not among the recent commands")
-    return views.command_row(parts.cluster, issued)
-
-
 # --- instances --------------------------------------------------------------------------------------------------------
 
 
@@ -361,8 +340,8 @@ def resync(parts: Admin, ask: Instance) -> Document:
 async def freeze(parts: Admin, ask: Freeze) -> Reply:
     """Have an instance store nothing new for a time, and serve what it has; 0 ends that."""
     member = parts.orders.member(ask.name)
-    argument = {"freeze_ms": round(1000 * ask.seconds)}
-    return await parts.ended([parts.cluster.issue(member, CommandKind.FREEZE, argument)], ask.wait_s)
+    operation = wire.Freeze(round(1000 * ask.seconds))
+    return await parts.ended([parts.cluster.issue(member, operation)], ask.wait_s)
 
 
 @operation("DELETE", "/v1/instances/{name}", ctl="remove", tag="instances", acts=True)
@@ -387,13 +366,13 @@ async def allow(parts: Admin, ask: Instance) -> dict[str, bool]:
 @operation("GET", "/v1/instances/{name}/status", ctl="document", tag="instances", acts=True)
 async def status(parts: Admin, ask: Waiting) -> Reply:
     """The status document of an instance: pool, engine processes (workers), adapters, counters."""
-    return await parts.document(ask, CommandKind.STATUS)
+    return await parts.document(ask, AskStatus())
 
 
 @operation("GET", "/v1/instances/{name}/runtime", ctl="runtime", tag="instances", acts=True)
 async def runtime(parts: Admin, ask: Waiting) -> Reply:
     """Threads, memory, garbage collector, lag of the loop and allow-listed environment of an instance."""
-    return await parts.document(ask, CommandKind.RUNTIME)
+    return await parts.document(ask, AskRuntime())
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
@@ -426,9 +405,9 @@ async def claims(parts: Admin, ask: Claims) -> Reply:
     """The claims of all live instances, those that are kept and the last that have ended."""
     issued = parts.orders.claims()
     await parts.cluster.outcome(issued, ask.wait_s)
-    told = {one.instance: one.result.body for one in issued if one.result is not None and one.result.ok}
+    told = {one.member.id: one.result.body for one in issued if one.result is not None and one.result.ok}
     rows = [{"instance": name, **row} for name, body in told.items() for row in body["claims"]]
-    silent = [one.instance for one in issued if one.instance not in told]
+    silent = [one.member.id for one in issued if one.member.id not in told]
     return Reply({"claims": rows, "unanswered": silent}, 202 if silent else 200)
 
 

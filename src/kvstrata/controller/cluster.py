@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,12 +18,12 @@ from kvstrata.cluster.directory import Directory
 from kvstrata.cluster.follow import LISTS, Follower
 from kvstrata.cluster.lookups import Lookups
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.controller.commands import COMMAND_TTL_S, Commands
+from kvstrata.controller.commands import COMMAND_TTL_S, MAX_WAITING, Command, Commands
 from kvstrata.controller.gateways import Gateways
 from kvstrata.controller.history import Journal
 from kvstrata.controller.instance_keys import InstanceKeys, Listed
 from kvstrata.controller.leadership import Leadership
-from kvstrata.controller.member import Issued, Member, MemberState, Outbox
+from kvstrata.controller.member import Member, MemberState, Outbox
 from kvstrata.controller.members import Members
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.ranking import Ranking
@@ -33,11 +33,15 @@ from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.patience import patience
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
+    AskClaims,
+    AskRuntime,
+    AskStatus,
     Changed,
     Changes,
-    CommandKind,
     Condition,
+    Drain,
     Goodbye,
+    Operation,
     Register,
 )
 from kvstrata.rpc.zmq_curve import ClusterKeys
@@ -50,8 +54,8 @@ if TYPE_CHECKING:  # importing it needs the client library of etcd
 TICK_S = 0.25
 REACH_S = 2.0
 """Time for an instance that registers to answer at its control port."""
-ONLY_ASKING = frozenset({CommandKind.RUNTIME, CommandKind.STATUS, CommandKind.CLAIMS})
-"""Commands that change nothing; dashboards send them all the time, so their success is not an event."""
+ONLY_ASKING = (AskRuntime, AskStatus, AskClaims)
+"""Operations that change nothing; dashboards send them all the time, so their success is not an event."""
 SOURCES = frozenset({"l1", "l2", "peer", "miss"})
 """Words for what had a chunk. They become labels of metrics, so all other words of members count as one."""
 
@@ -59,7 +63,6 @@ SOURCES = frozenset({"l1", "l2", "peer", "miss"})
 class Cluster(Numbers):
     """All that this controller knows of the cluster."""
 
-    refused_requests = counter("Requests of instances that were refused.", "code")
     hits_total = counter(
         "Chunks that lookups at instances asked for, by the source that had them; or miss.",
         "source",
@@ -107,7 +110,6 @@ class Cluster(Numbers):
         self.commands = Commands(epoch * 1000, lambda: self.leadership.proof, self._command_ended)
         self._keys = InstanceKeys(orders, lambda: clock.unix_ms() / 1000, listed)
         self.members = Members(
-            self.commands,
             self._outbox,
             orders=orders,
             keys=self._keys,
@@ -232,7 +234,7 @@ class Cluster(Numbers):
     def heard(self, member: Member, condition: Condition | None) -> None:
         """A member has answered."""
         before = _by_source(member.load.hits_total)
-        self.members.heard(member, condition, self._now(), leads=self.leadership.token is not None)
+        self.members.heard(member, condition, self._now())
         if condition is not None:
             self.ranking.forget_referred(member.id)
             for source, count in _by_source(member.load.hits_total).items():
@@ -263,31 +265,28 @@ class Cluster(Numbers):
         """Another controller leads now, or none: end commands that only a leader may send."""
         self.leadership.changed()
         if self.leadership.token is None:
-            self.commands.give_up(self.members, "this controller no longer leads")
+            for member in self.members:
+                self.commands.end_all(member, "this controller no longer leads")
             self.settle()
 
     def live(self) -> list[Member]:
         """Live members, which can get commands."""
         return [member for member in self.members if member.state is MemberState.LIVE]
 
-    def issue_to_each(
-        self, kind: CommandKind, asked: Iterable[tuple[Member, Sequence[dict[str, Any]]]]
-    ) -> list[Issued]:
+    def issue_to_each(self, asked: Iterable[tuple[Member, Sequence[Operation]]]) -> list[Command]:
         """Issue commands to all these members, or to none. Raises NotLeading, Unavailable, Refused."""
         self.leadership.must_lead()
         rows = sorted(asked, key=lambda row: row[0].id)
-        for member, arguments in rows:
-            self.commands.check_room(member, len(arguments))
-        return [self.issue(member, kind, argument) for member, arguments in rows for argument in arguments]
+        for member, operations in rows:
+            self.commands.check_room(member, len(operations))
+        return [self.issue(member, operation) for member, operations in rows for operation in operations]
 
-    def issue(
-        self, member: Member, kind: CommandKind, argument: dict[str, Any], *, ttl_s: float = COMMAND_TTL_S
-    ) -> Issued:
+    def issue(self, member: Member, operation: Operation, *, ttl_s: float = COMMAND_TTL_S) -> Command:
         """Issue a command to a member. Raises NotLeading, Unavailable, Refused."""
         self.leadership.must_lead()
-        return self.commands.issue(member, kind, argument, self._now(), ttl_s=ttl_s)
+        return self.commands.issue(member, operation, self._now(), ttl_s)
 
-    async def outcome(self, issued: Sequence[Issued], wait_s: float) -> bool:
+    async def outcome(self, issued: Sequence[Command], wait_s: float) -> bool:
         """Wait until these commands have ended, at most `wait_s`; returns whether all have. The commands go on."""
         try:
             async with asyncio.timeout(wait_s):
@@ -321,12 +320,18 @@ class Cluster(Numbers):
         """Carry out the decisions in the outbox."""
         outbox = self._outbox
         for member in outbox.forgotten:
+            self.commands.end_all(member, f"{member.id} is no longer a member, or is dead")
             if member.follower is not None:
                 member.follower.link.close()
                 self._following.pop(member.group).cancel()
             self._resume.pop(member.group, None)
             self.directory.forget(member.group)
             self.ranking.forget_referred(member.id)
+        for member in outbox.drained_otherwise:
+            ordered = any(isinstance(one.operation, Drain) for one in member.waiting.values())
+            able = member.state is MemberState.LIVE and len(member.waiting) < MAX_WAITING
+            if self.leadership.token is not None and able and not ordered:
+                self.issue(member, Drain(member.draining))
         for news in outbox.news:
             self.journal.say(news.kind, news.instance, **news.facts)
         outbox.clear()
@@ -342,11 +347,11 @@ class Cluster(Numbers):
     def _now(self) -> float:
         return self.clock.monotonic_s()
 
-    def _command_ended(self, issued: Issued) -> None:
-        assert issued.result is not None
-        if issued.kind not in ONLY_ASKING or not issued.result.ok:
-            self.journal.say("command", issued.instance, number=issued.number, command=str(issued.kind),
-                             ok=issued.result.ok, message=issued.result.message)  # fmt: skip
+    def _command_ended(self, command: Command) -> None:
+        assert command.result is not None
+        if not isinstance(command.operation, ONLY_ASKING) or not command.result.ok:
+            self.journal.say("command", command.member.id, number=command.number, command=command.operation.kind,
+                             ok=command.result.ok, message=command.result.message)  # fmt: skip
 
     def _orders_changed(self) -> None:
         """Apply changed orders to the members."""

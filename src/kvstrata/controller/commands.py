@@ -2,78 +2,71 @@
 
 1. A command that was sent may have been carried out although no answer came: its connection ended, it expired, the
    member is gone, or this controller no longer leads.  Nothing is sent again.
-2. At most MAX_SENT commands of a member are under way; at most MAX_WAITING have not ended.  The last MAX_ENDED commands
-   of all members are remembered.
+2. At most MAX_SENT (member.py) commands of a member are sent at a time; at most MAX_WAITING have not ended.
+3. How a command ended is told as an event (cluster.py); nothing else remembers it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Any
+import itertools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from kvstrata.controller.member import Issued, Member, MemberState, Result
+from kvstrata.controller.member import Member, MemberState
 from kvstrata.errors import ClusterFailure, Refused, Unavailable
-from kvstrata.rpc.cluster_wire import CommandKind, Do, Outcome
+from kvstrata.rpc.cluster_wire import Do, Operation, Outcome
 
-MAX_SENT = 16
 MAX_WAITING = 256
-MAX_ENDED = 1_024
 COMMAND_TTL_S = 600.0
 ANSWER_S = 2.0
 """Time for the answer to arrive, beyond the command's own."""
+
+
+class Result(NamedTuple):
+    """How a command has ended."""
+
+    ok: bool
+    message: str
+    """Why the command failed; empty if it succeeded."""
+    body: Mapping[str, Any] = MappingProxyType({})
+    """The `count` of changed things, or the document that was asked for."""
+
+
+class Command:
+    """An operation that an instance is to carry out, and how that has ended."""
+
+    def __init__(self, number: int, member: Member, operation: Operation, now_s: float) -> None:
+        self.number, self.member, self.operation, self.issued_s = number, member, operation, now_s
+        self.result: Result | None = None
+        """Set once, by the instance's answer or by what took its place."""
+        self.ended = asyncio.Event()
+        """Set with `result`."""
+        self.task: asyncio.Task[None] | None = None
 
 
 class Commands:
     """The commands to all members. Belongs to the event loop."""
 
     def __init__(
-        self,
-        first_number: int,
-        proof: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        ended: Callable[[Issued], None] = lambda issued: None,
+        self, first_number: int, proof: Callable[[], tuple[int, int]], ended: Callable[[Command], None]
     ) -> None:
         """`first_number` must be greater than the number of any earlier command.
 
         `proof()`: token and cluster id of this controller's leadership.  `ended` is called for each that has ended.
         """
-        self._next_number = first_number
+        self._numbers = itertools.count(first_number)
         self._proof = proof
         self._ended = ended
-        self._recent: OrderedDict[int, Issued] = OrderedDict()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def get(self, number: int) -> Issued | None:
-        """The recent command with this number; None if there is none."""
-        return self._recent.get(number)
-
-    def recent(self) -> list[Issued]:
-        """Recent commands, oldest first."""
-        return list(self._recent.values())
-
-    def issue(
-        self,
-        member: Member,
-        kind: CommandKind,
-        argument: dict[str, Any],
-        now_s: float,
-        *,
-        ttl_s: float = COMMAND_TTL_S,
-    ) -> Issued:
-        """Make a command, and send it as soon as fewer than MAX_SENT are under way. Raises as `check_room`."""
+    def issue(self, member: Member, operation: Operation, now_s: float, ttl_s: float) -> Command:
+        """Make a command, which is sent as soon as fewer than MAX_SENT are. Raises as `check_room`."""
         self.check_room(member, 1)
-        issued = Issued(self._next_number, member.id, kind, argument, now_s, ttl_s)
-        self._next_number += 1
-        member.waiting[issued.number] = issued
-        self._recent[issued.number] = issued
-        while len(self._recent) > MAX_ENDED:
-            oldest = next((number for number, old in self._recent.items() if old.result is not None), None)
-            if oldest is None:
-                break
-            del self._recent[oldest]
-        self._send_next(member)
-        return issued
+        command = Command(next(self._numbers), member, operation, now_s)
+        member.waiting[command.number] = command
+        command.task = asyncio.create_task(self._send(command, ttl_s), name=f"command-{operation.kind}")
+        return command
 
     def check_room(self, member: Member, count: int) -> None:
         """Raise Unavailable if the member is not live, Refused if `count` more commands are too many."""
@@ -89,53 +82,30 @@ class Commands:
                 field="instance",
             )
 
-    def room(self, member: Member, kind: CommandKind) -> bool:
-        """Whether the controller may issue a command of its own: none of this kind waits, and there is room."""
-        return len(member.waiting) < MAX_WAITING and not any(
-            issued.kind is kind for issued in member.waiting.values()
-        )
-
     def end_all(self, member: Member, why: str) -> None:
         """End all commands of a member."""
-        for issued in list(member.waiting.values()):
-            self._end(member, issued, Result(False, why))
+        for command in list(member.waiting.values()):
+            if command.task is not None:
+                command.task.cancel()
+            self._end(command, Result(False, why))
 
-    def give_up(self, members: Iterable[Member], why: str) -> None:
-        """End all commands of these members."""
-        for member in members:
-            self.end_all(member, why)
+    async def _send(self, command: Command, ttl_s: float) -> None:
+        follower = command.member.follower
+        assert follower is not None, "a live member is followed"
+        async with command.member.sending:
+            token, cluster_id = self._proof()
+            asked = Do(0, command.operation, round(1000 * ttl_s), token, cluster_id)
+            try:
+                outcome = await follower.link.ask(asked, Outcome, ttl_s + ANSWER_S)
+                result = Result(True, "", outcome.body)
+            except ClusterFailure as refused:
+                result = Result(False, refused.message)
+            except Unavailable as silent:
+                result = Result(False, f"{silent.message}; it may have been carried out")
+        self._end(command, result)
 
-    def _send_next(self, member: Member) -> None:
-        sent = sum(issued.is_sent for issued in member.waiting.values())
-        for issued in list(member.waiting.values()):
-            if sent >= MAX_SENT:
-                return
-            if not issued.is_sent:
-                issued.is_sent, sent = True, sent + 1
-                name = f"command-{issued.kind}"
-                self._tasks[issued.number] = asyncio.create_task(self._send(member, issued), name=name)
-
-    async def _send(self, member: Member, issued: Issued) -> None:
-        assert member.follower is not None, "a live member is followed"
-        token, cluster_id = self._proof()
-        asked = Do(0, issued.kind, issued.argument, round(1000 * issued.ttl_s), token, cluster_id)
-        try:
-            outcome = await member.follower.link.ask(asked, Outcome, issued.ttl_s + ANSWER_S)
-            result = Result(True, "", outcome.body)
-        except ClusterFailure as refused:
-            result = Result(False, refused.message)
-        except Unavailable as silent:
-            result = Result(False, f"{silent.message}; it may have been carried out")
-        del self._tasks[issued.number]
-        self._end(member, issued, result)
-
-    def _end(self, member: Member, issued: Issued, result: Result) -> None:
-        task = self._tasks.pop(issued.number, None)
-        if task is not None:
-            task.cancel()
-        issued.result = result
-        issued.ended.set()
-        del member.waiting[issued.number]
-        self._ended(issued)
-        if member.state is MemberState.LIVE and member.waiting:
-            self._send_next(member)
+    def _end(self, command: Command, result: Result) -> None:
+        command.result = result
+        command.ended.set()
+        del command.member.waiting[command.number]
+        self._ended(command)

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.controller.orders import Orders
-from kvstrata.rpc.cluster_wire import CommandKind, KvKind, Load, Register, TierRate
+from kvstrata.rpc.cluster_wire import KvKind, Load, Register, TierRate
 from kvstrata.states import Machine
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.cluster.follow import Follower
+    from kvstrata.controller.commands import Command
 
 MAX_SUPERSEDED = 16
 """Earlier incarnations that a member remembers; none of them may join again while the member lives."""
+MAX_SENT = 16
+"""Commands of a member that are sent at a time; the others wait here."""
 NO_LOAD = Load({}, {}, {}, {}, 0, 0, 0, 0)
 
 # --- the member -------------------------------------------------------------------------------------------------
@@ -92,47 +94,6 @@ MEMBER = Machine(
     },
 )
 
-# --- its commands -----------------------------------------------------------------------------------------------
-
-
-class Result(NamedTuple):
-    """How a command has ended."""
-
-    ok: bool
-    message: str
-    """Why the command failed; empty if it succeeded."""
-    body: Mapping[str, Any] = MappingProxyType({})
-    """The `count` of changed things, or the document that was asked for."""
-
-
-class Issued:
-    """A command of this controller, and its result."""
-
-    def __init__(
-        self,
-        number: int,
-        instance: str,
-        kind: CommandKind,
-        argument: dict[str, Any],
-        now_s: float,
-        ttl_s: float,
-    ) -> None:
-        self.number = number
-        self.instance = instance
-        self.kind = kind
-        self.argument = argument
-        self.issued_s = now_s
-        self.ttl_s = ttl_s
-        self.is_sent = False
-        """Whether it was given to the connection."""
-        self.result: Result | None = None
-        """Set once the command has ended: by the instance's answer, or because it expired, its connection ended, its
-        member is gone, or this controller no longer leads.
-        """
-        self.ended = asyncio.Event()
-        """Set with `result`."""
-
-
 # --- the whole record -------------------------------------------------------------------------------------------
 
 
@@ -167,8 +128,10 @@ class Member:
 
         self.follower: Follower | None = None
         """Set while the member lives."""
-        self.waiting: OrderedDict[int, Issued] = OrderedDict()
-        """Commands that have not ended, oldest first."""
+        self.waiting: dict[int, Command] = {}
+        """Commands that have not ended, by number, oldest first."""
+        self.sending = asyncio.Semaphore(MAX_SENT)
+        """How many commands are sent at a time."""
 
     @property
     def confirmed(self) -> bool:
@@ -232,6 +195,8 @@ class Outbox:
     def __init__(self) -> None:
         self.forgotten: list[Member] = []
         """Members whose placements are to be dropped."""
+        self.drained_otherwise: list[Member] = []
+        """Members that drain, or do not, otherwise than ordered."""
         self.news: list[News] = []
 
     def say(self, kind: str, member: Member, **facts: Any) -> None:
@@ -241,4 +206,5 @@ class Outbox:
     def clear(self) -> None:
         """Empty the outbox, after everything was carried out."""
         self.forgotten.clear()
+        self.drained_otherwise.clear()
         self.news.clear()

@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kvstrata.controller.commands import Commands
 from kvstrata.controller.instance_keys import InstanceKeys
 from kvstrata.controller.member import Member, MemberEvent, MemberState, News, Outbox
 from kvstrata.controller.orders import Orders
@@ -37,7 +36,6 @@ from kvstrata.errors import (
 )
 from kvstrata.rpc.cluster_wire import (
     CLUSTER_PROTOCOL_VERSION,
-    CommandKind,
     Condition,
     Goodbye,
     Register,
@@ -58,7 +56,6 @@ class Members:
 
     def __init__(
         self,
-        commands: Commands,
         outbox: Outbox,
         *,
         orders: Orders,
@@ -68,7 +65,6 @@ class Members:
         max_instances: int = MAX_INSTANCES,
         now_s: float,
     ) -> None:
-        self._commands = commands
         self._outbox = outbox
         self._orders = orders
         self._keys = keys
@@ -218,7 +214,7 @@ class Members:
 
     # --- answers --------------------------------------------------------------------------------------------
 
-    def heard(self, member: Member, condition: Condition | None, now_s: float, *, leads: bool = True) -> None:
+    def heard(self, member: Member, condition: Condition | None, now_s: float) -> None:
         """A member has answered, perhaps with its condition."""
         if member.state is not MemberState.LIVE:
             return
@@ -231,9 +227,8 @@ class Members:
             self._outbox.say("state", member, was=member.reported, now=condition.state)
             member.reported = condition.state
         # An earlier command may not have reached it, or may have reached an earlier process of the instance.
-        differs = condition.draining != member.draining and condition.state != "stopping"
-        if leads and differs and self._commands.room(member, CommandKind.DRAIN):
-            self._commands.issue(member, CommandKind.DRAIN, {"on": member.draining}, now_s)
+        if condition.draining != member.draining and condition.state != "stopping":
+            self._outbox.drained_otherwise.append(member)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -267,14 +262,14 @@ class Members:
 
     def _forget(self, member: Member, event: MemberEvent, kind: str) -> None:
         if member.state is not MemberState.DEAD:
-            self._lose(member, f"{member.id} is no longer a member")
+            self._lose(member)
         member.happened(event)
         del self._by_id[member.id]
         self._by_group.pop(member.group, None)
         self._outbox.say(kind, member)
 
     def _die(self, member: Member, now_s: float) -> None:
-        self._lose(member, f"{member.id} is dead")
+        self._lose(member)
         member.happened(MemberEvent.SILENT)
         member.ended_s = now_s
         self._by_group.pop(member.group, None)
@@ -287,11 +282,10 @@ class Members:
             old.happened(MemberEvent.CROWDED_OUT)
             del self._by_id[old.id]
 
-    def _lose(self, member: Member, why: str) -> None:
+    def _lose(self, member: Member) -> None:
         """End the member's placements and commands, and follow it no more."""
         self._keys.seen(member.id)
         self._outbox.forgotten.append(member)
-        self._commands.end_all(member, why)
 
 
 def _superseded(member: Member) -> KvstrataError:

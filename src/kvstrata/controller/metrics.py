@@ -14,10 +14,9 @@ from kvstrata.observability.logging import LogNumbers
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.process.keeper import Restarts
 from kvstrata.process.lifecycle import ProcessNumbers
-from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.rpc.control_port import ControlPort
 
 if TYPE_CHECKING:
-    from kvstrata.controller.answers import Answers
     from kvstrata.controller.snapshot import Snapshots
 
 PREFIX = "controller"
@@ -26,11 +25,8 @@ PREFIX = "controller"
 class Surroundings(NamedTuple):
     """Facts and counts of one controller process."""
 
-    server: ZmqServer
-    """The ZMQ port."""
-    answers: Answers
-    port: int
-    """Its number."""
+    port: ControlPort
+    port_number: int
     http: Callable[[], Iterable[Numbers]]
     """The numbers of the HTTP port."""
     snapshots: Snapshots | None
@@ -109,8 +105,7 @@ def sections(cluster: Cluster, around: Surroundings) -> Iterator[tuple[str, Numb
         ClusterNumbers(cluster),
         *of_cluster,
         cluster,
-        around.answers,
-        around.server,
+        *around.port.numbers(),
         ProcessNumbers(around.restarts),
     )
     yield from ((PREFIX, part) for part in parts)

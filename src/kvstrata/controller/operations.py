@@ -7,20 +7,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvstrata.cluster.lookups import Found, Place
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.commands import COMMAND_TTL_S
-from kvstrata.controller.member import Issued, Member, MemberState
+from kvstrata.controller.commands import COMMAND_TTL_S, Command
+from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, KvstrataError, NotFound, Unavailable
 from kvstrata.keys.batch import count
 from kvstrata.keys.spans import longest, of_slices
 from kvstrata.process.operations import MAX_KEYS, Chunks, Claiming
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, CommandKind, tags_of
+from kvstrata.rpc.cluster_wire import (
+    MAX_PEER_KEYS,
+    AskClaims,
+    Claim,
+    Clear,
+    Drain,
+    Evict,
+    Owner,
+    Pull,
+    Release,
+    Scope,
+    tags_of,
+)
 from kvstrata.types import KEY_BYTES
 
 MAX_LONGEST = 16
@@ -91,7 +103,7 @@ class Operations:
 
     # --- instances ------------------------------------------------------------------------------------------
 
-    async def drain(self, instance: str, on: bool) -> list[Issued]:
+    async def drain(self, instance: str, on: bool) -> list[Command]:
         """Order that no peers are sent to an instance, or that they are sent again.
 
         Returns the command for the instance; an empty list if the instance is not live.  A drain can also be ended for
@@ -105,7 +117,7 @@ class Operations:
         member = cluster.members.get(name)
         if member is None or member.state is not MemberState.LIVE:
             return []
-        return [cluster.issue(member, CommandKind.DRAIN, {"on": on})]
+        return [cluster.issue(member, Drain(on))]
 
     async def remove(self, instance: str) -> MemberState:
         """Forget a member, and the key that its id belongs to; returns its state before.
@@ -129,7 +141,7 @@ class Operations:
 
     # --- claims ---------------------------------------------------------------------------------------------
 
-    async def claim(self, named: Named, instance: str | None, asked: Claiming) -> list[Issued]:
+    async def claim(self, named: Named, instance: str | None, asked: Claiming) -> list[Command]:
         """Claim chunks at an instance, by default the one with the longest prefix of them. Raises KvstrataError."""
         keys = _some(named.keys)
         if len(keys) > MAX_KEYS * KEY_BYTES:
@@ -138,33 +150,31 @@ class Operations:
                 field="tokens",
             )
         member = self.member(instance) if instance is not None else (await self._longest(named, None))[0]
-        argument = {
-            "keys": keys,
-            "n_slices": named.n_slices,
-            "spans": list(named.spans),
-            "identity": named.root or None,
-            "tenant": named.tenant,
-            "ttl_s": asked.left_s(self._cluster.clock.unix_ms() / 1000),
-            "max_bytes": asked.bytes,
-        }
-        return self._cluster.issue_to_each(CommandKind.CLAIM, [(member, [argument])])
+        operation = Claim(
+            keys,
+            asked.left_s(self._cluster.clock.unix_ms() / 1000),
+            named.n_slices,
+            list(named.spans),
+            named.root or None,
+            named.tenant,
+            asked.bytes,
+        )
+        return self._cluster.issue_to_each([(member, [operation])])
 
-    def claims(self) -> list[Issued]:
+    def claims(self) -> list[Command]:
         """Ask all live instances for their claims. Raises KvstrataError."""
-        return self._cluster.issue_to_each(CommandKind.CLAIMS, [(one, [{}]) for one in self._cluster.live()])
+        return self._cluster.issue_to_each([(one, [AskClaims()]) for one in self._cluster.live()])
 
-    def release(self, claim: str, instance: str | None) -> list[Issued]:
+    def release(self, claim: str, instance: str | None) -> list[Command]:
         """End a claim at an instance, by default at whichever live one keeps it. Raises KvstrataError."""
         members = self._live_or_named(None if instance is None else [instance])
-        return self._cluster.issue_to_each(
-            CommandKind.RELEASE, [(one, [{"claim": claim}]) for one in members]
-        )
+        return self._cluster.issue_to_each([(one, [Release(claim)]) for one in members])
 
     # --- copying --------------------------------------------------------------------------------------------
 
     async def copy(
         self, named: Named, to: str, source: str | None, *, move: bool
-    ) -> tuple[list[Issued], asyncio.Task[None]]:
+    ) -> tuple[list[Command], asyncio.Task[None]]:
         """Copy the leading chunks of one instance's L1 into that of instance `to`; a move drops them at the source.
 
         Returns the commands so far, to which a move adds its drops, and a task that ends when all commands have ended.
@@ -183,30 +193,30 @@ class Operations:
         if owner.state is not MemberState.LIVE:
             raise Unavailable(f"source: {owner.id} is {owner.state}", field="source")
         keys = _some(named.keys[: n_chunks * named.n_slices * KEY_BYTES])
-        told = {
-            "instance": owner.id,
-            "incarnation": owner.incarnation,
-            "peer_endpoint": owner.told.control_endpoint,
-            "confirmed": owner.confirmed,
-            "peer_key": owner.key,
-        }
-        arguments = [
-            {
-                "keys": part,
-                "n_slices": len(spans) or named.n_slices,
-                "spans": list(spans) if any(spans) else [],
-                **({"record_bytes": _of_slices(named, spans)} if named.record_bytes else {}),
-                "identity": named.root,
-                "tenant": named.tenant,
-                "owner": {**told, "n_keys": len(part) // KEY_BYTES},
-            }
+        pulls = [
+            Pull(
+                part,
+                named.root or None,
+                len(spans) or named.n_slices,
+                named.tenant,
+                Owner(
+                    owner.id,
+                    owner.incarnation,
+                    owner.told.control_endpoint,
+                    len(part) // KEY_BYTES,
+                    owner.confirmed,
+                    owner.key,
+                ),
+                list(spans) if any(spans) else [],
+                _of_slices(named, spans) if named.record_bytes else [],
+            )
             for part, spans in _pulls(keys, named.n_slices, named.spans)
         ]
-        commands = self._cluster.issue_to_each(CommandKind.PULL, [(target, arguments)])
+        commands = self._cluster.issue_to_each([(target, pulls)])
         task = self._supervisor.job(self._copied(commands, owner if move else None, keys), "copy of chunks")
         return commands, task
 
-    async def _copied(self, commands: list[Issued], leave: Member | None, keys: bytes) -> None:
+    async def _copied(self, commands: list[Command], leave: Member | None, keys: bytes) -> None:
         await self._cluster.outcome(commands, COMMAND_TTL_S + 1)
         if leave is None:
             return
@@ -216,7 +226,7 @@ class Operations:
             self._cluster.journal.say("move_incomplete", leave.id, reason=reason)
             return
         try:
-            drops = self._cluster.issue_to_each(CommandKind.EVICT, [(leave, _drops(keys))])
+            drops = self._cluster.issue_to_each([(leave, _drops(keys))])
         except KvstrataError as denied:
             self._cluster.journal.say(
                 "move_incomplete", leave.id, reason=f"nothing was dropped: {denied.message}"
@@ -232,30 +242,26 @@ class Operations:
 
     # --- dropping -------------------------------------------------------------------------------------------
 
-    def clear(self, tier: str, tenant: str | None, instances: Sequence[str] | None) -> list[Issued]:
+    def clear(self, tier: Scope, tenant: str | None, instances: Sequence[str] | None) -> list[Command]:
         """Drop the chunks of a tier. Raises KvstrataError."""
         return self._cluster.issue_to_each(
-            CommandKind.CLEAR,
-            [(member, [{"tier": tier, "tenant": tenant}]) for member in self._live_or_named(instances)],
+            [(member, [Clear(tier, tenant)]) for member in self._live_or_named(instances)]
         )
 
-    async def evict_chunks(self, named: Named, instances: Sequence[str] | None) -> list[Issued]:
+    async def evict_chunks(self, named: Named, instances: Sequence[str] | None) -> list[Command]:
         """Drop chunks from L1, by default at all instances that have some of them. Raises KvstrataError."""
         drops = _drops(_some(named.keys))
         if instances is not None:
-            return self._cluster.issue_to_each(
-                CommandKind.EVICT, [(member, drops) for member in self.named(instances)]
-            )
+            return self._cluster.issue_to_each([(member, drops) for member in self.named(instances)])
         rows = await self._cluster.lookups.holders(tags_of(named.keys))
-        of_group: dict[int, list[dict[str, Any]]] = {}
+        of_group: dict[int, list[Evict]] = {}
         for number, drop in enumerate(drops):
             here = rows[number * MAX_PEER_KEYS : (number + 1) * MAX_PEER_KEYS]
             for group in {place.group for row in here for place in row if place.tier == "l1"}:
                 of_group.setdefault(group, []).append(drop)
         there = [(self._cluster.members.of_group(group), drops) for group, drops in of_group.items()]
         return self._cluster.issue_to_each(
-            CommandKind.EVICT,
-            [(one, drops) for one, drops in there if one is not None and one.state is MemberState.LIVE],
+            [(one, drops) for one, drops in there if one is not None and one.state is MemberState.LIVE]
         )
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -308,9 +314,9 @@ def _of_slices(named: Named, spans: Sequence[int]) -> list[int]:
     return [length for length, span in zip(named.record_bytes, named.spans, strict=False) if not span]
 
 
-def _drops(keys: bytes) -> list[dict[str, Any]]:
-    """Arguments of the commands that drop these keys from L1."""
-    return [{"keys": part} for part in _batches(keys, 1)]
+def _drops(keys: bytes) -> list[Evict]:
+    """The operations that drop these keys from L1."""
+    return [Evict(part) for part in _batches(keys, 1)]
 
 
 def _some(keys: bytes) -> bytes:
@@ -320,8 +326,9 @@ def _some(keys: bytes) -> bytes:
     return keys
 
 
-def _all_arrived(pull: Issued) -> bool:
+def _all_arrived(command: Command) -> bool:
     """Whether a pull brought every chunk that it names into L1; a pull that succeeds may bring only a part."""
-    result, argument = pull.result, pull.argument
-    n_chunks = len(argument["keys"]) // (KEY_BYTES * argument["n_slices"])
+    result, pull = command.result, command.operation
+    assert isinstance(pull, Pull)
+    n_chunks = len(pull.keys) // (KEY_BYTES * pull.n_slices)
     return result is not None and result.ok and result.body.get("count") == n_chunks

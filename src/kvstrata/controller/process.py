@@ -26,7 +26,7 @@ from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.load import sorted_out
 from kvstrata.config.private_dir import user_folder
 from kvstrata.controller.admin import OPERATIONS, Admin
-from kvstrata.controller.answers import Answers, zmq_host, zmq_host_setting
+from kvstrata.controller.answers import MAX_UNANSWERED, Answers, zmq_host, zmq_host_setting
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.dashboard_files import DashboardFiles
 from kvstrata.controller.metrics import Surroundings, sections
@@ -49,7 +49,8 @@ from kvstrata.process.listen import (
     warn_if_open,
 )
 from kvstrata.process.ports import Listening, refuse_open, refuse_port_twice
-from kvstrata.rpc.cluster_wire import MAX_CLUSTER_MESSAGE_BYTES
+from kvstrata.rpc.cluster_wire import TO_CONTROLLER
+from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import (
     ADVICE,
     OPEN,
@@ -172,10 +173,16 @@ class Controller(Process):
         self.closers.append(soon(listener.close))
         url = own_url(settings, listener)
         epoch = clock.unix_ms()
-        server = ZmqServer(loop, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
-        self.closers.append(soon(server.close))
         keys = self._plan.keys
-        port_number, secret = self._bind(server, keys)
+        asked = ControlPort(
+            loop,
+            epoch,
+            lambda key: keys.now().kinds_of(key) if keys is not None else tuple(KeyKind),
+            requests=TO_CONTROLLER,
+            max_later=MAX_UNANSWERED,
+        )
+        self.closers.append(asked.close)
+        port_number, secret = self._bind(asked.server, keys)
         if settings.monitor_ports.pull is not None or settings.monitor_ports.heartbeat is not None:
             self.log.warning("no_effect", settings="monitor_ports.pull, monitor_ports.heartbeat",
                              why="the controller asks instances at their own ports")  # fmt: skip
@@ -202,18 +209,10 @@ class Controller(Process):
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
         operations = Operations(cluster, self.supervisor)
-        answers = Answers(
-            cluster,
-            operations,
-            server,
-            self.supervisor,
-            self._plan.peer_hosts,
-            lambda key: keys.now().kinds_of(key) if keys is not None else tuple(KeyKind),
-        )
+        Answers(cluster, operations, asked, self._plan.peer_hosts)
         self._around = around = Surroundings(
-            server=server,
-            answers=answers,
-            port=port_number,
+            port=asked,
+            port_number=port_number,
             http=lambda: self._http_port.numbers if self._http_port is not None else (),
             snapshots=self._snapshots,
             restarts=self._restarts,
@@ -239,7 +238,7 @@ class Controller(Process):
         self._http_token = ServedToken(port.set_token, settings.http, listener.port, token, self.log)
         self.closers.append(soon(self._http_token.close))
         self.supervisor.spawn(self._http_token.keep(), "token")
-        answers.start()
+        asked.start()
         if election is not None:
             self.closers.append(election.close)
             self.supervisor.spawn(election.run(cluster.orders, cluster.leadership_changed), "election")

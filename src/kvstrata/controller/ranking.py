@@ -5,6 +5,8 @@ The longest prefix is best; then come owners whose chunks are confirmed, owners 
 
 from __future__ import annotations
 
+import time
+
 from kvstrata.clock import Clock
 from kvstrata.cluster.lookups import Found, Lookups
 from kvstrata.controller.member import Member
@@ -18,7 +20,7 @@ CANDIDATES = 2 * MAX_OWNERS
 
 
 class Ranking(Numbers):
-    """Answers `Where`; answers.py measures the times."""
+    """Answers `Where`."""
 
     seconds = histogram("Time from an instance's question to its answer.", name="lookup_seconds")
     hits = counter("Such questions that found an owner.", name="lookup_hits")
@@ -34,25 +36,28 @@ class Ranking(Numbers):
 
     def where_now(self, told: Where) -> list[Owner]:
         """The owners of the longest prefixes, best first; looks up on the loop."""
+        began_s = time.perf_counter()
         asker = self._members.get(told.asker)
         group = asker.group if asker is not None else None
-        return self._ranked(told, asker, self._lookups.longest(told.tags, told.n_slices, group, CANDIDATES))
+        found = self._lookups.longest(told.tags, told.n_slices, group, CANDIDATES)
+        return self._ranked(told, asker, found, began_s)
 
     async def where(self, told: Where) -> list[Owner]:
         """As `where_now`, but looks up on a thread."""
+        began_s = time.perf_counter()
         asker = self._members.get(told.asker)
         group = asker.group if asker is not None else None
         if told.each:
             found = await self._lookups.nearest(told.tags, group, CANDIDATES)
         else:
             found = await self._lookups.longest_on_thread(told.tags, told.n_slices, group, CANDIDATES)
-        return self._ranked(told, asker, found)
+        return self._ranked(told, asker, found, began_s)
 
     def forget_referred(self, instance: str) -> None:
         """An instance has reported its load, or is gone: forget the readers that were sent to it."""
         self._referred.pop(instance, None)
 
-    def _ranked(self, told: Where, asker: Member | None, found: list[Found]) -> list[Owner]:
+    def _ranked(self, told: Where, asker: Member | None, found: list[Found], began_s: float) -> list[Owner]:
         now_s = self._clock.monotonic_s()
         zone = asker.told.zone if asker is not None else ""
         rows: list[tuple[tuple[int, bool, bool, float], Member, int]] = []
@@ -81,4 +86,5 @@ class Ranking(Numbers):
             self._referred[owners[0].instance] = self._referred.get(owners[0].instance, 0) + 1
         self.hits += bool(owners)
         self.keys += len(told.tags) // TAG_BYTES
+        self.seconds.add(time.perf_counter() - began_s)
         return owners

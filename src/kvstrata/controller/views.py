@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvstrata import __version__
-from kvstrata.controller.member import SHOWN_STATES, Issued, Member, MemberState, total_keys
+from kvstrata.controller.member import SHOWN_STATES, Member, MemberState, total_keys
 from kvstrata.types import GB, KEY_BYTES
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.cluster.lookups import Place
     from kvstrata.controller.cluster import Cluster
+    from kvstrata.controller.commands import Command
     from kvstrata.controller.gateways import Gateway
     from kvstrata.controller.history import Happened
     from kvstrata.controller.metrics import Surroundings
@@ -231,9 +232,9 @@ def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
             "keys_total": cluster.ranking.keys,
             "mean_ms": round(1000 * cluster.ranking.seconds.sum_s / total, 4) if total else 0.0,
         },
-        "refused_requests": cluster.refused_requests,
-        "port": {**around.server.document(), "bad_frames": around.answers.bad_frames},
-        "monitor_ports": {"reply": around.port},
+        "refused_requests": around.port.refused,
+        "port": around.port.server.document(),
+        "monitor_ports": {"reply": around.port_number},
         "snapshot": dict(around.snapshots.status) if around.snapshots is not None else {},
         "election": election_body(cluster),
         "last_event": cluster.journal.tail.last,
@@ -248,21 +249,18 @@ def event_row(event: Happened) -> Body:
     }
 
 
-def command_row(cluster: Cluster, issued: Issued) -> Body:
+def command_row(cluster: Cluster, command: Command) -> Body:
     """One command."""
-    result = issued.result
-    if result is None:
-        state = "sent" if issued.is_sent else "waiting"
-    else:
-        state = "done" if result.ok else "failed"
+    result = command.result
+    operation = command.operation
     return {
-        "number": issued.number,
-        "instance": issued.instance,
-        "kind": issued.kind.value,
-        "state": state,
+        "number": command.number,
+        "instance": command.member.id,
+        "kind": operation.kind,
+        "state": "under_way" if result is None else "done" if result.ok else "failed",
         "message": result.message if result is not None else "",
-        "age_s": round(cluster.clock.monotonic_s() - issued.issued_s, 3),
-        "argument": plain(issued.argument),
+        "age_s": round(cluster.clock.monotonic_s() - command.issued_s, 3),
+        "argument": plain(operation),
         "result": plain(result.body) if result is not None else {},
     }
 
@@ -324,6 +322,8 @@ MAX_SHOWN_BYTES = 64
 
 def plain(value: Any) -> Any:
     """A document for JSON: bytes become hexadecimal digits, or their length if they are long."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -55,6 +55,7 @@ from kvstrata.types import FORMAT_VERSION, SERVER_ROW
 if TYPE_CHECKING:
     from kvstrata.native.core import Hold, Pool
     from kvstrata.rpc.control_port import ControlPort
+    from kvstrata.rpc.zmq_server import Address
 
 SENDING_SHARE = 1 / 4
 MAX_CONNECTIONS = 256
@@ -378,7 +379,7 @@ class PeerServer:
         members: Callable[[], frozenset[bytes] | None],
     ) -> None:
         """`metadata()`: by which `engine` reaches L1 one-sidedly; empty: it does not now. `members`: see MemberKeys."""
-        self.records, self._port = records, port
+        self.records = records
         port.serve((KeyKind.INSTANCE,), {PeerHello: self._hello})
         self._instance_id, self._incarnation = instance_id, incarnation
         self._engine, self._metadata, self._seal, self._members = engine, metadata, seal, members
@@ -397,7 +398,7 @@ class PeerServer:
         self.records.keep_only(self._members())
         self._timer = self._loop.call_later(MEMBERS_S, self._look_at_members)
 
-    def _hello(self, request: PeerHello) -> PeerWelcome:
+    def _hello(self, request: PeerHello, address: Address) -> PeerWelcome:
         for field, found, ours in (
             ("protocol", request.protocol, CLUSTER_PROTOCOL_VERSION),
             ("record_version", request.record_version, FORMAT_VERSION),
@@ -421,7 +422,7 @@ class PeerServer:
         if self._timer is None:  # nobody can connect before this
             self.records.start()
             self._look_at_members()
-        ticket = self.records.ticket(seal=self._seal, reader=self._port.asker)
+        ticket = self.records.ticket(seal=self._seal, reader=address.key)
         self._log.debug("peer", reader=request.reader)
         return PeerWelcome(
             request.seq,

@@ -24,12 +24,13 @@ that name their sender's instance count only if they come with the key under whi
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvstrata.errors import KvstrataError
+from kvstrata.process.operations import MAX_CLAIM_S, MAX_KEYS
 from kvstrata.rpc.wire import ENGINE_URL, MAX_BYTES_S, MAX_LATENCY_US, Count, Seq
 from kvstrata.types import KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
 
@@ -52,7 +53,7 @@ MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 8
+CLUSTER_PROTOCOL_VERSION = 9
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one command, or single keys in one Where."""
@@ -76,6 +77,14 @@ PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 """A public CURVE key in Z85."""
 Medium = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Text = Annotated[str, Meta(max_length=2_000)]
+StorageKeys = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_PEER_KEYS * KEY_BYTES)]
+"""Storage keys, concatenated."""
+SliceCount = Annotated[int, Meta(ge=1, le=4096)]
+Spans = Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)]
+Root = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+"""Root of an identity."""
+TenantName = Annotated[str, Meta(max_length=256)]
+Scope = Literal["l1", "l2", "all"]
 MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
 """Tiers in one report; an instance has at most half as many."""
 ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
@@ -325,34 +334,93 @@ class Listed(ClusterReply, frozen=True, tag="list"):
 # --- to an instance: operations ------------------------------------------------------------------------------
 
 
-class CommandKind(enum.StrEnum):
-    """An operation that a controller has an instance carry out, with the fields of its `argument`."""
+class BaseOperation(msgspec.Struct, frozen=True, tag_field="operation"):
+    """Base of the operations that a controller has an instance carry out. Unknown fields are ignored."""
 
-    FREEZE = "freeze"
-    """{"freeze_ms": 0 to 60000}: store nothing new for this time, and serve what is in L1; 0 ends it."""
-    CLEAR = "clear"
-    """{"tier": "l1" | "l2" | "all", "tenant": str | null}: drop the chunks; bytes in use become free when their use
-    ends."""
-    EVICT = "evict"
-    """{"keys": bytes} (storage keys): drop these chunks from L1."""
-    CLAIM = "claim"
-    """{"keys": bytes, "n_slices": int, "spans": [int], "identity": bytes | null, "tenant": str, "ttl_s": float,
-    "max_bytes": int | null}: keep these chunks in L1 for this time, all or none; without an identity they are records,
-    and those that they continue are kept too."""
-    CLAIMS = "claims"
-    """{}: answer the document of /v1/claims."""
-    RELEASE = "release"
-    """{"claim": str}: end this claim; `count` is 0 if the instance does not keep it."""
-    PULL = "pull"
-    """{"keys": bytes, "n_slices": int, "identity": bytes, "tenant": str, "owner": {…as Owner…}, "spans": [int]}: read
-    these chunks into L1, from the owner if it sends them, else from other peers; of slices with a span (see KvKind)
-    only what the longest hit needs. Used by replicate, and by move, which then sends the owner an EVICT."""
-    DRAIN = "drain"
-    """{"on": bool}: if true, send nothing more to peers; if false, send to them again."""
-    RUNTIME = "runtime"
-    """{}: answer threads, memory, garbage collector, lag of the loop, allow-listed environment."""
-    STATUS = "status"
-    """{}: answer the document of /v1/status."""
+    @property
+    def kind(self) -> str:
+        """The operation's name."""
+        return str(self.__struct_config__.tag)
+
+
+class Freeze(BaseOperation, frozen=True, tag="freeze"):
+    """Store nothing new for this time, and serve what is in L1; 0 ends it."""
+
+    freeze_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
+
+
+class Clear(BaseOperation, frozen=True, tag="clear"):
+    """Drop the chunks; bytes in use become free when their use ends."""
+
+    tier: Scope
+    tenant: TenantName | None = None
+    """None: of all tenants."""
+
+
+class Evict(BaseOperation, frozen=True, tag="evict"):
+    """Drop these chunks from L1."""
+
+    keys: StorageKeys
+
+
+class Claim(BaseOperation, frozen=True, tag="claim"):
+    """Keep these chunks in L1 for this time, all or none."""
+
+    keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_KEYS * KEY_BYTES)]
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_CLAIM_S)]
+    n_slices: SliceCount = 1
+    spans: Spans = []
+    identity: Root | None = None
+    """None: the keys are records, and those that they continue are kept too."""
+    tenant: TenantName = ""
+    max_bytes: Annotated[int, Meta(gt=0)] | None = None
+
+
+class AskClaims(BaseOperation, frozen=True, tag="claims"):
+    """Answer the document of /v1/claims."""
+
+
+class Release(BaseOperation, frozen=True, tag="release"):
+    """End this claim; `count` is 0 if the instance does not keep it."""
+
+    claim: Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class Pull(BaseOperation, frozen=True, tag="pull"):
+    """Read these chunks into L1, from the owner if it sends them, else from other peers.
+
+    Used by replicate, and by move, which then sends the owner an Evict.
+    """
+
+    keys: StorageKeys
+    identity: Root | None
+    """None where an admin named keys, of which nobody knows the identity: such a pull is refused."""
+    n_slices: SliceCount = 1
+    tenant: TenantName = ""
+    owner: Owner | None = None
+    spans: Spans = []
+    """Of slices with a span (see KvKind) only what the longest hit needs is read."""
+    record_bytes: Annotated[list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=4096)] = []
+    """For each slice the length of a whole chunk's record; empty: not known, and nothing can be loaded."""
+
+
+class Drain(BaseOperation, frozen=True, tag="drain"):
+    """Send nothing more to peers; or, with `on` false, send to them again."""
+
+    on: bool = True
+
+
+class AskRuntime(BaseOperation, frozen=True, tag="runtime"):
+    """Answer threads, memory, garbage collector, lag of the loop, allow-listed environment."""
+
+
+class AskStatus(BaseOperation, frozen=True, tag="status"):
+    """Answer the document of /v1/status."""
+
+
+Operation = (
+    Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskRuntime | AskStatus
+)  # fmt: skip
 
 
 class Do(ClusterRequest, frozen=True, tag="do"):
@@ -361,8 +429,7 @@ class Do(ClusterRequest, frozen=True, tag="do"):
     The answer, an Outcome, comes when it has ended; after `deadline_ms` nobody waits for it any more.
     """
 
-    kind: CommandKind
-    argument: dict[str, Any]
+    operation: Operation
     deadline_ms: Annotated[int, Meta(ge=1, le=3_600_000)]
     token: Count = 0
     """Number of the controller's leadership, if the cluster has several controllers; 0: it is the only one."""

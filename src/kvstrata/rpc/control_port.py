@@ -1,15 +1,19 @@
-"""The control port of an instance: peers, controllers and gateways ask here, each what the kind of its key may ask.
+"""The port of an instance or a controller, where others of the cluster ask, each what the kind of its key may ask.
 
 1. Each request gets one answer, now or later; a wrong one gets a Failure, and affects only its sender.
-2. At most MAX_LATER requests are answered later at a time; further ones are refused.
+2. At most `max_later` requests are answered later at a time; further ones are refused.
 3. Which key may ask what is said once, where the requests are registered (`serve`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
+
+import msgspec
 
 from kvstrata.errors import BadRequest, InternalError, KvstrataError, NotPermitted, Refused
 from kvstrata.observability.logging import EventLog
@@ -28,18 +32,16 @@ from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.rpc.zmq_server import Address, ZmqServer
 
 MAX_LATER = 512
-"""Requests that are answered later: polls that wait, pages of lists, and operations."""
+"""Requests that an instance answers later: polls that wait, pages of lists, and operations."""
 
-Handler = Callable[[Any], ClusterReply | Coroutine[Any, Any, ClusterReply]]
-"""Gets one request; returns its answer, or a coroutine that makes it. Raises KvstrataError."""
+Handler = Callable[[Any, Address], ClusterReply | Coroutine[Any, Any, ClusterReply]]
+"""Gets one request and its sender; returns the answer, or a coroutine that makes it. Raises KvstrataError."""
 
 
 class ControlPort(Numbers):
     """One port. Belongs to the event loop."""
 
-    refused = counter(
-        "Requests of peers, controllers and gateways that were refused.", name="refused_requests"
-    )
+    refused = counter("Requests that were refused, invalid frames included.", "code", name="refused_requests")
     later = gauge(
         "Requests that are answered later: polls that wait, lists, operations.",
         lambda self: len(self._later),
@@ -51,21 +53,30 @@ class ControlPort(Numbers):
         loop: asyncio.AbstractEventLoop,
         epoch: int,
         kinds_of: Callable[[str], Collection[KeyKind]] = lambda key: tuple(KeyKind),
+        *,
+        requests: msgspec.msgpack.Decoder[Any] = TO_INSTANCE,
+        max_later: int = MAX_LATER,
     ) -> None:
-        """`epoch`: of this process. `kinds_of` says what a client's public key is; by default every kind."""
+        """`epoch`: of this process. `kinds_of` says what a client's public key is; by default every kind.
+
+        `requests` decodes what may be asked here.
+        """
         self.server = ZmqServer(loop, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
-        self.asker = ""
-        """Public key of who asks the request that is being handled; empty without CURVE."""
-        self._epoch = epoch
-        self._kinds_of = kinds_of
-        self._served: dict[type[ClusterRequest], tuple[frozenset[KeyKind], Handler]] = {}
+        self._epoch, self._kinds_of, self._requests, self._max_later = epoch, kinds_of, requests, max_later
+        self._served: dict[type[ClusterRequest], tuple[frozenset[KeyKind], bool, Handler]] = {}
         self._later: set[asyncio.Task[None]] = set()
         self._log = EventLog("control")
 
-    def serve(self, kinds: Collection[KeyKind], handlers: Mapping[type[ClusterRequest], Handler]) -> None:
-        """Answer these requests from now on, to keys of these kinds."""
+    def serve(
+        self,
+        kinds: Collection[KeyKind],
+        handlers: Mapping[type[ClusterRequest], Handler],
+        *,
+        unlisted: bool = False,
+    ) -> None:
+        """Answer these requests from now on, to keys of these kinds; with `unlisted` also to keys of no kind."""
         for request, handler in handlers.items():
-            self._served[request] = frozenset(kinds), handler
+            self._served[request] = frozenset(kinds), unlisted, handler
 
     def start(self) -> None:
         """Begin to answer."""
@@ -84,13 +95,12 @@ class ControlPort(Numbers):
 
     def _on_frame(self, address: Address, frame: bytes) -> None:
         try:
-            request = TO_INSTANCE.decode(frame)
+            request = self._requests.decode(frame)
         except BAD_FRAME as error:
-            self._refuse(address, seq_of(frame), BadRequest(f"invalid message to an instance: {error}"))
+            self._refuse(address, seq_of(frame), BadRequest(f"not a request that is answered here: {error}"))
             return
         try:
-            self.asker = address.key
-            answer = self._handler(request, address.key)(request)
+            answer = self._handler(request, address.key)(request, address)
         except KvstrataError as error:
             self._refuse(address, request.seq, error)
             return
@@ -105,17 +115,17 @@ class ControlPort(Numbers):
         task.add_done_callback(lambda _: answer.close())  # a task may be cancelled before it begins
 
     def _handler(self, request: ClusterRequest, key: str) -> Handler:
-        kinds, handler = self._served.get(type(request), (frozenset(), None))
+        kinds, unlisted, handler = self._served.get(type(request), (frozenset(), False, None))
         if handler is None:
-            raise BadRequest(f"this instance serves no {type(request).__name__}")
+            raise BadRequest(f"{type(request).__name__} is not served here")
         ours = self._kinds_of(key)
-        if kinds.isdisjoint(ours):
+        if kinds.isdisjoint(ours) and (ours or not unlisted):
             raise NotPermitted(
                 f"{type(request).__name__} is for a key of kind {' or '.join(sorted(kinds))}; the key of this "
                 f"connection is of kind {' and '.join(sorted(ours)) or 'none'} (kvstrata cluster init)"
             )
-        if len(self._later) >= MAX_LATER:
-            raise Refused(f"{MAX_LATER} requests are under way here; ask again", retry_after_s=0.1)
+        if len(self._later) >= self._max_later:
+            raise Refused(f"{self._max_later} requests are under way here; ask again", retry_after_s=0.1)
         return handler
 
     async def _answer(self, address: Address, seq: int, answer: Coroutine[Any, Any, ClusterReply]) -> None:
@@ -125,13 +135,18 @@ class ControlPort(Numbers):
             self._refuse(address, seq, error)
         except Exception as error:
             # The RPC boundary: our own mistake in one request is answered and logged, and affects only its sender.
-            self._log.error("request_failed", error=repr(error))
-            self._refuse(address, seq, InternalError("the instance failed to answer; see its log"))
+            # Texts of unexpected errors may hold what the sender wrote, so the log gets the type and the place.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(place.filename)}:{place.lineno}"
+            self._log.error("request_failed", error=type(error).__name__, at=where)
+            self._refuse(address, seq, InternalError("the request failed here; see the log of this process"))
 
     def _refuse(self, address: Address, seq: int, error: KvstrataError) -> None:
-        self.refused += 1
-        self.server.send(address, encode(failure(seq, self._epoch, error)))
+        self.server.send(address, self._failure(seq, error))
+
+    def _failure(self, seq: int, error: KvstrataError) -> bytes:
+        self.refused[error.code] += 1
+        return encode(failure(seq, self._epoch, error))
 
     def _on_frame_count(self, address: Address, count: int) -> bytes:
-        self.refused += 1
-        return encode(failure(0, self._epoch, BadRequest(f"a message must be one frame, found {count}")))
+        return self._failure(0, BadRequest(f"a message must be one frame, found {count}"))

@@ -468,14 +468,14 @@ def hello(**other: object) -> PeerHello:
 
 async def test_a_reader_that_is_set_up_in_another_way_is_refused_with_its_field(owner: PeerOwner) -> None:
     for request, code, field in (
-        (hello(protocol=9), "wrong_version", "protocol"),
+        (hello(protocol=CLUSTER_PROTOCOL_VERSION - 1), "wrong_version", "protocol"),
         (hello(record_version=9), "wrong_version", "record_version"),
         (hello(engine="nixl"), "bad_request", "engine"),
         (hello(seal=True), "bad_request", "seal"),
     ):
         answer = answer_of(owner, encode(request))
         assert isinstance(answer, Failure) and (answer.code, answer.field) == (code, field)
-    assert owner.control.refused == 4
+    assert owner.control.refused == {"wrong_version": 2, "bad_request": 2}
 
 
 def answer_of(owner: PeerOwner, frame: bytes) -> object:

@@ -21,6 +21,12 @@ from tests.harness.cluster_instance import Refused, key_of, tags_of
 pytestmark = pytest.mark.integration
 
 
+def ended(controller: Any, number: int) -> dict[str, Any] | None:
+    """The facts of the event that tells how a command has ended; None until then."""
+    rows = controller.ask("/v1/events")["events"]
+    return next((row["facts"] for row in rows if row["facts"].get("number") == number), None)
+
+
 def test_an_http_request_waits_for_a_document_that_an_instance_sends(controller, instance):
     a = instance("a").join({})
     answered: dict[str, Any] = {}
@@ -33,7 +39,7 @@ def test_an_http_request_waits_for_a_document_that_an_instance_sends(controller,
     asked = a.operation()
     a.answer(asked, {"pool": {"entries": 3}})
     thread.join()
-    assert asked.kind is wire.CommandKind.STATUS
+    assert asked.operation == wire.AskStatus()
     assert answered["done"] and answered["ok"] and answered["document"] == {"pool": {"entries": 3}}
 
 
@@ -43,12 +49,8 @@ def test_a_command_whose_connection_ends_is_not_sent_again_and_says_what_is_not_
     a.operation()
     a.reopen()
 
-    def ended() -> Any:
-        told = controller.ask(f"/v1/commands/{number}")
-        return told if told["state"] == "failed" else None
-
-    told = eventually("the command has ended", ended)
-    assert "may have been carried out" in told["message"]
+    told = eventually("the command has ended", lambda: ended(controller, number))
+    assert not told["ok"] and "may have been carried out" in told["message"]
     a.until_followed()
     assert not a.has_operation()
 
@@ -105,18 +107,14 @@ def test_claim_replicate_move_and_evict_ask_the_right_instances(controller, inst
     a, b = instance("a").join({"l1": tags_of(range(4))}), instance("b").join({})
     keys = [key_of(number) for number in range(4)]
     asked = {"keys": keys[:2], "instance": "a", "ttl_s": 60, "wait_s": 0}
-    assert not controller.ask("/v1/claims", asked)["done"]
+    answer = controller.ask("/v1/claims", asked)
+    assert not answer["done"] and answer["commands"][0]["state"] == "under_way"
+    number = answer["commands"][0]["number"]
     claim = a.operation()
-    assert claim.argument == {
-        "keys": bytes.fromhex("".join(keys[:2])), "n_slices": 1, "spans": [], "identity": None, "tenant": "",
-        "ttl_s": 60, "max_bytes": None,
-    }  # fmt: skip
+    assert claim.operation == wire.Claim(bytes.fromhex("".join(keys[:2])), 60)
     a.answer(claim, refused="no_room: 0 bytes may still be claimed")
-    number = controller.ask("/v1/commands")["commands"][0]["number"]
-    told = eventually(
-        "it has failed", lambda: (c := controller.ask(f"/v1/commands/{number}"))["message"] and c
-    )
-    assert (told["state"], told["message"].partition(":")[0]) == ("failed", "no_room")
+    told = eventually("it has failed", lambda: ended(controller, number))
+    assert (told["ok"], told["message"].partition(":")[0]) == (False, "no_room")
 
     with ThreadPoolExecutor(1) as threads:
         listed = threads.submit(controller.ask, "/v1/claims?wait_s=30")
@@ -130,17 +128,17 @@ def test_claim_replicate_move_and_evict_ask_the_right_instances(controller, inst
     controller.ask("/v1/claims/c/release", {"wait_s": 0})
     for one in (a, b):
         release = one.operation()
-        assert (release.kind, release.argument) == (wire.CommandKind.RELEASE, {"claim": "c"})
+        assert release.operation == wire.Release("c")
         one.answer(release, {"count": int(one is a)})
 
     moved = controller.ask("/v1/move", {"keys": [keys[0]], "to": "b", "wait_s": 0})
     assert not moved["done"]
     pull = b.operation()
-    assert pull.kind is wire.CommandKind.PULL and pull.argument["owner"]["instance"] == "a"
+    assert isinstance(pull.operation, wire.Pull) and pull.operation.owner.instance == "a"
     assert not a.has_operation()
     b.answer(pull, {"count": 1})
     drop = a.operation()
-    assert (drop.kind, drop.argument) == (wire.CommandKind.EVICT, {"keys": bytes.fromhex(keys[0])})
+    assert drop.operation == wire.Evict(bytes.fromhex(keys[0]))
     a.answer(drop, {"count": 1})
 
     controller.ask("/v1/move", {"keys": keys[:2], "to": "b", "source": "a", "wait_s": 0})
@@ -157,7 +155,7 @@ def test_claim_replicate_move_and_evict_ask_the_right_instances(controller, inst
 
     controller.ask("/v1/instances/a/freeze", {"seconds": 5, "wait_s": 0})
     freeze = a.operation()
-    assert (freeze.kind, freeze.argument) == (wire.CommandKind.FREEZE, {"freeze_ms": 5_000})
+    assert freeze.operation == wire.Freeze(5_000)
     a.answer(freeze)
 
     told = controller.ask("/v1/evict", {"keys": [keys[3]], "wait_s": 0})

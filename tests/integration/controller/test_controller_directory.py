@@ -130,7 +130,7 @@ def test_garbage_on_the_port_is_answered_with_an_error_and_disturbs_nobody_else(
             assert bad.poll(30_000)
             answer = wire.ANSWERS.decode(bad.recv_multipart()[-1])
             assert isinstance(answer, wire.Failure) and answer.code == "bad_request"
-        assert controller.ask("/v1/cluster")["port"]["bad_frames"] == len(frames) + 1
+        assert controller.ask("/v1/cluster")["refused_requests"]["bad_request"] == len(frames) + 1
         bad.send(bytes(wire.MAX_CLUSTER_MESSAGE_BYTES + 1))  # the controller closes this connection
         a.register()
         b = instance("b").join({})

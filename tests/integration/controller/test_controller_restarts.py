@@ -141,7 +141,7 @@ def test_orders_survive_a_controller_that_is_killed_right_after_its_answer(tmp_p
             c.join({})
             assert c.where(tags_of([1])) == []
             for drain in (a.operation(), a.operation()):  # of the first controller, and of the second
-                assert (drain.kind, drain.argument) == (wire.CommandKind.DRAIN, {"on": True})
+                assert drain.operation == wire.Drain(True)
             with pytest.raises(Refused) as refused:
                 b.register()
             assert refused.value.code == "not_permitted"

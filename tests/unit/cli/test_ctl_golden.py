@@ -76,8 +76,6 @@ CASES: dict[str, Any] = {
     "cluster allow a": {"allowed": True},
     "cluster runtime a": {"threads": 3},
     "cluster document a --wait-s 1": {"pool": {}},
-    "cluster commands": DONE,
-    "cluster command 1": {"state": "done"},
     "gateway decision a/b --number 2": {"equal": True},
     "cluster lookup NOTHING": None,
     "l2 pause": None,

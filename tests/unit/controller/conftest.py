@@ -53,5 +53,6 @@ async def cluster(clock: Clock, listed: dict[str, tuple[str, ...]]) -> AsyncIter
     yield made
     for task in made._following.values():
         task.cancel()
-    made.commands.give_up(made.members, "the test ends")
+    for member in made.members:
+        made.commands.end_all(member, "the test ends")
     made.close()

@@ -67,16 +67,6 @@ def test_a_superseded_incarnation_comes_back_once_its_successor_is_dead_and_the_
     assert CURRENT not in known.get("a").superseded
 
 
-def test_the_keys_of_an_older_incarnation_are_forgotten_and_its_commands_end():
-    known = in_state("live")
-    member = known.get("a")
-    issued = known.issue(member, wire.CommandKind.STATUS, {}, 1.0)
-    known.outbox.forgotten.clear()
-    known.register(register(NEXT), 2.0)
-    assert known.outbox.forgotten == [member] and known.ended == [issued]
-    assert issued.result is not None and not issued.result.ok
-
-
 def test_an_id_in_use_on_another_host_is_free_once_that_member_is_dead():
     known = in_state("live")
     with pytest.raises(KvstrataError) as denied:
@@ -172,19 +162,6 @@ def test_an_answer_keeps_a_member_alive_and_only_a_live_one():
         known.tick(float(now_s))
     known.members.heard(member, wire.Condition("ready", LOAD, []), 95.0)
     assert member.state is MemberState.DEAD and member.heard_s < 60
-
-
-def test_a_member_that_drains_otherwise_than_ordered_is_commanded_once_until_that_has_ended():
-    known = in_state("live")
-    member = known.get("a")
-    asked = wire.Condition("ready", LOAD, [], draining=True)
-    for _ in range(3):
-        known.members.heard(member, asked, 1.0)
-    [issued] = member.waiting.values()
-    assert (issued.kind, issued.argument) == (wire.CommandKind.DRAIN, {"on": False})
-    known.commands.end_all(member, "the test says so")
-    known.members.heard(member, asked, 2.0, leads=False)
-    assert not member.waiting
 
 
 def test_a_member_whose_key_is_listed_no_more_is_forgotten_when_it_registers_again():

@@ -11,10 +11,9 @@ import pytest
 
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.commands import MAX_SENT, MAX_WAITING
-from kvstrata.controller.member import Issued
+from kvstrata.controller.commands import MAX_WAITING
+from kvstrata.controller.member import MAX_SENT
 from kvstrata.controller.operations import Operations
-from kvstrata.controller.orders import Orders
 from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, ClusterFailure, KvstrataError, Unavailable
 from kvstrata.process.operations import MAX_KEYS, Claiming
@@ -22,23 +21,23 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity
 from tests.harness.cluster_instance import LOAD
-from tests.harness.known_members import AskedLink, KnownMembers, joined
-from tests.unit.controller.member_messages import NEXT, in_state, register
+from tests.harness.known_members import AskedLink, joined
+from tests.unit.controller.member_messages import NEXT, register
 
 
 async def test_a_command_is_sent_once_and_ends_by_its_answer(cluster):
     member = joined(cluster, register())
-    issued = [cluster.issue(member, wire.CommandKind.CLEAR, {"tier": "l1"}) for _ in range(MAX_SENT + 1)]
+    issued = [cluster.issue(member, wire.Clear("l1")) for _ in range(MAX_SENT + 1)]
     link = link_of(member)
     await turns()
-    assert [one.is_sent for one in issued] == [True] * MAX_SENT + [False]
+    assert len(link.asked) == MAX_SENT
     (asked, outcome), *_ = link.asked
-    assert (asked.kind, asked.argument, asked.token) == (wire.CommandKind.CLEAR, {"tier": "l1"}, 0)
+    assert (asked.operation, asked.token) == (wire.Clear("l1"), 0)
     outcome.set_result(wire.Outcome(1, 1, {"count": 1}))
     assert await cluster.outcome(issued[:1], 10.0)
     assert issued[0].result == (True, "", {"count": 1})
     await turns()
-    assert issued[-1].is_sent and len(link.asked) == MAX_SENT + 1
+    assert len(link.asked) == MAX_SENT + 1
     link.asked[1][1].set_exception(
         ClusterFailure("refused", "no", field="", retryable=False, retry_after_ms=0)
     )
@@ -51,57 +50,53 @@ async def test_a_command_is_sent_once_and_ends_by_its_answer(cluster):
     assert all(one.result is not None for one in issued) and not member.waiting
     await turns()
     assert all(future.done() for _, future in link.asked), "nobody waits for an answer any more"
+    told = [one.facts["number"] for one in cluster.journal.tail.after(0, 100)[0] if one.kind == "command"]
+    assert sorted(told) == [one.number for one in issued], "events say how each has ended"
 
 
-def test_waiting_commands_are_bounded():
-    known = in_state("live")
-    member = known.get("a")
+async def test_waiting_commands_are_bounded_and_only_living_members_get_some(cluster):
+    member = joined(cluster, register())
     for _ in range(MAX_WAITING):
-        known.issue(member, wire.CommandKind.STATUS, {}, 1.0)
+        cluster.issue(member, wire.AskStatus())
     with pytest.raises(KvstrataError) as denied:
-        known.issue(member, wire.CommandKind.STATUS, {}, 1.0)
+        cluster.issue(member, wire.AskStatus())
     assert denied.value.code == "refused"
-
-
-@pytest.mark.parametrize("state", ["restored", "dead"])
-def test_only_living_members_can_be_sent_commands(state):
-    known = in_state(state)
+    cluster.members._die(member, 33.0)
     with pytest.raises(KvstrataError) as denied:
-        known.issue(known.get("a"), wire.CommandKind.STATUS, {}, 33.0)
+        cluster.issue(member, wire.AskStatus())
     assert denied.value.code == "unavailable"
+    cluster.settle()
+    assert not member.waiting
 
 
-async def test_a_drain_and_an_undrain_reach_an_instance_that_was_cut_off_or_restarted():
-    orders = Orders()
-    known = KnownMembers(orders=orders)
-    known.register(register(), 0.0)
+async def test_a_drain_and_an_undrain_reach_an_instance_that_was_cut_off_or_restarted(cluster):
+    joined(cluster, register())
 
-    def told(draining: bool, now_s: float = 1.0) -> list[bool]:
+    def told(draining: bool) -> list[bool]:
         """What the instance, which reports `draining`, is commanded."""
-        known.members.heard(known.get("a"), wire.Condition("ready", LOAD, [], draining=draining), now_s)
-        waiting = known.get("a").waiting.values()
-        return [one.argument["on"] for one in waiting if one.kind is wire.CommandKind.DRAIN]
+        member = cluster.members.get("a")
+        cluster.heard(member, wire.Condition("ready", LOAD, [], draining=draining))
+        return [one.operation.on for one in member.waiting.values()]
 
     def ended() -> None:
         """The instance carries out its command."""
-        known.commands.end_all(known.get("a"), "")
+        cluster.commands.end_all(cluster.members.get("a"), "")
 
     assert told(False) == []
-    await orders.drain("a", True)
+    await cluster.orders.drain("a", True)
     assert told(False) == told(False) == [True], "one command, until its result comes"
     ended()
     assert told(True) == []
-    known.tick(1.0)
-    known.tick(2.0)
-    known.members._die(known.get("a"), 40.0)
-    await orders.drain("a", False)
-    known.register(register(), 41.0)
-    assert told(True, 42.0) == [False]
+    cluster.members._die(cluster.members.get("a"), 40.0)
+    cluster.settle()
+    await cluster.orders.drain("a", False)
+    joined(cluster, register())
+    assert told(True) == [False]
     ended()
-    assert told(False, 43.0) == []
-    await orders.drain("a", True)
-    assert not known.register(register(NEXT), 44.0).readable
-    assert told(False, 45.0) == [True], "another process of the instance is told again"
+    assert told(False) == []
+    await cluster.orders.drain("a", True)
+    assert not joined(cluster, register(NEXT)).readable
+    assert told(False) == [True], "another process of the instance is told again"
 
 
 MANY = 2 * wire.MAX_PEER_KEYS + 3
@@ -162,12 +157,12 @@ def named(n_keys: int, n_slices: int = 1) -> Named:
     return Named(keys, n_slices, b"r" * KEY_BYTES, "", 16)
 
 
-def n_keys(command: wire.Do | Issued) -> int:
-    return len(command.argument["keys"]) // KEY_BYTES
+def n_keys(command: Any) -> int:
+    return len(command.operation.keys) // KEY_BYTES
 
 
-def keys_of(commands: list[wire.Do]) -> bytes:
-    return b"".join(one.argument["keys"] for one in commands)
+def keys_of(commands: list[Any]) -> bytes:
+    return b"".join(one.operation.keys for one in commands)
 
 
 async def test_many_keys_are_evicted_by_several_commands_to_the_instances_that_hold_them(instances):
@@ -176,7 +171,7 @@ async def test_many_keys_are_evicted_by_several_commands_to_the_instances_that_h
     instances.join("end", everything.keys[-2 * KEY_BYTES :])
     await instances.cluster.directory.idle()
     issued = await instances.operations.evict_chunks(everything, None)
-    sizes = [(one.instance, n_keys(one)) for one in issued]
+    sizes = [(one.member.id, n_keys(one)) for one in issued]
     assert sizes == [("all", wire.MAX_PEER_KEYS), ("all", wire.MAX_PEER_KEYS), ("all", 3), ("end", 3)]
     done = await instances.answer("all", n_keys)
     assert keys_of(done) == everything.keys
@@ -195,7 +190,7 @@ async def test_many_keys_are_moved_by_several_commands_and_dropped_when_all_have
     assert keys_of(drops) == keys_of(pulls) == everything.keys
     assert all(n_keys(one) <= wire.MAX_PEER_KEYS for one in drops)
     await task
-    assert [one.kind.value for one in issued] == ["pull"] * 5 + ["evict"] * 5
+    assert [one.operation.kind for one in issued] == ["pull"] * 5 + ["evict"] * 5
     assert "move_incomplete" not in kinds(instances)
 
 
@@ -209,13 +204,14 @@ async def test_many_keys_are_claimed_by_one_command_and_released_wherever_they_a
     await instances.cluster.directory.idle()
     [issued] = await instances.operations.claim(named(MANY), None, Claiming(ttl_s=60, bytes=7))
     [asked] = await instances.commands("a")
-    assert (asked.kind, n_keys(asked), asked.argument["identity"]) == ("claim", MANY, b"r" * KEY_BYTES)
-    assert (asked.argument["ttl_s"], asked.argument["max_bytes"], issued.instance) == (60, 7, "a")
+    claim = asked.operation
+    assert (claim.kind, n_keys(asked), claim.identity) == ("claim", MANY, b"r" * KEY_BYTES)
+    assert (claim.ttl_s, claim.max_bytes, issued.member.id) == (60, 7, "a")
     assert len(wire.encode(asked)) < wire.MAX_CLUSTER_MESSAGE_BYTES
     with pytest.raises(BadRequest, match="at most 65536"):
         await instances.operations.claim(named(MAX_KEYS + 1), "a", Claiming())
-    assert [one.instance for one in instances.operations.release("c", None)] == ["a", "b"]
-    assert [one.instance for one in instances.operations.claims()] == ["a", "b"]
+    assert [one.member.id for one in instances.operations.release("c", None)] == ["a", "b"]
+    assert [one.member.id for one in instances.operations.claims()] == ["a", "b"]
 
 
 async def test_a_request_for_more_commands_than_an_instance_may_have_is_refused_whole(instances):

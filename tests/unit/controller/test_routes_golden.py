@@ -19,12 +19,10 @@ from typing import Any
 
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.controller.admin import LOGIN, OPERATIONS, Admin
-from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.dashboard_files import DashboardFiles
 from kvstrata.controller.metrics import Surroundings, sections
 from kvstrata.controller.operations import Operations
-from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.process import PUBLIC
 from kvstrata.errors import NotFound, Refused, Unavailable
 from kvstrata.observability.explain import Explained
@@ -37,7 +35,7 @@ from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.process.operations import Claiming
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.rpc.control_port import ControlPort
 from kvstrata.server.admin import operations as server
 from kvstrata.server.admin.clear import Cleared
 from kvstrata.server.admin.prewarm import Job
@@ -122,9 +120,8 @@ async def controller(cluster: Cluster, supervisor: Supervisor) -> Port:
     cluster.set_ready()
     logins = Logins(9000)
     access = Access(LISTEN, TOKEN, public=PUBLIC, pages=["/"], logins=logins)
-    orders, listening = Operations(cluster, supervisor), ZmqServer(asyncio.get_running_loop())
-    answers = Answers(cluster, orders, listening, supervisor, PeerHosts([]), lambda key: ())
-    around = Surroundings(listening, answers, 8400, list, None, NOT_RESTARTED)
+    orders = Operations(cluster, supervisor)
+    around = Surroundings(ControlPort(asyncio.get_running_loop(), 1), 8400, list, None, NOT_RESTARTED)
     page = Pages(lambda: sections(cluster, around)).page
     url, log = "http://localhost:9000", EventLog("controller")
     parts = Admin(cluster, orders, around, access, logins, url, page, DashboardFiles(), log)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import collections
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,7 +25,7 @@ KEY = bytes(32)
 AT_INSTANCE: list[tuple[Any, set[KeyKind]]] = [
     (wire.Changes(0, -1), {GATEWAY, CONTROLLER}),
     (wire.List(0, "l1", 0), {GATEWAY, CONTROLLER}),
-    (wire.Do(0, wire.CommandKind.STATUS, {}, 1_000), {CONTROLLER}),
+    (wire.Do(0, wire.AskStatus(), 1_000), {CONTROLLER}),
     (wire.PeerHello(0, 7, "a", 1, "tcp", False), {INSTANCE}),
 ]
 AT_CONTROLLER: list[tuple[Any, set[KeyKind]]] = [
@@ -38,71 +37,55 @@ AT_CONTROLLER: list[tuple[Any, set[KeyKind]]] = [
 ]
 
 
-def kinds_that_serve(port: ControlPort) -> None:
-    """Register answers as an instance does."""
+async def done(request: wire.ClusterRequest, _: Address) -> wire.ClusterReply:
+    return wire.Done(request.seq, 1)
 
-    async def done(request: wire.ClusterRequest) -> wire.ClusterReply:
-        return wire.Done(request.seq, 1)
 
+def instance(kind: KeyKind) -> ControlPort:
+    """A port that serves as an instance's does; every key is of this kind."""
+    port = ControlPort(asyncio.get_running_loop(), 1, lambda key: (kind,))
     port.serve((CONTROLLER, GATEWAY), dict.fromkeys((wire.Changes, wire.List), done))
     port.serve((CONTROLLER,), {wire.Do: done})
     port.serve((INSTANCE,), {wire.PeerHello: done})
+    return port
+
+
+def controller(kind: KeyKind) -> ControlPort:
+    """A controller's port, whose handlers were replaced."""
+    port = ControlPort(asyncio.get_running_loop(), 1, lambda key: (kind,), requests=wire.TO_CONTROLLER)
+    Answers(cast(Any, None), cast(Any, None), port, cast(Any, None))
+    for request, (kinds, unlisted, _) in list(port._served.items()):
+        port.serve(kinds, {request: done}, unlisted=unlisted)
+    return port
 
 
 @pytest.mark.parametrize("kind", KeyKind)
-async def test_an_instance_answers_a_key_of_each_kind_what_it_may_ask(kind: KeyKind) -> None:
-    port = ControlPort(asyncio.get_running_loop(), 1, lambda key: (kind,))
-    kinds_that_serve(port)
+@pytest.mark.parametrize(("make", "table"), [(instance, AT_INSTANCE), (controller, AT_CONTROLLER)])
+async def test_a_port_answers_a_key_of_each_kind_what_it_may_ask(
+    make: Callable[[KeyKind], ControlPort], table: list[tuple[Any, set[KeyKind]]], kind: KeyKind
+) -> None:
+    port = make(kind)
     number = port.server.bind_tcp("localhost", 0, curve=None, insecure=False)
     port.start()
     links = Links(asyncio.get_running_loop())
     link = links.ask(f"tcp://127.0.0.1:{number}")
-    for request, may in AT_INSTANCE:
+    for request, may in table:
         if kind in may:
             await link.ask(request, wire.Done, HANG_S)
             continue
         with pytest.raises(ClusterFailure, match=f"is of kind {kind}") as refused:
             await link.ask(request, wire.Done, HANG_S)
         assert refused.value.code == "not_permitted", request
-    assert port.refused == sum(kind not in may for _, may in AT_INSTANCE)
+    assert port.refused["not_permitted"] == sum(kind not in may for _, may in table)
     links.close()
     await port.close()
-
-
-@pytest.mark.parametrize("kind", KeyKind)
-def test_a_controller_answers_a_key_of_each_kind_what_it_may_ask(kind: KeyKind) -> None:
-    sent: list[Any] = []
-    begun: list[str] = []
-
-    def job(work: Any, name: str) -> None:
-        work.close()
-        begun.append(name)
-
-    cluster = SimpleNamespace(
-        epoch=1, refused_requests=collections.Counter(),
-        ranking=SimpleNamespace(where_now=lambda asked: [], seconds=SimpleNamespace(add=lambda s: None)),
-    )  # fmt: skip
-    server = SimpleNamespace(send=lambda address, frame: sent.append(wire.ANSWERS.decode(frame)))
-    answers = Answers(
-        cast(Any, cluster), cast(Any, None), cast(Any, server), cast(Any, SimpleNamespace(job=job)),
-        cast(Any, None), lambda key: (kind,),
-    )  # fmt: skip
-    for request, may in AT_CONTROLLER:
-        sent.clear()
-        begun.clear()
-        answers._on_request(Address(b"x", "k"), wire.encode(request))
-        refused = [one for one in sent if isinstance(one, wire.Failure)]
-        assert bool(refused) == (kind not in may), request
-        assert bool(begun) + len(sent) == 1
-        if refused:
-            assert refused[0].code == "not_permitted" and f"is of kind {kind}" in refused[0].message
 
 
 async def test_a_port_refuses_more_than_it_may_have_under_way() -> None:
     port = ControlPort(asyncio.get_running_loop(), 1)
     going_on = asyncio.Event()
 
-    async def late(request: wire.ClusterRequest) -> wire.ClusterReply:
+    async def late(request: wire.ClusterRequest, _: Address) -> wire.ClusterReply:
         await going_on.wait()
         return wire.Done(request.seq, 1)
 

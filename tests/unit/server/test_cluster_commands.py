@@ -6,12 +6,25 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstrata.errors import BadRequest
 from kvstrata.native.core import storage_keys
-from kvstrata.rpc.cluster_wire import CommandKind, Do
-from kvstrata.server.cluster.commands import Actions, argument_of
+from kvstrata.rpc.cluster_wire import (
+    MAX_PEER_KEYS,
+    TO_INSTANCE,
+    Claim,
+    Clear,
+    Do,
+    Drain,
+    Evict,
+    Freeze,
+    Owner,
+    Pull,
+    encode,
+)
+from kvstrata.server.cluster.commands import Actions, check
 from kvstrata.tiers.fetch import FetchOutcome
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of, part
@@ -38,57 +51,44 @@ def test_a_pull_counts_the_chunks_that_are_there_when_it_ends(server, identity):
             return FetchOutcome(2, 2, "")
 
     actions = actions_of(server, prefetch=PrefetchWhileTheSecondChunkLeaves())
-    argument = {"keys": keys, "n_slices": 1, "identity": identity.root}
-    outcome = server.loop.run_until_complete(actions.carry_out(Do(1, CommandKind.PULL, argument, 60_000)))
+    pull = Pull(keys, identity.root)
+    outcome = server.loop.run_until_complete(actions.carry_out(Do(1, pull, 60_000)))
     assert outcome.body == {"count": 1, "loaded": 2, "reason": ""}
 
 
 KEY, ROOT = b"k" * 32, b"r" * 32
-OWNER = {
-    "instance": "other",
-    "incarnation": 1,
-    "peer_endpoint": "",
-    "n_keys": 1,
-    "confirmed": True,
-    "peer_key": "k" * 40,
-}
+OWNER = Owner("other", 1, "", 1, True, "k" * 40)
 
 
 @pytest.mark.parametrize(
-    ("kind", "argument", "says"),
+    ("operation", "says"),
     [
-        (
-            CommandKind.FREEZE,
-            {"freeze_ms": 60_001},
-            "freeze_ms: must be a whole number from 0 to 60000, found 60001",
-        ),
-        (
-            CommandKind.CLEAR,
-            {"tier": "l3"},
-            "tier: must be one of l1, l2, all, found 'l3'",
-        ),
-        (CommandKind.CLEAR, {"tier": "l1", "tenant": 1}, "tenant: must be a string, or null"),
-        (CommandKind.EVICT, {}, "keys: must be 1 to 4096 keys of 32 bytes, but is not given"),
-        (
-            CommandKind.CLAIM,
-            {"keys": KEY},
-            "ttl_s: must be a number above 0 and at most 2592000, but is not given",
-        ),
-        (
-            CommandKind.PULL,
-            {"keys": KEY, "identity": ROOT, "n_slices": 2},
-            "keys: must be whole keys of 32 bytes, and a multiple of n_slices (2) of them, found 32 bytes",
-        ),
-        (
-            CommandKind.PULL,
-            {"keys": KEY, "identity": ROOT, "owner": {**OWNER, "more": 1}},
-            "owner.more: unknown key",
-        ),
-        (CommandKind.DRAIN, {"on": "yes"}, "on: must be true or false, found 'yes'"),
+        (Freeze(60_001), r"`int` <= 60000 - at `\$\[2\].freeze_ms`"),
+        (Clear("l3"), r"'l3' - at `\$\[2\].tier`"),  # type: ignore[arg-type]
+        (Evict(b""), r"length >= 32 - at `\$\[2\].keys`"),
+        (Evict(bytes(32 * MAX_PEER_KEYS + 1)), "length <= 131072"),
+        (Claim(KEY, 0.0), r"`float` > 0.0 - at `\$\[2\].ttl_s`"),
+        (Pull(KEY, b"r"), r"length >= 32 - at `\$\[2\].identity`"),
+        (Pull(KEY, ROOT, owner=msgspec.structs.replace(OWNER, peer_key="k")), r"\$\[2\].owner"),
+        (Drain("yes"), r"Expected `bool`, got `str`"),  # type: ignore[arg-type]
     ],
 )
-def test_a_wrong_argument_names_the_field_and_what_it_must_be(kind, argument, says):
-    with pytest.raises(BadRequest) as refused:
-        argument_of(Do(1, kind, argument, 1_000))
-    assert refused.value.message.startswith(says)
+def test_a_wrong_operation_is_no_message_and_the_reason_names_the_field(operation, says):
+    with pytest.raises(msgspec.ValidationError, match=says):
+        TO_INSTANCE.decode(encode(Do(1, operation, 1_000)))
+
+
+@pytest.mark.parametrize(
+    ("operation", "says"),
+    [
+        (Pull(KEY, ROOT, 2), r"keys: must be whole keys of 32 bytes, and a multiple of n_slices \(2\)"),
+        (Evict(KEY + b"k"), "keys: must be whole keys of 32 bytes"),
+        (Pull(KEY, None), "tokens: chunks that are named by keys cannot be copied"),
+        (Pull(KEY, ROOT, spans=[0, 1]), "spans: found 2 for 1 slices"),
+        (Pull(KEY, ROOT, record_bytes=[1, 1]), "record_bytes: found 2 for 1 slices"),
+    ],
+)
+def test_keys_and_numbers_must_fit_the_slices(operation, says):
+    with pytest.raises(BadRequest, match=says) as refused:
+        check(operation)
     assert refused.value.field == says.partition(":")[0]

@@ -12,10 +12,10 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvstrata.errors import BadRequest, ClusterFailure, NotPermitted, Refused, Unavailable
+from kvstrata.errors import ClusterFailure, NotPermitted, Refused, Unavailable
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire
-from kvstrata.rpc.cluster_wire import CommandKind, Do, Goodbye, Register
+from kvstrata.rpc.cluster_wire import Clear, Do, Freeze, Goodbye, Operation, Register
 from kvstrata.server.cluster import link as link_module
 from kvstrata.server.cluster.commands import MAX_DOING, Actions
 from kvstrata.server.cluster.link import Advertised, ControllerLink
@@ -188,16 +188,14 @@ def actions(member: Member) -> Actions:
     return made
 
 
-def do(kind: CommandKind, deadline_ms: int = 1_000, leader: tuple[int, int] = (0, 0), **argument: Any) -> Do:
-    return Do(1, kind, argument, deadline_ms, leader[1], leader[0])
+def do(operation: Operation, deadline_ms: int = 1_000, leader: tuple[int, int] = (0, 0)) -> Do:
+    return Do(1, operation, deadline_ms, leader[1], leader[0])
 
 
 def test_only_the_latest_leader_is_obeyed(member, actions):
     def obeys(cluster_id: int, token: int) -> bool:
         try:
-            member.loop.run_until_complete(
-                actions.carry_out(do(CommandKind.FREEZE, leader=(cluster_id, token)))
-            )
+            member.loop.run_until_complete(actions.carry_out(do(Freeze(), leader=(cluster_id, token))))
         except NotPermitted as denied:
             assert f"token: {token} of cluster {cluster_id}" in denied.message and denied.field == "token"
             return False
@@ -212,31 +210,28 @@ def test_only_the_latest_leader_is_obeyed(member, actions):
 def test_an_operation_ends_at_its_deadline_for_its_asker(member, actions):
     began_s = member.loop.time()
     with pytest.raises(Unavailable, match="clear has not ended within 1000 ms"):
-        member.loop.run_until_complete(actions.carry_out(do(CommandKind.CLEAR, tier="l1")))
+        member.loop.run_until_complete(actions.carry_out(do(Clear("l1"))))
     assert member.loop.time() - began_s == pytest.approx(1.0, abs=0.01)
 
 
 def test_operations_under_way_are_bounded(member, actions):
     async def many() -> None:
-        running = [
-            asyncio.create_task(actions.carry_out(do(CommandKind.CLEAR, 60_000, tier="l1")))
-            for _ in range(MAX_DOING)
-        ]
+        running = [asyncio.create_task(actions.carry_out(do(Clear("l1"), 60_000))) for _ in range(MAX_DOING)]
         await asyncio.sleep(0)
         with pytest.raises(Refused, match="64 operations are under way"):
-            await actions.carry_out(do(CommandKind.CLEAR, tier="l1"))
+            await actions.carry_out(do(Clear("l1")))
         actions.lane.going_on.set()
         assert {done.body["count"] for done in await asyncio.gather(*running)} == {1}
-        assert (await actions.carry_out(do(CommandKind.CLEAR, tier="l1"))).body["count"] == 1
+        assert (await actions.carry_out(do(Clear("l1")))).body["count"] == 1
 
     member.loop.run_until_complete(many())
 
 
 def test_a_freeze_is_bounded_in_time_and_ends_when_it_is_over(member, actions):
     frozen_by = member.instance.parts.frozen_by
-    with pytest.raises(BadRequest, match="freeze_ms"):
-        member.loop.run_until_complete(actions.carry_out(do(CommandKind.FREEZE, freeze_ms=60_001)))
-    member.loop.run_until_complete(actions.carry_out(do(CommandKind.FREEZE, freeze_ms=60_000)))
+    with pytest.raises(msgspec.ValidationError, match="freeze_ms"):
+        cluster_wire.TO_INSTANCE.decode(cluster_wire.encode(do(Freeze(60_001))))
+    member.loop.run_until_complete(actions.carry_out(do(Freeze(60_000))))
     assert frozen_by
     member.passes(59.9)
     assert frozen_by

@@ -28,6 +28,7 @@ from kvstrata.process.http_gate import is_loopback
 from kvstrata.rpc.cluster_wire import Changed, Changes, Do, List, Listed
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import KeyKind
+from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.cluster.commands import Actions
 from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.held import HeldChunks
@@ -165,7 +166,7 @@ def make_membership(
     facts, actions = parts.facts, Actions(parts, served.peers)
     condition = Condition(parts, held, served.peers)
 
-    async def changes(asked: Changes) -> Changed:
+    async def changes(asked: Changes, _: Address) -> Changed:
         following, runs = await held.changes(asked.cursor, asked.wait_ms / 1000)
         return Changed(
             asked.seq,
@@ -175,11 +176,11 @@ def make_membership(
             condition.now(actions.leader) if asked.condition else None,
         )
 
-    async def page(asked: List) -> Listed:
+    async def page(asked: List, _: Address) -> Listed:
         return Listed(asked.seq, facts.epoch, *await held.page(asked.tier, asked.cursor))
 
     served.port.serve((KeyKind.CONTROLLER, KeyKind.GATEWAY), {Changes: changes, List: page})
-    served.port.serve((KeyKind.CONTROLLER,), {Do: actions.carry_out})
+    served.port.serve((KeyKind.CONTROLLER,), {Do: lambda asked, _: actions.carry_out(asked)})
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
     advertised = Advertised(served.endpoint, served.gives_to_peers, http_url, plan.settings.p2p.zone)
     links = [ControllerLink(url, keys, parts, advertised, held) for url in urls]
