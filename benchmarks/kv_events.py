@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.common import compared, percentile, sized, wait_until
-from kvstrata.gateway.residency.batches import decoded
+from kvstrata.gateway.residency.cache import decoded
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.residency.sources import Source

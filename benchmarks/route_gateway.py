@@ -24,7 +24,7 @@ from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import keys_of
-from kvstrata.gateway.residency.batches import decoded
+from kvstrata.gateway.residency.cache import decoded
 from kvstrata.gateway.residency.knowledge import Index, Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import LeastLoaded, Policy, ranked_first

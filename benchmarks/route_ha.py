@@ -1,4 +1,4 @@
-"""`route_ha`: eight gateways before eight simulated engines, in virtual time, beside one gateway.
+"""`route_ha`: four gateways before eight simulated engines, in virtual time, beside one gateway.
 
 Each request comes to a gateway at random, as behind a load balancer without affinity.  Each gateway is the production
 code (benchmarks/route_gateway.py) with an index, queues, rates and prefixes of its own; they tell each other frames of
@@ -8,8 +8,9 @@ the production code (`Teller`, `Others`), which arrive FRAME_S later.  Three set
     unheard     the engines publish none, or their prompts' token ids are unknown: only what was sent is known; shared
     alone       the same, without sharing
 
-The figure is the hit ratio (tokens of prompts that the engines had cached) of eight beside that of one, the mean over
-the loads with reuse, for the worse of `heard` and `unheard`.  Sketch: 1, if what one gateway knows all know at once.
+The figure is the mean time to the last token with four beside that with one, the mean over the loads with reuse, for
+the worse of `heard` and `unheard`; `hit_ratio` has the tokens of prompts that the engines had cached.  Sketch: 1, if
+what one gateway knows all know at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
-from kvstrata.gateway.residency.batches import Batch, decoded
+from kvstrata.gateway.residency.cache import Batch, decoded
 from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.sharing.others import Others
@@ -37,7 +38,7 @@ from kvstrata.gateway.sharing.sockets import FLUSH_S
 from kvstrata.gateway.sharing.telling import FRAMES, Teller
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
-GATEWAYS = 8
+GATEWAYS = 4
 REQUESTS = sized(500, 40)
 SEEDS = sized(2, 1)
 FRAME_S = FLUSH_S + 0.001
@@ -60,7 +61,7 @@ class Gateways(Run):
     def __init__(
         self, models: dict[str, EngineModel], gateways: int, *, shares: bool, heard: bool, seed: int
     ) -> None:
-        super().__init__(POLICIES["ttft"](), models, seed=seed)
+        super().__init__(POLICIES["auto"](), models, seed=seed)
         self._heard = heard
         self._gateways = [self._made(models, shares=shares) for _ in range(gateways)]
         self._at = random.Random(seed)
@@ -78,7 +79,7 @@ class Gateways(Run):
         for engine in fleet.engines.values():
             fleet.up(engine, {"m": {}})
             index.add(engine.name)
-        choosing = Choosing(POLICIES["ttft"](), fleet, Heard(index), Meters({}), self.clock)
+        choosing = Choosing(POLICIES["auto"](), fleet, Heard(index), Meters({}), self.clock)
         teller = Teller(lambda: self._push(self.now_s + FRAME_S, TOLD, teller))
         choosing.teller = teller if shares else None
         return Gateway(choosing, index, Others(fleet, choosing.prefixes, self.clock), teller)
@@ -102,7 +103,11 @@ class Gateways(Run):
 
     def learn(self, choice: Choice, prompt: int, cached: int) -> None:
         """See Choosing."""
-        self._of.pop(choice.wanted.number).choosing.learn(choice, prompt, cached)
+        self._of[choice.wanted.number].choosing.learn(choice, prompt, cached)
+
+    def learn_answer(self, choice: Choice, tokens: int) -> None:
+        """See Choosing."""
+        self._of.pop(choice.wanted.number).choosing.learn_answer(choice, tokens)
 
     def _apply_events(self, until_s: float) -> None:
         while self._coming and self._coming[0][0] <= until_s:
@@ -141,6 +146,7 @@ class Row(NamedTuple):
     hit: float
     p50_s: float
     p99_s: float
+    whole_s: float
 
 
 def served(load: str, gateways: int, *, shares: bool, heard: bool) -> Row:
@@ -154,11 +160,12 @@ def served(load: str, gateways: int, *, shares: bool, heard: bool) -> Row:
         assert not run.left(), f"{run.left()} requests of others are counted after the end"
     hit = sum(one.cached for one in results) / sum(one.tokens for one in results)
     times = [one.ttft_s for one in results]
-    return Row(round(hit, 4), round(percentile(times, 0.5), 4), round(percentile(times, 0.99), 4))
+    whole_s = statistics.fmean(one.whole_s for one in results)
+    return Row(*(round(one, 4) for one in (hit, percentile(times, 0.5), percentile(times, 0.99), whole_s)))
 
 
 def run() -> list[dict[str, Any]]:
-    """Serve the loads with reuse by one gateway and by eight."""
+    """Serve the loads with reuse by one gateway and by four."""
     loads = ("conversations", "shared", "agents")
     settings = {
         "heard": {"shares": True, "heard": True},
@@ -169,22 +176,24 @@ def run() -> list[dict[str, Any]]:
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     ratios: dict[str, float] = {}
     slower: dict[str, float] = {}
+    whole: dict[str, float] = {}
     for name, how in settings.items():
         by = {load: (served(load, 1, **how), served(load, GATEWAYS, **how)) for load in loads}
         rows[name] = {
-            load: {"one": one._asdict(), "eight": eight._asdict()} for load, (one, eight) in by.items()
+            load: {"one": one._asdict(), "four": four._asdict()} for load, (one, four) in by.items()
         }
-        ratios[name] = statistics.fmean(eight.hit / one.hit for one, eight in by.values())
-        slower[name] = statistics.fmean(eight.p99_s / one.p99_s for one, eight in by.values())
-    worse = min(ratios["heard"], ratios["unheard"])
+        ratios[name] = statistics.fmean(four.hit / one.hit for one, four in by.values())
+        slower[name] = statistics.fmean(four.p99_s / one.p99_s for one, four in by.values())
+        whole[name] = statistics.fmean(four.whole_s / one.whole_s for one, four in by.values())
     return [
         compared(
             "route_ha",
-            worse,
-            "× the hit ratio of one gateway",
+            max(whole["heard"], whole["unheard"]),
+            "× the time to the last token by one gateway",
             "one gateway before the same engines",
             1.0,
-            least=0.98,
+            most=1.02,
+            whole_ratio=whole,
             hit_ratio=ratios,
             p99_ratio=slower,
             loads=rows,

@@ -29,7 +29,7 @@ class Glance(Numbers):
         "Memory for the token ids of earlier turns, in bytes.", lambda self: self._parts.tokens.memory.bytes
     )
     kv_events_thread = gauge(
-        "1 while the thread that hears KV events runs, else 0: then nothing is known by events until a restart.",
+        "1 while the thread that hears KV events runs, 0 from a defect until it begins anew: events tell nothing then.",
         lambda self: float(self._parts.residency.thread()["hears"]),
     )
     other_gateways = gauge(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.connectors.vllm import own_cache
 from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache, Told
 from kvstrata.gateway.residency.cache import Cache
-from kvstrata.gateway.residency.feed import Feed
+from kvstrata.gateway.residency.zmq_watcher import Feed
 from kvstrata.native.core import Registry
 from kvstrata.testing.engine_sim.kv_events import BlockRemoved, BlockStored, Event, KVEventBatch
 
@@ -104,10 +104,9 @@ class Engine:
 def late(engine: Engine) -> Feed:
     """A gateway that begins to listen now."""
     feed = Feed(Cache(Registry(max_bytes=1 << 26), 0, lambda: 0.0), replays=True)
-    feed.ask()
     for number, payload in engine.batches:
-        assert feed.again(number, payload)
-    assert feed.asked(answered=True)
+        feed.take(number, payload)
+    feed.asked(answered=True)
     return feed
 
 
@@ -136,7 +135,6 @@ def test_what_is_told_again_is_not_one_more_copy(seed: int) -> None:
     draw = random.Random(seed)
     engine = Engine(12, 6)
     feed = Feed(Cache(Registry(max_bytes=1 << 26), 0, lambda: 0.0), replays=True)
-    feed.ask()
     feed.asked(answered=True)
     published = 0
     for _ in range(60):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Iterator
-from threading import Lock
 from typing import Any
 
 import msgspec
@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.residency import cache as cache_module
-from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.cache import Cache as KnownCache
-from kvstrata.gateway.residency.feed import Feed
+from kvstrata.gateway.residency.cache import decoded
 from kvstrata.gateway.residency.knowledge import Heard, Residency
 from kvstrata.gateway.residency.prompt import Prompt, root_of
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
+from kvstrata.gateway.residency.zmq_watcher import Feed
 from kvstrata.native.core import Registry, chain_keys
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.testing.engine_sim.kv_events import (
@@ -165,17 +165,10 @@ class Publisher:
 
 
 def replayed(feed: Feed, publisher: Publisher) -> None:
-    """A replay, and further ones as long as the feed wants them."""
-    for _ in range(4):
-        first = feed.replay_from
-        feed.ask()
-        for number, one in publisher.replay(first):
-            if not feed.again(number, one):
-                break
-        else:
-            if feed.asked(answered=True):
-                return
-    raise AssertionError("the feed asks without an end")
+    """A replay."""
+    for number, one in publisher.replay(feed.next):
+        feed.take(number, one)
+    feed.asked(answered=True)
 
 
 @settings(max_examples=amount(60, 200), deadline=None)
@@ -193,7 +186,8 @@ def test_a_feed_with_replays_is_exact_whatever_is_lost(seed: int, lost: float, k
     for _ in range(steps):
         if draw.random() < 0.05:
             publisher.restart()
-            assert feed.reconnected()
+            feed.restarted()
+            assert not seen.chains()
             if draw.random() < 0.5:
                 publisher.publish()
             replayed(feed, publisher)
@@ -203,19 +197,26 @@ def test_a_feed_with_replays_is_exact_whatever_is_lost(seed: int, lost: float, k
         if feed.published(number, one):
             replayed(feed, publisher)
             assert not feed.published(number, one)
-        if draw.random() < 0.1:
-            assert not feed.published(number, one), "a repeated batch is no news"
+        before = len(seen.cache)
+        assert not feed.published(number, one) and len(seen.cache) == before, "a repeated batch is no news"
     replayed(feed, publisher)
     held = set(publisher.cache.copies)
-    if not feed.gaps:
-        # Prefixes below blocks that were told before the feed joined have no key.
-        assert seen.chains() <= held, seed
-        assert feed.restarts or kept < 1_000 or seen.chains() == held, seed
-    # What is lost for good is forgotten.
+    # What is lost for good is forgotten, and prefixes below blocks that were told before the feed joined have no key.
     assert seen.chains() <= held, seed
-    missed = seen.cache.missed_s > float("-inf")
-    assert missed or (feed.whole and not feed.gaps), "somebody must know that not all was heard"
-    assert feed.restarts or not (missed and feed.whole and not feed.gaps)
+    assert not feed.whole or seen.chains() == held, seed
+    assert feed.whole or kept < 1_000, "nothing was lost for good"
+    assert feed.whole or seen.cache.missed_s > float("-inf"), "somebody must know that not all was heard"
+
+
+def test_a_replay_that_cannot_be_had_forgets() -> None:
+    publisher, seen = Publisher(random.Random(1), 1_000), Seen()
+    feed = Feed(seen.cache, replays=True)
+    publisher.publish()
+    replayed(feed, publisher)
+    assert feed.whole and seen.chains()
+    feed.asked(answered=False)
+    assert not feed.whole and not seen.chains() and feed.gaps == 1
+    assert not feed.published(*publisher.publish()), "it goes on with whatever comes"
 
 
 @settings(max_examples=amount(40, 100), deadline=None)
@@ -227,7 +228,7 @@ def test_without_replays_what_may_be_gone_is_forgotten(seed: int, steps: int) ->
     for _ in range(steps):
         if draw.random() < 0.05:
             publisher.restart()
-            assert not feed.reconnected()
+            feed.restarted()
         number, one = publisher.publish()
         if draw.random() > 0.2:
             assert not feed.published(number, one)
@@ -314,8 +315,10 @@ def test_events_of_other_media_are_left_out_and_a_restart_empties_the_cache() ->
     feed.published(1, msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))
     cleared_s = seen.cache.emptied_s
     assert not len(seen.cache) and cleared_s > float("-inf")
-    feed.published(0, msgspec.msgpack.encode([2.0, [own]]))  # another life
-    assert feed.restarts == 1 and len(seen.cache) == 1 and seen.cache.emptied_s >= cleared_s
+    feed.published(2, msgspec.msgpack.encode([1.0, [own]]))
+    assert len(seen.cache) == 1
+    feed.restarted()
+    assert feed.restarts == 1 and not len(seen.cache) and seen.cache.emptied_s >= cleared_s
 
 
 def sources() -> Iterator[tuple[dict[str, Any], str, list[Source]]]:
@@ -375,18 +378,31 @@ def test_a_name_of_a_block_has_a_bound() -> None:
                 decoded(payload)
 
 
-def test_a_dead_thread_is_told_with_its_defect_and_nothing_counts_as_heard() -> None:
+def test_a_defect_is_told_and_the_thread_joins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused, go_on = threading.Event(), threading.Event()
     residency = Residency(time.monotonic)
     try:
         residency.watch("a", Source("tcp://127.0.0.1:9", "", ""))
         assert residency.thread() == {"hears": True, "error": ""}
         watched = residency._watched["a"]
+        eventually("it listens", lambda: watched.published is not None)
+
+        def wait(_: float) -> bool:
+            paused.set()
+            return go_on.wait()
+
+        monkeypatch.setattr(residency._watcher._stopping, "wait", wait)
         watched.connected = True  # as if it were heard
         assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {"a": Heard(float("-inf"), float("-inf"))}
-        residency._watcher.post(Lock().release)  # a defect
-        eventually("the thread has ended", lambda: not residency.thread()["hears"])
-        assert residency.thread()["error"].startswith("RuntimeError: ")
-        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {}
+        residency._watcher.post(threading.Lock().release)  # a defect
+        assert paused.wait(60)
+        assert not residency.thread()["hears"] and residency.thread()["error"].startswith("RuntimeError: ")
+        watched.connected = True
+        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {}, "nothing counts as heard"
+        go_on.set()
+        eventually("it hears again", lambda: residency.thread()["hears"])
+        eventually("it listens again", lambda: watched.published is not None)
+        assert watched.feed.restarts == 1
     finally:
+        go_on.set()
         residency.close()
-    assert residency.thread()["error"].startswith("RuntimeError: ")

@@ -1,9 +1,12 @@
 """The blocks in one engine's own cache, as its events tell them, in the registry of all engines.
 
+vLLM encodes a batch of events as a msgpack array [time, events, rank] and each event as a tagged map.  Fields that
+nothing here needs are left out; fields of newer versions are ignored.
+
 1. A block counts once for each time that it was stored: engines store it twice if two requests compute it at once, and
    tell each removal.
-2. After a loss of events everything is forgotten: the engine sends it again (feed.py), or our connector announces it
-   again.
+2. After a loss of events everything is forgotten: the engine sends it again (zmq_watcher.py), or our connector
+   announces it again.
 3. A block whose parent is unknown, because it was stored before this gateway listened, has no key; it is counted as an
    orphan and otherwise left out, as are its children.
 4. At most MAX_BLOCKS blocks; beyond them everything is forgotten.
@@ -18,9 +21,12 @@ import statistics
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
-from kvstrata.gateway.residency.batches import NOTHING, AllBlocksCleared, Batch, BlockStored, Hash
-from kvstrata.gateway.residency.prompt import Prompt, extra_of, extras_of, root_of
+import msgspec
+from msgspec import Meta
+
+from kvstrata.gateway.residency.prompt import extra_of, extras_of, root_of
 from kvstrata.native.core import Registry, RegistryError, chain_keys
 
 MAX_BLOCKS = 1 << 21
@@ -30,8 +36,68 @@ KEY, TAG = 32, 8
 LIFE_SAMPLE = 16
 """One block of so many has its life measured."""
 SAMPLES = 256
-MAX_AWAITED = 4_096
 OWN_MEDIA = (None, "GPU")
+
+
+MAX_BLOCK_TOKENS = 8_192
+MAX_EVENTS = 65_536
+
+NOTHING = b"\xc0"
+"""msgpack's null."""
+
+MAX_HASH_BYTES = 64
+Hash = Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)] | int
+"""The engine's own name of a block, which only the engine can compute."""
+
+
+class BlockStored(msgspec.Struct, tag=True, gc=False):
+    """Blocks that requests can now find. They form one chain below `parent_block_hash`."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: Annotated[int, Meta(ge=1, le=MAX_BLOCK_TOKENS)]
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[msgspec.Raw] | None = None
+    """For each block, what decides its KV besides tokens: an array, or NOTHING."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    again: bool = False
+    """Told before, by our connector, for those who listen late: one more copy of a block that is known is none."""
+
+
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
+    """Blocks that are gone."""
+
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """The whole cache is empty."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Batch(msgspec.Struct, array_like=True, gc=False):
+    """What one step of an engine changed."""
+
+    ts: float
+    events: Annotated[list[Event], Meta(max_length=MAX_EVENTS)]
+
+
+_decode = msgspec.msgpack.Decoder(Batch).decode
+
+
+def decoded(payload: bytes) -> Batch:
+    """A batch. Raises ValueError for anything else."""
+    try:
+        return _decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"no batch of KV events: {error}") from None
 
 
 class Cache:
@@ -55,13 +121,9 @@ class Cache:
         self._born_s: dict[Hash, float] = {}
         self._draw = random.Random(group)
         self._lives: deque[float] = deque(maxlen=SAMPLES)
-        self._awaited: dict[bytes, float] = {}
-        self._lags: deque[float] = deque(maxlen=SAMPLES)
         self.orphans = 0
         self.life_s = 0.0
         """Median life of a block; 0: none has been removed yet."""
-        self.lag_s = 0.0
-        """Time in which nine of ten blocks were told after their request's first token; 0: not known yet."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -93,15 +155,8 @@ class Cache:
         if self.slot is not None:
             self._registry.retire(self.slot)
             self.slot = None
-        for known in (self._keys, self._more, self._born_s, self._awaited):
+        for known in (self._keys, self._more, self._born_s):
             known.clear()
-
-    def computed(self, prompt: Prompt, at_s: float) -> None:
-        """A request with this prompt had its first token at this time: its last block's event is to come."""
-        if self.sizes and (keys := prompt.keys(self.sizes[0])):
-            if len(self._awaited) >= MAX_AWAITED:
-                self._awaited.clear()
-            self._awaited[keys[-KEY : -KEY + TAG]] = at_s
 
     def _stored(self, event: BlockStored) -> None:
         names, size = event.block_hashes, event.block_size
@@ -143,9 +198,6 @@ class Cache:
             elif not again:
                 more[name] = more.get(name, 0) + 1
             tags.append(key[:TAG])
-        if self._awaited and not again and (since_s := self._awaited.pop(tags[-1], None)) is not None:
-            self._lags.append(max(0.0, now_s - since_s))
-            self.lag_s = sorted(self._lags)[int(0.9 * len(self._lags))]
         if self.slot is None:
             self.slot = self._registry.open_slot(self.group, rank=0)
             if self.slot is None:

@@ -7,20 +7,17 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from kvstrata.gateway.residency.cache import Cache
-from kvstrata.gateway.residency.feed import Feed
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.residency.sources import Source
-from kvstrata.gateway.residency.zmq_watcher import Watched, Watcher
+from kvstrata.gateway.residency.zmq_watcher import Feed, Watched, Watcher
 from kvstrata.native.core import Registry
 
 MAX_BYTES = 8 << 30
 """Bound on the index of all engines' blocks, which takes memory as it needs it."""
 MASK_BYTES = 8_192
 MAX_ENGINES = 65_536
-BLOCK_LIFE_S, EVENT_LAG_S = 300.0, 1.0
-"""Until they have been measured."""
-MAX_LAG_S = 10.0
-"""An engine that tells later than this does not make the others be believed for longer."""
+BLOCK_LIFE_S = 300.0
+"""Until it has been measured."""
 
 
 class Heard(NamedTuple):
@@ -92,12 +89,6 @@ class Index:
         lives = [one.life_s for one in self.caches.values() if one.life_s]
         return statistics.median(lives) if lives else BLOCK_LIFE_S
 
-    @property
-    def event_lag_s(self) -> float:
-        """Measured time from a first token to the event of its blocks, of the slowest engine."""
-        lags = [one.lag_s for one in self.caches.values() if one.lag_s]
-        return min(MAX_LAG_S, max(lags, default=EVENT_LAG_S))
-
 
 class Residency:
     """What is heard of the engines. Belongs to the event loop, and owns the thread that hears the events."""
@@ -134,7 +125,7 @@ class Residency:
         """An engine has come back after a failure: it may have been restarted."""
         engine = self._watched.get(name)
         if engine is not None:
-            self._watcher.check(engine, same_life=bool(engine.source.replay))
+            self._watcher.restarted(engine)
 
     def known(self, prompt: Prompt, names: Iterable[str]) -> Known:
         """What these engines have of a prompt."""
@@ -143,29 +134,18 @@ class Residency:
             for name in names
             if (one := self._watched.get(name)) is not None and one.connected and not one.feed.joining
         ]
-        if self._watcher.ended or not heard:
+        if not (self._watcher.hears and heard):
             return Known({}, {})
         return self.index.known(prompt, heard)
-
-    def computed(self, name: str, prompt: Prompt, at_s: float) -> None:
-        """A request with this prompt had its first token: measure how long its event takes."""
-        engine = self._watched.get(name)
-        if engine is not None:
-            self._watcher.post(lambda: engine.feed.cache.computed(prompt, at_s))
 
     @property
     def block_life_s(self) -> float:
         """See Index."""
         return self.index.block_life_s
 
-    @property
-    def event_lag_s(self) -> float:
-        """See Index."""
-        return self.index.event_lag_s
-
     def thread(self) -> dict[str, Any]:
-        """Whether the thread hears events; without it nothing is known of any engine's cache by its events."""
-        return {"hears": not self._watcher.ended, "error": self._watcher.error}
+        """Whether the thread hears events, and its last defect; meanwhile nothing is known by events."""
+        return {"hears": self._watcher.hears, "error": self._watcher.error}
 
     def page(self) -> dict[str, dict[str, Any]]:
         """What is heard, by engine."""
@@ -182,7 +162,6 @@ class Residency:
                 "malformed": one.feed.malformed,
                 "orphans": one.feed.cache.orphans,
                 "block_life_s": round(one.feed.cache.life_s, 3),
-                "event_lag_s": round(one.feed.cache.lag_s, 4),
             }
             for name, one in sorted(self._watched.items())
         }

@@ -34,8 +34,9 @@ ALTERNATIVES = 3
 RANK_MULTIPLIER = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4)."""
 MAX_NAMES = 1 << 16
-DECODE_SHARE = 0.25
-"""Of the seconds that answers take, beside those until first tokens; between 1/8 and 1/2 it hardly matters."""
+DECODE_SHARE = 0.125
+"""Of the seconds that answers take, beside those until first tokens. For the last token it hardly matters between 1/8
+and 1/2; first tokens come the later the more it is."""
 UNCONFIRMED_S = 10.0
 """For so long a prompt counts as cached where it was computed although no event has told of it."""
 
