@@ -8,7 +8,7 @@ share one core, what is between them has another.
 - `gateway_added_p50`, `gateway_added_p99`: time to the first event through the gateway, less the same straight, at
   300 requests/s
 - `gateway_core_share`: share of its core that the gateway takes at 300 requests/s, which are 15,000 events/s
-- `gateway_streams`: memory of the gateway with 10,000 open streams, or as many as `ulimit -Hn` lets it have
+- `gateway_streams`: memory of the gateway with 10,000 open streams, or as many as it takes by `ulimit -Hn`
 
 Sketch: the bare Envoy does all but ask the picker and watch the answer.
 """
@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, figure, median_spread, sized, wait_until
+from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.gateway.envoy.configuration import connections
 from tests.harness import envoy_program
 from tests.harness.daemon import free_port
 
@@ -268,14 +270,14 @@ def _core_share(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def _streams(measured: Run) -> dict[str, Any]:
     """Memory with many open streams."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count = min(STREAMS, (hard - 200) // 2) if hard > 0 else STREAMS
     pid = measured.pids["gateway"]
     for each in _family(pid):
         os.kill(each, signal.SIGCONT)
     before_mb = _resident_mb(pid)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as the gateway has done
+    count = min(STREAMS, connections(GatewaySettings()))
     asked = {**LOAD, "streams": count, "tokens": 0, "prompt_tokens": 200}
     words = ["-m", "benchmarks.gateway_load", str(measured.ports["gateway"]), json.dumps(asked)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         process = measured.spawn(words, OUTSIDE)
     finally:

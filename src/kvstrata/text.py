@@ -7,7 +7,9 @@ block of PEM.  config/secrets.py has the rule for fields with names.
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
 
 LEFT_OUT = "*** left out ***"
 MAX_LINE_CHARS = 2_000
@@ -54,6 +56,12 @@ def without_credentials(text: str) -> str:
         text = _QUERY.sub(rf"\1{LEFT_OUT}", text)
     text = _BEARER.sub(LEFT_OUT, text)
     return _PEM.sub(LEFT_OUT, text) if "-----BEGIN" in text else text
+
+
+def type_and_place(error: BaseException) -> str:
+    """What a log tells of a defect: not the error's text, which may hold a piece of a request."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {os.path.basename(place.filename)}:{place.lineno}"
 
 
 def one_line(text: str, most_chars: int = MAX_LINE_CHARS) -> str:

@@ -27,6 +27,7 @@ class Address(NamedTuple):
     """Where an engine listens."""
 
     host: str
+    """Or the path of a unix socket."""
     port: int
     tls: bool
     name: str = ""
@@ -72,6 +73,8 @@ class Asker:
             self._tls = await asyncio.get_running_loop().run_in_executor(None, ssl.create_default_context)
         try:
             async with asyncio.timeout(CONNECT_S):
+                if address.host.startswith("/"):
+                    return await asyncio.open_unix_connection(address.host, limit=MAX_HEAD_BYTES)
                 return await asyncio.open_connection(
                     address.host,
                     address.port,

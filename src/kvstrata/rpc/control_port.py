@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
@@ -30,6 +28,7 @@ from kvstrata.rpc.cluster_wire import (
 )
 from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.rpc.zmq_server import Address, ZmqServer
+from kvstrata.text import type_and_place
 
 MAX_LATER = 512
 """Requests that an instance answers later: polls that wait, pages of lists, and operations."""
@@ -135,10 +134,7 @@ class ControlPort(Numbers):
             self._refuse(address, seq, error)
         except Exception as error:
             # The RPC boundary: our own mistake in one request is answered and logged, and affects only its sender.
-            # Texts of unexpected errors may hold what the sender wrote, so the log gets the type and the place.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(place.filename)}:{place.lineno}"
-            self._log.error("request_failed", error=type(error).__name__, at=where)
+            self._log.error("request_failed", error=type_and_place(error))
             self._refuse(address, seq, InternalError("the request failed here; see the log of this process"))
 
     def _refuse(self, address: Address, seq: int, error: KvstrataError) -> None:

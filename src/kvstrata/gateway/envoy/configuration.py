@@ -118,12 +118,10 @@ class Watcher(NamedTuple):
 def configuration(settings: GatewaySettings, place: Place, watcher: Watcher) -> dict[str, Any]:
     """The whole configuration."""
     asked = MAX_ASKED + settings.queue.max_requests
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, (soft - SPARE_FILES - asked) // 2))
     limit = {
         "@type": "type.googleapis.com/envoy.extensions.resource_monitors.downstream_connections.v3."
         "DownstreamConnectionsConfig",
-        "max_active_downstream_connections": most,
+        "max_active_downstream_connections": connections(settings),
     }
     monitor = {"name": "envoy.resource_monitors.global_downstream_max_connections", "typed_config": limit}
     return {
@@ -139,6 +137,13 @@ def configuration(settings: GatewaySettings, place: Place, watcher: Watcher) -> 
             ],
         },
     }
+
+
+def connections(settings: GatewaySettings) -> int:
+    """Connections of clients at a time: each takes a descriptor, and one for its engine. Further ones are closed."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = SPARE_FILES + MAX_ASKED + settings.queue.max_requests
+    return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, (soft - spare) // 2))
 
 
 def _listener(settings: GatewaySettings, place: Place, watcher: Watcher) -> dict[str, Any]:

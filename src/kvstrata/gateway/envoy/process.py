@@ -25,7 +25,8 @@ import msgspec
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.errors import ConfigError, install
-from kvstrata.gateway.envoy.configuration import Place, Watcher, configuration, engines_file
+from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
+from kvstrata.gateway.envoy.configuration import Place, Watcher, configuration, connections, engines_file
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.marks import marks_of
 from kvstrata.gateway.request import Requests
@@ -39,7 +40,8 @@ FLUSH_MS = 20
 """Time for which lines of the access log may wait in Envoy."""
 MAX_LINE_BYTES = 16 << 10
 LOOK_S = 5.0
-"""Interval at which Envoy is asked for its number of requests."""
+"""Interval at which Envoy is asked for its counters STATS."""
+STATS = "/stats?filter=^(http.clients.downstream_rq_active|listener.[0-9].*downstream_global_cx_overflow)$"
 READY_S = 30.0
 ENDS_S = 2.0
 PR_SET_PDEATHSIG = 1
@@ -105,6 +107,8 @@ class Envoy:
         self._readers: list[int] = []
         self._partial: dict[int, bytes] = {}
         self._is_ending = False
+        self._refused = "0"
+        self._asker = Asker()
         self._log = EventLog("envoy")
 
     @property
@@ -126,7 +130,7 @@ class Envoy:
         self._spawn(path, version)
         assert self._process is not None
         deadline_s = time.monotonic() + READY_S
-        while await self._tell("GET", "/ready") != b"LIVE":
+        while await self._tell("GET", "/ready") != b"LIVE\n":
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 raise ConfigError(
                     f"envoy: {path!r:.300} did not start (exit status {self._process.poll()}); its reason stands above",
@@ -183,7 +187,7 @@ class Envoy:
                 async with asyncio.timeout(LOOK_S):
                     await ended.wait()
             except TimeoutError:
-                await self._find_lost()
+                await self._look()
                 continue
             finally:
                 loop.remove_reader(fd)
@@ -191,11 +195,17 @@ class Envoy:
             if not self._is_ending:
                 raise RuntimeError(f"Envoy has ended with status {self._process.wait()}")
 
-    async def _find_lost(self) -> None:
-        if self._requests.in_flight:
-            told = await self._tell("GET", "/stats?filter=^http.clients.downstream_rq_active$")
-            if told.endswith(b": 0") and (count := self._requests.lost(time.monotonic() - LOOK_S)):
-                self._log.warning("requests_lost", count=count, note="Envoy did not tell how they ended")
+    async def _look(self) -> None:
+        """End the requests that ended without a word, and tell of connections that Envoy has refused."""
+        lines = (await self._tell("GET", STATS)).decode("latin-1").splitlines()
+        counts = {name.rpartition(".")[2]: count for name, _, count in (one.partition(": ") for one in lines)}
+        is_idle = counts.get("downstream_rq_active") == "0"
+        if is_idle and (count := self._requests.lost(time.monotonic() - LOOK_S)):
+            self._log.warning("requests_lost", count=count, note="Envoy did not tell how they ended")
+        if (refused := counts.get("downstream_global_cx_overflow", "0")) != self._refused:
+            self._refused = refused
+            note = f"at most {connections(self._settings)} at a time, by the limit of open files (ulimit -n)"
+            self._log.warning("connections_refused", count=refused, note=note)
 
     async def drain(self) -> None:
         """Have clients close their connections; further requests are served."""
@@ -219,20 +229,11 @@ class Envoy:
 
     async def _tell(self, method: str, target: str) -> bytes:
         """What its admin socket answers; empty: nothing."""
-        try:
+        with contextlib.suppress(Unreachable, LinkBroken, TimeoutError):
             async with asyncio.timeout(ENDS_S):
-                reader, writer = await asyncio.open_unix_connection(str(self.place.admin))
-                try:
-                    head = ("host: x", "content-length: 0", "connection: close", "", "")
-                    writer.write("\r\n".join((f"{method} {target} HTTP/1.1", *head)).encode())
-                    answer = await reader.read()
-                finally:
-                    writer.transport.abort()
-        except (OSError, TimeoutError):
-            return b""
-        lines = answer.split(b"\r\n\r\n", 1)[-1].split(b"\r\n")
-        # In chunked coding a line with the length comes first.
-        return (lines[1] if len(lines) > 2 else lines[0]).strip()
+                at = Address(str(self.place.admin), 0, False, "envoy")
+                return (await self._asker.ask(at, method, target, {}, most_bytes=64 << 10))[1]
+        return b""
 
     # -- the pipes ---------------------------------------------------------------------------------------------
 

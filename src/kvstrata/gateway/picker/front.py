@@ -4,15 +4,13 @@
     /v1/models …     what clients may ask of the gateway itself, which Envoy passes on here
     /healthz         whether this process answers
 
-Only Envoy reaches the socket, whose folder is closed to others; so what comes is trusted to be HTTP, but is bounded.
-A connection carries one question at a time, and when it is closed its question is dropped.
+Only Envoy reaches the socket, whose folder is closed to others.  Heads and bodies are bounded all the same, and a head
+that is not HTTP gets 400.  A connection carries one question at a time, and when it is closed its question is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
@@ -27,9 +25,12 @@ from kvstrata.gateway.marks import CANCELLED
 from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.request import Chosen, Head, Request
 from kvstrata.observability.logging import EventLog
+from kvstrata.text import type_and_place
 
 CHOOSE = "/choose"
 MAX_HEAD_BYTES = 256 << 10
+MAX_DIGITS = 15
+"""Of the length of a body."""
 MAX_HELD_BYTES = 1 << 30
 """Of all bodies that are read."""
 
@@ -95,11 +96,15 @@ class Question(asyncio.Protocol):
                     self.transport.abort()
                 return
             first, *lines = bytes(self._received[:end]).split(b"\r\n")
-            method, target, _ = first.decode("latin-1").split(" ", 2)
+            words = first.decode("latin-1").split(" ")
             # Envoy's names are in lower case; of several headers with one name the last counts.
             headers = {name: value.strip() for name, _, value in (one.partition(b":") for one in lines)}
-            self._head, self._begins = (method, target, headers), end + 4
-            self._length = int(headers.get(b"content-length", b"0"))
+            length = headers.get(b"content-length", b"0")
+            if len(words) != 3 or not length.isdigit() or len(length) > MAX_DIGITS:
+                self._refuse(Failure(400, "invalid_head", "the head of the question is not HTTP"), "")
+                self.transport.close()
+                return
+            self._head, self._begins, self._length = (words[0], words[1], headers), end + 4, int(length)
         if self._task is None and len(self._received) >= self._begins + self._length:
             body = bytes(memoryview(self._received)[self._begins : self._begins + self._length])
             self._front.held_bytes -= len(self._received)
@@ -116,10 +121,7 @@ class Question(asyncio.Protocol):
             else:
                 self._page(path, headers)
         except Exception as error:  # the boundary of the port: a defect of ours ends one request
-            # Not the error's text, which may hold a piece of the prompt.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(place.filename)}:{place.lineno}"
-            self._front.log.error("request_crashed", path=path, error=type(error).__name__, at=where)
+            self._front.log.error("request_crashed", path=path, error=type_and_place(error))
             self._refuse(Failure(500, "defect", "a defect of the gateway; see its log"), path)
         finally:
             self._task = None

@@ -1,0 +1,72 @@
+"""What the picker answers to Envoy's questions, whatever their heads are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.gateway.envoy import process as envoy
+from kvstrata.gateway.parts import Parts
+from kvstrata.gateway.picker.front import Front, Question
+
+
+class Wire(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = True
+
+
+WORDS = st.binary(max_size=12) | st.sampled_from(
+    (b"POST", b"/healthz", b"HTTP/1.1", b"9" * 40, b"-1", b"\xb2")
+)
+
+
+@given(st.lists(WORDS, max_size=5), WORDS)
+def test_a_head_that_is_not_http_is_answered_400_and_never_raises(words: list[bytes], length: bytes) -> None:
+    async def answered() -> Wire:
+        wire, question = Wire(), Question(Front(cast(Parts, None)))
+        question.connection_made(wire)
+        head = b" ".join(words) + b"\r\ncontent-length: " + length
+        question.data_received(head + b"\r\n\r\n")
+        question.connection_lost(None)
+        return wire
+
+    wire = asyncio.run(answered())
+    assert not wire.written or (wire.written.startswith(b"HTTP/1.1 400 ") and wire.closed)
+    if len(words) == 1 and b" " not in words[0] and b"\r\n\r\n" not in words[0]:
+        assert wire.written
+
+
+async def test_connections_that_envoy_refuses_are_told_once(monkeypatch, caplog):
+    told = b"http.clients.downstream_rq_active: 0\nlistener.127.0.0.1_1.downstream_global_cx_overflow: 16\n"
+
+    class Requests:
+        def lost(self, before_s: float) -> int:
+            return 0
+
+    one = envoy.Envoy.__new__(envoy.Envoy)
+    one._requests, one._refused, one._log = cast(Any, Requests()), "0", envoy.EventLog("envoy")
+    one._settings = envoy.GatewaySettings()
+
+    async def tell(method: str, target: str) -> bytes:
+        return told
+
+    monkeypatch.setattr(one, "_tell", tell)
+    await one._look()
+    await one._look()
+    assert sum("connections_refused" in record.getMessage() for record in caplog.records) == 1
