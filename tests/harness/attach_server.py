@@ -64,11 +64,6 @@ class Handlers:
     def rows(self) -> list[dict[str, Any]]:
         return [{"row": row["row"], "old": row["old"]} for row in self._pool.rows()]
 
-    def claim(self, count: int) -> None:
-        """Claim rows for processes that do not exist."""
-        for number in range(count):
-            self._pool.claim_row(number.to_bytes(16, "big"), bytes(16), 1, False)
-
     def stats(self) -> dict[str, Any]:
         return {**self._attach.document(), "pool": self._pool.stats()}
 
@@ -108,15 +103,12 @@ class Handlers:
 
 
 class Table(Processes):
-    """Sends the test an event for each session that is detached; one process may have all rows."""
+    """Sends the test an event for each session that is detached."""
 
     def lost(self, process: Process, line: Any) -> None:
         super().lost(process, line)
         if process.detached:
             tell("detached", row=process.row)
-
-    def _check_room(self, *_: object) -> None:
-        pass
 
 
 class NoRequests:

@@ -53,13 +53,6 @@ def make_request(
     )
 
 
-def pool_mappings() -> list[str]:
-    """Return the paths of the pool's files that this process has mapped, one for each mapping."""
-    lines = [line.split(None, 5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()]
-    ends = ("/index", "/extents", "kvstrata-index (deleted)", "kvstrata-extents (deleted)")
-    return [path for [path] in filter(None, lines) if path.endswith(ends)]
-
-
 def closed(attachment: Attachment) -> bool:
     try:
         attachment.link.receive()
@@ -126,28 +119,12 @@ class Worker:
     def goodbye(self, session: str) -> bool:
         return self._attachments.pop(session).goodbye(30.0)
 
-    def fork(self) -> dict[str, Any]:
-        """Fork a child that stays alive; return its pid and how many mappings and descriptors of the pool it has."""
-        reader, writer = os.pipe()
+    def fork(self) -> int:
+        """Fork a child that stays alive; return its pid."""
         if (pid := os.fork()) == 0:
-            mapped = len(pool_mappings())
-            links = [
-                os.readlink(entry.path)
-                for entry in os.scandir("/proc/self/fd")
-                if os.path.lexists(entry.path)
-            ]
-            mine = [name for name in links if "kvstrata" in name or "sessions.lock" in name]
-            os.write(writer, f"{mapped} {len(mine)}".encode())
-            os.close(writer)
             while True:
                 signal.pause()
-        os.close(writer)
-        mapped, fds = os.read(reader, 100).split()
-        os.close(reader)
-        return {"pid": pid, "mapped": int(mapped), "fds": int(fds), "parent_mapped": len(pool_mappings())}
-
-    def locks(self) -> list[list[int]]:
-        return [list(file) for file in process_locks().held()]
+        return pid
 
     def open_lock_files(self) -> int:
         held = {tuple(file) for file in process_locks().held()}

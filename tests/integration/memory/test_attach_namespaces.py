@@ -109,7 +109,7 @@ def test_pidfd_of_another_invisible_process_is_told_from_the_peers(place, log, c
         linux.close_all([own, parent])
     child = contained.ask("fork")
     with AttachServerChild(place, log=log, under=namespaces.CONTAINER) as server:
-        reply = raw_reply(contained, place, [GOOD_REQUEST], [f"pid:{child['pid']}"])
+        reply = raw_reply(contained, place, [GOOD_REQUEST], [f"pid:{child}"])
         assert (reply.code, reply.field) == ("not_permitted", "pidfd")
         assert raw_reply(contained, place, [GOOD_REQUEST], ["self"]).code == ""
         until(lambda: rows_of(server) == {})

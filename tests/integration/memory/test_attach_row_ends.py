@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,85 +23,9 @@ from tests.harness.attach_scene import (
     until,
 )
 from tests.harness.attach_server import AttachServerChild, Place
-from tests.harness.child import HANG_S, Child, ChildEnded, ChildError
+from tests.harness.child import ChildError
 
 pytestmark = pytest.mark.integration
-
-
-def test_a_closed_connection_only_detaches(server: AttachServerChild, place: Place, worker: Child) -> None:
-    row = attach(worker, place, session_name("one"))
-    worker.ask("map", session=session_name("one"))
-    reserve(server, row, 1, 2)
-    worker.ask("close", session=session_name("one"))
-    assert server.event("detached")["row"] == row
-    assert rows_of(server) == {row: False}
-    assert pool_bytes(server, "reserved") == 2 * RECORD_BYTES
-    assert attach(worker, place, session_name("one")) == row
-    resumed = [server.event("attached")["resumed"] for _ in range(2)]
-    assert resumed == [False, True]
-
-
-def test_extents_reserved_by_a_process_are_free_only_once_it_is_dead(server, place, worker, log):
-    row = attach(worker, place, session_name("one"))
-    reserve(server, row, 1, 2)
-    worker.ask("close", session=session_name("one"))
-    server.event("detached")
-    with new_worker(log) as other:  # other processes come and go meanwhile
-        attach(other, place, session_name("two"))
-        other.kill()
-        assert server.event("gone")["row"] != row
-    assert pool_bytes(server, "reserved") == 2 * RECORD_BYTES
-    worker.kill()
-    assert server.event("gone")["row"] == row
-    until(lambda: rows_of(server) == {})
-    assert pool_bytes(server, "reserved") == 0
-    server.ask("validate")
-
-
-def test_a_stopped_process_loses_nothing(place: Place, log: Path, worker: Child) -> None:
-    with AttachServerChild(place, log=log, limits={"handshake_s": 0.1}) as server:
-        row = attach(worker, place, session_name("one"))
-        worker.ask("map", session=session_name("one"))
-        [extent] = reserve(server, row, 1)["extents"]
-        worker.signal(signal.SIGSTOP)
-        with new_worker(log) as other:  # another process attaches and dies, and a handshake times out
-            attach(other, place, session_name("two"))
-            other.kill()
-            server.event("gone")
-            with socket.socket(socket.AF_UNIX) as silent:
-                silent.settimeout(HANG_S)
-                silent.connect(os.fspath(place.socket_dir / "rpc.sock"))
-                assert silent.recv(1 << 16)
-        assert row in rows_of(server)
-        assert pool_bytes(server, "reserved") == RECORD_BYTES
-        worker.signal(signal.SIGCONT)
-        worker.ask("write", session=session_name("one"), offset=extent[0], data=b64(b"still mine"))
-        assert not worker.ask("server_closed", session=session_name("one"))
-
-
-def test_a_forked_child_keeps_nothing_alive(server: AttachServerChild, place: Place, worker: Child) -> None:
-    row = attach(worker, place, session_name("one"))
-    worker.ask("map", session=session_name("one"))
-    reserve(server, row, 1)
-    child = worker.ask("fork")
-    assert child["parent_mapped"] > 0
-    assert child["mapped"] == 0
-    assert child["fds"] == 0
-    worker.kill()
-    assert server.event("gone")["row"] == row
-    until(lambda: rows_of(server) == {})
-    assert pool_bytes(server, "reserved") == 0
-    os.kill(child["pid"], 0)  # the child still lives; it ends with its process group
-
-
-def test_goodbye_frees_the_row_of_a_process_that_lives_on(server, place, worker):
-    row = attach(worker, place, session_name("one"))
-    other = attach(worker, place, session_name("two"))
-    reserve(server, row, 1)
-    assert worker.ask("goodbye", session=session_name("one"))
-    assert server.event("gone")["row"] == row
-    assert rows_of(server) == {other: False}
-    assert pool_bytes(server, "reserved") == 0
 
 
 def test_a_stopping_server_tells_its_processes(server, place, worker):
@@ -114,16 +36,6 @@ def test_a_stopping_server_tells_its_processes(server, place, worker):
     assert not (place.socket_dir / "rpc.sock").exists()
 
 
-@pytest.mark.long
-def test_without_a_server_attach_is_unavailable_and_leaves_nothing(place: Place, worker: Child) -> None:
-    with pytest.raises(ChildError, match="unavailable"):
-        attach(worker, place, session_name("one"))
-    place.socket_dir.mkdir(mode=0o700)
-    with pytest.raises(ChildError, match="unavailable"):
-        attach(worker, place, session_name("one"))
-    assert worker.ask("open_lock_files") == 0
-
-
 def test_a_stopped_server_makes_attach_unavailable_within_its_time(server, place, worker):
     server.signal(signal.SIGSTOP)
     with pytest.raises(ChildError, match="unavailable"):
@@ -131,28 +43,6 @@ def test_a_stopped_server_makes_attach_unavailable_within_its_time(server, place
     server.signal(signal.SIGCONT)
     attach(worker, place, session_name("one"))
     assert len(rows_of(server)) == 1
-
-
-def test_the_next_server_quarantines_extents_of_living_processes_until_they_are_quiet(place, worker, log):
-    with AttachServerChild(place, log=log) as first:
-        row = attach(worker, place, session_name("one"))
-        worker.ask("map", session=session_name("one"))
-        [extent] = reserve(first, row, 1)["extents"]
-        first.kill()
-    assert worker.ask("wait_server_closed", session=session_name("one"))
-    with AttachServerChild(place, log=log) as second:
-        assert second.start["adopted"] and second.start["epoch"] > first.start["epoch"]
-        assert rows_of(second) == {row: True}
-        assert pool_bytes(second, "quarantined") == RECORD_BYTES
-        worker.ask("write", session=session_name("one"), offset=extent[0], data=b64(b"late write"))
-        assert attach(worker, place, session_name("one")) == row
-        assert second.event("attached")["resumed"]
-        assert worker.ask("open_lock_files") == 1
-        assert pool_bytes(second, "quarantined") == RECORD_BYTES
-        second.ask("quiesced", row=row)
-        assert pool_bytes(second, "quarantined") == 0
-        second.ask("validate")
-        assert second.events == []
 
 
 def test_the_next_server_frees_extents_of_dead_processes_before_it_listens(place, worker, log):
@@ -277,31 +167,3 @@ def test_a_session_that_fails_to_attach_again_loses_nothing(place: Place, log: P
             worker.kill()
             assert second.event("gone")["row"] == row
             until(lambda: rows_of(second) == {})
-
-
-@pytest.mark.long
-def test_processes_of_a_replaced_segment_attach_to_the_new_one(place, worker, log):
-    with AttachServerChild(place, log=log) as first:
-        attach(worker, place, session_name("one"))
-        worker.ask("map", session=session_name("one"))
-        worker.ask("write", session=session_name("one"), offset=0, data=b64(b"old bytes"))
-        first.kill()
-    with AttachServerChild(place, log=log, extents_bytes=32 << 20) as second:
-        assert not second.start["adopted"]
-        assert rows_of(second) == {}
-        attach(worker, place, session_name("one"))
-        assert worker.ask("open_lock_files") == 2
-        assert len(worker.ask("locks")) == 2
-        # The old segment, which it still maps, is neither truncated nor changed.
-        assert worker.ask("read", session=session_name("one"), offset=0, length=9) == b64(b"old bytes")
-
-
-def test_a_second_server_in_the_same_place_is_refused_and_told_the_pid_of_the_first(
-    server: AttachServerChild, place: Place, worker: Child, log: Path
-) -> None:
-    attach(worker, place, session_name("one"))
-    for other in (place, place._replace(socket_dir=place.socket_dir.with_name("other"))):
-        with pytest.raises(ChildEnded, match=rf"SegmentError: .* in use by server process {server.pid};"):
-            AttachServerChild(other, log=log)
-    assert not worker.ask("server_closed", session=session_name("one"))
-    server.ask("validate")

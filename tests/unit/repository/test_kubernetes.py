@@ -43,7 +43,6 @@ OF_CHART: dict[str, dict[str, Any]] = {"defaults": {}, "everything": EVERYTHING,
 MANIFESTS = ("engine", "gateway", "picker", "server")
 rare = [pytest.param(case, marks=pytest.mark.long) for case in ("defaults", "changed")]
 by_case = pytest.mark.parametrize("case", ["manifests", "everything", *rare])
-GIB = 1 << 30
 _CODE = """import json, sys, helm_python as helm
 told = []
 with helm.Chart.load(sys.argv[1]) as chart:
