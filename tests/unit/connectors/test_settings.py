@@ -100,57 +100,60 @@ def draft_of(place, method="eagle"):
     return SimpleNamespace(model=str(place), method=method, draft_model_config=model)
 
 
-def layout(config):
-    return layout_identity(config, kv_dtype="bfloat16", chunk_tokens=256)
+def layout(config, **more):
+    return layout_identity(config, kv_dtype="bfloat16", chunk_tokens=256, **more)
 
 
-def test_engines_of_different_fidelity_have_different_identities(folder):
-    config = config_of(folder)
-    exact = layout(config)
-    rounded = layout_identity(config, kv_dtype="bfloat16", chunk_tokens=256, fidelity="fp8")
+def rotary(**rope):
+    """Two engines with these settings that differ in the length of their longest prompt."""
+    return [{"hf": {"rope_parameters": rope}, "model_config": {"max_model_len": n}} for n in (4_096, 131_072)]
+
+
+SCALES = {"cache_config": {"calculate_kv_scales": True}}
+APART = [
+    ({}, {"hf": {"rope": {"theta": 1e6}}}),
+    ({}, {"model_config": {"dtype": "torch.float16"}}),
+    ({}, {"model_config": {"quantization": "fp8"}}),
+    ({}, {"commit": "abc"}),
+    ({}, {"load_format": "dummy"}),
+    ({}, {"speculative_config": draft_of("d")}),
+    ({}, SCALES),
+    (SCALES, {**SCALES, "instance_id": "j"}),
+    rotary(rope_type="longrope"),
+    rotary(full_attention={"rope_type": "longrope"}),
+]
+TOGETHER = [
+    rotary(rope_type="yarn"),
+    (SCALES, SCALES),
+    ({}, {"hf": {"transformers_version": "2"}}),
+    ({}, {"speculative_config": SimpleNamespace(model="ngram", method="ngram")}),
+    ({}, {"engine_id": "other", "instance_id": "other"}),
+]
+
+
+def test_what_changes_kv_and_nothing_else_changes_the_identity(folder):
+    for pairs, told_apart in ((APART, True), (TOGETHER, False)):
+        for pair in pairs:
+            one, other = (layout(config_of(folder, **changes)) for changes in pair)
+            assert (one != other) is told_apart, pair
+    exact, rounded = layout(config_of(folder)), layout(config_of(folder), fidelity="fp8")
     assert exact.fidelity == "lossless"
     assert identity_root(exact, RequestIdentity()) != identity_root(rounded, RequestIdentity())
 
 
-def test_longest_prompt_counts_only_where_it_changes_the_rotary_embedding(folder):
-    for rope, told_apart in (
-        ({"rope_type": "longrope"}, True),
-        ({"full_attention": {"rope_type": "longrope"}}, True),
-        ({"rope_type": "yarn"}, False),
-    ):
-        short, long = (
-            layout(config_of(folder, hf={"rope_parameters": rope}, model_config={"max_model_len": length}))
-            for length in (4_096, 131_072)
-        )
-        assert (short != long) is told_apart
+@pytest.mark.parametrize("what", ["model", "draft"])
+def test_models_and_drafts_are_their_weights_wherever_they_lie(folder, tmp_path, what):
+    def found(place):
+        model, draft = (place, "d") if what == "model" else (folder, place)
+        return layout(config_of(model, speculative_config=draft_of(draft)))
 
-
-def test_same_model_elsewhere_is_the_same_identity(folder, tmp_path):
-    before = layout(config_of(folder))
-    moved = tmp_path / "deep" / "a model"
-    moved.parent.mkdir()
-    folder.rename(moved)
-    assert layout(config_of(moved, engine_id="other", instance_id="other")) == before
-
-
-def test_retrained_weights_under_the_same_name_are_another_identity(folder):
-    before = layout(config_of(folder))
-    weights = folder / "model.safetensors"
+    moved = tmp_path / "deep" / folder.name
+    shutil.copytree(folder, moved)
+    before = found(moved)
+    assert found(folder) == before
+    weights = moved / "model.safetensors"
     weights.write_bytes(bytes(reversed(weights.read_bytes())))
-    assert layout(config_of(folder)) != before
-
-
-def test_what_changes_kv_changes_the_identity(folder):
-    for changes in (
-        {"hf": {"rope": {"theta": 1e6}}},
-        {"model_config": {"dtype": "torch.float16"}},
-        {"model_config": {"quantization": "fp8"}},
-        {"commit": "abc"},
-        {"load_format": "dummy"},
-        {"speculative_config": draft_of("d")},
-        {"cache_config": {"calculate_kv_scales": True}},
-    ):
-        assert layout(config_of(folder, **changes)) != layout(config_of(folder))
+    assert found(moved) != before
 
 
 def test_what_is_read_from_elsewhere_is_named_by_address_or_content_but_not_by_credentials(folder, tmp_path):
@@ -189,39 +192,6 @@ def test_keys_look_as_far_ahead_as_the_draft_layers(folder):
         made = layout(config_of(folder, speculative_config=draft_of("d", method), **changes))
         assert made.lookahead == lookahead
         assert ("lookahead_tokens" in msgspec.to_builtins(made)) is (lookahead > 0)
-
-
-def test_a_draft_elsewhere_is_the_same_identity_and_a_retrained_one_is_another(folder, tmp_path):
-    def of_draft(place):
-        return layout(config_of(folder, speculative_config=draft_of(place)))
-
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    weights = draft / "model.safetensors"
-    weights.write_bytes(bytes(1_000))
-    before = of_draft(draft)
-    moved = tmp_path / "deep" / "draft"
-    shutil.copytree(draft, moved)
-    assert of_draft(moved) == before
-    weights.write_bytes(bytes([1]) * 1_000)
-    assert of_draft(draft) != before
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"hf": {"transformers_version": "2"}},
-        {"speculative_config": SimpleNamespace(model="ngram", method="ngram")},
-    ],
-)
-def test_library_versions_and_drafts_without_kv_are_no_part_of_the_identity(folder, changes):
-    assert layout(config_of(folder, **changes)) == layout(config_of(folder))
-
-
-def test_calculated_scales_are_shared_with_no_other_start(folder):
-    scales = {"cache_config": {"calculate_kv_scales": True}}
-    assert layout(config_of(folder, **scales)) == layout(config_of(folder, **scales))
-    assert layout(config_of(folder, **scales)) != layout(config_of(folder, instance_id="j", **scales))
 
 
 HUB = {"model": "org/name", "revision": None, "hf_config_path": None, "model_weights": ""}
