@@ -86,7 +86,7 @@ class ControllerProcess(OwnProcess):
         return {"Authorization": f"Bearer {find_token(self.url)}"}
 
     def dashboard_link(self) -> str:
-        """Return a link below `url` that logs a browser in once."""
+        """Return a link below `url` that logs a browser in."""
         return str(reachable(self.ask("/v1/dashboard-link", {}), self.url)["url"])
 
     def __enter__(self) -> Self:

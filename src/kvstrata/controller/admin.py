@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,11 +19,9 @@ from msgspec import Meta
 
 from kvstrata.controller import views
 from kvstrata.controller.dashboard_files import DashboardFiles
-from kvstrata.errors import BadRequest, NotFound, NotPermitted
+from kvstrata.errors import BadRequest, NotFound
 from kvstrata.observability.logging import EventLog
 from kvstrata.process import operations as common
-from kvstrata.process.http_gate import Access
-from kvstrata.process.http_login import CODE_S, SESSION_S, Logins
 from kvstrata.process.operations import MAX_WAIT_S, Claiming, Headers, Reply, operation, operations_of
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_wire import AskRuntime, AskStatus, Operation
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 MAX_EVENTS = 1_000
 FRESH_S = 1.0
 """Age up to which a state is given to further readers."""
-LOGIN = "/v1/login"
-"""Path of the request that turns a code into a session; it needs no token."""
 NO_STORE = {"cache-control": "no-store"}
 Document = dict[str, Any]
 
@@ -49,8 +46,6 @@ class Admin:
     cluster: Cluster
     orders: Operations
     around: Surroundings
-    access: Access
-    logins: Logins
     url: str
     """URL of the port."""
     page: Callable[[], bytes]
@@ -63,14 +58,6 @@ class Admin:
     def readiness(self) -> tuple[bool, str]:
         """Whether requests are served, and why not."""
         return self.cluster.readiness()
-
-    def link(self) -> str:
-        """A link that opens the dashboard and logs in once, within CODE_S; on an open port a link without a code.
-
-        The code stands in the fragment, which browsers send to no server: it gets into no log of a proxy, and no
-        program that looks at links in advance uses it up.
-        """
-        return f"{self.url}/" if self.access.is_open else f"{self.url}/#/login/{self.logins.new_code()}"
 
     def elsewhere(self, target: str) -> Reply | None:
         """The redirection of a request to the leader; None if this controller leads. Raises NotLeading."""
@@ -159,18 +146,6 @@ class Events(msgspec.Struct):
     wait_s: Annotated[
         float, Meta(ge=0, le=MAX_WAIT_S, description="Longest wait for the first event after `after`.")
     ] = 0.0
-
-
-class Login(msgspec.Struct):
-    """A browser that logs in."""
-
-    code: Annotated[
-        str,
-        Meta(
-            max_length=4_096,
-            description="The code of a link that has not been used, or the token of this port.",
-        ),
-    ]
 
 
 class Chunks(common.Chunks, kw_only=True):
@@ -452,43 +427,15 @@ async def evict(parts: Admin, ask: Evict) -> Reply:
 # --- browsers ---------------------------------------------------------------------------------------------------------
 
 
-@operation("POST", "/v1/dashboard-link", ctl="dashboard-link", tag="login", here=True)
+@operation("POST", "/v1/dashboard-link", ctl="dashboard-link", here=True)
 def dashboard_link(parts: Admin, headers: Headers) -> Reply:
-    """A link that opens the dashboard and logs a browser in, once, within 5 minutes.
+    """A link that opens the dashboard with the token of this request.
 
-    It needs the token; no session is enough.
+    The token stands in the fragment, which browsers send to no server, so it gets into no log of a proxy.
     """
-    if not parts.access.is_open and not parts.access.bears_token(headers):
-        raise NotPermitted("a link needs the token of this port, not a browser's session; ask with the token")
-    answer = {"url": parts.link(), "once_within_s": None if parts.access.is_open else CODE_S}
-    return Reply(answer, headers=NO_STORE)
-
-
-@operation("POST", LOGIN, tag="login", here=True, public=True)
-def log_in(parts: Admin, ask: Login, headers: Headers) -> Reply:
-    """Begin a browser's session. Its requests carry the cookie and, as header `kvstrata-page-key`, the page key."""
-    if not parts.logins.take(ask.code) and not parts.access.is_token(ask.code.encode("utf-8", "replace")):
-        raise NotPermitted(
-            "code: unknown, used before or too old; get a new link by `kvstrata ctl cluster dashboard-link`",
-            field="code",
-        )
-    session = parts.logins.begin()
-    origin = headers.get(b"origin", parts.url.encode())
-    cookie = f"{parts.logins.cookie_name}={session.cookie}; Max-Age={SESSION_S}{COOKIE}"
-    secure = "; Secure" if origin.startswith(b"https:") else ""
-    answer = {"page_key": session.page_key, "session_s": SESSION_S}
-    return Reply(answer, headers={**NO_STORE, "set-cookie": cookie + secure})
-
-
-@operation("POST", "/v1/logout", tag="login", here=True, status=204)
-def log_out(parts: Admin, headers: Headers) -> Reply:
-    """End the browser's session."""
-    parts.logins.end(headers)
-    gone = f'{parts.logins.cookie_name}=""; Max-Age=0{COOKIE}'
-    return Reply(b"", 204, {**NO_STORE, "set-cookie": gone})
-
-
-COOKIE = "; HttpOnly; Path=/; SameSite=strict"
+    token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")[2]
+    login = f"#/login/{urllib.parse.quote(token, safe='')}" if token else ""
+    return Reply({"url": f"{parts.url}/{login}"}, headers=NO_STORE)
 
 
 @operation("GET", "/", here=True, public=True, hidden=True)

@@ -38,7 +38,6 @@ from kvstrata.errors import ConfigError, install
 from kvstrata.observability.logging import EventLog, current_level, set_level
 from kvstrata.observability.numbers import Pages
 from kvstrata.process.http_gate import Access
-from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.lifecycle import Process, soon, tell_ready
 from kvstrata.process.listen import (
@@ -220,15 +219,12 @@ class Controller(Process):
         token, insecure = self._plan.http_token, settings.security.insecure
         warn_if_open(settings.http, token, listener.port, self.log, insecure=insecure)
         own_name = urlsplit(settings.etcd.advertise_url).netloc
-        logins = Logins(listener.port)
-        access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name], logins=logins)
+        access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name])
         pages = await loop.run_in_executor(None, Pages, functools.partial(sections, cluster, around))
         admin = Admin(
             cluster,
             operations,
             around,
-            access,
-            logins,
             url,
             pages.page,
             DashboardFiles(),
@@ -263,7 +259,7 @@ class Controller(Process):
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
         self.log.info("ready", version=__version__, **ready)
-        self.log.info("dashboard", open=admin.link(), once_within_s=CODE_S)
+        self.log.info("dashboard", open=f"{url}/", log_in_by="kvstrata ctl cluster dashboard-link")
         tell_ready(self._ready_fd, ready)
 
     def _bind(self, server: ZmqServer, keys: KeyFile[ControllerKeys] | None) -> tuple[int, bytes]:

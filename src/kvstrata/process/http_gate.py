@@ -4,9 +4,8 @@
    rebinding) could use the port through a browser.
 2. `Origin`, if a browser sends it, must be this port itself, and `Sec-Fetch-Site` neither `cross-site` nor `same-site`
    (403): another port of the same host is another user's page.  Following a link to a page is allowed.
-3. Everything but the probes needs the bearer token of this port or a browser's session (process/http_login.py), unless
-   the port is open (401).
-4. A body has at most MAX_BODY_BYTES, or MAX_STRANGER_BYTES without a token or session (413), whatever its
+3. Everything but the probes needs the bearer token of this port, unless the port is open (401).
+4. A body has at most MAX_BODY_BYTES, or MAX_STRANGER_BYTES without the token (413), whatever its
    `Content-Length` says; a probe has none (400).  The application gets whole bodies only.
 5. Bodies that arrive have at most MAX_ARRIVING_BYTES in all, beside the first MAX_STRANGER_BYTES of each (503).
 6. At most MAX_REQUESTS whole requests are under way; further ones get 503 at once.  Probes and `/metrics` do not
@@ -29,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.errors import BadRequest, NotPermitted, Unavailable
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.http_login import Logins
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -61,14 +59,11 @@ class Access:
         public: Collection[str] = (),
         pages: Collection[str] = (),
         names: Collection[str] = (),
-        logins: Logins | None = None,
     ) -> None:
         """`token`: empty for an open port. `public`: paths that need no token, beside the probes; `x/`: all below `x`.
 
         `pages`: paths for people, which links on other sites may lead to. `names`: further names of the port.
-        `logins`: None for a port without pages.
         """
-        self._logins = logins
         self.set_token(token)
         self._loopback = is_loopback(settings.host)
         open_metrics = self._loopback if settings.open_metrics is None else settings.open_metrics
@@ -83,10 +78,8 @@ class Access:
         self._any_host = not token and not self._loopback
 
     def set_token(self, token: str) -> None:
-        """Ask for this token from now on, and end the sessions that the last one opened; empty: the port is open."""
+        """Ask for this token from now on; empty: the port is open."""
         self._token = token.encode()
-        if self._logins is not None:
-            self._logins.end_all()
 
     def knows_host(self, host: str) -> bool:
         """Whether a `Host` header names this port."""
@@ -112,24 +105,10 @@ class Access:
         """Whether a path needs no token."""
         return path in self._public or path.startswith(self._public_below)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the port needs no token."""
-        return not self._token
-
-    def is_token(self, text: bytes) -> bool:
-        """Whether this is the port's token; compared in constant time."""
-        return bool(self._token) and hmac.compare_digest(text, self._token)
-
-    def bears_token(self, headers: Headers) -> bool:
-        """Whether the request carries the token."""
-        scheme, _, text = headers.get(b"authorization", b"").partition(b" ")
-        return scheme == b"Bearer" and self.is_token(text)
-
     def proven(self, headers: Headers) -> bool:
-        """Whether the request carries the token or the secrets of a session, or the port needs neither."""
-        logged_in = self._logins is not None and self._logins.proven(headers)
-        return self.is_open or self.bears_token(headers) or logged_in
+        """Whether the request carries the token, compared in constant time, or the port needs none."""
+        scheme, _, text = headers.get(b"authorization", b"").partition(b" ")
+        return not self._token or (scheme == b"Bearer" and hmac.compare_digest(text, self._token))
 
 
 def is_loopback(host: str) -> bool:

@@ -7,7 +7,7 @@
    which may be open, gets there one request at a time.
 2. A probe (PROBES) is answered once the process's loop has had a turn, so a loop that hangs shows; all probes that wait
    share one turn.
-3. `Access` and `Logins` are changed on this thread only; the process's loop reads them.
+3. `Access` is changed on this thread only.
 4. A stop cuts the connections, then cancels the operations that run, then ends the thread.
 5. FastAPI is imported for the first request that is neither a probe nor `/metrics`: its import takes longer than the
    rest of a start, and 15 MB.

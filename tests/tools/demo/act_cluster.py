@@ -29,7 +29,7 @@ def act_4(folder: Path, table: Table, size: str, *, with_vllm: bool, keep: bool)
     # Long, as for vLLM's lookups below: an owner that gets no core for a moment must not cause a miss.
     settings = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "3000"}
     with Cluster(folder, l1_mb=l1_mb, n_servers=2, settings=settings) as cluster:
-        say(f"  controller ready, dashboard (opens once) at {cluster.controller.dashboard_link()}")
+        say(f"  controller ready, dashboard at {cluster.controller.dashboard_link()}")
         if with_vllm:
             _cluster_vllm(folder, table, cluster, size)
         else:

@@ -52,7 +52,7 @@ CASES: dict[str, Any] = {
     "l2 pause a/b": {"name": "a/b"},
     "l2 resume fs-0": {"name": "fs-0"},
     "cluster ready": {"ready": True},
-    "cluster dashboard-link --url http://c:9000": {"url": "http://0.0.0.0:9000/#/login/x", "once_within_s": 300},
+    "cluster dashboard-link --url http://c:9000": {"url": "http://0.0.0.0:9000/#/login/x"},
     "cluster instances": {"instances": [INSTANCE]},
     "cluster instances --json": {"instances": []},
     "cluster instance a/b": INSTANCE,

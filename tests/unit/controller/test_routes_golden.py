@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvstrata.config.common_model import ListenSettings
-from kvstrata.controller.admin import LOGIN, OPERATIONS, Admin
+from kvstrata.controller.admin import OPERATIONS, Admin
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.dashboard_files import DashboardFiles
 from kvstrata.controller.metrics import Surroundings, sections
@@ -29,7 +29,6 @@ from kvstrata.observability.explain import Explained
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Pages
 from kvstrata.process.http_gate import PROBES, Access
-from kvstrata.process.http_login import Logins
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.process.operations import Claiming
@@ -118,13 +117,12 @@ async def controller(cluster: Cluster, supervisor: Supervisor) -> Port:
         if name == "a":
             await tell(cluster, member, wire.Run(wire.Change.ADMIT, "l1", wire.tags_of(bytes(range(32)))))
     cluster.set_ready()
-    logins = Logins(9000)
-    access = Access(LISTEN, TOKEN, public=PUBLIC, pages=["/"], logins=logins)
+    access = Access(LISTEN, TOKEN, public=PUBLIC, pages=["/"])
     orders = Operations(cluster, supervisor)
     around = Surroundings(ControlPort(asyncio.get_running_loop(), 1), 8400, list, None, NOT_RESTARTED)
     page = Pages(lambda: sections(cluster, around)).page
     url, log = "http://localhost:9000", EventLog("controller")
-    parts = Admin(cluster, orders, around, access, logins, url, page, DashboardFiles(), log)
+    parts = Admin(cluster, orders, around, url, page, DashboardFiles(), log)
     return await make_port("controller", OPERATIONS, parts, access)
 
 
@@ -161,7 +159,7 @@ async def requests(port: str, made: Port) -> AsyncIterator[str]:
                 known = re.sub(r"{[^}]*}", "[^? ]+", path)
                 assert re.search(f"> {method.upper()} {known}[? \n]", port), "no line has this route: " + path
                 refused = (await http.request(method, path)).status_code == 401
-                assert refused == ("security" in described) == (path not in PROBES | {LOGIN}), path
+                assert refused == ("security" in described) == (path not in PROBES), path
                 assert described["description"] and {"4XX", "5XX"} <= described["responses"].keys(), path
 
 

@@ -1,6 +1,6 @@
 // The HTTP API of the controller. If it wants a login, the page asks the user for one and then tries again.
 
-import { newSession, pageKey } from "./login.js";
+import { newToken, token } from "./login.js";
 
 /** An answer that is not a success; `status` 0: no answer. */
 export class ApiError extends Error {
@@ -13,9 +13,9 @@ export class ApiError extends Error {
 /** A response with a success status; if a login is needed, asks for it and tries again. Raises ApiError. */
 async function open(method, path, { body, timeoutMs } = {}) {
   for (;;) {
-    const key = pageKey();
+    const bearer = token();
     const headers = { Accept: "application/json" };
-    if (key) headers["kvstrata-page-key"] = key;
+    if (bearer) headers.Authorization = `Bearer ${bearer}`;
     if (body !== undefined) headers["Content-Type"] = "application/json";
     let response;
     try {
@@ -27,7 +27,7 @@ async function open(method, path, { body, timeoutMs } = {}) {
     }
     if (response.ok) return response;
     if (response.status === 401) {
-      await newSession(key);
+      await newToken(bearer);
       continue;
     }
     const { message, code, field } = await response.json().catch(() => ({}));

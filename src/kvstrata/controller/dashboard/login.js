@@ -1,80 +1,63 @@
-// Logging in. The code of a link, `#/login/CODE`, becomes a session, which two secrets prove together: a cookie that scripts
-// cannot read, and the page key, which each request carries as a header. Both end with the session; all tabs share them.
+// Logging in. A link `#/login/TOKEN` gives this browser the token of the controller's port, which each request carries then. All
+// tabs share it, until one logs out.
 
 import { show } from "./dialog.js";
 import { h } from "./dom.js";
 
-const KEY = "kvstrata.page-key";
+const KEY = "kvstrata.token";
 const PATH = "#/login/";
 let asking = null;
 let finish = null; // ends the open dialog
-let wrong = "";
 
-/** The page key; null if this browser has not logged in. */
-export const pageKey = () => localStorage.getItem(KEY);
+/** The token; null if this browser has none. */
+export const token = () => localStorage.getItem(KEY);
 
-/** Begins a session. Returns why not, or "" for success. */
-async function begin(code) {
-  let response;
-  try {
-    response = await fetch("/v1/login", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ code }) });
-  } catch {
-    return "The controller does not answer.";
-  }
-  const { message, page_key: key } = await response.json().catch(() => ({}));
-  if (!response.ok) return message || `The controller answered ${response.status}.`;
-  localStorage.setItem(KEY, key);
+/** Takes the token of a link, or a token as such. */
+function take(text) {
+  const at = text.indexOf(PATH);
+  localStorage.setItem(KEY, at < 0 ? text : decodeURIComponent(text.slice(at + PATH.length)));
   finish?.();
-  return "";
 }
 
-/** Logs in by the address, if it holds a code; the code leaves the address and the history at once. */
-export async function logInByAddress() {
+/** Logs in by the address, if it holds a token; the token leaves the address and the history at once. */
+export function logInByAddress() {
   if (!location.hash.startsWith(PATH)) return;
-  const code = location.hash.slice(PATH.length);
+  take(location.hash);
   history.replaceState(null, "", "#/");
-  wrong = await begin(code);
 }
 
-/** Waits until this browser has another session than that of `refused`, the page key which was not taken. */
-export function newSession(refused) {
-  if (pageKey() !== refused) return Promise.resolve();
-  asking ??= ask().finally(() => { asking = finish = null; });
+/** Waits until this browser has another token than `refused`. */
+export function newToken(refused) {
+  if (token() !== refused) return Promise.resolve();
+  asking ??= ask(refused).finally(() => { asking = finish = null; });
   return asking;
 }
 
-function ask() {
+function ask(refused) {
   return new Promise((resolve) => {
     const field = h("input", {
       id: "code", type: "password", autocomplete: "off", required: true, autofocus: true, "aria-describedby": "code-note",
     });
-    const fault = h("p", { class: "wrong", role: "alert", hidden: !wrong }, wrong);
     const dialog = show("Log in", [
-      fault,
+      h("p", { class: "wrong", role: "alert", hidden: refused === null }, "The controller has another token now."),
       h("p", { id: "code-note" }, "Run ", h("code", {}, "kvstrata ctl cluster dashboard-link"), " as the user of the controller, on its machine. ",
-        "Open the link that it prints, or paste it here. It works once, for five minutes."),
+        "Open the link that it prints, or paste it here."),
       h("label", { for: "code" }, "Link, or the controller\u2019s token"), field,
     ], [h("button", { class: "primary" }, "Log in")]);
     finish = () => {
-      wrong = "";
       dialog.remove();
       resolve();
     };
     dialog.addEventListener("cancel", (event) => event.preventDefault());
-    dialog.querySelector("form").addEventListener("submit", async (event) => {
+    dialog.querySelector("form").addEventListener("submit", (event) => {
       event.preventDefault();
-      const text = field.value.trim();
-      const at = text.indexOf(PATH);
-      fault.textContent = await begin(at < 0 ? text : text.slice(at + PATH.length));
-      fault.hidden = !fault.textContent;
-      field.value = "";
+      take(field.value.trim());
     });
   });
 }
 
-/** Ends the session, in all tabs, and draws the page anew. */
-export async function logOut() {
-  await fetch("/v1/logout", { method: "POST", headers: { "kvstrata-page-key": pageKey() ?? "" } }).catch(() => {});
+/** Forgets the token, in all tabs, and draws the page anew. */
+export function logOut() {
   localStorage.removeItem(KEY);
   location.reload();
 }

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { h, morphChildren } from "./dom.js";
 import { ago, clock } from "./format.js";
-import { logInByAddress, logOut, pageKey } from "./login.js";
+import { logInByAddress, logOut, token } from "./login.js";
 import { eventsPage, instancePage, instancesPage, missingPage, overviewPage } from "./pages.js";
 
 const ANSWER_MS = 4_000;
@@ -63,7 +63,7 @@ function bar() {
     h("div", { class: "tools" },
       h("span", { class: `connection ${connection}`, id: "connection" }, h("i", { "aria-hidden": "true" }),
         h("span", { class: "unseen" }, "Connection: "), CONNECTIONS[connection]),
-      pageKey() && h("button", { key: "log-out", onclick: logOut }, "Log out")),
+      token() && h("button", { key: "log-out", onclick: logOut }, "Log out")),
   ];
 }
 
@@ -98,11 +98,11 @@ async function follow() {
   }
 }
 
-addEventListener("hashchange", () => logInByAddress().then(navigate));
+addEventListener("hashchange", () => { logInByAddress(); navigate(); });
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address's hash names the page
   document.getElementById("main").focus();
 });
-await logInByAddress();
+logInByAddress();
 navigate();
 follow();
