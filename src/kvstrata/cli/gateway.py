@@ -48,7 +48,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
 def print_envoy(read: Callable[[], GatewaySettings]) -> None:
     """Print the configuration that Envoy gets; its engines are in a file of their own. Raises ConfigError."""
     from kvstrata.gateway.envoy.configuration import Place, configuration
-    from kvstrata.gateway.envoy.process import program, watcher_of
+    from kvstrata.gateway.envoy.process import program, takes_module
     from kvstrata.gateway.plan import plan
     from kvstrata.process.ports import resolve
 
@@ -57,7 +57,7 @@ def print_envoy(read: Callable[[], GatewaySettings]) -> None:
     _, version = program(settings)
     host, _ = resolve(settings.http.host, "http.host")
     place = Place(Path("/run/kvstrata-gateway"), host, settings.http.port)
-    print(json.dumps(configuration(settings, place, watcher_of(version, 3)), indent=2))
+    print(json.dumps(configuration(settings, place, 3 if takes_module(version) else -1), indent=2))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ async def scene(request: pytest.FixtureRequest, tmp_path_factory: Any) -> AsyncI
     os.set_blocking(lines, False)
     firsts, tells_firsts = os.pipe2(os.O_NONBLOCK)
     place = configuration.Place(folder, "127.0.0.1", free_port())
-    watcher = configuration.Watcher(tells_firsts if request.param == "module" else -1)
+    pipe = tells_firsts if request.param == "module" else -1
     async with engine:
         known = ServingEngine(Place("e", Address("127.0.0.1", engine.port, False)), PrefillRates(1.0))
         known.state = EngineState.UP
@@ -90,7 +90,7 @@ async def scene(request: pytest.FixtureRequest, tmp_path_factory: Any) -> AsyncI
             lambda reader, writer: choose(reader, writer, engine.name), str(place.picker), limit=1 << 26
         )
         file = folder / "envoy.json"
-        file.write_bytes(msgspec.json.encode(configuration.configuration(GatewaySettings(), place, watcher)))
+        file.write_bytes(msgspec.json.encode(configuration.configuration(GatewaySettings(), place, pipe)))
         words = [program(), "-c", file, "--concurrency", "1", "--disable-hot-restart", "-l", "error"]
         process = await asyncio.to_thread(
             subprocess.Popen,

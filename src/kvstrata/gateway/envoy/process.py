@@ -26,7 +26,7 @@ import msgspec
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.errors import ConfigError, install
 from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
-from kvstrata.gateway.envoy.configuration import Place, Watcher, configuration, connections, engines_file
+from kvstrata.gateway.envoy.configuration import Place, configuration, connections, engines_file
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.marks import marks_of
 from kvstrata.gateway.request import Requests
@@ -80,9 +80,9 @@ def _installed() -> str:
     return str(found) if Path(str(found)).exists() else ""
 
 
-def watcher_of(version: tuple[int, int], pipe: int) -> Watcher:
-    """How an Envoy of this version runs the watcher."""
-    return Watcher(pipe if version in WITH_MODULE and MODULE.exists() else -1)
+def takes_module(version: tuple[int, int]) -> bool:
+    """Whether an Envoy of this version runs the watcher as a module; otherwise Lua watches."""
+    return version in WITH_MODULE and MODULE.exists()
 
 
 class Envoy:
@@ -142,7 +142,7 @@ class Envoy:
         firsts, tells_firsts = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         lines, tells_lines = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(lines, False)
-        config = configuration(self._settings, self.place, watcher_of(version, tells_firsts))
+        config = configuration(self._settings, self.place, tells_firsts if takes_module(version) else -1)
         file = self.place.folder / "envoy.json"
         file.write_bytes(msgspec.json.encode(config))
         self.write_engines()
