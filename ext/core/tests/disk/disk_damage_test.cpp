@@ -73,12 +73,6 @@ struct Damaged : Disk {
   std::unique_ptr<VolatileFiles> medium;
 };
 
-int number_of(const Digest& key) {
-  int number = 0;
-  std::memcpy(&number, key.data(), sizeof(number));
-  return number;
-}
-
 struct Frame {
   std::size_t begin = 0;
   FrameHeader header;

@@ -21,11 +21,19 @@ using namespace kvstrata::testing;
 
 namespace {
 
+// An open log whose calls of the file layer a test can hook.
+struct HookedDisk : Disk {
+  HookedDisk() {
+    files = &hooked;
+    open();
+  }
+  ~HookedDisk() { log.reset(); }
+  HookedFiles hooked;
+};
+
 TEST(puts_that_find_no_room_use_up_no_segment_numbers) {
-  HookedFiles files;
-  Disk disk;
-  disk.files = &files;
-  disk.open();
+  HookedDisk disk;
+  HookedFiles& files = disk.hooked;
   files.fail_all("allocate", ENOSPC);
   for (int key = 1; key < 20; ++key)
     CHECK(disk.put({key}) == std::vector({PutStatus::kThrottled}));
@@ -47,10 +55,8 @@ TEST(puts_that_find_no_room_use_up_no_segment_numbers) {
 // What is not marked as synced is read whole at open. One failed read must not pass for the end of
 // the log.
 TEST(a_log_that_cannot_be_read_is_refused_and_nothing_in_it_changes) {
-  HookedFiles files;
-  Disk disk;
-  disk.files = &files;
-  disk.open();
+  HookedDisk disk;
+  HookedFiles& files = disk.hooked;
   disk.put({1});  // and a free segment is made, whose header says that it is synced
   disk.put(2, 8);
   const std::string path = disk.options.folder + "/00000000.seg";
@@ -93,10 +99,8 @@ TEST(a_log_that_cannot_be_read_is_refused_and_nothing_in_it_changes) {
 // -- what fails, and stays so until the log is opened again
 
 TEST(a_failed_write_makes_the_log_read_only_until_it_is_opened_again) {
-  HookedFiles files;
-  Disk disk;
-  disk.files = &files;
-  disk.open();
+  HookedDisk disk;
+  HookedFiles& files = disk.hooked;
   disk.put(1, 10);
   files.fail_all("write", ENOSPC);
   CHECK(disk.put({10}) == std::vector({PutStatus::kThrottled}));
@@ -115,13 +119,11 @@ TEST(a_failed_write_makes_the_log_read_only_until_it_is_opened_again) {
 
 // What others wrote behind the frame that could not be written is not acknowledged either.
 TEST(puts_behind_a_frame_that_could_not_be_written_fail_and_do_not_wait) {
-  HookedFiles files;
-  Disk disk;
-  disk.files = &files;
-  disk.open();
+  HookedDisk disk;
+  HookedFiles& files = disk.hooked;
   disk.put(1, 10);
-  const Extent other(11);
-  PutItem item{.key = Disk::key_of(11), .bytes = other.bytes, .length = other.length, .hold = {}};
+  const Record other(11);
+  PutItem item = put_item(other);
   unsigned writes = 0;
   files.before = [&](const std::string& call, const std::string&) {
     if (call != "write" || ++writes > 1) return Status();
@@ -139,10 +141,8 @@ TEST(puts_behind_a_frame_that_could_not_be_written_fail_and_do_not_wait) {
 }
 
 TEST(a_file_that_cannot_be_removed_makes_the_log_read_only_and_counts) {
-  HookedFiles files;
-  Disk disk;
-  disk.files = &files;
-  disk.open();
+  HookedDisk disk;
+  HookedFiles& files = disk.hooked;
   disk.put(1, 400);
   disk.log.reset();
   disk.options.segment_bytes = 64 * 1024;  // what is there goes, it is not used again
@@ -162,10 +162,8 @@ TEST(a_file_that_cannot_be_removed_makes_the_log_read_only_and_counts) {
 }
 
 TEST(what_is_left_of_a_segment_that_could_not_be_made_counts) {
-  HookedFiles files;
-  Disk disk;
-  disk.files = &files;
-  disk.open();
+  HookedDisk disk;
+  HookedFiles& files = disk.hooked;
   files.fail_all("unlink", EACCES);
   files.fail_all("sync_folder", EIO);
   for (int key = 1; key < 100; ++key) {
@@ -180,19 +178,16 @@ TEST(what_is_left_of_a_segment_that_could_not_be_made_counts) {
 }
 
 // A put that is begun and not ended: its frame is written, and not synced.
-void begin_put(DiskLog* log, const Extent& record, int number) {
-  PutItem item{
-      .key = Disk::key_of(number), .bytes = record.bytes, .length = record.length, .hold = {}};
+void begin_put(DiskLog* log, const Record& record) {
+  PutItem item = put_item(record);
   log->put(std::span(&item, 1));
 }
 
 // After the length of segments has changed, a retiring segment's file goes. Before that, the record
 // that stays is synced with the lock let go of, and another put may fill the active segment.
 TEST(a_put_may_fill_the_active_segment_while_a_file_goes) {
-  HookedFiles files;
-  Disk disk;
-  disk.files = &files;
-  disk.open();
+  HookedDisk disk;
+  HookedFiles& files = disk.hooked;
   disk.put(1, 400);
   disk.log.reset();
   disk.options.segment_bytes = 64 * 1024;
@@ -201,14 +196,14 @@ TEST(a_put_may_fill_the_active_segment_while_a_file_goes) {
   bool retiring = false;  // from the read of the record that is to stay
   bool filled = false;
   bool gone = false;
-  const Extent large(1000, disk.log->max_record_bytes());
+  const Record large(1000, disk.log->max_record_bytes());
   files.before = [&](const std::string& call, const std::string&) {
     if (!armed || gone) return Status();
     retiring = retiring || call == "read";
     gone = call == "unlink";
     if (retiring && !filled && call == "sync") {
       filled = true;
-      begin_put(disk.log.get(), large, 1000);
+      begin_put(disk.log.get(), large);
     }
     return Status();
   };

@@ -27,7 +27,7 @@ TEST(the_oldest_records_leave_when_the_log_is_full_and_are_reported) {
   }
   CHECK(!evicted.empty());
   for (int key = 1; key < 1000; ++key) {
-    const bool gone = std::count(evicted.begin(), evicted.end(), Disk::key_of(key)) == 1;
+    const bool gone = std::count(evicted.begin(), evicted.end(), numbered_key(key)) == 1;
     CHECK(disk.load(key) == (gone ? LoadStatus::kAbsent : LoadStatus::kLoaded));
   }
   CHECK(disk.present(999));
@@ -91,31 +91,23 @@ TEST(a_removed_record_does_not_come_back_when_tombstones_are_overwritten) {
 TEST(a_record_that_is_too_long_is_refused_and_nothing_else) {
   Disk disk;
   disk.open();
-  Extent large(7, disk.log->max_record_bytes() + 1);
-  PutItem items[2];
-  items[0] = {.key = Disk::key_of(7), .bytes = large.bytes, .length = large.length, .hold = {}};
-  Extent small(8);
-  items[1] = {.key = Disk::key_of(8), .bytes = small.bytes, .length = small.length, .hold = {}};
-  disk.log->put(items);
-  disk.log->put_end(items);
+  std::vector<Record> records = records_of({7, 8});
+  records[0] = Record(7, disk.log->max_record_bytes() + 1);
+  const std::vector<PutItem> items = put_all(*disk.log, records);
   CHECK(items[0].status == PutStatus::kFailed && std::string(items[0].reason) == "too_large");
   CHECK(items[1].status == PutStatus::kStored);
-  Extent fits(9, disk.log->max_record_bytes());
-  items[0] = {.key = Disk::key_of(9), .bytes = fits.bytes, .length = fits.length, .hold = {}};
-  disk.log->put(std::span(items, 1));
-  disk.log->put_end(std::span(items, 1));
-  CHECK(items[0].status == PutStatus::kStored);
+  const Record fits(9, disk.log->max_record_bytes());
+  CHECK(put_one(*disk.log, fits) == PutStatus::kStored);
   CHECK(disk.load(9, fits.length) == LoadStatus::kLoaded);
 }
 
 // A put that was cut short behind the frame's header leaves in place what lies there from an
 // earlier generation: a sound record of the same key.
 TEST(a_frame_does_not_count_with_an_earlier_record_of_its_key_behind_it) {
-  Extent earlier(1);
-  const auto header = static_cast<std::uint32_t>(record_header_bytes(1));
-  earlier.bytes[header] ^= 1;
-  const std::uint32_t lengths[] = {earlier.length - header};
-  const RecordSpec spec{.key = Disk::key_of(1)};
+  Record earlier(1);
+  earlier.bytes[kHeaderBytes] ^= 1;
+  const std::uint32_t lengths[] = {earlier.length - kHeaderBytes};
+  const RecordSpec spec{.key = earlier.key};
   CHECK_OK(seal_record(earlier.bytes, earlier.length, spec, lengths, 1));
 
   Disk disk;
@@ -154,8 +146,8 @@ TEST(removing_a_bad_copy_spares_the_one_that_healed_it) {
   Disk disk;
   disk.open();
   disk.put({1});
-  Extent extent(-1);
-  LoadItem item{.key = Disk::key_of(1), .bytes = extent.bytes, .length = extent.length, .hold = {}};
+  const Record room(-1);
+  LoadItem item = load_item(1, room);
   disk.log->load(std::span(&item, 1));
   disk.remove({1});
   disk.put({1});
@@ -200,15 +192,10 @@ TEST(many_threads_put_load_and_remove_at_once) {
       for (int round = 0; round < 40; ++round) {
         // Half of the keys are the threads' own, half are everybody's.
         const int base = round % 2 == 0 ? 1000 * (thread + 1) + 10 * round : 10 * round;
-        std::vector<Extent> extents;
-        std::vector<PutItem> items;
+        std::vector<Record> records;
         for (int key = base; key < base + 8; ++key)
-          extents.emplace_back(key);
-        for (int i = 0; i < 8; ++i)
-          items.push_back({.key = Disk::key_of(base + i),
-                           .bytes = extents[i].bytes,
-                           .length = extents[i].length,
-                           .hold = {}});
+          records.emplace_back(key);
+        std::vector<PutItem> items = put_items(records);
         disk.log->put(std::span(items).first(3));
         disk.log->put(std::span(items).subspan(3));
         disk.log->put_end(items);
@@ -218,10 +205,7 @@ TEST(many_threads_put_load_and_remove_at_once) {
           const LoadStatus status = disk.load(key);
           wrong[thread] += status == LoadStatus::kCorrupt || status == LoadStatus::kFailed;
         }
-        if (round % 7 == 0) {
-          DeleteItem item{.key = Disk::key_of(base)};
-          disk.log->remove(std::span(&item, 1));
-        }
+        if (round % 7 == 0) removed(*disk.log, base);
       }
     });
   }

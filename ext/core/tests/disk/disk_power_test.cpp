@@ -6,8 +6,8 @@
 #include "disk/log.h"
 #include "support/amount.h"
 #include "support/check.h"
-#include "support/disk_log_fixture.h"
 #include "support/power_loss.h"
+#include "support/records.h"
 
 using namespace kvstrata;
 using namespace kvstrata::testing;
@@ -84,17 +84,6 @@ TEST(what_several_threads_were_told_survives) {
   check_power_loss(make_large_log, options);
 }
 
-PutStatus put_one(Connector* log, int number, std::uint32_t length) {
-  const Extent record(number, length);
-  PutItem item;
-  item.key = Disk::key_of(number);
-  item.bytes = record.bytes;
-  item.length = record.length;
-  log->put(std::span(&item, 1));
-  log->put_end(std::span(&item, 1));
-  return item.status;
-}
-
 std::unique_ptr<Connector> open_large_log(FileLayer& files) {
   std::unique_ptr<Connector> log = make_large_log(files);
   CHECK_EQ(log->open({}), std::string());
@@ -113,9 +102,9 @@ void check_cut_frame_stays_away(bool dies) {
     CHECK_OK(files->make_folder(kPowerLossFolder));
     files->settle();
     auto log = open_large_log(*files);
-    CHECK(put_one(log.get(), 1, kShort) == PutStatus::kStored);
+    CHECK(put_one(*log, Record(1, kShort)) == PutStatus::kStored);
     files->stop_at(files->steps() + 1, seed);  // within the frame; its segment is ready
-    CHECK(put_one(log.get(), 2, kLong) == PutStatus::kFailed);
+    CHECK(put_one(*log, Record(2, kLong)) == PutStatus::kFailed);
     log.reset();
 
     auto after_cut = files->cut(Kept::kEverything, seed);
@@ -127,23 +116,18 @@ void check_cut_frame_stays_away(bool dies) {
       after_cut = after_cut->kill();
     }
     log = open_large_log(*after_cut);
-    ExistsItem found{.key = Disk::key_of(2)};
-    log->exists(std::span(&found, 1));
-    if (found.presence == Presence::kPresent) continue;  // all of it was written
+    if (exists(*log, 2)) continue;  // all of it was written
     ++torn;
     // Write, sync, and no further: making the next segment would sync that the other one is gone.
     after_cut->stop_at(after_cut->steps() + 3, seed);
-    CHECK(put_one(log.get(), 3, kShort) == PutStatus::kStored);
+    CHECK(put_one(*log, Record(3, kShort)) == PutStatus::kStored);
     CHECK(after_cut->stopped());
     log.reset();
 
     const auto after_second_cut = after_cut->cut(Kept::kNothing, seed);
     log = open_large_log(*after_second_cut);
-    log->exists(std::span(&found, 1));
-    CHECK(found.presence == Presence::kAbsent);
-    ExistsItem kept{.key = Disk::key_of(3)};
-    log->exists(std::span(&kept, 1));
-    CHECK(kept.presence == Presence::kPresent);
+    CHECK(!exists(*log, 2));
+    CHECK(exists(*log, 3));
     after_second_cut->stop();
   }
   CHECK(torn > 20);

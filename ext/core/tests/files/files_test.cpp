@@ -15,9 +15,11 @@
 
 #include "support/check.h"
 #include "support/hooked_files.h"
+#include "support/records.h"
 #include "support/volatile_files.h"
 
 using namespace kvstrata;
+using namespace kvstrata::testing;
 
 namespace {
 
@@ -42,22 +44,6 @@ extern "C" int fdatasync(int fd) {
 
 namespace {
 
-// A folder that goes with the test, below $TMPDIR or where the build is.
-struct Folder {
-  Folder() {
-    std::string pattern = std::string(std::getenv("TMPDIR") ? std::getenv("TMPDIR") : "/tmp") +
-                          "/kvstrata-files-XXXXXX";
-    CHECK(::mkdtemp(pattern.data()) != nullptr);
-    path = pattern;
-  }
-  ~Folder() {
-    const std::string command = "rm -rf '" + path + "'";
-    if (std::system(command.c_str()) != 0) std::abort();
-  }
-  std::string operator/(const char* name) const { return path + "/" + name; }
-  std::string path;
-};
-
 struct Block {
   alignas(4096) unsigned char bytes[4096];
 };
@@ -73,7 +59,7 @@ std::unique_ptr<File> create(const std::string& path) {
 }
 
 TEST(a_signal_fails_no_call) {
-  const Folder folder;
+  const TestFolder folder;
   const std::unique_ptr<File> file = create(folder / "file");
   interruptions = 3;
   CHECK_OK(file->allocate(4096));
@@ -84,7 +70,7 @@ TEST(a_signal_fails_no_call) {
 }
 
 TEST(parts_come_back_in_order_from_memory_of_any_alignment) {
-  const Folder folder;
+  const TestFolder folder;
   const std::unique_ptr<File> file = create(folder / "file");
   constexpr std::size_t kLength = 3 * (1 << 20) + 4096;
   std::vector<unsigned char> written(kLength + 1);
@@ -105,7 +91,7 @@ TEST(parts_come_back_in_order_from_memory_of_any_alignment) {
 
 // A pipe without a writer would hold the thread that opens it for reading.
 TEST(nothing_but_a_regular_file_is_opened_or_waited_for) {
-  const Folder folder;
+  const TestFolder folder;
   std::unique_ptr<File> file;
   std::unique_ptr<FileLock> lock;
   std::string holder;
@@ -135,7 +121,7 @@ TEST(nothing_but_a_regular_file_is_opened_or_waited_for) {
 }
 
 TEST(folders_are_made_through_links_and_not_through_files) {
-  const Folder folder;
+  const TestFolder folder;
   FileStat found;
   CHECK_OK(make_folders(posix_files(), folder / "a/b/c"));
   CHECK_OK(make_folders(posix_files(), folder / "a/b/c"));
@@ -181,7 +167,7 @@ TEST(what_cannot_be_synced_by_this_user_is_no_obstacle_where_it_was_there) {
 }  // namespace
 
 TEST(a_folder_is_locked_once_even_if_its_lock_file_is_removed) {
-  const Folder folder;
+  const TestFolder folder;
   const std::string path = folder / "lock";
   for (const bool removed : {false, true}) {
     std::string holder;

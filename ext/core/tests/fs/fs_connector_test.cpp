@@ -11,8 +11,8 @@
 #include <random>
 
 #include "support/check.h"
-#include "support/fs_records.h"
 #include "support/hooked_files.h"
+#include "support/records.h"
 #include "support/volatile_files.h"
 
 using namespace kvstrata;
@@ -20,8 +20,33 @@ using namespace kvstrata::testing;
 
 namespace {
 
-constexpr std::uint32_t kPayload = 10'000;
-const std::uint64_t kCharge = fs_charge(record_header_bytes(1) + kPayload);
+const std::uint64_t kCharge = fs_charge(kLength);
+
+struct OnDisk {
+  std::size_t records = 0;
+  std::size_t parts = 0;
+  std::uint64_t charge = 0;
+};
+
+OnDisk on_disk(const std::string& base) {
+  OnDisk found;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(base)) {
+    const bool is_record = entry.path().extension() == ".kvc";
+    const bool is_part = entry.path().extension() == ".part";
+    found.records += is_record;
+    found.parts += is_part;
+    if (is_record || is_part) found.charge += fs_charge(entry.file_size());
+  }
+  return found;
+}
+
+FsOptions fs_options(const std::string& base, std::uint64_t capacity_bytes = 0) {
+  FsOptions options;
+  options.base_path = base;
+  options.capacity_bytes = capacity_bytes;
+  options.min_free_bytes = 0;
+  return options;
+}
 
 Status error(int number) {
   return Status(StatusCode::kOsError, "injected", number);
@@ -98,9 +123,9 @@ TEST(a_temporary_directory_on_another_file_system_is_refused) {
 TEST(nothing_is_stored_where_a_write_a_sync_or_a_rename_fails) {
   for (const char* call : {"create", "write", "sync", "rename", "sync_folder", "make_folder"}) {
     Fs fs;
-    CHECK(stored(*fs.connector, {1}, kPayload));
+    CHECK(stored(*fs.connector, {1}));
     fs.fail(call, EIO);
-    const std::vector<PutItem> items = put_all(*fs.connector, records_of({2, 3}, kPayload));
+    const std::vector<PutItem> items = put_all(*fs.connector, records_of({2, 3}));
     for (const PutItem& item : items) {
       CHECK(item.status == PutStatus::kFailed);
       CHECK_EQ(std::string(item.reason), std::string("io"));
@@ -108,7 +133,7 @@ TEST(nothing_is_stored_where_a_write_a_sync_or_a_rename_fails) {
     fs.mend();
     CHECK_EQ(on_disk(fs.base).records, 1U);
     fs.check_usage();
-    CHECK(stored(*fs.connector, {2, 3}, kPayload));
+    CHECK(stored(*fs.connector, {2, 3}));
     std::vector<ConnectorNote> notes;
     fs.connector->take_notes(&notes);
     CHECK(std::ranges::any_of(notes, [](const ConnectorNote& note) {
@@ -122,31 +147,31 @@ TEST(a_file_system_that_became_read_only_fails_each_item_of_a_batch_larger_than_
   fs.files.before = [](const std::string& call, const std::string&) {
     return call == "rename" || call == "unlink" ? error(EROFS) : Status();
   };
-  for (const PutItem& item : put_all(*fs.connector, records_of({1, 2, 3, 4, 5, 6}, kPayload)))
+  for (const PutItem& item : put_all(*fs.connector, records_of({1, 2, 3, 4, 5, 6})))
     CHECK(item.status == PutStatus::kFailed);
   CHECK_EQ(fs.connector->usage().used_bytes, 0U);
   fs.mend();
-  CHECK(stored(*fs.connector, {1, 2, 3, 4, 5, 6}, kPayload));
+  CHECK(stored(*fs.connector, {1, 2, 3, 4, 5, 6}));
 }
 
 TEST(a_record_that_cannot_be_unlinked_stays_counted) {
   Fs fs(2 * kCharge);
-  CHECK(stored(*fs.connector, {1}, kPayload));
-  CHECK(stored(*fs.connector, {2}, kPayload));
+  CHECK(stored(*fs.connector, {1}));
+  CHECK(stored(*fs.connector, {2}));
   fs.fail("unlink", EROFS);
-  const std::vector<PutItem> items = put_all(*fs.connector, records_of({3}, kPayload));
+  const std::vector<PutItem> items = put_all(*fs.connector, records_of({3}));
   CHECK(items[0].status == PutStatus::kThrottled);
   CHECK_EQ(std::string(items[0].reason), std::string("capacity"));
   CHECK(!removed(*fs.connector, 1));
   fs.mend();
   fs.check_usage();
-  CHECK(stored(*fs.connector, {3}, kPayload));
+  CHECK(stored(*fs.connector, {3}));
   fs.check_usage();
 }
 
 TEST(a_record_whose_access_time_cannot_be_set_is_loaded) {
   Fs fs;
-  CHECK(stored(*fs.connector, {1}, kPayload));
+  CHECK(stored(*fs.connector, {1}));
   fs.connector->close();
   for (const auto& entry : std::filesystem::recursive_directory_iterator(fs.base)) {
     std::unique_ptr<File> file;
@@ -162,19 +187,19 @@ TEST(a_record_whose_access_time_cannot_be_set_is_loaded) {
     return call == "access_time" ? error(EROFS) : Status();
   };
   CHECK_EQ(fs.connector->open({}), std::string());
-  CHECK(load_one(*fs.connector, 1, kPayload) == LoadStatus::kLoaded);
+  CHECK(load_one(*fs.connector, 1) == LoadStatus::kLoaded);
   CHECK_EQ(tried.load(), 1);
 }
 
 TEST(a_read_that_fails_leaves_the_record_there) {
   Fs fs;
-  CHECK(stored(*fs.connector, {1}, kPayload));
+  CHECK(stored(*fs.connector, {1}));
   fs.fail("read", EIO);
   std::string reason;
-  CHECK(load_one(*fs.connector, 1, kPayload, &reason) == LoadStatus::kFailed);
+  CHECK(load_one(*fs.connector, 1, &reason) == LoadStatus::kFailed);
   CHECK_EQ(reason, std::string("io"));
   fs.mend();
-  CHECK(load_one(*fs.connector, 1, kPayload) == LoadStatus::kLoaded);
+  CHECK(load_one(*fs.connector, 1) == LoadStatus::kLoaded);
 }
 
 TEST(without_direct_files_it_says_so_once_and_works) {
@@ -183,8 +208,8 @@ TEST(without_direct_files_it_says_so_once_and_works) {
   const TestFolder folder;
   FsConnector connector(fs_options(folder.path), files);
   CHECK_EQ(connector.open({}), std::string());
-  CHECK(stored(connector, {1, 2, 3}, kPayload));
-  CHECK(load_one(connector, 2, kPayload) == LoadStatus::kLoaded);
+  CHECK(stored(connector, {1, 2, 3}));
+  CHECK(load_one(connector, 2) == LoadStatus::kLoaded);
   std::vector<ConnectorNote> notes;
   connector.take_notes(&notes);
   CHECK_EQ(std::ranges::count_if(notes, [](const ConnectorNote& note) { return note.warning; }), 1);
@@ -199,7 +224,7 @@ TEST(directories_of_a_batch_are_synced_once_each) {
     numbers.push_back(number);
     folders.insert(paths.folder(numbered_key(number)));
   }
-  CHECK(stored(*fs.connector, numbers, 100));
+  CHECK(stored(*fs.connector, numbers));
   CHECK_EQ(fs.connector->clear(), 20U);
   std::mutex mutex;
   std::vector<std::string> synced;
@@ -208,22 +233,16 @@ TEST(directories_of_a_batch_are_synced_once_each) {
     if (call == "sync_folder") synced.push_back(path);
     return Status();
   };
-  CHECK(stored(*fs.connector, numbers, 100));
+  CHECK(stored(*fs.connector, numbers));
   std::ranges::sort(synced);
   CHECK(synced == std::vector<std::string>(folders.begin(), folders.end()));
 }
 
 TEST(a_record_is_older_than_what_it_continues_however_its_chain_is_used) {
   FsIndex index;
-  const auto key = [](int number) {
-    Digest made{};
-    std::memcpy(made.data(), &number, sizeof(number));
-    made[31] = 1;
-    return made;
-  };
   const auto add = [&](int number, int parent) {
-    FsRecord& record = index.add(key(number), 1, 0);
-    if (parent != 0) record.parent = key(parent);
+    FsRecord& record = index.add(numbered_key(number), 1, 0);
+    if (parent != 0) record.parent = numbered_key(parent);
     index.used(record);
   };
   // A chain of 1,000, then others; every so often somewhere in the chain is used.
@@ -231,13 +250,12 @@ TEST(a_record_is_older_than_what_it_continues_however_its_chain_is_used) {
     add(number, number - 1);
   for (int number = 2'000; number < 6'000; ++number) {
     add(number, 0);
-    if (number % 7 == 0) index.used(*index.find(key(1 + number * 31 % 1'000)));
+    if (number % 7 == 0) index.used(*index.find(numbered_key(1 + number * 31 % 1'000)));
   }
   std::vector<int> places(1'001);
   int place = 0;
   for (const Digest& at : index.ages()) {
-    int number;
-    std::memcpy(&number, at.data(), sizeof(number));
+    const int number = number_of(at);
     place += 1;
     if (number <= 1'000) places[static_cast<std::size_t>(number)] = place;
   }
@@ -246,20 +264,20 @@ TEST(a_record_is_older_than_what_it_continues_however_its_chain_is_used) {
     CHECK(places[number] < places[number - 1]);
   CHECK(places[1] > 4'000);  // its last use was not long ago
   // Parents that form a circle end the walk.
-  index.find(key(1))->parent = key(1'000);
+  index.find(numbered_key(1))->parent = numbered_key(1'000);
   for (const int number : {1, 500, 1'000})
-    index.used(*index.find(key(number)));
+    index.used(*index.find(numbered_key(number)));
   CHECK_EQ(index.ages().size(), 5'000U);
 }
 
 TEST(a_record_being_loaded_is_not_evicted) {
   Fs fs(2 * kCharge);
-  CHECK(stored(*fs.connector, {1}, kPayload));
-  CHECK(stored(*fs.connector, {2}, kPayload));
+  CHECK(stored(*fs.connector, {1}));
+  CHECK(stored(*fs.connector, {2}));
   Gate gate(fs.files, "read");
-  auto load = std::async(std::launch::async, [&] { return load_one(*fs.connector, 1, kPayload); });
+  auto load = std::async(std::launch::async, [&] { return load_one(*fs.connector, 1); });
   gate.until_reached();
-  CHECK(stored(*fs.connector, {3}, kPayload));
+  CHECK(stored(*fs.connector, {3}));
   CHECK(exists(*fs.connector, 1));
   CHECK(!exists(*fs.connector, 2));
   gate.open();
@@ -269,20 +287,20 @@ TEST(a_record_being_loaded_is_not_evicted) {
 TEST(a_delete_does_not_wait_for_the_put_of_its_key_and_wins) {
   Fs fs;
   Gate gate(fs.files, "write");
-  auto put = std::async(std::launch::async, [&] { return stored(*fs.connector, {1}, kPayload); });
+  auto put = std::async(std::launch::async, [&] { return stored(*fs.connector, {1}); });
   gate.until_reached();
   CHECK(removed(*fs.connector, 1));
   gate.open();
   CHECK(put.get());
   CHECK(!exists(*fs.connector, 1));
   fs.check_usage();
-  CHECK(stored(*fs.connector, {1}, kPayload));
+  CHECK(stored(*fs.connector, {1}));
 }
 
 TEST(a_delete_waits_while_the_name_appears_and_takes_it) {
   Fs fs;
   Gate gate(fs.files, "sync_folder");
-  auto put = std::async(std::launch::async, [&] { return stored(*fs.connector, {1}, kPayload); });
+  auto put = std::async(std::launch::async, [&] { return stored(*fs.connector, {1}); });
   gate.until_reached();
   auto removal = std::async(std::launch::async, [&] { return removed(*fs.connector, 1); });
   CHECK(!exists(*fs.connector, 1));
@@ -295,11 +313,11 @@ TEST(a_delete_waits_while_the_name_appears_and_takes_it) {
 
 TEST(a_heal_is_not_unlinked_by_the_removal_of_what_it_heals) {
   Fs fs;
-  CHECK(stored(*fs.connector, {1}, kPayload));
+  CHECK(stored(*fs.connector, {1}));
   Gate gate(fs.files, "unlink", ".kvc");
   auto removal = std::async(std::launch::async, [&] { return removed(*fs.connector, 1); });
   gate.until_reached();
-  std::vector<Record> records = records_of({1}, kPayload);
+  std::vector<Record> records = records_of({1});
   std::vector<PutItem> items = put_items(records);
   fs.connector->put(items);  // written beside the removal; the name has to wait for it
   auto end = std::async(std::launch::async, [&] { fs.connector->put_end(items); });
@@ -308,22 +326,19 @@ TEST(a_heal_is_not_unlinked_by_the_removal_of_what_it_heals) {
   end.get();
   CHECK(removal.get());
   CHECK(items[0].status == PutStatus::kStored);
-  CHECK(load_one(*fs.connector, 1, kPayload) == LoadStatus::kLoaded);
+  CHECK(load_one(*fs.connector, 1) == LoadStatus::kLoaded);
   fs.check_usage();
 }
 
 TEST(a_late_report_about_a_corrupt_copy_does_not_touch_the_one_put_since) {
   Fs fs;
-  CHECK(stored(*fs.connector, {1}, kPayload));
-  const Record room(1, kPayload, false);
-  LoadItem item;
-  item.key = room.key;
-  item.bytes = room.bytes;
-  item.length = room.length;
+  CHECK(stored(*fs.connector, {1}));
+  const Record room(-1);
+  LoadItem item = load_item(1, room);
   fs.connector->load(std::span(&item, 1));
   CHECK(item.status == LoadStatus::kLoaded);
   CHECK(removed(*fs.connector, 1));
-  CHECK(stored(*fs.connector, {1}, kPayload));
+  CHECK(stored(*fs.connector, {1}));
   fs.connector->remove_corrupt(item);
   CHECK(exists(*fs.connector, 1));
   fs.connector->load(std::span(&item, 1));
@@ -333,8 +348,8 @@ TEST(a_late_report_about_a_corrupt_copy_does_not_touch_the_one_put_since) {
 
 TEST(batches_that_put_each_others_keys_end_in_one_thread) {
   Fs fs;
-  std::vector<Record> one = records_of({1, 2}, kPayload);
-  std::vector<Record> two = records_of({2, 1}, kPayload);
+  std::vector<Record> one = records_of({1, 2});
+  std::vector<Record> two = records_of({2, 1});
   std::vector<PutItem> a = put_items(one);
   std::vector<PutItem> b = put_items(two);
   std::atomic<int> writes = 0;
@@ -354,11 +369,10 @@ TEST(batches_that_put_each_others_keys_end_in_one_thread) {
 TEST(whoever_put_the_same_key_learns_that_its_write_failed) {
   Fs fs;
   Gate gate(fs.files, "write");
-  auto first = std::async(std::launch::async, [&] {
-    return put_all(*fs.connector, records_of({1}, kPayload))[0].status;
-  });
+  auto first = std::async(std::launch::async,
+                          [&] { return put_all(*fs.connector, records_of({1}))[0].status; });
   gate.until_reached();
-  std::vector<Record> records = records_of({1}, kPayload);
+  std::vector<Record> records = records_of({1});
   std::vector<PutItem> items = put_items(records);
   fs.connector->put(items);
   std::filesystem::remove_all(fs.base + "/tmp");  // the write goes on in a file without a name
@@ -366,12 +380,12 @@ TEST(whoever_put_the_same_key_learns_that_its_write_failed) {
   fs.connector->put_end(items);
   CHECK(first.get() == PutStatus::kFailed);
   CHECK(items[0].status == PutStatus::kFailed);
-  CHECK(stored(*fs.connector, {1}, kPayload));
+  CHECK(stored(*fs.connector, {1}));
 }
 
 TEST(while_names_are_read_it_is_not_ready_and_closing_does_not_wait_for_them) {
   Fs fs;
-  CHECK(stored(*fs.connector, {1, 2, 3}, kPayload));
+  CHECK(stored(*fs.connector, {1, 2, 3}));
   fs.connector->close();
   fs.connector = std::make_unique<FsConnector>(fs_options(fs.base), fs.files);
   {
@@ -392,15 +406,15 @@ TEST(while_names_are_read_it_is_not_ready_and_closing_does_not_wait_for_them) {
 
 TEST(a_directory_that_cannot_be_read_answers_everything_with_io) {
   Fs fs;
-  CHECK(stored(*fs.connector, {1}, kPayload));
+  CHECK(stored(*fs.connector, {1}));
   fs.connector = std::make_unique<FsConnector>(fs_options(fs.base), fs.files);
   fs.fail("list", EIO);
   CHECK_EQ(fs.connector->open({}), std::string());
   ExistsItem item{.key = numbered_key(1)};
   fs.connector->exists(std::span(&item, 1));
   CHECK(item.presence == Presence::kUnknown);
-  CHECK(put_all(*fs.connector, records_of({2}, kPayload))[0].status == PutStatus::kFailed);
-  CHECK(load_one(*fs.connector, 1, kPayload) == LoadStatus::kFailed);
+  CHECK(put_all(*fs.connector, records_of({2}))[0].status == PutStatus::kFailed);
+  CHECK(load_one(*fs.connector, 1) == LoadStatus::kFailed);
   CHECK(!removed(*fs.connector, 1));
 }
 
@@ -420,7 +434,7 @@ TEST(whatever_threads_do_at_once_usage_is_what_lies_there_and_the_cap_holds) {
               std::vector<int> numbers;
               for (int i = 0; i < 4; ++i)
                 numbers.push_back(static_cast<int>(draw() % 12));
-              for (const PutItem& item : put_all(*fs.connector, records_of(numbers, kPayload))) {
+              for (const PutItem& item : put_all(*fs.connector, records_of(numbers))) {
                 if (item.status != PutStatus::kStored && item.status != PutStatus::kExists)
                   wrong = true;
               }
@@ -430,7 +444,7 @@ TEST(whatever_threads_do_at_once_usage_is_what_lies_there_and_the_cap_holds) {
               removed(*fs.connector, number);
               break;
             case 3: {
-              const LoadStatus status = load_one(*fs.connector, number, kPayload);
+              const LoadStatus status = load_one(*fs.connector, number);
               if (status != LoadStatus::kLoaded && status != LoadStatus::kAbsent) wrong = true;
               break;
             }
