@@ -278,6 +278,12 @@ def cluster_warnings(cluster: dict[str, Any], instances: list[dict[str, Any]]) -
         found.append(f"election: {election['problem']}")
     if not election["leader"]:
         found.append(f"no controller leads since {span(election['no_leader_s'])}")
+    engines = {name.partition(",")[0] for name in cluster["peer_engines"]} - {"none"}
+    if len(engines) > 1:
+        found.append(
+            f"instances use {' and '.join(sorted(engines))} between peers, so not all of them read each other; set "
+            "p2p.engine to the same on all"
+        )
     for row in instances:
         if row["state"] != "live":
             found.append(f"{row['id']}: {row['state']}, heard {span(row['heard_ago_s'])} ago")

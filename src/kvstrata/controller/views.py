@@ -43,7 +43,8 @@ def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> B
         "confirmed": member.confirmed,
         "incarnation": str(member.incarnation),
         **_fields(
-            told, "version host pid zone http_url control_endpoint gives_to_peers tiers chunk_tokens l1_bytes"
+            told,
+            "version host pid zone http_url control_endpoint gives_to_peers peer_engine tiers chunk_tokens l1_bytes",
         ),
         "keys": dict(keys),
         **_fields(load, "used_bytes capacity_bytes tier_states hits_total sessions"),
@@ -214,6 +215,7 @@ def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
             name: {tier: total[name] for tier, total in totals.items()}
             for name in ("keys", "used_bytes", "capacity_bytes")
         },
+        "peer_engines": Counter(one.told.peer_engine or "none" for one in cluster.live()),
         "hits_total": cluster.hits_total,
         "directory": {
             **_fields(usage, "placements bytes shared_tags slots rebuilds"),

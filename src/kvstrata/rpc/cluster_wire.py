@@ -158,7 +158,7 @@ class Register(ClusterRequest, frozen=True, tag="register"):
     """The instance's control port (`tcp://host:port`)."""
     http_url: Endpoint
     gives_to_peers: bool = False
-    """Peers may ask there for leases."""
+    """Peers may ask there for records."""
     zone: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
     """Instances of one zone are near each other."""
     host: Word = ""
@@ -168,6 +168,8 @@ class Register(ClusterRequest, frozen=True, tag="register"):
     )
     """Of tiers whose media other instances share: a word that all tiers of one medium have.  Of these tiers an instance
     lists what it has put or found there."""
+    peer_engine: Word = ""
+    """What moves bytes between it and its peers, and why, for operators; empty: nothing does."""
 
 
 class Registered(ClusterReply, frozen=True, tag="register"):

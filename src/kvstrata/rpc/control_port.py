@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
@@ -33,8 +34,10 @@ from kvstrata.text import type_and_place
 MAX_LATER = 512
 """Requests that an instance answers later: polls that wait, pages of lists, and operations."""
 
-Handler = Callable[[Any, Address], ClusterReply | Coroutine[Any, Any, ClusterReply]]
-"""Gets one request and its sender; returns the answer, or a coroutine that makes it. Raises KvstrataError."""
+Answered = ClusterReply | asyncio.Future[Any] | Coroutine[Any, Any, ClusterReply]
+Handler = Callable[[Any, Address], Answered]
+"""Gets one request and its sender; returns the answer, a future of it, or a coroutine that makes it. Raises
+KvstrataError, as may the future and the coroutine."""
 
 
 class ControlPort(Numbers):
@@ -63,7 +66,7 @@ class ControlPort(Numbers):
         self.server = ZmqServer(loop, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
         self._epoch, self._kinds_of, self._requests, self._max_later = epoch, kinds_of, requests, max_later
         self._served: dict[type[ClusterRequest], tuple[frozenset[KeyKind], bool, Handler]] = {}
-        self._later: set[asyncio.Task[None]] = set()
+        self._later: set[asyncio.Future[ClusterReply]] = set()
         self._log = EventLog("control")
 
     def serve(
@@ -84,8 +87,8 @@ class ControlPort(Numbers):
     async def close(self) -> None:
         """Stop answering, and wait until no request is under way. Idempotent."""
         self.server.close()
-        for task in self._later:
-            task.cancel()
+        for answer in self._later:
+            answer.cancel()
         await asyncio.gather(*self._later, return_exceptions=True)
 
     def numbers(self) -> list[Numbers]:
@@ -106,12 +109,10 @@ class ControlPort(Numbers):
         if isinstance(answer, ClusterReply):
             self.server.send(address, encode(answer))
             return
-        task = asyncio.create_task(
-            self._answer(address, request.seq, answer), name=f"control-{type(request).__name__}"
-        )
-        self._later.add(task)
-        task.add_done_callback(self._later.discard)
-        task.add_done_callback(lambda _: answer.close())  # a task may be cancelled before it begins
+        if not isinstance(answer, asyncio.Future):
+            answer = asyncio.create_task(answer, name=f"control-{type(request).__name__}")
+        self._later.add(answer)
+        answer.add_done_callback(functools.partial(self._answered, address, request.seq))
 
     def _handler(self, request: ClusterRequest, key: str) -> Handler:
         kinds, unlisted, handler = self._served.get(type(request), (frozenset(), False, None))
@@ -127,9 +128,12 @@ class ControlPort(Numbers):
             raise Refused(f"{self._max_later} requests are under way here; ask again", retry_after_s=0.1)
         return handler
 
-    async def _answer(self, address: Address, seq: int, answer: Coroutine[Any, Any, ClusterReply]) -> None:
+    def _answered(self, address: Address, seq: int, answer: asyncio.Future[ClusterReply]) -> None:
+        self._later.discard(answer)
+        if answer.cancelled():  # the port is closed
+            return
         try:
-            self.server.send(address, encode(await answer))
+            self.server.send(address, encode(answer.result()))
         except KvstrataError as error:
             self._refuse(address, seq, error)
         except Exception as error:

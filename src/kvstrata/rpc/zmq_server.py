@@ -60,6 +60,7 @@ CLIENT_BYTES = 32 << 20
 TOTAL_BYTES = 256 << 20
 
 
+FEW = 4
 MAX_WAITING_MESSAGES = 4_096
 MAX_WAITING_LARGEST = 8
 """Messages of the largest size that may wait for one connection."""
@@ -460,6 +461,8 @@ class ZmqServer(Numbers):
         self._clients: Callable[[], frozenset[bytes] | None] = frozenset
         """Public keys (Z85) of the clients that may connect; None: any may."""
         self._again = False
+        self._looks = False
+        """Whether `_look_again` is called in the next turn of the loop, after all replies of this one."""
         self._reading = False
         self._draining = False
         """Connections that ended before they showed the right keys."""
@@ -552,9 +555,10 @@ class ZmqServer(Numbers):
             self._send_tracked(server, address, reply)
         else:
             self._send(server, address.routing_id, reply)
-        if not self._draining:
+        if not (self._draining or self._looks):
             # Sending may consume the signal of an arrival, after which the descriptor would stay silent.
-            self._look_again()
+            self._looks = True
+            self._loop.call_soon(self._look_again)
         return False
 
     def close(self) -> None:
@@ -595,7 +599,8 @@ class ZmqServer(Numbers):
         return server
 
     def _look_again(self) -> None:
-        if self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        self._looks = False
+        if self._socket is not None and int(self._socket.get(_EVENTS)) & _POLLIN:
             self._wake_soon()
 
     def _wake_soon(self) -> None:
@@ -638,8 +643,8 @@ class ZmqServer(Numbers):
                 n_handled = MESSAGES_PER_WAKE
         started_s = time.monotonic()
         for n_taken in range(TAKEN_PER_WAKE):
-            # Most wakes bring one message, after which asking costs a third of the exception.
-            if server.closed or (n_taken == 1 and not int(server.get(_EVENTS)) & _POLLIN):
+            # Most wakes bring few messages, after which asking costs a third of the exception.
+            if server.closed or (0 < n_taken <= FEW and not int(server.get(_EVENTS)) & _POLLIN):
                 return True  # a handler has closed this server, or no message is left
             try:
                 first = server.recv(_NOBLOCK, copy=False)

@@ -123,6 +123,8 @@ def test_what_needs_attention_in_a_cluster_comes_first(controller, server):
 
     until(lambda: confirmed(controller))
     assert shown()[0].split() == ["needs_attention", "nothing"]
+    assert ours(controller)["peer_engine"] == "tcp, since this host has no RDMA card"
+    assert any(line.split("  ")[0] == "tcp, since this host has no RDMA card" for line in shown())
     shutil.rmtree(server.folder / "l2")
     until(lambda: ours(controller)["tier_states"])
     assert shown()[:2] == ["needs_attention", "ours: fs-0 is gone"]

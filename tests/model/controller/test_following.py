@@ -135,7 +135,9 @@ class Link:
         held = self.instance.held
         match request:
             case wire.Changes():
-                following, runs = await held.changes(request.cursor, request.wait_ms / 1000)
+                following, runs = await held.changes(
+                    request.cursor, request.wait_ms / 1000, lambda *found: found
+                )
                 return wire.Changed(1, 0, following, runs)
             case wire.List():
                 return wire.Listed(1, 0, *await held.page(request.tier, request.cursor))

@@ -148,3 +148,16 @@ def test_the_page_says_what_other_shares_of_l1_would_save_when_there_are_several
     row = next(line for line in pages.server_page(seen(2)) if "35 %" in line)
     assert row.split() == ["a", "1.00", "GB", "-", "25", "%", "10", "%", "20", "%", "35", "%", "40", "%"]
     assert not any("quota" in line for line in pages.server_page(seen(1)))
+
+
+def test_instances_with_different_engines_for_peers_need_attention() -> None:
+    cluster: dict[str, Any] = {
+        "ready": True, "election": {"problem": "", "leader": "c"}, "restarts": 0,
+        "directory": {"refused_keys_total": 0}, "peer_engines": {"tcp, as p2p.engine says": 1, "none": 2},
+    }  # fmt: skip
+    assert pages.cluster_warnings(cluster, []) == []
+    cluster["peer_engines"]["tcp, since this host has no RDMA card"] = 1
+    assert pages.cluster_warnings(cluster, []) == []
+    cluster["peer_engines"]["nixl, since this host has an RDMA card"] = 1
+    [warning] = pages.cluster_warnings(cluster, [])
+    assert warning.startswith("instances use nixl and tcp between peers")

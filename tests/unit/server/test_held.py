@@ -41,6 +41,10 @@ async def held(l1: L1) -> AsyncIterator[HeldChunks]:
     await made.stop()
 
 
+def found(following: int, runs: list[Run]) -> tuple[int, list[Run]]:
+    return following, runs
+
+
 def test_long_names_are_cut_and_stay_apart() -> None:
     assert tier_name("disk-0") == "disk-0"
     cut = {tier_name(f"{LONG}-{number}") for number in range(20)}
@@ -49,9 +53,9 @@ def test_long_names_are_cut_and_stay_apart() -> None:
 
 
 async def test_a_poll_that_waits_is_answered_with_the_changes_of_every_tier(held: HeldChunks, l1: L1) -> None:
-    cursor, none = await held.changes(-1, 60.0)
+    cursor, none = await held.changes(-1, 60.0, found)
     assert none == []
-    waiting = asyncio.create_task(held.changes(cursor, 60.0))
+    waiting = held.changes(cursor, 60.0, found)
     await asyncio.sleep(0)
     assert not waiting.done()
     a, b = chain("a", 2)
@@ -68,26 +72,37 @@ async def test_a_poll_that_waits_is_answered_with_the_changes_of_every_tier(held
         Run(Change.ADMIT, long, tags_of(b)),
         Run(Change.CLEAR, "resp-0", b""),
     ]
-    assert await held.changes(following, 0.0) == (following, [])
+    assert await held.changes(following, 0.0, found) == (following, [])
     assert await held.page(long, 0) == (0, tags_of(b), True)
 
 
 async def test_a_poll_without_changes_is_answered_in_the_end(held: HeldChunks) -> None:
-    cursor, _ = await held.changes(-1, 0.0)
-    assert await held.changes(cursor, 0.001) == (cursor, [])
+    cursor, _ = await held.changes(-1, 0.0, found)
+    assert await held.changes(cursor, 0.001, found) == (cursor, [])
 
 
 async def test_an_answer_sums_up_a_bounded_number_of_changes(held: HeldChunks) -> None:
-    cursor, _ = await held.changes(-1, 0.0)
+    cursor, _ = await held.changes(-1, 0.0, found)
     keys = chain("many", 100) * (2 * MAX_CHANGES // 100)
     held.tier_got("resp-0", keys)
-    following, [run] = await held.changes(cursor, 0.0)
+    following, [run] = await held.changes(cursor, 0.0, found)
     assert following == cursor + MAX_CHANGES and len(run.tags) == 100 * TAG_BYTES
+
+
+async def test_polls_that_wait_at_one_cursor_are_answered_together(held: HeldChunks) -> None:
+    cursor, _ = await held.changes(-1, 0.0, found)
+    polls = [held.changes(cursor, 60.0, found) for _ in range(3)]
+    held.tier_got("resp-0", chain("shared", 2))
+    other = held.changes(cursor, 60.0, found)
+    answers = await asyncio.gather(*polls, other)
+    assert all(answer == answers[0] for answer in answers) and len(answers[0][1][0].tags) == 2 * TAG_BYTES
+    assert all(answer[1] is answers[0][1] for answer in answers), "the changes are read once"
+    assert held.polls == 4 and not held._waiting
 
 
 async def test_a_cursor_that_is_not_known_is_too_old(held: HeldChunks) -> None:
     with pytest.raises(TooOld):
-        await held.changes(1_000, 60.0)
+        await held.changes(1_000, 60.0, found)
     assert held.too_old == 1
 
 

@@ -137,7 +137,7 @@ function description(one) {
     section("What it is", facts([
       ["Host", one.host || "–"], ["Zone", one.zone || "–"], ["Process", String(one.pid)], ["Version", one.version],
       ["Admin HTTP", one.http_url ? h("code", {}, one.http_url) : "–"], ["Control port", h("code", {}, one.control_endpoint)],
-      ["Peers", one.gives_to_peers ? "may read it" : "cannot read it"], ["Incarnation", h("code", {}, one.incarnation)],
+      ["Peers", `${one.gives_to_peers ? "may read it" : "cannot read it"}; ${one.peer_engine || "no engine"}`], ["Incarnation", h("code", {}, one.incarnation)],
       ["Member for", duration(one.joined_ago_s * 1000)], ["Chunk", `${exact(one.chunk_tokens)} tokens`],
     ])),
     section("What it does", facts([

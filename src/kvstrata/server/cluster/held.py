@@ -5,7 +5,8 @@ The pool notes the changes of L1 itself.  Tiers that take puts note theirs here 
 records from before this start.  Of the others, the tags of the keys that were put or found since the start are kept
 here; so they are of *shared* tiers, whose media may be large and are not listed by each instance.
 
-Nothing is kept for a follower.  Changes are gathered for GATHER_S, so that an answer names many of them.
+Nothing is kept for a follower.  Changes are gathered for GATHER_S, so that an answer names many of them, and all polls
+that wait are answered together: one turn of the loop, and one reading of the changes for those at the same cursor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from kvstrata.errors import BadRequest, TooOld
 from kvstrata.native.core import Pool
@@ -24,8 +26,9 @@ from kvstrata.tiers.base import Usage
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, TierState
 
+T = TypeVar("T")
 L1_TIER = "l1"
-GATHER_S = 0.01
+GATHER_S = 0.015
 INLINE_CHANGES = 1_024
 """Most changes that the loop itself sums up, in about 30 µs."""
 SCAN_ENTRIES = 8_192
@@ -45,6 +48,18 @@ def tier_name(adapter: str) -> str:
         return adapter
     digest = hashlib.sha256(adapter.encode()).hexdigest()[:8]
     return f"{adapter[: MAX_NAME_CHARS - 9]}-{digest}"
+
+
+class _Poll:
+    """One question of a follower that is not answered yet."""
+
+    __slots__ = ("answer", "cursor", "make", "timer")
+
+    def __init__(
+        self, cursor: int, make: Callable[[int, list[Run]], Any], answer: asyncio.Future[Any]
+    ) -> None:
+        self.cursor, self.make, self.answer = cursor, make, answer
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class HeldChunks(Numbers):
@@ -67,9 +82,8 @@ class HeldChunks(Numbers):
         """By the number that a tier has in the pool's changes."""
         self._usage: dict[str, Usage] = {}
         self._counting: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
-        """Set, and replaced, when the pool signals a change."""
-        self._gathered: asyncio.Event | None = None
+        self._waiting: list[_Poll] = []
+        self._gathering: asyncio.TimerHandle | None = None
         self._signal = pool.begin_changes()
         self._loop.add_reader(self._signal, self._signalled)
 
@@ -122,38 +136,24 @@ class HeldChunks(Numbers):
 
     # --- what followers ask ---------------------------------------------------------------------------------
 
-    async def changes(self, cursor: int, wait_s: float) -> tuple[int, list[Run]]:
-        """What has changed since `cursor`, and the next cursor; with -1 only the present cursor, at once.
+    def changes(self, cursor: int, wait_s: float, make: Callable[[int, list[Run]], T]) -> asyncio.Future[T]:
+        """`make(next cursor, what has changed since cursor)`; for -1 only the present cursor, at once.
 
-        Waits for a change, at most `wait_s`.  Raises TooOld.
+        Waits for a change, at most `wait_s`.  The future fails with TooOld.
         """
-        pool = self._pool
+        poll = _Poll(cursor, make, self._loop.create_future())
         if cursor < 0:
-            return pool.next_change, []
-        if not pool.has_changes(cursor):
-            await self._wait(wait_s)
-        if 0 < pool.next_change - cursor < MAX_CHANGES:
-            await self._gather()
-        if pool.next_change - cursor <= INLINE_CHANGES:
-            found = pool.changes(cursor, MAX_CHANGES)
+            poll.answer.set_result(make(self._pool.next_change, []))
+            return poll.answer
+        if not self._pool.has_changes(cursor):
+            poll.timer = self._loop.call_later(wait_s, self._tell, [poll])
+            self._waiting.append(poll)
+        elif 0 < self._pool.next_change - cursor < MAX_CHANGES:
+            self._waiting.append(poll)
+            self._gather()
         else:
-            found = await asyncio.to_thread(pool.changes, cursor, MAX_CHANGES)
-        if found is None:
-            self.too_old += 1
-            raise TooOld("cursor: not all changes since then are known; list the chunks anew", field="cursor")
-        following, tiers = found
-        runs = []
-        for number, cleared, gone, came in tiers:
-            name = self._names[number]
-            if cleared:
-                runs.append(Run(Change.CLEAR, name, b""))
-            if gone:
-                runs.append(Run(Change.EVICT, name, gone))
-            if came:
-                runs.append(Run(Change.ADMIT, name, came))
-        self.polls += 1
-        self.told_changes += following - cursor
-        return following, runs
+            self._tell([poll])
+        return poll.answer
 
     async def page(self, tier: str, cursor: int) -> tuple[int, bytes, bool]:
         """A page of a tier's tags: (next cursor, 0 at the end; tags; whether the tier can be listed now).
@@ -187,27 +187,58 @@ class HeldChunks(Numbers):
 
     def _signalled(self) -> None:
         self._pool.drain_changes()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._waiting:
+            self._gather()
 
-    async def _wait(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+    def _gather(self) -> None:
+        """Answer the polls that wait once GATHER_S is over, which begins with the first change for one of them."""
+        if self._gathering is None:
+            self._gathering = self._loop.call_later(GATHER_S, self._end_gathering)
 
-    async def _gather(self) -> None:
-        """Wait for the end of GATHER_S, which begins with the first poll that waits for it."""
-        gathered = self._gathered
-        if gathered is None:
-            gathered = self._gathered = asyncio.Event()
-            self._loop.call_later(GATHER_S, self._end_gathering, gathered)
-        await gathered.wait()
+    def _end_gathering(self) -> None:
+        """Answer each poll for which something has changed; those from the same cursor share what was read."""
+        self._gathering = None
+        at: dict[int, list[_Poll]] = {}
+        for poll in self._waiting:
+            at.setdefault(poll.cursor, []).append(poll)
+        for cursor, polls in at.items():
+            if self._pool.has_changes(cursor):
+                self._tell(polls)
 
-    def _end_gathering(self, gathered: asyncio.Event) -> None:
-        self._gathered = None
-        gathered.set()
+    def _tell(self, polls: list[_Poll]) -> None:
+        """Answer these polls, all of them from the same cursor, with what has changed since then."""
+        for poll in polls:
+            if poll.timer is not None:
+                poll.timer.cancel()
+        self._waiting = [poll for poll in self._waiting if poll not in polls]
+        cursor = polls[0].cursor
+        if self._pool.next_change - cursor <= INLINE_CHANGES:
+            self._told(polls, self._pool.changes(cursor, MAX_CHANGES))
+            return
+        reading = self._loop.run_in_executor(None, self._pool.changes, cursor, MAX_CHANGES)
+        reading.add_done_callback(lambda found: self._told(polls, found.result()))
+
+    def _told(self, polls: list[_Poll], found: tuple[int, list[Any]] | None) -> None:
+        cursor, runs = polls[0].cursor, []
+        for number, cleared, gone, came in found[1] if found is not None else ():
+            name = self._names[number]
+            if cleared:
+                runs.append(Run(Change.CLEAR, name, b""))
+            if gone:
+                runs.append(Run(Change.EVICT, name, gone))
+            if came:
+                runs.append(Run(Change.ADMIT, name, came))
+        for poll in polls:
+            if poll.answer.done():  # its port was closed
+                continue
+            if found is None:
+                self.too_old += 1
+                why = "cursor: not all changes since then are known; list the chunks anew"
+                poll.answer.set_exception(TooOld(why, field="cursor"))
+                continue
+            self.polls += 1
+            self.told_changes += found[0] - cursor
+            poll.answer.set_result(poll.make(found[0], runs))
 
     # --- the tiers ------------------------------------------------------------------------------------------
 

@@ -34,12 +34,13 @@ MIN_BEAT_S, MAX_BEAT_S = 0.05, 3_600.0
 
 
 class Advertised(NamedTuple):
-    """The addresses under which others reach the instance, and its zone."""
+    """The addresses under which others reach the instance, its zone, and what moves bytes to and from its peers."""
 
     control_endpoint: str
     gives_to_peers: bool
     http_url: str
     zone: str
+    peer_engine: str
 
 
 class ControllerLink(Numbers):
@@ -126,6 +127,7 @@ class ControllerLink(Numbers):
             0, CLUSTER_PROTOCOL_VERSION, facts.instance_id, facts.epoch, __version__, self._held.tiers(),
             self._l1_bytes, facts.chunk_tokens, advertised.control_endpoint, advertised.http_url,
             advertised.gives_to_peers, advertised.zone, platform.node()[:2000], os.getpid(), self._held.media(),
+            advertised.peer_engine[:200],
         )  # fmt: skip
 
     def _joined(self, registered: Registered) -> None:

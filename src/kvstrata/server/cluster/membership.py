@@ -25,7 +25,7 @@ from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer, PeersServed, RecordServer
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.rpc.cluster_wire import Changed, Changes, Do, List, Listed
+from kvstrata.rpc.cluster_wire import Changed, Changes, Do, List, Listed, Run
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.rpc.zmq_server import Address
@@ -166,15 +166,12 @@ def make_membership(
     facts, actions = parts.facts, Actions(parts, served.peers)
     condition = Condition(parts, held, served.peers)
 
-    async def changes(asked: Changes, _: Address) -> Changed:
-        following, runs = await held.changes(asked.cursor, asked.wait_ms / 1000)
-        return Changed(
-            asked.seq,
-            facts.epoch,
-            following,
-            runs,
-            condition.now(actions.leader) if asked.condition else None,
-        )
+    def changes(asked: Changes, _: Address) -> asyncio.Future[Changed]:
+        def changed(following: int, runs: list[Run]) -> Changed:
+            now = condition.now(actions.leader) if asked.condition else None
+            return Changed(asked.seq, facts.epoch, following, runs, now)
+
+        return held.changes(asked.cursor, asked.wait_ms / 1000, changed)
 
     async def page(asked: List, _: Address) -> Listed:
         return Listed(asked.seq, facts.epoch, *await held.page(asked.tier, asked.cursor))
@@ -182,7 +179,9 @@ def make_membership(
     served.port.serve((KeyKind.CONTROLLER, KeyKind.GATEWAY), {Changes: changes, List: page})
     served.port.serve((KeyKind.CONTROLLER,), {Do: lambda asked, _: actions.carry_out(asked)})
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
-    advertised = Advertised(served.endpoint, served.gives_to_peers, http_url, plan.settings.p2p.zone)
+    engine = plan.p2p_engine.why if plan.p2p_engine is not None else ""
+    zone = plan.settings.p2p.zone
+    advertised = Advertised(served.endpoint, served.gives_to_peers, http_url, zone, engine)
     links = [ControllerLink(url, keys, parts, advertised, held) for url in urls]
     return Membership(links, held, served.peers, actions)
 
