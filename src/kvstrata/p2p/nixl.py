@@ -2,7 +2,7 @@
 
 NIXL is used through its Python package (1.5.1 when this was written), by one thread of ours for each agent, since an
 agent takes no lock and posting a transfer can take tens of milliseconds.  This engine must run in an adapter host: when
-a peer disappears, UCX can end the process (docs/p2p.md), and only the end of the process stops a transfer.
+a peer disappears, UCX can end the process (docs/cluster.md), and only the end of the process stops a transfer.
 
 Whoever reaches a tcp port of UCX can read and write the memory of its process: UCX 1.22 carries out what its peers ask
 for over tcp without a check.  So tcp is left out unless `p2p.tcp` or UCX_TLS in the environment asks for it.
