@@ -82,7 +82,7 @@ class Member:
 
         async def made() -> ControllerLink:
             keys: Any = SimpleNamespace(own=None, refused_why="")
-            advertised = Advertised("tcp://h:1", True, "", "")
+            advertised = Advertised("tcp://h:1", True, "", "", "")
             return ControllerLink("tcp://c:1", keys, cast(Any, parts), advertised, cast(Any, held))
 
         self.link = self.loop.run_until_complete(made())
