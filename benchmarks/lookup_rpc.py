@@ -36,10 +36,10 @@ from benchmarks.common import (
     wait_until,
 )
 from benchmarks.echo import ThreadedAsker, echo_server
+from benchmarks.plain_connection import PlainConnection
 from benchmarks.raw_session import RawSession, status
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.memory.segment_settings import available_bytes
-from kvstrata.session.plain import PlainConnection
 from kvstrata.types import EXTENT, LayoutIdentity, RequestIdentity
 from tests.harness.server_process import ServerProcess
 

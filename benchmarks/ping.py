@@ -36,10 +36,10 @@ from benchmarks.common import (
     store_ended,
 )
 from benchmarks.echo import echo_server
+from benchmarks.plain_connection import PlainConnection
 from benchmarks.raw_session import RawSession
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.rpc import wire
-from kvstrata.session.plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice
 from tests.harness.server_process import ServerProcess
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import wait_until
+from benchmarks.plain_connection import PlainConnection
 from kvstrata.rpc import wire
 from kvstrata.session.attach import attach, process_locks
-from kvstrata.session.plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
 ATTACH_S = 10.0

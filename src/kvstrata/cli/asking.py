@@ -37,8 +37,7 @@ class Ask(NamedTuple):
 def _check_answers(url: str, base: str, flag: str) -> None:
     """Raise Unavailable if the process behind this URL does not answer a probe within ALIVE_S.
 
-    A request may take longer, but a process that is stopped or hangs should cost nobody more.  For one on this host the
-    error tells what the headers of its user's pools say.
+    A request may take longer, but a process that is stopped or hangs should cost nobody more.
     """
     try:
         with opener(url).open(f"{base}/healthz", timeout=patience(ALIVE_S)):
@@ -48,25 +47,9 @@ def _check_answers(url: str, base: str, flag: str) -> None:
             here = is_loopback(urllib.parse.urlsplit(url).hostname or "")
             raise Unavailable(
                 f"{flag}: {url} has not answered for {ALIVE_S} s: its process is stopped or hangs"
-                f"{_pools() if here else ', or its host is not reachable'}"
+                f"{'; see `kvstrata ctl pool list`' if here else ', or its host is not reachable'}"
             ) from None
         # Any other failure is told by the request itself.
-
-
-def _pools() -> str:
-    """What the headers of the pools of servers on this host say."""
-    try:
-        # These load the compiled modules; the commands run also on a machine that lacks them.
-        from kvstrata.memory.pools import find_pools
-
-        served = [pool for pool in find_pools() if any(one.startswith("server ") for one in pool.owners)]
-    except (ImportError, OSError):
-        return ""
-    return "".join(
-        f"; {pool.place}: {pool.owners[0]}, "
-        + ("no heartbeat yet" if pool.idle_s is None else f"last heartbeat {pool.idle_s:.1f} s ago")
-        for pool in served
-    )
 
 
 def ask(url: str, asked: Ask, *, token: str = "", flag: str = "--url") -> Any:

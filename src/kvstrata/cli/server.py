@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.config.model import ServerSettings
     from kvstrata.native.core import MAX_SESSIONS
     from kvstrata.server.plan import plan, tcp_ports, used
-    from kvstrata.server.process import Server, planned
+    from kvstrata.server.process import Server
 
     def notes(settings: ServerSettings) -> list[str]:
         noop = (
@@ -47,8 +46,9 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
         ]
 
     flags, read = server_settings(arguments, os.environ)
-    made = functools.partial(planned, restarts=restarts)
-    return start("lmcache-server", flags, read, restarts, Server, made, check, notes)
+    return start(
+        "lmcache-server", flags, read, restarts, Server, lambda one: plan(one, os.environ), check, notes
+    )
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ unknown key is an error that suggests the nearest name.  Everything that is wron
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -27,9 +25,7 @@ from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import Problem, bare_type, canonical, nearest, problems
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.model import ServerSettings
-from kvstrata.config.secrets import shown
 from kvstrata.errors import ConfigError, together
-from kvstrata.text import one_line
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -369,7 +365,7 @@ def sorted_out(in_force: S, newer: S, live: Iterable[str], files: Iterable[str] 
     return Changes(replaced(in_force, newer, applied), applied, changed - applied)
 
 
-# --- variables that are not for us, and those that an admin is shown --------------------------------------------------
+# --- variables that are not for us ------------------------------------------------------------------------------------
 
 _LINK = re.compile(
     r"(?:KVSTRATA|LMCACHE)_.*?(?:"
@@ -399,49 +395,6 @@ def pod_link_notes(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-MAX_SHOWN_CHARS = 2_000
-"""Most characters of a variable's value that are shown."""
-OTHERS = frozenset({
-    *OTHER_ENV,
-    "LANG", "TZ", "MALLOC_ARENA_MAX", "MALLOC_CONF", "OMP_NUM_THREADS",
-    "UCX_TLS", "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "UCX_RNDV_SCHEME", "UCX_RNDV_THRESH", "UCX_MAX_RNDV_RAILS",
-    "UCX_IB_GID_INDEX", "UCX_IB_ROCE_VERSION_NUM", "UCX_MEMTYPE_CACHE", "UCX_PROTO_ENABLE", "UCX_TCP_PORT_RANGE",
-    "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
-})  # fmt: skip
-"""Variables that are not settings but are shown too.  Nothing is taken out of their values."""
-
-
-def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The listed variables that are set, with their values; a setting's value is read as YAML to leave out its secrets.
-
-    A variable whose value cannot be read is left out, since its secrets cannot be found.
-    """
-    settings = variables(ServerSettings)
-    found = {}
-    for name, text in sorted(environment.items()):
-        if name in OTHERS:
-            found[name] = one_line(text, MAX_SHOWN_CHARS)
-        elif name in settings:
-            key, kind = settings[name]
-            value: object = text
-            bare = bare_type(kind)
-            if bare is not str:
-                try:
-                    value = parse_yaml(text)
-                except (ConfigError, ValueError, RecursionError):
-                    continue
-                if typing.get_origin(bare) in (list, dict) and not isinstance(value, list | dict):
-                    continue
-            last = key.rpartition(".")[2]
-            public = shown({last: value})[0][last]
-            spelt = public if isinstance(public, str) else json.dumps(public, default=str)
-            found[name] = one_line(spelt, MAX_SHOWN_CHARS)
-    return found
-
-
-PLAIN = frozenset({"PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONHOME", "TZ", *OTHER_ENV})
-
-
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """For a child in which an SDK runs, which may read any variable that is not ours."""
     return {
@@ -449,8 +402,3 @@ def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if not name.startswith(ENV_PREFIX) or name in OTHER_ENV
     }
-
-
-def plain(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a child of which nothing but our own code runs: only what Python itself needs."""
-    return {name: value for name, value in environment.items() if name in PLAIN}

@@ -346,7 +346,7 @@ async def status(parts: Admin, ask: Waiting) -> Reply:
 
 @operation("GET", "/v1/instances/{name}/runtime", ctl="runtime", tag="instances", acts=True)
 async def runtime(parts: Admin, ask: Waiting) -> Reply:
-    """Threads, memory, garbage collector, lag of the loop and allow-listed environment of an instance."""
+    """Threads, memory, garbage collector and lag of the loop of an instance."""
     return await parts.document(ask, AskRuntime())
 
 

@@ -24,7 +24,6 @@ Rules:
    lives: while no child runs, the pool is not taken for one that nobody needs (memory/pools.py).  If the files have no
    names in a folder (memfds, or files that somebody removed), the keeper keeps them open, and the next child gets them
    (`Restarts.pool_fds`).
-9. A child that is told how often it was killed for lack of memory comes back with less of it (server/process.py).
 """
 
 from __future__ import annotations
@@ -66,8 +65,6 @@ class Restarts(NamedTuple):
 
     times: int = 0
     cause: str = ""
-    out_of_memory: int = 0
-    """How often the kernel has killed it for lack of memory, by the counts of its control group."""
     keeper_fd: int = -1
     """Where the child names its pool to the keeper; -1: it has no keeper."""
     pool_fds: tuple[int, ...] = ()
@@ -179,10 +176,10 @@ class _Keeper:
             if self._is_over(ended):
                 return exit_status(ended)
             pause_before_s = pause_s(pause_before_s, time.monotonic() - started_s)
-            cause, times = cause_of(ended), self._restarts.out_of_memory
+            cause = cause_of(ended)
             if cause == "SIGKILL" and oom_kills() > killed:
-                cause, times = "SIGKILL of the kernel's OOM killer", times + 1
-            self._restarts = Restarts(self._restarts.times + 1, cause, times)
+                cause = "SIGKILL of the kernel's OOM killer"
+            self._restarts = Restarts(self._restarts.times + 1, cause)
             self._log(
                 f"process_ended pid={self._child} cause={_quoted(self._restarts.cause)} "
                 f"restart={self._restarts.times} pause_s={pause_before_s:g}"

@@ -20,7 +20,6 @@ from kvstrata.errors import AllWrong, ConfigError, MachineLacks, MachineUnfit, i
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import (
-    MIN_EXTENTS_BYTES,
     SegmentSettings,
     check_size,
     memory_limit,
@@ -234,14 +233,6 @@ def processes_bytes(adapters: list[TierConfig]) -> int:
         int(config.common.codec_staging_mb * (1 << 20)) for config in adapters if config.chain.encodes
     )
     return SERVER_BYTES + hosts * HOST_BYTES + staging_bytes
-
-
-def after_out_of_memory(planned: Plan, times: int) -> Plan:
-    """A plan with an L1 that is an eighth smaller for each of `times`, at most by half."""
-    alignment = HUGE_PAGE_BYTES if planned.settings.l1.use_hugepages else L1_ALIGNMENT
-    share = max(0.5, 0.875**times)
-    smaller = max(int(planned.extents_bytes * share) & ~(alignment - 1), MIN_EXTENTS_BYTES)
-    return planned._replace(extents_bytes=min(smaller, planned.extents_bytes))
 
 
 def embedded_adapter(port: int, environment: Mapping[str, str]) -> dict[str, Any]:

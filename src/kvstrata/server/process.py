@@ -9,8 +9,7 @@ Rules:
 3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts and loads get `l2.drain_s`, sockets close, the
    pool stays in shared memory for the next server (unless `l1.forget_on_exit` is set); the last line of the log says
    so.
-4. After a crash, which process/lifecycle.py describes, the next server adopts the pool; if the kernel killed it for
-   lack of memory, the next one makes a smaller pool instead.
+4. After a crash, which process/lifecycle.py describes, the next server adopts the pool.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from kvstrata import __version__
 from kvstrata.config.load import sorted_out
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory.pools import pool_at
-from kvstrata.observability.logging import EventLog, current_level, set_level
-from kvstrata.process.keeper import Restarts
+from kvstrata.observability.logging import current_level, set_level
 from kvstrata.process.lifecycle import Process, tell_ready
 from kvstrata.server.housekeeping import OwnFiles, heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
-from kvstrata.server.plan import Plan, after_out_of_memory, plan
+from kvstrata.server.plan import Plan, plan
 from kvstrata.server.processes import tenant_number
 from kvstrata.types import GB
 
@@ -41,19 +39,6 @@ HTTP_TOKEN, TENANTS = "http.token_file", "security.tenants_file"
 NO_QUOTA = -1
 PREFAULT_THREADS = 2
 """They fault in the pool at the start, beside the first requests."""
-
-
-def planned(settings: ServerSettings, restarts: Restarts) -> Plan:
-    """The checked settings, with a smaller L1 after the kernel's OOM killer. Raises ConfigError."""
-    checked = plan(settings, os.environ)
-    smaller = after_out_of_memory(checked, restarts.out_of_memory)
-    if smaller != checked:
-        advice = "lower --l1-size-gb or raise the memory limit; L1 has its whole size again when it is started anew"
-        EventLog("server").error(
-            "l1_smaller", out_of_memory=restarts.out_of_memory, l1_bytes=smaller.extents_bytes,
-            was_bytes=checked.extents_bytes, advice=advice,
-        )  # fmt: skip
-    return smaller
 
 
 class Server(Process):

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from kvstrata.cli.bench.engine import RunningServer, Shape, SimulatedEngine
+from kvstrata.cli.bench.engine import RunningServer, SimulatedEngine
 from kvstrata.cli.bench.serve import main
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import InternalError, Refused, Unavailable
@@ -32,8 +32,7 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
-SMALL = ("--layers", "4", "--kv-heads", "2", "--rounds", "2")
-"""Chunks of 1 MiB."""
+SMALL = ("--chunk-mb", "1", "--rounds", "2")
 TOKEN = "secret-of-blue-0123456"
 SERVER = {"chunk_tokens": CHUNK_TOKENS}
 
@@ -117,7 +116,7 @@ def test_a_run_is_bounded_by_the_free_room_in_l1_and_notes_it(server):
 
 
 def test_without_room_for_a_chunk_the_error_says_what_to_change(server):
-    done = bench(server, "--layers", "512")
+    done = bench(server, "--chunk-mb", "128")
     assert (done.returncode, done.stdout) == (1, "")
     assert "MiB of L1 without evicting" in done.stderr and "--l1-size-gb" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -127,10 +126,9 @@ def test_wrong_arguments_are_named(server) -> None:
     for arguments, says in (
         (("--socket-dir", "/tmp/no such server"), "not in /tmp/no such server"),
         (("--url", "http://127.0.0.1:1"), "Start one with `lmcache-server`"),
-        (("--chunk-tokens", "100"), "--chunk-tokens: 100 is not a multiple of --block-tokens 16"),
+        (("--chunk-mb", "4096"), "--chunk-mb: must be MiB below 4096"),
         (("--chunks", "0"), "--chunks: must be a whole number from 1 to 4096, found '0'"),
         (("--token-file", "/nowhere"), "token_file: /nowhere: cannot be read"),
-        (("--layers", "60000", "--kv-heads", "60000"), "a record has less than 4096"),
     ):
         done = bench(server, *arguments)
         assert done.returncode in (1, 2) and done.stdout == ""
@@ -150,8 +148,8 @@ def test_an_interrupted_run_leaves_nothing(server):
 
 @pytest.fixture
 def engine(server: ServerProcess) -> Iterator[SimulatedEngine]:
-    settings = ClientSettings(socket_dir=str(server.socket_dir), port=server.port, chunk_size=32)
-    made = SimulatedEngine(settings, Shape(2, 1, 8, 2, 32, 16), 3, 1, RequestIdentity(tenant="tenant"))
+    settings = ClientSettings(socket_dir=str(server.socket_dir), port=server.port, chunk_size=256)
+    made = SimulatedEngine(settings, 16, 3, 1, RequestIdentity(tenant="tenant"))
     made.connect(0)
     yield made
     made.close()

@@ -78,7 +78,7 @@ def test_a_page_tells_what_the_server_measured(server: ServerProcess) -> None:
 
 
 @pytest.mark.silence
-def test_a_stopped_server_costs_a_command_some_seconds_and_its_pool_is_told(server: ServerProcess) -> None:
+def test_a_stopped_server_costs_a_command_some_seconds(server: ServerProcess) -> None:
     os.kill(server.ready["pid"], signal.SIGSTOP)
     try:
         done = own_commands.run("kvstrata", "ctl", "status", "--url", server.url)
@@ -86,10 +86,6 @@ def test_a_stopped_server_costs_a_command_some_seconds_and_its_pool_is_told(serv
         os.kill(server.ready["pid"], signal.SIGCONT)
     assert (
         done.returncode == 1 and "has not answered for 3 s: its process is stopped or hangs;" in done.stderr
-    )
-    assert (
-        f"{server.segment_dir}" in done.stderr
-        and f"server {server.ready['pid']}, last heartbeat" in done.stderr
     )
 
 

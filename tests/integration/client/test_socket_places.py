@@ -81,5 +81,5 @@ def test_the_tools_of_a_login_find_the_server_of_systemd(server, login):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     assert server.ready["instance_id"] in run("ctl", "--url", server.url, "status")
-    small = ("--layers", "1", "--kv-heads", "1", "--head-dim", "8", "--chunks", "1", "--rounds", "1")
+    small = ("--chunk-mb", "0.25", "--chunks", "1", "--rounds", "1")
     assert "store" in run("bench", "--port", str(server.port), "--url", server.url, *small, "--json")

@@ -1,4 +1,4 @@
-"""Tokens of local ports and sessions of browsers: where each is found, and when it ends."""
+"""Tokens of local ports: where each is found, and when it ends."""
 
 from __future__ import annotations
 
@@ -61,18 +61,6 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(environ, port):
     assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
     opened = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
     assert not [path for path in opened if str(file.path.parent) in path]
-
-
-def test_the_token_of_an_ended_process_is_neither_found_nor_kept(environ, port):
-    file = TokenFile(fresh_token(), port, environ)
-    left = file.path.read_bytes()
-    file.close()
-    file.path.write_bytes(left)
-    file.path.chmod(0o600)
-    assert find_token(f"http://localhost:{port}", environ) == ""
-    other = TokenFile(fresh_token(), port + 1, environ)
-    assert not file.path.exists()
-    other.close()
 
 
 def test_the_file_of_a_later_process_on_the_port_stays(environ, port):

@@ -22,7 +22,7 @@ from kvstrata.errors import ConfigError, MachineUnfit
 from kvstrata.memory import segment_settings
 from kvstrata.memory.segment_settings import MemoryLimit
 from kvstrata.server import plan as server_plan
-from kvstrata.server.plan import HOST_BYTES, SERVER_BYTES, after_out_of_memory, plan
+from kvstrata.server.plan import HOST_BYTES, SERVER_BYTES, plan
 
 MIB = 1 << 20
 HOSTED = {"type": "fs", "base_path": "/nowhere", "isolation": "process"}
@@ -58,14 +58,6 @@ def test_index_hosts_staging_and_interpreter_count_against_the_memory_limit(
     assert lacks.value.message.endswith("set --l1-size-gb to 0.49 or less"), "what fits"
     limit += 2 * MIB + 512 * MIB // (64 << 10) * 144
     assert plan(wanted, os.environ).extents_bytes == l1_bytes
-
-
-def test_each_end_for_lack_of_memory_makes_l1_smaller_down_to_half() -> None:
-    planned = plan(settings(), os.environ)
-    sizes = [after_out_of_memory(planned, times).extents_bytes // MIB for times in range(1, 8)]
-    assert sizes == [448, 392, 343, 300, 262, 256, 256]
-    small = plan(settings(l1_mb=1), os.environ)
-    assert after_out_of_memory(small, 3) == small
 
 
 def of_cluster(

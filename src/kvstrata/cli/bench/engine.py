@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstrata import __version__
 from kvstrata.cli.asking import Ask, ask, read_token, usual_url
@@ -29,7 +29,7 @@ from kvstrata.client import CacheClient, LoadItem, StoreOutcome
 from kvstrata.client.client import COPY_THREADS
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.model import HttpSettings
-from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused, Unavailable
+from kvstrata.errors import InternalError, KvstrataError, Refused, Unavailable
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.measure.figures import chain_of, machine, median_spread, percentile
 from kvstrata.memory.paths import socket_dirs
@@ -58,58 +58,25 @@ WAIT_S = 60.0
 """Limit for a step, which takes milliseconds on an idle machine."""
 SETTLE_S = 10.0
 """Limit for leases and puts to L2 to end, after which chunks can be cleared."""
+LAYERS, BLOCKS, BLOCK_TOKENS = 32, 16, 16
+"""Of a chunk, which is copied in LAYERS × BLOCKS pieces."""
 UNANSWERED = {StoreOutcome.UNAVAILABLE, StoreOutcome.FAILED}
 """Outcomes of a store to which the server did not answer in time."""
-
-
-class Shape(NamedTuple):
-    """The shape of a chunk's KV."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    element_bytes: int
-    chunk_tokens: int
-    block_tokens: int
-
-    @property
-    def blocks(self) -> int:
-        """Blocks in a chunk."""
-        return self.chunk_tokens // self.block_tokens
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of K and V of one block in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.element_bytes * self.block_tokens
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk's payload."""
-        return self.layers * self.blocks * self.block_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"{self.layers} layers × {self.kv_heads} kv heads × {self.head_dim}, {self.element_bytes} bytes, "
-            f"{self.chunk_tokens} tokens in blocks of {self.block_tokens}"
-        )
 
 
 class SimulatedEngine:
     """One attached process with two sets of blocks for the chunks of a round: one to store from, one to load into."""
 
     def __init__(
-        self, settings: ClientSettings, shape: Shape, chunks: int, threads: int, request: RequestIdentity
+        self, settings: ClientSettings, block_bytes: int, chunks: int, threads: int, request: RequestIdentity
     ) -> None:
         """Raises Refused without memory for the blocks, and another KvstrataError if the server cannot be used."""
-        self._shape, self._chunks = shape, chunks
-        self._bytes = chunks * shape.chunk_bytes
+        self._chunks, self._chunk_bytes = chunks, LAYERS * BLOCKS * block_bytes
+        self._bytes = chunks * self._chunk_bytes
         try:
             self._source, self._target = (
                 PagedBlocks(
-                    layers=shape.layers,
-                    num_blocks=chunks * shape.blocks,
-                    block_bytes=shape.block_bytes,
-                    chunk_blocks=shape.blocks,
+                    layers=LAYERS, num_blocks=chunks * BLOCKS, block_bytes=block_bytes, chunk_blocks=BLOCKS
                 )
                 for _ in range(2)
             )
@@ -124,11 +91,11 @@ class SimulatedEngine:
             settings,
             role=Role.CLIENT,
             layout=LayoutIdentity(
-                model=f"kvstrata bench of {shape}", kv_dtype="bytes", chunk_tokens=shape.chunk_tokens
+                model=f"kvstrata bench of {block_bytes}", kv_dtype="bytes", chunk_tokens=settings.chunk_size
             ),
             group=secrets.token_bytes(SESSION_BYTES),
             engine_slices=1,
-            slice=self._source.slice(kv_heads=(0, shape.kv_heads)),
+            slice=self._source.slice(),
             engine=CopyEngine(threads=threads),
             facts=self._source.facts,
         )
@@ -157,7 +124,7 @@ class SimulatedEngine:
 
         Returns GB/s, as `store` and `retrieve` do.
         """
-        size = self._shape.chunk_bytes
+        size = self._chunk_bytes
         source, target = self._source.bases[0], self._target.bases[0]
         begun_s = time.monotonic()
         places = range(0, self._bytes, size)
@@ -248,8 +215,7 @@ class SimulatedEngine:
 
     def _blocks(self) -> list[list[int]]:
         """The numbers of the blocks of each chunk."""
-        size = self._shape.blocks
-        return [list(range(at, at + size)) for at in range(0, self._chunks * size, size)]
+        return [list(range(at, at + BLOCKS)) for at in range(0, self._chunks * BLOCKS, BLOCKS)]
 
 
 class RunningServer:
@@ -326,16 +292,30 @@ def parser() -> argparse.ArgumentParser:
         ("chunks", 4096, 8, "chunks in a round"),
         ("rounds", 1000, 5, "measured rounds; one more warms up"),
         ("threads", 64, COPY_THREADS, "copy threads, also for memcpy"),
-        ("layers", 65_536, 32, "layers of the model"),
-        ("kv-heads", 65_536, 8, "kv heads"),
-        ("head-dim", 65_536, 128, "numbers in a head"),
-        ("element-bytes", 65_536, 2, "bytes of a number"),
-        ("chunk-tokens", 65_536, 256, "tokens in a chunk"),
-        ("block-tokens", 65_536, 16, "tokens in a block"),
     ):
         add(f"--{name}", type=whole(1, most), default=default, metavar="N", help=f"{what} (%(default)s)")
+    add(
+        "--chunk-mb",
+        type=_block_bytes,
+        default="32",
+        metavar="MIB",
+        help="KV of a chunk in MiB (%(default)s)",
+    )
     add("--json", action="store_true", help="print JSON")
     return top
+
+
+def _block_bytes(text: str) -> int:
+    """The bytes of a block of a chunk of so many MiB."""
+    try:
+        block_bytes = float(text) * MB / (LAYERS * BLOCKS)
+    except ValueError:
+        block_bytes = 0.0
+    if not 1 <= block_bytes < (1 << 32) // (LAYERS * BLOCKS) or not block_bytes.is_integer():
+        raise argparse.ArgumentTypeError(
+            f"must be MiB below 4096, a whole number of {LAYERS * BLOCKS} bytes, found {text!r}"
+        )
+    return int(block_bytes)
 
 
 @guarded("kvstrata bench")
@@ -352,7 +332,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     Chunks of a tenant that the user named stay, because the tenant may have others.
     """
-    shape = _shape(options)
+    block_bytes: int = options.chunk_mb
+    chunk_bytes = LAYERS * BLOCKS * block_bytes
     url, token = (
         options.url or usual_url(HttpSettings()),
         read_token("--admin-token-file", options.admin_token_file),
@@ -365,7 +346,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     left_bytes = 0
     try:
         before = server.fresh()
-        chunks = _bounded(options, shape, before["pool"], notes)
+        chunks = _bounded(options, chunk_bytes, before["pool"], notes)
         if before["l2_store"]["adapters"]:
             notes.append(
                 "chunks of this run may be put to L2 too, and stay there until the adapter's cap evicts them"
@@ -373,11 +354,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         settings = ClientSettings(
             socket_dir=str(server.directory),
             port=options.port,
-            chunk_size=shape.chunk_tokens,
+            chunk_size=BLOCKS * BLOCK_TOKENS,
             token_file=options.token_file,
         )
         engine = SimulatedEngine(
-            settings, shape, chunks, options.threads, RequestIdentity(tenant=tenant, salt=salt)
+            settings, block_bytes, chunks, options.threads, RequestIdentity(tenant=tenant, salt=salt)
         )
         l1_bytes = before["pool"]["extents_bytes"]
         faulted = wait_until(lambda: server.fresh()["pool"]["prefaulted_bytes"] >= l1_bytes, WAIT_S)
@@ -409,13 +390,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         notes.append(
             f"{left_bytes / MB:.0f} MiB could not be cleared from L1 and stay until they are evicted"
         )
-    moved = options.rounds * chunks * shape.chunk_bytes
+    moved = options.rounds * chunks * chunk_bytes
     instance = before["instance"]
     return {
         "server": f"{instance['instance_id']}, version {instance['version']}, L1 {l1_bytes / MB:,.0f} MiB",
         "client": __version__,
         "machine": machine(),
-        "chunk": f"{shape.chunk_bytes / MB:.4g} MiB: {shape}",
+        "chunk": f"{chunk_bytes / MB:.4g} MiB in {LAYERS} layers of {BLOCKS} blocks",
         "run": f"{chunks} chunks, {options.rounds} rounds, {options.threads} copy threads",
         "verified": f"{moved / MB:,.0f} MiB came back byte for byte",
         "verified_bytes": moved,
@@ -425,32 +406,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _shape(options: argparse.Namespace) -> Shape:
-    if options.chunk_tokens % options.block_tokens:
-        raise BadRequest(
-            f"--chunk-tokens: {options.chunk_tokens} is not a multiple of --block-tokens {options.block_tokens}"
-        )
-    shape = Shape(*(getattr(options, name) for name in Shape._fields))
-    if shape.chunk_bytes >= 1 << 32:
-        raise BadRequest(
-            f"a chunk of {shape} takes {shape.chunk_bytes / MB:,.0f} MiB; a record has less than 4096: shrink the shape"
-        )
-    return shape
-
-
-def _bounded(options: argparse.Namespace, shape: Shape, pool: dict[str, Any], notes: list[str]) -> int:
+def _bounded(options: argparse.Namespace, chunk_bytes: int, pool: dict[str, Any], notes: list[str]) -> int:
     """Chunks that may be stored in a round without an eviction. Raises Refused if none fits."""
     l1_bytes = pool["extents_bytes"]
     room = min(
         int(L1_SHARE * l1_bytes) - pool["used_bytes"], int(LEASED_SHARE * l1_bytes) - pool["leased_bytes"]
     )
-    record_bytes = shape.chunk_bytes + (64 << 10)  # header and section table
+    record_bytes = chunk_bytes + (64 << 10)  # header and section table
     fit = max(0, room) // record_bytes
     may = f"a run may use {max(0, room) / MB:,.0f} of the {l1_bytes / MB:,.0f} MiB of L1 without evicting"
     if fit == 0:
         raise Refused(
-            f"{may}, and a chunk takes {record_bytes / MB:,.0f} MiB: give a smaller shape, `kvstrata ctl clear`, or "
-            "start the server with a larger --l1-size-gb"
+            f"{may}, and a chunk takes {record_bytes / MB:,.0f} MiB: give a smaller --chunk-mb, `kvstrata ctl clear`, "
+            "or start the server with a larger --l1-size-gb"
         )
     if fit < options.chunks:
         notes.append(f"{fit} chunks a round instead of {options.chunks}: {may}")

@@ -186,11 +186,10 @@ function workers({ peers }) {
   ], peers, (worker) => worker.session) : h("p", { class: "quiet" }, "No worker is attached. Engines attach when they start with the connector LMCacheConnectorV1."));
 }
 
-function runtime({ python_threads: threads, environment, ...rest }) {
+function runtime({ python_threads: threads, ...rest }) {
   return [
     section("Process", facts(Object.entries(rest).map(([name, value]) => [words(name), Array.isArray(value) ? value.join(" · ") : named(name, value)]))),
     section("Python threads", h("p", { class: "names" }, threads.join(", "))),
-    section("Environment", h("p", { class: "quiet" }, "Allow-listed variables only; the instance leaves secrets out."), facts(Object.entries(environment))),
   ];
 }
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvstrata.config.load import shown_environment
 from kvstrata.errors import BadRequest, KvstrataError, NotPermitted, Refused, Unavailable
 from kvstrata.keys.batch import count
 from kvstrata.keys.spans import peek
@@ -200,5 +199,4 @@ class Actions:
             "loop_lag_ms": round(1000 * max(0.0, lag_s), 3),
             "tasks": len(asyncio.all_tasks()),
             "open_files": len(os.listdir("/proc/self/fd")),
-            "environment": shown_environment(os.environ),
         }

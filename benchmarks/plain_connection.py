@@ -1,4 +1,4 @@
-"""A blocking connection to a server's socket without an attach, one request at a time: for tools and benchmarks."""
+"""A blocking connection to a server's socket without an attach, one request at a time, for benchmarks."""
 
 from __future__ import annotations
 
