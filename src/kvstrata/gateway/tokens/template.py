@@ -16,8 +16,6 @@ RESERVED = frozenset(
 )
 """Variables that a request's `chat_template_kwargs` cannot set here."""
 
-_OF_DICTS = frozenset(dir(dict))
-
 
 class NotRendered(Exception):
     """The template refuses this conversation, or fails on it."""
@@ -45,18 +43,9 @@ class ChatTemplate:
         def raise_exception(message: str) -> None:
             raise TemplateError(message)
 
-        class Sandbox(ImmutableSandboxedEnvironment):
-            """The same sandbox, which does not look for attributes of a plain dict before its items."""
-
-            def getattr(self, obj: Any, attribute: str) -> Any:
-                if type(obj) is dict and attribute not in _OF_DICTS:
-                    try:
-                        return obj[attribute]
-                    except KeyError:
-                        return self.undefined(obj=obj, name=attribute)
-                return super().getattr(obj, attribute)
-
-        made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+        made = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
         made.filters["tojson"] = _json
         made.globals["raise_exception"] = raise_exception
         made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
