@@ -23,37 +23,25 @@ KIND = Kind(LAYOUT.model, CHUNK, 2, KvKind(LAYOUT, SLICES), tuple(SLICES))
 LIFE_S = 100.0
 
 
-class Link:
-    """A controller that takes orders, or says why not."""
-
-    def __init__(self, refusal: str | None = None) -> None:
-        self.refusal = refusal
-        self.orders: list[Replicate] = []
-
-    async def replicate(self, order: Replicate) -> str | None:
-        self.orders.append(order)
-        return self.refusal
-
-
 class Scene:
     def __init__(self) -> None:
         self.now_s = 1_000.0
-        self.links = [Link("another controller leads"), Link()]
+        self.refusal: str | None = None
+        self.orders: list[Replicate] = []
         self.hashing = ThreadPoolExecutor(1)
         self.supervisor = Supervisor(asyncio.get_running_loop())
-        self.replicas = Replicas(
-            lambda: self.links,  # type: ignore[return-value,arg-type]
-            self.supervisor,
-            self.hashing,
-            lambda: self.now_s,
-        )
+        self.replicas = Replicas(self.send, self.supervisor, self.hashing, lambda: self.now_s)
+
+    async def send(self, order: Replicate) -> str | None:
+        self.orders.append(order)
+        return self.refusal
 
     async def read(self, tokens: list[int], n: int, source: str = "one", **lacking: float) -> list[str]:
         """An engine reads the first n tokens from a peer; returns to whom copies have been ordered so far."""
         read = Read(Prompt(tokens), KIND, RequestIdentity(tenant="t"), n, source, lacking)
         self.replicas.read("gw", read, LIFE_S)
         await self.supervisor.idle()
-        return [order.to for order in self.links[1].orders]
+        return [order.to for order in self.orders]
 
 
 @pytest.fixture
@@ -80,7 +68,7 @@ async def test_one_copy_at_a_time_leaves_an_instance_and_none_goes_twice_to_one(
 
 
 async def test_an_order_that_nobody_takes_is_counted(scene: Scene) -> None:
-    scene.links[1].refusal = "it is not connected"
+    scene.refusal = "it is not connected"
     tokens = list(range(CHUNK))
     for _ in range(2):
         await scene.read(tokens, CHUNK, two=0.0)

@@ -14,11 +14,11 @@ from tokenizers import AddedToken, Tokenizer
 from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
+from kvstrata.gateway.tokens.engines import Verdict
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, Chat, Text, prompt_in
-from kvstrata.gateway.tokens.source import MISTAKES, Tokens, _Verified
+from kvstrata.gateway.tokens.source import MISTAKES, Tokens
 from kvstrata.gateway.tokens.template import ChatTemplate, NotRendered
 from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer, certain, parts_of
-from kvstrata.gateway.tokens.verifying import Verdict
 from tests.harness import tokenizer_folder as made
 from tests.harness.waiting import eventually_async
 
@@ -186,7 +186,7 @@ def served(tokenizer: OwnTokenizer, features: set[tuple[str, bool]] | None, **mo
     fleet.up(engine, {"m": {"id": "m"}, "a": {"id": "a", "parent": "m"}})
     tokens = Tokens(TokenSettings(**more), {"m": tokenizer}, fleet, None, lambda: 0.0)  # type: ignore[arg-type]
     agreed = frozenset(features if features is not None else {(one, False) for one in FEATURES})
-    tokens._verified["e", "m"] = _Verified(engine, engine.generation, Verdict(agreed, {}))
+    tokens._verified["e", "m"] = engine, engine.generation, Verdict(agreed, {})
     return tokens
 
 

@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import logging
 import platform
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,24 +21,29 @@ from typing import Any, NamedTuple
 
 from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewayControllersSettings
+from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.controllers.directory import MAX_KINDS, Directory, Kind
 from kvstrata.gateway.controllers.following import Following, Holding
-from kvstrata.gateway.controllers.link import ControllerLink
 from kvstrata.gateway.controllers.replicas import Read, Replicas
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.gateway.routing.model import Copy, Tier, Way
+from kvstrata.gateway.routing.model import Certainty, Copy, Tier, Way
 from kvstrata.naming import name_thread
-from kvstrata.observability.numbers import Numbers, parts_by
+from kvstrata.observability.logging import EventLog
+from kvstrata.observability.numbers import Numbers, gauge, parts_by
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, GatewayBeat, Served
+from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, GatewayBeat, GatewayHeard, Replicate, Served
 from kvstrata.rpc.zmq_curve import ClusterKeys, SharedKey, new_secret, open_keys
 from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import NOT_IN_A_NAME, RequestIdentity
 
 FIELD = "controllers.curve_file"
+BEAT_S, BEAT_MAX_S = 0.5, 30.0
+"""Bounds of the interval that a controller names for heartbeats."""
+ANSWER_S = 2.0
+"""Time for the answer to a heartbeat."""
 INLINE_TOKENS = 8_192
 MAX_MODELS = 256
 
@@ -48,21 +55,79 @@ class _At(NamedTuple):
     served: Served
 
 
-class _Keys(NamedTuple):
-    """What the keys of a model's KV are derived from, beside the prompt: the same at some of its engines."""
-
-    kind: int
-    """Number of the kind of KV."""
-    adapter: str
-    """See RequestIdentity."""
+Groups = dict[tuple[int, str], list[_At]]
+"""A model's engines by what the keys of their KV are derived from beside the prompt: the number of the kind of KV, and
+the adapter as in RequestIdentity."""
 
 
-class _Attached(NamedTuple):
-    """A model's engines by what their keys derive from, as long as these are its targets and this is what is told."""
+class ControllerLink(Numbers):
+    """The link to one controller: heartbeats, whose answers tell of instances, and orders of copies."""
 
-    directory: Directory
-    targets: list[ServingEngine]
-    of: dict[_Keys, list[_At]]
+    up = gauge("1 while a controller is connected, else 0.", name="controller_up")
+
+    def __init__(self, url: str, links: Links, keys: ClusterKeys) -> None:
+        """Raises Unavailable if `url` is not an endpoint."""
+        self.url, self.up = url, False
+        self.heard_s: float | None = None
+        self.known: Directory | None = None
+        """What it told last, and when."""
+        self._wake = asyncio.Event()
+        self._log = EventLog("controllers")
+        self._link = links.ask(url, keys=keys, changed=self._changed, refused=self._refused)
+        self.close = self._link.close
+
+    async def replicate(self, order: Replicate) -> str | None:
+        """Order a copy; returns why it was not ordered, None if it was."""
+        if not self.up:
+            return "it is not connected"
+        try:
+            await self._link.ask(order, Done, ANSWER_S)
+        except (ClusterFailure, Unavailable) as error:
+            return error.message
+        return None
+
+    async def keep(self, beat: Callable[[], GatewayBeat], told: Callable[[Directory], None]) -> None:
+        """Send heartbeats until cancelled; `told` gets each answer."""
+        loop, beat_s = asyncio.get_running_loop(), ANSWER_S
+        while True:
+            self._wake.clear()
+            if self.up:
+                try:
+                    heard = await self._link.ask(beat(), GatewayHeard, ANSWER_S)
+                except (ClusterFailure, Unavailable) as error:
+                    why = error.message
+                    self._log.repeated(
+                        logging.WARNING, self.url, "controller_refuses", url=self.url, reason=why
+                    )
+                else:
+                    beat_s = min(max(BEAT_S, heard.beat_ms / 1000), BEAT_MAX_S)
+                    self.known, self.heard_s = Directory(heard), loop.time()
+                    told(self.known)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(beat_s):
+                    await self._wake.wait()
+
+    def page(self) -> dict[str, Any]:
+        """State and counts, for operators."""
+        ago_s = None if self.heard_s is None else asyncio.get_running_loop().time() - self.heard_s
+        return {
+            "url": self.url,
+            "connected": self.up,
+            "told_ago_s": None if ago_s is None else round(ago_s, 3),
+            "instances": 0 if self.known is None else len(self.known.instances),
+            "engines": 0 if self.known is None else len(self.known.urls),
+            "garbage": self._link.garbage_count,
+        }
+
+    def _changed(self, up: bool) -> None:
+        self.up = up
+        if up:
+            self._wake.set()
+
+    def _refused(self) -> None:
+        why = "it ends the handshake: it does not list this gateway's key, or has keys of another cluster"
+        says = {"url": self.url, "why": why}
+        self._log.repeated(logging.WARNING, f"{self.url} keys", "controller_has_other_keys", **says)
 
 
 class Controllers(Numbers):
@@ -100,10 +165,10 @@ class Controllers(Numbers):
         self.following = Following(self._links, supervisor, now_s)
         self._of: dict[str, tuple[ControllerLink, asyncio.Task[None]]] = {}
         self._order: list[ControllerLink] = []
-        self._attached: dict[str, _Attached] = {}
-        """By model."""
+        self._groups: dict[str, tuple[Directory, list[ServingEngine], Groups]] = {}
+        """By model, as long as this is what was told, and these are its targets."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
-        self.replicas = Replicas(lambda: self._order, supervisor, self._hashing, now_s)
+        self.replicas = Replicas(self._replicate, supervisor, self._hashing, now_s)
         self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
         """Policy, requests under way and all requests, for heartbeats."""
         self._have(settings.urls)
@@ -133,17 +198,16 @@ class Controllers(Numbers):
         directory = self._directory
         if directory is None:
             return wanted
-        by_keys = self._engines(wanted, directory)
+        targets, groups = self._engines(wanted, directory)
         copies: list[Copy] = []
-        for keys, at in by_keys.items():
-            kind = directory.kinds[keys.kind]
+        for (number, adapter), at in groups.items():
+            kind = directory.kinds[number]
             assert kind is not None
-            tags = await self._tags(kind, wanted, keys.adapter)
+            tags = await self._tags(kind, wanted, adapter)
             holdings = await self.following.held(tags, kind.n_slices)
             most = len(tags) // TAG_BYTES // kind.n_slices
-            n_targets = len(self._attached[wanted.model].targets)
-            copies += copies_of(at, holdings, kind.chunk_tokens, most, directory, n_targets)
-        return wanted._replace(held=tuple(copies)) if by_keys else wanted
+            copies += copies_of(at, holdings, kind.chunk_tokens, most, len(targets))
+        return wanted._replace(held=tuple(copies)) if groups else wanted
 
     def _heard(self, directory: Directory) -> None:
         self._directory = directory
@@ -157,65 +221,71 @@ class Controllers(Numbers):
         if directory is None or wanted.prompt is None:
             return
         now_s = self._now_s()
-        for keys, at in self._engines(wanted, directory).items():
-            kind = directory.kinds[keys.kind]
-            if kind is None or all(one.engine is not engine for one in at):
+        held = {one.engine for one in wanted.held if one.tier == "l1" and one.tokens >= way.cached_tokens}
+        for (number, adapter), at in self._engines(wanted, directory)[1].items():
+            kind = directory.kinds[number]
+            own = next((served.instance for one, served in at if one is engine), None)
+            if kind is None or own is None:
                 continue
-            if any(one.engine is engine and one.served.instance == way.source for one in at):
+            if own == way.source:
                 return  # its own server holds it
-            held = {
-                copy.engine for copy in wanted.held if copy.tier == "l1" and copy.tokens >= way.cached_tokens
-            }
-            has = {one.served.instance for one in at if one.engine is engine or one.engine.name in held}
+            has = {own, way.source} | {served.instance for one, served in at if one.name in held}
             lacking: dict[str, float] = {}
             for other, served in at:
                 name, queue_s = served.instance, other.load.queue_s(now_s)
-                if served.reads_peers and name != way.source and name not in has:
+                if served.reads_peers and name not in has:
                     lacking[name] = min(queue_s, lacking.get(name, queue_s))
             # All but the prompt's last token can be cached, so the last chunk may lack one.
             tokens = way.cached_tokens + (way.cached_tokens + 1 == len(wanted.prompt.tokens))
-            request = self._request(wanted.prompt, keys.adapter)
-            read = Read(wanted.prompt, kind, request, tokens, way.source, lacking)
-            self.replicas.read(self._name, read, life_s)
+            request = self._request(wanted.prompt, adapter)
+            self.replicas.read(
+                self._name, Read(wanted.prompt, kind, request, tokens, way.source, lacking), life_s
+            )
 
-    def _engines(self, wanted: Wanted, directory: Directory) -> dict[_Keys, list[_At]]:
-        """The engines of the choice, with their instances, by what keys derive from; empty: ask nothing."""
+    async def _replicate(self, order: Replicate) -> str | None:
+        """Ask the controllers one after the other, since only one of them leads; returns why none took the order."""
+        why: str | None = "no controller is connected"
+        for link in self._order:
+            if (why := await link.replicate(order)) is None:
+                return None
+        return why
+
+    def _engines(self, wanted: Wanted, directory: Directory) -> tuple[list[ServingEngine], Groups]:
+        """The engines of the choice, and those that are attached to an instance; no groups: look nothing up."""
         prompt = wanted.prompt
         if prompt is None or wanted.made_by:
-            return {}
+            return [], {}
         targets = self._fleet.targets(wanted.model, ())
         if len(targets) < 2:
-            return {}
-        known = self._attached.get(wanted.model)
-        if known is None or known.directory is not directory or known.targets != targets:
-            if len(self._attached) >= MAX_MODELS:
-                self._attached.clear()
-            known = self._attached[wanted.model] = self._look_up(wanted.model, targets, directory)
+            return targets, {}
+        known = self._groups.get(wanted.model)
+        if known is None or known[0] is not directory or known[1] != targets:
+            if len(self._groups) >= MAX_MODELS:
+                self._groups.clear()
+            known = directory, targets, self._look_up(wanted.model, targets, directory)
+            self._groups[wanted.model] = known
         n_tokens = len(prompt.tokens)
-        return {
+        return targets, {
             keys: at
-            for keys, at in known.of.items()
-            if (kind := directory.kinds[keys.kind]) is not None and n_tokens >= kind.chunk_tokens
+            for keys, at in known[2].items()
+            if (kind := directory.kinds[keys[0]]) is not None and n_tokens >= kind.chunk_tokens
         }
 
-    def _look_up(self, model: str, targets: list[ServingEngine], directory: Directory) -> _Attached:
-        """Which of a model's engines are attached where, and what their instances tell of loads."""
-        found: dict[_Keys, list[_At]] = {}
+    def _look_up(self, model: str, targets: list[ServingEngine], directory: Directory) -> Groups:
+        """Which of a model's engines are attached where; takes what their instances tell of loads."""
+        found: Groups = {}
         lora = self._fleet.adapter(model)
         for engine in targets:
             served = directory.instance(engine)
-            if served is None:
-                continue
-            number = directory.kind(served, _names(engine, model))
-            kind = directory.kinds[number] if number is not None else None
-            if number is None or kind is None:
+            number = directory.kind(served, _names(engine, model)) if served is not None else None
+            if served is None or number is None or (kind := directory.kinds[number]) is None:
                 continue
             adapter = directory.adapter(served, number, lora)
             if adapter is not None:
-                found.setdefault(_Keys(number, adapter), []).append(_At(engine, served))
+                found.setdefault((number, adapter), []).append(_At(engine, served))
             for tier, path in kind.paths(served).items():
                 self._fleet.load_rates.tell(engine.name, tier, path)
-        return _Attached(directory, targets, dict(list(found.items())[:MAX_KINDS]))
+        return dict(list(found.items())[:MAX_KINDS])
 
     def _request(self, prompt: Prompt, adapter: str) -> RequestIdentity:
         """What decides the keys of a prompt's KV beside its engine's layout."""
@@ -263,8 +333,8 @@ class Controllers(Numbers):
             link.close()
         for url in wanted:
             if url not in self._of:
-                link = ControllerLink(url, self._links, self._keys, self._now_s, self._heard)
-                task = self._supervisor.spawn(link.keep(self._beat), f"controller {url}")
+                link = ControllerLink(url, self._links, self._keys)
+                task = self._supervisor.spawn(link.keep(self._beat, self._heard), f"controller {url}")
                 self._of[url] = link, task
         if not wanted:
             self._directory = None
@@ -283,64 +353,50 @@ def _names(engine: ServingEngine, model: str) -> list[str]:
 
 
 def copies_of(
-    at: list[_At],
-    holdings: list[Holding],
-    chunk_tokens: int,
-    most_chunks: int,
-    directory: Directory,
-    n_targets: int = 0,
+    at: list[_At], holdings: list[Holding], chunk_tokens: int, most_chunks: int, n_targets: int = 0
 ) -> list[Copy]:
     """What engines can have of a prompt by their instances' L1 and L2, and from the peer that holds most.
 
     `most_chunks`: how many were asked for.  `n_targets`: how many engines the choice is among; if all of them read
     peers, one copy of the peer's stands for all, which a large fleet is scored with far sooner.
     """
-    rows = {row.instance: row for row in holdings}
-    in_media = [
-        (frozenset(one.media.values()), row)
-        for row in holdings
-        if row.shared_chunks and (one := directory.instances.get(row.instance)) is not None and one.media
-    ]
+
+    def copy(engine: str, tier: Tier, tokens: int, row: Holding) -> Copy:
+        certainty: Certainty = "degraded" if row.unconfirmed_ms else "exact"
+        source, age_s = row.served.instance, row.unconfirmed_ms / 1_000
+        return Copy(engine=engine, tier=tier, tokens=tokens, certainty=certainty, age_s=age_s, source=source)
+
+    def tokens(chunks: int) -> int:
+        return min(chunks, most_chunks) * chunk_tokens
+
+    rows = {row.served.instance: row for row in holdings}
+    in_media = [(set(row.served.media.values()), row) for row in holdings if row.chunks.shared]
     copies: list[Copy] = []
     own_tokens: dict[str, int] = {}
     """By engine: what it can have without peers."""
     for engine, served in at:
-        row = rows.get(served.instance)
-        in_l1 = min(row.l1_chunks, most_chunks) * chunk_tokens if row is not None else 0
-        own = min(row.own_chunks, most_chunks) * chunk_tokens if row is not None else 0
-        if row is not None and in_l1:
-            copies.append(_copy(engine.name, "l1", in_l1, row))
+        row, in_l1, own = rows.get(served.instance), 0, 0
+        if row is not None:
+            in_l1, own = tokens(row.chunks.in_l1), tokens(row.chunks.anywhere)
+            if in_l1:
+                copies.append(copy(engine.name, "l1", in_l1, row))
         # What another instance has put into a medium can be loaded by all that have this medium.
-        others = [other for media, other in in_media if media <= set(served.media.values())]
-        most = max(others, key=lambda other: other.shared_chunks, default=None)
-        if most is not None and (found := min(most.shared_chunks, most_chunks) * chunk_tokens) > own:
+        others = [other for media, other in in_media if media and media <= set(served.media.values())]
+        most = max(others, key=lambda other: other.chunks.shared, default=None)
+        if most is not None and (found := tokens(most.chunks.shared)) > own:
             own, row = found, most
         if row is not None and own > in_l1:
-            copies.append(_copy(engine.name, "l2", own, row))
+            copies.append(copy(engine.name, "l2", own, row))
         own_tokens[engine.name] = own
-    givers = [
-        row
-        for row in rows.values()
-        if row.l1_chunks and (one := directory.instances.get(row.instance)) is not None and one.gives_to_peers
+    givers = [row for row in holdings if row.chunks.in_l1 and row.served.gives_to_peers]
+    best = max(givers, key=lambda row: row.chunks.in_l1, default=None)
+    if best is None:
+        return copies
+    theirs = tokens(best.chunks.in_l1)
+    if len(at) == n_targets and all(served.reads_peers for _, served in at):
+        return [*copies, copy("", "peer", theirs, best)]
+    return copies + [
+        copy(engine.name, "peer", theirs, best)
+        for engine, served in at
+        if served.reads_peers and served.instance != best.served.instance and theirs > own_tokens[engine.name]
     ]
-    best = max(givers, key=lambda row: row.l1_chunks, default=None)
-    if best is not None:
-        tokens = min(best.l1_chunks, most_chunks) * chunk_tokens
-        if len(at) == n_targets and all(served.reads_peers for _, served in at):
-            return [*copies, _copy("", "peer", tokens, best)]
-        for engine, served in at:
-            farther = served.instance != best.instance and tokens > own_tokens[engine.name]
-            if served.reads_peers and farther:
-                copies.append(_copy(engine.name, "peer", tokens, best))
-    return copies
-
-
-def _copy(engine: str, tier: Tier, tokens: int, row: Holding) -> Copy:
-    return Copy(
-        engine=engine,
-        tier=tier,
-        tokens=tokens,
-        certainty="degraded" if row.unconfirmed_ms else "exact",
-        age_s=row.unconfirmed_ms / 1_000,
-        source=row.instance,
-    )

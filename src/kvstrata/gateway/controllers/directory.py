@@ -77,8 +77,7 @@ class Kind(NamedTuple):
 class Directory:
     """One answer to a heartbeat, by engines and instances."""
 
-    def __init__(self, heard: GatewayHeard, heard_s: float) -> None:
-        self.heard_s = heard_s
+    def __init__(self, heard: GatewayHeard) -> None:
         self.kinds = [_kind(told) for told in heard.kinds]
         self.instances = {one.instance: one for one in heard.instances}
         self._adapters = heard.adapters[:MAX_TOLD_ADAPTERS]

@@ -36,15 +36,10 @@ STALE_S = 30.0
 class Holding(NamedTuple):
     """How much of a prompt one instance holds, from its start."""
 
-    instance: str
-    l1_chunks: int
-    """Leading chunks in its L1."""
-    own_chunks: int
-    """Leading chunks in its L1 or in one of its L2 tiers, at least `l1_chunks`."""
+    served: Served
+    chunks: Held
     unconfirmed_ms: int = 0
     """0: the gateway is in step with it; otherwise for how long it has not been, and it may hold less by now."""
-    shared_chunks: int = 0
-    """Leading chunks in its tiers whose media others share, as far as it has put or found them there."""
 
 
 class _Followed:
@@ -57,9 +52,13 @@ class _Followed:
         self.follower: Follower | None = None
         self.task: asyncio.Task[None] | None = None
 
+    @property
+    def in_step(self) -> bool:
+        return self.follower is not None and self.follower.confirmed
+
     def heard(self, _: Condition | None) -> None:
         self.heard_s = self._now_s()
-        if self.follower is not None and self.follower.confirmed:
+        if self.in_step:
             self.confirmed_s = self.heard_s
 
     def listed(self, took_s: float) -> None:
@@ -77,7 +76,7 @@ class Following(Numbers):
     )
     in_step = gauge(
         "Of these, the instances of which the gateway knows exactly what they hold.",
-        lambda self: sum(one.follower is not None and one.follower.confirmed for one in self._of.values()),
+        lambda self: sum(one.in_step for one in self._of.values()),
         name="followed_in_step",
     )
     placements = gauge(
@@ -125,8 +124,16 @@ class Following(Numbers):
         """What instances hold of a prompt; its tags chunk by chunk."""
         self.prompts += 1
         if len(tags) <= INLINE_TAGS * TAG_BYTES:
-            return self._named(self._lookups.held(tags, n_slices))
-        return self._named(await self._lookups.held_on_thread(tags, n_slices))
+            found = self._lookups.held(tags, n_slices)
+        else:
+            found = await self._lookups.held_on_thread(tags, n_slices)
+        now_s, rows = self._now_s(), []
+        for group, chunks in found.items():
+            known = self._by_group.get(group)
+            if known is not None and now_s - known.heard_s <= patience(STALE_S):
+                doubt_ms = 0 if known.in_step else max(1, int((now_s - known.confirmed_s) * 1000))
+                rows.append(Holding(known.served, chunks, doubt_ms))
+        return rows
 
     def page(self) -> list[dict[str, Any]]:
         """The followed instances, for operators."""
@@ -138,7 +145,7 @@ class Following(Numbers):
             {
                 "instance": name,
                 "keys": keys.get(one.group, {}),
-                "in_step": one.follower is not None and one.follower.confirmed,
+                "in_step": one.in_step,
                 "heard_ago_s": round(now_s - one.heard_s, 3),
                 "lists": one.follower.lists if one.follower is not None else 0,
                 "changes": one.follower.changes if one.follower is not None else 0,
@@ -154,18 +161,6 @@ class Following(Numbers):
         await asyncio.gather(*tasks, self._sweeping, return_exceptions=True)
         self._directory.close()
         self._lookups.close()
-
-    def _named(self, found: dict[int, Held]) -> list[Holding]:
-        now_s = self._now_s()
-        rows = []
-        for group, held in found.items():
-            known = self._by_group.get(group)
-            if known is None or now_s - known.heard_s > patience(STALE_S):
-                continue
-            in_step = known.follower is not None and known.follower.confirmed
-            doubt_ms = 0 if in_step else max(1, int((now_s - known.confirmed_s) * 1000))
-            rows.append(Holding(known.served.instance, held.in_l1, held.anywhere, doubt_ms, held.shared))
-        return rows
 
     def _begin(self, served: Served, keys: ClusterKeys) -> None:
         def changed(up: bool) -> None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from typing import NamedTuple
 
 from kvstrata.gateway.controllers.directory import Kind
-from kvstrata.gateway.controllers.link import ControllerLink
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
@@ -48,12 +47,13 @@ class Replicas:
 
     def __init__(
         self,
-        links: Callable[[], Iterable[ControllerLink]],
+        send: Callable[[Replicate], Awaitable[str | None]],
         supervisor: Supervisor,
         hashing: Executor,
         now_s: Callable[[], float],
     ) -> None:
-        self._links = links
+        """`send` gives an order to the controller that leads; returns why none took it."""
+        self._send = send
         self._supervisor = supervisor
         self._hashing = hashing
         self._now_s = now_s
@@ -93,28 +93,15 @@ class Replicas:
         self._supervisor.job(self._order(gateway, read, chunks, to), "replicate")
 
     async def _order(self, gateway: str, read: Read, chunks: int, to: str) -> None:
-        """Ask the controllers one after the other, since only one of them leads."""
         loop, kind = asyncio.get_running_loop(), read.kind
         keys = await loop.run_in_executor(self._hashing, kind.keys, read.prompt, read.request, chunks)
-        order = Replicate(
-            0,
-            gateway,
-            read.source,
-            to,
-            keys,
-            len(kind.told.slices),
-            kind.told.spans,
-            kind.root(read.request),
-            read.request.tenant,
-            kind.told.record_bytes,
+        why = await self._send(
+            Replicate(
+                0, gateway, read.source, to, keys, len(kind.told.slices), kind.told.spans, kind.root(read.request),
+                read.request.tenant, kind.told.record_bytes,
+            )
+        )  # fmt: skip
+        self.counts["failed" if why else "ordered"] += 1
+        self._log.info(
+            "not_replicated" if why else "replicates", source=read.source, to=to, chunks=chunks, why=why
         )
-        why = "no controller is connected"
-        for link in self._links():
-            refused = await link.replicate(order)
-            if refused is None:
-                self.counts["ordered"] += 1
-                self._log.debug("replicates", source=read.source, to=to, chunks=chunks)
-                return
-            why = refused
-        self.counts["failed"] += 1
-        self._log.info("not_replicated", source=read.source, to=to, why=why)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
-import functools
 import logging
 import random
 from array import array
@@ -27,10 +25,9 @@ from typing import Any, NamedTuple
 from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_http import Asker
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
-from kvstrata.gateway.tokens.asking import Silent, post, tokenized
+from kvstrata.gateway.tokens.engines import REFUSED, Agreed, Silent, Verdict, asks, taken, tokenized, verify
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import Memory, OwnTokenizer
-from kvstrata.gateway.tokens.verifying import Agreed, Verdict, taken, verify
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter
 
@@ -57,14 +54,6 @@ class Known(NamedTuple):
     """`tokenizer`, `render`, or why they are not known."""
     passes: bool = False
     """Whether engines that take ids get them."""
-
-
-class _Verified(NamedTuple):
-    """What came of the comparison with one life of an engine."""
-
-    engine: ServingEngine
-    generation: int
-    verdict: Verdict
 
 
 class Tokens(Numbers):
@@ -102,8 +91,8 @@ class Tokens(Numbers):
         self.memory = Memory()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._waiting = 0
-        self._verified: dict[tuple[str, str], _Verified] = {}
-        """By engine and model."""
+        self._verified: dict[tuple[str, str], tuple[ServingEngine, int, Verdict]] = {}
+        """By engine and model: what came of the comparison with one life of the engine."""
         self._refused_s: dict[str, float] = {}
         """When engines refused /render, by name."""
         self._compared: collections.Counter[str] = collections.Counter()
@@ -165,17 +154,14 @@ class Tokens(Numbers):
             return Known(None, "busy")
         self._waiting += 1
         work = self._pool.submit(_work, self.tokenizers[model], agreed, path, body, self.memory, tenant)
-        loop = asyncio.get_running_loop()
+        waits = asyncio.ensure_future(asyncio.wrap_future(work))
+        waits.add_done_callback(self._worked)
+        return await asyncio.shield(waits)  # a request may go on without the ids
 
-        def worked(_: object) -> None:  # on the thread; a request may have gone on without the ids
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._worked)
-
-        work.add_done_callback(worked)
-        return await asyncio.wrap_future(work)
-
-    def _worked(self) -> None:
+    def _worked(self, work: asyncio.Future[Known]) -> None:
         self._waiting -= 1
+        if not work.cancelled():
+            work.exception()  # the request has it, if it still waits
 
     async def _rendered(self, path: str, body: bytes, model: str) -> Known | None:
         """What an engine says; None if none is willing."""
@@ -184,13 +170,13 @@ class Tokens(Numbers):
             if now_s - self._refused_s.get(engine.name, float("-inf")) < REFUSED_S:
                 continue
             try:
-                status, answer = await post(self._asker, engine.place, f"{path}/render", body)
+                status, answer = await asks(self._asker, engine.place)(f"{path}/render", body)
             except Silent:
                 return None
             if status == 200:
                 ids = await asyncio.to_thread(tokenized, answer)
                 return Known(ids, "render" if ids is not None else "unsupported")
-            if status not in (401, 403, 404, 405, 501):
+            if status not in REFUSED:
                 return None  # the engine will say to the client what is wrong with the request
             self._refused_s[engine.name] = now_s
             self._log.repeated(
@@ -216,9 +202,7 @@ class Tokens(Numbers):
     def _verdict(self, engine: ServingEngine, model: str) -> Verdict | None:
         """What came of the comparison with an engine; None: it was not compared since it began to serve."""
         found = self._verified.get((engine.name, model))
-        if found is None or (found.engine, found.generation) != (engine, engine.generation):
-            return None
-        return found.verdict
+        return found[2] if found is not None and found[:2] == (engine, engine.generation) else None
 
     def agreed(self, model: str) -> Agreed:
         """What each serving engine of a model agrees on with its tokenizer."""
@@ -250,7 +234,7 @@ class Tokens(Numbers):
 
     async def _verify(self, engine: ServingEngine, model: str) -> None:
         generation, tokenizer = engine.generation, self.tokenizers.get(model)
-        ask, verdict = functools.partial(post, self._asker, engine.place), Verdict(frozenset(), {})
+        ask, verdict = asks(self._asker, engine.place), Verdict(frozenset(), {})
         try:
             async with asyncio.timeout(VERIFY_S):
                 if tokenizer is not None:
@@ -260,28 +244,24 @@ class Tokens(Numbers):
                     verdict = verdict._replace(takes_ids=takes_ids)
         except (Silent, TimeoutError) as error:
             reason = str(error) or "no answer in time"
-            says: dict[str, object] = {"engine": engine.name, "model": model, "reason": reason}
+            says = {"engine": engine.name, "model": model, "reason": reason}
             self._log.repeated(logging.WARNING, engine.name, "tokens_not_verified", **says)
             return
         if self.tokenizers.get(model) is not tokenizer:
             return
-        self._verified[engine.name, model] = _Verified(engine, generation, verdict)
-        self._log.info(
-            "tokens_verified", engine=engine.name, model=model, features=",".join(_features(verdict.agreed)),
-            takes_ids=verdict.takes_ids,
-        )  # fmt: skip
+        self._verified[engine.name, model] = engine, generation, verdict
+        says = {"engine": engine.name, "model": model}
+        features = ",".join(_features(verdict.agreed))
+        self._log.info("tokens_verified", **says, features=features, takes_ids=verdict.takes_ids)
         for feature, reason in verdict.reasons.items():
-            self._log.warning(
-                "tokens_differ", engine=engine.name, model=model, feature=feature, reason=reason
-            )
+            self._log.warning("tokens_differ", **says, feature=feature, reason=reason)
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def set(self, settings: TokenSettings, tokenizers: dict[str, OwnTokenizer]) -> None:
-        """Go by other settings. What was verified of a model stays if its tokenizer is the same."""
-        asks = (settings.pass_ids, settings.render) != (self.settings.pass_ids, self.settings.render)
-        same = {name for name, one in tokenizers.items() if self.tokenizers.get(name) is one and not asks}
-        self._verified = {name: one for name, one in self._verified.items() if name[1] in same}
+        """Go by other settings. If they differ, all engines are compared anew."""
+        if (settings, tokenizers) != (self.settings, self.tokenizers):
+            self._verified.clear()
         self.tokenizers = tokenizers
         self.settings = settings
         self.degraded.clear()
@@ -295,8 +275,8 @@ class Tokens(Numbers):
     def features(self) -> list[tuple[str, str, str, bool]]:
         """Model, engine, feature, and whether they agree."""
         return [
-            (model, engine, feature, feature in _features(one.verdict.agreed))
-            for (engine, model), one in sorted(self._verified.items(), key=lambda item: item[0])
+            (model, engine, feature, feature in _features(verdict.agreed))
+            for (engine, model), (_, _, verdict) in sorted(self._verified.items(), key=lambda item: item[0])
             for feature in FEATURES
         ]
 

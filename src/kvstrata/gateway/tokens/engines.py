@@ -1,4 +1,5 @@
-"""Whether an engine makes of prompts what our own tokenizer makes of them, and whether it takes ids from us.
+"""What engines tell of token ids: those of a prompt, whether they make of prompts what our own tokenizer makes of them,
+and whether they take ids from us.
 
 Each feature of prompts (prompts.py) is tried with fixed and with drawn texts: the engine's `/tokenize` must give the
 same ids for all of them.  Whether an engine hands contents to the template as text or as lists of parts shows in which
@@ -10,17 +11,22 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
+from kvstrata.gateway.engine_http import Asker, LinkBroken, Unreachable
+from kvstrata.gateway.fleet import Place
 from kvstrata.gateway.tokens import prompts
-from kvstrata.gateway.tokens.asking import Ask, reported, tokenized
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 
 PATH = "/tokenize"
+MAX_ANSWER_BYTES = 32 << 20
+REFUSED = frozenset((401, 403, 404, 405, 501))
+"""Statuses of an engine that does not serve a path at all."""
 DRAWN = 4
 """Drawn cases of each feature, beside the fixed one."""
 _FIXED = "What is 12345.67 € in ¥?  \n\tdef f(x):\n        return x  # ünï 日本語 🙂‍↔️ \r\n\n end "
@@ -35,6 +41,75 @@ _CALL_ID = "abcdefghi"
 
 Agreed = frozenset[tuple[str, bool]]
 """Features on which an engine and a tokenizer agree, each with whether the template gets contents as lists of parts."""
+
+
+Ask = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
+"""Posts a body to a path of one engine: status and answer."""
+
+
+class Silent(Exception):
+    """An engine cannot be reached, or breaks off."""
+
+
+TokenIds = list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
+
+
+class _Ids(msgspec.Struct):
+    """An answer of /tokenize (`tokens`), or of /render (`token_ids`) for one prompt."""
+
+    tokens: TokenIds | None = None
+    token_ids: TokenIds | None = None
+    features: Any = None
+    """What stands for images and the like, which are no text."""
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage
+
+
+_IDS = msgspec.json.Decoder(_Ids | list[_Ids])
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+def asks(asker: Asker, place: Place) -> Ask:
+    """Questions to one engine; they raise Silent."""
+    headers = {"content-type": "application/json"}
+    if place.api_key:
+        headers["authorization"] = f"Bearer {place.api_key}"
+
+    async def ask(path: str, body: bytes) -> tuple[int, bytes]:
+        try:
+            return await asker.ask(place.address, "POST", path, headers, body, most_bytes=MAX_ANSWER_BYTES)
+        except (Unreachable, LinkBroken) as error:
+            raise Silent(str(error)) from None
+
+    return ask
+
+
+def tokenized(body: bytes) -> array[int] | None:
+    """The ids in an answer of /tokenize, or of /render for one prompt of text; None if there are none."""
+    try:
+        found = _IDS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if isinstance(found, list):
+        if len(found) != 1:
+            return None
+        [found] = found
+    ids = found.tokens if found.tokens is not None else found.token_ids
+    return array("I", ids) if ids is not None and not found.features else None
+
+
+def reported(body: bytes) -> int | None:
+    """The number of a prompt's tokens that an engine's answer tells; None if it tells none."""
+    try:
+        return _ANSWER.decode(body).usage.prompt_tokens
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class Verdict(NamedTuple):
@@ -107,7 +182,7 @@ async def verify(ask: Ask, model: str, tokenizer: OwnTokenizer, draw: random.Ran
             theirs = tokenized(answer) if status == 200 else None
             if theirs is None:
                 why = f"{PATH} answers {status}" if status != 200 else f"{PATH}: an unknown answer"
-                if status in (401, 403, 404, 405):
+                if status in REFUSED:
                     return Verdict(frozenset(), dict.fromkeys(FEATURES, why))
                 reasons[feature] = why
                 forms.clear()
