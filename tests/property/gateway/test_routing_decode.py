@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.routing.choose import DECODE_SHARE, Auto, Ttft, choose, viewed
-from kvstrata.gateway.routing.model import EngineState, Knowledge, Request
+from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
 from kvstrata.gateway.routing.rates import FEWEST, MAX_MODELS, Decoded, DecodeRates, Line
 from tests.harness.amount import amount
 from tests.property.gateway.test_routing import NOW_S, fleets, knowledges, requests
@@ -113,20 +113,41 @@ def test_a_copy_is_made_the_sooner_the_more_requests_share_the_prefix():
     assert waits == sorted(waits, reverse=True) and waits[0] > 2 * waits[-1]
 
 
-@given(requests, fleets(1), knowledges, st.sampled_from([Auto(), Ttft()]))
-@settings(max_examples=amount(60, 300))
-def test_pruning_changes_no_decision_and_costs_are_the_sums_of_their_terms(request, fleet, knowledge, policy):
-    view = viewed(request, fleet, knowledge, NOW_S)
-    costs = []
-    for at in range(len(fleet)):
+@given(st.integers(0, 1 << 32), st.sampled_from([Auto(), Ttft()]))
+@settings(max_examples=amount(100, 500))
+def test_pruning_changes_no_decision_and_costs_are_the_sums_of_their_terms(seed, policy):
+    draw = random.Random(seed)
+    engines = [
+        EngineState(
+            name=f"e{number}", prefill_tokens_s=10_000.0, token_s=draw.choice((0.0, 0.01)),
+            drained_s=NOW_S + draw.uniform(0, 1), running=draw.randrange(3),
+            paths={"l2": LoadPath(latency_s=0.01, tokens_s=100_000.0)} if draw.random() < 0.7 else {},
+        )
+        for number in range(draw.randrange(1, 12))
+    ]  # fmt: skip
+    copies = [
+        Copy(
+            engine=draw.choice(("", f"e{draw.randrange(3)}")), tier=draw.choice(("l0", "l2")),
+            tokens=draw.randrange(10_000), certainty=draw.choice(("exact", "degraded", "predicted")),
+            age_s=draw.uniform(0, 300), ready_at_s=NOW_S + draw.uniform(0, 1),
+        )
+        for _ in range(draw.randrange(10))
+    ]  # fmt: skip
+    cached = {f"e{draw.randrange(12)}": draw.randrange(12_000) for _ in range(draw.randrange(6))}
+    knowledge = Knowledge(cached=cached, copies=copies)
+    request = Request(
+        id=str(seed), tokens=10_000, answer_tokens=draw.choice((0, 100)), sharing=draw.randrange(9)
+    )
+    view = viewed(request, engines, knowledge, NOW_S)
+    by_name = {}
+    for at, engine in enumerate(engines):
         terms = policy.terms(view, at)
         first_s = terms["queue_s"] + terms["load_s"] + terms["compute_s"] - terms.get("spared_s", 0.0)
         others_s = terms.get("answer_s", 0.0) + terms.get("others_s", 0.0)
-        costs.append(first_s + DECODE_SHARE * others_s)
-    decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
-    assert decision.cost <= min(costs) * (1 + policy.near_share) + 1e-9
+        by_name[engine.name] = first_s + DECODE_SHARE * others_s
+    decision = choose(request, engines, knowledge, NOW_S, policy=policy)
+    assert decision.cost <= min(by_name.values()) * (1 + policy.near_share) + 1e-9
     named = [(decision.engine, decision.cost), *((one.engine, one.cost) for one in decision.alternatives)]
-    by_name = dict(zip((engine.name for engine in fleet), costs, strict=True))
     assert [cost for _, cost in named] == pytest.approx([by_name[name] for name, _ in named])
     others = sorted(cost for name, cost in by_name.items() if name != decision.engine)
     assert [cost for _, cost in named[1:]] == pytest.approx(others[:3])
