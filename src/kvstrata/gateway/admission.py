@@ -1,11 +1,11 @@
 """Admission: when a request is sent to an engine, or refused.
 
-    enter ─▶ WAITING ─▶ ADMITTED        an engine was chosen, with the state of this moment, and reserved
-       │        │
-       └────────┴─────▶ REFUSED         or the client leaves
+    enter ─▶ waits ─▶ admitted        an engine was chosen, with the state of this moment, and reserved
+       │       │
+       └───────┴────▶ refused         or the client leaves
 
 Requests wait here, not at the engines, once every engine that could serve them has enough before it
-(gateway/routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is fair
+(routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is fair
 between tenants, and within a tenant by `order_s`: the deadline of the class of service, or PATIENCE_S after the
 arrival where there is none, less `PRIORITY_S` for each step of the request's priority.
 
@@ -30,17 +30,18 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import enum
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from kvstrata.config.gateway_model import QueueSettings
-from kvstrata.gateway.choosing import Choice, Choosing, Wanted
+from kvstrata.gateway.choosing import Choice, Choosing
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
-from kvstrata.gateway.metering import Meter
 from kvstrata.observability.numbers import LONG_BUCKETS, Numbers, gauge, histogram
+
+if TYPE_CHECKING:
+    from kvstrata.gateway.request import Request
 
 PATIENCE_S = 10.0
 """Requests without a class of service, and those that have missed its `ttft_ms`, are ordered as if their first token
@@ -48,73 +49,17 @@ were due so long after their arrival."""
 PRIORITY_S = 1.0
 """A step of priority counts as an arrival so many seconds earlier."""
 QUEUE_FULL = "queue_full"
+GONE = Failure(499, "cancelled", "the client has gone")
 MAX_BYTES = 256 << 20
 """Bodies of all waiting requests."""
 
-
-class State(enum.Enum):
-    """See the module."""
-
-    NEW = "new"
-    WAITING = "waiting"
-    ADMITTED = "admitted"
-    REFUSED = "refused"
-
-
-class Standing(NamedTuple):
-    """What decides a request's place beside its deadline."""
-
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-
-
-class Timer(Protocol):
-    """Of an event loop."""
-
-    def cancel(self) -> None: ...
-
-
 Lane = tuple[str, frozenset[ServingEngine]]
 """A model, and the engines that may not serve the request."""
-Later = Callable[[float, Callable[[], None]], Timer]
-"""Calls something after so many seconds."""
 
 
-class Ask:
-    """One request. Whoever enters it must take its choice, or `leave`."""
-
-    def __init__(
-        self, wanted: Wanted, meter: Meter, standing: Standing, without: Iterable[ServingEngine] = ()
-    ) -> None:
-        """`without`: engines that may not serve it."""
-        self.wanted = wanted
-        self.meter = meter
-        self.standing = standing
-        self.lane: Lane = wanted.model, frozenset(without)
-        self.order_s = 0.0
-        """Must not change while it waits in a flow."""
-        self.state = State.NEW
-        self.choice: Choice | None = None
-        self.failure: Failure | None = None
-        self.timer: Timer | None = None
-        """Rings at its deadline; None: it has not had to wait."""
-        self.late = False
-        """Whether it is known not to meet its deadline."""
-        self.decided: Callable[[], None] = lambda: None
-        """Called when it is admitted or refused after it has waited."""
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """The lowest is next."""
-        return self.order_s, self.wanted.number
-
-    @property
-    def found(self) -> Choice | Failure:
-        """What became of a request that waits no longer."""
-        found = self.choice or self.failure
-        assert found is not None
-        return found
+def _order(request: Request) -> tuple[float, int]:
+    """The lowest of a lane is next."""
+    return request.order_s, request.number
 
 
 class Flow:
@@ -122,33 +67,35 @@ class Flow:
 
     def __init__(self) -> None:
         self.weight = 1.0
-        """Of the newest request."""
-        self.lanes: dict[Lane, list[Ask]] = {}
+        self.lanes: dict[Lane, list[Request]] = {}
         """In order; none is empty."""
         self.count = self.size_bytes = self.tokens = 0
 
-    def push(self, ask: Ask) -> None:
+    def push(self, request: Request) -> None:
         """Add a request."""
-        self.weight = ask.standing.weight
-        bisect.insort(self.lanes.setdefault(ask.lane, []), ask, key=lambda each: each.order)
-        self._count(ask, 1)
+        self.weight = _weight(request)
+        bisect.insort(self.lanes.setdefault(_lane(request), []), request, key=_order)
+        self._count(request, 1)
 
-    def remove(self, ask: Ask) -> None:
+    def remove(self, request: Request) -> None:
         """Take a request out, which is here."""
-        lane = self.lanes[ask.lane]
-        del lane[bisect.bisect_left(lane, ask.order, key=lambda each: each.order)]
+        lane = self.lanes[_lane(request)]
+        del lane[bisect.bisect_left(lane, _order(request), key=_order)]
         if not lane:
-            del self.lanes[ask.lane]
-        self._count(ask, -1)
+            del self.lanes[_lane(request)]
+        self._count(request, -1)
 
-    def _count(self, ask: Ask, sign: int) -> None:
+    def _count(self, request: Request, sign: int) -> None:
         self.count += sign
-        self.size_bytes += sign * ask.meter.body_bytes
-        self.tokens += sign * ask.wanted.tokens
+        self.size_bytes += sign * request.body_bytes
+        self.tokens += sign * request.charged_tokens
 
 
 class Admission(Numbers):
-    """See the module. Belongs to the event loop."""
+    """See the module. Belongs to the event loop.
+
+    Whoever enters a request must take what it `found`, or `leave`.
+    """
 
     queued = gauge(
         "Requests that wait in the gateway until an engine has room for them.",
@@ -173,8 +120,9 @@ class Admission(Numbers):
         choosing: Choosing,
         fleet: Fleet,
         now_s: Callable[[], float],
-        later: Later,
+        later: Callable[[float, Callable[[], None]], Any],
     ) -> None:
+        """`later` calls something after so many seconds, and returns what can `cancel` that."""
         self._settings = settings
         self._choosing = choosing
         self._fleet = fleet
@@ -185,7 +133,7 @@ class Admission(Numbers):
         self._virtual = 0.0
         self._served: dict[str, float] = {}
         """By tenant, where it is above the virtual time."""
-        self._timer: Timer | None = None
+        self._timer: Any = None
         choosing.freed = fleet.changed = self.pump
 
     def __len__(self) -> int:
@@ -198,18 +146,19 @@ class Admission(Numbers):
         self._trim()
         self.pump()
 
-    async def admitted(self, ask: Ask) -> Choice | Failure:
+    async def admitted(self, request: Request) -> Choice | Failure:
         """The engine for a request, reserved for it, or why there is none. When cancelled, nothing stays reserved."""
-        self.enter(ask)
-        if ask.state is State.WAITING:
+        self.enter(request)
+        if request.found is None:
             told = asyncio.Event()
-            ask.decided = told.set
+            request.decided = told.set
             try:
                 await told.wait()
             except asyncio.CancelledError:
-                self.leave(ask)
+                self.leave(request)
                 raise
-        return ask.found
+        assert request.found is not None
+        return request.found
 
     def page(self) -> dict[str, Any]:
         """What waits, for operators."""
@@ -223,81 +172,81 @@ class Admission(Numbers):
 
     # -- what happens ------------------------------------------------------------------------------------------
 
-    def enter(self, ask: Ask) -> None:
-        """A request has arrived: it is decided at once, or waits."""
-        if not self._settings.max_requests or ask.wanted.made_by:
-            self._decide(ask)
+    def enter(self, request: Request) -> None:
+        """A request has arrived, and was read: it is decided at once, or waits."""
+        if not self._settings.max_requests or (request.wanted is not None and request.wanted.made_by):
+            self._decide(request, waited=False)
             return
-        if ask.meter.body_bytes > MAX_BYTES and not self._has_room(ask.lane):
-            self._refuse(ask, self._full())
+        if request.body_bytes > MAX_BYTES and not self._has_room(_lane(request)):
+            self._settle(request, self._full())
             return
-        due_s = self.deadline_s(ask)
-        ask.order_s = due_s - PRIORITY_S * ask.standing.priority
-        ask.state = State.WAITING
-        self._push(ask)
+        due_s = self.deadline_s(request)
+        request.order_s = due_s - PRIORITY_S * request.priority
+        self._push(request)
         self.pump()
         self._trim()
-        if ask.state is State.WAITING:
-            ask.timer = self._later(max(0.0, due_s - self._now_s()), lambda: self._expire(ask))
+        if request.found is None:
+            request.timer = self._later(max(0.0, due_s - self._now_s()), lambda: self._expire(request))
             self._set_timer()
 
-    def leave(self, ask: Ask) -> None:
+    def leave(self, request: Request) -> None:
         """The client has gone, or nobody takes the choice."""
-        if ask.state is State.WAITING:
-            self._remove(ask)
-            self._decided(ask, State.REFUSED)
-        elif ask.choice is not None:
-            choice, ask.choice = ask.choice, None
-            self._choosing.ended(choice, answered=False)
+        found = request.found
+        if found is None:
+            self._remove(request)
+            self._settle(request, GONE)
+        elif isinstance(found, Choice):
+            request.found = GONE
+            self._choosing.ended(found, answered=False)
 
     def pump(self) -> None:
         """Admit what there is room for."""
-        while (ask := self._first()) is not None:
-            self._remove(ask)
-            self._decide(ask)
+        while (request := self._first()) is not None:
+            self._remove(request)
+            self._decide(request, waited=True)
         self._set_timer()
 
-    def deadline_s(self, ask: Ask) -> float:
+    def deadline_s(self, request: Request) -> float:
         """When the first token of a request is due."""
-        slo = self._choosing.slo_of(ask.meter)
+        slo = self._choosing.slo_of(request)
         due_s = slo.ttft_ms / 1_000 if slo is not None and slo.ttft_ms else PATIENCE_S
-        return ask.meter.arrived_s + due_s
+        return request.arrived_s + due_s
 
-    def _expire(self, ask: Ask) -> None:
+    def _expire(self, request: Request) -> None:
         """The deadline of a request has passed."""
-        if ask.state is State.WAITING and not ask.late:
-            self._remove(ask)
-            self._miss(ask, self._now_s() - self.deadline_s(ask))
+        if request.found is None and not request.late:
+            self._remove(request)
+            self._miss(request, self._now_s() - self.deadline_s(request))
 
     # -- the line ----------------------------------------------------------------------------------------------
 
-    def _push(self, ask: Ask) -> None:
-        self.flows.setdefault(ask.standing.tenant, Flow()).push(ask)
+    def _push(self, request: Request) -> None:
+        self.flows.setdefault(request.sender, Flow()).push(request)
 
-    def _remove(self, ask: Ask) -> None:
-        flow = self.flows[ask.standing.tenant]
-        flow.remove(ask)
+    def _remove(self, request: Request) -> None:
+        flow = self.flows[request.sender]
+        flow.remove(request)
         if not flow.count:
-            del self.flows[ask.standing.tenant]
+            del self.flows[request.sender]
 
     def _tag(self, tenant: str) -> float:
         return max(self._virtual, self._served.get(tenant, 0.0))
 
-    def _first(self) -> Ask | None:
+    def _first(self) -> Request | None:
         """The next request of those for which an engine has room; it stays where it is."""
         has_room: dict[Lane, bool] = {}
-        heads: list[tuple[float, tuple[float, int], Ask]] = []
+        heads: list[tuple[float, tuple[float, int], Request]] = []
         for tenant, flow in self.flows.items():
-            for lane, asks in flow.lanes.items():
+            for lane, requests in flow.lanes.items():
                 if lane not in has_room:
                     has_room[lane] = self._has_room(lane)
                 if has_room[lane]:
-                    heads.append((self._tag(tenant), asks[0].order, asks[0]))
+                    heads.append((self._tag(tenant), _order(requests[0]), requests[0]))
         return min(heads, key=lambda one: one[:2])[2] if heads else None
 
-    def _count_served(self, standing: Standing, tokens: int) -> None:
-        self._virtual = self._tag(standing.tenant)
-        self._served[standing.tenant] = self._virtual + tokens / standing.weight
+    def _count_served(self, request: Request, tokens: int) -> None:
+        self._virtual = self._tag(request.sender)
+        self._served[request.sender] = self._virtual + tokens / _weight(request)
         if len(self._served) > len(self.flows) + 64:
             self._served = {name: tag for name, tag in self._served.items() if tag > self._virtual}
 
@@ -309,9 +258,9 @@ class Admission(Numbers):
                 self.flows.values(),
                 key=lambda one: max(one.count / most, one.size_bytes / MAX_BYTES) / one.weight,
             )
-            last = max((lane[-1] for lane in heaviest.lanes.values()), key=lambda each: each.order)
+            last = max((lane[-1] for lane in heaviest.lanes.values()), key=_order)
             self._remove(last)
-            self._refuse(last, self._full())
+            self._settle(last, self._full())
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -324,46 +273,42 @@ class Admission(Numbers):
         measured = any(self._fleet.measured(one) for one in serving)
         return any(one.queue.has_room(ahead_s, now_s, measured=measured) for one in serving)
 
-    def _decide(self, ask: Ask) -> None:
+    def _decide(self, request: Request, *, waited: bool) -> None:
         """Admit a request that is not in the line, refuse it, or put it back as late."""
-        choosing, (model, without) = self._choosing, ask.lane
-        choice = choosing.choose(ask.wanted, without)
+        choosing, wanted = self._choosing, request.wanted
+        assert wanted is not None
+        choice = choosing.choose(wanted, request.without)
         if choice is None:
-            self._refuse(ask, choosing.none_serves(model))
+            self._settle(request, choosing.none_serves(wanted.model))
             return
-        if (late_s := choosing.late_s(choice, ask.meter)) > 0:
-            slo = choosing.slo_of(ask.meter)
+        if (late_s := choosing.late_s(choice, request)) > 0:
+            slo = choosing.slo_of(request)
             # It is put off only if a prompt is before it at the engine: otherwise it could not come sooner.
-            put_off = ask.state is State.WAITING and not ask.late and bool(choice.engine.load.waiting)
+            put_off = waited and not request.late and bool(choice.engine.load.waiting)
             if put_off or (slo is not None and slo.shed):
-                self._miss(ask, late_s)
+                self._miss(request, late_s)
                 return
-        self._count_served(ask.standing, max(1, ask.wanted.tokens - choice.cached_tokens))
+        self._count_served(request, max(1, request.charged_tokens - choice.cached_tokens))
         choosing.dispatched(choice)
-        ask.choice = choice
-        self._decided(ask, State.ADMITTED)
+        self._settle(request, choice)
 
-    def _miss(self, ask: Ask, late_s: float) -> None:
+    def _miss(self, request: Request, late_s: float) -> None:
         """A request cannot meet its deadline: refuse it if its class sheds, else order it as if it had no class."""
-        slo = self._choosing.slo_of(ask.meter)
+        slo = self._choosing.slo_of(request)
         if slo is not None and slo.shed:
-            self._refuse(ask, self._choosing.unreachable(slo, late_s))
+            self._settle(request, self._choosing.unreachable(slo, late_s))
             return
-        ask.late = True
-        patient_s = ask.meter.arrived_s + PATIENCE_S - PRIORITY_S * ask.standing.priority
-        ask.order_s = max(ask.order_s, patient_s)
-        self._push(ask)
+        request.late = True
+        patient_s = request.arrived_s + PATIENCE_S - PRIORITY_S * request.priority
+        request.order_s = max(request.order_s, patient_s)
+        self._push(request)
 
-    def _refuse(self, ask: Ask, failure: Failure) -> None:
-        ask.failure = failure
-        self._decided(ask, State.REFUSED)
-
-    def _decided(self, ask: Ask, state: State) -> None:
-        ask.state = state
-        if ask.timer is not None:
-            ask.timer.cancel()
-            self.waited[ask.standing.tenant].add(max(0.0, self._now_s() - ask.meter.arrived_s))
-            ask.decided()
+    def _settle(self, request: Request, found: Choice | Failure) -> None:
+        request.found = found
+        if request.timer is not None:
+            request.timer.cancel()
+            self.waited[request.sender].add(max(0.0, self._now_s() - request.arrived_s))
+            request.decided()
 
     def _full(self) -> Failure:
         says = (
@@ -381,3 +326,11 @@ class Admission(Numbers):
         next_s = self._fleet.next_room_s() if self.flows else math.inf
         if math.isfinite(next_s):
             self._timer = self._later(next_s - now_s, self.pump)
+
+
+def _lane(request: Request) -> Lane:
+    return request.asked.model, request.without
+
+
+def _weight(request: Request) -> float:
+    return request.tenant.settings.weight if request.tenant is not None else 1.0

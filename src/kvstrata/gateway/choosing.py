@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import SloSettings
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.loading import Loading
-from kvstrata.gateway.metering import Meter, Meters
+from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import PIECE_TOKENS, Prefixes
 from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
@@ -30,6 +30,9 @@ from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, W
 from kvstrata.gateway.routing.queues import Flight
 from kvstrata.gateway.routing.rates import Decoded
 from kvstrata.gateway.sharing.telling import Sent, Teller
+
+if TYPE_CHECKING:
+    from kvstrata.gateway.request import Request as Arrived
 
 
 class Wanted(NamedTuple):
@@ -228,16 +231,16 @@ class Choosing:
             return None
         return way.ttft_s
 
-    def slo_of(self, meter: Meter) -> SloSettings | None:
+    def slo_of(self, request: Arrived) -> SloSettings | None:
         """The class of service of a request."""
-        return self._meters.slo.get(meter.slo)
+        return self._meters.slo.get(request.slo)
 
-    def late_s(self, choice: Choice, meter: Meter) -> float:
+    def late_s(self, choice: Choice, request: Arrived) -> float:
         """Seconds from its class's limit to the expected first token; 0 or less: in time, as far as it is known."""
-        slo, expected_s = self.slo_of(meter), self.expected_s(choice)
+        slo, expected_s = self.slo_of(request), self.expected_s(choice)
         if slo is None or not slo.ttft_ms or expected_s is None:
             return 0.0
-        return self._now_s() - meter.arrived_s + expected_s - slo.ttft_ms / 1_000
+        return self._now_s() - request.arrived_s + expected_s - slo.ttft_ms / 1_000
 
     def unreachable(self, slo: SloSettings, late_s: float) -> Failure:
         """The refusal of a request whose first token would come so much too late."""
@@ -315,13 +318,13 @@ class Choosing:
         self._loading.ended(choice.wanted.number)
         self.freed()
 
-    def answered(self, choice: Choice, meter: Meter) -> None:
+    def answered(self, choice: Choice, request: Arrived) -> None:
         """What the `usage` of an answer tells that has ended."""
-        tokens = meter.tokens
+        tokens = request.tokens
         prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
         if prompt and cached is not None:
             self.learn(choice, prompt, cached)
-        self.learn_answer(choice, tokens.get("completion", meter.events))
+        self.learn_answer(choice, tokens.get("completion", request.events))
 
     def learn_answer(self, choice: Choice, tokens: int) -> None:
         """An answer that has ended had so many tokens."""

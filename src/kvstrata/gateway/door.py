@@ -15,14 +15,16 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.gateway_model import GatewayTenantSettings
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.marks import BROKE_OFF, CANCELLED, OK
-from kvstrata.gateway.metering import Meter
 from kvstrata.patience import patience
 from kvstrata.process.http_gate import Access
+
+if TYPE_CHECKING:
+    from kvstrata.gateway.request import Request
 
 BEARER = b"bearer "
 IN_FLIGHT = "tenant_in_flight"
@@ -34,59 +36,32 @@ NEWEST = 0.1
 Headers = Mapping[bytes, bytes]
 
 
-class Quota:
-    """A tenant's tokens: how many it may use a second on average, and at once.
+class Bucket:
+    """What a tenant has used of something; it drains at a rate, and there may be so much of it at once.
 
-        take(estimate) ─▶ settle(estimate, used)        settle comes once after each take that was not refused
-
-    What is used drains at `tokens_per_s`; a request comes in if its estimate fits below `tokens_burst` beside what is
-    used, or if nothing is used.  The estimate is the prompt, and what the tenant's answers had on average lately;
-    `settle` puts what the answer told in its place, so `used_tokens` may exceed the burst, and then the tenant waits
-    for it to drain.
-
-    1. `used_tokens` is at least 0, and 0 some time after the last request.
-    2. Changed settings change what may be used, not what is used.
+    It is at least 0, and 0 some time after the last use. Changed limits change what may be used, not what is used.
     """
 
     def __init__(self, now_s: float) -> None:
-        self._used = 0.0
+        self.used = 0.0
         self._at_s = now_s
-        self._generated = 0.0
-        """Tokens of the tenant's answers on average."""
 
-    def used_tokens(self, settings: GatewayTenantSettings, now_s: float) -> float:
-        """Return what is used now. A clock that steps back waits."""
-        self._drain(settings, now_s)
-        return self._used
+    def take(self, amount: float, rate: float, most: int, now_s: float) -> int:
+        """Use `amount`, and return 0; or return the whole seconds after which it fits, and use nothing.
 
-    def take(self, settings: GatewayTenantSettings, prompt_tokens: int, now_s: float) -> float | Failure:
-        """Use the estimate of a request, which is returned; or the refusal. Without a limit nothing is used."""
-        if not settings.tokens_per_s:
-            return 0.0
-        self._drain(settings, now_s)
-        estimate = prompt_tokens + self._generated
-        excess = self._used + min(estimate, settings.tokens_burst) - settings.tokens_burst
+        More than `most` fits when nothing is used.
+        """
+        excess = self.drained(rate, now_s) + min(amount, most) - most
         if excess > 0.0:
-            wait_s = max(1, math.ceil(excess / settings.tokens_per_s))
-            says = (
-                f"tenant {settings.name} may use {settings.tokens_per_s:g} tokens a second, "
-                f"{settings.tokens_burst} at once; this request takes about {estimate:.0f}: come again in {wait_s} s"
-            )
-            return Failure(429, "tenant_tokens", says, retry_after_s=wait_s)
-        self._used += estimate
-        return estimate
+            return max(1, math.ceil(excess / rate))
+        self.used += amount
+        return 0
 
-    def settle(self, estimate: float, prompt_tokens: int, generated_tokens: int) -> None:
-        """A request has ended, having used so many tokens; none of both if no engine has answered it."""
-        if generated_tokens:
-            self._generated += NEWEST * (generated_tokens - self._generated)
-        if estimate:
-            self._used = max(0.0, self._used - estimate + prompt_tokens + generated_tokens)
-
-    def _drain(self, settings: GatewayTenantSettings, now_s: float) -> None:
-        passed_s = max(0.0, now_s - self._at_s)
-        self._at_s = max(now_s, self._at_s)
-        self._used = max(0.0, self._used - passed_s * settings.tokens_per_s)
+    def drained(self, rate: float, now_s: float) -> float:
+        """What is used now. A clock that steps back waits."""
+        passed_s, self._at_s = max(0.0, now_s - self._at_s), max(now_s, self._at_s)
+        self.used = max(0.0, self.used - passed_s * rate)
+        return self.used
 
 
 class Tenancy(NamedTuple):
@@ -97,16 +72,20 @@ class Tenancy(NamedTuple):
 
 
 class Tenant:
-    """One tenant: its settings, and what it uses now."""
+    """One tenant: its settings, and what it uses now.
+
+    A request takes its estimate, which is its prompt and what the tenant's answers had on average lately; `settle` puts
+    what was used in its place, so more than `tokens_burst` may be used, and then the tenant waits for it to drain.
+    """
 
     def __init__(self, settings: GatewayTenantSettings, now_s: float) -> None:
         self.settings = settings
         self.in_flight = 0
         self._left = asyncio.Event()
         """Set when a request has ended."""
-        self._tokens = float(settings.burst)
-        self._filled_s = now_s
-        self._quota = Quota(now_s)
+        self._requests, self._tokens = Bucket(now_s), Bucket(now_s)
+        self._generated = 0.0
+        """Tokens of the tenant's answers on average."""
 
     @property
     def name(self) -> str:
@@ -115,20 +94,13 @@ class Tenant:
 
     def enter(self, now_s: float) -> Failure | None:
         """Let a request in, which must `leave`; or the reason why not."""
-        most = self.settings.max_in_flight
+        most, rate = self.settings.max_in_flight, self.settings.requests_per_s
         if most and self.in_flight >= most:
             says = f"tenant {self.name} has {self.in_flight} requests under way, of at most {most}; wait for one to end"
             return Failure(429, IN_FLIGHT, says, retry_after_s=1)
-        rate = self.settings.requests_per_s
-        if rate:
-            passed_s = max(0.0, now_s - self._filled_s)
-            self._tokens = min(float(self.settings.burst), self._tokens + passed_s * rate)
-            self._filled_s = now_s
-            if self._tokens < 1:
-                wait_s = math.ceil((1 - self._tokens) / rate)
-                says = f"tenant {self.name} may send {rate:g} requests a second; come again in {wait_s} s"
-                return Failure(429, "tenant_rate", says, retry_after_s=wait_s)
-            self._tokens -= 1
+        if rate and (wait_s := self._requests.take(1.0, rate, self.settings.burst, now_s)):
+            says = f"tenant {self.name} may send {rate:g} requests a second; come again in {wait_s} s"
+            return Failure(429, "tenant_rate", says, retry_after_s=wait_s)
         self.in_flight += 1
         return None
 
@@ -139,21 +111,38 @@ class Tenant:
 
     def take(self, prompt_tokens: int, now_s: float) -> float | Failure:
         """Use tokens for a request, by an estimate that is returned for `settle`; or the reason why not."""
-        return self._quota.take(self.settings, prompt_tokens, now_s)
+        rate, most, estimate = self.settings.tokens_per_s, self.settings.tokens_burst, 0.0
+        if rate:
+            estimate = prompt_tokens + self._generated
+            if wait_s := self._tokens.take(estimate, rate, most, now_s):
+                says = (
+                    f"tenant {self.name} may use {rate:g} tokens a second, {most} at once; this request takes about "
+                    f"{estimate:.0f}: come again in {wait_s} s"
+                )
+                return Failure(429, "tenant_tokens", says, retry_after_s=wait_s)
+        return estimate
 
-    def settle(self, estimate: float, prompt_tokens: int, meter: Meter) -> None:
-        """A request that took tokens has ended; `prompt_tokens`: of its prompt, if its answer does not tell."""
-        if meter.outcome == CANCELLED and meter.engine and not meter.first_s:
-            return  # An engine has worked on it, nobody knows how long: the estimate stays.
-        told = meter.tokens
-        answered = meter.first_s and meter.outcome in (OK, CANCELLED, BROKE_OFF) and not meter.failed_inside
-        prompt = told.get("prompt", prompt_tokens) if answered else 0
-        generated = told.get("completion", meter.events) if answered else 0
-        self._quota.settle(estimate, prompt, generated)
+    def settle(self, request: Request) -> None:
+        """A request that may have taken tokens has ended: charge what its prompt and its answer had.
+
+        The prompt counts at least what it counted for before, whatever the answer tells.
+        """
+        estimate = request.taken
+        if estimate is None or (request.outcome == CANCELLED and request.engine and not request.first_s):
+            return  # Of the second an engine has worked on it, nobody knows how long: the estimate stays.
+        used = generated = 0
+        if request.first_s and request.outcome in (OK, CANCELLED, BROKE_OFF) and not request.failed_inside:
+            generated = request.tokens.get("completion", request.events)
+            prompt = request.tokens.get("prompt", request.charged_tokens)
+            used = max(request.charged_tokens, prompt + generated)
+        if generated:
+            self._generated += NEWEST * (generated - self._generated)
+        if estimate:
+            self._tokens.used = max(0.0, self._tokens.used - estimate + used)
 
     def uses(self, now_s: float) -> Tenancy:
         """What is used now."""
-        return Tenancy(self.in_flight, self._quota.used_tokens(self.settings, now_s))
+        return Tenancy(self.in_flight, self._tokens.drained(self.settings.tokens_per_s, now_s))
 
     async def leaving(self) -> None:
         """Wait for GRACE_S at most until a request has ended.
@@ -174,6 +163,8 @@ class Door:
         self.access = access
         self._loopback = loopback
         self._now_s = now_s
+        self._known_host: bytes | None = None
+        """The last one that is a name of this port."""
         self._tenants: dict[bytes, Tenant] = {}
         """By the digest of the key, so that finding one takes the same time whatever is sent."""
 
@@ -205,9 +196,11 @@ class Door:
         """Rule 1; None: the sender is known, or its key decides."""
         if not self._loopback or self._tenants:
             return None
-        if not self.access.knows_host(headers.get(b"host", b"").decode("latin-1")):
+        host = headers.get(b"host", b"")
+        if host != self._known_host and not self.access.knows_host(host.decode("latin-1")):
             says = "Host: this port does not have that name; add it to http.allowed_hosts of the gateway"
             return Failure(403, "unknown_host", says)
+        self._known_host = host
         if not self.access.knows_origin(headers, path):
             says = "Origin: pages of other sites may not use this port; add the site to http.allowed_hosts"
             return Failure(403, "unknown_origin", says)

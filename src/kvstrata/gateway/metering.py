@@ -7,10 +7,14 @@ stream with content counts as a token.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from kvstrata.config.gateway_model import SloSettings
 from kvstrata.gateway.marks import OK
 from kvstrata.observability.numbers import LONG_BUCKETS, Numbers, counter, histogram, parts_by
+
+if TYPE_CHECKING:
+    from kvstrata.gateway.request import Request
 
 MAX_SERIES = 4_096
 """Most sets of labels; further ones count under OTHER."""
@@ -47,43 +51,6 @@ class Times(Numbers):
     )
 
 
-class Meter:
-    """One request: from its arrival to its end. `Meters.end` counts it."""
-
-    __slots__ = (
-        *(
-            "arrived_s",
-            "body_bytes",
-            "engine",
-            "events",
-            "failed_inside",
-            "first_s",
-            "last_s",
-            "model",
-            "outcome",
-        ),
-        *("slo", "tenant", "tokens"),
-    )
-
-    def __init__(self, arrived_s: float, tenant: str) -> None:
-        self.arrived_s = arrived_s
-        self.tenant = tenant
-        self.body_bytes = 0
-        self.model = ""
-        self.engine = ""
-        self.slo = ""
-        self.outcome = ""
-        """A word: `ok`, `client_error`, `cancelled`, or the code of a Failure."""
-        self.first_s = 0.0
-        self.last_s = 0.0
-        self.events = 0
-        """Events of a stream that had content."""
-        self.failed_inside = False
-        """Whether the answer is an error although its status is 200."""
-        self.tokens: Mapping[str, int] = {}
-        """By kind, as the answer tells them: `prompt`, `cached`, `completion`."""
-
-
 class Meters(Numbers):
     """All measurements of a gateway. Belongs to the event loop."""
 
@@ -115,9 +82,9 @@ class Meters(Numbers):
         self.times: dict[str, Times] = {}
         """By model."""
 
-    def of(self, meter: Meter) -> Series:
+    def of(self, request: Request) -> Series:
         """The series of a request."""
-        labels = meter.tenant, meter.model, meter.engine
+        labels = request.sender, request.model, request.engine
         series = self.series.get(labels)
         if series is None:
             if len(self.series) >= MAX_SERIES:
@@ -130,27 +97,27 @@ class Meters(Numbers):
             model = OTHER
         return self.times.setdefault(model, Times())
 
-    def end(self, meter: Meter) -> None:
+    def end(self, request: Request) -> None:
         """Count a request that has ended."""
-        series = self.of(meter)
-        outcome = "engine_error" if meter.failed_inside and meter.outcome == OK else meter.outcome
+        series = self.of(request)
+        outcome = "engine_error" if request.failed_inside and request.outcome == OK else request.outcome
         series.outcomes[outcome] += 1
-        name = (meter.tenant, meter.slo)
+        name = (request.sender, request.slo)
         self.received[name] += 1
-        if outcome != OK or not meter.first_s:
+        if outcome != OK or not request.first_s:
             return
-        ttft_s, e2e_s = meter.first_s - meter.arrived_s, meter.last_s - meter.arrived_s
-        tokens = meter.tokens
+        ttft_s, e2e_s = request.first_s - request.arrived_s, request.last_s - request.arrived_s
+        tokens = request.tokens
         for kind, count in tokens.items():
             series.tokens[kind] += count
-        more = tokens.get("completion", meter.events) - 1
-        tpot_s = (meter.last_s - meter.first_s) / more if more > 0 else 0.0
-        times = self._times_of(meter.model)
+        more = tokens.get("completion", request.events) - 1
+        tpot_s = (request.last_s - request.first_s) / more if more > 0 else 0.0
+        times = self._times_of(request.model)
         times.ttft.add(ttft_s)
         times.e2e.add(e2e_s)
         if more > 0:
             times.tpot.add(tpot_s)
-        if self._is_met(meter.slo, ttft_s, tpot_s, e2e_s):
+        if self._is_met(request.slo, ttft_s, tpot_s, e2e_s):
             self.met[name] += 1
 
     def _is_met(self, name: str, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:

@@ -106,6 +106,7 @@ class Gateway(Process):
             settings, now_s, door, fleet, meters, reader, residency, tokens, choosing, admission, controllers,
             requests, probing.suspect, sharing,
         )  # fmt: skip
+        requests.parts = parts
         self._glance = glance = Glance(parts)
         self._numbers: tuple[Numbers, ...] = ()
         pages = Pages(lambda: sections(parts, glance, self._numbers))

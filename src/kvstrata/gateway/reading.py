@@ -7,10 +7,9 @@ import itertools
 import secrets
 from array import array
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from kvstrata.config.gateway_model import GatewaySettings
-from kvstrata.gateway.admission import Standing
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.door import Headers, Tenant
 from kvstrata.gateway.errors import Failure
@@ -22,7 +21,6 @@ from kvstrata.gateway.routes import (
     MAX_SESSION_CHARS,
     ROUTES,
     Asked,
-    Route,
     asked,
     cut_short,
     ids_in,
@@ -30,27 +28,13 @@ from kvstrata.gateway.routes import (
     response_of,
 )
 
+if TYPE_CHECKING:
+    from kvstrata.gateway.request import Request
+
 SESSIONS, SLO_CLASS, PRIORITY = (b"x-session-id", b"session_id"), b"x-slo-class", b"x-priority"
 """Headers that name a request's session (the second is Codex's), class of service and priority."""
 MAX_RESPONSES = 1 << 16
 """Stored responses that are remembered; the oldest are forgotten first."""
-
-
-class Sent(NamedTuple):
-    """A request as it has come."""
-
-    path: str
-    route: Route
-    body: bytes
-    headers: Headers
-    word: str
-    """Its id."""
-    tenant: str
-    """The name of its sender; empty: clients need no key."""
-    kv_tenant: str
-    """In whose name the sender's KV is stored; empty: in the engine's."""
-    cut: bool
-    """Whether more of the body follows than can be read."""
 
 
 class Reader:
@@ -65,36 +49,39 @@ class Reader:
         self._made_by: collections.OrderedDict[str, str] = collections.OrderedDict()
         """The engine that has made a stored response, by its name, which the engine has drawn."""
 
-    def read(self, sent: Sent) -> tuple[Asked, Wanted] | Failure:
-        """Read a request."""
-        path, headers = sent.path, sent.headers
+    def read(self, request: Request, body: bytes, *, cut: bool) -> Wanted | Failure:
+        """Read a request, and note what it asks for. `cut`: more of the body follows than can be read."""
+        (_, path, headers, word), route, tenant = request.head, request.route, request.tenant
+        assert route is not None
+        kv_tenant = tenant.settings.kv_tenant if tenant is not None else ""
         response = response_of(path) if path not in ROUTES else ""
         if response or is_any(path):
-            found: Asked | Failure = Asked(repeatable=sent.route.repeatable)
-        elif sent.cut:
-            found = cut_short(path, sent.route, sent.body, several=len(self._fleet.models()) > 1)
+            found: Asked | Failure = Asked(repeatable=route.repeatable)
+        elif cut:
+            found = cut_short(path, route, body, several=len(self._fleet.models()) > 1)
         else:
-            found = asked(path, sent.route, sent.body)
+            found = asked(path, route, body)
         if isinstance(found, Failure):
             return found
-        if sent.kv_tenant and path in GENERATES:
+        if kv_tenant and path in GENERATES:
             if found.adds:
                 says = (
                     f"{found.adds}: the gateway sets this field for the tenants of its settings; leave it out"
                 )
                 return Failure(400, "field_not_allowed", says, found.adds)
-            found = found._replace(kv_tenant=sent.kv_tenant, salt=sent.kv_tenant)
+            found = found._replace(kv_tenant=kv_tenant, salt=kv_tenant)
+        request.asked = found
         given = next((headers[name] for name in SESSIONS if headers.get(name)), b"").decode("latin-1")
         prompt = ids_in(found.text) if self.settings.predicts else None
         after = response or found.after_response
-        return found, Wanted(
-            word=sent.word,
+        return Wanted(
+            word=word,
             number=next(self._numbers),
             model=found.model,
             tokens=max(1, len(prompt) if prompt is not None else len(found.text) // TOKEN_BYTES),
             session=given[:MAX_SESSION_CHARS] or found.session,
             made_by=self._made_by.get(after, "") if after else "",
-            keys=self._keys(found, prompt, sent.tenant),
+            keys=self._keys(found, prompt, request.sender),
             prompt=self._prompt(found, prompt),
             streams=found.streams,
         )
@@ -112,13 +99,11 @@ class Reader:
             return given
         return tenant.settings.slo if tenant is not None else ""
 
-    def standing_of(self, headers: Headers, tenant: Tenant | None) -> Standing:
-        """A request's place among others that wait."""
+    def priority_of(self, headers: Headers, tenant: Tenant | None) -> int:
+        """A request's priority among those of its tenant, as far as the tenant may claim one."""
         given = headers.get(PRIORITY, b"")
         most = tenant.settings.max_priority if tenant is not None else 0
-        asked_for = int(given) if given.isdigit() and len(given) <= 9 else 0
-        weight = tenant.settings.weight if tenant is not None else 1.0
-        return Standing(tenant.name if tenant is not None else "", weight, min(most, asked_for))
+        return min(most, int(given)) if given.isdigit() and len(given) <= 9 else 0
 
     def answered(self, engine: str, response: str) -> None:
         """An engine's answer names the response that it has stored: remember who has made it."""

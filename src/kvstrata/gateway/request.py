@@ -11,25 +11,27 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvstrata.gateway import headers as passing
-from kvstrata.gateway.admission import Ask
 from kvstrata.gateway.choosing import Choice, Wanted
 from kvstrata.gateway.door import IN_FLIGHT, Tenant
 from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.fleet import ServingEngine, endpoint_of
 from kvstrata.gateway.marks import CANCELLED, OK, Marks
-from kvstrata.gateway.metering import Meter
-from kvstrata.gateway.parts import Parts
-from kvstrata.gateway.reading import Sent
 from kvstrata.gateway.routes import GENERATES, ROUTES, Asked, Route, route_of
 
-RANK = passing.RANK.decode()
+if TYPE_CHECKING:
+    from kvstrata.gateway.parts import Parts
+
+RANK = "x-data-parallel-rank"
+"""Names a rank of the engine, which the client does not know; vLLM reads it."""
+MAX_ID_CHARS = 128
 MAX_OTHERS = 2
 """Further engines that are named for a request."""
 
@@ -60,133 +62,189 @@ class Chosen(NamedTuple):
 
 
 class Request:
-    """See the module. Belongs to the event loop; `decide` comes once, and `end` must follow it."""
+    """What is known of one request. `Requests` and `Admission` change it."""
 
-    def __init__(self, parts: Parts, head: Head) -> None:
+    def __init__(self, head: Head, arrived_s: float) -> None:
         self.head = head
-        self.meter = Meter(parts.now_s(), "")
-        self.number = -1
-        self._parts = parts
-        self._tenant: Tenant | None = None
-        self._entered = False
-        self._route: Route | None = None
+        self.arrived_s = self.heard_s = arrived_s
+        """When it came, and when something was heard of it for the last time."""
+        self.body_bytes = 0
+        self.tenant: Tenant | None = None
+        """Who has sent it; None: clients need no key."""
+        self.entered = False
+        """Whether its tenant has let it in."""
+        self.taken: float | None = None
+        """Tokens that it has taken of its tenant's; None: it takes none."""
+        self.slo = ""
+        self.priority = 0
+        self.route: Route | None = None
         """None: not admitted."""
-        self._asked = Asked()
-        self._choice: Choice | None = None
-        self._taken: float | None = None
-        """Tokens of its tenant; None: it takes none."""
-        self._tokens = 0
-        self._computed = False
+        self.asked = Asked()
+        self.wanted: Wanted | None = None
+        self.computed = False
         """Whether the prompt's ids were computed here or asked of an engine."""
+        self.without: frozenset[ServingEngine] = frozenset()
+        """Engines that may not serve it."""
+        # While it waits (admission.py).
+        self.order_s = 0.0
+        """Must not change while it is in the line."""
+        self.late = False
+        """Whether it is known not to meet its deadline."""
+        self.timer: Any = None
+        """Rings at its deadline; None: it has not had to wait."""
+        self.found: Choice | Failure | None = None
+        """What became of it; None: it waits."""
+        self.decided: Callable[[], None] = lambda: None
+        """Called when it is admitted or refused after it has waited."""
+        # Its answer.
+        self.choice: Choice | None = None
+        """Where it is; None: nowhere."""
+        self.model = self.engine = ""
+        """For the metrics: one that its engine serves, and who has answered."""
+        self.outcome = ""
+        """A word: `ok`, `client_error`, `cancelled`, or the code of a Failure. Empty: it is not over."""
         self.has_first = False
-        self.heard_s = self.meter.arrived_s
-        """When something was heard of it for the last time."""
-        self._is_over = False
-        parts.requests.deciding += 1
+        self.first_s = self.last_s = 0.0
+        """When content came for the first and the last time; 0: never, or only the first is known yet."""
+        self.events = 0
+        """Events of a stream that had content."""
+        self.failed_inside = False
+        """Whether the answer is an error although its status is 200."""
+        self.tokens: Mapping[str, int] = {}
+        """By kind, as the answer tells them: `prompt`, `cached`, `completion`."""
+
+    @property
+    def sender(self) -> str:
+        """The tenant's name; empty: none."""
+        return self.tenant.name if self.tenant is not None else ""
+
+    @property
+    def number(self) -> int:
+        """Its number; -1: it was not read yet."""
+        return self.wanted.number if self.wanted is not None else -1
+
+    @property
+    def charged_tokens(self) -> int:
+        """Tokens that it counts for before its answer tells them: those of its prompt, or a quarter of its bytes."""
+        return max(self.wanted.tokens if self.wanted is not None else 1, self.body_bytes // 4)
+
+
+class Requests:
+    """All requests under way. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self.parts: Parts
+        """Set before the first request."""
+        self._by_number: dict[int, Request] = {}
+        self._by_word: dict[str, Request] = {}
+        self._deciding = 0
+        self.idle: Callable[[], None] = lambda: None
+        """Called when the last has ended."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many are under way."""
+        return len(self._by_number) + self._deciding
+
+    def arrived(self, head: Head) -> Request:
+        """A request has come; `decide`, or `drop`, must follow."""
+        self._deciding += 1
+        return Request(head, self.parts.now_s())
 
     async def decide(
-        self, body: bytes, *, cut: bool = False, subset: Sequence[str] | None = None
+        self, request: Request, body: bytes, *, cut: bool = False, subset: Sequence[str] | None = None
     ) -> Chosen | Failure:
-        """Where the request goes, or why it is refused. `cut`: the body goes on. `subset`: places that are allowed.
+        """Where a request goes, or why it is refused. `cut`: the body goes on. `subset`: places that are allowed.
 
         When cancelled, or with a refusal, the request has ended.
         """
         decided: Chosen | Failure | None = None
         try:
-            decided = await self._decided(body, cut, subset)
+            decided = await self._decided(request, body, cut, subset)
         finally:
-            self._parts.requests.deciding -= 1
             if isinstance(decided, Chosen):
-                self._parts.requests.add(self)
+                self._deciding -= 1
+                self._by_number[request.number] = self._by_word[request.head.word] = request
             else:
-                self.end(decided.code if decided is not None else CANCELLED)
+                self.drop(request, decided.code if decided is not None else CANCELLED)
         return decided
 
-    def drop(self, outcome: str) -> None:
-        """The request ends before `decide`."""
-        self._parts.requests.deciding -= 1
-        self.end(outcome)
+    def drop(self, request: Request, outcome: str) -> None:
+        """A request ends before it is sent anywhere."""
+        self._deciding -= 1
+        self.end(request, outcome)
 
-    async def admit(self) -> Failure | None:
-        """The reason why the request is refused by its head alone; None: there is none."""
-        parts, head, meter = self._parts, self.head, self.meter
+    async def admit(self, request: Request) -> Failure | None:
+        """The reason why a request is refused by its head alone; None: there is none."""
+        parts, head = self.parts, request.head
         tenant = parts.door.tenant_of(head.headers)
         if isinstance(tenant, Failure):
             return tenant
-        self._tenant, meter.tenant = tenant, tenant.name if tenant is not None else ""
-        meter.slo = parts.reader.slo_of(head.headers, tenant, parts.meters.slo)
+        request.tenant = tenant
+        request.slo = parts.reader.slo_of(head.headers, tenant, parts.meters.slo)
+        request.priority = parts.reader.priority_of(head.headers, tenant)
         route = route_of(head.method, head.path)
         if isinstance(route, Failure):
             return route
-        under_way, most = parts.requests.in_flight, parts.settings.max_in_flight
+        under_way, most = self.in_flight, parts.settings.max_in_flight
         if under_way > most:
             says = f"{under_way - 1} requests are under way, of at most {most}"
             return Failure(503, "overloaded", says, retry_after_s=1)
         if tenant is not None:
-            failure = tenant.enter(meter.arrived_s)
+            failure = tenant.enter(request.arrived_s)
             if failure is not None and failure.code == IN_FLIGHT:
                 await tenant.leaving()
-                failure = tenant.enter(meter.arrived_s)
+                failure = tenant.enter(request.arrived_s)
             if failure is not None:
                 return failure
-            self._entered = True
-        self._route = route
+            request.entered = True
+        request.route = route
         length = head.headers.get(b"content-length", b"")
         return TOO_LARGE if length.isdigit() and int(length[:20]) > MAX_BODY_BYTES else None
 
-    async def _decided(self, body: bytes, cut: bool, subset: Sequence[str] | None) -> Chosen | Failure:
-        parts, head, meter = self._parts, self.head, self.meter
-        if self._route is None and (failure := await self.admit()) is not None:
+    async def _decided(
+        self, request: Request, body: bytes, cut: bool, subset: Sequence[str] | None
+    ) -> Chosen | Failure:
+        parts, path = self.parts, request.head.path
+        if request.route is None and (failure := await self.admit(request)) is not None:
             return failure
-        assert self._route is not None
-        meter.body_bytes = len(body)
-        if meter.body_bytes > MAX_BODY_BYTES:
+        route, tenant = request.route, request.tenant
+        assert route is not None
+        request.body_bytes = len(body)
+        if request.body_bytes > MAX_BODY_BYTES:
             return TOO_LARGE
-        kv_tenant = self._tenant.settings.kv_tenant if self._tenant is not None else ""
-        sent = Sent(head.path, self._route, body, head.headers, head.word, meter.tenant, kv_tenant, cut)
-        read = parts.reader.read(sent)
-        if isinstance(read, Failure):
-            return read
-        self._asked, wanted = read
-        ids = None
-        if parts.settings.predicts and head.path in ROUTES and not cut and wanted.prompt is None:
-            known = await parts.tokens.of(head.path, body, self._asked.model, meter.tenant)
-            self._computed, ids = known.ids is not None, known.ids if known.passes else None
-            wanted = parts.reader.with_ids(self._asked, wanted, known.ids)
-        wanted = await parts.controllers.told(wanted)
-        choice = await self._admitted(wanted, subset)
+        wanted = parts.reader.read(request, body, cut=cut)
+        if isinstance(wanted, Failure):
+            return wanted
+        model, ids = request.asked.model, None
+        if parts.settings.predicts and path in ROUTES and not cut and wanted.prompt is None:
+            known = await parts.tokens.of(path, body, model, request.sender)
+            request.computed, ids = known.ids is not None, known.ids if known.passes else None
+            wanted = parts.reader.with_ids(request.asked, wanted, known.ids)
+        request.wanted = await parts.controllers.told(wanted)
+        # Engines that Envoy does not let the picker choose, or that are known by a name only.
+        request.without = frozenset(
+            one
+            for one in parts.fleet
+            if not (endpoint := endpoint_of(one.place.address))
+            or (subset is not None and endpoint not in subset)
+        )
+        choice = await parts.admission.admitted(request)
         if isinstance(choice, Failure):
             return choice
-        self._choice, self.number, meter.engine = choice, wanted.number, choice.engine.name
-        if self._tenant is not None and self._asked.text:
-            taken = self._tenant.take(wanted.tokens, meter.arrived_s)
+        request.choice, request.engine = choice, choice.engine.name
+        if tenant is not None and route.computes:
+            taken = tenant.take(request.charged_tokens, request.arrived_s)
             if isinstance(taken, Failure):
                 return taken
-            self._taken, self._tokens = taken, wanted.tokens
-        passes = ids is not None and parts.tokens.takes_ids(choice.engine, self._asked.model)
-        return self._chosen(choice, self._fragment(kv_tenant, ids if passes else None), subset)
+            request.taken = taken
+        passes = ids is not None and parts.tokens.takes_ids(choice.engine, model)
+        return self._chosen(request, choice, _fragment(request, ids if passes else None))
 
-    async def _admitted(self, wanted: Wanted, subset: Sequence[str] | None) -> Choice | Failure:
-        parts = self._parts
-        standing = parts.reader.standing_of(self.head.headers, self._tenant)
-        return await parts.admission.admitted(Ask(wanted, self.meter, standing, self._not_allowed(subset)))
-
-    def _fragment(self, kv_tenant: str, ids: Sequence[int] | None) -> bytes:
-        """What goes into the body; the request's own fields of these names were refused, or `ids` is None."""
-        params: dict[str, object] = {}
-        if kv_tenant and self.head.path in GENERATES:
-            params["kvstrata.tenant"] = kv_tenant
-        if ids is not None:
-            params["prompt_token_ids"] = list(ids)
-        fields: dict[str, object] = {"kv_transfer_params": params} if params else {}
-        if kv_tenant and self.head.path in GENERATES:
-            fields["cache_salt"] = kv_tenant
-        return msgspec.json.encode(fields)[1:-1] + b"," if fields else b""
-
-    def _chosen(self, choice: Choice, fragment: bytes, subset: Sequence[str] | None) -> Chosen:
+    def _chosen(self, request: Request, choice: Choice, fragment: bytes) -> Chosen:
         key = choice.engine.place.api_key
-        drops = bool(key) or self._parts.door.knows_tenants
-        headers = {"x-request-id": self.head.word}
+        drops = bool(key) or self.parts.door.knows_tenants
+        headers = {"x-request-id": request.head.word}
         if key:
             headers["authorization"] = f"Bearer {key}"
         removed = (["x-api-key"] if key else ["authorization", "x-api-key"]) if drops else []
@@ -194,134 +252,36 @@ class Request:
             headers[RANK] = str(choice.engine.rank)
         else:
             removed.append(RANK)
-        if self._asked.repeatable:
+        if request.asked.repeatable:
             headers["x-envoy-retry-on"] = "reset"
-        return Chosen(self.number, self._endpoints(choice, subset), headers, removed, fragment)
+        found = list(itertools.islice(self._endpoints(request, choice), MAX_OTHERS + 1))
+        return Chosen(request.number, found, headers, removed, fragment)
 
-    def _endpoints(self, choice: Choice, subset: Sequence[str] | None) -> list[str]:
+    def _endpoints(self, request: Request, choice: Choice) -> Iterator[str]:
         """The chosen engine's place, and those of the next best, which must understand the same headers."""
-        first = choice.engine
-        found = [endpoint_of(first.place.address)]
-        targets = self._parts.fleet.targets(self._asked.model, self._not_allowed(subset))
+        first, fleet = choice.engine, self.parts.fleet
+        yielded = {endpoint_of(first.place.address)}
+        yield from yielded
         best = choice.decision.alternatives if choice.decision is not None else []
+        targets = fleet.targets(request.asked.model, request.without)
         order = {other.engine: number for number, other in enumerate(best)}
         targets.sort(key=lambda one: (order.get(one.name, len(order)), one.load.requests))
         for target in targets:
             process, endpoint = target.process, endpoint_of(target.place.address)
             has_rank = first.rank is None or first.rank < len(process.ranks)
-            if endpoint not in found and has_rank and process.place.api_key == first.place.api_key:
-                found.append(endpoint)
-            if len(found) > MAX_OTHERS:
-                break
-        return found
-
-    def _not_allowed(self, subset: Sequence[str] | None) -> list[ServingEngine]:
-        """Engines that Envoy does not let the picker choose, or that are known by a name only."""
-        return [
-            one
-            for one in self._parts.fleet
-            if not (endpoint := endpoint_of(one.place.address))
-            or (subset is not None and endpoint not in subset)
-        ]
+            if endpoint not in yielded and has_rank and process.place.api_key == first.place.api_key:
+                yielded.add(endpoint)
+                yield endpoint
 
     # -- the answer --------------------------------------------------------------------------------------------
-
-    def first(self, at_s: float) -> None:
-        """The first token has come."""
-        if self.has_first or self._choice is None or self._is_over:
-            return
-        self.has_first, self.meter.first_s = True, at_s
-        self._parts.choosing.first_token(self._choice)
-
-    def stored(self, response: str) -> None:
-        """The answer names the response that its engine has stored."""
-        if self.meter.engine:
-            self._parts.reader.answered(self.meter.engine, response)
-
-    def ended(self, marks: Marks) -> None:
-        """Envoy tells how the request has ended."""
-        parts, meter, choice = self._parts, self.meter, self._choice
-        if choice is None or self._is_over:
-            return
-        outcome = marks.outcome
-        served = marks.served or endpoint_of(choice.engine.place.address)
-        moved = served != endpoint_of(choice.engine.place.address)
-        if moved or outcome in ("connect", "no_answer", "broke_off"):
-            parts.suspect(choice.engine)
-        if moved:
-            other = next((one for one in parts.fleet if endpoint_of(one.place.address) == served), None)
-            meter.engine = other.name if other is not None else ""
-            parts.choosing.ended(choice, answered=False)
-            self._choice = None
-        parts.meters.retries[outcome] += max(0, marks.attempts - 1)
-        now_s, wall_s = parts.now_s(), time.time()
-        if marks.first_s:
-            self.first(min(now_s, now_s - wall_s + marks.first_s))
-            meter.first_s = meter.first_s or now_s - wall_s + marks.first_s
-            meter.last_s = max(meter.first_s, now_s - wall_s + marks.last_s)
-        if self._asked.model in choice.engine.models:
-            meter.model = self._asked.model
-        meter.events, meter.failed_inside, meter.tokens = marks.events, marks.failed, marks.tokens
-        if marks.response:
-            self.stored(marks.response)
-        self.end(outcome)
-
-    def end(self, outcome: str) -> None:
-        """Give everything back, and count the request. Idempotent."""
-        if self._is_over:
-            return
-        self._is_over = True
-        parts, meter, choice = self._parts, self.meter, self._choice
-        meter.outcome = outcome
-        parts.requests.remove(self)
-        if self._entered and self._tenant is not None:
-            self._tenant.leave()
-        if choice is not None:
-            parts.choosing.ended(choice, answered=self.has_first)
-            if outcome == OK:
-                parts.choosing.answered(choice, meter)
-                prompt, reported = choice.wanted.prompt, meter.tokens.get("prompt")
-                if self._computed and prompt is not None and reported:
-                    parts.tokens.reported(self._asked.model, meter.engine, len(prompt.tokens), reported)
-        if self._tenant is not None and self._taken is not None:
-            self._tenant.settle(self._taken, self._tokens, meter)
-        parts.meters.end(meter)
-
-
-class Requests:
-    """All requests under way. Belongs to the event loop."""
-
-    def __init__(self) -> None:
-        self._by_number: dict[int, Request] = {}
-        self._by_word: dict[str, Request] = {}
-        self.deciding = 0
-        self.idle: Callable[[], None] = lambda: None
-        """Called when the last has ended."""
-
-    @property
-    def in_flight(self) -> int:
-        """How many are under way."""
-        return len(self._by_number) + self.deciding
-
-    def add(self, request: Request) -> None:
-        """A request goes to its engine."""
-        self._by_number[request.number] = self._by_word[request.head.word] = request
-
-    def remove(self, request: Request) -> None:
-        """A request has ended."""
-        self._by_number.pop(request.number, None)
-        if self._by_word.get(request.head.word) is request:
-            del self._by_word[request.head.word]
-        if not self.in_flight:
-            self.idle()
 
     def early(self, number: int, at_s: float, response: str, *, first: bool) -> None:
         """The first token of a request has come (`first`), or the id of the response that it stores."""
         if (request := self._by_number.get(number)) is not None:
             if first:
-                request.first(at_s)
-            if response:
-                request.stored(response)
+                self._first(request, at_s)
+            if response and request.engine:
+                self.parts.reader.answered(request.engine, response)
 
     def told(self, marks: Marks, now_s: float) -> None:
         """Envoy tells of a request."""
@@ -333,13 +293,90 @@ class Requests:
             return
         request.heard_s = now_s
         if marks.is_end:
-            request.ended(marks)
+            self._ended(request, marks)
         elif marks.first_s:
-            request.first(now_s)
+            self._first(request, now_s)
 
     def lost(self, before_s: float) -> int:
         """Those of which nothing was heard since then have ended unnoticed. Returns how many there were."""
         old = [one for one in self._by_number.values() if one.heard_s < before_s]
         for one in old:
-            one.end(CANCELLED)
+            self.end(one, CANCELLED)
         return len(old)
+
+    def _first(self, request: Request, at_s: float) -> None:
+        """The first token has come."""
+        if not request.has_first and request.choice is not None:
+            request.has_first, request.first_s = True, at_s
+            self.parts.choosing.first_token(request.choice)
+
+    def _ended(self, request: Request, marks: Marks) -> None:
+        """Envoy tells how a request has ended."""
+        parts, choice = self.parts, request.choice
+        if choice is None:
+            return
+        own = endpoint_of(choice.engine.place.address)
+        moved = bool(marks.served) and marks.served != own
+        if moved or marks.outcome in ("connect", "no_answer", "broke_off"):
+            parts.suspect(choice.engine)
+        if moved:
+            other = (one.name for one in parts.fleet if endpoint_of(one.place.address) == marks.served)
+            request.engine = next(other, "")
+            parts.choosing.ended(choice, answered=False)
+            request.choice = None
+        parts.meters.retries[marks.outcome] += max(0, marks.attempts - 1)
+        if marks.first_s:
+            walls_s = parts.now_s() - time.time()
+            self._first(request, min(parts.now_s(), walls_s + marks.first_s))
+            request.first_s = request.first_s or walls_s + marks.first_s
+            request.last_s = max(request.first_s, walls_s + marks.last_s)
+        if request.asked.model in choice.engine.models:
+            request.model = request.asked.model
+        request.events, request.failed_inside, request.tokens = marks.events, marks.failed, marks.tokens
+        if marks.response and request.engine:
+            parts.reader.answered(request.engine, marks.response)
+        self.end(request, marks.outcome)
+
+    def end(self, request: Request, outcome: str) -> None:
+        """Give everything back, and count the request. Idempotent."""
+        if request.outcome:
+            return
+        parts, choice, tenant = self.parts, request.choice, request.tenant
+        request.outcome = outcome
+        self._by_number.pop(request.number, None)
+        if self._by_word.get(request.head.word) is request:
+            del self._by_word[request.head.word]
+        if tenant is not None and request.entered:
+            tenant.leave()
+        if choice is not None:
+            parts.choosing.ended(choice, answered=request.has_first)
+            if outcome == OK:
+                parts.choosing.answered(choice, request)
+                prompt, reported = choice.wanted.prompt, request.tokens.get("prompt")
+                if request.computed and prompt is not None and reported:
+                    parts.tokens.reported(request.asked.model, request.engine, len(prompt.tokens), reported)
+        if tenant is not None:
+            tenant.settle(request)
+        parts.meters.end(request)
+        if not self.in_flight:
+            self.idle()
+
+
+def _fragment(request: Request, ids: Sequence[int] | None) -> bytes:
+    """What goes into the body; the request's own fields of these names were refused, or `ids` is None."""
+    tenant = request.tenant.settings.kv_tenant if request.tenant is not None else ""
+    names_tenant = tenant and request.head.path in GENERATES
+    params: dict[str, object] = {"kvstrata.tenant": tenant} if names_tenant else {}
+    if ids is not None:
+        params["prompt_token_ids"] = list(ids)
+    fields: dict[str, object] = {"kv_transfer_params": params} if params else {}
+    if names_tenant:
+        fields["cache_salt"] = tenant
+    return msgspec.json.encode(fields)[1:-1] + b"," if fields else b""
+
+
+def request_id(given: bytes) -> str:
+    """The client's id of its request, or a new one if it gave none that fits into a header and a line of a log."""
+    text = given.decode("latin-1")
+    fits = 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable()
+    return text if fits else secrets.token_hex(16)

@@ -28,35 +28,25 @@ class Route(NamedTuple):
     """Whether a request may be sent to a second engine although the first may have begun it."""
     multipart: bool = False
     """Whether the body is a form."""
+    computes: bool = True
+    """Whether a model computes for it, so that its tenant is charged."""
 
 
-_ANY = Route()
+_COMPUTES, _READS = Route(), Route(computes=False)
+_AUDIO = Route(multipart=True)
+_CHAT = "chat/completions completions responses messages"
 ROUTES: dict[str, Route] = {
-    **dict.fromkeys(
-        (
-            *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"),
-            *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v2/embed", "/score", "/rerank"),
-            *(
-                "/classify",
-                "/pooling",
-                "/generative_scoring",
-                "/tokenize",
-                "/detokenize",
-                "/inference/v1/generate",
-            ),
-            *(
-                "/v1/chat/completions/render",
-                "/v1/completions/render",
-                "/v1/responses/render",
-                "/v1/messages/render",
-            ),
-            *("/v1/chat/completions/derender", "/v1/completions/derender", "/v1/chat/completions/batch"),
-            "/cohere/v2/chat",
-        ),
-        _ANY,
-    ),
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), Route(multipart=True)),
-    RESPONSES: _ANY,
+    **{
+        f"/v1/{name}": _COMPUTES for name in f"{_CHAT} embeddings score rerank chat/completions/batch".split()
+    },
+    **{f"/v2/{name}": _COMPUTES for name in ("rerank", "embed")},
+    **{f"/{name}": _COMPUTES for name in ["score", "rerank", "classify", "pooling", "generative_scoring"]},
+    "/inference/v1/generate": _COMPUTES,
+    "/cohere/v2/chat": _COMPUTES,
+    **{f"/v1/{name}/render": _READS for name in _CHAT.split()},
+    **{f"/v1/{name}/derender": _READS for name in ("chat/completions", "completions")},
+    **dict.fromkeys(("/v1/messages/count_tokens", "/tokenize", "/detokenize"), _READS),
+    **{f"/v1/audio/{name}": _AUDIO for name in ("transcriptions", "translations")},
 }
 """Paths of POST requests."""
 GENERATES = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES))
@@ -142,13 +132,13 @@ def is_any(path: str) -> bool:
 def route_of(method: str, path: str) -> Route | Failure:
     """What is known of the path of a request, or why it is not passed on."""
     if method == "GET" and is_any(path):
-        return Route()
+        return _READS
     if method == "POST" and (route := ROUTES.get(path)) is not None:
         return route
     if response_of(path):
         # Only the response itself can be read; only its cancellation can be posted.
         if (method == "GET") != path.endswith("/cancel"):
-            return Route(repeatable=method == "GET")
+            return Route(repeatable=method == "GET", computes=False)
     elif path not in ROUTES:
         says = (
             f"{path!a:.200} is not a path of this gateway; paths that administer an engine, or that only "

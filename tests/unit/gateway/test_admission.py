@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstrata.config.gateway_model import QueueSettings, SloSettings
-from kvstrata.gateway.admission import Admission, Ask, Standing, State
-from kvstrata.gateway.choosing import Choice, Choosing, Wanted
+from kvstrata.gateway.admission import GONE, Admission
+from kvstrata.gateway.choosing import Choice, Choosing
 from kvstrata.gateway.engine_http import Address
+from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, Place
-from kvstrata.gateway.metering import Meter, Meters
+from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.request import Request
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.routing.queues import UNMEASURED
 from tests.harness.amount import amount
+from tests.unit.gateway.requests import a_request
 
 RATE = 10_000.0
 """Tokens that each engine computes a second."""
@@ -93,37 +96,34 @@ class Scene:
         weight: float = 1.0,
         priority: int = 0,
         **more: Any,
-    ) -> Ask:
+    ) -> Request:
         """A request arrives."""
-        number = next(self.numbers)
-        meter = Meter(self.clock(), tenant)
-        meter.slo, meter.body_bytes = slo, tokens * 4
-        wanted = Wanted(word=str(number), number=number, model=more.pop("model", "m"), tokens=tokens, **more)
-        ask = Ask(wanted, meter, Standing(tenant, weight, priority))
+        ask = a_request(self.clock(), tenant, tokens, next(self.numbers), weight, **more)
+        ask.slo, ask.priority = slo, priority
         self.admission.enter(ask)
         return ask
 
-    def fill(self) -> list[Ask]:
+    def fill(self) -> list[Request]:
         """Requests of a tenant of their own, until no engine has room."""
         asks = []
-        while not asks or asks[-1].state is State.ADMITTED:
+        while not asks or is_admitted(asks[-1]):
             asks.append(self.ask("filler"))
         self.admission.leave(asks.pop())
         return asks
 
-    def answer(self, ask: Ask) -> None:
+    def answer(self, ask: Request) -> None:
         """The first token of a request comes, and its end."""
         choice = choice_of(ask)
         self.choosing.first_token(choice)
         self.choosing.ended(choice, answered=True)
 
-    def order(self, under_way: list[Ask], waiting: list[Ask]) -> list[Ask]:
+    def order(self, under_way: list[Request], waiting: list[Request]) -> list[Request]:
         """The order in which requests are sent on as the engines answer one after the other."""
-        order: list[Ask] = []
+        order: list[Request] = []
         under_way = list(under_way)
         while under_way:
             self.answer(under_way.pop(0))
-            fresh = [one for one in waiting if one.state is State.ADMITTED and one not in order]
+            fresh = [one for one in waiting if is_admitted(one) and one not in order]
             order += fresh
             under_way += fresh
         return order
@@ -136,20 +136,24 @@ class Scene:
             assert (load.requests, load.waiting, load.prefill_tokens) == (0, 0, 0)
 
 
-def choice_of(ask: Ask) -> Choice:
+def is_admitted(ask: Request) -> bool:
+    return isinstance(ask.found, Choice)
+
+
+def choice_of(ask: Request) -> Choice:
     """The choice of a request that was admitted."""
-    assert ask.choice is not None
-    return ask.choice
+    assert isinstance(ask.found, Choice)
+    return ask.found
 
 
-def refusal_of(ask: Ask) -> str:
-    assert ask.failure is not None and ask.failure.status == 429 and ask.failure.retry_after_s >= 1
-    return ask.failure.code
+def refusal_of(ask: Request) -> str:
+    assert isinstance(ask.found, Failure) and ask.found.status == 429 and ask.found.retry_after_s >= 1
+    return ask.found.code
 
 
 def test_nothing_waits_with_room_or_without_the_queue() -> None:
     for scene in (Scene(max_requests=0), Scene(ahead_s=60.0), Scene(engines=30)):
-        assert {scene.ask().state for _ in range(50)} == {State.ADMITTED}
+        assert all(is_admitted(scene.ask()) for _ in range(50))
     scene = Scene(engines=2)
     assert len(scene.fill()) == 4, "two prompts for each engine"
 
@@ -161,19 +165,19 @@ def test_an_engine_whose_rate_is_not_known_computes_all_that_it_has_before_it_ge
     waiting = scene.ask()
     for ask in under_way[:-1]:
         scene.choosing.first_token(choice_of(ask))
-        assert waiting.state is State.WAITING
+        assert waiting.found is None
     scene.choosing.first_token(choice_of(under_way[-1]))
-    assert waiting.state is State.ADMITTED
+    assert is_admitted(waiting)
 
 
 def test_an_answer_that_comes_whole_keeps_no_one_waiting_until_its_end() -> None:
     scene = Scene()
     for _ in range(2):
-        assert scene.ask(streams=False).state is State.ADMITTED
+        assert is_admitted(scene.ask(streams=False))
     waiting = scene.ask()
-    assert waiting.state is State.WAITING
+    assert waiting.found is None
     scene.pass_s(0.1)
-    assert waiting.state is State.ADMITTED, "the first prompt was to take 0.1 s"
+    assert is_admitted(waiting), "the first prompt was to take 0.1 s"
 
 
 def test_the_earliest_deadline_is_next_and_requests_without_one_are_not_starved() -> None:
@@ -204,7 +208,7 @@ def test_a_class_that_sheds_is_refused_when_its_deadline_cannot_be_met() -> None
     scene = Scene()
     under_way = scene.fill()
     waiting = scene.ask(slo="quick")
-    assert waiting.state is State.WAITING
+    assert waiting.found is None
     scene.pass_s(1.01)
     assert refusal_of(waiting) == "slo_unreachable"
     others = [scene.ask(slo="strict") for _ in range(12)]
@@ -214,11 +218,9 @@ def test_a_class_that_sheds_is_refused_when_its_deadline_cannot_be_met() -> None
 
 def test_a_class_that_sheds_is_refused_at_once_behind_more_than_its_deadline_allows() -> None:
     scene = Scene(max_requests=0)
-    assert scene.ask(slo="quick", tokens=30_000).state is State.ADMITTED, (
-        "nothing is refused by an idle engine"
-    )
+    assert is_admitted(scene.ask(slo="quick", tokens=30_000)), "nothing is refused by an idle engine"
     assert refusal_of(scene.ask(slo="quick")) == "slo_unreachable"
-    assert scene.ask(slo="strict").state is State.ADMITTED
+    assert is_admitted(scene.ask(slo="strict"))
 
 
 def test_what_misses_its_deadline_without_shedding_lets_others_pass() -> None:
@@ -226,7 +228,7 @@ def test_what_misses_its_deadline_without_shedding_lets_others_pass() -> None:
     under_way = scene.fill()
     missed = scene.ask(slo="strict")
     scene.pass_s(1.5)
-    assert missed.state is State.WAITING and missed.late
+    assert missed.found is None and missed.late
     fresh = scene.ask(slo="slow")
     assert scene.order(under_way, [missed, fresh]) == [fresh, missed]
 
@@ -238,10 +240,10 @@ def test_a_full_queue_takes_its_place_from_the_tenant_that_has_most(bound, monke
         monkeypatch.setattr("kvstrata.gateway.admission.MAX_BYTES", 6 * 4_000)
     under_way = scene.fill()
     flood = [scene.ask("flood") for _ in range(9)]
-    assert [one.state for one in flood] == [State.WAITING] * 6 + [State.REFUSED] * 3
+    assert [one.found is None for one in flood] == [True] * 6 + [False] * 3
     assert refusal_of(flood[-1]) == "queue_full"
     light = scene.ask("light")
-    assert (light.state, flood[5].state) == (State.WAITING, State.REFUSED)
+    assert light.found is None and refusal_of(flood[5]) == "queue_full"
     assert light in scene.order(under_way, [*flood, light])[:2]
     scene.assert_idle()
 
@@ -253,7 +255,7 @@ def test_tenants_are_served_by_weight_whatever_they_have_waiting() -> None:
     heavy = [scene.ask("heavy", weight=3.0) for _ in range(20)]
     light = [scene.ask("light", tokens=250) for _ in range(20)]
     order = scene.order(under_way, [*flood, *heavy, *light])
-    first = [one.standing.tenant for one in order[:40]]
+    first = [one.sender for one in order[:40]]
     assert abs(first.count("heavy") - 3 * first.count("flood")) <= 3
     assert abs(first.count("light") - 4 * first.count("flood")) <= 4
     assert len(order) == 80
@@ -266,10 +268,10 @@ def test_who_comes_late_to_a_flood_is_next_and_gets_nothing_for_the_time_before(
     flood = [scene.ask("flood") for _ in range(30)]
     for _ in range(10):
         scene.answer(under_way.pop(0))
-        under_way += [one for one in flood if one.state is State.ADMITTED and one not in under_way][-1:]
+        under_way += [one for one in flood if is_admitted(one) and one not in under_way][-1:]
     late = [scene.ask("late") for _ in range(10)]
-    rest = [one for one in flood if one.state is State.WAITING]
-    order = [one.standing.tenant for one in scene.order(under_way, [*late, *rest])]
+    rest = [one for one in flood if one.found is None]
+    order = [one.sender for one in scene.order(under_way, [*late, *rest])]
     assert order[0] == "late" and order[:12].count("late") in (6, 7)
 
 
@@ -278,10 +280,10 @@ def test_models_wait_for_their_own_engines() -> None:
     one, other = scene.fleet.engines.values()
     one.models, other.models = {"m": {}}, {"n": {}}
     asks = [scene.ask(model="m") for _ in range(3)]
-    assert [ask.state for ask in asks] == [State.ADMITTED, State.ADMITTED, State.WAITING]
-    assert scene.ask(model="n").state is State.ADMITTED
+    assert [is_admitted(ask) for ask in asks] == [True, True, False]
+    assert is_admitted(scene.ask(model="n"))
     scene.fleet.down(one, "a test")
-    assert asks[2].failure is not None and asks[2].failure.code == "no_engine"
+    assert isinstance(asks[2].found, Failure) and asks[2].found.code == "no_engine"
 
 
 class Anything(RuleBasedStateMachine):
@@ -290,14 +292,16 @@ class Anything(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scene = Scene(engines=2, max_requests=6)
-        self.asks: list[Ask] = []
+        self.asks: list[Request] = []
         self.begun: set[int] = set()
 
-    def of(self, state: State) -> list[Ask]:
-        """Requests that are in a state and not over."""
-        return [
-            one for one in self.asks if one.state is state and (state is not State.ADMITTED or one.choice)
-        ]
+    @property
+    def admitted(self) -> list[Request]:
+        return [one for one in self.asks if is_admitted(one)]
+
+    @property
+    def waiting(self) -> list[Request]:
+        return [one for one in self.asks if one.found is None]
 
     @rule(
         tenant=st.sampled_from(["", "a", "b"]),
@@ -314,25 +318,25 @@ class Anything(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.scene.pass_s(seconds)
 
-    @precondition(lambda self: self.of(State.ADMITTED))
+    @precondition(lambda self: self.admitted)
     @rule(draw=st.data(), how=st.sampled_from(["first", "answered", "failed", "untaken"]))
     def goes_on(self, draw: st.DataObject, how: str) -> None:
-        ask = draw.draw(st.sampled_from(self.of(State.ADMITTED)))
+        ask = draw.draw(st.sampled_from(self.admitted))
         choosing, choice = self.scene.choosing, choice_of(ask)
         if how == "first":
             choosing.first_token(choice)
         elif how == "untaken":
             self.scene.admission.leave(ask)
         else:
-            ask.choice = None
+            ask.found = GONE
             choosing.ended(choice, answered=how == "answered")
             if how == "answered":
-                choosing.learn(choice, ask.wanted.tokens, 0)
+                choosing.learn(choice, choice.wanted.tokens, 0)
 
-    @precondition(lambda self: self.of(State.WAITING))
+    @precondition(lambda self: self.waiting)
     @rule(draw=st.data())
     def client_leaves(self, draw: st.DataObject) -> None:
-        ask = draw.draw(st.sampled_from(self.of(State.WAITING)))
+        ask = draw.draw(st.sampled_from(self.waiting))
         self.scene.admission.leave(ask)
 
     @rule(name=st.sampled_from(["e0", "e1"]), up=st.booleans())
@@ -354,21 +358,21 @@ class Anything(RuleBasedStateMachine):
 
     @invariant()
     def bounds_hold_and_counts_are_those_of_what_waits(self) -> None:
-        admission, waiting = self.scene.admission, self.of(State.WAITING)
+        admission, waiting = self.scene.admission, self.waiting
         assert len(admission) == len(waiting) <= self.most
-        assert admission.size_bytes == sum(one.meter.body_bytes for one in waiting)
+        assert admission.size_bytes == sum(one.body_bytes for one in waiting)
         # Of an engine that left and came again, the fleet has forgotten the requests.
-        assert sum(engine.load.requests for engine in self.scene.fleet) <= len(self.of(State.ADMITTED))
+        assert sum(engine.load.requests for engine in self.scene.fleet) <= len(self.admitted)
 
     @invariant()
     def nothing_waits_while_an_engine_is_free(self) -> None:
-        if self.of(State.WAITING):
+        if self.waiting:
             assert all(engine.load.waiting for engine in self.scene.fleet.serving("m"))
 
     def teardown(self) -> None:
         for ask in self.asks:
             self.scene.admission.leave(ask)
-        while left := self.of(State.ADMITTED):
+        while left := self.admitted:
             self.scene.admission.leave(left[0])
         self.scene.assert_idle()
 

@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 
 from kvstrata.config.gateway_model import SloSettings
 from kvstrata.gateway.marks import OK, Marks, marks_of
-from kvstrata.gateway.metering import MAX_MODELS, MAX_SERIES, OTHER, Meter, Meters
+from kvstrata.gateway.metering import MAX_MODELS, MAX_SERIES, OTHER, Meters
+from tests.unit.gateway.requests import a_request
 
 
 @given(st.integers(1, 40), st.floats(0.001, 1), st.floats(1, 5_000), st.floats(0.5, 500), st.floats(1, 9_000))
 def test_a_class_of_service_is_met_if_each_of_its_times_is(events, step_s, ttft_ms, tpot_ms, e2e_ms):
     """A request whose events come `step_s` apart, the first one `step_s` after its arrival."""
     slo = SloSettings(name="c", ttft_ms=ttft_ms, tpot_ms=tpot_ms, e2e_ms=e2e_ms)
-    meters, meter = Meters({"c": slo}), Meter(100.0, "t")
+    meters, meter = Meters({"c": slo}), a_request(100.0, "t")
     meter.model, meter.engine, meter.slo, meter.outcome = "m", "e", "c", OK
     meter.events, meter.first_s, meter.last_s = events, 100.0 + step_s, 100.0 + events * step_s
     meters.end(meter)
@@ -29,7 +30,7 @@ def test_a_class_of_service_is_met_if_each_of_its_times_is(events, step_s, ttft_
 def test_the_number_of_series_is_bounded() -> None:
     meters = Meters({})
     for number in range(MAX_SERIES + 50):
-        meter = Meter(0.0, "t")
+        meter = a_request(0.0, "t")
         meter.model, meter.outcome, meter.first_s, meter.last_s = str(number), OK, 1.0, 2.0
         meters.end(meter)
     assert len(meters.series) == MAX_SERIES + 1

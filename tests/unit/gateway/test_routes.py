@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.errors import Failure
-from kvstrata.gateway.headers import request_id
+from kvstrata.gateway.request import request_id
 from kvstrata.gateway.routes import RESPONSES, ROUTES, Asked, asked, cut_short
 from tests.harness.amount import amount
 

@@ -18,12 +18,11 @@ from typing import cast
 import msgspec
 
 from kvstrata import __version__
-from kvstrata.gateway import headers as passing
 from kvstrata.gateway.envoy.configuration import ENDPOINT, FRAGMENT, NUMBER, UNAVAILABLE
 from kvstrata.gateway.errors import Failure, error_body
 from kvstrata.gateway.marks import CANCELLED
 from kvstrata.gateway.parts import Parts
-from kvstrata.gateway.request import Chosen, Head, Request
+from kvstrata.gateway.request import Chosen, Head, request_id
 from kvstrata.observability.logging import EventLog
 from kvstrata.text import type_and_place
 
@@ -114,7 +113,7 @@ class Question(asyncio.Protocol):
 
     async def _answer(self, method: str, target: str, headers: dict[bytes, bytes], body: bytes) -> None:
         path = target.partition("?")[0]
-        word = passing.request_id(headers.get(b"x-request-id", b""))
+        word = request_id(headers.get(b"x-request-id", b""))
         try:
             if path.startswith(CHOOSE):
                 await self._choose(Head(method, path.removeprefix(CHOOSE), headers, word), body)
@@ -131,13 +130,14 @@ class Question(asyncio.Protocol):
         if failure is not None:
             self._refuse(failure, head.path)
             return
-        request = Request(self._front.parts, head)
+        requests = self._front.parts.requests
+        request = requests.arrived(head)
         cut = head.headers.get(b"x-envoy-auth-partial-body") == b"true"
-        decided = await request.decide(body, cut=cut)
+        decided = await requests.decide(request, body, cut=cut)
         if isinstance(decided, Failure):
             self._refuse(decided, head.path, chooses=True)
         elif self.transport.is_closing():
-            request.end(CANCELLED)
+            requests.end(request, CANCELLED)
         else:
             self._write(200, _chosen(decided), b"")
 

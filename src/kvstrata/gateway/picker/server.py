@@ -21,12 +21,11 @@ import grpc
 
 from kvstrata.config.gateway_model import PickerSettings
 from kvstrata.errors import ConfigError
-from kvstrata.gateway import headers as passing
 from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.messages import Message
-from kvstrata.gateway.request import Head, Request
+from kvstrata.gateway.request import Head, Request, request_id
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 from kvstrata.process.ports import host_and_port
@@ -146,7 +145,7 @@ class PickerServer:
             return
         request: Request | None = None
         try:
-            request = Request(self._parts, _head_of(message))
+            request = self._parts.requests.arrived(_head_of(message))
             await self._answer(request, message, context)
         except OutOfTurn as error:
             self._log.repeated(30, "out_of_turn", "out_of_turn", reason=str(error))
@@ -157,24 +156,25 @@ class PickerServer:
 
     def _end_unlogged(self, request: Request) -> None:
         if not self._logs:
-            request.end("untold")
+            self._parts.requests.end(request, "untold")
 
     async def _answer(self, request: Request, message: Message, context: Any) -> None:
         subset = messages.metadata(message, messages.SUBSET_NAMESPACE, messages.SUBSET)
+        requests = self._parts.requests
         body: bytes | Failure = b""
         trails = False
         decides = False
         try:
-            failure = _wrong_mode(message) or await request.admit()
+            failure = _wrong_mode(message) or await requests.admit(request)
             if failure is None and not message.request_headers.end_of_stream:
                 body, trails = await self._body(context)
                 failure = body if isinstance(body, Failure) else None
             decides = failure is None
         finally:
             if not decides:
-                request.drop(failure.code if failure is not None else "cancelled")
+                requests.drop(request, failure.code if failure is not None else "cancelled")
         if failure is None and isinstance(body, bytes):
-            decided = await request.decide(body, subset=subset)
+            decided = await requests.decide(request, body, subset=subset)
             if not isinstance(decided, Failure):
                 await context.write(messages.chosen(decided))
                 if not message.request_headers.end_of_stream:
@@ -227,7 +227,7 @@ def _head_of(message: Message) -> Head:
         raise OutOfTurn(f"{kind or 'a message without content'} where a request's headers were due")
     headers = messages.headers_of(message.request_headers)
     path = headers.get(b":path", b"").decode("latin-1").partition("?")[0]
-    word = passing.request_id(headers.get(b"x-request-id", b""))
+    word = request_id(headers.get(b"x-request-id", b""))
     return Head(headers.get(b":method", b"").decode("latin-1"), path, headers, word)
 
 
