@@ -255,6 +255,8 @@ cdef extern from "hash/sha256.h" namespace "kvstrata" nogil:
 
 
 cdef extern from "pool/index.h" namespace "kvstrata" nogil:
+    const uint64_t FLAG_HAS_L2 "kvstrata::kIndexFlagHasL2"
+    const uint64_t FLAG_PROMISES "kvstrata::kIndexFlagPromises"
     cdef cppclass CKey "kvstrata::Key":
         @staticmethod
         CKey load(const void*) noexcept
@@ -281,7 +283,7 @@ cdef extern from "pool/index.h" namespace "kvstrata" nogil:
         size_t peek_windows(const uint8_t*, size_t, U32Span) noexcept
         uint64_t epoch() noexcept
         uint64_t heartbeat_age_ns() noexcept
-        cbool has_l2() noexcept
+        cbool has(uint64_t) noexcept
         uint64_t extents_bytes() noexcept
         PoolId pool_id() noexcept
         cbool is_open() noexcept
@@ -509,7 +511,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         Changes& changes() noexcept
         PoolStats stats() noexcept
         void heartbeat() noexcept
-        void set_has_l2(cbool) noexcept
+        void set_flag(uint64_t, cbool) noexcept
         Status prefault_start(uint32_t) noexcept
         uint64_t retry_missing() noexcept
         Prefault& prefault() noexcept

@@ -64,7 +64,7 @@ class FakeClient:
 
     `forbidden`: tenants that the server refuses.  `hits`: chunks that lookups find; `whole`: chunks that L1 has in the
     slices that are needed in every chunk.  `ahead`: tokens behind a chunk that its key covers.
-    `hints`: what was said at requests' ends.
+    `hints`: what was said at requests' ends.  `promised`: chunks of each promise that stands.
     `missed_chunks`: request and number of chunks of each miss that was told without a lookup.
     `leases`: held by the scheduler; `handed_on`: given to the workers; `revoked`: taken back by the server.
     """
@@ -84,6 +84,8 @@ class FakeClient:
         self.missed_chunks = []
         self.hints = []
         self.prompt_tokens_s = 0.0
+        self.has_promises = False
+        self.promised = {}
 
     def may_fail(self, method):
         """Raise once if `fails` names the method."""
@@ -113,16 +115,23 @@ class FakeClient:
     def hint(self, identity, last, next_):
         self.hints.append((last, next_))
 
+    def promise(self, identity, chain):
+        number = next(self.seqs)
+        self.promised[number] = chunks_of(chain)
+        return SimpleNamespace(withdraw=lambda: self.promised.pop(number, None))
+
     def peek_whole(self, identity, chain):
         return min(self.whole, chunks_of(chain))
 
     def present(self, chunks):
         return [key not in self.evicted for _, key in chunks]
 
-    def lookup(self, identity, hasher, *, tails=(), traceparent="", own_chunks=0, stores_late=False, **_):
+    def lookup(
+        self, identity, hasher, *, tails=(), traceparent="", own_chunks=0, stores_late=False, wait_ms=0, **_
+    ):
         call = FakeCall(self, chunks_of(hasher))
         call.tails, call.traceparent = tails, traceparent
-        call.own_chunks, call.stores_late = own_chunks, stores_late
+        call.own_chunks, call.stores_late, call.wait_ms = own_chunks, stores_late, wait_ms
         self.calls.append(call)
         if self.answers:
             call.answer(self.hits)

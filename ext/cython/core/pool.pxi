@@ -719,7 +719,10 @@ cdef class Pool:
         self.pool.get().heartbeat()
 
     def set_has_l2(self, has_l2):
-        self.pool.get().set_has_l2(bool(has_l2))
+        self.pool.get().set_flag(FLAG_HAS_L2, bool(has_l2))
+
+    def set_has_promises(self, has_promises):
+        self.pool.get().set_flag(FLAG_PROMISES, bool(has_promises))
 
     def retry_missing(self):
         cdef uint64_t missing

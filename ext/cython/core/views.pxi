@@ -53,7 +53,12 @@ cdef class IndexReader:
     @property
     def has_l2(self):
         self._check()
-        return bool(self.reader.has_l2())
+        return bool(self.reader.has(FLAG_HAS_L2))
+
+    @property
+    def has_promises(self):
+        self._check()
+        return bool(self.reader.has(FLAG_PROMISES))
 
     @property
     def extents_bytes(self):

@@ -9,6 +9,7 @@ from kvstrata.client.handles import (
     LoadJob,
     LookupCall,
     LookupResult,
+    PromiseCall,
     StoreJob,
     StoreOutcome,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "LoadJob",
     "LookupCall",
     "LookupResult",
+    "PromiseCall",
     "StoreJob",
     "StoreOutcome",
 ]

@@ -37,7 +37,7 @@ from kvstrata.client.copies import (
     Plan,
     device_copies,
 )
-from kvstrata.client.handles import LoadItem, LoadJob, LookupCall, StoreJob
+from kvstrata.client.handles import LoadItem, LoadJob, LookupCall, PromiseCall, StoreJob
 from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Kind, Link, Pending
 from kvstrata.client.loads import Loads
@@ -208,6 +208,11 @@ class CacheClient:
         return self.pool.has_l2
 
     @property
+    def has_promises(self) -> bool:
+        """Whether any engine of the server promises chunks now."""
+        return self.pool.has_promises
+
+    @property
     def chunk_tokens(self) -> int:
         """Tokens in a chunk of this engine."""
         return self._layout.chunk_tokens
@@ -243,6 +248,7 @@ class CacheClient:
         traceparent: str = "",
         own_chunks: int = 0,
         stores_late: bool = False,
+        wait_ms: int = 0,
     ) -> LookupCall:
         """Ask how many leading chunks are present, and lease them for the whole engine group. Never blocks.
 
@@ -251,11 +257,21 @@ class CacheClient:
         of this process begins under it, the server may revoke it: claim it before you promise its chunks to anybody.
         One of `tails` may follow the chunks: the first that is present of those behind the last chunk that is.
         The engine's own cache has the first `own_chunks` chunks; with `stores_late` that hit is no use of L1's copies.
+        `wait_ms` is the time, beyond the deadline, for which the answer may wait for what other engines have promised.
         Raises ValueError if `chain` is not a whole number of keys.
         """
         return self.lookups.begin(
-            identity, chain, request_id, probe, deadline_ms, tails, traceparent, own_chunks, stores_late
-        )
+            identity, chain, request_id, probe, deadline_ms, tails, traceparent, own_chunks, stores_late,
+            wait_ms,
+        )  # fmt: skip
+
+    def promise(self, identity: Identity, chain: bytes) -> PromiseCall:
+        """Say that this engine computes these chunks now and will store them; lookups of others may wait. Never blocks.
+
+        `chain`: the chain keys of chunks that follow each other in one prompt.  Withdraw the promise when the outcome
+        of the stores is known.  While no server answers, nobody hears of it.
+        """
+        return self.lookups.promise(identity, chain)
 
     def missed(
         self, identity: Identity, chain: bytes | ChunkHasher, *, request_id: str, probe: bytes = b""
@@ -371,6 +387,7 @@ class CacheClient:
         self.pool.attached(attachment)
         if attachment.epoch != old_epoch:
             self._must_quiesce = old_epoch != 0
+            self.lookups.promised.clear()
             self.lookups.live.clear()  # the server of the new epoch knows none of them
             self._releases.restarted(old_epoch, attachment.epoch)
 
@@ -446,7 +463,9 @@ class CacheClient:
 
     def _resume(self, seq: int, remaining_ms: int) -> wire.Resume:
         """Name what this process still has of the server, which it has lost for a while."""
-        return wire.Resume(seq, sorted({*self.lookups.live, *self._stores.reserves()}))
+        return wire.Resume(
+            seq, sorted({*self.lookups.live, *self.lookups.promised, *self._stores.reserves()})
+        )
 
     # Inside.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.types import LeaseName, MissReason
@@ -116,6 +116,23 @@ class LookupCall:
                 self.revoked = spend(lease)
                 return self.revoked
             return False
+
+
+class PromiseCall:
+    """A promise of chunks, which stands until it is withdrawn or this process ends."""
+
+    __slots__ = ("_withdraw", "epoch", "pending", "seq")
+
+    def __init__(self, withdraw: Callable[[PromiseCall], None]) -> None:
+        self._withdraw = withdraw
+        self.pending: Any = None
+        """Its message, for the I/O thread, which alone uses the following ones too."""
+        self.seq = 0
+        self.epoch = 0
+
+    def withdraw(self) -> None:
+        """Let nobody wait for the chunks any longer: they are stored, or will not be. Idempotent, never blocks."""
+        self._withdraw(self)
 
 
 class StoreOutcome(enum.StrEnum):

@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 
 from kvstrata.client.copies import CopyLedger
-from kvstrata.client.handles import LookupCall, LookupResult, miss
+from kvstrata.client.handles import LookupCall, LookupResult, PromiseCall, miss
 from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Kind, Link, Pending
 from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, UnknownIdentity
@@ -53,6 +53,8 @@ class Lookups(msgspec.Struct, eq=False):
     """Deadline of a lookup that names none."""
     live: dict[int, LookupCall] = {}
     """Lookups that are sent or hold a lease, by their numbers in the present epoch. For the I/O thread only."""
+    promised: dict[int, PromiseCall] = {}
+    """Promises that the present server has been told of and that are not withdrawn. For the I/O thread only."""
     begun: int = 0
     hit_chunks: int = 0
     revoked: int = 0
@@ -73,6 +75,7 @@ class Lookups(msgspec.Struct, eq=False):
         traceparent: str = "",
         own_chunks: int = 0,
         stores_late: bool = False,
+        wait_ms: int = 0,
     ) -> LookupCall:
         """See `CacheClient.lookup`."""
         if isinstance(chain, ChunkHasher):
@@ -86,14 +89,45 @@ class Lookups(msgspec.Struct, eq=False):
         if not asks or not self._link.accepts:
             call.finish(miss(MissReason.BREAKER_OPEN if asks else MissReason.NEVER_STORED))
             return call
-        limit_ms = self._timeout_ms if deadline_ms is None else deadline_ms
-        deadline_s = time.monotonic() + min(limit_ms, wire.MAX_DEADLINE_MS) / 1000
+        limit_ms = min(self._timeout_ms if deadline_ms is None else deadline_ms, wire.MAX_DEADLINE_MS)
+        wait_ms = min(wait_ms, wire.MAX_DEADLINE_MS)
+        deadline_s = time.monotonic() + (limit_ms + wait_ms) / 1000
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain[: wire.MAX_CHUNKS * KEY_BYTES])]
         asked = wire.Lookup(
-            0, 1, 0, request_id[:256], groups, probe, list(tails), traceparent, own_chunks, stores_late
-        )
+            0, 1, 0, request_id[:256], groups, probe, list(tails), traceparent, own_chunks, stores_late,
+            wait_ms,
+        )  # fmt: skip
         self._link.post(lambda: self._ask(call, identity, asked, deadline_s))
         return call
+
+    def promise(self, identity: Identity, chain: bytes) -> PromiseCall:
+        """See `CacheClient.promise`."""
+        call = PromiseCall(self._withdraw)
+
+        def message(seq: int, _: int) -> wire.Promise | None:
+            declared = self._identities.declared(identity)
+            if declared is None:
+                return None
+            call.seq, call.epoch = seq, declared.epoch
+            self.promised[seq] = call
+            return wire.Promise(seq, declared.identity_id, chain[: wire.MAX_RESERVE_CHUNKS * KEY_BYTES])
+
+        def failed(_: KvstrataError) -> None:
+            self.promised.pop(call.seq, None)
+
+        call.pending = Pending(Kind.TELL, message, lambda reply: None, failed)
+        self._link.post(lambda: self._link.ask(call.pending))
+        return call
+
+    def _withdraw(self, call: PromiseCall) -> None:
+        """Called by `PromiseCall.withdraw` in any thread."""
+
+        def withdraw() -> None:
+            self._link.table.remove(call.pending)
+            if self.promised.pop(call.seq, None) is not None and call.epoch == self._link.epoch:
+                self._link.tell(lambda seq, _: wire.Cancel(seq, call.seq))
+
+        self._link.post(withdraw)
 
     def missed(self, identity: Identity, chain: bytes, absent: int, request_id: str, probe: bytes) -> None:
         """See `CacheClient.missed`. `absent`: number of the absent chunk in `chain`."""
@@ -166,7 +200,7 @@ class Lookups(msgspec.Struct, eq=False):
                 return None
             call.seq, call.epoch = seq, declared.epoch
             self.live[seq] = call
-            left_ms = max(1, remaining_ms - LOOKUP_MARGIN_MS)
+            left_ms = max(1, remaining_ms - asked.wait_ms - LOOKUP_MARGIN_MS)
             return msgspec.structs.replace(
                 asked, seq=seq, deadline_ms=left_ms, identity_id=declared.identity_id
             )

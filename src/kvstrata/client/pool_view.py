@@ -47,6 +47,12 @@ class PoolView(msgspec.Struct, eq=False):
         index = self._index
         return index is not None and index.has_l2
 
+    @property
+    def has_promises(self) -> bool:
+        """Whether any engine of the server promises chunks now, which a lookup may wait for."""
+        index = self._index
+        return index is not None and index.has_promises
+
     def peek(self, identity: Identity, chain: bytes | ChunkHasher) -> int:
         """See `CacheClient.peek`."""
         index, root = self._index, identity.root

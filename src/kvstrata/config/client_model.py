@@ -30,6 +30,9 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "blocks, so that L1 adds to vLLM's own cache instead of repeating it, `auto` late while L1 is smaller than "
         "twice the KV caches of all engines of its server. Models with sliding windows or states always store at "
         "once.")] = "commit"
+    await_siblings: Annotated[bool, says(
+        "Let a request wait for the part of its prompt that another engine of this server computes now, where that is "
+        "expected to be faster than computing it here too; and tell the others what this engine computes.")] = True
     enable_kv_events: Annotated[bool, says("Hand stored and removed chunks to vLLM as events.")] = False
     engine_url: Annotated[str, says(
         "Where gateways reach this engine over HTTP. By it the gateways that ask `controllers` know which server the "

@@ -770,6 +770,8 @@ class Pool:
         """Tells clients that the server is alive; a second after the last heartbeat, every peek of theirs answers 0."""
     def set_has_l2(self, has_l2: bool) -> None:
         """Tells the readers of the index whether the server has an L2 tier."""
+    def set_has_promises(self, has_promises: bool) -> None:
+        """Tells them whether any engine promises chunks now."""
     def retry_missing(self) -> int:
         """Asks again for memory of L1 that the file system refused; returns the bytes that are still missing."""
     def prefault_start(self, threads: int) -> None:
@@ -807,6 +809,8 @@ class IndexReader:
     def heartbeat_age_s(self) -> float: ...
     @property
     def has_l2(self) -> bool: ...
+    @property
+    def has_promises(self) -> bool: ...
     @property
     def extents_bytes(self) -> int: ...
     def close(self) -> None:

@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvstrata.errors import BadRequest
 from kvstrata.types import KEY_BYTES, LATEST, LayoutIdentity, RequestIdentity, Role, Slice
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 4 << 20
 """The server closes the connection of a process that sends a longer request."""
 MAX_CHUNKS = 65_536
@@ -29,7 +29,7 @@ MAX_RESERVE_CHUNKS = 1_024
 """Chunks in one reserve, commit, abort or corrupt; a longer prompt takes several. A commit of so many holds the
 server's loop for about 1.5 ms."""
 MAX_LIVE = 16_384
-"""Lookups and reserves named in one resume."""
+"""Lookups, reserves and promises named in one resume."""
 MAX_MISSES = 32
 """Misses, and hints, told in one ping."""
 MAX_MISSED_CHUNKS = 1_024
@@ -310,6 +310,8 @@ class Lookup(Request, frozen=True, tag="lookup"):
     """Leading chunks that the engine's own cache has: it computes and copies only those behind them."""
     stores_late: bool = False
     """The engine stores a chunk when its own cache is about to lose it, so hits there are no uses of L1's chunks."""
+    wait_ms: DeadlineMs = 0
+    """Time, beyond that for the answer, that it may wait for chunks that other engines have promised."""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):
@@ -411,6 +413,17 @@ class CommitOutcome(enum.IntEnum):
     """The record's header does not match the reservation; the extent was given back."""
 
 
+class Promise(Request, frozen=True, tag="promise"):
+    """Says that the caller's engine computes these chunks now and will store them, until a `cancel` of its number.
+
+    Lookups of other engines may wait for them.  It gives no claim on memory.
+    """
+
+    identity_id: Count
+    chain: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_RESERVE_CHUNKS * KEY_BYTES)]
+    """Concatenated chain keys of one prompt's chunks, in order."""
+
+
 class Commit(Request, frozen=True, tag="commit"):
     """Makes written chunks visible. `reservation` is the seq of the reserve, `indices` point into its keys."""
 
@@ -434,20 +447,22 @@ class Abort(Request, frozen=True, tag="abort"):
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
-    """Stops the earlier lookup or reserve `target`, or ends for all processes what it was granted."""
+    """Stops the earlier lookup or reserve `target`, or ends for all processes what it was granted; or withdraws the
+    promise `target`."""
 
     target: Seq
     """Its seq."""
 
 
 class Resume(Request, frozen=True, tag="resume"):
-    """The first words of a process that has attached again: of its earlier lookups and reserves it still has these.
+    """The first words of a process that has attached again: of its lookups, reserves and promises it still has these.
 
     All others end as if cancelled.  Leases of which the process has released its own share stay with the others.
     """
 
     live: Annotated[list[Seq], Meta(max_length=MAX_LIVE)]
-    """Seqs of the lookups whose share it has not released, and of the reserves into which it may still write."""
+    """Seqs of the lookups whose share it has not released, of the reserves into which it may still write, and of its
+    promises."""
 
 
 class Retrieve(Request, frozen=True, tag="retrieve"):
@@ -482,10 +497,10 @@ class Corrupt(Request, frozen=True, tag="corrupt"):
 
 
 class Ok(Reply, frozen=True, tag="ok"):
-    """Outcome of release, abort, cancel, resume, quiesced and corrupt: a count.
+    """Outcome of release, promise, abort, cancel, resume, quiesced and corrupt: a count.
 
-    release: leases whose share ended; abort: extents given back; cancel and resume: lookups and reserves that were
-    stopped or whose grant ended; corrupt: chunks dropped.
+    release: leases whose share ended; promise: chunks promised; abort: extents given back; cancel and resume: requests
+    that were stopped or whose grant ended; corrupt: chunks dropped.
     """
 
     count: int = 0
@@ -505,7 +520,8 @@ class Error(Reply, frozen=True, tag="error"):
 
 
 AnyRequest = (
-    Identify | Ping | Lookup | Release | Reserve | Commit | Abort | Cancel | Resume | Retrieve | Quiesced | Corrupt
+    Identify | Ping | Lookup | Release | Reserve | Promise | Commit | Abort | Cancel | Resume | Retrieve | Quiesced
+    | Corrupt
 )  # fmt: skip
 AnyReply = (
     IdentifyReply | Pong | LookupReply | ReserveReply | CommitReply | RetrieveReply | Ok | Error

@@ -144,6 +144,7 @@ class Parts:
         board.put("l2_prefetch", self.prefetch)
         board.put("recuts", self.recuts)
         board.put("claims", self.claims)
+        board.put("promises", self.grants.promises)
         board.put_facts("tenants", self.tenants.in_l1)
         board.put_facts("jobs", self.prewarms.documents)
         return board

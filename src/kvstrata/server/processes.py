@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from kvstrata.native.core import Row as PoolRow
     from kvstrata.server.listener import Line
     from kvstrata.server.requests.grants import Lease, Reservation
+    from kvstrata.server.requests.promises import Promise
     from kvstrata.server.requests.requests import Requests
 
 MAX_IDENTITIES = 4096
@@ -296,8 +297,9 @@ class Process(msgspec.Struct, eq=False):
     """Number of its last request."""
     running: dict[int, Running] = {}
     """Its requests that take time, by number."""
-    grants: dict[int, Lease | Reservation] = {}
-    """The leases of its lookups whose share it has not released, and its reservations, by number (grants.py)."""
+    grants: dict[int, Lease | Reservation | Promise] = {}
+    """The leases of its lookups whose share it has not released, its reservations and promises, by number
+    (grants.py)."""
 
     def __repr__(self) -> str:
         """The row, without what the process declared."""

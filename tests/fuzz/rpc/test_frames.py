@@ -64,7 +64,10 @@ def plausible(op: str) -> st.SearchStrategy[list[Any]]:
             st.text(max_size=4),
             keys.map(lambda k: [["prefix", k]]),
             probes,
+            *(st.just(no) for no in ([], "", 0, False)),
+            st.sampled_from([0, 20]),
         ],
+        "promise": [identities, keys],
         "release": [st.lists(st.tuples(sessions, recent), max_size=4), st.booleans()],
         "reserve": [
             st.just(1000),
@@ -113,7 +116,7 @@ def one_after_another(first: str, second: str) -> st.SearchStrategy[list[list[An
 pairs = st.sampled_from(
     [
         (one, other)
-        for one in ("lookup", "reserve")
+        for one in ("lookup", "reserve", "promise")
         for other in ("release", "abort", "cancel", "resume", "commit", one)
     ]
 ).flatmap(lambda names: one_after_another(*names))
@@ -159,18 +162,23 @@ class World:
         elif request[2] == REPEATED:
             request[2] = self.next_seq - 1
         of_session = [seq for name, seq in self.asked.get("reserve", []) if name == session]
+        granted = [
+            seq
+            for verb in ("lookup", "reserve", "promise")
+            for name, seq in self.asked.get(verb, [])
+            if name == session
+        ]
+        granted.sort()
         if op in ("commit", "abort"):
             request[3] = self.pick(of_session, request[3])
         elif op == "cancel":
-            looked_up = [seq for name, seq in self.asked.get("lookup", []) if name == session]
-            request[3] = self.pick(sorted(of_session + looked_up), request[3])
+            request[3] = self.pick(granted, request[3])
         elif op == "resume":
-            looked_up = [seq for name, seq in self.asked.get("lookup", []) if name == session]
-            request[3] = [self.pick(sorted(of_session + looked_up), number) for number in request[3]]
+            request[3] = [self.pick(granted, number) for number in request[3]]
         elif op == "release":
             leases = self.asked.get("lookup", [])
             request[3] = [leases[-1 - n] if n < len(leases) else (name, n) for name, n in request[3]]
-        at = {"lookup": 4, "reserve": 4, "retrieve": 3, "prefetch": 3}.get(op)
+        at = {"lookup": 4, "reserve": 4, "retrieve": 3, "promise": 3}.get(op)
         if at is not None and request[at] == 0:
             request[at] = self.identities.get(session, 0)
         self.asked.setdefault(op, []).append((session, request[2]))

@@ -99,6 +99,8 @@ def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(art
         *headers,
         *(page.removeprefix("src/") for page in pages),
         "kvstrata/py.typed",
+        "kvstrata/gateway/envoy/watch.lua",
+        "kvstrata/gateway/envoy/libkv_watch.so",  # Envoy loads it, Python never
     }
 
 
@@ -162,7 +164,7 @@ import kvstrata
 assert not kvstrata.__file__.startswith(sys.argv[1]), kvstrata.__file__
 done = []
 for found in pkgutil.walk_packages(kvstrata.__path__, "kvstrata."):
-    others = ("kvstrata.connectors", "kvstrata.testing", "kvstrata.__main__")
+    others = ("kvstrata.connectors", "kvstrata.testing", "kvstrata.__main__", "kvstrata.gateway.envoy.libkv_watch")
     others += ("kvstrata.gateway.picker",)
     if not found.name.startswith(others):
         importlib.import_module(found.name)

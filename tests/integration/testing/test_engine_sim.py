@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
 import json
 import re
 import signal
@@ -18,6 +20,7 @@ import pytest
 import zmq
 
 from kvstrata.testing.engine_sim.kv_events import BlockStored, KVEventBatch
+from tests.harness.cache_engine import eventually
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -229,6 +232,8 @@ def config(server: ServerProcess, **settings: Any) -> str:
 class Engine:
     """A simulated engine, attached to the server."""
 
+    is_killed = False
+
     def __init__(self, server: ServerProcess, *flags: str, **settings: Any) -> None:
         self.sim = Sim("--model", "m", "--kv-transfer-config", config(server, **settings), *flags)
         self.client = httpx.Client(base_url=self.sim.url, timeout=HANG_MS / 1000, trust_env=False)
@@ -243,10 +248,14 @@ class Engine:
     def metric(self, name: str) -> float:
         return metric(self.client, name)
 
+    def kill(self) -> None:
+        self.is_killed = True
+        self.sim.process.kill()
+
     def close(self) -> None:
         self.client.close()
         try:
-            assert self.sim.stop() == 0
+            assert self.is_killed or self.sim.stop() == 0
         finally:
             self.sim.process.kill()
             self.sim.process.wait()
@@ -305,3 +314,40 @@ def test_engines_go_on_when_the_server_is_killed(server: ServerProcess, start: C
         assert time.monotonic() < ends_s, "blocks are held for copies to a server that is gone"
     server.start()
     until_hit(first, second, 6000)
+
+
+@pytest.mark.parametrize("end", ["ready", "broken"])
+def test_what_an_engine_computes_now_is_computed_by_no_other_unless_the_engine_dies(
+    server: ServerProcess, start: Callable[..., Engine], end: str
+) -> None:
+    slow = ("--prefill-token-us", "1000", "--max-num-batched-tokens", "1024")
+    first, second = start(*slow), start(*slow)
+    seed = 20_000 if end == "ready" else 40_000  # the other case's prompts may be in L1
+    until_hit(first, second, seed)
+
+    def promises() -> Any:
+        return server.get("/v1/status")["promises"]
+
+    def measured() -> bool:
+        number = next(fresh)
+        second.ask(prompt(number, 200 + 40 * (number % 20)))
+        return any(row["prompt_tokens_s"] for row in server.get("/v1/status")["engines"])
+
+    fresh = itertools.count(seed + 2_000)
+    eventually("the second engine knows how fast it computes", measured)
+    whole = prompt(seed + 9_000, 4_000)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        computing = pool.submit(first.ask, whole)
+        eventually("the first engine has promised the prompt", lambda: promises()["live"])
+        if end == "broken":
+            first.sim.process.send_signal(signal.SIGSTOP)  # or it might be done too soon
+        waiting = pool.submit(second.ask, whole)
+        eventually("the second one waits for it", lambda: promises()["waits_now"] or waiting.done())
+        if end == "broken":
+            first.kill()
+            computing.exception(PATIENCE_S)
+        assert (waiting.result(PATIENCE_S) >= 4_000 - CHUNK) == (end == "ready")
+    assert promises()["waits"].get(end)
+    if end == "ready":
+        assert computing.result() == 0
+        eventually("the promise is withdrawn", lambda: not promises()["live"])

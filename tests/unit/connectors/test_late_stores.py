@@ -66,7 +66,7 @@ class World:
             store_late=lambda: True,
             step_tokens=CHUNK,
             pins=BlockPins(lambda: self.pool),
-            **changes,
+            **{"shares_l1": lambda: True} | changes,
         )
         self.tables = {}
 
@@ -128,7 +128,7 @@ def test_a_lookup_tells_how_much_vllm_has_and_whether_its_hits_are_uses_of_l1(la
 def test_a_chunk_is_stored_when_its_blocks_come_near_the_head_and_only_once():
     world = World()
     request = world.ended(3 * CHUNK)
-    assert world.step().stores == []
+    assert world.step().stores == [] and not world.client.promised
     world.exhaust(left=1)
     (store,) = (plan := world.step()).stores
     # Root before leaf, though the last blocks are the first to be reused.

@@ -81,7 +81,12 @@ def test_a_client_sees_what_the_server_does(files: Files) -> None:
     assert reader.peek(b"") == 0
     assert not reader.has_l2
     pool.set_has_l2(True)
-    assert reader.has_l2
+    pool.set_has_promises(True)
+    assert reader.has_l2 and reader.has_promises
+    pool.set_has_l2(False)
+    assert reader.has_promises and not reader.has_l2
+    pool.set_has_promises(False)
+    assert not reader.has_promises
     with pytest.raises(ValueError):
         reader.peek(bytes(32), 0)
     with pytest.raises(ValueError):

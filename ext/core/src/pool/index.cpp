@@ -446,8 +446,8 @@ std::uint64_t IndexReader::heartbeat_age_ns() const noexcept {
   return beat > now ? 0 : now - beat;
 }
 
-bool IndexReader::has_l2() const noexcept {
-  return (load_word(view_.header().flags) & kIndexFlagHasL2) != 0;
+bool IndexReader::has(std::uint64_t flag) const noexcept {
+  return (load_word(view_.header().flags) & flag) != 0;
 }
 
 std::uint64_t IndexReader::extents_bytes() const noexcept {

@@ -59,7 +59,9 @@ inline constexpr std::uint64_t kHeartbeatLimitNs = 1'000'000'000;
 // index.
 inline constexpr std::uint32_t kNoEntry = 0xFFFFFFFFu;
 
+// Flags of the header.
 inline constexpr std::uint64_t kIndexFlagHasL2 = 1;
+inline constexpr std::uint64_t kIndexFlagPromises = 2;  // engines promise chunks now
 
 // A device may access the extents on behalf of the row's process.
 inline constexpr std::uint64_t kRowFlagRegistersMemory = 1;
@@ -395,7 +397,8 @@ class IndexReader {
   std::uint64_t epoch() const noexcept;
   // Age of the heartbeat; the largest value when there was none or it lies in the future.
   std::uint64_t heartbeat_age_ns() const noexcept;
-  bool has_l2() const noexcept;
+  // Whether the server has set a kIndexFlag.
+  bool has(std::uint64_t flag) const noexcept;
   std::uint64_t extents_bytes() const noexcept;
   std::span<const std::uint8_t, 16> pool_id() const noexcept;
   bool is_open() const noexcept { return mapping_.address() != nullptr; }

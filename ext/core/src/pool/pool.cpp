@@ -235,8 +235,11 @@ void Pool::heartbeat() noexcept {
   if (!is_closed()) store_word(entries_.index.header().heartbeat_ns, monotonic_ns());
 }
 
-void Pool::set_has_l2(bool has_l2) noexcept {
-  if (!is_closed()) store_word(entries_.index.header().flags, has_l2 ? kIndexFlagHasL2 : 0);
+void Pool::set_flag(std::uint64_t flag, bool on) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (is_closed()) return;
+  std::uint64_t& flags = entries_.index.header().flags;
+  store_word(flags, on ? load_word(flags) | flag : load_word(flags) & ~flag);
 }
 
 Status Pool::prefault_start(std::uint32_t threads) noexcept {

@@ -293,7 +293,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
                            std::vector<std::uint64_t>* tags) noexcept;
   PoolStats stats() noexcept;
   void heartbeat() noexcept;
-  void set_has_l2(bool has_l2) noexcept;
+  // Sets or clears a kIndexFlag.
+  void set_flag(std::uint64_t flag, bool on) noexcept;
   [[nodiscard]] Status prefault_start(std::uint32_t threads) noexcept;
   // Asks again for memory that the file system refused; call it now and then. Returns the bytes
   // that are still missing.

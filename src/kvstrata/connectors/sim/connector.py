@@ -164,6 +164,7 @@ class SimConnector:
                 sync_load_bytes=0,
                 events=self._stored_event if engine.kv_events else None,
                 removal=_removed_event,
+                shares_l1=lambda: True,
                 server_seen=lambda: any(place.exists() for place in places),
             )
         )

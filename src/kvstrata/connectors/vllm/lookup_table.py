@@ -41,9 +41,10 @@ from kvstrata.client import Identity, LookupCall, LookupResult
 from kvstrata.config.lmcache.fates import is_on
 from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.keys import ChunkHasher, batch
+from kvstrata.observability.load_line import prompt_work
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
-from kvstrata.rpc.wire import TRACEPARENT_CHARS, TailSet
+from kvstrata.rpc.wire import MAX_DEADLINE_MS, TRACEPARENT_CHARS, TailSet
 from kvstrata.types import MissReason, canonical_json
 
 logger = logging.getLogger("vllm.kvstrata")
@@ -127,6 +128,11 @@ class RequestTenants:
 
 WAIT_S = 0.0015
 """Longest wait for answers to lookups in one step."""
+SOON_S = 0.01
+"""A lookup that has no answer so long after vLLM first asked is not awaited any more, only looked at in each step."""
+WAIT_SHARE = 1.5
+"""A request waits for what another engine computes so long, as a multiple of the time of computing it here: the other
+may have more to do, and what it has done is copied twice.  A promise that is broken ends the wait at once."""
 EARLY_LOOKUPS = 8
 """A lookup is sent before vLLM asks for it only while fewer lookups than this are unanswered; more would hold leases
 for requests that still wait in vLLM's queue."""
@@ -196,6 +202,8 @@ class Tracked(msgspec.Struct, eq=False):
     hit: LookupResult | None = None
     asked_s: float = -1.0
     """Time when vLLM first asked in this round; -1 before."""
+    wait_ms: int = 0
+    """Time for which the lookup may wait for what other engines compute now, beyond its time for an answer."""
     miss: MissReason | None = None
     """Why the last round found nothing, or not all chunks."""
     missed_s: float = 0.0
@@ -221,6 +229,8 @@ class Tracked(msgspec.Struct, eq=False):
     """The request asks for that; see STORE."""
     no_load: bool = False
     """The request asks for no load, or a load of it failed: the rest of it is computed."""
+    has_promised: bool = False
+    """Others have been told which chunks of the prompt are computed here, if they are told at all."""
     next_store: int = 0
     """All chunks before this one are stored, being stored, or were loaded; with late stores, recorded."""
     windows_next: int = 0
@@ -401,13 +411,14 @@ class LookupTable:
         if not (chain or tails):
             self._missed(tracked, MissReason.NOT_IN_L1)
             return
-        if not tails and not self._client.has_l2 and not self._client.peek(identity, chain):
-            self._client.missed(identity, chain, request_id=tracked.request.request_id, probe=hasher.probe)
-            self._missed(tracked, MissReason.NOT_IN_L1)
-            return
         own_tokens = tracked.computed_tokens
         if tracked.asked_s < 0 and len(self._engine.groups) == 1:
             own_tokens = self._engine.pins.cached_tokens(tracked.request, self._engine.groups[0].number)
+        tracked.wait_ms = self._wait_ms(tracked, own_tokens)
+        if not (tails or self._client.has_l2 or tracked.wait_ms or self._client.peek(identity, chain)):
+            self._client.missed(identity, chain, request_id=tracked.request.request_id, probe=hasher.probe)
+            self._missed(tracked, MissReason.NOT_IN_L1)
+            return
         tracked.call = self._client.lookup(
             identity,
             chain,
@@ -418,11 +429,20 @@ class LookupTable:
             traceparent=tracked.traceparent,
             own_chunks=own_tokens // self._engine.chunk_tokens,
             stores_late=self._engine.store_late is not None and self._engine.store_late(),
+            wait_ms=tracked.wait_ms,
         )
         tracked.tails_asked = [asked.chunk for asked in tails]
         tracked.state = LookupState.ASKED
         self._early += 1
         self.counts["lookups"] += 1
+
+    def _wait_ms(self, tracked: Tracked, own_tokens: int) -> int:
+        """How long the lookup may wait for what others compute, by what its own cache lacks; 0 if that is not known."""
+        tokens_s = self._client.prompt_tokens_s
+        if not (self._engine.settings.await_siblings and tokens_s and self._client.has_promises):
+            return 0
+        compute_s = prompt_work(own_tokens, tracked.request.num_tokens) / tokens_s
+        return min(MAX_DEADLINE_MS, int(1000 * WAIT_SHARE * compute_s))
 
     def await_answer(self, tracked: Tracked, now: float) -> bool:
         """Wait for the answer, for what is left of `WAIT_S` in this step. False: not known yet, vLLM asks again."""
@@ -431,12 +451,13 @@ class LookupTable:
         if tracked.state is LookupState.ASKED:
             assert tracked.call is not None
             begun_s = self._now()
-            answered = tracked.call.wait(self._may_wait_s)
+            soon = begun_s - tracked.asked_s < SOON_S
+            answered = tracked.call.wait(self._may_wait_s if soon else 0.0)
             self._may_wait_s = max(0.0, self._may_wait_s - (self._now() - begun_s))
             if answered:
                 self._answered(tracked)
         if tracked.state in (LookupState.NEW, LookupState.ASKED):
-            if (now - tracked.asked_s) * 1000 < self._timeout_ms:
+            if (now - tracked.asked_s) * 1000 < self._timeout_ms + tracked.wait_ms:
                 return False
             self.counts["lookup_timeouts"] += 1
             self._missed(tracked, MissReason.DEADLINE)

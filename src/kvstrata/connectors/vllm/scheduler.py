@@ -87,6 +87,8 @@ class SchedulerSide:
             return
         if self._keys.prepare(tracked):
             self._lookups.ask_early(tracked)
+            if self._engine.may_store:
+                self.stores.arrived(tracked)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed_tokens` can be loaded, and whether asynchronously.
@@ -264,6 +266,7 @@ class SchedulerSide:
             return False
         if self._engine.may_store:
             self.stores.finish(tracked, tables)
+        self.stores.settle(request.request_id)
         if not tracked.stores:
             return False
         # An engine in process may make no further step, so nothing later would free the blocks.
@@ -452,6 +455,7 @@ class SchedulerOff:
         self._unsent = [store.store_id for store in (*plan.stores, *side.stores.of_finished)]
         """Planned stores that no worker gets."""
         self._cancel = plan.cancel | side.stores.unprotected
+        self._promised = side.stores.promised
         self._leased = list(self._tracked.values())
         """Requests whose leases are not given back yet."""
 
@@ -511,6 +515,8 @@ class SchedulerOff:
 
     def take_events(self) -> list[Any]:
         """Give back pins and leases that no worker has, some with each call if that raises exceptions; no events."""
+        while self._promised:
+            self._promised.popitem()[1][0].withdraw()
         while self._unsent:
             self._pins.never_sent(self._unsent.pop())
         while self._leased:

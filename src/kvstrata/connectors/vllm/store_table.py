@@ -9,7 +9,9 @@ Invariants
 3. Of groups with a window, only the windows at the prompt's end and where it parts from another prompt are stored
    (and, with `save_decode_cache`, those of the answer); of groups with a state, only the states that vLLM offers.
    vLLM frees their blocks while the request goes on, so they are pinned until no store reads them.
-4. With late stores, complete chunks and tails are recorded instead of stored, and stored when vLLM is about to reuse
+4. While other engines use the server, they are told which chunks of a prompt are computed here, from the request's
+   first step on, or from its arrival if no other waits, until the last store has its outcome or there will be none.
+5. With late stores, complete chunks and tails are recorded instead of stored, and stored when vLLM is about to reuse
    their blocks (`late`).
 
 Notices what other connectors load, which share an engine with ours in vLLM's `MultiConnector`.
@@ -34,6 +36,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from kvstrata.client import PromiseCall
 from kvstrata.connectors.vllm.engine import Engine, MakeEvent
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule
 from kvstrata.connectors.vllm.late import HELD_STEPS, LateStores, Record
@@ -164,7 +167,7 @@ class StoreTable:
     """The stores of one engine. Belongs to the scheduler's thread."""
 
     def __init__(
-        self, engine: Engine, tracked: Mapping[str, Tracked], keys: RequestKeys, tails: PromptTails
+        self, engine: Engine, tracked: dict[str, Tracked], keys: RequestKeys, tails: PromptTails
     ) -> None:
         """`tracked` are the lookup table's requests."""
         groups = engine.groups
@@ -198,6 +201,10 @@ class StoreTable:
         self.of_finished: list[Store] = []
         """Stores of requests that ended while their chunks were deferred."""
         self._events: deque[Any] = deque(maxlen=REMEMBERED_STORES)
+        self._client, self._shares_l1 = engine.client, engine.shares_l1
+        self._promises = engine.settings.await_siblings and not (self._windows or self._states)
+        self.promised: dict[str, tuple[PromiseCall, int]] = {}
+        """Request → the promise of its chunks, and the chunk behind the last of them."""
         self.counts = self._late.counts if self._late is not None else {}
         """Totals since the scheduler side last took them."""
 
@@ -231,6 +238,8 @@ class StoreTable:
             # vLLM was told of no bad block, so it may keep bad blocks and share them with other requests.
             self._keys.distrust_engine()
             self.forget_deferred()
+            for request_id in list(self.promised):
+                self.withdraw(request_id)
         if plan.others_load:
             self._others_load.add(plan.step)
         if plan.others_load or any(not load.asynchronous for load in plan.loads):
@@ -261,7 +270,10 @@ class StoreTable:
         for request_id, tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
             if not _may_store(tracked) or request_id not in computed:
+                self.withdraw(request_id)
                 continue
+            if not tracked.has_promised:
+                self._promise(tracked)
             end = self._complete_tokens(tracked, computed[request_id] + tokens)
             chunks = end // self._chunk_tokens
             done = tracked.next_store if self._whole else tracked.windows_next
@@ -328,15 +340,55 @@ class StoreTable:
     def preempted(self, tracked: Tracked) -> None:
         """The request has lost its blocks."""
         tracked.stores.clear()
-        tracked.deferred = False
+        tracked.deferred = tracked.has_promised = False
+        self.withdraw(tracked.request.request_id)
         if self._late is not None:
             tracked.next_store = tracked.tail_end = tracked.held_steps = 0
 
     def forget_deferred(self) -> None:
         """Drop what ended requests have left: a load that it may rest on has failed."""
+        for store in self.of_finished:
+            self.withdraw(store.request_id)
         self.of_finished.clear()
         if self._late is not None:
             self._late.forget_unconfirmed()
+
+    def arrived(self, tracked: Tracked) -> None:
+        """A request has arrived: if no other waits, it is computed in the next step, and others may rely on that.
+
+        Its lookup was sent before, so it does not wait for anybody who waits for this promise.
+        """
+        before = next(itertools.islice(reversed(self._tracked.values()), 1, None), None)
+        if before is None or before.scheduled:
+            self._promise(tracked)
+
+    def _promise(self, tracked: Tracked) -> None:
+        """Tell the other engines which chunks of a prompt, that is computed from now on, will be stored."""
+        tracked.has_promised = True
+        stores_late = self._records(tracked) is not None
+        if not self._promises or stores_late or not self._shares_l1() or not self._keys_known(tracked, 1):
+            return
+        assert tracked.hasher is not None and tracked.identity is not None
+        last = min(self._complete_chunks(tracked, tracked.request.num_prompt_tokens), tracked.hasher.n_chunks)
+        if last > tracked.next_store:
+            chain = batch.part(tracked.hasher.chain, tracked.next_store, last)
+            self.promised[tracked.request.request_id] = self._client.promise(tracked.identity, chain), last
+
+    def withdraw(self, request_id: str) -> None:
+        """Let nobody wait for chunks of a request, if anybody was told of them."""
+        if self.promised and (promised := self.promised.pop(request_id, None)) is not None:
+            promised[0].withdraw()
+
+    def settle(self, request_id: str) -> None:
+        """Withdraw the promise of a request whose last store has ended, or that makes no further one."""
+        if request_id not in self.promised:
+            return
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.next_store < self.promised[request_id][1]:
+            return
+        under_way = any(record.request_id == request_id for record in self._in_flight.values())
+        if not under_way and not any(store.request_id == request_id for store in self.of_finished):
+            self.withdraw(request_id)
 
     def _plan_late(self, late: LateStores, tokens: int, plan: StepPlan) -> None:
         """Add the stores of chunks whose blocks vLLM is about to reuse."""
@@ -529,7 +581,9 @@ class StoreTable:
         )
         if not late:
             tracked.stores.add(store.store_id)
-        record = _StoreRecord(store.request_id, first, self._world_size, self._world_size, late=late)
+        record = _StoreRecord(
+            store.request_id, first, last - first, self._world_size, self._world_size, late=late
+        )
         if group.rule is not Rule.PREFIX:
             self.pins.pin(store.store_id, blocks, self._world_size)
         if self._make_event is not None and group is self._whole_of_events and tail is None:
@@ -537,7 +591,7 @@ class StoreTable:
         self._in_flight[store.store_id] = record
         self._awaited_until_s = self._now() + patience(AWAITED_S)
         while len(self._in_flight) > REMEMBERED_STORES:
-            self._in_flight.popitem(last=False)
+            self.withdraw(self._in_flight.popitem(last=False)[1].request_id)
         stores.append(store)
         return True
 
@@ -555,6 +609,8 @@ class StoreTable:
     def _dropped(self, store_id: int) -> None:
         """Note that a store was not made: its chunks may be planned again."""
         record = self._in_flight.pop(store_id, None)
+        if record is not None:
+            self.withdraw(record.request_id)
         for chunk in record.late if record is not None else ():
             chunk.not_before = 0
         tracked = self._tracked.get(record.request_id) if record is not None else None
@@ -590,6 +646,9 @@ class StoreTable:
         record.mask &= mask
         if record.not_stored == 0:
             del self._in_flight[store_id]
+            if ~record.mask & (1 << record.n_chunks) - 1:
+                self.withdraw(record.request_id)
+            self.settle(record.request_id)
             for at, chunk in enumerate(record.late):
                 chunk.saved = bool(record.mask >> at & 1)
             if self._make_event is not None and record.chain:
@@ -622,6 +681,8 @@ class _StoreRecord(msgspec.Struct, eq=False):
 
     request_id: str
     first_chunk: int
+    n_chunks: int
+    """0 for a tail."""
     not_gathered: int
     not_stored: int
     late: Sequence[Record] = ()

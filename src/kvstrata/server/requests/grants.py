@@ -1,4 +1,4 @@
-"""What requests have left behind in the pool: leases of lookups and reservations of reserves, by session and number.
+"""What requests have left behind: leases of lookups, reservations of reserves, and promises, by session and number.
 
     lookup, reserve ─▶ granted ─┬─▶ released, committed, aborted
                                 ├─▶ ended: cancelled by its process, or not named in a `resume`
@@ -17,7 +17,7 @@ Invariants:
 2. `rows` of a lease are the rows that hold a share; each belongs to an attached process of the engine.
 3. As long as the process that looked up is attached and no process of the engine has released its share, the lease is
    either in `_waiting` or revoked.  Every other lease is neither.
-4. A reservation is in its process's grants exactly as long as it has an open chunk.
+4. A reservation is in its process's grants exactly as long as it has an open chunk; a promise, until it ends.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.tracing import Span
 from kvstrata.rpc.wire import Pong, encode
 from kvstrata.server.processes import Process, Use
+from kvstrata.server.requests.promises import Promise, Promises
 
 MAX_TOLD = 1_024
 """Orphaned and revoked leases named in one reply; the others follow when these have ended."""
@@ -92,6 +93,7 @@ class Grants:
         self._pool = pool
         self._counters = counters
         self._epoch = epoch
+        self.promises = Promises(pool)
         self._leases: dict[LeaseId, Lease] = {}
         self._orphans: dict[LeaseId, Lease] = {}
         """Leases whose process that looked up is gone."""
@@ -143,6 +145,9 @@ class Grants:
             self._pool.abort(found.ticket, None)
             found.open.clear()
             self.settle(process, seq, found)
+        elif found is not None:
+            del process.grants[seq]
+            self.promises.end(found)
         return found is not None
 
     def settle(self, process: Process, seq: int, reservation: Reservation) -> None:
@@ -167,8 +172,14 @@ class Grants:
         self._end_share(lease, process.row)
         return True
 
+    def promise(self, process: Process, seq: int, root: bytes, chain: bytes) -> None:
+        """Keep a promise of a process. Raises Refused."""
+        process.grants[seq] = self.promises.add(process, root, chain)
+
     def process_gone(self, process: Process) -> tuple[int, int]:
-        """End the shares of a process that has ended, and what it had reserved; how many leases and reservations.
+        """End the shares of a process that has ended, what it had reserved, and what it had promised.
+
+        Returns how many leases and reservations these were.
 
         Its reservations end in the pool, with its row.  Leases of which other processes of its group hold a share go
         on, as orphans.
@@ -176,8 +187,11 @@ class Grants:
         reservations = [one for one in process.grants.values() if isinstance(one, Reservation)]
         for reservation in reservations:
             reservation.count(0)
-        n_leases = len(process.grants) - len(reservations)
+        n_leases = sum(isinstance(one, Lease) for one in process.grants.values())
+        promises = [one for one in process.grants.values() if isinstance(one, Promise)]
         process.grants.clear()
+        for promise in promises:
+            self.promises.end(promise)
         for lease in self.leases():
             if lease.owner.group is process.group and process.row in lease.rows:
                 self._end_share(lease, process.row)

@@ -4,13 +4,14 @@
       │ the next chunks are adopted and not verified yet     verify them on a lane, lease again
       │ L1 has the next chunks in another geometry           recut them (server/recuts), lease again
       │ the next chunks are not in L1, and there is an L2    load until the deadline, lease again
+      │ another engine computes the next chunks              wait for them (promises.py), lease again
       ▼
     reply with the chunks leased by then
 
 Rules:
 
-1. Each lookup gets one reply, at the latest `REPLY_MARGIN_S` before the deadline; its lease covers exactly the chunks
-   that it names.
+1. Each lookup gets one reply, at the latest `REPLY_MARGIN_S` before the deadline, or, if it may wait for promised
+   chunks, `wait_ms` after that; its lease covers exactly the chunks that it names.
 2. Chunks that arrive later stay in L1 without a lease.
 3. While a lookup waits for more chunks it keeps its first lease, so that the chunks it has found are not evicted.
 4. A ticket always has an owner that will end it: this coroutine, `Grants`, or a callback on a lane's future.
@@ -41,6 +42,7 @@ from kvstrata.observability.tracing import Span
 from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, check_keys
 from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
+from kvstrata.server.requests.promises import Promised, Waited
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 
 if TYPE_CHECKING:
@@ -93,6 +95,18 @@ KEYS_ON_LOOP = 1_024
 """A lookup that needs up to this many storage keys runs on the loop (about 0.2 ms); a larger one goes to a lane."""
 
 
+_WAITED: dict[Waited, tuple[MissReason | Literal[""], str]] = {
+    "ready": ("", ""),
+    "late": (
+        MissReason.PROMISED,
+        "another engine was still at work on it when computing it would have been done",
+    ),
+    "broken": (MissReason.PROMISE_BROKEN, "another engine was at work on it, and ended without storing it"),
+}
+_SAID = {MissReason.RECOMPUTE, MissReason.PROMISED, MissReason.PROMISE_BROKEN}
+"""Reasons that say by themselves why a lookup went no further."""
+
+
 class Granted(NamedTuple):
     """A lease of leading chunks. `ticket` 0: no chunk is leased."""
 
@@ -129,6 +143,8 @@ class Asked(NamedTuple):
     """Its span, if it is traced."""
     unused: int
     """Leading chunks of which this lookup is no use."""
+    latest_promise: int
+    """Number of the last promise that was given before it arrived."""
 
 
 def _lease(pool: Pool, asked: Asked, rows: list[int], again: bool) -> Granted:
@@ -205,6 +221,7 @@ class Lookups:
         self._pool, self._lane, self._clock = parts.pool, parts.lane, parts.clock
         self._own_lane, self._noting = parts.own_lane, 0
         self._processes, self._grants = parts.processes, parts.grants
+        self._promises = parts.grants.promises
         self._tiers, self._prefetch, self._store = parts.tiers, parts.prefetch, parts.store
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
         self._explainer, self._counters, self._tracer = parts.explainer, parts.counters, parts.tracer
@@ -228,7 +245,7 @@ class Lookups:
             None if spans else tails, now_s,
             now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S, [],
             self._tracer.begin(request.traceparent) if self._tracer else None,
-            request.own_chunks if request.stores_late else 0,
+            request.own_chunks if request.stores_late else 0, self._promises.given,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
@@ -237,7 +254,11 @@ class Lookups:
         if granted is None:
             return self._on_lane(asked)
         whole = granted.n_chunks == n_chunks and (granted.tail_tokens or not _tails_in_l2(asked, n_chunks))
-        if whole or not (granted.unverified or self._tiers.hit_beyond_l1):
+        if whole or not (
+            granted.unverified
+            or self._tiers.hit_beyond_l1
+            or (request.wait_ms and self._promised(asked, granted.n_chunks))
+        ):
             return self._answer(asked, granted, granted.n_chunks)
         return self._more(asked, granted)
 
@@ -341,6 +362,15 @@ class Lookups:
                     held = await self._lease_again(asked, held)
             if not (held.tail_tokens or left) and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
+            wait_ends_s = self._clock.monotonic_s() + asked.request.wait_ms / 1000
+            while asked.request.wait_ms and (promised := self._promised(asked, held.n_chunks)):
+                before, left_s = held.n_chunks, wait_ends_s - self._clock.monotonic_s()
+                end = await self._promises.wait(asked.process, promised, left_s)
+                held = await self._lease_again(asked, held)
+                l1_chunks += max(0, held.n_chunks - before)
+                reason, detail = _WAITED[end]
+                if end != "broken" and held.n_chunks < promised.end:
+                    break  # it took too long, or chunks have left L1 meanwhile
         except BaseException:
             self._give_up(held)
             raise
@@ -362,6 +392,21 @@ class Lookups:
                 return held
         self._give_up(held)
         return more
+
+    def _promised(self, asked: Asked, n_chunks: int) -> Promised | None:
+        """What other engines have promised of the chunks behind these, if they are expected to be there in time."""
+        request, identity = asked.request, asked.identity
+        if n_chunks == asked.n_chunks:
+            return None
+        found = self._promises.find(
+            asked.process, identity.root, asked.keys.chain, n_chunks, asked.latest_promise
+        )
+        if found is not None and (tokens_s := found.promise.process.group.prompt_tokens_s):
+            size = asked.process.group.layout.chunk_tokens
+            work = prompt_work(n_chunks * size, found.end * size)
+            if 1000 * work / tokens_s > request.wait_ms:
+                return None
+        return found
 
     async def _recut(self, asked: Asked, held: Granted, *, of_l2: bool = False) -> int:
         """Make chunks behind these of records of other geometries in L1, or in L2; how many."""
@@ -449,7 +494,7 @@ class Lookups:
         numbers = self._lacking(asked, granted.n_chunks)
         number = next((i for i in numbers if self._has_event(keys.nth(i))), numbers[0] if numbers else None)
         reason, detail = self._why(asked, granted, asked_back, number)
-        if load_reason is MissReason.RECOMPUTE:
+        if load_reason and load_reason in _SAID:
             reason, detail = load_reason, load_detail
         elif load_reason and load_reason is not MissReason.NEVER_STORED:
             reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"

@@ -55,6 +55,7 @@ from kvstrata.rpc.wire import (
     Ok,
     Ping,
     Pong,
+    Promise,
     Quiesced,
     Release,
     Reply,
@@ -82,7 +83,7 @@ HEAD_BYTES = 64 << 10
 MAX_TASKS_OF_PROCESS = 2_048
 """Maximum number of requests that take time, of one process over all its sessions."""
 MAX_GRANTS = 8_192
-"""Leases and reservations of one session."""
+"""Leases, reservations and promises of one session."""
 GRACE_S = 0.02
 """Grace after a request's deadline before it is answered with the deadline's error."""
 
@@ -117,6 +118,7 @@ class Requests:
             Lookup: self.lookups.lookup,
             Release: self._release,
             Reserve: reserving.reserve,
+            Promise: self._promise,
             Commit: reserving.commit,
             Abort: reserving.abort,
             Cancel: self._cancel,
@@ -146,11 +148,13 @@ class Requests:
                 answer = self._error(seq, _not_next(process))
             else:
                 process.last_seq = seq
-                if kind in _TAKES_TIME:
+                if kind in _TAKES_ROOM:
                     _check_room(process, grants=kind is not Corrupt)
                 reply = self._verbs[kind](process, request)
                 if not isinstance(reply, Reply):
-                    deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS)
+                    deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS) + getattr(
+                        request, "wait_ms", 0
+                    )
                     self._begin(
                         Running(sender, process, seq, op, started_s, process.uses), reply, deadline_ms / 1000
                     )
@@ -238,8 +242,19 @@ class Requests:
         count = sum(self._grants.release(lease, process, group=request.group) for lease in found)
         return Ok(request.seq, self._epoch, count)
 
+    def _promise(self, process: Process, request: Promise) -> Reply:
+        """Remember which chunks the process's engine computes now. Raises BadRequest, UnknownIdentity or Refused."""
+        identity = self._processes.identity(process, request.identity_id)
+        n_chunks = check_keys(request.chain, "chain")
+        if not process.group.complete:
+            raise Refused(
+                "chain: not all slices of this engine are attached; promise when they are", field="chain"
+            )
+        self._grants.promise(process, request.seq, identity.root, request.chain)
+        return Ok(request.seq, self._epoch, n_chunks)
+
     def _cancel(self, process: Process, request: Cancel) -> Reply:
-        """Stop a lookup or reserve of this session, or end what it was granted."""
+        """Stop a lookup or reserve of this session, or end what it was granted; or withdraw a promise."""
         if request.target >= request.seq:
             raise BadRequest(
                 f"target: {request.target} is not the number of an earlier request", field="target"
@@ -362,8 +377,9 @@ class Requests:
         return self._error(seq, BadRequest(f"{field}: {text}", field=field))
 
 
-_TAKES_TIME = frozenset({Lookup, Reserve, Corrupt})
-"""Requests that may become tasks. None of them gives anything back, so they may be refused for lack of room."""
+_TAKES_ROOM = frozenset({Lookup, Reserve, Corrupt, Promise})
+"""Requests that may become tasks or be granted something. None of them gives anything back, so they may be refused for
+lack of room."""
 _OPS: dict[type[Request], str] = {
     kind: str(kind.__struct_config__.tag) for kind in typing.get_args(AnyRequest)
 }
@@ -387,7 +403,8 @@ def _check_room(process: Process, *, grants: bool) -> None:
         raise Refused(f"this process has {n_tasks} requests that take time running; wait for some")
     if grants and len(process.grants) >= MAX_GRANTS:
         raise Refused(
-            f"seq: this session holds {len(process.grants)} leases and reservations; end some", field="seq"
+            f"seq: this session holds {len(process.grants)} leases, reservations and promises; end some",
+            field="seq",
         )
 
 

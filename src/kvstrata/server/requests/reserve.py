@@ -147,6 +147,8 @@ class Reserving:
                 self._counters.bad_records += 1
         if done:
             self._explainer.committed(process.group.use, done)
+            if self._grants.promises.awaited:
+                self._grants.promises.committed(process)
             if reservation.replaces:
                 self._tails.replaced(reservation.replaces)
                 reservation.replaces = b""

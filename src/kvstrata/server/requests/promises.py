@@ -1,0 +1,194 @@
+"""Promises: chunks that an engine computes now and will store, and the lookups that wait for them.
+
+    promised ─┬─▶ withdrawn  its engine has stored the chunks, or will not
+              └─▶ process_gone
+
+A promise has no bytes in L1 and no claim on any: it says who is at work on which chunks.  It ends by the word or the
+death of the process that gave it, never by a clock, so it may outlive a stopped process.  What a lookup waits for is
+chunks in L1; that the promise ends tells it not to wait any longer.
+
+    lookup ── its next chunk is promised by another engine ──▶ waits ─┬─▶ ready   L1 has what was promised of the prompt
+                                                                      ├─▶ broken  the promise ended before
+                                                                      └─▶ late    it has waited as long as it may
+
+Invariants
+1. A promise is here exactly as long as it is in its process's grants.
+2. A lookup waits only for promises of other engines, and only for those that were given before it arrived.  So a
+   request may be promised and wait itself, and no two wait for each other.
+3. The index in shared memory says whether there is any promise, so that a miss that an engine sees by itself is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from kvstrata.errors import Refused
+from kvstrata.keys.batch import count, nth, part
+from kvstrata.native.core import Pool, storage_keys
+from kvstrata.observability.numbers import Numbers, counter, gauge
+from kvstrata.server.processes import Process
+
+MAX_PROMISED_CHUNKS = 131_072
+"""Of one process, 4 MiB of keys."""
+MAX_WAITING = 256
+"""Lookups of one process that wait; further ones are answered at once."""
+LOOKED_BACK = 512
+"""Chunks before the missing one at which a promise of it may begin."""
+
+Waited = Literal["ready", "broken", "late"]
+
+
+class Promise(msgspec.Struct, eq=False):
+    """Chunks of one prompt that an engine has promised."""
+
+    process: Process
+    root: bytes
+    """Of the identity."""
+    chain: bytes
+    """Their chain keys, in order."""
+    slices: bytes
+    """Digests of the engine's slices, which its last process takes with it."""
+    number: int
+    """Of the promises of this server, in order."""
+    waiting: dict[asyncio.Future[Waited], int] = {}
+    """Lookups that wait, and how many leading chunks of the promise each of them waits for."""
+    n_ready: int = 0
+    """Leading chunks that were seen in L1."""
+
+
+class Promised(NamedTuple):
+    """What a promise has of a prompt."""
+
+    promise: Promise
+    n_chunks: int
+    """Of the promise, from its first one."""
+    end: int
+    """The chunk of the prompt behind the last of them."""
+
+
+class Promises(Numbers):
+    """The promises of one instance. Belongs to the event loop."""
+
+    live = gauge("Promises of chunks that engines compute now.", lambda self: self._live)
+    waits_now = gauge("Lookups that wait for promised chunks.", lambda self: sum(self._waits.values()))
+    given = counter("Promises that engines have given.")
+    waits = counter("Lookups that have waited for promised chunks, by what ended it.", "end")
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._live = 0
+        self._chunks_of: dict[Process, int] = {}
+        self._by_first: dict[tuple[bytes, bytes], list[Promise]] = {}
+        """By root, and key of the first chunk."""
+        self._waits: dict[Process, int] = {}
+        self.awaited: dict[Promise, None] = {}
+        """The promises for which somebody waits."""
+
+    def add(self, process: Process, root: bytes, chain: bytes) -> Promise:
+        """Keep a promise until `end`. Raises Refused."""
+        n_chunks = self._chunks_of.get(process, 0) + count(chain)
+        if n_chunks > MAX_PROMISED_CHUNKS:
+            raise Refused(
+                f"chain: this process has promised {n_chunks} chunks with these; {MAX_PROMISED_CHUNKS} may be promised",
+                field="chain",
+            )
+        self._chunks_of[process] = n_chunks
+        self.given += 1
+        promise = Promise(process, root, chain, process.group.packed_slices, self.given)
+        self._by_first.setdefault((root, nth(chain, 0)), []).append(promise)
+        self._live += 1
+        if self._live == 1:
+            self._pool.set_has_promises(True)
+        return promise
+
+    def end(self, promise: Promise) -> None:
+        """The promise is withdrawn, or its process is gone."""
+        first = promise.root, nth(promise.chain, 0)
+        self._by_first[first].remove(promise)
+        if not self._by_first[first]:
+            del self._by_first[first]
+        process = promise.process
+        self._chunks_of[process] -= count(promise.chain)
+        if not self._chunks_of[process]:
+            del self._chunks_of[process]
+        self._live -= 1
+        if not self._live:
+            self._pool.set_has_promises(False)
+        self._look(promise)
+        for waiting in list(promise.waiting):
+            self._tell(promise, waiting, "broken")
+
+    def committed(self, process: Process) -> None:
+        """A process has committed chunks: answer those for whom its engine's promises are kept now."""
+        for promise in [one for one in self.awaited if one.process.group is process.group]:
+            self._look(promise)
+
+    def find(
+        self, process: Process, root: bytes, chain: bytes, n_present: int, latest: int
+    ) -> Promised | None:
+        """The promise of another engine, up to number `latest`, that has most of the chunks behind the first
+        `n_present` of a prompt; of several the first."""
+        if not self._live or self._waits.get(process, 0) >= MAX_WAITING:
+            return None
+        most, found = n_present, None
+        for first in range(n_present, max(-1, n_present - LOOKED_BACK), -1):
+            for promise in self._by_first.get((root, nth(chain, first)), ()):
+                if promise.process.group is process.group or promise.number > latest:
+                    continue
+                common = _common(promise.chain, part(chain, first, first + count(promise.chain)))
+                if first + common > most:
+                    most = first + common
+                    found = Promised(promise, common, most)
+        return found
+
+    async def wait(self, process: Process, promised: Promised, most_s: float) -> Waited:
+        """Wait, at most so long, until L1 has what was promised of a prompt, in all slices of the engine at work."""
+        promise, n_chunks, _ = promised
+        waiting: asyncio.Future[Waited] = asyncio.get_running_loop().create_future()
+        promise.waiting[waiting] = n_chunks
+        self.awaited[promise] = None
+        self._waits[process] = self._waits.get(process, 0) + 1
+        end: Waited = "late"
+        try:
+            self._look(promise)
+            await asyncio.wait([waiting], timeout=most_s)
+            end = waiting.result() if waiting.done() else "late"
+        finally:
+            self._forget(promise, waiting)
+            self._waits[process] -= 1
+            if not self._waits[process]:
+                del self._waits[process]
+        self.waits[end] += 1
+        return end
+
+    def _look(self, promise: Promise) -> None:
+        """See how many chunks are in L1 now, and answer those who wait for no more."""
+        if not promise.waiting:
+            return
+        beyond = part(promise.chain, promise.n_ready, max(promise.waiting.values()))
+        if beyond:
+            keys = storage_keys(promise.root, beyond, promise.slices)
+            promise.n_ready += self._pool.peek(keys, count(promise.slices))
+        for waiting, n_chunks in list(promise.waiting.items()):
+            if n_chunks <= promise.n_ready:
+                self._tell(promise, waiting, "ready")
+
+    def _tell(self, promise: Promise, waiting: asyncio.Future[Waited], end: Waited) -> None:
+        self._forget(promise, waiting)
+        if not waiting.done():
+            waiting.set_result(end)
+
+    def _forget(self, promise: Promise, waiting: asyncio.Future[Waited]) -> None:
+        promise.waiting.pop(waiting, None)
+        if not promise.waiting:
+            self.awaited.pop(promise, None)
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """How many leading keys two chains share: a key stands for all before it."""
+    most = min(count(one), count(other))
+    return bisect_left(range(most), True, key=lambda at: nth(one, at) != nth(other, at))
