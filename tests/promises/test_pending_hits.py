@@ -141,5 +141,24 @@ def keeps_and_breaks(world: World, working: Sibling, waiting: Sibling) -> None:
         working.engine.die()
     assert world.wait(lambda: calls[1].done, TOLD_S), "a promise is broken, and nobody is told"
     assert (calls[1].result.n_chunks, calls[1].result.reason) == (0, MissReason.PROMISE_BROKEN)
-    if kept.call is not None and not working.engine.is_dead:
-        kept.withdraw()
+    if working.engine.is_dead:
+        return
+    kept.withdraw()
+    # Two others look a prompt up and promise it, as engines do, while this one computes it, and gives it up.
+    third = world.engine(waiting.engine.world.servers[0], group=bytes([7]) * 16)
+    world.run(lambda: third.client.connected and third.identity().ready, "a third engine is attached")
+    tokens, calls = prompt(CHUNKS, 92), []
+    prefills = [Prefill(caller, tokens) for caller in (working, waiting, Sibling(third, []))]
+    prefills[0].promise()
+    world.sleep(TOLD_S)
+    for prefill in prefills[1:]:
+        calls.append(prefill.engine.lookup(tokens, wait_ms=30_000))
+        prefill.promise()
+        world.sleep(TOLD_S)
+    assert not any(call.done for call in calls)
+    prefills[0].withdraw()
+    world.sleep(TOLD_S)
+    assert [call.done for call in calls] == [True, False], "both compute, or each waits for the other"
+    for prefill in prefills[1:]:
+        prefill.withdraw()
+    assert world.wait(lambda: calls[1].done, TOLD_S)
