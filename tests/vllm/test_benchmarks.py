@@ -13,10 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 WITH_VLLM = (
     "late_stores",
-    "mooncake_frozen_master",
     "p2p_serve",
-    "prewarm",
-    "serve_tiers",
     "vllm_hit_ttft",
     "vllm_miss_overhead",
 )
