@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -62,8 +61,6 @@ def parser() -> argparse.ArgumentParser:
         help="name of a LoRA adapter, which is served as a further model; repeatable (none)")  # fmt: skip
     add("--speed", type=_speed, default=1.0, metavar="X",
         help="let the engine's time run X times as fast (%(default)g)")  # fmt: skip
-    add("--engine-file", type=Path, metavar="FILE",
-        help="JSON object with fields of the engine's model; flags win (none)")  # fmt: skip
     defaults = msgspec.to_builtins(EngineModel())
     for name, meaning in FLAGS.items():
         kind = int if isinstance(defaults[name], int) else float
@@ -167,19 +164,10 @@ def _engine_maker(options: argparse.Namespace) -> Callable[[EngineModel], SimEng
 
 
 def _model(options: argparse.Namespace) -> EngineModel:
-    fields: dict[str, object] = {}
-    try:
-        if options.engine_file is not None:
-            fields |= msgspec.json.decode(
-                options.engine_file.read_bytes(), type=dict[str, bool | int | float]
-            )
-        fields |= {name: getattr(options, name) for name in FLAGS if getattr(options, name) is not None}
-        fields["kv_events"] = bool(options.kv_events_endpoint)
-        if options.no_prefix_caching:
-            fields["prefix_caching"] = False
-        return msgspec.convert(fields, EngineModel)
-    except msgspec.DecodeError as error:  # of the file: flags have their types
-        raise ConfigError(f"--engine-file: {options.engine_file}: {error}", field="engine-file") from None
+    fields = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
+    return EngineModel(
+        **fields, kv_events=bool(options.kv_events_endpoint), prefix_caching=not options.no_prefix_caching
+    )
 
 
 def _speed(text: str) -> float:

@@ -75,19 +75,12 @@ MAX_TOKEN_CHARS = 256
 
 
 def read_token_file(path: str, field: str) -> str:
-    """The one token in a private file, without white space around it. Raises ConfigError."""
-    token = read_private_file(path, field).strip()
-    if not token:
-        raise ConfigError(f"{field}: {path} is empty; write the token into it", field=field)
-    if len(token.split()) > 1:
-        raise ConfigError(f"{field}: {path} holds several words; write the token alone", field=field)
-    if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS:
+    """The token of an engine in a private file, without white space around it: one word. Raises ConfigError."""
+    token = bearer_token(read_private_file(path, field), path, field)
+    if len(token.split()) > 1 or len(token) > MAX_TOKEN_CHARS:
         raise ConfigError(
-            f"{field}: {path} holds {len(token)} characters, but a token must have {MIN_TOKEN_CHARS} to "
-            f"{MAX_TOKEN_CHARS}",
-            field=field,
+            f"{field}: {path} must hold one word of at most {MAX_TOKEN_CHARS} characters", field=field
         )
-    remember_secret(token)
     return token
 
 

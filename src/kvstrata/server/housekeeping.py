@@ -13,7 +13,6 @@ import collections
 import contextlib
 import logging
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +43,6 @@ VERIFY_BYTES = 64 << 20
 SECOND_S = 1.0
 """Pause between two attempts to get the memory that L1's file system refused, and between two lessons of the policy."""
 FILES_S = 5.0
-TOUCH_ROUNDS = 720
-"""Looks at the files, after which they are marked as used: once an hour."""
 _ADVICE = (
     "keep the socket directory where nobody cleans up: --socket-dir below a RuntimeDirectory of systemd, or "
     "`loginctl enable-linger`; and see configs/systemd/kvstrata.tmpfiles.conf"
@@ -235,8 +232,6 @@ class OwnFiles:
         server.pid       is made and locked anew; if another server has it, nothing more is made anew
         L1's files       have no name any more: the keeper keeps the memory for the next server that it starts
 
-    Everything is marked as used once an hour, so that what goes by age leaves it alone.
-
     Belongs to the event loop.
     """
 
@@ -244,7 +239,6 @@ class OwnFiles:
         self._folder, self._port = facts.socket_dir, facts.port
         self._segment = segment
         self._attach = attach
-        self._rounds = 0
         self._log = EventLog("server")
 
     async def run(self) -> None:
@@ -271,11 +265,6 @@ class OwnFiles:
                 logging.ERROR, "lost", "own_files_lost", reason=error, advice=_ADVICE,
                 meaning="no further engine can attach, or the next server begins with an empty L1",
             )  # fmt: skip
-        if self._rounds % TOUCH_ROUNDS == 0:
-            for path in (*self._segment.paths(), *self._folder.glob("*"), self._folder, self._folder.parent):
-                with contextlib.suppress(OSError):
-                    os.utime(path, follow_symlinks=False)
-        self._rounds += 1
 
     async def _take_folder(self) -> None:
         """Make the folder and lock it. Raises KvstrataError: another server has it, or no folder can be made."""

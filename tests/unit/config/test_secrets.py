@@ -189,10 +189,10 @@ def test_the_token_is_the_text_of_the_file_and_a_bearer_token_may_be_long(file):
 @pytest.mark.parametrize(
     ("field", "text", "mode", "says"),
     [
-        ("token_file", " \n\t\n", 0o600, "is empty"),
-        ("token_file", f"{TOKEN} blue", 0o600, "several words"),
-        ("token_file", "short", 0o600, "holds 5 characters, but a token must have 16 to 256"),
-        ("token_file", "x" * (MAX_TOKEN_CHARS + 1), 0o600, "holds 257 characters"),
+        ("token_file", " \n\t\n", 0o600, "must hold the token alone"),
+        ("token_file", f"{TOKEN} blue", 0o600, "one word of at most 256 characters"),
+        ("token_file", "short", 0o600, "holds 5 characters, but a token needs at least 16"),
+        ("token_file", "x" * (MAX_TOKEN_CHARS + 1), 0o600, "one word of at most 256 characters"),
         ("token_file", b"\xff" * 20, 0o600, "not UTF-8 at byte 0"),
         ("token_file", TOKEN, 0o640, r"mode 640\); chmod 600"),
         ("token_file", TOKEN, 0o604, r"mode 604\); chmod 600"),

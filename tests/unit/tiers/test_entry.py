@@ -84,7 +84,7 @@ def test_a_key_file_is_private_long_enough_and_never_quoted(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"codec\[1\]\.key_file: .*can be read by others"):
         configure_tier(entry, 0)
     key_file.chmod(0o600)
-    with pytest.raises(ConfigError, match=r"holds several words"):
+    with pytest.raises(ConfigError, match=r"must hold one word"):
         configure_tier(entry, 0)
     key_file.write_text("a-secret-of-24-letters-x")
     with pytest.raises(
