@@ -91,7 +91,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class Taken(NamedTuple):
-    """Leading records of a run that the pool keeps from now on, until `Kept.give_back`."""
+    """Records that the pool keeps from now on, until `Kept.give_back`."""
 
     ticket: int
     """The pool's number of this lease."""
@@ -114,50 +114,29 @@ class Kept:
         """Pool entry → [number of claims on it, its bytes]."""
 
     def take(
-        self,
-        keys: bytes,
-        n_slices: int,
-        identity: bytes = b"",
-        spans: Sequence[int] = (),
-    ) -> tuple[Taken | None, str]:
-        """Keep leading chunks: None if there are none, and the reason why not all of them ("" if all).
+        self, keys: bytes, n_slices: int, identity: bytes = b"", spans: Sequence[int] = ()
+    ) -> tuple[Taken | None, str, int]:
+        """Keep these chunks: all, or none for a reason; and how many leading ones are in L1 and may be leased.
 
-        The other arguments are those of `Pool.lease`.  Chunks need not be verified, since nobody reads them by this.
+        The arguments are those of `Pool.lease`.  Chunks need not be verified, since nobody reads them by this.
         """
-
-        def lease(keys: bytes) -> tuple[int, int, bytes, int, int]:
-            return self._pool.lease(keys, n_slices, [SERVER_ROW], identity, spans, again=True, unread=True)
-
-        ticket, n_chunks, extents, _, short_bytes = lease(keys)
-        if not ticket:
-            return None, LIMIT if short_bytes else ABSENT
-        room, fits, more = self.limit_bytes - self.n_bytes, 0, 0
-        for index, (_, length, entry, _, _) in enumerate(EXTENT.iter_unpack(extents)):
-            if length and entry not in self._shares:
-                more += length
-                if more > room:
-                    break
-            if (index + 1) % n_slices == 0:
-                fits = index + 1
-        if fits < n_chunks * n_slices:
-            self._pool.release(ticket)
-            if not fits:
-                return None, LIMIT
-            # The same records are leased again, unless another thread has removed some since the release.
-            ticket, n_chunks, extents, _, _ = lease(keys[: fits * KEY_BYTES])
-            if not ticket:
-                return None, ABSENT
-            reason = LIMIT
-        else:
-            reason = "" if len(keys) == fits * KEY_BYTES else LIMIT if short_bytes else ABSENT
+        ticket, n_chunks, extents, _, short_bytes = self._pool.lease(
+            keys, n_slices, [SERVER_ROW], identity, spans, again=True, unread=True
+        )
         records = [(entry, length) for _, length, entry, _, _ in EXTENT.iter_unpack(extents) if length]
+        more_bytes = sum(length for entry, length in records if entry not in self._shares)
+        reason = LIMIT if self.n_bytes + more_bytes > self.limit_bytes else ""
+        if n_chunks < count(keys, n_slices):
+            reason = LIMIT if short_bytes else ABSENT
+        if reason:
+            if ticket:
+                self._pool.release(ticket)
+            return None, reason, n_chunks
+        self.n_bytes += more_bytes
         for entry, length in records:
-            share = self._shares.setdefault(entry, [0, length])
-            if not share[0]:
-                self.n_bytes += length
-            share[0] += 1
+            self._shares.setdefault(entry, [0, length])[0] += 1
         entries = [entry for entry, _ in records]
-        return Taken(ticket, entries, extents, sum(length for _, length in records)), reason
+        return Taken(ticket, entries, extents, sum(length for _, length in records)), "", n_chunks
 
     def give_back(self, taken: Taken) -> None:
         """Let the pool do with these records what it likes. Called once for each `take`."""
@@ -284,27 +263,26 @@ class Claims(Numbers):
 
     def _keep(self, claim: Claim, max_bytes: int | None = None) -> Claim:
         """Lease all records of a claim. Raises Refused; then none is leased."""
-        taken, reason = self._take(claim)
-        claim = msgspec.structs.replace(claim, n_bytes=taken.n_bytes if taken else 0)
-        why = ""
-        if reason:
-            n_chunks = len(taken.extents) // (claim.n_slices * EXTENT.size) if taken else 0
-            why = f"absent: the first {n_chunks} of its {claim.chunks} chunks are in L1; claim these, or {_PREWARM}"
-            if reason == LIMIT:
-                why = (
-                    f"no_room: the first {n_chunks} of its {claim.chunks} chunks may be claimed; all claims keep "
-                    f"{self.kept_bytes} bytes, and at most {self.limit_bytes} (a quarter of L1); leases half of L1"
-                )
-        elif max_bytes is not None and claim.n_bytes > max_bytes:
-            why = f"over_bytes: its chunks have {claim.n_bytes} bytes, more than `bytes` ({max_bytes}) allows"
-        if taken is None or why:
-            if taken is not None:
-                self._lent.give_back(taken)
-            raise Refused(why)
+        taken, reason, n_chunks = self._take(claim)
+        if taken is None and reason == ABSENT:
+            raise Refused(
+                f"absent: the first {n_chunks} of its {claim.chunks} chunks are in L1; claim these, or {_PREWARM}"
+            )
+        if taken is None:
+            raise Refused(
+                f"no_room: claims keep {self.kept_bytes} bytes, and at most {self.limit_bytes} (a quarter of L1); "
+                "leases half of L1; claim fewer chunks, or release other claims"
+            )
+        if max_bytes is not None and taken.n_bytes > max_bytes:
+            self._lent.give_back(taken)
+            raise Refused(
+                f"over_bytes: its chunks have {taken.n_bytes} bytes, more than `bytes` ({max_bytes}) allows"
+            )
+        claim = msgspec.structs.replace(claim, n_bytes=taken.n_bytes)
         self._kept[claim.claim] = claim, taken
         return claim
 
-    def _take(self, claim: Claim) -> tuple[Taken | None, str]:
+    def _take(self, claim: Claim) -> tuple[Taken | None, str, int]:
         return self._lent.take(claim.keys, claim.n_slices, claim.identity, claim.spans)
 
     def _let_go(self, name: str) -> Claim:
@@ -346,7 +324,7 @@ class Claims(Numbers):
         self._doubtful = False
         lost = []
         for name, (claim, taken) in self._kept.items():
-            again, _ = self._take(claim)
+            again, *_ = self._take(claim)
             if again is not None:
                 self._lent.give_back(again)
             if again is None or again.extents != taken.extents:
