@@ -59,6 +59,8 @@ _NOT_TRANSLATED = {
     ),
     "remote_serde": 'an adapter\'s "codec" may be zstd',
     "numa_mode": "set l1.numa",
+    "enable_controller": "set controller.url to tcp://HOST:8400, the reply port of an lmcache-controller",
+    "enable_p2p": "set controller.url: instances find each other by an lmcache-controller, and p2p.listen on each host",
 }
 """Keys that ask for something that only a user can write here."""
 _HARMLESS = ("naive", "auto")
@@ -199,7 +201,6 @@ class Migration:
             extra = {}
         self._extra = {str(key): meant(value) for key, value in extra.items()}
         self._stores()
-        self._cluster()
         for name, value in self._values.items():
             self._other(name, value)
         for key, value in self._extra.items():
@@ -267,31 +268,6 @@ class Migration:
                 self.adapters.append(adapter_of(str(url), self._extra))
             except NotTranslated as error:
                 self.failed["remote_url"] = str(error)
-
-    def _cluster(self) -> None:
-        names = ("controller_reply_url", "controller_pull_url", "controller_url")
-        name = next((name for name in names if self._values.get(name)), "")
-        if not is_on(self._values.get("enable_controller")):
-            if is_on(self._values.get("enable_p2p")):
-                self.failed["enable_p2p"] = (
-                    "set controller.url: instances find each other by an lmcache-controller"
-                )
-            return
-        if not name:
-            self.failed["enable_controller"] = (
-                "set controller.url to tcp://HOST:8400, a controller's reply port"
-            )
-            return
-        place = str(self._values[name]).rpartition("://")[2]
-        if name != "controller_reply_url":  # another port of the same controller
-            place = f"{place.partition(':')[0]}:8400"
-        self._set("controller.url", f"tcp://{place}", name)
-        host, ports = self._values.get("p2p_host"), self._values.get("p2p_init_ports")
-        if not is_on(self._values.get("enable_p2p")):
-            self._set("p2p.engine", "off", "enable_p2p")
-        elif host:  # one port for the whole host, not one for each worker
-            first = ports[0] if isinstance(ports, list) and ports else str(ports or 0).partition(",")[0]
-            self._set("p2p.listen", f"{host}:{first}", "p2p_host")
 
     def _other(self, name: str, value: Any) -> None:
         """A name that needs no more than its entry in the tables."""

@@ -77,11 +77,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.sum_s += seconds
 
-    def add_counts(self, counts: Sequence[int], sum_s: float) -> None:
-        """Count durations that were put into these buckets elsewhere. REQUIRES: the same bounds."""
-        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
-        self.sum_s += sum_s
-
     def buckets(self) -> list[tuple[str, float]]:
         """Upper bound and cumulative count of each bucket, as Prometheus expects them."""
         bounds = (*map(str, self.bounds), "+Inf")

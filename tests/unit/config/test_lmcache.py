@@ -260,10 +260,6 @@ def test_what_has_no_counterpart_is_a_comment(text, failed, says):
     ("text", "values"),
     [
         (
-            "{enable_controller: true, controller_pull_url: 'h:8300', enable_p2p: false}",
-            {"controller": {"url": "tcp://h:8400"}, "p2p": {"engine": "off"}, "l2_adapters": []},
-        ),
-        (
             "{local_disk: /x, max_local_disk_size: 0.1}",
             {"l2_adapters": [{"type": "fs", "base_path": "/x/kvstrata", "capacity_gb": 0.1}]},
         ),
