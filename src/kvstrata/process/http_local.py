@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvstrata.config.private_dir import check_private_dir, make_private_dir, path_id, run_dir, run_dirs
+from kvstrata.config.private_dir import check_private_dir, make_private_dir, run_dir, run_dirs
 from kvstrata.config.private_file import read_private_file, write_private_file
 from kvstrata.errors import ConfigError
 from kvstrata.process.ports import port_uids
@@ -30,33 +30,20 @@ def fresh_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-class TokenFile:
-    """The file with the token of one served port, from its making until `close`."""
-
-    def __init__(self, token: str, port: int, environ: Mapping[str, str] = os.environ) -> None:
-        """Write the file. Raises ConfigError."""
-        folder = run_dir(environ) / FOLDER
-        make_private_dir(folder, TOKEN_FIELD)
-        self.path = folder / _name(port)
-        try:
-            write_private_file(self.path, f"{token}\n".encode(), overwrite=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{TOKEN_FIELD}: cannot write {self.path.name} into {str(folder)!r}: {error.strerror}; make room "
-                "there, or name a file with a token",
-                field=TOKEN_FIELD,
-            ) from None
-        self._id = path_id(self.path)
-
-    def is_there(self) -> bool:
-        """Whether the file is the one that was written, and not removed or replaced."""
-        return path_id(self.path) == self._id
-
-    def close(self) -> None:
-        """Remove the file, unless a later process has replaced it."""
-        if self.is_there():
-            with contextlib.suppress(OSError):
-                self.path.unlink()
+def publish(token: str, port: int, environ: Mapping[str, str] = os.environ) -> Path:
+    """Write the file with the token of a port, in place of an earlier one; returns its path. Raises ConfigError."""
+    folder = run_dir(environ) / FOLDER
+    make_private_dir(folder, TOKEN_FIELD)
+    path = folder / _name(port)
+    try:
+        write_private_file(path, f"{token}\n".encode(), overwrite=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{TOKEN_FIELD}: cannot write {path.name} into {str(folder)!r}: {error.strerror}; make room there, or "
+            "name a file with a token",
+            field=TOKEN_FIELD,
+        ) from None
+    return path
 
 
 def find_token(url: str, environ: Mapping[str, str] = os.environ) -> str:

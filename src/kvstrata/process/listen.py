@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import platform
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvstrata.config.common_model import ListenSettings
+from kvstrata.config.private_dir import path_id
 from kvstrata.config.private_file import read_bearer_token
 from kvstrata.errors import ConfigError, MachineLacks
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.process.http_local import TOKEN_FIELD, TokenFile, fresh_token
+from kvstrata.process.http_local import TOKEN_FIELD, fresh_token, publish
 from kvstrata.process.ports import port_holder
 
 LOOK_S = 5.0
@@ -63,34 +66,34 @@ class ServedToken:
         self._set_token = set_token
         self._settings = settings
         self._port = port
-        self._token = token
         self._log = log
-        self._file = self._publish(token)
+        self._path: Path | None = None
+        """The file; None for an open port, and where it cannot be written though the settings name one."""
+        self._publish(token)
 
-    def _publish(self, token: str) -> TokenFile | None:
-        """The file; None for an open port. Raises ConfigError, unless clients can be given the settings' own file."""
+    def _publish(self, token: str) -> None:
+        """Write the file. Raises ConfigError, unless clients can be given the settings' own file."""
+        path = None
         try:
-            return TokenFile(token, self._port) if token else None
+            path = publish(token, self._port) if token else None
         except ConfigError as error:
             if not self._settings.token_file:
                 raise
             self._log.warning("http_port_not_found", note=f"clients need --token-file: {error.message}")
-            return None
+        self._token, self._path = token, path
+        self._id = path_id(path) if path is not None else None
 
     @property
     def path(self) -> str:
         """The file in which clients find the token; empty without one."""
-        return str(self._file.path) if self._file is not None and self._token else ""
+        return str(self._path or "")
 
     def replace(self, token: str) -> bool:
         """Ask for this token from now on; returns whether it differs. Raises ConfigError; then the old one stays."""
         if token == self._token:
             return False
-        before, self._file = self._file, self._publish(token)
-        self._token = token
+        self._publish(token)
         self._set_token(token)
-        if before is not None:
-            before.close()
         return True
 
     async def keep(self) -> None:
@@ -101,21 +104,21 @@ class ServedToken:
 
     def look(self) -> None:
         """Put the file back if somebody has removed it."""
-        before = self._file
-        if before is None or before.is_there():
+        was = self._path
+        if was is None or path_id(was) == self._id:
             return
         try:
-            self._file = self._publish(self._token)
+            self._publish(self._token)
         except ConfigError as error:
             self._log.repeated(logging.ERROR, "token", "http_token_file_lost", reason=error.message)
             return
-        before.close()
-        self._log.warning("http_token_file_made_anew", path=self.path, was=before.path)
+        self._log.warning("http_token_file_made_anew", path=self.path, was=was)
 
     def close(self) -> None:
-        """Remove the file."""
-        if self._file is not None:
-            self._file.close()
+        """Remove the file, unless a later process has replaced it."""
+        if self._path is not None and path_id(self._path) == self._id:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
 
 def warn_if_open(settings: ListenSettings, token: str, port: int, log: EventLog, *, insecure: bool) -> None:

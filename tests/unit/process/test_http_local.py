@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvstrata import cli
+from kvstrata.config.common_model import ListenSettings
 from kvstrata.errors import ConfigError
-from kvstrata.process.http_local import TokenFile, find_token, fresh_token
+from kvstrata.observability.logging import EventLog
+from kvstrata.process.http_local import find_token, fresh_token
+from kvstrata.process.listen import ServedToken
 
 HEAR = """
 import socket
@@ -24,8 +27,9 @@ print(*heard)
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> Mapping[str, str]:
-    return {"XDG_RUNTIME_DIR": str(tmp_path)}
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return os.environ
 
 
 @pytest.fixture
@@ -34,9 +38,13 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+def served(token: str, port: int) -> ServedToken:
+    return ServedToken(lambda token: None, ListenSettings(), port, token, EventLog("test"))
+
+
 def test_a_token_is_found_at_every_name_of_this_host_until_its_file_is_closed(environ, port):
     token = fresh_token()
-    file = TokenFile(token, port, environ)
+    file = served(token, port)
     for host in ("127.0.0.1", "localhost", "[::1]", "127.0.0.2"):
         assert find_token(f"http://{host}:{port}", environ) == token
     for elsewhere in (
@@ -48,25 +56,25 @@ def test_a_token_is_found_at_every_name_of_this_host_until_its_file_is_closed(en
     ):
         assert find_token(elsewhere, environ) == ""
     file.close()
-    assert not file.path.exists() and find_token(f"http://localhost:{port}", environ) == ""
+    assert not Path(file.path).exists() and find_token(f"http://localhost:{port}", environ) == ""
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(environ, port):
     """A port tries again every 5 s to put it back."""
-    file = TokenFile(fresh_token(), port, environ)
+    file = served(fresh_token(), port)
     file.close()
-    file.path.mkdir()
+    Path(file.path).mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
-        TokenFile(fresh_token(), port, environ)
-    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
+        served(fresh_token(), port)
+    assert [path.name for path in Path(file.path).parent.iterdir()] == [Path(file.path).name]
     opened = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
-    assert not [path for path in opened if str(file.path.parent) in path]
+    assert not [path for path in opened if str(Path(file.path).parent) in path]
 
 
 def test_the_file_of_a_later_process_on_the_port_stays(environ, port):
     first, second = (
-        TokenFile(fresh_token(), port, environ),
-        TokenFile("second-token-0123456", port, environ),
+        served(fresh_token(), port),
+        served("second-token-0123456", port),
     )
     first.close()
     assert find_token(f"http://localhost:{port}", environ) == "second-token-0123456"
@@ -74,8 +82,8 @@ def test_the_file_of_a_later_process_on_the_port_stays(environ, port):
 
 
 def test_a_token_that_others_can_read_is_not_used(environ, port):
-    file = TokenFile(fresh_token(), port, environ)
-    file.path.chmod(0o640)
+    file = served(fresh_token(), port)
+    Path(file.path).chmod(0o640)
     assert find_token(f"http://localhost:{port}", environ) == ""
     file.close()
 
@@ -83,13 +91,12 @@ def test_a_token_that_others_can_read_is_not_used(environ, port):
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("whose", ["another user", "the same user"])
 def test_a_token_is_not_sent_to_a_port_that_another_user_has_taken(environ, monkeypatch, capsys, whose):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", environ["XDG_RUNTIME_DIR"])
     other_user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] * (whose == "another user")
     command = [*other_user, "/usr/bin/env", "python3", "-c", HEAR]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
         assert listener.stdout is not None
         port = int(listener.stdout.readline())
-        file = TokenFile(fresh_token(), port, environ)
+        file = served(fresh_token(), port)
         assert cli.main(["ctl", "status", "--url", f"http://localhost:{port}"]) != 0
         file.close()
         heard = listener.stdout.read()
@@ -102,4 +109,4 @@ def test_a_folder_that_others_can_write_to_stops_the_start(tmp_path, environ, po
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match=r"^http\.token_file: .*chmod 700"):
-        TokenFile(fresh_token(), port, environ)
+        served(fresh_token(), port)
