@@ -165,10 +165,6 @@ EXTENT = struct.Struct("<QIIII")
 """Packed extent in replies: offset, length, entry, generation, zero (24 bytes)."""
 
 
-NO_EXTENT = Extent(0, 0, 0, 0)
-"""Stands in replies for a record that is not leased."""
-
-
 def unpack_extents(packed: bytes) -> list[Extent]:
     """The extents of a reply, in order."""
     return [Extent(o, n, e, g) for o, n, e, g, _ in EXTENT.iter_unpack(packed)]
@@ -194,7 +190,6 @@ class PoolEvent(enum.IntEnum):
     """The chunk was adopted from an earlier server, and is READY from now on."""
     REMOVED = 7
     """`Pool.remove` removed the chunk, or it was cleared with its identity."""
-    """`Pool.remove` removed the chunk because it was read from another instance and is not kept here."""
 
 
 class Next(enum.IntEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -163,13 +164,6 @@ def user_folder(environment: Mapping[str, str], variable: str, below_home: str) 
         return folder
     home = environment.get("HOME", "")
     if not home.startswith("/"):
-        home = os.path.expanduser(f"~{_user_name()}")
+        with contextlib.suppress(KeyError):  # the system does not know the user's number
+            home = pwd.getpwuid(os.getuid()).pw_dir
     return f"{home}/{below_home}" if home.startswith("/") else ""
-
-
-def _user_name() -> str:
-    """The name of the user that this process runs as; empty if the system has no name for its number."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return ""
