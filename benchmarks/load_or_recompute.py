@@ -33,9 +33,9 @@ AFTER = sized(SOON, 0)  # requests of the slow phase that do not count
 
 
 @contextlib.contextmanager
-def engine(server: ServerProcess, log: Path) -> Iterator[str]:
+def engine(server: ServerProcess, log: Path, **settings: Any) -> Iterator[str]:
     """A simulated engine at this server; its URL."""
-    more = {"kv_role": "kv_both", "kv_connector_extra_config": server.connector_config()}
+    more = {"kv_role": "kv_both", "kv_connector_extra_config": {**server.connector_config(), **settings}}
     transfer = json.dumps({"kv_connector": "LMCacheConnectorV1", **more})
     flags = f"--port 0 --kv-blocks 2000 --max-model-tokens 16384 --kv-token-bytes {TOKEN_BYTES}".split()
     with log.open("w") as stderr:

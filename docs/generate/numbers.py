@@ -33,6 +33,7 @@ from kvstrata.server.cluster.held import HeldChunks
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.listener import AttachServer, Traffic
 from kvstrata.server.recuts.recuts import Recuts
+from kvstrata.server.requests.promises import Promises
 from kvstrata.tiers.config import StorePolicy
 from kvstrata.tiers.loads import PrefetchController
 from kvstrata.tiers.puts import StoreController
@@ -52,6 +53,7 @@ SERVER: Parts = {
     "l2_adapters": (TierSet,),
     "recuts": (Recuts,),
     "claims": (Claims,),
+    "promises": (Promises,),
     "cluster": (Membership,),
     "peers_served": (RecordServer,),
     "control": (HeldChunks, ControlPort, ZmqServer),

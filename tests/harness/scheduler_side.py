@@ -115,6 +115,9 @@ class FakeClient:
     def hint(self, identity, last, next_):
         self.hints.append((last, next_))
 
+    def sizes(self):
+        return 0, 0
+
     def promise(self, identity, chain):
         number = next(self.seqs)
         self.promised[number] = chunks_of(chain)
@@ -127,11 +130,13 @@ class FakeClient:
         return [key not in self.evicted for _, key in chunks]
 
     def lookup(
-        self, identity, hasher, *, tails=(), traceparent="", own_chunks=0, stores_late=False, wait_ms=0, **_
-    ):
+        self, identity, hasher, *, tails=(), traceparent="", own_chunks=0, stores_late=False, wait_ms=0,
+        expects=False, **_,
+    ):  # fmt: skip
         call = FakeCall(self, chunks_of(hasher))
         call.tails, call.traceparent = tails, traceparent
-        call.own_chunks, call.stores_late, call.wait_ms = own_chunks, stores_late, wait_ms
+        call.own_chunks, call.stores_late = own_chunks, stores_late
+        call.wait_ms, call.expects = wait_ms, expects
         self.calls.append(call)
         if self.answers:
             call.answer(self.hits)

@@ -52,7 +52,9 @@ class Sibling(Caller):
     """Looks up, with time to wait."""
 
     def look_up_and_wait(self, tokens: list[int], wait_ms: int) -> None:
-        call = self.engine.lookup(tokens, deadline_ms=200, wait_ms=wait_ms)
+        call = self.engine.lookup(
+            tokens, deadline_ms=200, wait_ms=wait_ms, expects=self.random.random() < 0.3
+        )
         self.note(f"looks {tokens[0]} up, and waits {wait_ms} ms")
         self.lookups.append(Lookup(tokens, call, self.world.now_s + (200 + wait_ms) / 1000))
 
@@ -97,8 +99,8 @@ def ends_well(world: World, server: Server, callers: list[Sibling]) -> None:
     """Nobody waits for anything any more, and nothing is left."""
     world.run(lambda: not any(caller.waits for caller in callers), "all calls end")
     promises = server.parts.grants.promises
-    world.run(lambda: not promises.live, "promises end with their withdrawal")
-    assert not (promises._by_first or promises._waits or promises.awaited or promises._chunks_of)
+    left = ("_live", "_by_first", "_waits", "_expecting", "awaited", "_chunks_of")
+    world.run(lambda: not any(getattr(promises, name) for name in left), "nobody promises or waits any more")
     for caller in callers:
         while caller.held:
             caller.engine.client.release([caller.held.pop().call.result.lease], group=True)
@@ -120,6 +122,9 @@ def keeps_and_breaks(world: World, working: Sibling, waiting: Sibling) -> None:
     )
     whole, other = prompt(CHUNKS, 90), prompt(CHUNKS, 91)
     kept, broken = Prefill(working, whole), Prefill(working, other)
+    expecting = waiting.engine.lookup(whole, wait_ms=30_000, expects=True)
+    in_vain = waiting.engine.lookup(prompt(CHUNKS, 93), wait_ms=1_000, expects=True)
+    world.sleep(TOLD_S)
     kept.promise()
     broken.promise()
     world.run(lambda: waiting.engine.client.has_promises, "the promises are known")
@@ -128,13 +133,16 @@ def keeps_and_breaks(world: World, working: Sibling, waiting: Sibling) -> None:
         call = engine.lookup(whole, wait_ms=wait_ms)
         assert world.wait(lambda call=call: call.done, TOLD_S) and not call.result.n_chunks
     world.sleep(1.0)
-    assert not any(call.done for call in calls), "a promise stands, and nobody waits for it"
+    assert not any(call.done for call in [*calls, expecting]), "a promise stands, and nobody waits for it"
+    world.run(lambda: in_vain.done, "nobody promises what one lookup expects")
+    assert not in_vain.result.n_chunks
     while kept.first < CHUNKS:
         kept.step()
         world.run(lambda: not working.waits, "the chunks are stored")
     assert world.wait(lambda: calls[0].done, TOLD_S), "what was promised is there, and nobody is told"
-    assert (calls[0].result.n_chunks, calls[0].result.reason) == (CHUNKS, "")
-    waiting.engine.client.release([calls[0].result.lease], group=True)
+    for call in (calls[0], expecting):
+        assert (call.result.n_chunks, call.result.reason) == (CHUNKS, ""), "it has waited, and got less"
+        waiting.engine.client.release([call.result.lease], group=True)
     if world.random.random() < 0.5:
         broken.withdraw()
     else:

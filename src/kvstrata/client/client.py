@@ -249,6 +249,7 @@ class CacheClient:
         own_chunks: int = 0,
         stores_late: bool = False,
         wait_ms: int = 0,
+        expects: bool = False,
     ) -> LookupCall:
         """Ask how many leading chunks are present, and lease them for the whole engine group. Never blocks.
 
@@ -257,12 +258,13 @@ class CacheClient:
         of this process begins under it, the server may revoke it: claim it before you promise its chunks to anybody.
         One of `tails` may follow the chunks: the first that is present of those behind the last chunk that is.
         The engine's own cache has the first `own_chunks` chunks; with `stores_late` that hit is no use of L1's copies.
-        `wait_ms` is the time, beyond the deadline, for which the answer may wait for what other engines have promised.
+        `wait_ms` is the time, beyond the deadline, for which the answer may wait for what other engines have promised,
+        and with `expects` for their promise too.
         Raises ValueError if `chain` is not a whole number of keys.
         """
         return self.lookups.begin(
             identity, chain, request_id, probe, deadline_ms, tails, traceparent, own_chunks, stores_late,
-            wait_ms,
+            wait_ms, expects,
         )  # fmt: skip
 
     def promise(self, identity: Identity, chain: bytes) -> PromiseCall:

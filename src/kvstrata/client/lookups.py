@@ -76,6 +76,7 @@ class Lookups(msgspec.Struct, eq=False):
         own_chunks: int = 0,
         stores_late: bool = False,
         wait_ms: int = 0,
+        expects: bool = False,
     ) -> LookupCall:
         """See `CacheClient.lookup`."""
         if isinstance(chain, ChunkHasher):
@@ -95,7 +96,7 @@ class Lookups(msgspec.Struct, eq=False):
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain[: wire.MAX_CHUNKS * KEY_BYTES])]
         asked = wire.Lookup(
             0, 1, 0, request_id[:256], groups, probe, list(tails), traceparent, own_chunks, stores_late,
-            wait_ms,
+            wait_ms, expects,
         )  # fmt: skip
         self._link.post(lambda: self._ask(call, identity, asked, deadline_s))
         return call

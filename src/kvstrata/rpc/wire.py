@@ -312,6 +312,8 @@ class Lookup(Request, frozen=True, tag="lookup"):
     """The engine stores a chunk when its own cache is about to lose it, so hits there are no uses of L1's chunks."""
     wait_ms: DeadlineMs = 0
     """Time, beyond that for the answer, that it may wait for chunks that other engines have promised."""
+    expects: bool = False
+    """Another engine is about to promise them: wait for that too."""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):

@@ -67,7 +67,10 @@ def test_another_version_is_refused_by_name(server: ServerProcess) -> None:
         layout=layout(),
         engine_slices=1,
     )
-    with pytest.raises(WrongVersion, match="speaks version 4, this server 7; use the same kvstrata release"):
+    with pytest.raises(
+        WrongVersion,
+        match=f"speaks version 4, this server {wire.PROTOCOL_VERSION}; use the same kvstrata release",
+    ):
         attach(server.socket_dir, made, process_locks())
 
 

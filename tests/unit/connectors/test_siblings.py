@@ -149,3 +149,15 @@ def test_without_setting_rate_or_promise_nobody_waits(missing):
     client.prompt_tokens_s = 100.0 * (missing != "rate")
     client.has_promises = missing != "promise"
     assert ask(side, arrive(side, TOKENS)) == (0, False) and not client.calls
+
+
+def test_a_request_that_another_engine_computes_waits_as_it_says_and_promises_nothing():
+    client, side, first = sharing()
+    side.finished(first, TABLE)
+    client.calls.clear()
+    for said, wait_ms in ((5_000, 5_000), (-1, 0), (60_001, 0), ("5", 0), (True, 0)):
+        request = arrive(side, TOKENS, kv_transfer_params={"kvstrata.wait_ms": said})
+        assert [(call.wait_ms, call.expects) for call in client.calls] == [(wait_ms, True)] * bool(wait_ms)
+        assert bool(client.promised) != bool(wait_ms)
+        side.finished(request, TABLE)
+        client.calls.clear()

@@ -175,6 +175,9 @@ MAX_LOAD = "max_load_tokens"
 """vLLM's own key there: so many tokens are loaded at most beyond those that vLLM has."""
 STORE = "kvstrata.store"
 """`commit` there: what the request computes is stored at once, also in an engine that stores late."""
+WAIT = "kvstrata.wait_ms"
+"""Milliseconds there, of whoever has sent the prompt to another engine of the server too: the request waits so long
+for that engine to begin and to end, and promises nothing itself."""
 _thinning = Thinning()
 
 
@@ -223,6 +226,8 @@ class Tracked(msgspec.Struct, eq=False):
     """An asynchronous load is under way: vLLM itself keeps the blocks until the load is reported."""
     loaded_chunks: dict[int, int] = {}
     """Block id → chunk of the last load, to find the chunks of blocks that failed."""
+    expects_ms: int = 0
+    """See WAIT."""
     load_tokens: int = 0
     """Maximum number of tokens that are loaded for the request; 0: any."""
     stores_at_once: bool = False
@@ -268,6 +273,11 @@ class Tracked(msgspec.Struct, eq=False):
             self.load_tokens = most
         elif most is not None:
             self._ignored(MAX_LOAD, "an integer of 0 or more", most)
+        wait_ms = params.get(WAIT)
+        if type(wait_ms) is int and 0 <= wait_ms <= MAX_DEADLINE_MS:
+            self.expects_ms = wait_ms
+        elif wait_ms is not None:
+            self._ignored(WAIT, f"an integer from 0 to {MAX_DEADLINE_MS}", wait_ms)
         self.stores_at_once = store == "commit"
         if store is not None and not self.stores_at_once:
             self._ignored(STORE, "`commit`", store)
@@ -430,6 +440,7 @@ class LookupTable:
             own_chunks=own_tokens // self._engine.chunk_tokens,
             stores_late=self._engine.store_late is not None and self._engine.store_late(),
             wait_ms=tracked.wait_ms,
+            expects=tracked.expects_ms > 0,
         )
         tracked.tails_asked = [asked.chunk for asked in tails]
         tracked.state = LookupState.ASKED
@@ -438,6 +449,8 @@ class LookupTable:
 
     def _wait_ms(self, tracked: Tracked, own_tokens: int) -> int:
         """How long the lookup may wait for what others compute, by what its own cache lacks; 0 if that is not known."""
+        if tracked.expects_ms:
+            return tracked.expects_ms
         tokens_s = self._client.prompt_tokens_s
         if not (self._engine.settings.await_siblings and tokens_s and self._client.has_promises):
             return 0

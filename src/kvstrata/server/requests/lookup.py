@@ -144,7 +144,7 @@ class Asked(NamedTuple):
     unused: int
     """Leading chunks of which this lookup is no use."""
     latest_promise: int
-    """Number of the last promise that was given before it arrived."""
+    """Number of the last promise that it may wait for; -1: any."""
 
 
 def _lease(pool: Pool, asked: Asked, rows: list[int], again: bool) -> Granted:
@@ -245,7 +245,7 @@ class Lookups:
             None if spans else tails, now_s,
             now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S, [],
             self._tracer.begin(request.traceparent) if self._tracer else None,
-            request.own_chunks if request.stores_late else 0, self._promises.given,
+            request.own_chunks if request.stores_late else 0, -1 if request.expects else self._promises.given,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
@@ -257,7 +257,7 @@ class Lookups:
         if whole or not (
             granted.unverified
             or self._tiers.hit_beyond_l1
-            or (request.wait_ms and self._promised(asked, granted.n_chunks))
+            or (request.wait_ms and (request.expects or self._promised(asked, granted.n_chunks)))
         ):
             return self._answer(asked, granted, granted.n_chunks)
         return self._more(asked, granted)
@@ -363,13 +363,15 @@ class Lookups:
             if not (held.tail_tokens or left) and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
             wait_ends_s = self._clock.monotonic_s() + asked.request.wait_ms / 1000
-            while asked.request.wait_ms and (promised := self._promised(asked, held.n_chunks)):
-                before, left_s = held.n_chunks, wait_ends_s - self._clock.monotonic_s()
-                end = await self._promises.wait(asked.process, promised, left_s)
+            expects = asked.request.expects
+            while asked.request.wait_ms and (
+                end := await self._wait_for_others(asked, held.n_chunks, wait_ends_s, expects=expects)
+            ):
+                before, expects = held.n_chunks, False
                 held = await self._lease_again(asked, held)
                 l1_chunks += max(0, held.n_chunks - before)
                 reason, detail = _WAITED[end]
-                if end != "broken" and held.n_chunks < promised.end:
+                if end == "late" or (end == "ready" and held.n_chunks == before):
                     break  # it took too long, or chunks have left L1 meanwhile
         except BaseException:
             self._give_up(held)
@@ -379,11 +381,15 @@ class Lookups:
         return outcome
 
     async def _lease_again(self, asked: Asked, held: Granted) -> Granted:
-        """Lease again from the start, then end `held`. Returns `held` unchanged if the lane refuses the work.
+        """Lease again from the start, then end `held`.
+
+        Returns `held` unchanged if the lane refuses the work, or if the engine has died meanwhile.
 
         When cancelled, nothing new stays leased.
         """
         rows = list(asked.process.group.rows)
+        if not rows:
+            return held
         more = self._lease_now(asked, rows, again=True)
         if more is None:
             try:
@@ -393,6 +399,21 @@ class Lookups:
         self._give_up(held)
         return more
 
+    async def _wait_for_others(
+        self, asked: Asked, n_chunks: int, ends_s: float, *, expects: bool
+    ) -> Waited | None:
+        """Wait until L1 has what other engines have promised of the chunks behind these; how that ended.
+
+        None: nobody has promised any of them, nor, if the lookup `expects` it, does so in time.
+        """
+        while n_chunks < asked.n_chunks and (left_s := ends_s - self._clock.monotonic_s()) > 0:
+            if promised := self._promised(asked, n_chunks):
+                return await self._promises.wait(asked.process, promised, left_s)
+            if not (expects and self._promises.may_wait(asked.process)):
+                break
+            await self._promises.expect(asked.process, asked.identity.root, left_s)
+        return None
+
     def _promised(self, asked: Asked, n_chunks: int) -> Promised | None:
         """What other engines have promised of the chunks behind these, if they are expected to be there in time."""
         request, identity = asked.request, asked.identity
@@ -401,7 +422,9 @@ class Lookups:
         found = self._promises.find(
             asked.process, identity.root, asked.keys.chain, n_chunks, asked.latest_promise
         )
-        if found is not None and (tokens_s := found.promise.process.group.prompt_tokens_s):
+        if found is None or request.expects:
+            return found
+        if tokens_s := found.promise.process.group.prompt_tokens_s:
             size = asked.process.group.layout.chunk_tokens
             work = prompt_work(n_chunks * size, found.end * size)
             if 1000 * work / tokens_s > request.wait_ms:

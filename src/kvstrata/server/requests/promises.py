@@ -14,14 +14,17 @@ chunks in L1; that the promise ends tells it not to wait any longer.
 Invariants
 1. A promise is here exactly as long as it is in its process's grants.
 2. A lookup waits only for promises of other engines, and only for those that were given before it arrived.  So a
-   request may be promised and wait itself, and no two wait for each other.
+   request may be promised and wait itself, and no two wait for each other.  A lookup that expects a promise waits for
+   later ones too; its request has promised nothing.
 3. The index in shared memory says whether there is any promise, so that a miss that an engine sees by itself is one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -85,6 +88,8 @@ class Promises(Numbers):
         self._by_first: dict[tuple[bytes, bytes], list[Promise]] = {}
         """By root, and key of the first chunk."""
         self._waits: dict[Process, int] = {}
+        self._expecting: dict[asyncio.Future[None], bytes] = {}
+        """Lookups that wait for a promise to be given, with the roots of their identities."""
         self.awaited: dict[Promise, None] = {}
         """The promises for which somebody waits."""
 
@@ -103,6 +108,10 @@ class Promises(Numbers):
         self._live += 1
         if self._live == 1:
             self._pool.set_has_promises(True)
+        for expecting in [one for one, other in self._expecting.items() if other == root]:
+            del self._expecting[expecting]
+            if not expecting.done():
+                expecting.set_result(None)
         return promise
 
     def end(self, promise: Promise) -> None:
@@ -127,17 +136,23 @@ class Promises(Numbers):
         for promise in [one for one in self.awaited if one.process.group is process.group]:
             self._look(promise)
 
+    def may_wait(self, process: Process) -> bool:
+        """Whether one more lookup of this process may wait."""
+        return self._waits.get(process, 0) < MAX_WAITING
+
     def find(
         self, process: Process, root: bytes, chain: bytes, n_present: int, latest: int
     ) -> Promised | None:
-        """The promise of another engine, up to number `latest`, that has most of the chunks behind the first
-        `n_present` of a prompt; of several the first."""
-        if not self._live or self._waits.get(process, 0) >= MAX_WAITING:
+        """The promise of another engine that has most of the chunks behind the first `n_present` of a prompt.
+
+        Only those up to number `latest` count, -1: any; of several the first.
+        """
+        if not (self._live and self.may_wait(process)):
             return None
         most, found = n_present, None
         for first in range(n_present, max(-1, n_present - LOOKED_BACK), -1):
             for promise in self._by_first.get((root, nth(chain, first)), ()):
-                if promise.process.group is process.group or promise.number > latest:
+                if promise.process.group is process.group or 0 <= latest < promise.number:
                     continue
                 common = _common(promise.chain, part(chain, first, first + count(promise.chain)))
                 if first + common > most:
@@ -145,25 +160,42 @@ class Promises(Numbers):
                     found = Promised(promise, common, most)
         return found
 
+    async def expect(self, process: Process, root: bytes, most_s: float) -> None:
+        """Wait, at most so long, until a promise under this identity is given."""
+        expecting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._expecting[expecting] = root
+        with self._counted(process):
+            try:
+                await asyncio.wait([expecting], timeout=most_s)
+            finally:
+                self._expecting.pop(expecting, None)
+
     async def wait(self, process: Process, promised: Promised, most_s: float) -> Waited:
         """Wait, at most so long, until L1 has what was promised of a prompt, in all slices of the engine at work."""
         promise, n_chunks, _ = promised
         waiting: asyncio.Future[Waited] = asyncio.get_running_loop().create_future()
         promise.waiting[waiting] = n_chunks
         self.awaited[promise] = None
+        with self._counted(process):
+            try:
+                self._look(promise)
+                await asyncio.wait([waiting], timeout=most_s)
+                end = waiting.result() if waiting.done() else "late"
+            finally:
+                self._forget(promise, waiting)
+        self.waits[end] += 1
+        return end
+
+    @contextlib.contextmanager
+    def _counted(self, process: Process) -> Iterator[None]:
+        """Count a lookup of this process as waiting."""
         self._waits[process] = self._waits.get(process, 0) + 1
-        end: Waited = "late"
         try:
-            self._look(promise)
-            await asyncio.wait([waiting], timeout=most_s)
-            end = waiting.result() if waiting.done() else "late"
+            yield
         finally:
-            self._forget(promise, waiting)
             self._waits[process] -= 1
             if not self._waits[process]:
                 del self._waits[process]
-        self.waits[end] += 1
-        return end
 
     def _look(self, promise: Promise) -> None:
         """See how many chunks are in L1 now, and answer those who wait for no more."""

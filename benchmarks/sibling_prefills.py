@@ -1,0 +1,94 @@
+"""`sibling_prefills`: what a fan-out of requests with one new prefix computes at the engines of a host.
+
+100 requests with one new prefix of 8,192 tokens and 64 tokens of their own come within a second, by turns, to four
+simulated engines (the times of 8 billion parameters on one H100), two at each of two servers.  A request that found
+less than half of the prefix has computed it.  Servers of engines that do not wait for each other run beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import figure, scratch, sized
+from benchmarks.load_or_recompute import engine
+from kvstrata.cli import asking
+from tests.harness.server_process import ServerProcess
+
+PREFIX, OWN, SERVERS, ENGINES = 8_192, 64, 2, 2
+SIBLINGS, ROUNDS = sized((100, 5), (8, 1))
+LENGTHS = (500, 1_000, 2_000, 3_000, 4_000, 6_000, 8_000) * sized(3, 1)
+"""Prompts from which an engine learns how fast it computes."""
+
+
+def tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(10, 30_000) for _ in range(count)]
+
+
+def ask(url: str, prompt: list[int]) -> tuple[float, int]:
+    """Seconds until an answer of one token, and how many tokens were not computed for it."""
+    begun_s = time.perf_counter()
+    reply: Any = asking.ask(
+        url, asking.Ask("/v1/completions", {"prompt": prompt, "max_tokens": 1}, timeout_s=120)
+    )
+    return time.perf_counter() - begun_s, int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@contextlib.contextmanager
+def hosts(folder: Path, *, wait: bool) -> Iterator[list[str]]:
+    """The engines' URLs, those of one server one after another; all know how fast they compute."""
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for host in range(SERVERS):
+            server = stack.enter_context(ServerProcess(folder / f"{host}", l1_mb=1024).started())
+            for number in range(ENGINES):
+                log = folder / f"{host}.{number}.log"
+                urls.append(stack.enter_context(engine(server, log, await_siblings=wait)))
+        draw = random.Random(1)
+        for url in urls:
+            for length in LENGTHS:
+                ask(url, tokens(draw, length))
+        time.sleep(1.0)  # the next ping tells the server
+        yield urls
+
+
+def fan_out(urls: list[str], seed: int) -> tuple[float, float]:
+    """Prefills of the prefix for each host, and the mean time until an answer."""
+    draw = random.Random(seed)
+    prefix = tokens(draw, PREFIX)
+    prompts = [prefix + tokens(draw, OWN) for _ in range(SIBLINGS)]
+    found: list[tuple[float, int]] = []
+
+    def one(number: int) -> None:
+        time.sleep(number / SIBLINGS)
+        found.append(ask(urls[number % len(urls)], prompts[number]))
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(SIBLINGS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    computed = sum(cached < PREFIX // 2 for _, cached in found)
+    return computed / SERVERS, sum(seconds for seconds, _ in found) / SIBLINGS
+
+
+def run() -> list[dict[str, Any]]:
+    """Measure the figure."""
+    found = {}
+    for wait in (True, False):
+        with scratch("siblings") as folder, hosts(folder, wait=wait) as urls:
+            rounds = [fan_out(urls, seed) for seed in range(ROUNDS)]
+            found[wait] = [sum(column) / ROUNDS for column in zip(*rounds, strict=True)]
+    (prefills, mean_s), (alone, alone_s) = found[True], found[False]
+    return [
+        figure(
+            "sibling_prefills", value=prefills, unit="prefills a host", ratio=mean_s / alone_s,
+            ratio_to=f"the mean time to an answer of engines that do not wait ({alone:.3g} prefills a host)",
+            target="<= 1", ok=prefills <= 1,
+        )
+    ]  # fmt: skip
