@@ -91,6 +91,7 @@ def families_of(process: Parts) -> dict[str, Family]:
 
 
 LABELS = {
+    "end": "how a lookup's wait for promised chunks ended: `ready`, `broken` or `late`",
     "size": "`0.5`, `1`, `2`, `4`: times the present size of L1, or of a tenant's share of it",
     "of": "`hits`, `seconds`",
     "instance_id": "`instance_id` of the configuration",
