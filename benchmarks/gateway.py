@@ -8,6 +8,7 @@ share one core, what is between them has another.
 - `gateway_added_p50`, `gateway_added_p99`: time to the first event through the gateway, less the same straight, at
   300 requests/s
 - `gateway_core_share`: share of its core that the gateway takes at 300 requests/s, which are 15,000 events/s
+- `gateway_picker_cpu`: CPU of the picker, which chooses and counts, for each of these requests
 - `gateway_streams`: memory of the gateway with 10,000 open streams, or as many as it takes by `ulimit -Hn`
 
 Sketch: the bare Envoy does all but ask the picker and watch the answer.
@@ -106,13 +107,19 @@ class Run:
         for other, pid in self.pids.items():
             for each in _family(pid):  # the gateway's Envoy has a group of its own
                 os.kill(each, signal.SIGCONT if other == name else signal.SIGSTOP)
-        before_s = _cpu_s(self.pids[name]) if name in self.pids else 0.0
+        before_s, own_before_s = self._cpu_s(name)
         words = ["-m", "benchmarks.gateway_load", str(self.ports[name]), json.dumps(asked)]
         process = self.spawn(words, OUTSIDE)
         output, _ = process.communicate(timeout=120)
         seen: dict[str, Any] = json.loads(output)
-        seen["cpu_s"] = _cpu_s(self.pids[name]) - before_s if name in self.pids else 0.0
+        after_s, own_after_s = self._cpu_s(name)
+        seen["cpu_s"], seen["own_cpu_s"] = after_s - before_s, own_after_s - own_before_s
         return seen
+
+    def _cpu_s(self, name: str) -> tuple[float, float]:
+        """CPU seconds of a process that is between and its children, and of the process alone."""
+        pid = self.pids.get(name)
+        return (sum(map(_cpu_s, _family(pid))), _cpu_s(pid)) if pid is not None else (0.0, 0.0)
 
 
 def _on_core(core: int) -> None:
@@ -137,11 +144,8 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    ticks = 0
-    for each in _family(pid):
-        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _answers(port: int) -> bool:
@@ -219,7 +223,7 @@ def run() -> list[dict[str, Any]]:
             names = list(measured.ports)
             for name in names if number % 2 else reversed(names):
                 seen[name].append(measured.load(name, LOAD))
-        return [*_added(seen), _core_share(seen), _streams(measured)]
+        return [*_added(seen), _core_share(seen), _picker_cpu(seen), _streams(measured)]
 
 
 def _added(seen: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
@@ -264,6 +268,20 @@ def _core_share(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         spread=median_spread([one["cpu_s"] / LOAD["seconds"] for one in seen["gateway"]])[1],
         beside_cores={name: share(name) for name in seen if name not in ("straight", "gateway")},
         events_per_s=events / LOAD["seconds"],
+    )
+
+
+def _picker_cpu(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    value, spread = median_spread([1_000 * one["own_cpu_s"] / one["requests"] for one in seen["gateway"]])
+    return figure(
+        "gateway_picker_cpu",
+        value=value,
+        unit="ms",
+        ratio=value / 0.25,
+        ratio_to="its limit",
+        target="<= 0.25 ms a request",
+        ok=value <= 0.25,
+        spread=spread,
     )
 
 

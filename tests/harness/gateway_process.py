@@ -99,7 +99,8 @@ class GatewayProcess(OwnProcess):
 
     async def samples(self, session: aiohttp.ClientSession) -> Mapping[str, float]:
         """The samples of /metrics, by name with labels."""
-        async with session.get(f"{self.url}/metrics") as response:
+        headers = {"Authorization": f"Bearer {self.token}"}
+        async with session.get(f"{self.url}/metrics", headers=headers) as response:
             lines = (await response.text()).splitlines()
         pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}

@@ -12,6 +12,7 @@ controllers (controllers/).
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -128,7 +129,7 @@ class Choosing:
         """Called for a request whose engine reads its prefix from a peer, with the life of a block."""
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have got room."""
-        self._sent: Counter[bytes] = Counter()
+        self._sent: dict[bytes, int] = {}
         """Requests in flight by the keys of their prompts' pieces."""
 
     def candidates(self, model: str, without: Iterable[ServingEngine]) -> list[ServingEngine]:
@@ -145,6 +146,7 @@ class Choosing:
                 if engine.name == wanted.made_by:
                     return self._choice(wanted, engine, 0, Knowledge(), None, None)
         now_s = self._now_s()
+        serving = [one for one in serving if self._takes(one, wanted.number)] or serving
         knowledge = self._knowledge(wanted, serving, now_s)
         request = Request(
             id=wanted.word,
@@ -172,6 +174,11 @@ class Choosing:
         cached_tokens = min(decision.way.cached_tokens, wanted.tokens - 1) if decision.way is not None else 0
         chosen = next(engine for engine in serving if engine.name == decision.engine)
         return self._choice(wanted, chosen, cached_tokens, knowledge, decision, kept)
+
+    def _takes(self, engine: ServingEngine, number: int) -> bool:
+        """Whether a request may go to an engine: of those to one that has just returned, only its share."""
+        share = self._fleet.share(engine)
+        return share >= 1.0 or zlib.crc32(f"{number} {engine.name}".encode()) < share * (1 << 32)
 
     def _choice(
         self,
@@ -212,11 +219,14 @@ class Choosing:
     def _sharing(self, wanted: Wanted, knowledge: Knowledge) -> int:
         """Requests in flight whose prompts begin with the longest prefix of this one that any engine has."""
         pieces = longest(knowledge) // PIECE_TOKENS
-        return self._sent[wanted.keys[min(pieces, len(wanted.keys)) - 1]] if pieces and wanted.keys else 0
+        return (
+            self._sent.get(wanted.keys[min(pieces, len(wanted.keys)) - 1], 0) if pieces and wanted.keys else 0
+        )
 
     def none_serves(self, model: str) -> Failure:
         """Why no engine was found for a model (empty: for any)."""
-        if model and self._fleet.knows_all_models() and not self._fleet.serving(model):
+        is_known = model in self._fleet.served  # its engine may just restart
+        if model and not is_known and self._fleet.knows_all_models() and not self._fleet.serving(model):
             return Failure(404, "model_not_found", f"model: no engine here has {model!a:.200}", "model")
         known = len(self._fleet.engines)
         that = f" that has the model {model!a:.200}" if model else ""
@@ -257,7 +267,8 @@ class Choosing:
             self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
             if way.tier == "peer":
                 self.reads(wanted, engine, way, self._residency.block_life_s)
-        self._sent.update(wanted.keys)
+        for key in wanted.keys:
+            self._sent[key] = self._sent.get(key, 0) + 1
         choice.turn.flight = self._fleet.began(
             engine,
             uncached,
@@ -307,10 +318,9 @@ class Choosing:
         if choice.turn.flight is not None:
             decoded = self._fleet.ended(choice.engine, choice.turn.flight)
             choice.turn.decoded = decoded if choice.wanted.streams else None
-        self._sent.subtract(choice.wanted.keys)
         for key in choice.wanted.keys:
-            if self._sent[key] <= 0:
-                del self._sent[key]
+            if (left := self._sent.pop(key, 0) - 1) > 0:
+                self._sent[key] = left
         if self.teller is not None:
             self.teller.ended(choice.wanted.number, answered=answered)
         if not answered:

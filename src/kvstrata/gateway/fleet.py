@@ -36,9 +36,10 @@ from kvstrata.observability.logging import EventLog
 
 SLOW_START_S = 10.0
 LEAST_SHARE = 0.25
+MAX_NAMES = 16_384
 ASSUMED_TOKENS_S = 10_000.0
 """Rate at which engines are taken to compute prompts until one has told its tokens."""
-RATED_S, RATED_EACH_S = 0.05, 0.0003
+RATED_S, RATED_EACH_S = 0.1, 0.001
 """Least time between two looks at the measured rates, and for each engine: a look takes a millisecond."""
 DNS = "dns+"
 
@@ -75,6 +76,8 @@ class ServingEngine:
     ) -> None:
         """`owner`: the engine whose rank this is."""
         self.place = place
+        self.name = place.name
+        """In logs and metrics."""
         self.rank = rank
         """What its engine calls it; None: this is an engine."""
         self.process = owner or self
@@ -94,6 +97,10 @@ class ServingEngine:
         """Requests of this gateway under way."""
         self.sent = 0
         self.failed_probes = 0
+        self.heard_s = -math.inf
+        """When it last answered a request of this gateway."""
+        self.is_silent = False
+        """Whether it is down by time-outs alone."""
         self.probed = asyncio.Event()
         """Set after the first probe."""
         self.up_since_s = 0.0
@@ -110,11 +117,6 @@ class ServingEngine:
         """What requests are sent to: its ranks, or the engine itself if it has none."""
         return self.ranks or [self]
 
-    @property
-    def name(self) -> str:
-        """Its name in logs and metrics."""
-        return self.place.name
-
 
 class Fleet:
     """All engines, by name, in the order of the settings."""
@@ -127,6 +129,9 @@ class Fleet:
         self.load_rates = LoadRates()
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
+        self.served: dict[str, None] = {}
+        """Names of models that some engine had: the newest MAX_NAMES."""
+        self._several: bool | None = None
         self.changed: Callable[[], None] = lambda: None
         """Called when engines begin or cease to serve."""
         self._log = EventLog("engines")
@@ -149,7 +154,7 @@ class Fleet:
                 redivided.append(engine)
             engine.place = place
             kept[name] = engine
-        before, self.engines = self.engines, kept
+        before, self.engines, self._several = self.engines, kept, None
         for engine in before.values():
             if kept.get(engine.name) is not engine:
                 self._log.info("engine_left", engine=engine.name, in_flight=engine.in_flight)
@@ -207,26 +212,29 @@ class Fleet:
 
     def up(self, engine: ServingEngine, models: Mapping[str, dict[str, Any]]) -> None:
         """A probe was answered."""
-        engine.models = dict(models)
+        if not models.keys() <= self.served.keys():
+            self.served = dict.fromkeys([*self.served, *models][-MAX_NAMES:])
+        if engine.models != models:
+            engine.models, self._several = dict(models), None
         self._tell_ranks(engine)
         engine.failed_probes = 0
         if engine.state is EngineState.LEAVING or engine.state is EngineState.UP:
             return
         engine.returned = engine.state is EngineState.DOWN
         engine.generation += engine.returned
-        engine.state, engine.reason = EngineState.UP, ""
+        engine.state, engine.reason, engine.is_silent = EngineState.UP, "", False
         engine.up_since_s = self._now_s()
         self._tell_ranks(engine)
         self._log.info("engine_up", engine=engine.name, models=",".join(sorted(models))[:500])
         self.changed()
 
-    def down(self, engine: ServingEngine, reason: str) -> None:
-        """The engine gets no requests until a probe is answered."""
+    def down(self, engine: ServingEngine, reason: str, *, silent: bool = False) -> None:
+        """The engine gets no requests until a probe is answered. `silent`: it did not answer in time."""
         if engine.state is EngineState.LEAVING:
             return
         if engine.state is not EngineState.DOWN:
             self._log.warning("engine_down", engine=engine.name, reason=reason, in_flight=engine.in_flight)
-        engine.state, engine.reason = EngineState.DOWN, reason
+        engine.state, engine.reason, engine.is_silent = EngineState.DOWN, reason, silent
         self._tell_ranks(engine)
         self.changed()
 
@@ -295,19 +303,23 @@ class Fleet:
         return min(1.0, LEAST_SHARE + (1 - LEAST_SHARE) * max(0.0, grown))
 
     def serving(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:
-        """The engines that are up and have the model (empty: any model), without those in `but` and their ranks."""
+        """The engines that are up and have the model (empty: any model), without those in `but` and their ranks.
+
+        If there are none, those that are down by time-outs alone: engines that are merely busy must not all be lost.
+        """
         without = {engine.process for engine in but}
-        return [
+        found = [
             engine
             for engine in self.engines.values()
-            if engine.state is EngineState.UP
-            and (not model or model in engine.models)
+            if (model in engine.models if model else engine.models or engine.state is EngineState.UP)
             and engine not in without
         ]
+        up = [engine for engine in found if engine.state is EngineState.UP]
+        return up or [engine for engine in found if engine.state is EngineState.DOWN and engine.is_silent]
 
     def targets(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:
         """What a request for the model may be sent to: `serving`, with ranks in place of engines that have several."""
-        return [target for engine in self.serving(model, but) for target in engine.targets]
+        return [target for engine in self.serving(model, but) for target in engine.ranks or (engine,)]
 
     def adapter(self, model: str) -> str:
         """The adapter that a model's name stands for; empty: it stands for a base model, or nobody has it."""
@@ -316,6 +328,22 @@ class Fleet:
             if entry is not None:
                 return model if entry.get("parent") else ""
         return ""
+
+    def root(self, model: str) -> str:
+        """What a model's name stands for: aliases have the same."""
+        for engine in self.engines.values():
+            if (entry := engine.models.get(model)) is not None:
+                root = entry.get("root")
+                return root if isinstance(root, str) and root else model
+        return model
+
+    def several(self) -> bool:
+        """Whether engines serve different models, adapters and aliases aside."""
+        if self._several is None:
+            entries = (pair for engine in self.engines.values() for pair in engine.models.items())
+            roots = {str(one.get("root") or name) for name, one in entries if not one.get("parent")}
+            self._several = len(roots) > 1
+        return self._several
 
     def parent(self, model: str) -> str:
         """The base model of a model's name, as engines tell it: itself unless it is an adapter; empty: unknown."""

@@ -79,14 +79,19 @@ class Prefixes:
         ready_at_s: float = 0.0,
     ) -> None:
         """An engine has `computed` these pieces, or was sent them and is expected to have them at `ready_at_s`."""
-        sent = Sent(generation, now_s, computed, ready_at_s)
+        sent = again = Sent(generation, now_s, computed, ready_at_s)
+        last: Sent | None = None
         for key in keys:
-            engines = self._sent.setdefault(key, {})
+            if (engines := self._sent.get(key)) is None:
+                self._sent[key] = {engine: sent}
+                continue
             before = engines.get(engine)
             if before is None or before.generation != generation or computed:
                 engines[engine] = sent
             elif before.computed:
-                engines[engine] = before._replace(at_s=now_s)
+                if before is not last:  # mostly all pieces were sent together
+                    last, again = before, before._replace(at_s=now_s)
+                engines[engine] = again
             self._sent.move_to_end(key)
         while len(self._sent) > MAX_KEYS:
             self._sent.popitem(last=False)

@@ -26,13 +26,13 @@ from kvstrata.gateway.residency.sources import Source, of_rank, source_of, sourc
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
 
-MAX_MODELS_BYTES = 1 << 20
+MAX_MODELS_BYTES = 4 << 20
+"""An adapter's entry takes about 500 bytes."""
 MAX_ADDRESSES = 1_024
 ASK_AGAIN_S = 30.0
-FAILURES = 2
-"""Probes in a row that must fail before an engine gets no more requests: one may be lost. A refused connection counts
-at once."""
 """Time until an engine is asked again that did not say where it publishes."""
+FAILURES, AGAIN_S = 2, 0.1
+"""Probes in a row that must fail before an engine gets no more requests: one may be lost. The next comes soon."""
 
 
 class _Models(msgspec.Struct):
@@ -156,7 +156,7 @@ class Probing:
 
     async def probe(self, engine: ServingEngine) -> None:
         """Ask an engine whether it serves, and what."""
-        reason, refused = "", False
+        reason, silent = "", False
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 status, _ = await self._get(engine, "/health")
@@ -172,16 +172,18 @@ class Probing:
                     self._fleet.up(engine, models)
                     return
         except Unreachable as error:
-            reason, refused = f"cannot be reached: {error}", True
+            reason = f"cannot be reached: {error}"
         except TimeoutError:
-            reason = f"no answer within {self.settings.timeout_s:g} s"
+            reason, silent = f"no answer within {self.settings.timeout_s:g} s", True
+            if self._now_s() - engine.heard_s < self.settings.probe_s + self.settings.timeout_s:
+                return  # an answer counts as a probe: it is busy
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             reason = f"/v1/models answers with something else than a list of models: {error}"
         except LinkBroken as error:
             reason = str(error)
         engine.failed_probes += 1
-        if refused or engine.failed_probes >= FAILURES or engine.state is EngineState.NEW:
-            self._fleet.down(engine, reason)
+        if engine.failed_probes >= FAILURES or engine.state is EngineState.NEW:
+            self._fleet.down(engine, reason, silent=silent)
 
     def _has_asked(self, engine: ServingEngine) -> bool:
         """Whether the engine was asked under the settings that it has now."""
@@ -263,8 +265,10 @@ class Probing:
                 now.clear()
                 await self.probe(engine)
                 engine.probed.set()
+                probe_s = self.settings.probe_s
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.settings.probe_s):
+                    in_doubt = engine.failed_probes and engine.state is EngineState.UP
+                    async with asyncio.timeout(min(AGAIN_S, probe_s) if in_doubt else probe_s):
                         await now.wait()
         finally:
             del self._now[engine]

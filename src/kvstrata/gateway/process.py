@@ -79,7 +79,10 @@ class Gateway(Process):
         meters = Meters({one.name: one for one in settings.slo})
         requests = Requests()
         loopback = is_loopback(settings.http.host)
-        access = Access(settings.http, self._plan.token)
+        http = settings.http
+        if settings.tenants and http.open_metrics is None:
+            http = msgspec.structs.replace(http, open_metrics=False)
+        access = Access(http, self._plan.token)
         door = Door(access, now_s, loopback=loopback)
         door.set_tenants(self._plan.tenants)
         residency = Residency(now_s)

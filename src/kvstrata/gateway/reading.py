@@ -46,8 +46,8 @@ class Reader:
         self.secret = secrets.token_bytes(32)
         """Of the keys of pieces."""
         self._numbers = itertools.count()
-        self._made_by: collections.OrderedDict[str, str] = collections.OrderedDict()
-        """The engine that has made a stored response, by its name, which the engine has drawn."""
+        self._made_by: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()
+        """Engine and tenant that a stored response belongs to, by its name, which the engine has drawn."""
 
     def read(self, request: Request, body: bytes, *, cut: bool) -> Wanted | Failure:
         """Read a request, and note what it asks for. `cut`: more of the body follows than can be read."""
@@ -58,7 +58,7 @@ class Reader:
         if response or is_any(path):
             found: Asked | Failure = Asked(repeatable=route.repeatable)
         elif cut:
-            found = cut_short(path, route, body, several=len(self._fleet.models()) > 1)
+            found = cut_short(path, route, body, several=self._fleet.several())
         else:
             found = asked(path, route, body)
         if isinstance(found, Failure):
@@ -71,16 +71,23 @@ class Reader:
                 return Failure(400, "field_not_allowed", says, found.adds)
             found = found._replace(kv_tenant=kv_tenant, salt=kv_tenant)
         request.asked = found
+        if not found.model and path in ROUTES and not response and self._fleet.several():
+            says = "model: engines here serve several models; name one of /v1/models"
+            return Failure(400, "model_missing", says, "model")
+        after = response or found.after_response
+        maker, owner = self._made_by.get(after, ("", ""))
+        if after and tenant is not None and owner != tenant.name:
+            says = f"no stored response of yours has the id {after!a:.200}"
+            return Failure(404, "response_not_found", says, "" if response else "previous_response_id")
         given = next((headers[name] for name in SESSIONS if headers.get(name)), b"").decode("latin-1")
         prompt = ids_in(found.text) if self.settings.predicts else None
-        after = response or found.after_response
         return Wanted(
             word=word,
             number=next(self._numbers),
             model=found.model,
             tokens=max(1, len(prompt) if prompt is not None else len(found.text) // TOKEN_BYTES),
             session=given[:MAX_SESSION_CHARS] or found.session,
-            made_by=self._made_by.get(after, "") if after else "",
+            made_by=maker,
             keys=self._keys(found, prompt, request.sender),
             prompt=self._prompt(found, prompt),
             streams=found.streams,
@@ -105,9 +112,9 @@ class Reader:
         most = tenant.settings.max_priority if tenant is not None else 0
         return min(most, int(given)) if given.isdigit() and len(given) <= 9 else 0
 
-    def answered(self, engine: str, response: str) -> None:
-        """An engine's answer names the response that it has stored: remember who has made it."""
-        self._made_by[response] = engine
+    def answered(self, request: Request, response: str) -> None:
+        """An answer names the response that its engine has stored: remember who has made it, and for whom."""
+        self._made_by[response] = request.engine, request.sender
         self._made_by.move_to_end(response)
         if len(self._made_by) > MAX_RESPONSES:
             self._made_by.popitem(last=False)
@@ -116,7 +123,7 @@ class Reader:
         """The keys of the prompt's pieces; none if the policy does not go by them."""
         if not self.settings.predicts or not found.text:
             return []
-        context = (found.model.encode(), tenant.encode(), *found.context)
+        context = (self._fleet.root(found.model).encode(), tenant.encode(), *found.context)
         return keys_of(context, found.text if prompt is None else prompt.tobytes(), self.secret)
 
     def _prompt(self, found: Asked, prompt: array[int] | None) -> Prompt | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -263,10 +263,9 @@ class Requests:
         yielded = {endpoint_of(first.place.address)}
         yield from yielded
         best = choice.decision.alternatives if choice.decision is not None else []
-        targets = fleet.targets(request.asked.model, request.without)
-        order = {other.engine: number for number, other in enumerate(best)}
-        targets.sort(key=lambda one: (order.get(one.name, len(order)), one.load.requests))
-        for target in targets:
+        targets = {one.name: one for one in fleet.targets(request.asked.model, request.without)}
+        next_best = (targets[one.engine] for one in best if one.engine in targets)
+        for target in itertools.chain(next_best, _least_loaded(targets.values())):
             process, endpoint = target.process, endpoint_of(target.place.address)
             has_rank = first.rank is None or first.rank < len(process.ranks)
             if endpoint not in yielded and has_rank and process.place.api_key == first.place.api_key:
@@ -281,7 +280,7 @@ class Requests:
             if first:
                 self._first(request, at_s)
             if response and request.engine:
-                self.parts.reader.answered(request.engine, response)
+                self.parts.reader.answered(request, response)
 
     def told(self, marks: Marks, now_s: float) -> None:
         """Envoy tells of a request."""
@@ -308,6 +307,7 @@ class Requests:
         """The first token has come."""
         if not request.has_first and request.choice is not None:
             request.has_first, request.first_s = True, at_s
+            request.choice.engine.process.heard_s = self.parts.now_s()
             self.parts.choosing.first_token(request.choice)
 
     def _ended(self, request: Request, marks: Marks) -> None:
@@ -334,7 +334,7 @@ class Requests:
             request.model = request.asked.model
         request.events, request.failed_inside, request.tokens = marks.events, marks.failed, marks.tokens
         if marks.response and request.engine:
-            parts.reader.answered(request.engine, marks.response)
+            parts.reader.answered(request, marks.response)
         self.end(request, marks.outcome)
 
     def end(self, request: Request, outcome: str) -> None:
@@ -360,6 +360,11 @@ class Requests:
         parts.meters.end(request)
         if not self.in_flight:
             self.idle()
+
+
+def _least_loaded(targets: Iterable[ServingEngine]) -> Iterator[ServingEngine]:
+    """Only sorted if it is come to that: the next best are known from most decisions."""
+    yield from sorted(targets, key=lambda one: one.load.requests)
 
 
 def _fragment(request: Request, ids: Sequence[int] | None) -> bytes:

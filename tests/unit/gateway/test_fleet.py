@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
+from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.gateway.engine_http import Address
-from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
+from kvstrata.config.gateway_model import HealthSettings
+from kvstrata.gateway.choosing import Choosing, Wanted
+from kvstrata.gateway.engine_http import Address, LinkBroken, Unreachable
+from kvstrata.gateway.fleet import SLOW_START_S, EngineState, Fleet, Place, ServingEngine
+from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.probing import MAX_MODELS_BYTES, Probing, models_in
+from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.gateway.routing.choose import POLICIES
 from kvstrata.gateway.routing.queues import FIRST_TOKENS, Flight
 from tests.harness.amount import amount
 
@@ -102,6 +112,95 @@ def test_an_engine_has_the_rate_of_the_load_with_which_its_prompts_began_to_wait
     now_s = 3.001
     fleet.answers(other)
     assert a.load.prefill_tokens_s < usual[1] and b.load.prefill_tokens_s < usual[0]
+
+
+def test_one_failed_probe_takes_nobody_and_an_answer_counts_as_one() -> None:
+    class Asker:
+        fails: type[Exception] | None = None
+
+        async def ask(self, *_: Any, **__: Any) -> tuple[int, bytes]:
+            if self.fails is not None:
+                raise self.fails("a test")
+            return 200, b'{"data": [{"id": "m"}]}'
+
+    clock, asker = Clock(), Asker()
+    fleet = Fleet(clock)
+    probing = Probing(fleet, HealthSettings(), cast(Any, asker), cast(Any, None), clock, cast(Any, None))
+    [engine] = fleet.set_places([place("a")])
+
+    def probed(fails: type[Exception] | None) -> EngineState:
+        asker.fails = fails
+        asyncio.run(probing.probe(engine))
+        return engine.state
+
+    assert probed(None) is EngineState.UP
+    for fails in (Unreachable, LinkBroken, TimeoutError):
+        assert [probed(fails), probed(None), probed(fails)] == [EngineState.UP] * 3, "not two in a row"
+        assert probed(fails) is EngineState.DOWN
+        assert bool(fleet.serving("m")) == (fails is TimeoutError), "a busy engine is better than none"
+        assert probed(None) is EngineState.UP
+    engine.heard_s = clock.now_s - 1.0
+    assert [probed(TimeoutError) for _ in range(4)] == [EngineState.UP] * 4, "it answers requests"
+    assert [probed(Unreachable) for _ in range(2)][-1] is EngineState.DOWN
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_an_engine_that_returns_begins_with_a_quarter_of_its_share(policy: str) -> None:
+    clock = Clock()
+    fleet = Fleet(clock)
+    engines = fleet.set_places([place("a"), place("b", 2)])
+    for engine in engines:
+        fleet.up(engine, {"m": {}})
+    fleet.down(engines[0], "a test")
+    fleet.up(engines[0], {"m": {}})
+    choosing = Choosing(POLICIES[policy](), fleet, Residency(clock), Meters({}), clock)
+
+    def share() -> float:
+        chosen = []
+        for number in range(400):
+            found = choosing.choose(Wanted(str(number), number, "m", 1_000, session=str(number)))
+            assert found is not None
+            chosen.append(found.engine.name)
+            choosing.dispatched(found)
+            choosing.ended(found, answered=False)
+        return chosen.count("a") / 400
+
+    early = share()
+    clock.now_s += SLOW_START_S
+    assert early < 0.7 * share()
+
+
+def test_names_are_remembered_and_aliases_are_one_model() -> None:
+    fleet = Fleet(Clock())
+    [engine] = fleet.set_places([place("a")])
+    fleet.up(engine, {"m": {"root": "r"}, "alias": {"root": "r"}, "lora": {"root": "l", "parent": "m"}})
+    assert fleet.root("m") == fleet.root("alias") == "r" and not fleet.several()
+    fleet.up(engine, {"m": {"root": "r"}, "other": {}})
+    assert fleet.several()
+    fleet.set_places([])
+    assert {"m", "alias", "lora", "other"} <= fleet.served.keys() and not fleet.several()
+
+
+def test_an_engine_may_have_2500_adapters() -> None:
+    entry = {
+        "object": "model",
+        "created": 1,
+        "owned_by": "vllm",
+        "root": "/adapters/" + "x" * 60,
+        "parent": "m",
+    }
+    more = {
+        "max_model_len": None,
+        "permission": [
+            {"id": "modelperm-" + "0" * 32, "allow_sampling": True}
+            | {
+                f"allow_{word}": False
+                for word in ("create_engine", "logprobs", "search_indices", "view", "fine_tuning")
+            }
+        ],
+    }
+    body = json.dumps({"data": [{"id": f"adapter-{number}", **entry, **more} for number in range(2_500)]})
+    assert 1 << 20 < len(body) < MAX_MODELS_BYTES and len(models_in(body.encode())) == 2_500
 
 
 class Clock:

@@ -19,6 +19,7 @@ from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, error_body
 from kvstrata.gateway.fleet import EngineState, ServingEngine, endpoint_of
 from kvstrata.patience import patience
+from kvstrata.process.http_gate import is_loopback
 
 TEXT = Path(__file__).with_name("gateway.yaml")
 ENDPOINT = "x-gateway-destination-endpoint"
@@ -85,6 +86,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "flush": {"access_log_flush_interval": "0.25s"} if pipe < 0 else {},
         "host": place.host,
         "line": LINE,
+        "origins": _origins(settings),
         "pages": str(place.pages),
         "pages_asked": MAX_ASKED,
         "passes": not settings.tenants,
@@ -108,6 +110,14 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(part, list):
         return [_filled(one, values) for one in part]
     return values[part[1:]] if isinstance(part, str) and part.startswith("$") else part
+
+
+def _origins(settings: GatewaySettings) -> list[dict[str, Any]]:
+    """Sites whose pages may ask: any where clients need a key, which pages do not have by themselves."""
+    if settings.tenants or not is_loopback(settings.http.host):
+        return [{"safe_regex": {"regex": ".*"}}]
+    hosts = [*settings.http.allowed_hosts, f"localhost:{settings.http.port}"]
+    return [{"exact": f"{scheme}://{host}"} for host in hosts for scheme in ("http", "https")]
 
 
 def _module(pipe: int) -> dict[str, Any]:

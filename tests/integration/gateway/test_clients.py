@@ -1,0 +1,120 @@
+"""What clients that people use send beside plain requests, through a real Envoy."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+
+import pytest
+
+from tests.harness.scripted_engine import Got, Line, ScriptedEngine
+from tests.integration.gateway.conftest import at_rest, status_of
+from tests.integration.gateway.test_door import bearer, tenants
+from tests.integration.gateway.test_proxy import CHAT, ask
+
+pytestmark = pytest.mark.integration
+
+
+async def test_a_browser_may_ask_first_without_a_key_and_reads_refusals(start, session, tmp_path):
+    engine = ScriptedEngine()
+    gateway = await start(engine, tenants=tenants(tmp_path))
+    origin = {"Origin": "https://app.example"}
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    async with session.options(gateway.url + CHAT, headers={**origin, **asks}) as response:
+        assert response.status == 200
+        assert response.headers["access-control-allow-origin"] == "https://app.example"
+        assert "POST" in response.headers["access-control-allow-methods"]
+        assert "authorization" in response.headers["access-control-allow-headers"]
+    for headers, status in ((bearer("red"), 200), ({}, 401)):
+        async with session.post(gateway.url + CHAT, json=ask(), headers={**origin, **headers}) as response:
+            assert response.status == status
+            assert response.headers["access-control-allow-origin"] == "https://app.example"
+    assert len(engine.got) == 1
+
+
+async def test_a_compressed_body_reaches_the_engine_as_it_was(start, session):
+    engine = ScriptedEngine()
+    gateway = await start(engine, policy="ttft")
+    body = json.dumps(ask(user=os.urandom(1_500_000).hex())).encode()
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    assert await status_of(session.post(gateway.url + CHAT, data=gzip.compress(body), headers=headers)) == 200
+    [got] = engine.got
+    assert got.body == body and "content-encoding" not in got.headers
+    bomb = gzip.compress(b"\0" * (64 << 20))
+    assert await status_of(session.post(gateway.url + CHAT, data=bomb, headers=headers)) >= 400
+    await at_rest(gateway, session)
+
+
+async def test_no_model_is_refused_where_several_are_served_and_aliases_are_not_several(start, session):
+    one, alias, other = ScriptedEngine("m"), ScriptedEngine("m"), ScriptedEngine("other")
+    gateway = await start(one, alias)
+    body = {name: value for name, value in ask().items() if name != "model"}
+    assert await status_of(session.post(gateway.url + CHAT, json=body)) == 200
+    async with other:
+        gateway.reload(engines=[{"url": each.url} for each in (one, alias, other)])
+        await gateway.until_engine(session, other.name, "up")
+        async with session.post(gateway.url + CHAT, json=body) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "model"
+
+
+async def test_a_stored_response_is_its_tenants_alone(start, session, tmp_path):
+    async def respond(got, line):
+        await line.answer({"id": "resp_1", "object": "response"})
+
+    engine = ScriptedEngine(behaviour=respond)
+    gateway = await start(engine, tenants=tenants(tmp_path))
+    place, body = f"{gateway.url}/v1/responses", {"model": "m", "input": "x"}
+    assert await status_of(session.post(place, json=body, headers=bearer("red"))) == 200
+    await at_rest(gateway, session)
+    for name, status in (("blue", 404), ("red", 200)):
+        headers = bearer(name)
+        assert await status_of(session.get(f"{place}/resp_1", headers=headers)) == status
+        assert await status_of(session.post(f"{place}/resp_1/cancel", headers=headers)) == status
+        further = {**body, "previous_response_id": "resp_1"}
+        assert await status_of(session.post(place, json=further, headers=headers)) == status
+    assert len(engine.got) == 4
+
+
+async def test_metrics_need_the_operators_token_where_there_are_tenants(start, session, tmp_path):
+    gateway = await start(ScriptedEngine(), tenants=tenants(tmp_path))
+    assert await status_of(session.get(gateway.url + "/metrics")) == 401
+    assert await status_of(session.get(gateway.url + "/metrics", headers=bearer("red"))) == 401
+    assert (await gateway.samples(session))["kvstrata_gateway_in_flight"] == 0
+
+
+async def test_a_model_whose_only_engine_restarts_is_503_and_never_404(start, session):
+    engine, other = ScriptedEngine("m"), ScriptedEngine("other")
+    gateway = await start(engine, other)
+    gateway.reload(engines=[{"url": other.url}])
+    await gateway.until(session, "one is left", lambda page: len(page["engines"]) == 1)
+    async with session.post(gateway.url + CHAT, json=ask()) as response:
+        assert (response.status, response.headers["retry-after"]) == (503, "1")
+    assert await status_of(session.post(gateway.url + CHAT, json=ask(model="never"))) == 404
+
+
+class Busy(ScriptedEngine):
+    """An engine that answers requests, but no probe in time."""
+
+    hangs = False
+
+    async def _answer(self, got: Got, line: Line) -> None:
+        if self.hangs and got.target in ("/health", "/v1/models"):
+            await line.gone()
+        else:
+            await super()._answer(got, line)
+
+
+async def test_requests_go_on_while_all_engines_are_too_busy_for_probes(start, session):
+    engine = Busy()
+    gateway = await start(engine, health={"timeout_s": 0.2})
+    engine.hangs = True
+    await gateway.until_engine(session, engine.name, "down")
+    assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
+    assert await status_of(session.get(gateway.url + "/readyz")) == 200
+    await engine.stop()
+    await gateway.until(
+        session, "it is refused", lambda page: "cannot be reached" in page["engines"][0]["reason"]
+    )
+    assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 503
