@@ -725,11 +725,6 @@ EXPORT Result cuEventSynchronize(Event event) {
   return d.sticky;
 }
 
-EXPORT Result cuEventQuery(Event event) {
-  ENTER_CONTEXT("cuEventQuery");
-  return event->latest == nullptr || event->latest->come ? kSuccess : 600;
-}
-
 EXPORT Result cuStreamWaitEvent(Stream stream, Event event, unsigned) {
   ENTER_CONTEXT("cuStreamWaitEvent");
   const std::shared_ptr<Recording> recording = event->latest;

@@ -84,6 +84,17 @@ def use(pool: Pool) -> None:
         pool.validate()
 
 
+def survives(index: int, extents: int) -> None:
+    """Assert that the next server refuses the files by a field, or adopts a pool that works."""
+    try:
+        pool = Pool.adopt(index, extents, max_session_share=2)
+    except PoolFormatError as refusal:
+        assert refusal.field
+        return
+    use(pool)
+    pool.close()
+
+
 FILE_BYTES = LINES_OFFSET + 4096 + 4096 + 4096
 # Mostly places that are in use: the start of the header, rows and lines in use, entries.
 places = st.one_of(
@@ -102,13 +113,7 @@ def test_any_damage_of_the_index_is_survived(damage: list[tuple[int, int]]) -> N
     with segment() as (index, extents):
         for place, value in damage:
             os.pwrite(index, bytes([value]), place)
-        try:
-            pool = Pool.adopt(index, extents, max_session_share=2)
-        except PoolFormatError as refusal:
-            assert refusal.field
-            return
-        use(pool)
-        pool.close()
+        survives(index, extents)
 
 
 @given(
@@ -127,12 +132,7 @@ def test_noise_over_a_part_of_the_index_is_survived_by_server_and_clients(begin:
             for prompt in range(9):
                 assert 0 <= reader.peek(chain(prompt, 3)) <= 3
             reader.close()
-        try:
-            pool = Pool.adopt(index, extents, max_session_share=2)
-        except PoolFormatError:
-            return
-        use(pool)
-        pool.close()
+        survives(index, extents)
 
 
 @given(
@@ -147,13 +147,7 @@ def test_holes_in_both_files_are_survived(holes: list[tuple[bool, int, int]]) ->
             fd = files[in_extents]
             page %= os.fstat(fd).st_size // PAGE
             assert LIBC.fallocate(fd, PUNCH_HOLE | KEEP_SIZE, page * PAGE, pages * PAGE) == 0
-        try:
-            pool = Pool.adopt(*files, max_session_share=2)
-        except PoolFormatError as refusal:
-            assert refusal.field
-            return
-        use(pool)
-        pool.close()
+        survives(*files)
 
 
 committed = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11])
