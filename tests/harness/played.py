@@ -55,10 +55,19 @@ class Kernel:
         self._pipes[pid] = self._pipes[pid][0], -1
 
     def open_pidfd(self, pid: int) -> int:
-        return os.dup(self._pipes[self.running][0])
+        return self.pidfd_of(self.running)
+
+    def pidfd_of(self, pid: int) -> int:
+        return os.dup(self._pipes[pid][0])
+
+    def other_files(self) -> int:
+        """Descriptors that this process has beside those of the played processes."""
+        own = sum(fd >= 0 for pipe in self._pipes.values() for fd in pipe)
+        return len(os.listdir("/proc/self/fd")) - own
 
     def pidfd_subject(self, fd: int) -> linux.PidfdSubject | None:
-        pid = self._subjects[linux.file_id(fd)]
+        if (pid := self._subjects.get(linux.file_id(fd))) is None:
+            return None
         return linux.PidfdSubject(-1 if self._pipes[pid][1] < 0 else pid, False)
 
     def credentials_of(self, sock: socket.socket) -> linux.SocketCredentials:

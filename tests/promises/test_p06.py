@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 
 import kvstrata.server.listener as listener
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.rpc import wire
 from kvstrata.session.zmtp import Codec, header
-from kvstrata.types import RequestIdentity
+from kvstrata.types import RequestIdentity, Role
+from tests.harness.rpc_client import FACTS, layout, part
 from tests.promises.caller import Caller, holds_nothing, prompts
 from tests.world import Server, World, tell
 
@@ -23,6 +28,57 @@ FLOOD = b"".join(header(len(ping)) + ping for ping in (wire.encode(wire.Ping(seq
 """Requests with more answers than the kernel keeps for a client that does not read."""
 MAX_OPEN = 64 + 64 + 2
 """Unfinished handshakes, clients without a row, and the honest engine, which may just be attaching again."""
+
+
+ATTACH: dict[str, Any] = msgspec.to_builtins(
+    wire.AttachRequest(
+        protocol=wire.PROTOCOL_VERSION,
+        session=b"s" * 16,
+        group=b"g" * 16,
+        role=Role.CLIENT,
+        layout=layout(),
+        engine_slices=1,
+        slice=part(),
+        facts=FACTS,
+    ),
+    builtin_types=(bytes,),
+)
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    1 << 63,
+    0.5,
+    "",
+    "x" * 100,
+    b"",
+    bytes(16),
+    [],
+    [[1, 2]],
+    {"a": {"b": 1}},
+]
+FILES: list[Callable[[], int]] = [
+    lambda: os.pidfd_open(1),
+    lambda: os.open(os.devnull, os.O_RDWR),
+    lambda: os.open("/", os.O_RDONLY),
+    lambda: socket.socket(socket.AF_UNIX).detach(),
+    lambda: os.eventfd(0),
+]
+
+
+def attach_request(rng: random.Random) -> bytes:
+    """A request with fields changed, dropped, added or nested deeper than a parser's stack; sometimes a good one."""
+    request = {**ATTACH, "session": rng.randbytes(16)}
+    for field in rng.sample(sorted(ATTACH), rng.choice([0, 0, 1, 2, 3])):
+        request[field] = rng.choice(VALUES)
+        if rng.random() < 0.3:
+            del request[field]
+    data = msgspec.msgpack.encode(request)
+    if rng.random() < 0.2:
+        nested = rng.choice([b"\x91", b"\x81\xa1k"]) * rng.randrange(1, 30_000)
+        name = msgspec.msgpack.encode(rng.choice(["facts", "layout", "x"]))
+        data = b"\xdf" + (len(request) + 1).to_bytes(4, "big") + data[1:] + name + nested + b"\xc0"
+    return data
 
 
 def test_strangers_cannot_make_the_server_keep_much_or_answer_others_late(monkeypatch: pytest.MonkeyPatch):
@@ -39,14 +95,19 @@ class Stranger:
         self.world, self.random = world, world.random
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.setblocking(False)
+        self.pid = world.kernel.born()
+        self.socket.bind(b"\0%d.%d.%d" % (os.getpid(), self.pid, next(world.numbers)))
         # So many may wait to be accepted that the kernel takes no more.
         with contextlib.suppress(BlockingIOError):
             self.socket.connect(os.fspath(server.folder / RPC_SOCKET))
         if self.random.random() < 0.8:
             self.send(Codec(b"DEALER", 1).opening)
         self.seq = 0
-        if self.random.random() < 0.5:
+        first = self.random.random()
+        if first < 0.4:
             self.message(wire.encode(wire.Ping(1)))
+        elif first < 0.55:
+            self.attach()
 
     def send(self, data: bytes) -> None:
         try:
@@ -54,9 +115,23 @@ class Stranger:
         except OSError:
             pass  # the server has closed the connection, or reads nothing more of it
 
+    def attach(self) -> None:
+        """Ask to attach, with any descriptors beside the request; never lock the row's byte."""
+        rng, data = self.random, attach_request(self.random)
+        if rng.random() < 0.3:
+            data = self.damaged(data)
+        files = [self.world.kernel.pidfd_of(self.pid)] if rng.random() < 0.7 else []
+        files += [make() for make in rng.choices(FILES, k=rng.choice([0, 0, 0, 1, 4, 60]))]
+        with contextlib.suppress(OSError):
+            socket.send_fds(self.socket, [header(len(data)) + data], files)
+        for file in files:
+            os.close(file)
+        if rng.random() < 0.3:
+            self.message(b"locked")
+
     def act(self) -> None:
         rng = self.random
-        match rng.randrange(8):
+        match rng.randrange(10):
             case 0:
                 self.send(rng.randbytes(rng.randrange(1, 200)))
             case 1:  # a message that never ends
@@ -71,6 +146,8 @@ class Stranger:
                 self.message(self.damaged(wire.encode(self.request())))
             case 5 if rng.random() < 0.5:
                 self.send(FLOOD)
+            case 6 | 7:
+                self.attach()
             case _:
                 self.message(wire.encode(self.request()))
 
@@ -105,6 +182,7 @@ def strangers(world: World) -> None:
     wire_before = caller.engine.wire
     others: list[Stranger] = []
     attach = server.instance.attach
+    opened = world.kernel.other_files()
 
     def look() -> None:
         traffic = attach.traffic
@@ -135,4 +213,7 @@ def strangers(world: World) -> None:
     while caller.held:
         caller.release()
     world.run(lambda: attach.traffic.connections == 1, "strangers' connections end")
+    world.run(lambda: len(server.parts.pool.rows()) == 1, "strangers have no rows")
+    assert world.kernel.other_files() == opened, "a stranger's descriptor is kept"
+    assert not attach.refused["internal"], "see the log"
     holds_nothing(server)
