@@ -110,7 +110,7 @@ class Requests:
         self._processes, self._grants = parts.processes, parts.grants
         self.lookups, self._plain = Lookups(parts), PlainClients(parts)
         reserving = Reserving(parts)
-        self.on_attached = parts.recuts.attached
+        self._recuts = parts.recuts
         self._log = EventLog("rpc")
         self._verbs: dict[type[Request], Verb] = {
             Ping: self._ping,
@@ -170,6 +170,16 @@ class Requests:
                 self.lookups.note_missed(process, request.misses)
                 self.lookups.note_hints(process, request.hints)
         return True
+
+    def on_attached(self, process: Process) -> None:
+        """A process is attached: tell the other engines that they share L1, if it is the first of an engine to tell."""
+        self._recuts.attached(process)
+        if not process.declared.kv_bytes:
+            return
+        told = encode(Pong(0, self._epoch, [], [], self._processes.kv_bytes))
+        for other in self._processes:
+            if other.line is not None and other is not process and other.declared.kv_bytes:
+                other.line.send(told)
 
     async def on_gone(self, process: Process) -> None:
         """Stop the requests of a process that has ended, and end what it was granted."""

@@ -1,0 +1,95 @@
+"""One real vLLM prefills for another: tokens are those of an engine alone, whatever happens to the prefilling one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.server_process import ServerProcess
+from tests.vllm.conftest import CHUNK, Rig, rig_of, until
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = 2_000
+STEP = 512
+WAITS = {"kvstrata.wait_ms": 60_000}
+ALONE = {"lmcache.skip_load": True, "lmcache.max_offload_tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def decoding(
+    server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("decoding")
+    with rig_of(server, small_model, folder, max_num_batched_tokens=STEP) as rig:
+        yield rig
+
+
+@pytest.fixture
+def another(server: ServerProcess, small_model: Path, tmp_path: Path) -> Iterator[Rig]:
+    """A prefilling engine that may be killed."""
+    with rig_of(server, small_model, tmp_path / "vllm", max_num_batched_tokens=STEP) as rig:
+        yield rig
+
+
+def promises(server: ServerProcess) -> dict[str, Any]:
+    found: dict[str, Any] = server.get("/v1/status")["promises"]
+    return found
+
+
+def begin(decoding: Rig, prompt: list[int]) -> None:
+    """Send the decoding engine a prompt that another one is said to compute, and see it wait."""
+    decoding.vllm.send("generate", prompts=[prompt], transfer=WAITS)
+    until(lambda: promises(decoding.server)["waits_now"], "waiting for the prefill")
+
+
+def ended(decoding: Rig, prompt: list[int], prefilling: Rig | None) -> int:
+    """The cached tokens of the decoding engine's answer, which is that of an engine alone; nothing is left."""
+    [answer] = decoding.vllm.result()
+    alone = decoding.again(prompt, transfer=ALONE)
+    assert (alone["cached_tokens"], alone["tokens"]) == (0, answer["tokens"])
+    for rig in (decoding, prefilling):
+        if rig is not None:
+            rig.settle()
+    left = promises(decoding.server)
+    assert (left["live"], left["waits_now"]) == (0, 0)
+    return int(answer["cached_tokens"])
+
+
+def test_the_decoding_engine_loads_what_the_other_computes_for_it(rig, decoding):
+    for order in ("decoding first", "prefilling first"):
+        prompt = rig.fresh_prompt(TOKENS)
+        if order == "prefilling first":
+            rig.vllm.ask("submit", prompt=prompt, max_tokens=1)
+            rig.vllm.ask("step")
+        begin(decoding, prompt)
+        if order == "decoding first":
+            rig.vllm.generate(prompt, max_tokens=1)
+        else:
+            rig.vllm.ask("step", n=100)
+            rig.vllm.ask("idle_steps", n=2)
+        until(
+            lambda: rig.vllm.ask("idle_steps", n=1) or not promises(rig.server)["live"], "the promise's end"
+        )
+        assert ended(decoding, prompt, rig) >= TOKENS // CHUNK * CHUNK, order
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["killed", "aborted"])
+def test_the_rest_is_computed_when_the_prefilling_engine_gives_up(decoding, another, how):
+    prompt = another.fresh_prompt(TOKENS)
+    request = another.vllm.ask("submit", prompt=prompt, max_tokens=1)
+    another.vllm.ask("step")
+    begin(decoding, prompt)
+    another.vllm.ask("step")
+    if how == "killed":
+        another.vllm.close()
+    else:
+        another.vllm.ask("abort", request=request)
+        until(lambda: another.vllm.ask("idle_steps", n=1) or not promises(another.server)["live"], "its end")
+    cached = ended(decoding, prompt, None if how == "killed" else another)
+    assert cached % CHUNK == 0 and cached <= 2 * STEP
+    assert promises(decoding.server)["waits"]["broken"] > 0
