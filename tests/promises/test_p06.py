@@ -208,12 +208,14 @@ def strangers(world: World) -> None:
     world.run(lambda: not caller.waits, "the honest engine's calls are answered")
     assert caller.engine.wire is wire_before, "the honest engine's connection was closed"
     assert not {"unavailable", "failed"} & caller.outcomes.keys(), caller.outcomes
+    world.sleep(1.5 * listener.HANDSHAKE_S)
+    assert not attach._pending, "a handshake is not ended after its time"
+    world.run(lambda: len(server.parts.pool.rows()) == 1, "strangers have no rows")
     for stranger in others:
         stranger.socket.close()
     while caller.held:
         caller.release()
     world.run(lambda: attach.traffic.connections == 1, "strangers' connections end")
-    world.run(lambda: len(server.parts.pool.rows()) == 1, "strangers have no rows")
     assert world.kernel.other_files() == opened, "a stranger's descriptor is kept"
     assert not attach.refused["internal"], "see the log"
     holds_nothing(server)

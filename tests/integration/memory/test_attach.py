@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvstrata.memory import linux
-from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION, AttachReply
+from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
 from kvstrata.types import MAX_SPAN_CHUNKS, SPAN_FACT, Role
 from tests.harness.attach_scene import (
     GOOD_REQUEST,
@@ -30,7 +30,6 @@ from tests.harness.attach_server import AttachServerChild, Place
 from tests.harness.attach_worker import FACTS, make_request
 from tests.harness.cases import case
 from tests.harness.child import HANG_S, ChildError
-from tests.harness.raw_line import RawLine
 
 pytestmark = pytest.mark.integration
 
@@ -190,21 +189,3 @@ def test_a_server_without_free_descriptors_serves_again_when_it_has_some(place, 
             assert rows_of(server).keys() == {1}
         attach(worker, place, session_name("two"), timeout_s=HANG_S)
         assert not worker.ask("server_closed", session=session_name("one"))
-
-
-def test_an_unfinished_handshake_is_ended_after_its_time_limit(place, log, worker):
-    with AttachServerChild(place, log=log, limits={"handshake_s": 0.5}) as server:
-        with RawLine(place.socket_dir) as silent:
-            assert msgspec.msgpack.decode(silent.receive()[0], type=AttachReply).code == "deadline"
-            assert silent.ended()
-        with RawLine(place.socket_dir) as claiming:
-            pidfd = os.pidfd_open(os.getpid())
-            claiming.send(GOOD_REQUEST, [pidfd])
-            os.close(pidfd)
-            _, fds = claiming.receive()
-            linux.close_all(fds)
-            assert len(fds) == 3
-            assert msgspec.msgpack.decode(claiming.receive()[0], type=AttachReply).code == "deadline"
-        until(lambda: rows_of(server) == {})
-        attach(worker, place, session_name("one"), timeout_s=HANG_S)
-        assert server.event("attached")["pid"] == worker.pid
