@@ -52,11 +52,13 @@ def degraded(world: World) -> None:
                 stalls(world, rng.choice(callers))
             case 2 | 3 | 4 | 5 | 6 | 7 | 8 if not is_well:
                 heal(server)
+            case 10 if is_well and len(callers) > 1 and rng.random() < 0.2:
+                dies_unseen(server, callers.pop())
             case _:
                 rng.choice(callers).act()
         if rng.random() < 0.5:
             world.sleep(rng.choice([0.0005, 0.005, 0.05, 0.4]))
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and len(callers) > 1:
         closes(callers.pop())
     ends_well(world, server, callers)
 
@@ -73,6 +75,19 @@ def stalls(world: World, caller: Caller) -> None:
     engine.is_frozen = False
     world.sleep(0.02)
     assert cut or engine.client.stats()["breaker_trips"] == trips, "a well server is taken for silent"
+
+
+def dies_unseen(server: Server, caller: Caller) -> None:
+    """A process that dies while no server runs, or before it has attached to the next one, leaves nothing."""
+    caller.store()
+    caller.world.step()
+    server.stop()
+    if caller.random.random() < 0.5:
+        caller.engine.die()
+        heal(server)
+    else:
+        heal(server)
+        caller.engine.die()
 
 
 def closes(caller: Caller) -> None:

@@ -45,37 +45,6 @@ def test_a_stopped_server_makes_attach_unavailable_within_its_time(server, place
     assert len(rows_of(server)) == 1
 
 
-def test_the_next_server_frees_extents_of_dead_processes_before_it_listens(place, worker, log):
-    with AttachServerChild(place, log=log) as first:
-        row = attach(worker, place, session_name("one"))
-        reserve(first, row, 1)
-        first.signal(signal.SIGSTOP)
-        worker.kill()
-        first.kill()
-    with AttachServerChild(place, log=log) as second:
-        gone = second.event("gone")
-        assert (gone["row"], gone["known"]) == (row, False)
-        assert rows_of(second) == {}
-        assert pool_bytes(second, "quarantined") == 0
-
-
-@pytest.mark.parametrize("attach_again", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_next_server_notices_when_a_process_of_the_last_one_dies(place, worker, log, attach_again):
-    with AttachServerChild(place, log=log) as first:
-        row = attach(worker, place, session_name("one"))
-        reserve(first, row, 1)
-        first.kill()
-    with AttachServerChild(place, log=log) as second:
-        if attach_again:
-            attach(worker, place, session_name("one"))
-        assert rows_of(second).keys() == {row}
-        assert pool_bytes(second, "quarantined") == RECORD_BYTES
-        worker.kill()
-        assert second.event("gone")["row"] == row
-        until(lambda: rows_of(second) == {})
-        assert pool_bytes(second, "quarantined") == 0
-
-
 def server_restarted_after_unseen_death(
     place: Place, log: Path, servers: contextlib.ExitStack, **request: Any
 ) -> tuple[AttachServerChild, int]:
