@@ -22,8 +22,8 @@ four memories, each with its own bound:
 
 `ServerNumbers` are the numbers of requests and cluster that several parts of a server count.  `Trend` tells what
 lookups found in the last minute, the last hour and since the start: differences of samples of the numbers.  A sample is
-taken every SAMPLE_S and kept for a minute, and every twelfth one for an hour, so that the memory is small.  A window
-reaches back to the first sample that is old enough, or to the start; `seconds` is its exact length.
+taken every SAMPLE_S and kept for an hour: about 1 MB.  A window reaches back to the last sample that is old enough,
+or to the start; `seconds` is its exact length.
 """
 
 from __future__ import annotations
@@ -488,8 +488,6 @@ def _document(lookup: Explained) -> dict[str, Any]:
 
 SAMPLE_S = 5.0
 MINUTE_S, HOUR_S = 60.0, 3_600.0
-EVERY = 12
-"""One of so many samples is kept for an hour."""
 
 
 class Sample(NamedTuple):
@@ -508,9 +506,7 @@ class Trend:
         self._explainer = explainer
         self._clock = clock
         self._start = self._now()
-        self._minute: deque[Sample] = deque([self._start], maxlen=int(MINUTE_S / SAMPLE_S) + 1)
-        self._hour: deque[Sample] = deque([self._start], maxlen=int(HOUR_S / SAMPLE_S / EVERY) + 1)
-        self._taken = 0
+        self._samples: deque[Sample] = deque([self._start], maxlen=int(HOUR_S / SAMPLE_S) + 1)
 
     async def run(self) -> None:
         """Take samples until cancelled."""
@@ -520,17 +516,14 @@ class Trend:
 
     def sample(self) -> None:
         """Take one sample."""
-        self._taken += 1
-        self._minute.append(self._now())
-        if self._taken % EVERY == 0:
-            self._hour.append(self._minute[-1])
+        self._samples.append(self._now())
 
     def section(self) -> dict[str, Any]:
         """The section `trend` of the status document."""
         now, computed = self._now(), self._explainer.computed
         return {
-            "minute": _window(self._minute, now, MINUTE_S),
-            "hour": _window(self._hour, now, HOUR_S),
+            "minute": _window(self._samples, now, MINUTE_S),
+            "hour": _window(self._samples, now, HOUR_S),
             "start": _window([self._start], now, 0.0),
             "computed_chunks": computed.chunks,
             "computed_s": round(computed.seconds, 3),
