@@ -18,7 +18,6 @@ import msgspec
 
 from kvstrata.cli.boundary import Exit, start_failed
 from kvstrata.config.flags import Flags
-from kvstrata.config.load import pod_link_notes
 from kvstrata.config.secrets import shown
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.observability.logging import set_up as set_up_logging
@@ -49,7 +48,7 @@ def start(
     """
     try:
         settings: Any = read()
-        noted = [*flags.notes, *notes(settings), *pod_link_notes(os.environ)]
+        noted = [*flags.notes, *notes(settings)]
         if not flags.check:
             set_up_logging(settings.log_level, settings.log_format)
             set_up()

@@ -383,18 +383,6 @@ def is_pod_link(name: str, value: str) -> bool:
     return _LINK.fullmatch(f"{name}={value}") is not None
 
 
-def pod_link_notes(environment: Mapping[str, str]) -> list[str]:
-    """A note for the log, if there are such variables."""
-    names = sorted(name for name, value in environment.items() if is_pod_link(name, value))
-    if not names:
-        return []
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [
-        f"environment: {', '.join(names[:3])}{more}: ignored, since Kubernetes or Docker has set them for a service of "
-        "that name; `enableServiceLinks: false` in the pod leaves them out"
-    ]
-
-
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """For a child in which an SDK runs, which may read any variable that is not ours."""
     return {

@@ -36,7 +36,6 @@ from kvstrata.config.load import (
     from_environment,
     leaves,
     parse_yaml,
-    pod_link_notes,
     read_yaml,
     variable_names,
     with_patience,
@@ -123,7 +122,6 @@ def _from_environment(environment: Mapping[str, str], notes: list[str]) -> Layer
         names=names,
     )
     notes.extend(said)
-    notes.extend(pod_link_notes(environment))
     ours = {name: text for name, text in environment.items() if name not in _SERVER_ENVIRONMENT}
     own = from_environment(ClientSettings, ours)
     own_names = variable_names(ClientSettings)
