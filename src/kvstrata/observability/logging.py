@@ -31,7 +31,7 @@ from typing import Any
 from kvstrata.failpoints import is_testing
 from kvstrata.naming import name_thread
 from kvstrata.observability.numbers import Numbers, counter
-from kvstrata.text import one_line
+from kvstrata.text import one_line, printable
 
 WINDOW_S = 10.0
 MAX_KINDS = 1024
@@ -318,13 +318,8 @@ def _shown(value: object) -> str:
         text = text[:MAX_VALUE_CHARS] + "…"
     if text and text.isprintable() and not _QUOTED.intersection(text):
         return text
-    return '"' + "".join(_escaped(character) for character in text) + '"'
-
-
-def _escaped(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+    text = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{printable(text)}"'
 
 
 _QUOTED = frozenset(' "=')
