@@ -32,11 +32,10 @@ from kvstrata.client import LoadItem, LoadJob, LookupCall, StoreJob
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory import linux
 from kvstrata.native.core import storage_keys
-from kvstrata.observability.logging import EventLog
 from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.housekeeping import heartbeat
-from kvstrata.server.instance import Instance, Shell, open_instance
+from kvstrata.server.instance import Instance, open_instance
 from kvstrata.server.plan import Plan, plan
 from kvstrata.session.attach import LockHolder
 from kvstrata.types import KEY_BYTES, Role
@@ -274,9 +273,9 @@ class Server:
     def start(self) -> None:
         self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._supervisor = Supervisor(self.loop)
-        log, started_s = EventLog("server"), self.world.now_s
-        shell = Shell(self.loop, self._supervisor, self._closers, log, NOT_RESTARTED, started_s)
-        self.instance = self.run(open_instance(self._plan, shell))
+        self.instance = self.run(
+            open_instance(self._plan, self._supervisor, self._closers, NOT_RESTARTED, self.world.now_s)
+        )
         parts = self.parts
         self.run(self.instance.attach.start(self.instance.parts.requests))
         parts.pool.heartbeat()

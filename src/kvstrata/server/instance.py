@@ -6,7 +6,7 @@ Rules:
 
 1. Every part is complete when it is constructed; nothing is put into it afterwards.  The parts and callbacks that it
    needs are made before it.
-2. Each step adds a closer to `Shell.closers` for everything that it opens; the closers run in reverse, even when a
+2. Each step adds a closer to `closers` for everything that it opens; the closers run in reverse, even when a
    later step fails.
 3. Nothing answers yet: ports are bound early, to report a taken port early, and read late (server/process.py).
    Only the tiers and the store controller, which puts to them, are at work.
@@ -56,24 +56,10 @@ from kvstrata.tiers.tier import Tier, limits_of
 from kvstrata.types import NOT_IN_A_NAME
 
 
-class Shell(NamedTuple):
-    """What the server process gives its instance."""
-
-    loop: asyncio.AbstractEventLoop
-    supervisor: Supervisor
-    closers: list[Callable[[], Coroutine[Any, Any, None]]]
-    """One closer for each part that was opened; they are called last first."""
-    log: EventLog
-    restarts: Restarts
-    started_s: float
-
-
 class Instance(NamedTuple):
     """A whole instance, which does not answer anybody yet."""
 
     parts: Parts
-    adopted: bool
-    """L1 was taken over from the previous server."""
     segment: Segment
     attach: AttachServer
     housekeeping: Housekeeping
@@ -84,16 +70,22 @@ class Instance(NamedTuple):
     """The admin port's token; None without that port."""
 
 
-async def open_instance(plan: Plan, shell: Shell) -> Instance:
-    """Open everything that the plan names. Raises KvstrataError; the caller then runs `shell.closers`."""
-    settings, closers = plan.settings, shell.closers
+async def open_instance(
+    plan: Plan,
+    supervisor: Supervisor,
+    closers: list[Callable[[], Coroutine[Any, Any, None]]],
+    restarts: Restarts,
+    started_s: float,
+) -> Instance:
+    """Open everything that the plan names. Raises KvstrataError; the caller then runs the closers, last first."""
+    settings, loop, log = plan.settings, asyncio.get_running_loop(), EventLog("server")
 
     # 1. Ports, L1, and the facts about the instance.
     port = settings.named_port
     listener = http_listen(settings.http) if settings.http.enabled else None
     if listener is not None:
         closers.append(soon(listener.close))
-    segment, directory = _open_segment(plan, port, shell)
+    segment, directory = _open_segment(plan, port, closers, restarts)
     pool = segment.pool
     facts = InstanceFacts(
         instance_id=settings.instance_id or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port}")[:64],
@@ -103,23 +95,23 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         socket_dir=directory,
         chunk_tokens=settings.chunk_size,
         max_reserved_bytes=pool.extents_bytes // MAX_SESSION_SHARE,
-        started_s=shell.started_s,
+        started_s=started_s,
     )
 
     # 2. What followers read, the parts, and the tiers.
     tiers = TierSet(pool)
     urls = dict.fromkeys(settings.controller.url.split(",") if settings.controller.url else [])
-    held = HeldChunks(pool, tiers, shell.supervisor) if urls else None
+    held = HeldChunks(pool, tiers, supervisor) if urls else None
     if held is not None:
         closers.append(held.stop)
-    keys = member_keys(settings, facts, shell.supervisor, os.environ) if urls else None
+    keys = member_keys(settings, facts, supervisor, os.environ) if urls else None
     peer = peer_config(plan, keys)
     parts = Parts(
         settings,
         facts,
         pool,
-        shell.loop,
-        shell.supervisor,
+        loop,
+        supervisor,
         clock=SystemClock(),
         tiers=tiers,
         news=held,
@@ -133,8 +125,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     closers.append(functools.partial(_close_tiers, parts))
     board.put("l2_adapters", tiers)
     # The tier that reads other instances comes first: their RAM is nearer than a disk.
-    plan = await _open_peers(plan, keys, parts, segment, shell.log)
-    await _open_tiers(plan, parts, segment, shell.log)
+    plan = await _open_peers(plan, keys, parts, segment, log)
+    await _open_tiers(plan, parts, segment, log)
 
     # 3. The claims of the last server hold again, before anything can be evicted. Processes attach.
     await parts.claims.restore(adopted=segment.adopted)
@@ -160,28 +152,25 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
 
     # 5. Housekeeping, and the HTTP application.
     housekeeping = Housekeeping(parts)
-    board.put("process", ProcessNumbers(shell.restarts))
+    board.put("process", ProcessNumbers(restarts))
     board.put("log", LogNumbers())
     board.put("attach", attach)
     board.put("rpc", attach.traffic)
     closers.append(attach.stop)
     http, http_token = None, None
     if listener is not None:
-        page = (await shell.loop.run_in_executor(None, Pages, board.numbers)).page
-        admin = Admin(parts, page, EventLog("server"))
+        page = (await loop.run_in_executor(None, Pages, board.numbers)).page
+        admin = Admin(parts, page, log)
         insecure = settings.security.insecure
-        warn_if_open(settings.http, plan.http_token, listener.port, shell.log, insecure=insecure)
+        warn_if_open(settings.http, plan.http_token, listener.port, log, insecure=insecure)
         access = Access(settings.http, plan.http_token)
         http_port = await make_port("kvstrata", OPERATIONS, admin, access)
-        http_token = ServedToken(
-            http_port.set_token, settings.http, listener.port, plan.http_token, shell.log
-        )
+        http_token = ServedToken(http_port.set_token, settings.http, listener.port, plan.http_token, log)
         closers.append(soon(http_token.close))
         board.put("http", *http_port.numbers)
         http = listener, http_port
     return Instance(
         parts=parts,
-        adopted=segment.adopted,
         segment=segment,
         attach=attach,
         housekeeping=housekeeping,
@@ -195,7 +184,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
 # --- the steps ------------------------------------------------------------------------------------------------
 
 
-def _open_segment(plan: Plan, port: int, shell: Shell) -> tuple[Segment, Path]:
+def _open_segment(
+    plan: Plan, port: int, closers: list[Callable[[], Coroutine[Any, Any, None]]], restarts: Restarts
+) -> tuple[Segment, Path]:
     """Make or adopt L1. Returns the segment, which a closer closes, and the folder of the sockets.
 
     Raises ConfigError or SegmentError.
@@ -206,8 +197,8 @@ def _open_segment(plan: Plan, port: int, shell: Shell) -> tuple[Segment, Path]:
         Path(settings.l1.segment_dir) if settings.l1.segment_dir else segment_dir(port, settings.instance_id)
     )
     forgotten = settings.l1.forget_on_exit
-    segment = Segment.open(segment_settings(settings, plan.extents_bytes, directory, shm), shell.restarts)
-    shell.closers.append(soon(segment.destroy if forgotten else segment.close))
+    segment = Segment.open(segment_settings(settings, plan.extents_bytes, directory, shm), restarts)
+    closers.append(soon(segment.destroy if forgotten else segment.close))
     return segment, directory
 
 

@@ -29,7 +29,7 @@ from kvstrata.memory.pools import pool_at
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.process.lifecycle import Process, tell_ready
 from kvstrata.server.housekeeping import OwnFiles, heartbeat
-from kvstrata.server.instance import Instance, Shell, open_instance
+from kvstrata.server.instance import Instance, open_instance
 from kvstrata.server.plan import Plan, plan
 from kvstrata.server.processes import tenant_number
 from kvstrata.types import GB
@@ -49,8 +49,9 @@ class Server(Process):
 
     async def start(self) -> None:
         """Open the instance and begin to answer. Raises KvstrataError; the closers then undo what was opened."""
-        shell = Shell(self.loop, self.supervisor, self.closers, self.log, self._restarts, self._started_s)
-        self._instance = instance = await open_instance(self._plan, shell)
+        self._instance = instance = await open_instance(
+            self._plan, self.supervisor, self.closers, self._restarts, self._started_s
+        )
         pool = instance.parts.pool
         if instance.control is not None:
             instance.control.start()
@@ -155,7 +156,7 @@ class Server(Process):
             "http_token_file": instance.http_token.path if instance.http_token is not None else "",
             "socket_dir": str(facts.socket_dir),
             "l1_bytes": instance.parts.pool.extents_bytes,
-            "adopted": instance.adopted,
+            "adopted": instance.segment.adopted,
             "adopted_chunks": instance.parts.pool.stats()["adopted_entries"],
             "tiers": [tier.name for tier in instance.parts.tiers],
             "ready_s": round(time.monotonic() - self._started_s, 3),
