@@ -99,7 +99,7 @@ def ends_well(world: World, server: Server, callers: list[Sibling]) -> None:
     """Nobody waits for anything any more, and nothing is left."""
     world.run(lambda: not any(caller.waits for caller in callers), "all calls end")
     promises = server.parts.grants.promises
-    left = ("_live", "_by_first", "_waits", "_expecting", "awaited", "_chunks_of")
+    left = ("_live", "_by_first", "_waits", "_expecting", "awaited")
     world.run(lambda: not any(getattr(promises, name) for name in left), "nobody promises or waits any more")
     for caller in callers:
         while caller.held:

@@ -184,6 +184,7 @@ class Use(msgspec.Struct, eq=False, weakref=True):
     """Requests that take time."""
     reserved_bytes: int = 0
     """Bytes of open reservations, and of reserves that are not answered yet."""
+    promised_chunks: int = 0
 
 
 class EngineGroup(msgspec.Struct, eq=False):

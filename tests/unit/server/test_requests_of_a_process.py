@@ -13,7 +13,7 @@ from kvstrata.rpc import wire
 from kvstrata.server.admin import prewarm
 from kvstrata.server.admin.operations import Prompt
 from kvstrata.server.processes import Use
-from kvstrata.server.requests import requests
+from kvstrata.server.requests import promises, requests
 from kvstrata.server.requests.reserve import KEYS_ON_LOOP
 from kvstrata.types import KEY_BYTES, MissReason, RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess, Said, said
@@ -152,6 +152,21 @@ def test_a_session_that_holds_much_gets_no_more_until_it_gives_some_back(server,
     )
     assert isinstance(found, wire.LookupReply) and isinstance(again, wire.LookupReply)
     assert isinstance(refused, wire.Error) and (refused.code, refused.retryable) == ("refused", True)
+
+
+def test_a_process_promises_only_its_share_and_gets_it_back(server, identity, monkeypatch):
+    monkeypatch.setattr(promises, "MAX_PROMISED_CHUNKS", 6)
+
+    def promise(seq: int, n_chunks: int) -> wire.Ok | wire.Error:
+        chain = chain_of(identity.root, n_chunks)
+        [reply] = server.feed(said(SESSION, wire.Promise(seq, identity.identity_id, chain)))
+        return reply
+
+    assert promise(2, 4).count == 4
+    refused = promise(3, 3)
+    assert (refused.code, refused.field) == ("refused", "chain")
+    server.feed(said(SESSION, wire.Cancel(4, 2)))
+    assert promise(5, 6).count == 6
 
 
 def test_a_number_that_was_used_names_nothing_new_and_takes_nothing(server, identity):

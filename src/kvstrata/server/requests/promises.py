@@ -33,10 +33,10 @@ from kvstrata.errors import Refused
 from kvstrata.keys.batch import count, nth, part
 from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.numbers import Numbers, counter, gauge
-from kvstrata.server.processes import Process
+from kvstrata.server.processes import Process, Use
 
 MAX_PROMISED_CHUNKS = 131_072
-"""Of one process, 4 MiB of keys."""
+"""Of one process over all its sessions, 4 MiB of keys."""
 MAX_WAITING = 256
 """Lookups of one process that wait; further ones are answered at once."""
 LOOKED_BACK = 512
@@ -49,6 +49,8 @@ class Promise(msgspec.Struct, eq=False):
     """Chunks of one prompt that an engine has promised."""
 
     process: Process
+    use: Use
+    """Where its chunks are counted."""
     root: bytes
     """Of the identity."""
     chain: bytes
@@ -84,7 +86,6 @@ class Promises(Numbers):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._live = 0
-        self._chunks_of: dict[Process, int] = {}
         self._by_first: dict[tuple[bytes, bytes], list[Promise]] = {}
         """By root, and key of the first chunk."""
         self._waits: dict[Process, int] = {}
@@ -95,15 +96,16 @@ class Promises(Numbers):
 
     def add(self, process: Process, root: bytes, chain: bytes) -> Promise:
         """Keep a promise until `end`. Raises Refused."""
-        n_chunks = self._chunks_of.get(process, 0) + count(chain)
+        use = process.uses[0]
+        n_chunks = use.promised_chunks + count(chain)
         if n_chunks > MAX_PROMISED_CHUNKS:
             raise Refused(
                 f"chain: this process has promised {n_chunks} chunks with these; {MAX_PROMISED_CHUNKS} may be promised",
                 field="chain",
             )
-        self._chunks_of[process] = n_chunks
+        use.promised_chunks = n_chunks
         self.given += 1
-        promise = Promise(process, root, chain, process.group.packed_slices, self.given)
+        promise = Promise(process, use, root, chain, process.group.packed_slices, self.given)
         self._by_first.setdefault((root, nth(chain, 0)), []).append(promise)
         self._live += 1
         if self._live == 1:
@@ -120,10 +122,7 @@ class Promises(Numbers):
         self._by_first[first].remove(promise)
         if not self._by_first[first]:
             del self._by_first[first]
-        process = promise.process
-        self._chunks_of[process] -= count(promise.chain)
-        if not self._chunks_of[process]:
-            del self._chunks_of[process]
+        promise.use.promised_chunks -= count(promise.chain)
         self._live -= 1
         if not self._live:
             self._pool.set_has_promises(False)
