@@ -29,16 +29,23 @@ void CALL(set_dynamic_metadata_string)(void*, Text name, Text key, Text value);
 
 #define TEXT(literal) ((Text){literal, sizeof(literal) - 1})
 enum { COUNTS = 5, CONTENT = COUNTS, FAILURE, ID, OTHER, MAX_KEY = 30, MAX_ID = 140, MAX_PIECES = 256 };
-static const char KEYS[] =  // each with its kind; those below COUNTS are numbers of tokens
-    " prompt_tokens=0 input_tokens=0 cached_tokens=1 completion_tokens=2 output_tokens=2 cache_read_input_tokens=3"
-    " cache_creation_input_tokens=4 content=5 text=5 delta=5 reasoning_content=5 reasoning=5 thinking=5 arguments=5"
-    " partial_json=5 error=6 id=7 ";
+#define IS(kind, literal) {kind, {literal, sizeof(literal) - 1}}
+static const struct {
+  int kind;  // below COUNTS: a number of tokens
+  Text key;
+} KEYS[] = {
+    IS(0, "prompt_tokens"), IS(0, "input_tokens"), IS(1, "cached_tokens"), IS(2, "completion_tokens"),
+    IS(2, "output_tokens"), IS(3, "cache_read_input_tokens"), IS(4, "cache_creation_input_tokens"),
+    IS(CONTENT, "content"), IS(CONTENT, "text"), IS(CONTENT, "delta"), IS(CONTENT, "reasoning_content"),
+    IS(CONTENT, "reasoning"), IS(CONTENT, "thinking"), IS(CONTENT, "arguments"), IS(CONTENT, "partial_json"),
+    IS(FAILURE, "error"), IS(ID, "id"),
+};
 
 typedef struct {
   enum { OUT, KEY, KEY_ESCAPE, AFTER, VALUE, NUMBER, STRING, STRING_ESCAPE } state;  // in the JSON of the answer
   bool inserts, watches, stream, ended, failed;
   int pipe, kind, length;
-  char key[MAX_KEY + 4], id[MAX_ID + 1];
+  char key[MAX_KEY], id[MAX_ID + 1];
   size_t size;
   long events, number, counts[COUNTS];
   double first_s, last_s;
@@ -67,10 +74,11 @@ static void content(Watch* self, void* envoy) {
 }
 
 static int kind_of(Watch* self) {
-  char wanted[MAX_KEY + 4];
-  snprintf(wanted, sizeof wanted, " %.*s=", self->length, self->key);
-  const char* found = self->length < MAX_KEY ? strstr(KEYS, wanted) : NULL;
-  return found ? found[strlen(wanted)] - '0' : OTHER;
+  for (size_t i = 0; i < sizeof KEYS / sizeof KEYS[0]; i++) {
+    const Text key = KEYS[i].key;
+    if ((size_t)self->length == key.length && !memcmp(self->key, key.ptr, key.length)) return KEYS[i].kind;
+  }
+  return OTHER;
 }
 
 static void in_string(Watch* self, void* envoy, char c) {
@@ -82,6 +90,8 @@ static void in_string(Watch* self, void* envoy, char c) {
 
 static void scan(Watch* self, void* envoy, const char* here, size_t length) {
   for (const char* end = here + length; here < end; here++) {
+    if (self->state == STRING && self->size && self->kind != ID)  // what is left of a text says nothing
+      while (here + 1 < end && *here != '"' && *here != '\\' && *here != '\n') here++;
     const char c = *here;
     const bool blank = c == ' ' || c == '\t' || c == '\r' || c == '\n', digit = c >= '0' && c <= '9';
     if (self->state == OUT && c == '"') {

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 CANCELLED, BROKE_OFF, OK, CLIENT_ERROR = "cancelled", "broke_off", "ok", "client_error"
-END = b"DownstreamEnd"
+END = "DownstreamEnd"
 ELSEWHERE = frozenset((429, 502, 503, 504))
 """Statuses of an engine that has not begun the request."""
+NO_FLAGS: frozenset[str] = frozenset()
+_NONE: Mapping[str, int] = {}
 _UNREACHED = frozenset(("UF", "URX", "UH", "NC"))
 
 
@@ -61,45 +63,61 @@ class Marks(NamedTuple):
 
 def marks_of(line: bytes) -> Marks | None:
     """Read a line; None if it is something else."""
-    words = line.split()
+    words = [word.decode("latin-1") for word in line.split(None, 7)]  # a client's id may hold spaces
     if len(words) != 8:
         return None
     number, kind, status, served, flags, attempts, told, word = words
-    if not status.isdigit() or not (number.isdigit() or number == b"-"):
+    if not (_is_count(status) and (_is_count(number) or number == "-")):
         return None
-    marks = Marks(
-        int(number) if number.isdigit() else -1,
-        word.decode("latin-1"),
+    return marks(
+        number,
+        word,
         kind == END,
         int(status),
-        served.decode("latin-1") if served != b"-" else "",
-        frozenset(flags.decode("latin-1").split(",")) if flags != b"-" else frozenset(),
-        int(attempts) if attempts.isdigit() else 0,
+        served if served != "-" else "",
+        frozenset(flags.split(",")) if flags != "-" else NO_FLAGS,
+        int(attempts) if _is_count(attempts) else 0,
+        told,
     )
-    return with_told(marks, told.decode("latin-1"))
 
 
-def with_told(marks: Marks, told: str) -> Marks:
-    """The same with what the watcher has told; something else changes nothing."""
+def marks(
+    number: str,
+    word: str,
+    is_end: bool,
+    status: int,
+    served: str,
+    flags: frozenset[str],
+    attempts: int,
+    told: str,
+) -> Marks:
+    """What a line says, with what the watcher has `told`; something else than its words says nothing."""
+    first_s = last_s = 0.0
+    events, whole, failed, tokens, response = 0, False, False, _NONE, ""
     parts = told.split(",")
-    if len(parts) != 11:
-        return marks
-    try:
-        first_s, last_s, (events, whole, failed, *counts) = (
-            float(parts[0]),
-            float(parts[1]),
-            map(int, parts[2:10]),
-        )
-    except ValueError:
-        return marks
-    return marks._replace(
-        first_s=first_s,
-        last_s=last_s,
-        events=events,
-        whole=bool(whole),
-        failed=bool(failed),
-        tokens=_tokens(*counts),
-        response=parts[10],
+    if len(parts) == 11:
+        try:
+            first_s, last_s = float(parts[0]), float(parts[1])
+            events, whole, failed = int(parts[2]), parts[3] != "0", parts[4] != "0"
+            tokens, response = _tokens(*map(int, parts[5:10])), parts[10]
+        except ValueError:
+            first_s = last_s = 0.0
+            events, whole, failed, tokens, response = 0, False, False, _NONE, ""
+    return Marks(
+        int(number) if _is_count(number) else -1,
+        word,
+        is_end,
+        status,
+        served,
+        flags,
+        attempts,
+        first_s,
+        last_s,
+        events,
+        whole,
+        failed,
+        tokens,
+        response,
     )
 
 
@@ -109,3 +127,7 @@ def _tokens(prompt: int, cached: int, completion: int, read: int, created: int) 
     if prompt >= 0:
         found["prompt"] += max(0, read) + max(0, created)
     return {kind: count for kind, count in found.items() if count >= 0}
+
+
+def _is_count(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) < 20

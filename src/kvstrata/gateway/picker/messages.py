@@ -17,7 +17,7 @@ from envoy.type.v3.http_status_pb2 import HttpStatus
 
 from kvstrata.gateway.envoy.configuration import AUTHZ, ENDPOINT, FRAGMENT, NUMBER
 from kvstrata.gateway.errors import Failure, error_body
-from kvstrata.gateway.marks import Marks, with_told
+from kvstrata.gateway.marks import Marks, marks
 from kvstrata.gateway.request import Chosen
 
 SUBSET = "x-gateway-destination-endpoint-subset"
@@ -118,16 +118,16 @@ def marks_in(message: Any) -> Iterator[Marks]:
         number = fields[AUTHZ].fields[NUMBER].string_value if AUTHZ in fields else ""
         served = common.upstream_remote_address.socket_address
         host = f"[{served.address}]" if ":" in served.address else served.address
-        marks = Marks(
-            int(number) if number.isdigit() else -1,
+        yield marks(
+            number,
             entry.request.request_id,
             common.access_log_type in (AccessLogType.NotSet, AccessLogType.DownstreamEnd),
             entry.response.response_code.value,
             f"{host}:{served.port_value}" if host else "",
             frozenset(flag for flag, name in _FLAGS.items() if getattr(common.response_flags, name)),
             common.upstream_request_attempt_count,
+            fields["kv"].fields["marks"].string_value if "kv" in fields else "",
         )
-        yield with_told(marks, fields["kv"].fields["marks"].string_value if "kv" in fields else "")
 
 
 def refused(failure: Failure, path: str, word: str) -> Reply:
