@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from kvstrata.p2p import reading
 from kvstrata.p2p.reading import OWNER_CONNECTIONS
 from kvstrata.rpc.cluster_wire import Failure
 from kvstrata.testing.strategies import WAIT_S, put_item, settled, watched
@@ -200,6 +201,23 @@ async def test_a_restarted_owner_is_asked_anew(net, l1: L1) -> None:
     one.directory.tell(msgspec.structs.replace(one.owner.entry, incarnation=12), KEYS)
     one.adapter._parts.finder.forget(KEYS)
     assert await one.load(*KEYS) == [LOADED] * 8
+
+
+async def test_to_open_one_more_the_connection_that_was_used_least_recently_is_closed(
+    net, second, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MAX_CONNECTIONS", 2)
+    third_l1 = L1()
+    third_l1.store(KEYS)
+    third = PeerOwner(third_l1, "third")
+    one = await net()
+    one.others.append(third)
+    owners = {"owner": one.owner, "second": second, "third": third}
+    for name in ("owner", "second", "owner", "third"):  # the first one was opened first, and used since
+        one.named = msgspec.msgpack.encode(owners[name].entry)
+        assert await one.load(*KEYS) == [LOADED] * 8
+    assert [peer.owner.instance for peer in one.adapter._parts.reader._open.values()] == ["owner", "third"]
+    assert one.counted("hellos") == 3
 
 
 async def test_a_connection_that_the_owner_has_closed_meanwhile_costs_no_miss(net) -> None:
