@@ -228,12 +228,6 @@ def at_a_glance(parts: Admin) -> Document:
     return views.cluster_body(parts.cluster, parts.around)
 
 
-@operation("GET", "/v1/tiers", ctl="tiers", tag="cluster")
-def tiers(parts: Admin) -> Document:
-    """Chunks and bytes by tier, of each instance and of all instances together."""
-    return views.tiers(parts.cluster)
-
-
 @operation("GET", "/v1/models", ctl="models", tag="cluster")
 def models(parts: Admin) -> Document:
     """The kinds of KV that engines at live instances have."""

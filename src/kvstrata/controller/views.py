@@ -119,26 +119,6 @@ def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict
     return {tier: totals[tier] for tier in sorted(totals, key=lambda tier: (tier != "l1", tier))}
 
 
-def tiers(cluster: Cluster) -> Body:
-    """Chunks and bytes by tier."""
-    keys = keys_of(cluster)
-    rows = [
-        {
-            "instance": member.id,
-            "tier": tier,
-            "keys": keys.get(member.group, {}).get(tier, 0),
-            "used_bytes": member.load.used_bytes.get(tier, 0),
-            "capacity_bytes": member.load.capacity_bytes.get(tier, 0),
-            "confirmed": member.confirmed,
-        }
-        for member in sorted(cluster.members, key=lambda member: member.id)
-        if member.state is not MemberState.DEAD
-        for tier in member.told.tiers
-    ]
-    sums = [{"tier": tier, **total} for tier, total in tier_totals(cluster, keys).items()]
-    return {"tiers": sums, "rows": rows}
-
-
 def models(cluster: Cluster) -> Body:
     """The kinds of KV of live instances."""
     from kvstrata.controller import prompts

@@ -56,7 +56,6 @@ CASES: dict[str, Any] = {
     "cluster instances": {"instances": [INSTANCE]},
     "cluster instances --json": {"instances": []},
     "cluster instance a/b": INSTANCE,
-    "cluster tiers": {"tiers": []},
     "cluster models": {"models": []},
     "cluster log-level warning": {"level": "warning"},
     "cluster events": {"events": [EVENT]},
