@@ -1,7 +1,8 @@
 """One end of `p2p_frames`: an owner that sends the records of a pool, or a reader of it, as a child process.
 
-Each path is measured by frames of ours (kvstrata/p2p/frames.py) and by a bare loop over the same records with the same
-vectors: `sendmsg` from the extents, `recvmsg_into` into the reader's.
+Each path is measured by frames of ours (kvstrata/p2p/frames.py), asked for as many records at a time as a load names,
+and by a bare loop over the same records with the same vectors: `sendmsg` from the extents, `recvmsg_into` into the
+reader's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from kvstrata.p2p import frames
 from kvstrata.p2p.frames import MAX_TABLE, Stream, Ticket
 from kvstrata.p2p.serving import RecordServer
+from kvstrata.p2p.tier import MAX_BATCH
 from tests.harness import child
 from tests.harness.l1 import L1, chain
 
@@ -87,8 +89,9 @@ class Reader:
                 begun_s = time.perf_counter()
                 if not ticket:
                     sock.send(GO)
-                for at in range(0, len(self.keys), MAX_TABLE):
-                    keys, rooms = self.keys[at : at + MAX_TABLE], self.rooms[at : at + MAX_TABLE]
+                step = MAX_BATCH if ticket else MAX_TABLE
+                for at in range(0, len(self.keys), step):
+                    keys, rooms = self.keys[at : at + step], self.rooms[at : at + step]
                     if ticket:
                         assert frames.get(stream, 1, keys, rooms) == [len(rooms[0])] * len(keys)
                     else:
