@@ -4,10 +4,10 @@ The orders of admins (orders.py) lie in the same folder.
 
     magic (8) · blocks: n u32, n tags u64, n slots u16 · end: n = 0 · document (JSON) · footer
 
-Little-endian.  The document names the members, the slot number of each of their tiers, and the number of the first
-change of each that the placements may lack; a member that was not in step has none.  It is written last, and leaves out
-slots that changed their tier while the placements were written.  The footer has the document's offset, and
-the CRC32C of everything before it.
+Little-endian, as every machine that the native modules are built for.  The document names the members, the slot number
+of each of their tiers, and the number of the first change of each that the placements may lack; a member that was not
+in step has none.  It is written last, and leaves out slots that changed their tier while the placements were written.
+The footer has the document's offset, and the CRC32C of everything before it.
 
 1. A file becomes the snapshot by rename, after its fsync; then the folder is synced.  After a crash the previous
    snapshot is there, and perhaps a `.new` file, which the next write overwrites.
@@ -19,17 +19,16 @@ the CRC32C of everything before it.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import struct
-import sys
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
+from msgspec import Meta
 
 from kvstrata.cluster.directory import SlotsExhausted
 from kvstrata.cluster.lookups import Place
@@ -55,6 +54,25 @@ MAX_DOCUMENT_BYTES = 64 << 20
 _COUNT = struct.Struct("<I")
 _FOOTER = struct.Struct("<QI4s")
 _END = b"KVSE"
+
+
+class SavedMember(msgspec.Struct, frozen=True):
+    """A member of a snapshot."""
+
+    told: Register
+    key: str
+    slots: dict[str, Annotated[int, Meta(ge=1, le=65_535)]]
+    """By tier: the slot of its placements in the file."""
+    cursor: int | None
+    """From which it is followed on; None: it was not in step."""
+
+
+class Document(msgspec.Struct, frozen=True):
+    """What a snapshot says besides placements."""
+
+    controller: str
+    unix_ms: int
+    members: list[SavedMember]
 
 
 class BadSnapshot(Exception):
@@ -191,8 +209,8 @@ class Snapshots(Numbers):
                 tags, slots, cursor = self._cluster.directory.registry.dump(cursor, DUMP_CELLS)
                 if tags:
                     out.write(_COUNT.pack(len(tags)))
-                    out.write(_little(tags))
-                    out.write(_little(slots))
+                    out.write(tags.tobytes())
+                    out.write(slots.tobytes())
                 if not cursor:
                     break
             out.write(_COUNT.pack(0))
@@ -215,50 +233,32 @@ class Snapshots(Numbers):
             if before.get(slot) == place:
                 tiers.setdefault(place.group, {})[place.tier] = slot
         members = [
-            {
-                "told": msgspec.to_builtins(member.told),
-                "key": member.key,
-                "slots": tiers.get(member.group, {}),
-                "cursor": cursors.get(member.group),
-            }
-            for member in cluster.members
-            if member.state is not MemberState.DEAD
+            SavedMember(one.told, one.key, tiers.get(one.group, {}), cursors.get(one.group))
+            for one in cluster.members
+            if one.state is not MemberState.DEAD
         ]
-        return json.dumps(
-            {
-                "controller": cluster.name,
-                "unix_ms": cluster.clock.unix_ms(),
-                "members": members,
-            }
-        ).encode()
+        return msgspec.json.encode(Document(cluster.name, cluster.clock.unix_ms(), members))
 
     # --- reading --------------------------------------------------------------------------------------------
 
-    def _check_age(self, document: dict[str, Any]) -> None:
-        age_s = (self._cluster.clock.unix_ms() - document["unix_ms"]) / 1000
+    def _check_age(self, document: Document) -> None:
+        age_s = (self._cluster.clock.unix_ms() - document.unix_ms) / 1000
         if age_s > MAX_AGE_S:
             raise BadSnapshot(f"it is {age_s:.0f} s old, more than {MAX_AGE_S:g}")
 
-    def _restore_members(self, document: dict[str, Any]) -> None:
+    def _restore_members(self, document: Document) -> None:
         cluster = self._cluster
         slot_of = array("H", bytes(2 * 65_536))
-        for entry in document["members"]:
-            try:
-                told = msgspec.convert(entry["told"], Register)
-                key = str(entry["key"])
-                slots = {str(tier): int(slot) for tier, slot in entry["slots"].items()}
-                cursor = None if entry["cursor"] is None else int(entry["cursor"])
-            except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
-                raise BadSnapshot(f"a member in it cannot be read: {error}") from None
-            restored = self._restore_member(told, key)
+        for saved in document.members:
+            restored = self._restore_member(saved.told, saved.key)
             if restored is None:
                 continue
             self.status["restored_members"] += 1
-            if cursor is not None and slots.keys() == restored.keys():
-                cluster.resume(told.instance, cursor)
+            if saved.cursor is not None and saved.slots.keys() == restored.keys():
+                cluster.resume(saved.told.instance, saved.cursor)
             for tier, slot in restored.items():
-                if 0 < slots.get(tier, 0) < 65_536:
-                    slot_of[slots[tier]] = slot
+                if tier in saved.slots:
+                    slot_of[saved.slots[tier]] = slot
         self._slot_of = slot_of
         cluster.restored.clear()
         cluster.journal.say(
@@ -326,7 +326,7 @@ class _Checked:
         self.n_bytes += len(part)
 
 
-def read_document(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> Document:
     """The document of a snapshot whose checksum is right. Raises BadSnapshot, and FileNotFoundError."""
     try:
         with open(path, "rb") as file:
@@ -354,15 +354,10 @@ def read_document(path: Path) -> dict[str, Any]:
             if found != crc:
                 raise BadSnapshot("its checksum is wrong")
             file.seek(document_at)
-            document = json.loads(file.read(document_bytes))
-            if not isinstance(document, dict) or not isinstance(document.get("members"), list):
-                raise BadSnapshot("its document has no members")
-            if not isinstance(document.get("unix_ms"), int):
-                raise BadSnapshot("its document has no time")
-            return document
+            return msgspec.json.decode(file.read(document_bytes), type=Document)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadSnapshot(f"it cannot be read: {error}") from None
 
 
@@ -377,11 +372,7 @@ def read_blocks(path: Path) -> Iterator[tuple[array[int], array[int]]]:
                     return
                 if count > MAX_BLOCK:
                     raise BadSnapshot(f"a block in it has {count} placements")
-                tags, slots = array("Q", _exactly(file, 8 * count)), array("H", _exactly(file, 2 * count))
-                if sys.byteorder == "big":
-                    tags.byteswap()
-                    slots.byteswap()
-                yield tags, slots
+                yield array("Q", _exactly(file, 8 * count)), array("H", _exactly(file, 2 * count))
     except OSError as error:
         raise BadSnapshot(f"it cannot be read: {error}") from None
 
@@ -391,10 +382,3 @@ def _exactly(file: BinaryIO, count: int) -> bytes:
     if len(part) != count:
         raise BadSnapshot("a block in it ends too early")
     return part
-
-
-def _little(numbers: array[int]) -> bytes:
-    if sys.byteorder == "big":
-        numbers = numbers[:]
-        numbers.byteswap()
-    return numbers.tobytes()
