@@ -25,7 +25,8 @@ from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import keys_of
 from kvstrata.gateway.residency.cache import decoded
-from kvstrata.gateway.residency.knowledge import Index, Known
+from kvstrata.gateway.residency.knowledge import Heard as Told
+from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import LeastLoaded, Policy, ranked_first
 from kvstrata.testing.engine_sim.engine import SimEngine
@@ -99,8 +100,12 @@ class Heard:
     def __init__(self, index: Index) -> None:
         self.index = index
 
-    def known(self, prompt: Prompt, names: Iterable[str]) -> Known:
-        return self.index.known(prompt, list(names))
+    def known(self, prompt: Prompt) -> dict[str, int]:
+        return self.index.known(prompt)
+
+    def heard(self, name: str) -> Told:
+        cache = self.index.caches[name]
+        return Told(cache.emptied_s, cache.missed_s)
 
     @property
     def block_life_s(self) -> float:

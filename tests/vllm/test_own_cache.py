@@ -50,10 +50,7 @@ def heard(place: Source, prompts: list[list[int]]) -> tuple[list[int], dict[str,
     try:
         residency.watch("engine", place)
         until(lambda: residency.page()["engine"]["phase"] == "in_order", "hearing what is sent again")
-        found = [
-            residency.known(Prompt(array("I", prompt)), ["engine"]).cached.get("engine", 0)
-            for prompt in prompts
-        ]
+        found = [residency.known(Prompt(array("I", prompt))).get("engine", 0) for prompt in prompts]
         return found, residency.page()["engine"]
     finally:
         residency.close()

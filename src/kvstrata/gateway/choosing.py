@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import SloSettings
@@ -24,7 +24,7 @@ from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.loading import Loading
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import PIECE_TOKENS, Prefixes
-from kvstrata.gateway.residency.knowledge import Known
+from kvstrata.gateway.residency.knowledge import Heard
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import AnyPolicy, Record, choose, longest
 from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Way
@@ -96,7 +96,9 @@ class Choice(NamedTuple):
 class Knows(Protocol):
     """What the choice asks of engines' caches: see Residency."""
 
-    def known(self, prompt: Prompt, names: Iterable[str]) -> Known: ...
+    def known(self, prompt: Prompt) -> dict[str, int]: ...
+
+    def heard(self, name: str) -> Heard | None: ...
 
     @property
     def block_life_s(self) -> float: ...
@@ -134,20 +136,22 @@ class Choosing:
 
     def candidates(self, model: str, without: Iterable[ServingEngine]) -> list[ServingEngine]:
         """What a request of a model may be sent to."""
-        return self._fleet.targets(model, without)
+        return self._fleet.targets(model, without).targets
 
     def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
         """The engine for a request, but those that were tried; None if no other serves its model."""
-        serving = self.candidates(wanted.model, tried)
-        if not serving:
+        serving = self._fleet.targets(wanted.model, tried)
+        if not serving.targets:
             return None
         if wanted.made_by:
-            for engine in serving:
+            for engine in serving.targets:
                 if engine.name == wanted.made_by:
                     return self._choice(wanted, engine, 0, Knowledge(), None, None)
         now_s = self._now_s()
-        serving = [one for one in serving if self._takes(one, wanted.number)] or serving
-        knowledge = self._knowledge(wanted, serving, now_s)
+        if held_back := [one for one in self._fleet.returned() if not self._takes(one, wanted.number)]:
+            rest = self._fleet.targets(wanted.model, (*tried, *held_back))
+            serving = rest if rest.targets else serving
+        knowledge = self._knowledge(wanted, serving.generations, now_s)
         request = Request(
             id=wanted.word,
             tokens=wanted.tokens,
@@ -172,7 +176,8 @@ class Choosing:
             )
             kept = self.decisions.keep(record, wanted.model)
         cached_tokens = min(decision.way.cached_tokens, wanted.tokens - 1) if decision.way is not None else 0
-        chosen = next(engine for engine in serving if engine.name == decision.engine)
+        chosen = self._fleet.target(decision.engine)
+        assert chosen is not None
         return self._choice(wanted, chosen, cached_tokens, knowledge, decision, kept)
 
     def _takes(self, engine: ServingEngine, number: int) -> bool:
@@ -204,14 +209,13 @@ class Choosing:
             Turn(),
         )
 
-    def _knowledge(self, wanted: Wanted, serving: list[ServingEngine], now_s: float) -> Knowledge:
-        generations = {engine.name: engine.generation for engine in serving}
+    def _knowledge(self, wanted: Wanted, generations: Mapping[str, int], now_s: float) -> Knowledge:
         if wanted.prompt is None:
             return Knowledge(copies=self.prefixes.copies(wanted.keys, generations, now_s))
-        known = self._residency.known(wanted.prompt, generations)
-        sent = self.prefixes.copies(wanted.keys, generations, now_s, heard=known.heard)
+        known = self._residency.known(wanted.prompt)
+        sent = self.prefixes.copies(wanted.keys, generations, now_s, self._residency.heard)
         return Knowledge(
-            cached=known.cached,
+            cached={name: tokens for name, tokens in known.items() if name in generations},
             copies=[*wanted.held, *sent],
             block_life_s=self._residency.block_life_s,
         )

@@ -41,6 +41,7 @@ ASSUMED_TOKENS_S = 10_000.0
 """Rate at which engines are taken to compute prompts until one has told its tokens."""
 RATED_S, RATED_EACH_S = 0.1, 0.001
 """Least time between two looks at the measured rates, and for each engine: a look takes a millisecond."""
+MAX_MODELS = 1_024
 DNS = "dns+"
 
 
@@ -118,6 +119,15 @@ class ServingEngine:
         return self.ranks or [self]
 
 
+class Serving(NamedTuple):
+    """What requests for a model may be sent to, in one order; nobody changes it."""
+
+    targets: list[ServingEngine]
+    loads: list[Load]
+    generations: dict[str, int]
+    """By name."""
+
+
 class Fleet:
     """All engines, by name, in the order of the settings."""
 
@@ -132,6 +142,10 @@ class Fleet:
         self.served: dict[str, None] = {}
         """Names of models that some engine had: the newest MAX_NAMES."""
         self._several: bool | None = None
+        self._serving: dict[str, Serving] = {}
+        """By model, until something of an engine changes."""
+        self._returned: set[ServingEngine] = set()
+        """Those that may not have their whole share yet."""
         self.changed: Callable[[], None] = lambda: None
         """Called when engines begin or cease to serve."""
         self._log = EventLog("engines")
@@ -155,6 +169,7 @@ class Fleet:
             engine.place = place
             kept[name] = engine
         before, self.engines, self._several = self.engines, kept, None
+        self._serving.clear()
         for engine in before.values():
             if kept.get(engine.name) is not engine:
                 self._log.info("engine_left", engine=engine.name, in_flight=engine.in_flight)
@@ -180,7 +195,8 @@ class Fleet:
         self.changed()
 
     def _tell_ranks(self, engine: ServingEngine) -> None:
-        """Let its ranks share an engine's place and state."""
+        """Let its ranks share an engine's place and state. Called after each change of an engine."""
+        self._serving.clear()
         for rank in engine.ranks:
             rank.place = engine.place._replace(name=rank.name)
             rank.state, rank.reason, rank.models = engine.state, engine.reason, engine.models
@@ -216,7 +232,7 @@ class Fleet:
             self.served = dict.fromkeys([*self.served, *models][-MAX_NAMES:])
         if engine.models != models:
             engine.models, self._several = dict(models), None
-        self._tell_ranks(engine)
+            self._tell_ranks(engine)
         engine.failed_probes = 0
         if engine.state is EngineState.LEAVING or engine.state is EngineState.UP:
             return
@@ -224,6 +240,8 @@ class Fleet:
         engine.generation += engine.returned
         engine.state, engine.reason, engine.is_silent = EngineState.UP, "", False
         engine.up_since_s = self._now_s()
+        if engine.returned:
+            self._returned.add(engine)
         self._tell_ranks(engine)
         self._log.info("engine_up", engine=engine.name, models=",".join(sorted(models))[:500])
         self.changed()
@@ -302,6 +320,12 @@ class Fleet:
         grown = (self._now_s() - engine.up_since_s) / SLOW_START_S
         return min(1.0, LEAST_SHARE + (1 - LEAST_SHARE) * max(0.0, grown))
 
+    def returned(self) -> list[ServingEngine]:
+        """Engines that may not get their whole share yet."""
+        if self._returned:
+            self._returned = {one for one in self._returned if self.share(one) < 1.0}
+        return list(self._returned)
+
     def serving(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:
         """The engines that are up and have the model (empty: any model), without those in `but` and their ranks.
 
@@ -317,9 +341,18 @@ class Fleet:
         up = [engine for engine in found if engine.state is EngineState.UP]
         return up or [engine for engine in found if engine.state is EngineState.DOWN and engine.is_silent]
 
-    def targets(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:
+    def targets(self, model: str, but: Iterable[ServingEngine] = ()) -> Serving:
         """What a request for the model may be sent to: `serving`, with ranks in place of engines that have several."""
-        return [target for engine in self.serving(model, but) for target in engine.ranks or (engine,)]
+        known = None if but else self._serving.get(model)
+        if known is None:
+            targets = [target for engine in self.serving(model, but) for target in engine.targets]
+            generations = {target.name: target.generation for target in targets}
+            known = Serving(targets, [target.load for target in targets], generations)
+            if not but:
+                if len(self._serving) >= MAX_MODELS:
+                    self._serving.clear()
+                self._serving[model] = known
+        return known
 
     def adapter(self, model: str) -> str:
         """The adapter that a model's name stands for; empty: it stands for a base model, or nobody has it."""
@@ -356,7 +389,7 @@ class Fleet:
 
     def loads(
         self,
-        engines: Iterable[ServingEngine],
+        serving: Serving,
         tiers: Collection[Tier] = (),
         queued: Mapping[tuple[str, Tier], int] = MappingProxyType({}),
     ) -> list[Load]:
@@ -364,18 +397,14 @@ class Fleet:
 
         `queued`: tokens of loads that go on, as `Loading` counts them.
         """
-        loads = []
-        for engine in engines:
-            load = engine.load
-            load.share = self.share(engine)
+        for load in serving.loads if tiers else ():
             load.paths = {}
             for tier in tiers:
-                path = self.load_rates.path(engine.name, tier, load.prefill_tokens_s)
-                if tokens := queued.get((engine.name, tier), 0) + queued.get(("", tier), 0):
+                path = self.load_rates.path(load.name, tier, load.prefill_tokens_s)
+                if tokens := queued.get((load.name, tier), 0) + queued.get(("", tier), 0):
                     path = msgspec.structs.replace(path, queued_tokens=tokens)
                 load.paths[tier] = path
-            loads.append(load)
-        return loads
+        return serving.loads
 
     def knows_all_models(self) -> bool:
         """Whether each engine has told its models, so that a model that none has does not exist."""

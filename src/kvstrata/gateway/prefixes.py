@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstrata.gateway.residency.knowledge import Heard
@@ -115,40 +115,35 @@ class Prefixes:
         keys: Sequence[bytes],
         generations: Mapping[str, int],
         now_s: float,
-        heard: Mapping[str, Heard] | None = None,
+        heard: Callable[[str], Heard | None] = lambda name: None,
     ) -> list[Copy]:
         """The longest beginning that each engine was sent, for engines of these generations.
 
-        `heard`: engines whose events are heard. What they have computed counts only until its event must have come,
-        unless events were lost since, and not if they were empty since.
+        `heard`: whether an engine's events are heard.  What such an engine has computed counts only until its event
+        must have come, unless events were lost since, and not if it was empty since.
         """
-        heard = heard or {}
+
+        def has(sent: Sent | None, name: str) -> bool:
+            if sent is None or sent.generation != generations.get(name):
+                return False
+            told = heard(name) if sent.computed else None
+            return told is None or sent.at_s >= told.emptied_s
 
         def certainty(sent: Sent, name: str) -> Certainty:
             if not sent.computed:
                 return "predicted"
             # Without events, or if they may be among those that were lost, nothing will tell more of it.
-            unheard = name not in heard or heard[name].missed_s >= sent.at_s
-            return "degraded" if unheard else "unconfirmed"
+            told = heard(name)
+            return "degraded" if told is None or told.missed_s >= sent.at_s else "unconfirmed"
 
         counts: dict[str, tuple[int, Sent]] = {}
-        alive = set(generations)
+        alive: Iterable[str] | None = None
         for number, key in enumerate(keys):
-            engines = self._sent.get(key)
-            if not engines:
-                break
-            for name in list(alive):
-                sent = engines.get(name)
-                if (
-                    sent is None
-                    or sent.generation != generations[name]
-                    or (sent.computed and name in heard and sent.at_s < heard[name].emptied_s)
-                ):
-                    alive.discard(name)
-                else:
-                    counts[name] = number + 1, sent
+            engines = self._sent.get(key, {})
+            alive = [name for name in (engines if alive is None else alive) if has(engines.get(name), name)]
             if not alive:
                 break
+            counts.update((name, (number + 1, engines[name])) for name in alive)
         return [
             Copy(
                 engine=name,

@@ -263,7 +263,7 @@ class Requests:
         yielded = {endpoint_of(first.place.address)}
         yield from yielded
         best = choice.decision.alternatives if choice.decision is not None else []
-        targets = {one.name: one for one in fleet.targets(request.asked.model, request.without)}
+        targets = {one.name: one for one in fleet.targets(request.asked.model, request.without).targets}
         next_best = (targets[one.engine] for one in best if one.engine in targets)
         for target in itertools.chain(next_best, _least_loaded(targets.values())):
             process, endpoint = target.process, endpoint_of(target.place.address)

@@ -29,7 +29,7 @@ def place(name: str, port: int = 1, ranks: int = 0) -> Place:
 
 def check(fleet: Fleet, under_way: dict[str, ServingEngine]) -> None:
     """What holds at all times."""
-    names = [target.name for target in fleet.targets("")]
+    names = [target.name for target in fleet.targets("").targets]
     assert len(set(names)) == len(names)
     for engine in fleet.engines.values():
         assert len(engine.ranks) != 1
@@ -57,7 +57,8 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
     for number in range(steps):
         now_s += draw.random()
         engines = list(fleet.engines.values())
-        targets = fleet.targets("m")
+        targets = fleet.targets("m").targets
+        assert targets == [one for each in fleet.serving("m") for one in each.targets]
         what = draw.choice(("places", "ranks", "up", "down", "began", "began", "began", "first", "ended"))
         if what == "places":
             names = draw.sample("abc", draw.randrange(1, 4))

@@ -72,7 +72,7 @@ def test_what_an_engine_had_before_it_was_emptied_counts_no_more() -> None:
 
     def tokens(emptied_s: dict[str, float]) -> dict[str, int]:
         heard = {name: Heard(at_s, float("-inf")) for name, at_s in emptied_s.items()}
-        return {one.engine: one.tokens for one in prefixes.copies(keys("abc"), generations, 12.0, heard)}
+        return {one.engine: one.tokens for one in prefixes.copies(keys("abc"), generations, 12.0, heard.get)}
 
     assert tokens({}) == tokens({"x": float("-inf")}) == {"x": 3 * PIECE_TOKENS, "y": 3 * PIECE_TOKENS}
     assert tokens({"x": 11.0, "y": 9.0}) == {"x": PIECE_TOKENS, "y": 3 * PIECE_TOKENS}
@@ -90,7 +90,7 @@ def test_what_an_engine_was_sent_before_events_were_lost_counts_as_without_event
     prefixes.note(keys("abc"), "x", 0, 10.0, computed=True)
 
     def found(missed_s: float) -> tuple[str, float]:
-        [one] = prefixes.copies(keys("abc"), generations, 15.0, {"x": Heard(float("-inf"), missed_s)})
+        [one] = prefixes.copies(keys("abc"), generations, 15.0, {"x": Heard(float("-inf"), missed_s)}.get)
         return one.certainty, one.age_s
 
     assert found(float("-inf")) == found(9.0) == ("unconfirmed", 5.0)

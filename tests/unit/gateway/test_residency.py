@@ -393,12 +393,12 @@ def test_a_defect_is_told_and_the_thread_joins_anew(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(residency._watcher._stopping, "wait", wait)
         watched.connected = True  # as if it were heard
-        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {"a": Heard(float("-inf"), float("-inf"))}
+        assert residency.heard("a") == Heard(float("-inf"), float("-inf"))
         residency._watcher.post(threading.Lock().release)  # a defect
         assert paused.wait(60)
         assert not residency.thread()["hears"] and residency.thread()["error"].startswith("RuntimeError: ")
         watched.connected = True
-        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {}, "nothing counts as heard"
+        assert residency.heard("a") is None, "nothing counts as heard"
         go_on.set()
         eventually("it hears again", lambda: residency.thread()["hears"])
         eventually("it listens again", lambda: watched.published is not None)

@@ -255,7 +255,7 @@ class Controllers(Numbers):
         prompt = wanted.prompt
         if prompt is None or wanted.made_by:
             return [], {}
-        targets = self._fleet.targets(wanted.model, ())
+        targets = self._fleet.targets(wanted.model).targets
         if len(targets) < 2:
             return targets, {}
         known = self._groups.get(wanted.model)

@@ -32,6 +32,8 @@ from kvstrata.native.core import Registry, RegistryError, chain_keys
 MAX_BLOCKS = 1 << 21
 MAX_SIZES = 4
 """Block sizes of one engine, whose groups of layers may have different ones."""
+MAX_ALL_SIZES = 16
+MASK_BYTES = 8_192
 KEY, TAG = 32, 8
 LIFE_SAMPLE = 16
 """One block of so many has its life measured."""
@@ -103,8 +105,18 @@ def decoded(payload: bytes) -> Batch:
 class Cache:
     """See the module. Belongs to the thread of the watcher; others read only the plain numbers and `slot`."""
 
-    def __init__(self, registry: Registry, group: int, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        group: int,
+        now_s: Callable[[], float],
+        mask: bytearray | None = None,
+        all_sizes: list[int] | None = None,
+    ) -> None:
+        """`mask` and `all_sizes`: slots and block sizes of all engines, kept up to date by their caches."""
         self._registry = registry
+        self._mask = mask if mask is not None else bytearray(MASK_BYTES)
+        self._all_sizes = all_sizes if all_sizes is not None else []
         self.group = group
         self._now_s = now_s
         self.slot: int | None = None
@@ -153,6 +165,7 @@ class Cache:
     def forget(self) -> None:
         """Know nothing."""
         if self.slot is not None:
+            self._mask[self.slot >> 3] &= ~(1 << (self.slot & 7))
             self._registry.retire(self.slot)
             self.slot = None
         for known in (self._keys, self._more, self._born_s):
@@ -170,6 +183,8 @@ class Cache:
             start = root_of(size)
             if size not in self.sizes and len(self.sizes) < MAX_SIZES:
                 self.sizes += (size,)
+                if size not in self._all_sizes and len(self._all_sizes) < MAX_ALL_SIZES:
+                    self._all_sizes.append(size)
         else:
             found = self._keys.get(event.parent_block_hash)
             if found is None:
@@ -203,6 +218,7 @@ class Cache:
             if self.slot is None:
                 raise ValueError("no slot of the registry is free")
             self._registry.publish(self.slot)
+            self._mask[self.slot >> 3] |= 1 << (self.slot & 7)
         try:
             self._registry.admit(self.slot, b"".join(tags))
         except RegistryError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvstrata.gateway.residency.cache import Cache
+from kvstrata.gateway.residency.cache import MASK_BYTES, Cache
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.residency.sources import Source
 from kvstrata.gateway.residency.zmq_watcher import Feed, Watched, Watcher
@@ -14,10 +14,11 @@ from kvstrata.native.core import Registry
 
 MAX_BYTES = 8 << 30
 """Bound on the index of all engines' blocks, which takes memory as it needs it."""
-MASK_BYTES = 8_192
 MAX_ENGINES = 65_536
 BLOCK_LIFE_S = 300.0
 """Until it has been measured."""
+LIFE_AGAIN_S = 1.0
+"""After this time the life of blocks is looked up again."""
 
 
 class Heard(NamedTuple):
@@ -27,15 +28,6 @@ class Heard(NamedTuple):
     """When it was last known to be empty."""
     missed_s: float
     """When events were last found to be lost for good."""
-
-
-class Known(NamedTuple):
-    """What is known of a prompt."""
-
-    cached: dict[str, int]
-    """Tokens that an engine has in its own cache, by its name."""
-    heard: dict[str, Heard]
-    """The engines whose events are heard."""
 
 
 class Index:
@@ -48,6 +40,9 @@ class Index:
         """By engine; their owner is whoever hears the engine."""
         self._numbers: dict[int, str] = {}
         self._next = 0
+        self._mask, self._sizes = bytearray(MASK_BYTES), list[int]()
+        """Slots and block sizes of all caches."""
+        self._life_s, self._looked_s = BLOCK_LIFE_S, float("-inf")
 
     def add(self, name: str) -> Cache:
         """The cache of a new engine."""
@@ -55,39 +50,33 @@ class Index:
             self._next = (self._next + 1) % MAX_ENGINES
         number, self._next = self._next, (self._next + 1) % MAX_ENGINES
         self._numbers[number] = name
-        cache = self.caches[name] = Cache(self.registry, number, self._now_s)
+        cache = self.caches[name] = Cache(self.registry, number, self._now_s, self._mask, self._sizes)
         return cache
 
     def remove(self, name: str) -> None:
         """Find an engine no more; its cache must be told to forget."""
         del self._numbers[self.caches.pop(name).group]
 
-    def known(self, prompt: Prompt, names: Collection[str]) -> Known:
-        """What these engines have of a prompt."""
-        mask, sizes = bytearray(MASK_BYTES), set[int]()
-        for name in names:
-            cache = self.caches[name]
-            sizes.update(cache.sizes)
-            if (slot := cache.slot) is not None:
-                mask[slot >> 3] |= 1 << (slot & 7)
+    def known(self, prompt: Prompt) -> dict[str, int]:
+        """Tokens of a prompt that engines have in their own caches, by name."""
         cached: dict[str, int] = {}
-        for size in sizes:
+        for size in self._sizes:
             tags, step = prompt.tags(size)
             if not tags:
                 continue
-            for one in self.registry.lookup_prefix(tags, allowed=mask, best=max(1, len(self.caches))):
+            for one in self.registry.lookup_prefix(tags, allowed=self._mask, best=max(1, len(self.caches))):
                 found = self._numbers.get(one.group)
                 if found is not None:
                     cached[found] = max(size * step * one.chunks, cached.get(found, 0))
-        return Known(
-            cached, {name: Heard(self.caches[name].emptied_s, self.caches[name].missed_s) for name in names}
-        )
+        return cached
 
     @property
     def block_life_s(self) -> float:
         """Measured life of a block, the median of the engines."""
-        lives = [one.life_s for one in self.caches.values() if one.life_s]
-        return statistics.median(lives) if lives else BLOCK_LIFE_S
+        if (now_s := self._now_s()) > self._looked_s + LIFE_AGAIN_S:
+            lives = [one.life_s for one in self.caches.values() if one.life_s]
+            self._life_s, self._looked_s = statistics.median(lives) if lives else BLOCK_LIFE_S, now_s
+        return self._life_s
 
 
 class Residency:
@@ -127,16 +116,16 @@ class Residency:
         if engine is not None:
             self._watcher.restarted(engine)
 
-    def known(self, prompt: Prompt, names: Iterable[str]) -> Known:
-        """What these engines have of a prompt."""
-        heard = [
-            name
-            for name in names
-            if (one := self._watched.get(name)) is not None and one.connected and not one.feed.joining
-        ]
-        if not (self._watcher.hears and heard):
-            return Known({}, {})
-        return self.index.known(prompt, heard)
+    def known(self, prompt: Prompt) -> dict[str, int]:
+        """Tokens of a prompt that the engines that are heard have in their own caches, by name."""
+        return {name: n for name, n in self.index.known(prompt).items() if self.heard(name) is not None}
+
+    def heard(self, name: str) -> Heard | None:
+        """Since when an engine's events tell all; None: it is not heard."""
+        one = self._watched.get(name)
+        if one is None or not one.connected or one.feed.joining or not self._watcher.hears:
+            return None
+        return Heard(one.feed.cache.emptied_s, one.feed.cache.missed_s)
 
     @property
     def block_life_s(self) -> float:

@@ -227,8 +227,8 @@ class LeastLoaded(Policy, frozen=True, kw_only=True, tag="least_loaded", tag_fie
     """The engine with the fewest requests in flight."""
 
     def scores(self, view: View) -> list[float]:
-        """Return the requests, this one included, over the engine's share."""
-        return [(engine.requests + 1) / engine.share - 1.0 for engine in view.engines]
+        """Return the requests."""
+        return [float(engine.requests) for engine in view.engines]
 
     def terms(self, view: View, index: int) -> dict[str, float]:
         """Return the requests."""

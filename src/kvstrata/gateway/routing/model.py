@@ -57,8 +57,6 @@ class EngineState(msgspec.Struct, kw_only=True):
     """Measured; more than 0. `rates.PrefillRates` gives one for engines that were not measured yet."""
     token_s: float = 0.0
     """Measured seconds of an answer's token, once one more request is in flight."""
-    share: float = 1.0
-    """Of the usual load that it may get now, in (0, 1]: less than 1 soon after its return. Only `least_loaded` asks."""
     drained_s: float = 0.0
     """When it should have computed what was sent to it."""
     behind_s: float = 0.0
