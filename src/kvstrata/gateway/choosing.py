@@ -58,6 +58,9 @@ class Wanted(NamedTuple):
     """What a controller knows of the prompt, see controllers/."""
     streams: bool = True
     """Whether the first byte of the answer tells that the prompt was computed; otherwise the answer comes whole."""
+    slo: SloSettings | None = None
+    """Its class of service."""
+    arrived_s: float = 0.0
 
 
 class Turn:
@@ -151,7 +154,7 @@ class Choosing:
         if held_back := [one for one in self._fleet.returned() if not self._takes(one, wanted.number)]:
             rest = self._fleet.targets(wanted.model, (*tried, *held_back))
             serving = rest if rest.targets else serving
-        knowledge = self._knowledge(wanted, serving.generations, now_s)
+        knowledge, slo = self._knowledge(wanted, serving.generations, now_s), wanted.slo
         request = Request(
             id=wanted.word,
             tokens=wanted.tokens,
@@ -159,6 +162,10 @@ class Choosing:
             session=wanted.session,
             answer_tokens=self._fleet.decode_rates.answer_tokens(wanted.model),
             sharing=self._sharing(wanted, knowledge),
+            within_s=max(1e-3, wanted.arrived_s + slo.ttft_ms / 1_000 - now_s)
+            if slo and slo.ttft_ms
+            else 0.0,
+            token_within_s=slo.tpot_ms / 1_000 if slo else 0.0,
         )
         tiers = {copy.tier for copy in knowledge.copies} - {"l0"}
         peers = {copy.source for copy in knowledge.copies if copy.tier == "peer"}

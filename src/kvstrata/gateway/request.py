@@ -221,6 +221,7 @@ class Requests:
             known = await parts.tokens.of(path, body, model, request.sender)
             request.computed, ids = known.ids is not None, known.ids if known.passes else None
             wanted = parts.reader.with_ids(request.asked, wanted, known.ids)
+        wanted = wanted._replace(slo=parts.meters.slo.get(request.slo), arrived_s=request.arrived_s)
         request.wanted = await parts.controllers.told(wanted)
         # Engines that Envoy does not let the picker choose, or that are known by a name only.
         request.without = frozenset(

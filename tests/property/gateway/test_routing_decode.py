@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.gateway.routing.choose import DECODE_SHARE, Auto, Ttft, choose, viewed
+from kvstrata.gateway.routing.choose import DECODE_SHARE, LATE, Auto, Ttft, choose, viewed
 from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
 from kvstrata.gateway.routing.rates import FEWEST, MAX_MODELS, Decoded, DecodeRates, Line
 from tests.harness.amount import amount
@@ -97,6 +97,23 @@ def test_a_long_prompt_goes_where_it_stalls_fewer_answers():
     assert choose(request, [busy, queued], Knowledge(), 0.0, policy=Auto()).engine == "e1"
 
 
+def test_what_a_class_of_service_does_not_allow_counts_first():
+    busy, late = fleet(2)
+    busy.requests = busy.running = 30
+    busy.token_s, late.drained_s = 0.03, 4.0
+    request = Request(id="r", tokens=20_000, answer_tokens=100)
+
+    def chosen(**more: float) -> str:
+        asked = msgspec.structs.replace(request, **more)
+        return choose(asked, [busy, late], Knowledge(), 0.0, policy=Auto()).engine
+
+    assert chosen() == chosen(within_s=7.0) == "e1"
+    assert chosen(within_s=3.0) == "e0"
+    assert chosen(within_s=1.0) == "e0", "the one that is less late"
+    assert chosen(within_s=1.0, token_within_s=0.02) == "e0", "a second late, and another one in 100 tokens"
+    assert chosen(within_s=7.0, token_within_s=0.02) == "e1"
+
+
 def test_a_copy_is_made_the_sooner_the_more_requests_share_the_prefix():
     knowledge = Knowledge(cached={"e0": 8_000})
 
@@ -136,15 +153,16 @@ def test_pruning_changes_no_decision_and_costs_are_the_sums_of_their_terms(seed,
     cached = {f"e{draw.randrange(12)}": draw.randrange(12_000) for _ in range(draw.randrange(6))}
     knowledge = Knowledge(cached=cached, copies=copies)
     request = Request(
-        id=str(seed), tokens=10_000, answer_tokens=draw.choice((0, 100)), sharing=draw.randrange(9)
-    )
+        id=str(seed), tokens=10_000, answer_tokens=draw.choice((0, 100)), sharing=draw.randrange(9),
+        within_s=draw.choice((0.0, 0.0, 0.5)), token_within_s=draw.choice((0.0, 0.005)),
+    )  # fmt: skip
     view = viewed(request, engines, knowledge, NOW_S)
     by_name = {}
     for at, engine in enumerate(engines):
         terms = policy.terms(view, at)
         first_s = terms["queue_s"] + terms["load_s"] + terms["compute_s"] - terms.get("spared_s", 0.0)
         others_s = terms.get("answer_s", 0.0) + terms.get("others_s", 0.0)
-        by_name[engine.name] = first_s + DECODE_SHARE * others_s
+        by_name[engine.name] = first_s + DECODE_SHARE * others_s + LATE * terms.get("late_s", 0.0)
     decision = choose(request, engines, knowledge, NOW_S, policy=policy)
     assert decision.cost <= min(by_name.values()) * (1 + policy.near_share) + 1e-9
     named = [(decision.engine, decision.cost), *((one.engine, one.cost) for one in decision.alternatives)]

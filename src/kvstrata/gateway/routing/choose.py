@@ -37,6 +37,8 @@ MAX_NAMES = 1 << 16
 DECODE_SHARE = 0.125
 """Of the seconds that answers take, beside those until first tokens. For the last token it hardly matters between 1/8
 and 1/2; first tokens come the later the more it is."""
+LATE = 1_000.0
+"""What a second later than a class of service allows costs: more than anything else does."""
 UNCONFIRMED_S = 10.0
 """For so long a prompt counts as cached where it was computed although no event has told of it."""
 
@@ -116,7 +118,7 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
     Replicas: u counts what lies before the end of the longest prefix that any engine has by 1 / (1 + k / N), where k
     requests in flight begin with it at N engines: another copy of it serves the next ones.
 
-    All parts are seconds and measured.
+    All parts are seconds and measured.  What the request's class of service does not allow counts first, by LATE.
     """
 
     decode_share: ClassVar[float] = DECODE_SHARE
@@ -134,6 +136,7 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
             most = dict(most)
             for name, copies in view.own.items():
                 most[name] = max(most.get(name, 0), *(copy.tokens for copy in copies))
+        anywhere = 0
         if view.shared:
             anywhere = min(max(copy.tokens for copy in view.shared), n - 1)
             usual = n - anywhere - spared * max(0, held - anywhere)
@@ -153,6 +156,10 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
             + answer * one.token_s
             for one in view.engines
         ]
+        if view.request.within_s or view.request.token_within_s:
+            for at, one in enumerate(view.engines):
+                compute_s = (n - min(most.get(one.name, anywhere), n - 1)) / one.prefill_tokens_s
+                costs[at] += LATE * _late_s(view, one, one.queue_s(now_s) + compute_s)
         if view.own or view.shared:
             self._refine(view, costs, held, spared)
         return costs
@@ -181,6 +188,8 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
             "compute_s": estimate.compute_s,
             "cached_tokens": estimate.cached_tokens,
         }
+        if late_s := _late_s(view, engine, estimate.ttft_s):
+            terms["late_s"] = late_s
         more = {"answer_s": answer_s, "others_s": others_s, "spared_s": spared_s}
         return terms | more if self.decode_share else terms
 
@@ -212,6 +221,7 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
         answer_s = view.request.answer_tokens * engine.token_s
         others_s = engine.running * (found.compute_s - spared_s)
         cost_s = found.ttft_s - spared_s + self.decode_share * (answer_s + others_s)
+        cost_s += LATE * _late_s(view, engine, found.ttft_s)
         return found, cost_s, spared_s, answer_s, others_s
 
 
@@ -399,6 +409,15 @@ def estimate(view: View, engine: EngineState) -> Estimate:
             load_s, compute_s = wait_s, seconds
             copy, cached_tokens, load_tokens = one, cached, cached - held
     return Estimate(queue_s, load_s, compute_s, copy, cached_tokens, load_tokens)
+
+
+def _late_s(view: View, engine: EngineState, ttft_s: float) -> float:
+    """Return by how much a request would miss its class of service, in seconds until its last token."""
+    request = view.request
+    late_s = max(0.0, ttft_s - request.within_s) if request.within_s else 0.0
+    if request.token_within_s:
+        late_s += request.answer_tokens * max(0.0, engine.token_s - request.token_within_s)
+    return late_s
 
 
 def longest(knowledge: Knowledge) -> int:

@@ -34,6 +34,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Expected length of the answer; 0: not known."""
     sharing: int = 0
     """Requests in flight whose prompts begin as far as any engine has this one's."""
+    within_s: float = 0.0
+    """In which its first token must come, by its class of service; 0: any time is good."""
+    token_within_s: float = 0.0
+    """In which each further token must come; 0: any time is good."""
 
 
 class LoadPath(msgspec.Struct, kw_only=True):
