@@ -237,7 +237,7 @@ class Served:
     @property
     def known(self) -> list[tuple[float, float, float]]:
         """Tokens, seconds and running requests of the engine's samples."""
-        own = self.fleet.rates._fit._ratios.get("a", ())
+        own = self.fleet.rates._fit._samples.get("a", ())
         return [(one.row[2], one.seconds, one.row[1]) for one in own]
 
 

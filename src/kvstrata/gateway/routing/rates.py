@@ -60,8 +60,6 @@ class Sample(NamedTuple):
     seconds: float
     factor: float
     """The engine's, when it was observed."""
-    ratio: float
-    """Observed seconds to expected ones; 0: nothing was expected yet."""
     number: int
 
 
@@ -78,22 +76,20 @@ class Fit:
         self.observed = 0
         self.terms = (0.0,) * size
         """All 0: nothing is known."""
-        self._ratios: OrderedDict[str, deque[Sample]] = OrderedDict()
+        self._samples: OrderedDict[str, deque[Sample]] = OrderedDict()
         """By engine, the least recently observed first."""
         self._factors: dict[str, float] = {}
 
     def observe(self, engine: str, row: tuple[float, ...], seconds: float) -> Sample:
         """Add an observation of more than 0 seconds."""
         expected = self.seconds(row)
-        ratio = max(seconds / expected, 1.0 / MOST_RATIO) if expected > 0 else 0.0
-        sample = Sample(
-            engine, row, max(seconds, expected / MOST_RATIO), self.factor(engine), ratio, self.observed
-        )
-        own = self._ratios.setdefault(engine, deque(maxlen=MAX_OWN))
+        seconds = max(seconds, expected / MOST_RATIO)
+        sample = Sample(engine, row, seconds, self.factor(engine), self.observed)
+        own = self._samples.setdefault(engine, deque(maxlen=MAX_OWN))
         own.append(sample)
-        self._ratios.move_to_end(engine)
-        if len(self._ratios) > MAX_ENGINES:
-            self.forget(next(iter(self._ratios)))
+        self._samples.move_to_end(engine)
+        if len(self._samples) > MAX_ENGINES:
+            self.forget(next(iter(self._samples)))
         self._factors.pop(engine, None)
         self.observed += 1
         self._add(sample, 1.0)
@@ -103,7 +99,7 @@ class Fit:
 
     def retract(self, sample: Sample) -> None:
         """Forget an observation that turned out to be wrong."""
-        own = self._ratios.get(sample.engine)
+        own = self._samples.get(sample.engine)
         if own is not None and sample in own:
             own.remove(sample)
             self._factors.pop(sample.engine, None)
@@ -112,12 +108,12 @@ class Fit:
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone or was restarted."""
-        self._ratios.pop(engine, None)
+        self._samples.pop(engine, None)
         self._factors.pop(engine, None)
 
     def samples(self, engine: str) -> int:
         """How many observations of an engine are kept."""
-        return len(self._ratios.get(engine, ()))
+        return len(self._samples.get(engine, ()))
 
     def seconds(self, row: tuple[float, ...]) -> float:
         """What is expected of an engine like the others."""
@@ -127,10 +123,15 @@ class Fit:
         """f of an engine: rule 2."""
         found = self._factors.get(engine)
         if found is None:
-            ratios = [one.ratio for one in self._ratios.get(engine, ()) if one.ratio]
-            found = self._factors[engine] = _factor(ratios) if ratios else 1.0
+            found = 1.0
+            if (
+                self.observed >= FEWEST
+            ):  # before, the terms follow from few engines, and are no measure of others
+                rows = [(one.seconds, self.seconds(one.row)) for one in self._samples.get(engine, ())]
+                found = _factor([seconds / expected for seconds, expected in rows if expected > 0])
             if len(self._factors) > 2 * MAX_ENGINES:
                 self._factors.clear()
+            self._factors[engine] = found
         return found
 
     def _add(self, sample: Sample, weight: float) -> None:
@@ -162,11 +163,11 @@ class Fit:
 
 
 def _factor(ratios: list[float]) -> float:
+    if len(ratios) < FEW:
+        return 1.0
     slower, faster = sum(ratio > 1.0 for ratio in ratios), sum(ratio < 1.0 for ratio in ratios)
     median = statistics.median(ratios)
-    few = slower + faster < FEW or (
-        1.0 / TWICE < median < TWICE and abs(slower - faster) <= DEVIATIONS * math.sqrt(slower + faster)
-    )
+    few = 1.0 / TWICE < median < TWICE and abs(slower - faster) <= DEVIATIONS * math.sqrt(slower + faster)
     if few or 1.0 / ALIKE < median < ALIKE:
         return 1.0
     return min(max(median, 1.0 / MOST_FACTOR), MOST_FACTOR)
