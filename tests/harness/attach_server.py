@@ -123,7 +123,7 @@ class NoRequests:
         tell("attached", row=process.row, pid=process.pid, resumed=process.resumed, tenants=tenants)
 
     async def on_gone(self, process: Process) -> None:
-        tell("gone", row=process.row, known=process.request is not None)
+        tell("gone", row=process.row)
 
 
 def encode(data: bytes) -> str:

@@ -116,7 +116,8 @@ class Asker(Caller):
         """The explanation of a request says what its caller was told."""
         [told] = self.known.server.parts.explainer.explain(f"request-{number}")["lookups"]
         reason = told["first_miss"]["reason"] if told["first_miss"] else ""
-        assert (told["hits"]["served"], reason) == (result.n_chunks, result.reason), (told, result)
+        found = told["hits"]["served"], told["hits"]["l2"], reason
+        assert found == (result.n_chunks, result.l2_chunks, result.reason), (told, result)
 
 
 def reasons(world: World) -> None:

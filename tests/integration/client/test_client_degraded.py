@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvstrata import failpoints
-from kvstrata.client import StoreOutcome
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
 from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
@@ -45,22 +44,6 @@ def pool_has_no(server: ServerProcess, what: str) -> bool:
 
 def nothing_leased(server: ServerProcess) -> bool:
     return pool_has_no(server, "leased")
-
-
-def test_without_a_server_everything_is_answered_at_once(server):
-    with CacheEngine(server.socket_dir) as engine:
-        assert not engine.client.connected
-        call = engine.lookup(prompt(2))
-        assert call.done
-        assert call.result.reason == "breaker_open"
-        job = engine.store(prompt(2))
-        assert job.gathered.is_set()
-        assert job.outcomes == [StoreOutcome.UNAVAILABLE] * 2
-        assert engine.client.peek(engine.identity(), engine.hasher(prompt(2))) == 0
-        eventually("a reason for the log", lambda: "no server" in engine.client.error)
-        server.start()
-        engine.connect()
-        use_until_it_works(engine, seed=1)
 
 
 @pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])

@@ -11,7 +11,6 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvstrata.native.core import storage_keys
 from kvstrata.types import KEY_BYTES
 from tests.harness.faulty import faulty
 from tests.harness.http_read import read
-from tests.harness.l2_load import check_and_release, check_bytes, clear_l1, served, stored, until_stored
+from tests.harness.l2_load import check_bytes, clear_l1, served, stored, until_stored
 from tests.harness.rpc_client import (
     CHUNK_TOKENS,
     HANG_S,
@@ -32,22 +31,8 @@ from tests.harness.rpc_client import (
     part,
     until,
 )
-from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
-
-
-def test_chunks_that_left_l1_come_back_from_l2_in_one_reply(start: Callable[..., ServerProcess]) -> None:
-    server = start(l2="fs")
-    with RpcClient(server.socket_dir) as client:
-        identity, chain = stored(client, 6)
-        until_stored(client)
-        assert clear_l1(client) == 6
-        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000, request_id="back")
-        assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (6, 0, 6, "")
-        check_and_release(client, reply, chain)
-        assert served(client, identity, chain) == (6, 0), "loaded chunks stay in L1"
-        assert client.explain("back")["lookups"][0]["hits"] == {"l1": 0, "l2": 6, "served": 6}
 
 
 def test_what_a_killed_server_had_not_put_is_put_by_the_next_also_while_leased(start, tmp_path):
