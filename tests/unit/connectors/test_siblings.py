@@ -28,8 +28,9 @@ def report(stores, mask=STORED, **more):
     return WorkerReport(1, gathered=names, stored=[(name, mask) for name in names], **more)
 
 
-def test_a_prompt_is_promised_when_it_arrives_alone():
-    client, side, _ = sharing()
+@pytest.mark.parametrize("may_load", [True, False])
+def test_a_prompt_is_promised_when_it_arrives_alone(may_load):
+    client, side, _ = sharing(may_load=may_load)
     assert list(client.promised.values()) == [CHUNKS]
     late = arrive(side, TOKENS)
     assert len(client.promised) == 1, "it may have to wait in vLLM's queue"

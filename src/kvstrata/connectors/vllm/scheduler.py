@@ -77,16 +77,16 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if isinstance(params, dict) and params.get(DRAIN) is True:
             self.stores.drain()
+        if tracked.skipped:
+            return
         # What a request with `max_load_tokens` may load depends on what vLLM has.
-        if tracked.skipped or tracked.no_load or tracked.load_tokens or not self._engine.may_load:
-            return
-        if (
-            request.skip_reading_prefix_cache
-        ):  # it needs the activations of its whole prompt (prompt logprobs)
+        loads = self._engine.may_load and not (tracked.no_load or tracked.load_tokens)
+        if loads and request.skip_reading_prefix_cache:
+            # It needs the activations of its whole prompt (prompt logprobs).
             self._counts["lookups_left_out"] += 1
-            return
-        if self._keys.prepare(tracked):
-            self._lookups.ask_early(tracked)
+        elif (loads or self._engine.may_store) and self._keys.prepare(tracked):
+            if loads:
+                self._lookups.ask_early(tracked)
             if self._engine.may_store:
                 self.stores.arrived(tracked)
 

@@ -359,7 +359,7 @@ class StoreTable:
         Its lookup was sent before, so it does not wait for anybody who waits for this promise.
         """
         before = next(itertools.islice(reversed(self._tracked.values()), 1, None), None)
-        if not tracked.expects_ms and (before is None or before.scheduled):
+        if _may_store(tracked) and not tracked.expects_ms and (before is None or before.scheduled):
             self._promise(tracked)
 
     def _promise(self, tracked: Tracked) -> None:
