@@ -119,9 +119,9 @@ class Sharing:
         return {
             "name": self.teller.name,
             "to": {endpoint: link.connected for endpoint, link in sorted(self._to.items())},
+            **self.counts(),
             "heard": len(self.others),
             "in_flight": self.others.in_flight,
-            **self.counts(),
             "refused_handshakes": self._server.refused_handshakes,
         }
 
