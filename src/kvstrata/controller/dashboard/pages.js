@@ -8,6 +8,7 @@ import {
 } from "./parts.js";
 
 const MAX_EVENTS = 500;
+const MAX_ROWS = 200;
 const SILENT_S = 6; // a gateway tells something every 2 s
 const filters = { instances: "", events: "" };
 
@@ -22,10 +23,14 @@ function filter(name, hint, draw) {
     h("input", { id: `filter-${name}`, type: "search", autocomplete: "off", placeholder: hint, value: filters[name], oninput: (event) => { filters[name] = event.target.value; draw(); } }));
 }
 
+/** The first MAX_ROWS rows whose text has all words of the filter: drawing many more costs a share of the browser's core. */
 function chosen(name, rows, text) {
   const all = filters[name].toLowerCase().split(/\s+/).filter(Boolean);
-  return rows.filter((row) => all.every((word) => text(row).toLowerCase().includes(word)));
+  return rows.filter((row) => all.every((word) => text(row).toLowerCase().includes(word))).slice(0, MAX_ROWS);
 }
+
+const left = (rows, all) => rows.length === MAX_ROWS && all.length > MAX_ROWS
+  && h("p", { class: "quiet", key: "left" }, `The first ${MAX_ROWS} of ${exact(all.length)}; the filter finds the others.`);
 
 // --- the overview ---
 
@@ -125,7 +130,7 @@ export const instancesPage = {
   view({ state: { cluster, instances, removed }, draw }) {
     if (!instances.length) return [noInstances(cluster), removedOnes(removed)];
     const rows = chosen("instances", instances, (one) => `${one.id} ${one.host} ${one.zone} ${one.version} ${stateOf(one)}`);
-    return [follower(cluster), filter("instances", "name, host, zone or state", draw), table("Instances", COLUMNS, rows, (one) => one.id), removedOnes(removed)];
+    return [follower(cluster), filter("instances", "name, host, zone or state", draw), left(rows, instances), table("Instances", COLUMNS, rows, (one) => one.id), removedOnes(removed)];
   },
 };
 
@@ -227,7 +232,7 @@ export const eventsPage = {
   view({ documents: { events: answer }, draw }) {
     if (!answer?.document) return [answer?.error && failure(answer.error, "The events cannot be shown.")];
     const rows = chosen("events", answer.document.events.toReversed(), (event) => `${event.kind} ${event.instance} ${factsText(event.facts)}`);
-    return [filter("events", "kind, instance or text", draw), table(`The last ${MAX_EVENTS} events, newest first`, [
+    return [filter("events", "kind, instance or text", draw), left(rows, answer.document.events), table("Events, newest first", [
       ["Time", (event) => h("time", { title: date(event.unix_ms) }, clock(event.unix_ms))],
       ["Event", (event) => h("span", { class: `state ${TONES[event.kind] ?? "calm"}` }, h("i", { "aria-hidden": "true" }), event.kind.replaceAll("_", " "))],
       ["Instance", (event) => event.instance && instanceLink(event.instance)],
