@@ -219,7 +219,6 @@ def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
         "monitor_ports": {"reply": around.port_number},
         "snapshot": dict(around.snapshots.status) if around.snapshots is not None else {},
         "election": election_body(cluster),
-        "last_event": cluster.journal.tail.last,
     }
 
 

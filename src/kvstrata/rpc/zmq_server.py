@@ -9,8 +9,8 @@ frame; the handler gets (address, frame) and answers through `send`, now or late
    work; connections take turns.
 3. A message that does not have exactly one frame gets the handler's error reply.  If a message is above the size limit,
    libzmq closes its sender's connection; other connections are not affected.
-4. Messages are taken from libzmq as they arrive, even while handling is paused, and wait in the inbox, which
-   cuts a connection that exceeds its bounds.
+4. Messages are taken from libzmq as they arrive, also before `start`, and wait in the inbox, which cuts a connection
+   that exceeds its bounds.
 5. No ZMTP heartbeats are sent: the protocols above decide which process is alive.  TCP's own keepalive ends connections
    whose other end has vanished.
 6. Only ZMTP 3 is accepted, because messages of older versions do not tell on which connection they arrived.
@@ -529,15 +529,6 @@ class ZmqServer(Numbers):
         self._frame_error = frame_error
         self._reading = True
         self._wake_soon()
-
-    def pause(self) -> None:
-        """Handle nothing until `resume`."""
-        self._reading = False
-
-    def resume(self) -> None:
-        """Handle messages again."""
-        if self._handler is not None and self._frame_error is not None:
-            self.start(self._handler, self._frame_error)
 
     def send(self, address: Address, reply: bytes) -> bool:
         """Queue a reply; it is dropped if the client has disconnected or does not read.
