@@ -37,6 +37,7 @@ from benchmarks.common import ROOT, compared, percentile, scratch, sized, wait_u
 from benchmarks.gateway import rival
 from benchmarks.route_fleet import OTHERS, REUSE, SEED, drawn
 from benchmarks.route_loads import Asked
+from tests.harness import envoy_program
 from tests.harness.daemon import free_port
 
 ENGINES = sized(8, 2)
@@ -68,7 +69,8 @@ def gateway(engines: Sequence[Engine], port: int, folder: Path) -> list[str]:
     config = folder / "gateway.yaml"
     urls = "".join(f"  - url: {engine.url}\n" for engine in engines)
     config.write_text(
-        f"http:\n  port: {port}\nengines:\n{urls}policy: ttft\ntokens:\n  render: true\n  deadline_ms: 1000\n"
+        f"http:\n  port: {port}\nenvoy: {envoy_program.program()}\nengines:\n{urls}policy: ttft\n"
+        "tokens:\n  render: true\n  deadline_ms: 1000\n"
     )
     return [sys.executable, "-m", "kvstrata.cli.gateway", "--no-supervise", "--config", str(config)]
 

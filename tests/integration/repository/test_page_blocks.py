@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import network
+from tests.harness import envoy_program, network
 from tests.harness.cache_engine import eventually
 from tests.harness.child import ChildError
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
@@ -232,7 +232,7 @@ def test_the_commands_for_four_hosts_make_a_cluster(tmp_path: Path) -> None:
         for host, name in zip(hosts.hosts, ("host-a", "host-b", "host-c"), strict=True):
             more = ("--instance-id", f"{name}-5555", "--l1-size-gb", "0.06", "--l2-adapter", "none")
             start(host, "lmcache-server", name, *more, "--cluster-curve-file", f"keys/{name}.keys")
-        start(hosts.hub, "lmcache-gateway", "gateway")
+        start(hosts.hub, "lmcache-gateway", "gateway", "--envoy", str(envoy_program.program()))
 
         def document(path: str) -> Any:
             token = (tmp_path / "http.token").read_text()
