@@ -151,7 +151,13 @@ class Choosing:
                 if engine.name == wanted.made_by:
                     return self._choice(wanted, engine, 0, Knowledge(), None, None)
         now_s = self._now_s()
-        if held_back := [one for one in self._fleet.returned() if not self._takes(one, wanted.number)]:
+        if returned := self._fleet.returned():
+            known = self._knowledge(wanted, serving.generations, now_s)
+            holders = {copy.engine.partition("@")[0] for copy in known.copies}
+            holders |= {name.partition("@")[0] for name in known.cached}
+            held_back = [
+                one for one in returned if one.name not in holders and not self._takes(one, wanted.number)
+            ]
             rest = self._fleet.targets(wanted.model, (*tried, *held_back))
             serving = rest if rest.targets else serving
         knowledge, slo = self._knowledge(wanted, serving.generations, now_s), wanted.slo
@@ -188,7 +194,7 @@ class Choosing:
         return self._choice(wanted, chosen, cached_tokens, knowledge, decision, kept)
 
     def _takes(self, engine: ServingEngine, number: int) -> bool:
-        """Whether a request may go to an engine: of those to one that has just returned, only its share."""
+        """Whether a request may go to an engine that has nothing of it: to one that has just returned, only a share."""
         share = self._fleet.share(engine)
         return share >= 1.0 or zlib.crc32(f"{number} {engine.name}".encode()) < share * (1 << 32)
 

@@ -236,7 +236,7 @@ class Fleet:
         engine.failed_probes = 0
         if engine.state is EngineState.LEAVING or engine.state is EngineState.UP:
             return
-        engine.returned = engine.state is EngineState.DOWN
+        engine.returned = engine.state is EngineState.DOWN and engine.up_since_s > 0
         engine.generation += engine.returned
         engine.state, engine.reason, engine.is_silent = EngineState.UP, "", False
         engine.up_since_s = self._now_s()
