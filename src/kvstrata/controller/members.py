@@ -154,7 +154,7 @@ class Members:
             known.happened(MemberEvent.REGISTERED)
             if restored:
                 known.heard_s = now_s
-                self._outbox.say("came_back", known, incarnation=known.incarnation)
+                self._outbox.say("came_back", known, incarnation=str(known.incarnation))
             return known
         superseded: list[int] = []
         if known is not None:
@@ -163,7 +163,7 @@ class Members:
             self._forget(known, MemberEvent.REPLACED, "superseded" if lived else "came_back")
         member = self._add(told, key, MemberEvent.REGISTERED, now_s)
         member.superseded.extend(superseded)
-        self._outbox.say("joined", member, host=told.host, incarnation=told.incarnation, version=told.version)
+        self._outbox.say("joined", member, host=told.host, incarnation=str(told.incarnation), version=told.version)
         return member
 
     def restore(self, told: Register, key: str, *, now_s: float) -> Member | None:

@@ -80,6 +80,7 @@ export function date(ms) {
 export function named(name, value) {
   if (value === null || value === undefined || value === "") return NONE;
   if (typeof value === "boolean") return value ? "yes" : "no";
+  if (name === "pid") return String(value);
   if (typeof value === "number") {
     if (/bytes(_total)?$/.test(name)) return bytes(value);
     if (/(^|_)unix_ms$|(started|registered|last|begun)_ms$/.test(name)) return date(value);

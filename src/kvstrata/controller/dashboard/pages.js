@@ -42,7 +42,7 @@ function attention(cluster, instances) {
     !cluster.ready && h("p", { class: "wrong" }, `The controller is not ready: ${cluster.why_not_ready}`),
     !cluster.election.leader && h("p", { class: "wrong" }, "No controller leads."),
     refused > 0 && h("p", { class: "wrong" }, `The directory is full: ${count(refused)} chunks were refused.`),
-    rows.length === 0 ? h("p", { class: "fine" }, `All ${instances.length} instances are in step.`) : table("Instances that need attention", [
+    rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The instance is in step." : `All ${instances.length} instances are in step.`) : table("Instances that need attention", [
       ["Instance", (one) => instanceLink(one.id)],
       ["State", (one) => state(stateOf(one))],
       ["Why", (one) => [followText(one), ...tiers(one)].join(", ")],
@@ -166,7 +166,7 @@ function numbers(one) {
 }
 
 function forecasts({ pool, tenants }) {
-  const parts = Object.keys(pool.forecast_seconds ?? {}).map(Number);
+  const parts = Object.keys(pool.forecast_seconds ?? {}).map(Number).sort((one, other) => one - other);
   return [
     parts.length > 0 && section("What other sizes of L1 would have saved", table("L1s of other sizes", [
       ["L1", (part) => `${bytes(part * pool.extents_bytes)} (${part} ×)`],
