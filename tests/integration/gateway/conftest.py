@@ -58,7 +58,9 @@ async def starting(folder: Path) -> AsyncIterator[Start]:
 
 
 async def status_of(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> int:
+    """The status of an answer that is read to its end: one that is not may count as cancelled by the client."""
     async with request as response:
+        await response.read()
         return response.status
 
 

@@ -56,7 +56,8 @@ def test_a_token_is_found_at_every_name_of_this_host_until_its_file_is_closed(en
     ):
         assert find_token(elsewhere, environ) == ""
     file.close()
-    assert not Path(file.path).exists() and find_token(f"http://localhost:{port}", environ) == ""
+    # Elsewhere there may be the file of a killed process that had the port before.
+    assert not Path(file.path).exists() and find_token(f"http://localhost:{port}", environ) != token
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(environ, port):
