@@ -163,7 +163,9 @@ class Members:
             self._forget(known, MemberEvent.REPLACED, "superseded" if lived else "came_back")
         member = self._add(told, key, MemberEvent.REGISTERED, now_s)
         member.superseded.extend(superseded)
-        self._outbox.say("joined", member, host=told.host, incarnation=str(told.incarnation), version=told.version)
+        self._outbox.say(
+            "joined", member, host=told.host, incarnation=str(told.incarnation), version=told.version
+        )
         return member
 
     def restore(self, told: Register, key: str, *, now_s: float) -> Member | None:
