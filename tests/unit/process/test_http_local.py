@@ -83,9 +83,10 @@ def test_the_file_of_a_later_process_on_the_port_stays(environ, port):
 
 
 def test_a_token_that_others_can_read_is_not_used(environ, port):
-    file = served(fresh_token(), port)
+    token = fresh_token()
+    file = served(token, port)
     Path(file.path).chmod(0o640)
-    assert find_token(f"http://localhost:{port}", environ) == ""
+    assert find_token(f"http://localhost:{port}", environ) != token
     file.close()
 
 
