@@ -15,8 +15,18 @@ pytestmark = pytest.mark.vllm
 
 TOKENS = 2_000
 STEP = 512
+ON = {"kvstrata.await_siblings": True}
 WAITS = {"kvstrata.wait_ms": 60_000}
 ALONE = {"lmcache.skip_load": True, "lmcache.max_offload_tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def prefilling(
+    server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("prefilling")
+    with rig_of(server, small_model, folder, ON, max_num_batched_tokens=STEP) as rig:
+        yield rig
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +34,14 @@ def decoding(
     server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("decoding")
-    with rig_of(server, small_model, folder, max_num_batched_tokens=STEP) as rig:
+    with rig_of(server, small_model, folder, ON, max_num_batched_tokens=STEP) as rig:
         yield rig
 
 
 @pytest.fixture
 def another(server: ServerProcess, small_model: Path, tmp_path: Path) -> Iterator[Rig]:
     """A prefilling engine that may be killed."""
-    with rig_of(server, small_model, tmp_path / "vllm", max_num_batched_tokens=STEP) as rig:
+    with rig_of(server, small_model, tmp_path / "vllm", ON, max_num_batched_tokens=STEP) as rig:
         yield rig
 
 
@@ -59,7 +69,8 @@ def ended(decoding: Rig, prompt: list[int], prefilling: Rig | None) -> int:
     return int(answer["cached_tokens"])
 
 
-def test_the_decoding_engine_loads_what_the_other_computes_for_it(rig, decoding):
+def test_the_decoding_engine_loads_what_the_other_computes_for_it(prefilling, decoding):
+    rig = prefilling
     for order in ("decoding first", "prefilling first"):
         prompt = rig.fresh_prompt(TOKENS)
         if order == "prefilling first":

@@ -19,8 +19,11 @@ STORED, REFUSED = -1, 0b10
 TABLE = [list(range(1, TOKENS // BLOCK + 2))]
 
 
+ON = {"await_siblings": True}
+
+
 def sharing(**more):
-    return scene(TOKENS, shares_l1=lambda: True, **more)
+    return scene(TOKENS, shares_l1=lambda: True, settings=ON, **more)
 
 
 def report(stores, mask=STORED, **more):
@@ -105,7 +108,7 @@ def test_a_promise_ends_with_what_ends_the_stores(end):
     ],
 )
 def test_nothing_is_promised_to_nobody_or_without_a_store(changes):
-    client, side, request = scene(TOKENS, **({"shares_l1": lambda: True} | changes))
+    client, side, request = scene(TOKENS, **({"shares_l1": lambda: True, "settings": ON} | changes))
     step(side, [(request, 0, CHUNK - 1)])
     assert not client.promised
 
@@ -114,7 +117,7 @@ def waiting_scene(**settings):
     client = FakeClient(answers=False)
     client.prompt_tokens_s, client.has_promises = 100.0, True
     clock = Clock()
-    side = make_side(client, clock, settings={"lookup_timeout_ms": 500} | settings)
+    side = make_side(client, clock, settings={"lookup_timeout_ms": 500} | ON | settings)
     return client, clock, side
 
 
@@ -123,7 +126,7 @@ def test_a_request_waits_by_the_time_that_computing_would_take(computed):
     client, clock, side = waiting_scene()
     request = arrive(side, TOKENS)
     client.calls.clear()
-    side = make_side(client, clock, settings={"lookup_timeout_ms": 500})
+    side = make_side(client, clock, settings={"lookup_timeout_ms": 500} | ON)
     assert ask(side, request, computed) == (None, False)
     wait_s = WAIT_SHARE * prompt_work(computed, TOKENS) / client.prompt_tokens_s
     assert client.calls[-1].wait_ms == int(1000 * wait_s)
