@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,28 +21,27 @@ WAITS = {"kvstrata.wait_ms": 60_000}
 ALONE = {"lmcache.skip_load": True, "lmcache.max_offload_tokens": 0}
 
 
-@pytest.fixture(scope="module")
-def prefilling(
-    server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Rig]:
-    folder = tmp_path_factory.mktemp("prefilling")
-    with rig_of(server, small_model, folder, ON, max_num_batched_tokens=STEP) as rig:
-        yield rig
+def rig_in(folder: Path, server: ServerProcess, model: Path) -> Rig:
+    return rig_of(server, model, folder, ON, max_num_batched_tokens=STEP)
 
 
 @pytest.fixture(scope="module")
-def decoding(
+def both(
     server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Rig]:
-    folder = tmp_path_factory.mktemp("decoding")
-    with rig_of(server, small_model, folder, ON, max_num_batched_tokens=STEP) as rig:
-        yield rig
+) -> Iterator[tuple[Rig, Rig]]:
+    """A prefilling and a decoding engine."""
+    folder = tmp_path_factory.mktemp("pd")
+    with contextlib.ExitStack() as stack:
+        prefilling, decoding = (
+            stack.enter_context(rig_in(folder / name, server, small_model)) for name in ("p", "d")
+        )
+        yield prefilling, decoding
 
 
 @pytest.fixture
 def another(server: ServerProcess, small_model: Path, tmp_path: Path) -> Iterator[Rig]:
     """A prefilling engine that may be killed."""
-    with rig_of(server, small_model, tmp_path / "vllm", ON, max_num_batched_tokens=STEP) as rig:
+    with rig_in(tmp_path / "vllm", server, small_model) as rig:
         yield rig
 
 
@@ -69,8 +69,8 @@ def ended(decoding: Rig, prompt: list[int], prefilling: Rig | None) -> int:
     return int(answer["cached_tokens"])
 
 
-def test_the_decoding_engine_loads_what_the_other_computes_for_it(prefilling, decoding):
-    rig = prefilling
+def test_the_decoding_engine_loads_what_the_other_computes_for_it(both):
+    rig, decoding = both
     for order in ("decoding first", "prefilling first"):
         prompt = rig.fresh_prompt(TOKENS)
         if order == "prefilling first":
@@ -90,7 +90,8 @@ def test_the_decoding_engine_loads_what_the_other_computes_for_it(prefilling, de
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "aborted"])
-def test_the_rest_is_computed_when_the_prefilling_engine_gives_up(decoding, another, how):
+def test_the_rest_is_computed_when_the_prefilling_engine_gives_up(both, another, how):
+    _, decoding = both
     prompt = another.fresh_prompt(TOKENS)
     request = another.vllm.ask("submit", prompt=prompt, max_tokens=1)
     another.vllm.ask("step")

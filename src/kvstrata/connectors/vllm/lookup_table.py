@@ -131,8 +131,8 @@ WAIT_S = 0.0015
 SOON_S = 0.01
 """A lookup that has no answer so long after vLLM first asked is not awaited any more, only looked at in each step."""
 WAIT_SHARE = 1.5
-"""A request waits for what another engine computes so long, as a multiple of the time of computing it here: the other
-may have more to do, and what it has done is copied twice.  A promise that is broken ends the wait at once."""
+"""A request waits at most this many times as long as this engine would compute what is missing.  More than 1, since the
+other engine may have more to do, and its chunks are copied twice.  A broken promise ends the wait at once."""
 EARLY_LOOKUPS = 8
 """A lookup is sent before vLLM asks for it only while fewer lookups than this are unanswered; more would hold leases
 for requests that still wait in vLLM's queue."""
@@ -176,8 +176,8 @@ MAX_LOAD = "max_load_tokens"
 STORE = "kvstrata.store"
 """`commit` there: what the request computes is stored at once, also in an engine that stores late."""
 WAIT = "kvstrata.wait_ms"
-"""Milliseconds there, of whoever has sent the prompt to another engine of the server too: the request waits so long
-for that engine to begin and to end, and promises nothing itself."""
+"""A number of milliseconds there: the sender has given the prompt to another engine of the server too.  The request
+waits at most so long for that engine to promise and store the prompt's chunks, and promises nothing itself."""
 _thinning = Thinning()
 
 

@@ -16,7 +16,8 @@ Invariants
 2. A lookup waits only for promises of other engines, and only for those that were given before it arrived.  So a
    request may be promised and wait itself, and no two wait for each other.  A lookup that expects a promise waits for
    later ones too; its request has promised nothing.
-3. The index in shared memory says whether there is any promise, so that a miss that an engine sees by itself is one.
+3. The index in shared memory says whether any promise stands. While none does, an engine that finds nothing there need
+   not ask the server.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kvstrata.server.processes import Process, Use
 MAX_PROMISED_CHUNKS = 131_072
 """Of one process over all its sessions, 4 MiB of keys."""
 MAX_WAITING = 256
-"""Lookups of one process that wait; further ones are answered at once."""
+"""Lookups of one session that wait; further ones are answered at once."""
 LOOKED_BACK = 512
 """Chunks before the missing one at which a promise of it may begin."""
 

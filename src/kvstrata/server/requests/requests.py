@@ -172,7 +172,7 @@ class Requests:
         return True
 
     def on_attached(self, process: Process) -> None:
-        """A process is attached: tell the other engines that they share L1, if it is the first of an engine to tell."""
+        """A process is attached. If it is an engine's scheduler, the other engines hear at once that they share L1."""
         self._recuts.attached(process)
         if not process.declared.kv_bytes:
             return
