@@ -16,13 +16,12 @@ pytestmark = pytest.mark.vllm
 
 TOKENS = 2_000
 STEP = 512
-ON = {"kvstrata.await_siblings": True}
 WAITS = {"kvstrata.wait_ms": 60_000}
 ALONE = {"lmcache.skip_load": True, "lmcache.max_offload_tokens": 0}
 
 
 def rig_in(folder: Path, server: ServerProcess, model: Path) -> Rig:
-    return rig_of(server, model, folder, ON, max_num_batched_tokens=STEP)
+    return rig_of(server, model, folder, max_num_batched_tokens=STEP)
 
 
 @pytest.fixture(scope="module")

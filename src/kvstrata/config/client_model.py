@@ -32,7 +32,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "once.")] = "commit"
     await_siblings: Annotated[bool, says(
         "Let a request wait for the part of its prompt that another engine of this server computes now, where that is "
-        "expected to be faster than computing it here too; and tell the others what this engine computes.")] = False
+        "expected to be faster than computing it here too; and tell the others what this engine computes.")] = True
     enable_kv_events: Annotated[bool, says("Hand stored and removed chunks to vLLM as events.")] = False
     engine_url: Annotated[str, says(
         "Where gateways reach this engine over HTTP. By it the gateways that ask `controllers` know which server the "

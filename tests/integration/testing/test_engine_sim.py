@@ -319,7 +319,7 @@ def test_engines_go_on_when_the_server_is_killed(server: ServerProcess, start: C
 def test_a_request_waits_for_the_engine_that_is_said_to_compute_its_prompt(
     server: ServerProcess, start: Callable[..., Engine]
 ) -> None:
-    first, second = (start(await_siblings=True) for _ in range(2))
+    first, second = (start() for _ in range(2))
     until_hit(first, second, 60_000)
     whole = prompt(69_000, 4_000)
 
@@ -338,7 +338,7 @@ def test_what_an_engine_computes_now_is_computed_by_no_other_unless_the_engine_d
     server: ServerProcess, start: Callable[..., Engine], end: str
 ) -> None:
     slow = ("--prefill-token-us", "1000", "--max-num-batched-tokens", "1024")
-    first, second = (start(*slow, await_siblings=True) for _ in range(2))
+    first, second = (start(*slow) for _ in range(2))
     seed = 20_000 if end == "ready" else 40_000  # the other case's prompts may be in L1
     until_hit(first, second, seed)
 

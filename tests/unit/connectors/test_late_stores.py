@@ -66,7 +66,7 @@ class World:
             store_late=lambda: True,
             step_tokens=CHUNK,
             pins=BlockPins(lambda: self.pool),
-            **{"shares_l1": lambda: True, "settings": {"await_siblings": True}} | changes,
+            **{"shares_l1": lambda: True} | changes,
         )
         self.tables = {}
 

@@ -19,11 +19,8 @@ STORED, REFUSED = -1, 0b10
 TABLE = [list(range(1, TOKENS // BLOCK + 2))]
 
 
-ON = {"await_siblings": True}
-
-
 def sharing(**more):
-    return scene(TOKENS, shares_l1=lambda: True, settings=ON, **more)
+    return scene(TOKENS, shares_l1=lambda: True, **more)
 
 
 def report(stores, mask=STORED, **more):
@@ -108,7 +105,7 @@ def test_a_promise_ends_with_what_ends_the_stores(end):
     ],
 )
 def test_nothing_is_promised_to_nobody_or_without_a_store(changes):
-    client, side, request = scene(TOKENS, **({"shares_l1": lambda: True, "settings": ON} | changes))
+    client, side, request = scene(TOKENS, **({"shares_l1": lambda: True} | changes))
     step(side, [(request, 0, CHUNK - 1)])
     assert not client.promised
 
@@ -117,7 +114,7 @@ def waiting_scene(**settings):
     client = FakeClient(answers=False)
     client.prompt_tokens_s, client.has_promises = 100.0, True
     clock = Clock()
-    side = make_side(client, clock, settings={"lookup_timeout_ms": 500} | ON | settings)
+    side = make_side(client, clock, settings={"lookup_timeout_ms": 500} | settings)
     return client, clock, side
 
 
@@ -126,7 +123,7 @@ def test_a_request_waits_by_the_time_that_computing_would_take(computed):
     client, clock, side = waiting_scene()
     request = arrive(side, TOKENS)
     client.calls.clear()
-    side = make_side(client, clock, settings={"lookup_timeout_ms": 500} | ON)
+    side = make_side(client, clock, settings={"lookup_timeout_ms": 500})
     assert ask(side, request, computed) == (None, False)
     wait_s = WAIT_SHARE * prompt_work(computed, TOKENS) / client.prompt_tokens_s
     assert client.calls[-1].wait_ms == int(1000 * wait_s)
@@ -165,3 +162,34 @@ def test_a_request_that_another_engine_computes_waits_as_it_says_and_promises_no
         assert bool(client.promised) != bool(wait_ms)
         side.finished(request, TABLE)
         client.calls.clear()
+
+
+def loading_scene(**other):
+    """(client, side, a request whose asynchronous load is under way, another one of the same prompt)"""
+    client, side, first = scene(TOKENS, hits=CHUNKS, settings={"load_mode": "async"})
+    second = arrive(side, TOKENS, **other)
+    assert ask(side, first) == (CHUNKS * CHUNK, True)
+    side.allocated(first, TABLE, CHUNKS * CHUNK)
+    return client, side, first, second
+
+
+def test_one_request_of_an_engine_loads_and_the_others_find_it_in_vllms_own_cache():
+    _, side, first, second = loading_scene()
+    assert ask(side, second) == (None, False) and step(side).loads
+    assert ask(side, second) == (None, False)
+    side.heard([], [first.request_id], [])
+    assert ask(side, second, CHUNKS * CHUNK) == (0, False)
+
+
+@pytest.mark.parametrize("why", ["it has ended", "another prompt", "little in common", "another tenant"])
+def test_a_request_loads_by_itself_what_no_other_loads(why):
+    most = CHUNKS * CHUNK // 2 - CHUNK
+    other = list(range(most if why == "little in common" else 0)) + [7] * TOKENS
+    changes = {
+        "it has ended": {},
+        "another tenant": {"cache_salt": "other"},
+    }.get(why, {"all_token_ids": other[:TOKENS]})
+    _, side, first, second = loading_scene(**changes)
+    if why == "it has ended":
+        side.finished(first, TABLE)
+    assert ask(side, second) == (CHUNKS * CHUNK, True)

@@ -64,6 +64,8 @@ class SchedulerSide:
         """The plan that is being made; what `turn_off` needs of it."""
         self._loads: list[Load] = []
         """Loads for the next plan."""
+        self._loading: dict[bytes, Tracked] = {}
+        """Requests whose asynchronous loads are under way, by the first chunk of each load."""
         self._awaited: set[str] = set()
         """Finished requests for the next plan; their blocks are kept until the workers report them."""
         self._counts = {"lookup_hit_tokens": 0, "lookups_left_out": 0, "loads_sync": 0, "loads_async": 0}
@@ -137,7 +139,7 @@ class SchedulerSide:
         tokens = min(hit_tokens, request.num_tokens - 1) - computed_tokens
         if tokens <= 0:
             return 0, False
-        if self.stores.hold(tracked, tokens):
+        if self.stores.hold(tracked, tokens) or self._loads_for(tracked, hit_tokens):
             return None, False
         promised = self._lookups.promise(tracked, now)
         if not promised:
@@ -171,6 +173,8 @@ class SchedulerSide:
                 for group in self._groups
             ]
             tracked.loading = tracked.asynchronous
+            if tracked.loading:
+                self._loading[_chunk_at(tracked, tracked.computed_tokens // self._chunk_tokens)] = tracked
             self._counts["loads_async" if tracked.asynchronous else "loads_sync"] += 1
             self._counts["lookup_hit_tokens"] += external_tokens
             tracked.known_tokens += external_tokens
@@ -263,6 +267,7 @@ class SchedulerSide:
         self._tell_next(tracked)
         if tracked.loading:
             # vLLM keeps the blocks by itself until the load is reported.
+            self._end_load(tracked)
             return False
         if self._engine.may_store:
             self.stores.finish(tracked, tables)
@@ -398,8 +403,23 @@ class SchedulerSide:
         """Note that the asynchronous loads of these requests have ended."""
         for request_id in received:
             tracked = self._lookups.tracked.get(request_id)
-            if tracked is not None:
-                tracked.loading = False
+            if tracked is not None and tracked.loading:
+                self._end_load(tracked)
+
+    def _end_load(self, tracked: Tracked) -> None:
+        tracked.loading = False
+        if self._loading.get(_chunk_at(tracked, tracked.computed_tokens // self._chunk_tokens)) is tracked:
+            del self._loading[_chunk_at(tracked, tracked.computed_tokens // self._chunk_tokens)]
+
+    def _loads_for(self, tracked: Tracked, hit_tokens: int) -> bool:
+        """Whether another request loads most of the same chunks now: this one will find them in vLLM's own cache."""
+        first, end = tracked.computed_tokens // self._chunk_tokens, hit_tokens // self._chunk_tokens
+        other, middle = self._loading.get(_chunk_at(tracked, first)), (first + end) // 2
+        return (
+            other is not None
+            and other.next_store > middle
+            and _chunk_at(other, middle) == _chunk_at(tracked, middle)
+        )
 
     def _hear_weights(self, report: WorkerReport) -> None:
         if report.weights is not None and self._weights.heard(*report.weights):
@@ -435,6 +455,11 @@ class SchedulerSide:
         if self._settings.load_mode != "auto":
             return self._settings.load_mode == "async"
         return -(-tokens // self._chunk_tokens) * self._engine.chunk_bytes > self._engine.sync_load_bytes
+
+
+def _chunk_at(tracked: Tracked, chunk: int) -> bytes:
+    """The key of a chunk of the prompt; empty behind the last one."""
+    return batch.nth(tracked.hasher.chain, chunk) if tracked.hasher is not None else b""
 
 
 class SchedulerOff:
