@@ -28,7 +28,8 @@ bool CALL(get_metadata_string)(void*, int, Text name, Text key, Text* value);
 void CALL(set_dynamic_metadata_string)(void*, Text name, Text key, Text value);
 
 #define TEXT(literal) ((Text){literal, sizeof(literal) - 1})
-enum { COUNTS = 5, CONTENT = COUNTS, FAILURE, ID, OTHER, MAX_KEY = 30, MAX_ID = 140, MAX_PIECES = 256 };
+enum { COUNTS = 5, CONTENT = COUNTS, FAILURE, OTHER, ID, REASON, TYPE };  // from ID on: the text is kept
+enum { MAX_KEY = 30, MAX_TEXT = 140, MAX_PIECES = 256 };
 #define IS(kind, literal) {kind, {literal, sizeof(literal) - 1}}
 static const struct {
   int kind;  // below COUNTS: a number of tokens
@@ -38,14 +39,14 @@ static const struct {
     IS(2, "output_tokens"), IS(3, "cache_read_input_tokens"), IS(4, "cache_creation_input_tokens"),
     IS(CONTENT, "content"), IS(CONTENT, "text"), IS(CONTENT, "delta"), IS(CONTENT, "reasoning_content"),
     IS(CONTENT, "reasoning"), IS(CONTENT, "thinking"), IS(CONTENT, "arguments"), IS(CONTENT, "partial_json"),
-    IS(FAILURE, "error"), IS(ID, "id"),
+    IS(FAILURE, "error"), IS(ID, "id"), IS(REASON, "finish_reason"), IS(REASON, "stop_reason"), IS(TYPE, "type"),
 };
 
 typedef struct {
   enum { OUT, KEY, KEY_ESCAPE, AFTER, VALUE, NUMBER, STRING, STRING_ESCAPE } state;  // in the JSON of the answer
   bool inserts, watches, stream, ended, failed;
   int pipe, kind, length;
-  char key[MAX_KEY], id[MAX_ID + 1];
+  char key[MAX_KEY], id[MAX_TEXT + 1], reason[MAX_TEXT + 1];  // of a stored response; why the answer ended
   size_t size;
   long events, number, counts[COUNTS];
   double first_s, last_s;
@@ -57,7 +58,7 @@ static bool left_by_picker(void* envoy, Text key, Text* value) {
 
 static void tell(Watch* self, void* envoy) {
   Text number;
-  char line[MAX_ID + 40];
+  char line[MAX_TEXT + 40];
   if (!self->pipe || !left_by_picker(envoy, TEXT("x-kv-number"), &number) || number.length > 30) return;
   int length = snprintf(line, sizeof line, "%.*s %.4f %s\n", (int)number.length, number.ptr, self->first_s, self->id);
   if (write(self->pipe, line, length) != length) return;
@@ -83,14 +84,15 @@ static int kind_of(Watch* self) {
 
 static void in_string(Watch* self, void* envoy, char c) {
   if (!self->size++ && self->kind == CONTENT) content(self, envoy);
-  if (self->kind != ID) return;
-  if (self->size == 1 && self->id[0]) self->kind = OTHER;  // a response's id is kept
-  else if (self->size <= MAX_ID) self->id[self->size - 1] = c > ' ' && c < 127 ? c : '_', self->id[self->size] = 0;
+  if (self->kind < ID) return;
+  char* text = self->kind == ID ? self->id : self->reason;
+  if (self->size == 1 && text[0]) self->kind = OTHER;  // the first one counts
+  else if (self->size <= MAX_TEXT) text[self->size - 1] = c > ' ' && c < 127 && c != ',' ? c : '_', text[self->size] = 0;
 }
 
 static void scan(Watch* self, void* envoy, const char* here, size_t length) {
   for (const char* end = here + length; here < end; here++) {
-    if (self->state == STRING && self->size && self->kind != ID)  // what is left of a text says nothing
+    if (self->state == STRING && self->size && self->kind < ID)  // what is left of a text says nothing
       while (here + 1 < end && *here != '"' && *here != '\\' && *here != '\n') here++;
     const char c = *here;
     const bool blank = c == ' ' || c == '\t' || c == '\r' || c == '\n', digit = c >= '0' && c <= '9';
@@ -116,6 +118,7 @@ static void scan(Watch* self, void* envoy, const char* here, size_t length) {
       if (c == '"' || c == '\n') {
         if (self->kind == ID && strncmp(self->id, "resp_", 5)) self->id[0] = 0;
         else if (self->kind == ID) tell(self, envoy);
+        if (self->kind == TYPE && self->size && strcmp(self->reason, "function_call")) self->reason[0] = 0;
         self->state = OUT;
         continue;
       }
@@ -197,10 +200,10 @@ int ON(response_body)(void* envoy, Watch* self, bool ends) {
 }
 int ON(response_trailers)(void* envoy, Watch* self) { return (void)envoy, self->ended = true, CONTINUE; }
 void ON(stream_complete)(void* envoy, Watch* self) {  // before the access log
-  char marks[400];
+  char marks[600];
   const long* n = self->counts;
-  int length = snprintf(marks, sizeof marks, "%.4f,%.4f,%ld,%d,%d,%ld,%ld,%ld,%ld,%ld,%s", self->first_s, self->last_s,
-                        self->events, self->ended, self->failed, n[0], n[1], n[2], n[3], n[4], self->id);
+  int length = snprintf(marks, sizeof marks, "%.4f,%.4f,%ld,%d,%d,%ld,%ld,%ld,%ld,%ld,%s,%s", self->first_s, self->last_s,
+                        self->events, self->ended, self->failed, n[0], n[1], n[2], n[3], n[4], self->reason, self->id);
   CALL(set_dynamic_metadata_string)(envoy, TEXT("kv"), TEXT("marks"), (Text){marks, length});
 }
 

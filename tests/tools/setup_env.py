@@ -144,7 +144,7 @@ def digest_of(paths: Iterable[Path], *extra: str) -> str:
 
 
 def native_sources() -> list[Path]:
-    folders = ("ext/core/include", "ext/core/src", "ext/cython", "ext/cuda", "ext/make")
+    folders = ("ext/core/include", "ext/core/src", "ext/cython", "ext/cuda", "ext/envoy", "ext/make")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     found = [path for path in found if path.suffix != ".pyc"]
     return [ROOT / "setup.py", *found]

@@ -43,6 +43,8 @@ class Marks(NamedTuple):
     """Whether the answer is an error inside a 200."""
     tokens: Mapping[str, int] = {}
     """Those that `usage` tells: `prompt`, `cached`, `completion`."""
+    reason: str = ""
+    """Why the answer ended, in the API's word (`tool_calls`, `end_turn`)."""
     response: str = ""
     """The id of the stored response that the answer names."""
 
@@ -93,16 +95,16 @@ def marks(
 ) -> Marks:
     """What a line says, with what the watcher has `told`; something else than its words says nothing."""
     first_s = last_s = 0.0
-    events, whole, failed, tokens, response = 0, False, False, _NONE, ""
+    events, whole, failed, tokens, reason, response = 0, False, False, _NONE, "", ""
     parts = told.split(",")
-    if len(parts) == 11:
+    if len(parts) == 12:
         try:
             first_s, last_s = float(parts[0]), float(parts[1])
             events, whole, failed = int(parts[2]), parts[3] != "0", parts[4] != "0"
-            tokens, response = _tokens(*map(int, parts[5:10])), parts[10]
+            tokens, reason, response = _tokens(*map(int, parts[5:10])), parts[10], parts[11]
         except ValueError:
             first_s = last_s = 0.0
-            events, whole, failed, tokens, response = 0, False, False, _NONE, ""
+            events, whole, failed, tokens, reason, response = 0, False, False, _NONE, "", ""
     return Marks(
         int(number) if _is_count(number) else -1,
         word,
@@ -117,6 +119,7 @@ def marks(
         whole,
         failed,
         tokens,
+        reason,
         response,
     )
 

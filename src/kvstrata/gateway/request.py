@@ -24,7 +24,7 @@ from kvstrata.gateway.door import IN_FLIGHT, Tenant
 from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.fleet import ServingEngine, endpoint_of
 from kvstrata.gateway.marks import CANCELLED, OK, Marks
-from kvstrata.gateway.routes import GENERATES, ROUTES, Asked, Route, route_of
+from kvstrata.gateway.routes import GENERATES, ROUTES, Asked, Route, answer_id, route_of
 
 if TYPE_CHECKING:
     from kvstrata.gateway.parts import Parts
@@ -108,6 +108,8 @@ class Request:
         """When content came for the first and the last time; 0: never, or only the first is known yet."""
         self.events = 0
         """Events of a stream that had content."""
+        self.is_hinted = False
+        """Whether the client says itself what comes next."""
         self.failed_inside = False
         """Whether the answer is an error although its status is 200."""
         self.tokens: Mapping[str, int] = {}
@@ -210,7 +212,7 @@ class Requests:
             return failure
         route, tenant = request.route, request.tenant
         assert route is not None
-        request.body_bytes = len(body)
+        request.body_bytes, request.is_hinted = len(body), b'"kvstrata.next"' in body
         if request.body_bytes > MAX_BODY_BYTES:
             return TOO_LARGE
         wanted = parts.reader.read(request, body, cut=cut)
@@ -334,6 +336,9 @@ class Requests:
         if request.asked.model in choice.engine.models:
             request.model = request.asked.model
         request.events, request.failed_inside, request.tokens = marks.events, marks.failed, marks.tokens
+        if request.choice is not None and marks.outcome == OK and not request.is_hinted:
+            word = answer_id(request.head.path, request.head.word, marks.response)
+            parts.controllers.ended(choice.engine, word, marks.reason or ("stop" if marks.response else ""))
         if marks.response and request.engine:
             parts.reader.answered(request, marks.response)
         self.end(request, marks.outcome)

@@ -51,6 +51,12 @@ ROUTES: dict[str, Route] = {
 """Paths of POST requests."""
 GENERATES = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES))
 """Paths of which an engine looks the prompt up in its connector, by the fields that the gateway adds."""
+_PREFIXES = {
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/v1/messages": "chatcmpl-",
+}
+"""What vLLM puts before `X-Request-ID` to name the request by path."""
 _OF_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/cancel)?")
 _MODEL = re.compile(rb'[{,]\s*"model"\s*:\s*"([^"\\]{1,1024})"')
 _TEXT = re.compile(rb'[{,]\s*"(?:messages|prompt|input)"\s*:\s*')
@@ -122,6 +128,11 @@ def response_of(path: str) -> str:
     """The id of the stored response that a path names; empty: none."""
     match = _OF_RESPONSE.fullmatch(path)
     return match[1] if match else ""
+
+
+def answer_id(path: str, word: str, response: str) -> str:
+    """vLLM's id of a request's answer; `response`: the stored response that it names. Empty: not known."""
+    return _PREFIXES[path] + word if path in _PREFIXES else response
 
 
 def is_any(path: str) -> bool:

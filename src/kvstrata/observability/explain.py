@@ -237,6 +237,8 @@ class Explainer:
             OrderedDict()
         )
         self.lookups: deque[Explained] = deque(maxlen=MAX_LOOKUPS)
+        self._newest: OrderedDict[str, Explained] = OrderedDict()
+        """Of about these, by the engine's id, and without what vLLM appends to the API's (see `explain`)."""
         self.avoided_s = 0.0
         """Seconds of computing that hits have saved."""
         self.computed = Pace()
@@ -410,6 +412,12 @@ class Explainer:
         if found.reason:
             counters.first_miss_reasons[found.reason] += 1
         self.lookups.append(found)
+        numbered = found.request_id.rpartition("-")[0]
+        for name in (found.request_id, numbered, numbered.rpartition("-")[0]):
+            self._newest[name] = found
+            self._newest.move_to_end(name)
+        while len(self._newest) > 3 * MAX_LOOKUPS:
+            self._newest.popitem(last=False)
         pace = self._paces.get(layout)
         if pace is None:
             pace = self._paces[layout] = Pace()
@@ -442,9 +450,8 @@ class Explainer:
         return {"request_id": request_id, "known": bool(found), "lookups": found}
 
     def newest(self, request_id: str) -> Explained | None:
-        """The newest lookup of a request, by an id that `explain` takes; None if it is not known. Raises BadRequest."""
-        request_id = self._whole_id(request_id)
-        return next((one for one in reversed(self.lookups) if one.request_id == request_id), None)
+        """The newest lookup of the requests with an id, the engine's or the API's; None if it is not known."""
+        return self._newest.get(request_id)
 
     def _whole_id(self, request_id: str) -> str:
         """The engine's id of a request that is named by it or by the API's id. Raises BadRequest."""

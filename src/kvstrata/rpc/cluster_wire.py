@@ -32,7 +32,7 @@ from msgspec import Meta
 from kvstrata.errors import KvstrataError
 from kvstrata.process.operations import MAX_CLAIM_S, MAX_KEYS
 from kvstrata.rpc.wire import ENGINE_URL, MAX_BYTES_S, MAX_LATENCY_US, Count, Seq
-from kvstrata.types import KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
+from kvstrata.types import KEY_BYTES, LATEST, MAX_L2_ADAPTERS, LayoutIdentity
 
 TAG_BYTES = 8
 MAX_TAGS = 262_144
@@ -53,13 +53,14 @@ MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 9
+CLUSTER_PROTOCOL_VERSION = 10
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one command, or single keys in one Where."""
 MAX_CHANGES = 16_384
 """Changes that one answer sums up."""
 MAX_WAIT_MS = 60_000
+MAX_HINTS = 32
 MAX_OWNERS = 8
 MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
@@ -245,6 +246,15 @@ class Run(msgspec.Struct, array_like=True, frozen=True):
     tags: Tags
 
 
+class Hinted(msgspec.Struct, array_like=True, frozen=True):
+    """What comes after a request that one of the instance's engines has answered."""
+
+    request_id: Annotated[str, Meta(max_length=256)]
+    """The API's."""
+    next: Annotated[int, Meta(ge=0, le=LATEST)]
+    """A number of `kvstrata.types.Next`."""
+
+
 class Changes(ClusterRequest, frozen=True, tag="changes"):
     """Asks what has changed since `cursor`.
 
@@ -257,6 +267,8 @@ class Changes(ClusterRequest, frozen=True, tag="changes"):
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
     condition: bool = False
     """Whether the answer has the instance's condition."""
+    hints: Annotated[list[Hinted], Meta(max_length=MAX_HINTS)] = []
+    """What a gateway says of requests whose answers have ended. Those of unknown requests are passed over."""
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

@@ -320,6 +320,39 @@ async def test_a_reload_changes_the_controllers(scene: Scene) -> None:
     assert names == ["gw", "renamed"]
 
 
+async def test_why_an_answer_ended_is_a_hint_to_its_instance_unless_the_client_says_what_comes_next(scene):
+    tokens = await scene.store(1, 61)
+    engine, cache, server = scene.engines[1], scene.caches[1], scene.cluster.servers[1]
+    reasons: dict[str, str | None] = {"cut": "length", "said": "stop", "tools": "tool_calls"}
+
+    async def looks_up(got: Got, line: Line) -> None:
+        word = got.headers["x-request-id"]
+        call = cache.client.lookup(
+            cache.identity(), cache.hasher(tokens), request_id=f"cmpl-{word}-0-0123abcd", deadline_ms=10_000
+        )
+        assert await asyncio.to_thread(call.wait, 60)
+        cache.client.release([call.result.lease])
+        await line.answer({"id": "x", "choices": [{"text": "a", "finish_reason": reasons[word]}]})
+
+    engine.behaviour = looks_up
+    before = server.get("/v1/status")["counters"]["hinted_chunks"]
+    try:
+        await scene.send(tokens, "cut", model="only-at-1")
+        says = {"kv_transfer_params": {"kvstrata.next": "end"}}
+        await scene.send(tokens, "said", model="only-at-1", **says)
+        await scene.send(tokens, "tools", model="only-at-1")
+    finally:
+        engine.behaviour = answers
+
+    async def hinted() -> bool:
+        counters = (await asyncio.to_thread(server.get, "/v1/status"))["counters"]
+        return counters["hinted_chunks"] == before + CHUNKS
+
+    await eventually_async("the hint reaches the prompt's chunks", hinted)
+    assert await asyncio.to_thread(server.get, "/v1/explain/cmpl-tools-0")
+    await scene.gateway.until_sample(scene.session, "told_hints_total", 1)
+
+
 async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_ahead(tmp_path: Path) -> None:
     async with opened(tmp_path, n_servers=4) as made:
         cluster, engines = made.cluster, made.engines

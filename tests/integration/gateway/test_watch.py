@@ -131,21 +131,34 @@ def part(**delta: Any) -> bytes:
 USAGE = {"prompt_tokens": 11, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 7}}
 ALL = {"prompt": 11, "cached": 7, "completion": 5}
 BEGIN = part(role="assistant", content="")
+REASONS = {
+    "a chat": "stop",
+    "reasoning, calls": "tool_calls",
+    "messages": "tool_use",
+    "responses with calls": "function_call",
+}
 STREAMS: dict[str, tuple[bytes, int, dict[str, int]]] = {
     "a chat": (
-        BEGIN + part(content="a") + part(content='"b"') + event({"choices": [], "usage": USAGE}),
+        BEGIN
+        + part(content="a")
+        + part(content='"b"')
+        + event({"choices": [{"finish_reason": "stop", "stop_reason": "a\n, word"}]})
+        + event({"choices": [], "usage": USAGE}),
         2,
         ALL,
     ),
     "comments and roles are no tokens": (b": ping\n\n" * 3 + BEGIN + part(content=None), 0, {}),
     "a quote in a comment": (b': a " of its own\n\n' + part(content="a") + event({"usage": USAGE}), 1, ALL),
     "reasoning, calls": (
-        part(reasoning_content="r") + part(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
+        part(reasoning_content="r")
+        + part(tool_calls=[{"type": "function", "function": {"name": "f", "arguments": "{"}}])
+        + event({"choices": [{"finish_reason": "tool_calls", "stop_reason": None}]}),
         2,
         {},
     ),
     "content that looks like content": (
-        part(content='"content": "x", "prompt_tokens": 99, "error": {') + event({"usage": USAGE}),
+        part(content='"content": "x", "prompt_tokens": 99, "error": {, "finish_reason": "stop"')
+        + event({"usage": USAGE}),
         1,
         ALL,
     ),
@@ -170,6 +183,7 @@ STREAMS: dict[str, tuple[bytes, int, dict[str, int]]] = {
         + event(
             {
                 "type": "message_delta",
+                "delta": {"stop_reason": "tool_use", "stop_sequence": None},
                 "usage": {
                     "input_tokens": 3,
                     "cache_read_input_tokens": 7,
@@ -189,6 +203,14 @@ STREAMS: dict[str, tuple[bytes, int, dict[str, int]]] = {
         ),
         1,
         {"prompt": 11, "completion": 5},
+    ),
+    "responses with calls": (
+        event({"type": "response.created", "response": {"id": "resp_1", "tools": [{"type": "function"}]}})
+        + event({"type": "response.function_call_arguments.delta", "delta": "{"})
+        + event({"type": "response.output_item.done", "item": {"type": "function_call", "name": "f"}})
+        + event({"type": "response.completed", "response": {"id": "resp_1", "output": []}}),
+        1,
+        {},
     ),
 }
 
@@ -213,7 +235,8 @@ async def test_tokens_of_streams_are_told_however_they_are_cut(scene: Scene, siz
             assert (marks.outcome, marks.failed, marks.served) == ("ok", False, scene.engine.name), name
             assert bool(marks.first_s) == bool(events)
             assert not events or before_s <= marks.first_s <= marks.last_s <= time.time(), name
-            assert marks.response == ("resp_1" if name == "responses" else ""), name
+            assert marks.response == ("resp_1" if name.startswith("responses") else ""), name
+            assert marks.reason == REASONS.get(name, ""), name
 
 
 async def test_usage_of_whole_answers_is_found_wherever_it_stands(scene: Scene) -> None:

@@ -44,7 +44,7 @@ def test_any_line_is_read_or_passed_over(line: bytes) -> None:
 
 
 def test_outcomes_tell_who_has_ended_a_request() -> None:
-    told = "100.5,101.5,3,{whole},0,11,7,5,-1,-1,"
+    told = "100.5,101.5,3,{whole},0,11,7,5,-1,-1,stop,"
     for line, outcome in (
         ("17 DownstreamEnd 200 1.2.3.4:80 - 1", "ok"),
         ("17 DownstreamEnd 200 1.2.3.4:80 UPE 1", "broke_off"),

@@ -183,6 +183,25 @@ def test_the_id_that_the_client_of_the_api_saw_names_the_lookups_of_the_engine_o
     assert not told.explain("cmpl-7-")["known"]
 
 
+@pytest.mark.parametrize("of_engine", ["cmpl-7-1f2e3d4c", "cmpl-7-0-1f2e3d4c", "cmpl-7"])
+def test_the_newest_lookup_is_found_by_either_id_until_it_is_forgotten(scene, monkeypatch, of_engine):
+    monkeypatch.setattr(explain, "MAX_LOOKUPS", 3)
+    told = explain.Explainer(scene.explainer._counters, scene.explainer._clock, "LRU")
+
+    def looked_up(request_id: str, unix_ms: int) -> None:
+        found = explained(request_id)._replace(unix_ms=unix_ms)
+        told.looked_up(explain.EngineUse(), LAYOUT, 0, b"", found)
+
+    for number in (1, 2):
+        looked_up(of_engine, number)
+    for name in {of_engine, "cmpl-7"}:
+        assert told.newest(name).unix_ms == 2
+    for number in range(9):
+        looked_up(f"other{number}", 3)
+    assert told.newest("cmpl-7") is told.newest(of_engine) is None
+    assert len(told._newest) == 3 * 3
+
+
 def test_an_id_that_several_requests_begin_with_is_refused_and_lists_them(scene: Scene) -> None:
     told = scene.explainer
     for number in range(2):

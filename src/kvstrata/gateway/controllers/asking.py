@@ -34,10 +34,10 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, gauge, parts_by
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, GatewayBeat, GatewayHeard, Replicate, Served
+from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, GatewayBeat, GatewayHeard, Hinted, Replicate, Served
 from kvstrata.rpc.zmq_curve import ClusterKeys, SharedKey, new_secret, open_keys
 from kvstrata.rpc.zmq_link import Links
-from kvstrata.types import NOT_IN_A_NAME, RequestIdentity
+from kvstrata.types import NOT_IN_A_NAME, RequestIdentity, next_of
 
 FIELD = "controllers.curve_file"
 BEAT_S, BEAT_MAX_S = 0.5, 30.0
@@ -241,6 +241,13 @@ class Controllers(Numbers):
             self.replicas.read(
                 self._name, Read(wanted.prompt, kind, request, tokens, way.source, lacking), life_s
             )
+
+    def ended(self, engine: ServingEngine, request_id: str, reason: str) -> None:
+        """An engine's answer has ended, for a `reason` in the API's word: let its instance know what comes next."""
+        served = self._directory.instance(engine) if self._directory is not None and request_id else None
+        with contextlib.suppress(ValueError):
+            if served is not None and (said := next_of(reason)):
+                self.following.hint(served.instance, Hinted(request_id, said))
 
     async def _replicate(self, order: Replicate) -> str | None:
         """Ask the controllers one after the other, since only one of them leads; returns why none took the order."""

@@ -4,24 +4,27 @@
    no controller answers.  One that no controller names any more is followed as long as it answers: a controller that
    has restarted names few at first.
 2. What is known of an instance that has not answered for STALE_S counts no more, until it answers again.
+3. Why answers ended is told to the instance in a question of its own, which asks for nothing (HINTS_S).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvstrata.cluster.directory import Directory
-from kvstrata.cluster.follow import LISTS, Follower
+from kvstrata.cluster.follow import ANSWER_S, LISTS, Follower
 from kvstrata.cluster.lookups import INLINE_TAGS, Held, Lookups
-from kvstrata.errors import Unavailable
+from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.native.core import Registry
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Condition, Served
+from kvstrata.rpc.cluster_wire import MAX_HINTS, TAG_BYTES, Changed, Changes, Condition, Hinted, Served
 from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import GB
@@ -31,6 +34,8 @@ MAX_BYTES = 4 * GB
 MAX_GROUPS = 4_096
 BEAT_S = 10.0
 STALE_S = 30.0
+HINTS_S = 0.1
+"""Time for which hints are gathered; of more than MAX_HINTS the first are lost."""
 
 
 class Holding(NamedTuple):
@@ -49,6 +54,7 @@ class _Followed:
         self.served, self.group = served, group
         self._now_s = now_s
         self.heard_s = self.confirmed_s = now_s()
+        self.hints: deque[Hinted] = deque(maxlen=MAX_HINTS)
         self.follower: Follower | None = None
         self.task: asyncio.Task[None] | None = None
 
@@ -82,6 +88,7 @@ class Following(Numbers):
     placements = gauge(
         "Chunks of these instances that the gateway knows.", lambda self: self._registry.usage().placements
     )
+    hints = counter("Ends of answers that instances were told of.", name="told_hints")
     prompts = counter("Prompts that were looked up among what instances hold.", name="looked_up_prompts")
 
     def __init__(self, links: Links, supervisor: Supervisor, now_s: Callable[[], float]) -> None:
@@ -134,6 +141,25 @@ class Following(Numbers):
                 doubt_ms = 0 if known.in_step else max(1, int((now_s - known.confirmed_s) * 1000))
                 rows.append(Holding(known.served, chunks, doubt_ms))
         return rows
+
+    def hint(self, instance: str, said: Hinted) -> None:
+        """Tell an instance what comes after a request; it may never hear of it."""
+        if (known := self._of.get(instance)) is not None:
+            if not known.hints:
+                asyncio.get_running_loop().call_later(HINTS_S, self._tell, known)
+            known.hints.append(said)
+
+    def _tell(self, known: _Followed) -> None:
+        if self._of.get(known.served.instance) is known:
+            said = Changes(0, -1, hints=list(known.hints))
+            known.hints.clear()
+            self._supervisor.spawn(self._told(known, said), f"hint-{known.served.instance}")
+
+    async def _told(self, known: _Followed, said: Changes) -> None:
+        assert known.follower is not None
+        with contextlib.suppress(Unavailable, ClusterFailure):
+            await known.follower.link.ask(said, Changed, patience(ANSWER_S))
+            self.hints += len(said.hints)
 
     def page(self) -> list[dict[str, Any]]:
         """The followed instances, for operators."""

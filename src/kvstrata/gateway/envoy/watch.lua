@@ -6,7 +6,8 @@ local COUNTS = {
   {"prompt_tokens", "input_tokens"}, {"cached_tokens"}, {"completion_tokens", "output_tokens"},
   {"cache_read_input_tokens"}, {"cache_creation_input_tokens"},
 }
-local HAS = {}
+local REASONS = {'"finish_reason"%s*:%s*"([^"]+)"', '"type"%s*:%s*"(function_call)"', '"stop_reason"%s*:%s*"([^"]+)"'}
+local HAS, NO_WORD = {}, "[^!-+--~]"
 for i, key in ipairs(CONTENT) do HAS[i] = '[^\\]"' .. key .. '"%s*:%s*"[^"]' end
 
 function envoy_on_request(handle)
@@ -31,14 +32,14 @@ function envoy_on_response(handle)
   local kind = handle:headers():get("content-type") or ""
   local stream = kind:sub(1, 17) == "text/event-stream"
   local watches = stream or kind:sub(1, 16) == "application/json"
-  local first, last, events, failed, id, carry = 0, 0, 0, 0, "", " "
+  local first, last, events, failed, reason, id, carry = 0, 0, 0, 0, "", "", " "
   local counts = {-1, -1, -1, -1, -1}
   -- Wrappers must not be kept across a part: Envoy refuses them afterwards.
   local function mark(ended)
     local words = {}
     for i = 1, 5 do words[i] = string.format("%.0f", counts[i]) end
     handle:streamInfo():dynamicMetadata():set("kv", "marks", string.format(
-      "%.4f,%.4f,%d,%d,%d,%s,%s", first, last, events, ended, failed, table.concat(words, ","), id))
+      "%.4f,%.4f,%d,%d,%d,%s,%s,%s", first, last, events, ended, failed, table.concat(words, ","), reason, id))
   end
   local function content(count)
     last = handle:timestampString(EnvoyTimestampResolution.MICROSECOND) / 1e6
@@ -64,8 +65,11 @@ function envoy_on_response(handle)
         for value in line:gmatch('[^\\]"' .. key .. '"%s*:%s*(%d+)%D') do counts[i] = tonumber(value) end
       end
     end
+    for _, pattern in ipairs(REASONS) do
+      if reason == "" then reason = (line:match("[^\\]" .. pattern) or ""):sub(1, 140):gsub(NO_WORD, "_") end
+    end
     if events == 0 and line:find('[^\\]"error"%s*:%s*{') then failed = 1 end
-    if id == "" then id = (line:match('[^\\]"id"%s*:%s*"(resp_[^"]*)"') or ""):sub(1, 140):gsub("[^!-~]", "_") end
+    if id == "" then id = (line:match('[^\\]"id"%s*:%s*"(resp_[^"]*)"') or ""):sub(1, 140):gsub(NO_WORD, "_") end
   end
   for chunk in handle:bodyChunks() do
     local length = chunk:length()

@@ -14,11 +14,13 @@ The link to one controller: link.py; what followers read: held.py, condition.py;
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.config.model import ServerSettings
+from kvstrata.errors import NotFound, Refused
 from kvstrata.memory.paths import PEER_SOCKET
 from kvstrata.observability.numbers import Number, Numbers
 from kvstrata.p2p.medium import peer_tier
@@ -167,6 +169,10 @@ def make_membership(
     condition = Condition(parts, held, served.peers)
 
     def changes(asked: Changes, _: Address) -> asyncio.Future[Changed]:
+        for said in asked.hints:
+            with contextlib.suppress(NotFound, Refused):
+                parts.requests.lookups.hint(said.request_id, said.next)
+
         def changed(following: int, runs: list[Run]) -> Changed:
             now = condition.now(actions.leader) if asked.condition else None
             return Changed(asked.seq, facts.epoch, following, runs, now)

@@ -658,7 +658,7 @@ class Lookups:
                 self._learn(_note_hint, identity.root, hint.last, slices[-KEY_BYTES:], hint.next)
 
     def hint(self, request_id: str, next_: int) -> asyncio.Future[int]:
-        """Say what comes after a request; how many of its chunks are in L1. Raises NotFound, BadRequest, Refused."""
+        """Say what comes after a request; how many of its chunks are in L1. Raises NotFound, Refused."""
         found = self._explainer.newest(request_id)
         if found is None:
             raise NotFound(f"request_id: {request_id!r:.80} is not among the recent requests")
