@@ -131,12 +131,12 @@ class FakeClient:
 
     def lookup(
         self, identity, hasher, *, tails=(), traceparent="", own_chunks=0, stores_late=False, wait_ms=0,
-        expects=False, **_,
+        expects=False, source="", **_,
     ):  # fmt: skip
         call = FakeCall(self, chunks_of(hasher))
         call.tails, call.traceparent = tails, traceparent
         call.own_chunks, call.stores_late = own_chunks, stores_late
-        call.wait_ms, call.expects = wait_ms, expects
+        call.wait_ms, call.expects, call.source = wait_ms, expects, source
         self.calls.append(call)
         if self.answers:
             call.answer(self.hits)

@@ -250,6 +250,7 @@ class CacheClient:
         stores_late: bool = False,
         wait_ms: int = 0,
         expects: bool = False,
+        source: str = "",
     ) -> LookupCall:
         """Ask how many leading chunks are present, and lease them for the whole engine group. Never blocks.
 
@@ -259,12 +260,12 @@ class CacheClient:
         One of `tails` may follow the chunks: the first that is present of those behind the last chunk that is.
         The engine's own cache has the first `own_chunks` chunks; with `stores_late` that hit is no use of L1's copies.
         `wait_ms` is the time, beyond the deadline, for which the answer may wait for what other engines have promised,
-        and with `expects` for their promise too.
+        and with `expects` for their promise too; these are engines of the instance `source`, empty: of this one.
         Raises ValueError if `chain` is not a whole number of keys.
         """
         return self.lookups.begin(
             identity, chain, request_id, probe, deadline_ms, tails, traceparent, own_chunks, stores_late,
-            wait_ms, expects,
+            wait_ms, expects, source,
         )  # fmt: skip
 
     def promise(self, identity: Identity, chain: bytes) -> PromiseCall:

@@ -77,6 +77,7 @@ class Lookups(msgspec.Struct, eq=False):
         stores_late: bool = False,
         wait_ms: int = 0,
         expects: bool = False,
+        source: str = "",
     ) -> LookupCall:
         """See `CacheClient.lookup`."""
         if isinstance(chain, ChunkHasher):
@@ -96,7 +97,7 @@ class Lookups(msgspec.Struct, eq=False):
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain[: wire.MAX_CHUNKS * KEY_BYTES])]
         asked = wire.Lookup(
             0, 1, 0, request_id[:256], groups, probe, list(tails), traceparent, own_chunks, stores_late,
-            wait_ms, expects,
+            wait_ms, expects, source,
         )  # fmt: skip
         self._link.post(lambda: self._ask(call, identity, asked, deadline_s))
         return call

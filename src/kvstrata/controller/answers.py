@@ -82,6 +82,8 @@ class Answers:
                 field="tags",
             )
         ranking = self._cluster.ranking
+        if request.named:
+            return WhereReply(request.seq, self._cluster.epoch, ranking.named(request))
         if not request.each and n_tags <= INLINE_TAGS:
             return WhereReply(request.seq, self._cluster.epoch, ranking.where_now(request))
         return self._owners(request, ranking.where(request))

@@ -53,6 +53,11 @@ class Ranking(Numbers):
             found = await self._lookups.longest_on_thread(told.tags, told.n_slices, group, CANDIDATES)
         return self._ranked(told, asker, found, began_s)
 
+    def named(self, told: Where) -> list[Owner]:
+        """The instance that is asked for by name, if peers may read it now."""
+        member = self._members.get(told.named)
+        return [_owner(member, 0)] if member is not None and member.readable else []
+
     def forget_referred(self, instance: str) -> None:
         """An instance has reported its load, or is gone: forget the readers that were sent to it."""
         self._referred.pop(instance, None)
@@ -71,20 +76,16 @@ class Ranking(Numbers):
             far = bool(zone) and member.told.zone != zone
             rows.append(((-n_chunks, not member.confirmed, far, load), member, n_chunks))
         rows.sort(key=lambda row: row[0])
-        owners = [
-            Owner(
-                member.id,
-                member.incarnation,
-                member.told.control_endpoint,
-                n_chunks * told.n_slices,
-                member.confirmed,
-                member.key,
-            )
-            for _, member, n_chunks in rows[: told.max_owners]
-        ]
+        owners = [_owner(member, n_chunks * told.n_slices) for _, member, n_chunks in rows[: told.max_owners]]
         if owners:
             self._referred[owners[0].instance] = self._referred.get(owners[0].instance, 0) + 1
         self.hits += bool(owners)
         self.keys += len(told.tags) // TAG_BYTES
         self.seconds.add(time.perf_counter() - began_s)
         return owners
+
+
+def _owner(member: Member, n_keys: int) -> Owner:
+    return Owner(
+        member.id, member.incarnation, member.told.control_endpoint, n_keys, member.confirmed, member.key
+    )

@@ -9,7 +9,7 @@ and each instance has one, its control port:
 
     controllers and gateways    Changes, List      follow what the instance holds (cluster/follow.py)
     controllers                 Do                 carry out an operation
-    peers                       PeerHello
+    peers                       PeerHello, Await
 
 A request is `[name, seq, …]`, its answer `[name, seq, epoch, …]` or a Failure.  The asker chooses `seq`, which only
 pairs the answer with its question.  `epoch` changes whenever the answering process restarts; of an instance it is the
@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from kvstrata.errors import KvstrataError
 from kvstrata.process.operations import MAX_CLAIM_S, MAX_KEYS
-from kvstrata.rpc.wire import ENGINE_URL, MAX_BYTES_S, MAX_LATENCY_US, Count, Seq
+from kvstrata.rpc.wire import ENGINE_URL, INSTANCE_OR_NONE, MAX_BYTES_S, MAX_LATENCY_US, Count, Seq
 from kvstrata.types import KEY_BYTES, LATEST, MAX_L2_ADAPTERS, LayoutIdentity
 
 TAG_BYTES = 8
@@ -61,6 +61,10 @@ MAX_CHANGES = 16_384
 """Changes that one answer sums up."""
 MAX_WAIT_MS = 60_000
 MAX_HINTS = 32
+MAX_AWAITED = 1_024
+"""Chunks of one Await, with those before the first missing one."""
+MAX_AWAITED_SLICES = 64
+MAX_AWAIT_MS = 2_000
 MAX_OWNERS = 8
 MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
@@ -204,6 +208,8 @@ class Where(ClusterRequest, frozen=True, tag="where"):
     each: bool = False
     """The keys are no prefix: each is useful by itself, the first ones most, and `n_slices` is 1.  Owners that hold an
     earlier one come first, and their `n_keys` counts from the first one that they hold to the end."""
+    named: Annotated[str, Meta(pattern=INSTANCE_OR_NONE)] = ""
+    """Asks how to reach this instance, whatever it holds; no tags are looked up."""
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):
@@ -491,6 +497,33 @@ class PeerWelcome(ClusterReply, frozen=True, tag="peer_hello"):
     """Metadata by which the transfer engine reaches the extents file of the owner's L1; empty without one."""
 
 
+class Await(ClusterRequest, frozen=True, tag="await"):
+    """Asks which further chunks of a prompt are in L1, and waits for one more if an engine has promised it.
+
+    Who names the root and the chain keys could derive the storage keys, and so has the right to read the chunks.
+    """
+
+    root: Root
+    """Of the identity."""
+    chain: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_AWAITED * KEY_BYTES)]
+    """Chain keys of consecutive chunks, from before the first missing one."""
+    slices: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_AWAITED_SLICES * KEY_BYTES)]
+    """Digests of the slices of the asker's engine, sorted."""
+    n_present: Count
+    """How many of these chunks the asker has."""
+    wait_ms: Annotated[int, Meta(ge=0, le=MAX_AWAIT_MS)]
+    expects: bool = False
+    """An engine is about to promise them: wait for that too."""
+
+
+class Awaited(ClusterReply, frozen=True, tag="await"):
+    """What L1 has of these chunks now, and how the wait has ended."""
+
+    n_chunks: Count
+    end: Literal["ready", "broken", "late", "none"]
+    """`ready`: more chunks than the asker had; `late`: ask again; `none`: nobody has promised any."""
+
+
 # --- gateways ----------------------------------------------------------------------------------------------
 #
 # A gateway sends a GatewayBeat now and then.  Its answer names the kinds of KV, from which the gateway derives the keys
@@ -568,9 +601,9 @@ class Replicate(ClusterRequest, frozen=True, tag="replicate"):
 
 
 ToController = Register | Goodbye | Where | GatewayBeat | Replicate
-ToInstance = Changes | List | Do | PeerHello
+ToInstance = Changes | List | Do | PeerHello | Await
 Answer = (
-    Failure | Registered | Done | WhereReply | Changed | Listed | Outcome | PeerWelcome | GatewayHeard
+    Failure | Registered | Done | WhereReply | Changed | Listed | Outcome | PeerWelcome | Awaited | GatewayHeard
 )  # fmt: skip
 
 

@@ -66,6 +66,7 @@ Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
 ReserveKeys = Annotated[bytes, Meta(max_length=MAX_RESERVE_CHUNKS * KEY_BYTES)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Probe = Annotated[bytes, Meta(max_length=8)]
+INSTANCE_OR_NONE = r"^[A-Za-z0-9._-]{0,64}$"
 DeadlineMs = Annotated[int, Meta(ge=0, le=MAX_DEADLINE_MS)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_RESERVE_CHUNKS)]
 Indices = Annotated[list[Index], Meta(max_length=MAX_RESERVE_CHUNKS)]
@@ -314,6 +315,8 @@ class Lookup(Request, frozen=True, tag="lookup"):
     """Time, beyond that for the answer, that it may wait for chunks that other engines have promised."""
     expects: bool = False
     """Another engine is about to promise them: wait for that too."""
+    source: Annotated[str, Meta(pattern=INSTANCE_OR_NONE)] = ""
+    """Id of the instance whose engine promises them; empty: this one."""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):

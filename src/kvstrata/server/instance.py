@@ -28,6 +28,8 @@ from kvstrata.memory.paths import RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.logging import EventLog, LogNumbers
 from kvstrata.observability.numbers import Pages
+from kvstrata.p2p.awaiting import AwaitedPeers
+from kvstrata.p2p.settings import PeerSettings
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.keeper import Restarts
@@ -105,7 +107,11 @@ async def open_instance(
     if held is not None:
         closers.append(held.stop)
     keys = member_keys(settings, facts, supervisor, os.environ) if urls else None
-    peer = peer_config(plan, keys)
+    peer, awaited = peer_config(plan, keys), None
+    if peer is not None:
+        assert isinstance(peer.fields, PeerSettings)
+        awaited = AwaitedPeers(peer.fields, facts.instance_id)
+        closers.append(soon(awaited.close))
     parts = Parts(
         settings,
         facts,
@@ -117,6 +123,7 @@ async def open_instance(
         news=held,
         tokens=plan.tokens,
         peer_tier=peer.name if peer else "",
+        awaited=awaited,
     )
     closers.append(soon(parts.close))
     if parts.tracer is not None:

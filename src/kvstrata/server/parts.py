@@ -10,6 +10,7 @@ from kvstrata.config.model import ServerSettings
 from kvstrata.native.core import Pool
 from kvstrata.observability.explain import Explainer, ServerNumbers, TenantNumbers, Trend
 from kvstrata.observability.tracing import Tracer
+from kvstrata.p2p.awaiting import AwaitedPeers
 from kvstrata.p2p.medium import PeerReads
 from kvstrata.patience import patience
 from kvstrata.process.supervisor import PoolLane, Supervisor
@@ -63,10 +64,12 @@ class Parts:
         news: News | None = None,
         tokens: TenantTokens,
         peer_tier: str,
+        awaited: AwaitedPeers | None = None,
     ) -> None:
         """Set the quotas of tenants and make the parts.
 
         `news`: who hears of what tiers have, in a cluster.  `peer_tier`: the tier that reads peers, "" without one.
+        `awaited`: asks peers for chunks that their engines compute.
         """
         self.settings, self.facts, self.pool = settings, facts, pool
         self.loop, self.supervisor, self.clock = loop, supervisor, clock
@@ -94,6 +97,7 @@ class Parts:
         # The attached processes, and what their requests left behind.
         self.processes = Processes(pool, facts.epoch, tokens, self.readiness)
         self.grants = Grants(pool, counters, facts.epoch)
+        self.awaited_peers = awaited
 
         # The controllers that put to the tiers and load from them.
         self.store = StoreController(

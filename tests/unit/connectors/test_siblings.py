@@ -162,6 +162,12 @@ def test_a_request_that_another_engine_computes_waits_as_it_says_and_promises_no
         assert bool(client.promised) != bool(wait_ms)
         side.finished(request, TABLE)
         client.calls.clear()
+    for said, source in (("host-a", "host-a"), ("a b", ""), ("a" * 65, ""), (7, ""), ({}, "")):
+        params = {"kvstrata.wait_ms": 5_000, "kvstrata.from": said}
+        request = arrive(side, TOKENS, kv_transfer_params=params)
+        assert [call.source for call in client.calls] == [source]
+        side.finished(request, TABLE)
+        client.calls.clear()
 
 
 def loading_scene(**other):

@@ -27,6 +27,7 @@ AT_INSTANCE: list[tuple[Any, set[KeyKind]]] = [
     (wire.List(0, "l1", 0), {GATEWAY, CONTROLLER}),
     (wire.Do(0, wire.AskStatus(), 1_000), {CONTROLLER}),
     (wire.PeerHello(0, 7, "a", 1, "tcp", False), {INSTANCE}),
+    (wire.Await(0, KEY, KEY, KEY, 0, 0), {INSTANCE}),
 ]
 AT_CONTROLLER: list[tuple[Any, set[KeyKind]]] = [
     (register(), {INSTANCE}),
@@ -46,7 +47,7 @@ def instance(kind: KeyKind) -> ControlPort:
     port = ControlPort(asyncio.get_running_loop(), 1, lambda key: (kind,))
     port.serve((CONTROLLER, GATEWAY), dict.fromkeys((wire.Changes, wire.List), done))
     port.serve((CONTROLLER,), {wire.Do: done})
-    port.serve((INSTANCE,), {wire.PeerHello: done})
+    port.serve((INSTANCE,), dict.fromkeys((wire.PeerHello, wire.Await), done))
     return port
 
 

@@ -31,6 +31,7 @@ import hashlib
 import hmac
 import logging
 import math
+import re
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -44,7 +45,7 @@ from kvstrata.keys import ChunkHasher, batch
 from kvstrata.observability.load_line import prompt_work
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
-from kvstrata.rpc.wire import MAX_DEADLINE_MS, TRACEPARENT_CHARS, TailSet
+from kvstrata.rpc.wire import INSTANCE_OR_NONE, MAX_DEADLINE_MS, TRACEPARENT_CHARS, TailSet
 from kvstrata.types import MissReason, canonical_json
 
 logger = logging.getLogger("vllm.kvstrata")
@@ -178,6 +179,8 @@ STORE = "kvstrata.store"
 WAIT = "kvstrata.wait_ms"
 """A number of milliseconds there: the sender has given the prompt to another engine of the server too.  The request
 waits at most so long for that engine to promise and store the prompt's chunks, and promises nothing itself."""
+FROM = "kvstrata.from"
+"""The id of the instance that serves that engine, if it is another one than this engine's."""
 _thinning = Thinning()
 
 
@@ -228,6 +231,8 @@ class Tracked(msgspec.Struct, eq=False):
     """Block id → chunk of the last load, to find the chunks of blocks that failed."""
     expects_ms: int = 0
     """See WAIT."""
+    source: str = ""
+    """See FROM."""
     load_tokens: int = 0
     """Maximum number of tokens that are loaded for the request; 0: any."""
     stores_at_once: bool = False
@@ -278,6 +283,11 @@ class Tracked(msgspec.Struct, eq=False):
             self.expects_ms = wait_ms
         elif wait_ms is not None:
             self._ignored(WAIT, f"an integer from 0 to {MAX_DEADLINE_MS}", wait_ms)
+        source = params.get(FROM)
+        if isinstance(source, str) and re.fullmatch(INSTANCE_OR_NONE, source):
+            self.source = source
+        elif source is not None:
+            self._ignored(FROM, "the id of an instance", source)
         self.stores_at_once = store == "commit"
         if store is not None and not self.stores_at_once:
             self._ignored(STORE, "`commit`", store)
@@ -441,6 +451,7 @@ class LookupTable:
             stores_late=self._engine.store_late is not None and self._engine.store_late(),
             wait_ms=tracked.wait_ms,
             expects=tracked.expects_ms > 0,
+            source=tracked.source if tracked.expects_ms else "",
         )
         tracked.tails_asked = [asked.chunk for asked in tails]
         tracked.state = LookupState.ASKED

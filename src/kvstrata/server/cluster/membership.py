@@ -27,7 +27,7 @@ from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer, PeersServed, RecordServer
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.process.http_gate import is_loopback
-from kvstrata.rpc.cluster_wire import Changed, Changes, Do, List, Listed, Run
+from kvstrata.rpc.cluster_wire import Await, Awaited, Changed, Changes, Do, List, Listed, Run
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.rpc.zmq_server import Address
@@ -39,6 +39,7 @@ from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import Plan
 from kvstrata.tiers.config import TierConfig
+from kvstrata.types import KEY_BYTES
 
 _PORT = re.compile(r":\d{1,5}$")
 
@@ -106,7 +107,7 @@ def serve(
     )
     shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
     advertised = p2p.advertise or f"{shown}:{port}"
-    server = None
+    server, peers = None, PeersServed(None)
     if plan.p2p_engine is not None and parts.tiers.get(parts.peer_reads.name) is not None:
         socket_path = parts.facts.socket_dir / PEER_SOCKET
         server = PeerServer(
@@ -120,8 +121,17 @@ def serve(
             members=keys.clients,
         )
         closers.append(server.close)
+        peers = PeersServed(server)
+        promises, epoch = parts.grants.promises, parts.facts.epoch
+
+        async def awaited(asked: Await, peer: Address) -> Awaited:
+            if peers.draining or len(asked.chain) % KEY_BYTES or len(asked.slices) % KEY_BYTES:
+                return Awaited(asked.seq, epoch, 0, "none")
+            return Awaited(asked.seq, epoch, *await promises.for_peer(peer.key, asked))
+
+        control.serve((KeyKind.INSTANCE,), {Await: awaited})
     endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
-    return Served(control, endpoint, PeersServed(server), server is not None)
+    return Served(control, endpoint, peers, server is not None)
 
 
 class Membership(Numbers):

@@ -39,13 +39,15 @@ from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.explain import Choice, Explained, with_advice
 from kvstrata.observability.load_line import prompt_work
 from kvstrata.observability.tracing import Span
+from kvstrata.rpc.cluster_wire import MAX_AWAITED, MAX_AWAITED_SLICES, Await
 from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, check_keys
 from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
-from kvstrata.server.requests.promises import Promised, Waited
+from kvstrata.server.requests.promises import LOOKED_BACK, Promised, Waited
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 
 if TYPE_CHECKING:
+    from kvstrata.p2p.awaiting import AwaitedPeers
     from kvstrata.server.parts import Parts
 
 
@@ -221,7 +223,7 @@ class Lookups:
         self._pool, self._lane, self._clock = parts.pool, parts.lane, parts.clock
         self._own_lane, self._noting = parts.own_lane, 0
         self._processes, self._grants = parts.processes, parts.grants
-        self._promises = parts.grants.promises
+        self._promises, self._peers = parts.grants.promises, parts.awaited_peers
         self._tiers, self._prefetch, self._store = parts.tiers, parts.prefetch, parts.store
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
         self._explainer, self._counters, self._tracer = parts.explainer, parts.counters, parts.tracer
@@ -369,10 +371,13 @@ class Lookups:
             ):
                 before, expects = held.n_chunks, False
                 held = await self._lease_again(asked, held)
-                l1_chunks += max(0, held.n_chunks - before)
+                if not asked.request.source:
+                    l1_chunks += max(0, held.n_chunks - before)
                 reason, detail = _WAITED[end]
                 if end == "late" or (end == "ready" and held.n_chunks == before):
                     break  # it took too long, or chunks have left L1 meanwhile
+                if end == "broken" and asked.request.source:
+                    break  # the other instance may be gone
         except BaseException:
             self._give_up(held)
             raise
@@ -409,10 +414,44 @@ class Lookups:
         while n_chunks < asked.n_chunks and (left_s := ends_s - self._clock.monotonic_s()) > 0:
             if promised := self._promised(asked, n_chunks):
                 return await self._promises.wait(asked.process, promised, left_s)
-            if not (expects and self._promises.may_wait(asked.process)):
+            if not self._promises.may_wait(asked.process):
+                break
+            source = asked.request.source
+            if source and self._peers is not None and source != self._peers.instance_id:
+                return await self._wait_at_peer(self._peers, asked, n_chunks, left_s, expects=expects)
+            if not expects:
                 break
             await self._promises.expect(asked.process, asked.identity.root, left_s)
         return None
+
+    async def _wait_at_peer(
+        self, peers: AwaitedPeers, asked: Asked, n_chunks: int, left_s: float, *, expects: bool
+    ) -> Waited | None:
+        """As `_wait_for_others`, at the instance that the request names; loads what has come to be there."""
+        keys, first = asked.keys, max(0, n_chunks - LOOKED_BACK)
+        if keys.spans or keys.n_slices > MAX_AWAITED_SLICES:
+            return None
+        ends_s = self._clock.monotonic_s() + left_s
+        chain = part(keys.chain, first, first + MAX_AWAITED)
+        question = Await(0, keys.root, chain, keys.slices, n_chunks - first, 0, expects)
+        with self._promises.counted(asked.process):
+            n, end, owner = await peers.wait(asked.request.source, question, left_s)
+        if end == "none":  # after chunks of it have come, the promise has ended
+            return None if expects == asked.request.expects else "broken"
+        self._promises.waits[end] += 1
+        if end == "ready":
+            fetched = await self._prefetch.fetch(
+                keys.part(n_chunks, first + n),
+                keys.n_slices,
+                identity=asked.identity.root,
+                tenant=asked.identity.tenant,
+                parent=keys.part(n_chunks - 1, n_chunks) if n_chunks else b"",
+                deadline_s=ends_s,
+                limits=asked.process.group.record_limits,
+                owner=owner,
+            )
+            asked.choices.extend(fetched.choices)
+        return end
 
     def _promised(self, asked: Asked, n_chunks: int) -> Promised | None:
         """What other engines have promised of the chunks behind these, if they are expected to be there in time."""

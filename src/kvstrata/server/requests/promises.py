@@ -16,6 +16,7 @@ Invariants
 2. A lookup waits only for promises of other engines, and only for those that were given before it arrived.  So a
    request may be promised and wait itself, and no two wait for each other.  A lookup that expects a promise waits for
    later ones too; its request has promised nothing.
+   A peer waits for lookups that expect a promise, so it waits for any.
 3. The index in shared memory says whether any promise stands. While none does, an engine that finds nothing there need
    not ask the server.
 """
@@ -34,16 +35,23 @@ from kvstrata.errors import Refused
 from kvstrata.keys.batch import count, nth, part
 from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.numbers import Numbers, counter, gauge
+from kvstrata.rpc.cluster_wire import Await
 from kvstrata.server.processes import Process, Use
 
 MAX_PROMISED_CHUNKS = 131_072
 """Of one process over all its sessions, 4 MiB of keys."""
 MAX_WAITING = 256
-"""Lookups of one session that wait; further ones are answered at once."""
+"""Lookups of one session, or of one peer, that wait; further ones are answered at once."""
+MAX_PEERS_WAITING = 512
+"""Those of all peers."""
+PEEKED_KEYS = 256
+"""Keys that are looked up at a time for a peer, some 40 µs of the loop."""
 LOOKED_BACK = 512
 """Chunks before the missing one at which a promise of it may begin."""
 
 Waited = Literal["ready", "broken", "late"]
+Waiter = Process | str
+"""Who waits: a process, or the public key of a peer."""
 
 
 class Promise(msgspec.Struct, eq=False):
@@ -83,13 +91,15 @@ class Promises(Numbers):
     waits_now = gauge("Lookups that wait for promised chunks.", lambda self: sum(self._waits.values()))
     given = counter("Promises that engines have given.")
     waits = counter("Lookups that have waited for promised chunks, by what ended it.", "end")
+    peers_wait_now = gauge("Waits of peers for chunks that engines of this instance have promised.")
+    peer_waits = counter("Waits of peers that were answered, by what ended them.", "end")
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._live = 0
         self._by_first: dict[tuple[bytes, bytes], list[Promise]] = {}
         """By root, and key of the first chunk."""
-        self._waits: dict[Process, int] = {}
+        self._waits: dict[Waiter, int] = {}
         self._expecting: dict[asyncio.Future[None], bytes] = {}
         """Lookups that wait for a promise to be given, with the roots of their identities."""
         self.awaited: dict[Promise, None] = {}
@@ -136,23 +146,26 @@ class Promises(Numbers):
         for promise in [one for one in self.awaited if one.process.group is process.group]:
             self._look(promise)
 
-    def may_wait(self, process: Process) -> bool:
-        """Whether one more lookup of this process may wait."""
-        return self._waits.get(process, 0) < MAX_WAITING
+    def may_wait(self, waiter: Waiter) -> bool:
+        """Whether one more lookup of this process or peer may wait."""
+        if isinstance(waiter, str) and self.peers_wait_now >= MAX_PEERS_WAITING:
+            return False
+        return self._waits.get(waiter, 0) < MAX_WAITING
 
     def find(
-        self, process: Process, root: bytes, chain: bytes, n_present: int, latest: int
+        self, waiter: Waiter, root: bytes, chain: bytes, n_present: int, latest: int = -1
     ) -> Promised | None:
         """The promise of another engine that has most of the chunks behind the first `n_present` of a prompt.
 
         Only those up to number `latest` count, -1: any; of several the first.
         """
-        if not (self._live and self.may_wait(process)):
+        if not (self._live and self.may_wait(waiter)):
             return None
+        own = waiter.group if isinstance(waiter, Process) else None
         most, found = n_present, None
         for first in range(n_present, max(-1, n_present - LOOKED_BACK), -1):
             for promise in self._by_first.get((root, nth(chain, first)), ()):
-                if promise.process.group is process.group or 0 <= latest < promise.number:
+                if promise.process.group is own or 0 <= latest < promise.number:
                     continue
                 common = _common(promise.chain, part(chain, first, first + count(promise.chain)))
                 if first + common > most:
@@ -160,42 +173,69 @@ class Promises(Numbers):
                     found = Promised(promise, common, most)
         return found
 
-    async def expect(self, process: Process, root: bytes, most_s: float) -> None:
+    async def expect(self, waiter: Waiter, root: bytes, most_s: float) -> None:
         """Wait, at most so long, until a promise under this identity is given."""
         expecting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expecting[expecting] = root
-        with self._counted(process):
+        with self.counted(waiter):
             try:
                 await asyncio.wait([expecting], timeout=most_s)
             finally:
                 self._expecting.pop(expecting, None)
 
-    async def wait(self, process: Process, promised: Promised, most_s: float) -> Waited:
+    async def wait(self, waiter: Waiter, promised: Promised, most_s: float) -> Waited:
         """Wait, at most so long, until L1 has what was promised of a prompt, in all slices of the engine at work."""
         promise, n_chunks, _ = promised
         waiting: asyncio.Future[Waited] = asyncio.get_running_loop().create_future()
         promise.waiting[waiting] = n_chunks
         self.awaited[promise] = None
-        with self._counted(process):
+        with self.counted(waiter):
             try:
                 self._look(promise)
                 await asyncio.wait([waiting], timeout=most_s)
                 end = waiting.result() if waiting.done() else "late"
             finally:
                 self._forget(promise, waiting)
-        self.waits[end] += 1
+        (self.waits if isinstance(waiter, Process) else self.peer_waits)[end] += 1
         return end
 
+    async def for_peer(self, peer: str, asked: Await) -> tuple[int, Waited | Literal["none"]]:
+        """How many of the chunks L1 has, once it has one more than the peer, or will not get it; and how that ended."""
+        n_slices, n_chunks = count(asked.slices), count(asked.chain)
+        most = max(1, PEEKED_KEYS // n_slices)
+        ends_s, expects = asyncio.get_running_loop().time() + asked.wait_ms / 1000, asked.expects
+        end: Waited | Literal["none"] = "none"
+        while True:
+            n = min(asked.n_present, n_chunks)
+            beyond = part(asked.chain, n, n + most)
+            n += self._pool.peek(storage_keys(asked.root, beyond, asked.slices), n_slices) if beyond else 0
+            left_s = ends_s - asyncio.get_running_loop().time()
+            if n > asked.n_present or end == "ready" or n == n_chunks:
+                return n, "ready" if n > asked.n_present else "broken"
+            if left_s <= 0:
+                return n, "late"
+            found = self.find(peer, asked.root, asked.chain, n)
+            if found is not None and found.promise.slices == asked.slices:
+                one_more = n + 1 - (found.end - found.n_chunks)
+                end, expects = await self.wait(peer, found._replace(n_chunks=one_more), left_s), False
+            elif expects and self.may_wait(peer):
+                await self.expect(peer, asked.root, left_s)
+            else:
+                return n, end
+
     @contextlib.contextmanager
-    def _counted(self, process: Process) -> Iterator[None]:
-        """Count a lookup of this process as waiting."""
-        self._waits[process] = self._waits.get(process, 0) + 1
+    def counted(self, waiter: Waiter) -> Iterator[None]:
+        """Count a lookup of this process, or of this peer, as waiting."""
+        of_peer = isinstance(waiter, str)
+        self._waits[waiter] = self._waits.get(waiter, 0) + 1
+        self.peers_wait_now += of_peer
         try:
             yield
         finally:
-            self._waits[process] -= 1
-            if not self._waits[process]:
-                del self._waits[process]
+            self._waits[waiter] -= 1
+            self.peers_wait_now -= of_peer
+            if not self._waits[waiter]:
+                del self._waits[waiter]
 
     def _look(self, promise: Promise) -> None:
         """See how many chunks are in L1 now, and answer those who wait for no more."""

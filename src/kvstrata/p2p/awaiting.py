@@ -1,0 +1,146 @@
+"""Waits at other instances for chunks that their engines have promised. What is there by then, the peer tier loads.
+
+    lookup ─▶ controller: how to reach the instance ─▶ instance: Await, again and again ─┬─▶ ready   load, ask again
+                                                                                         ├─▶ broken  compute
+                                                                                         └─▶ late    compute
+
+1. Nothing is reserved for chunks that are not there yet: an owner says which chunks have come, and these are loaded as
+   any others (tier.py).  So a chunk is on its way while the next one is computed.
+2. An owner answers within POLL_S, so it keeps nothing for an asker that is gone, and one that stands still is found out
+   in ANSWER_S more; a connection that ends is known at once.  Such an owner is asked nothing for a while.
+3. Answers are checked. An owner that lies costs its asker the time that the request may wait, and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Literal
+
+import msgspec
+
+from kvstrata.errors import ClusterFailure, Unavailable
+from kvstrata.keys.batch import count
+from kvstrata.p2p.settings import PeerSettings
+from kvstrata.patience import patience
+from kvstrata.rpc.cluster_wire import Await, Awaited, Owner, Where, WhereReply
+from kvstrata.rpc.zmq_curve import ClusterKeys, open_keys, read_cluster_keys
+from kvstrata.rpc.zmq_link import AskLink, Links
+from kvstrata.tiers.breaker import Breaker
+
+POLL_S = 1.0
+ANSWER_S = 1.0
+MAX_OWNERS = 64
+OWNER_S = 2.0
+"""How long the controller's word on an instance is used."""
+End = Literal["ready", "broken", "late", "none"]
+
+
+class _Owner:
+    """An instance that is asked."""
+
+    def __init__(self, entry: Owner, link: AskLink, known_s: float) -> None:
+        self.entry, self.link, self.known_s = entry, link, known_s
+        self.breaker = Breaker(1, 1.0, 30.0)
+
+
+class AwaitedPeers:
+    """Asks other instances for the lookups of this one. Belongs to the event loop."""
+
+    def __init__(self, settings: PeerSettings, instance_id: str) -> None:
+        """Connects to nothing before the first question."""
+        self._settings, self.instance_id = settings, instance_id
+        self._loop = asyncio.get_running_loop()
+        self._links: Links | None = None
+        self._keys: ClusterKeys
+        self._controllers: list[AskLink] = []
+        self._owners: OrderedDict[str, _Owner] = OrderedDict()
+
+    def close(self) -> None:
+        """End all questions. Idempotent."""
+        if self._links is not None:
+            for link in [*self._controllers, *(one.link for one in self._owners.values())]:
+                link.close()
+            self._links.close()
+            self._links = None
+
+    async def wait(self, instance: str, asked: Await, most_s: float) -> tuple[int, End, bytes]:
+        """Wait, at most so long, until an instance has more of these chunks.
+
+        Returns how many it has, how the wait has ended, and the instance as `Ask.owner` names it.
+        """
+        ends_s = self._loop.time() + most_s
+        try:
+            owner = await self._owner(instance, most_s)
+        except (Unavailable, ClusterFailure):
+            owner = None
+        if owner is None or not owner.breaker.admit(self._loop.time()):
+            return asked.n_present, "broken", b""
+        well = False
+        try:
+            while (left_s := ends_s - self._loop.time()) > 0:
+                poll_s = min(left_s, POLL_S)
+                request = msgspec.structs.replace(asked, wait_ms=round(1000 * poll_s))
+                reply = await owner.link.ask(request, Awaited, poll_s + patience(ANSWER_S))
+                more = asked.n_present < reply.n_chunks <= count(asked.chain)
+                if reply.epoch != owner.entry.incarnation or more != (reply.end == "ready"):
+                    break
+                if reply.end != "late":
+                    well = True
+                    return reply.n_chunks, reply.end, msgspec.msgpack.encode(owner.entry)
+            else:
+                well = True
+                return asked.n_present, "late", b""
+        except (Unavailable, ClusterFailure):
+            pass
+        finally:
+            owner.breaker.ended(well, self._loop.time())
+        owner.known_s = float("-inf")
+        return asked.n_present, "broken", b""
+
+    async def _owner(self, instance: str, most_s: float) -> _Owner | None:
+        """How to reach an instance; None: no controller knows it. Raises Unavailable, ClusterFailure."""
+        known = self._owners.get(instance)
+        if known is not None and self._loop.time() < known.known_s + OWNER_S:
+            self._owners.move_to_end(instance)
+            return known
+        entry = await self._ask(instance, most_s)
+        known = self._owners.get(instance)
+        if known is not None and entry is not None and known.entry == entry:
+            known.known_s = self._loop.time()
+            return known
+        if known is not None:
+            self._owners.pop(instance).link.close()
+        if entry is None:
+            return None
+        owner = self._owners[instance] = _Owner(entry, self._linked(entry), self._loop.time())
+        if len(self._owners) > MAX_OWNERS:
+            self._owners.popitem(last=False)[1].link.close()
+        return owner
+
+    async def _ask(self, instance: str, most_s: float) -> Owner | None:
+        if self._links is None:
+            file = self._settings.curve_file
+            self._keys = read_cluster_keys(file, "controller.curve_file") if file else open_keys()
+            self._links = Links(self._loop)
+            self._controllers = [self._links.ask(url, keys=self._keys) for url in self._settings.controllers]
+        limit_s = min(most_s, self._settings.lookup_timeout_ms / 1000)
+        for controller in self._controllers:
+            try:
+                where = Where(0, self.instance_id, b"", 1, 1, named=instance)
+                owners = (await controller.ask(where, WhereReply, limit_s)).owners
+            except (Unavailable, ClusterFailure):
+                continue
+            found = [one for one in owners if one.instance == instance and one.peer_endpoint]
+            return found[0] if found else None
+        return None
+
+    def _linked(self, entry: Owner) -> AskLink:
+        assert self._links is not None
+
+        def changed(up: bool) -> None:
+            if not up:
+                link.fail_sent()
+
+        link = self._links.ask(entry.peer_endpoint, keys=self._keys.to(entry.peer_key), changed=changed)
+        return link
