@@ -217,6 +217,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "this engine's URL, as the connector's setting `engine_url` tells it.",
         pattern=r"^[A-Za-z0-9._-]{0,64}$",
         demand="must be the id of an instance: at most 64 letters, digits and . _ -")] = ""
+    role: Annotated[Literal["both", "prefill", "decode"], says(
+        "What the engine does where requests are split (`split`): `prefill` computes prompts for others, and answers "
+        "only if no other engine can; `decode` answers, and computes no prompts for others.")] = "both"
 
 
 DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
@@ -243,6 +246,7 @@ class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "A service of Kubernetes; without it none is asked for.")] = None
 
 
+Contract = Literal["", "kvstrata", "nixl", "mooncake"]
 PolicyName = Literal["auto", "ttft", "least_loaded", "round_robin", "session"]
 
 
@@ -257,6 +261,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         "last tokens, by queues, measured rates and what each engine has cached; `ttft` the one whose first token is "
         "expected soonest, by the same; `least_loaded` one with the fewest requests under way, `round_robin` one after "
         "the other, `session` the same one for all requests of a session while it serves.")] = "auto"
+    split: Annotated[Contract, says(
+        "How one engine may compute a prompt that another one answers, where that costs all requests less time: "
+        "`kvstrata` between engines of one `lmcache-server` whose connectors have `await_siblings`; `nixl` and "
+        "`mooncake` by vLLM's NixlConnector or MooncakeConnector; empty: it may not. Needs the policy `auto` or "
+        "`ttft`.")] = ""
     slo: Annotated[list[SloSettings], says("Classes of service.", max_length=16)] = []
     tenants: Annotated[list[GatewayTenantSettings], says(
         "Tenants; empty: clients need no key, and their `Authorization` goes to the engine.", max_length=1_024)] = []

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvstrata.config.gateway_model import SloSettings
+from kvstrata.config.gateway_model import Contract, SloSettings
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
@@ -26,14 +26,19 @@ from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import PIECE_TOKENS, Prefixes
 from kvstrata.gateway.residency.knowledge import Heard
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.gateway.routing.choose import AnyPolicy, Record, choose, longest
-from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Way
+from kvstrata.gateway.routing.choose import AnyPolicy, longest
+from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
 from kvstrata.gateway.routing.queues import Flight
 from kvstrata.gateway.routing.rates import Decoded
+from kvstrata.gateway.routing.split import Record, decide
 from kvstrata.gateway.sharing.telling import Sent, Teller
 
 if TYPE_CHECKING:
     from kvstrata.gateway.request import Request as Arrived
+
+
+PREFILLS = 1 << 62
+"""Numbers of requests that compute a prompt for another engine are those of the requests themselves, and this."""
 
 
 class Wanted(NamedTuple):
@@ -61,6 +66,8 @@ class Wanted(NamedTuple):
     slo: SloSettings | None = None
     """Its class of service."""
     arrived_s: float = 0.0
+    contract: Contract = ""
+    """How one engine may compute the prompt for another; empty: none may."""
 
 
 class Turn:
@@ -70,6 +77,8 @@ class Turn:
     """None: not dispatched."""
     decoded: Decoded | None = None
     """Of an answer that has ended and came as a stream."""
+    over: bool = False
+    """Of a prompt that is computed for another engine: whether that has ended."""
 
     def spoil(self) -> None:
         """How long its prompt takes tells nothing."""
@@ -94,6 +103,13 @@ class Choice(NamedTuple):
     kept: Kept | None
     """For operators; None: too many at once."""
     turn: Turn
+    prefill: Choice | None = None
+    """The engine that computes the prompt for this one; None: this one does."""
+
+    @property
+    def way(self) -> Way | None:
+        """How the engine should get the prefix; None: not planned."""
+        return self.decision.way if self.decision is not None else None
 
 
 class Knows(Protocol):
@@ -173,25 +189,41 @@ class Choosing:
             else 0.0,
             token_within_s=slo.tpot_ms / 1_000 if slo else 0.0,
         )
-        tiers = {copy.tier for copy in knowledge.copies} - {"l0"}
+        tiers: set[Tier] = {copy.tier for copy in knowledge.copies} - {"l0"}
+        if wanted.contract:
+            tiers.add("l1")
         peers = {copy.source for copy in knowledge.copies if copy.tier == "peer"}
         loads = self._fleet.loads(serving, tiers, self._loading.queued(peers) if tiers else Counter())
-        decision = choose(request, loads, knowledge, now_s, policy=self.policy)
+        helpers = [one.load for one in serving.helpers]
+        decision = decide(
+            request, loads, helpers, knowledge, now_s, policy=self.policy, contract=wanted.contract
+        )
         kept = None
         if self.decisions.wanted():
             record = Record(
                 request=request,
                 engines=loads,
+                helpers=helpers,
                 knowledge=knowledge,
                 now_s=now_s,
                 policy=self.policy,
+                contract=wanted.contract,
                 decision=decision,
             )
             kept = self.decisions.keep(record, wanted.model)
         cached_tokens = min(decision.way.cached_tokens, wanted.tokens - 1) if decision.way is not None else 0
         chosen = self._fleet.target(decision.engine)
         assert chosen is not None
-        return self._choice(wanted, chosen, cached_tokens, knowledge, decision, kept)
+        choice = self._choice(wanted, chosen, cached_tokens, knowledge, decision, kept)
+        if (leg := decision.prefill) is None:
+            return choice
+        helper = self._fleet.target(leg.engine)
+        assert helper is not None
+        number = PREFILLS + wanted.number
+        theirs = wanted._replace(number=number, word=f"{wanted.word}-prefill", streams=True, slo=None)
+        own = Decision(policy=decision.policy, engine=leg.engine, reason=decision.reason, way=leg.way)
+        cached_tokens = min(leg.way.cached_tokens, wanted.tokens - 1)
+        return choice._replace(prefill=self._choice(theirs, helper, cached_tokens, knowledge, own, None))
 
     def _takes(self, engine: ServingEngine, number: int) -> bool:
         """Whether a request may go to an engine that has nothing of it: to one that has just returned, only a share."""
@@ -275,26 +307,24 @@ class Choosing:
         return Failure(429, "slo_unreachable", says, retry_after_s=max(1, math.ceil(late_s)))
 
     def dispatched(self, choice: Choice) -> None:
-        """The request is sent to the engine."""
-        wanted, engine = choice.wanted, choice.engine
-        uncached = max(1, wanted.tokens - choice.cached_tokens)
-        way = choice.decision.way if choice.decision is not None else None
+        """The request is sent to the engine, and its prompt to the one that computes it."""
+        wanted, engine, way = choice.wanted, choice.engine, choice.way
         ready_in_s = way.ttft_s if way is not None else 0.0
-        if way is not None and way.load_tokens > 0:
-            self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
-            if way.tier == "peer":
-                self.reads(wanted, engine, way, self._residency.block_life_s)
         for key in wanted.keys:
             self._sent[key] = self._sent.get(key, 0) + 1
+        if choice.prefill is not None:
+            self.dispatched(choice.prefill)
         choice.turn.flight = self._fleet.began(
             engine,
-            uncached,
+            self._uncached(choice),
             wanted.tokens,
             streams=wanted.streams,
             until_s=math.inf if wanted.streams else choice.at_s + ready_in_s,
+            token_within_s=wanted.slo.tpot_ms / 1_000 if wanted.slo is not None else 0.0,
+            held=choice.prefill is not None,
         )
-        if way is not None and way.load_tokens:
-            choice.turn.spoil()  # the time to its first token will be that of a load
+        if choice.prefill is None:
+            self._begins(choice, ready_in_s)
         self.prefixes.note(
             wanted.keys,
             engine.name,
@@ -303,19 +333,53 @@ class Choosing:
             computed=False,
             ready_at_s=choice.at_s + ready_in_s,
         )
+
+    def _uncached(self, choice: Choice) -> int:
+        return max(1, choice.wanted.tokens - choice.cached_tokens)
+
+    def _begins(self, choice: Choice, ready_in_s: float) -> None:
+        """The engine begins with the prompt: with a load, if it is to have one."""
+        wanted, engine, way = choice.wanted, choice.engine, choice.way
+        loads = way is not None and way.load_tokens > 0
+        if way is not None and loads:
+            self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
+            if way.tier == "peer":
+                self.reads(wanted, engine, way, self._residency.block_life_s)
+            choice.turn.spoil()  # the time to its first token will be that of a load
         if self.teller is not None:
             self.teller.sent(
                 Sent(
                     number=wanted.number,
                     engine=engine.name,
-                    uncached=uncached,
+                    uncached=self._uncached(choice),
                     tokens=wanted.tokens,
                     keys=b"".join(wanted.keys),
                     ready_in_s=max(0.0, ready_in_s),
                     streams=wanted.streams,
-                    loads=way is not None and way.load_tokens > 0,
+                    loads=loads,
                 )
             )
+
+    def prefilled(self, choice: Choice, *, computed: bool) -> None:
+        """The engine that computes a prompt for another one has ended: `computed`, or without. Idempotent."""
+        if choice.prefill is None or not self._leg_ends(choice.prefill, computed=computed):
+            return
+        way, flight = choice.way, choice.turn.flight
+        if flight is not None and way is not None and not (flight.ended or flight.running):
+            tokens = choice.wanted.tokens
+            uncached = self._uncached(choice) if computed else max(1, tokens - choice.cached_exact)
+            self._fleet.begin(flight, uncached)
+            self._begins(choice, way.load_s)
+
+    def _leg_ends(self, leg: Choice, *, computed: bool) -> bool:
+        """Whether it had not ended before."""
+        if leg.turn.over:
+            return False
+        leg.turn.over = True
+        if computed:
+            self.first_token(leg)
+        self.ended(leg, answered=computed)
+        return True
 
     def first_token(self, choice: Choice) -> None:
         """The engine's answer has begun."""
@@ -332,6 +396,8 @@ class Choosing:
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
         """The request has ended at this engine, however. `answered`: its first token had come."""
+        if choice.prefill is not None:
+            self._leg_ends(choice.prefill, computed=False)
         if choice.turn.flight is not None:
             decoded = self._fleet.ended(choice.engine, choice.turn.flight)
             choice.turn.decoded = decoded if choice.wanted.streams else None

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.gateway.routing.choose import Record, replay
 from kvstrata.gateway.routing.model import Decision
+from kvstrata.gateway.routing.split import Record, replay
 
 KEPT = 512
 PER_S = 50
@@ -45,6 +45,8 @@ class Kept:
         """Time from the decision to the first token; None: it has not come, or never will."""
         self.cached_tokens: int | None = None
         """Of the prompt, as the engine tells."""
+        self.prefill: str | None = None
+        """What came of the other engine's prefill; None: there is none, or it goes on."""
 
     def shown(self) -> dict[str, Any]:
         """For the page."""
@@ -60,7 +62,7 @@ class Kept:
                 "ttft_s": way.ttft_s if way is not None else None,
                 "cached_tokens": way.cached_tokens if way is not None else None,
             },
-            "observed": {"ttft_s": self.ttft_s, "cached_tokens": self.cached_tokens},
+            "observed": {"ttft_s": self.ttft_s, "cached_tokens": self.cached_tokens, "prefill": self.prefill},
             "recorded": bool(self.record),
         }
 

@@ -29,7 +29,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.gateway.routing.model import EngineState as Load
-from kvstrata.gateway.routing.model import Tier
+from kvstrata.gateway.routing.model import Role, Tier
 from kvstrata.gateway.routing.queues import Flight, Queue
 from kvstrata.gateway.routing.rates import Decoded, DecodeRates, LoadRates, PrefillRates
 from kvstrata.observability.logging import EventLog
@@ -67,6 +67,7 @@ class Place(NamedTuple):
     """Its data-parallel ranks, as the settings say; 0: it is asked."""
     instance: str = ""
     """The instance that it is attached to, as the settings say; empty: controllers tell."""
+    role: Role = "both"
 
 
 class ServingEngine:
@@ -125,7 +126,9 @@ class Serving(NamedTuple):
     targets: list[ServingEngine]
     loads: list[Load]
     generations: dict[str, int]
-    """By name."""
+    """By name, those of `helpers` too."""
+    helpers: list[ServingEngine]
+    """Engines of the model that compute prompts for others, and answer only if there are no others."""
 
 
 class Fleet:
@@ -137,6 +140,7 @@ class Fleet:
         self.rates = PrefillRates(ASSUMED_TOKENS_S)
         self.decode_rates = DecodeRates()
         self.load_rates = LoadRates()
+        self._instance_of: Callable[[ServingEngine], str] = lambda engine: ""
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
         self.served: dict[str, None] = {}
@@ -202,6 +206,15 @@ class Fleet:
             rank.state, rank.reason, rank.models = engine.state, engine.reason, engine.models
             rank.generation, rank.returned = engine.generation, engine.returned
             rank.up_since_s = engine.up_since_s
+        for target in (engine, *engine.ranks):
+            target.load.role = engine.place.role
+            target.load.instance = engine.place.instance or self._instance_of(engine)
+
+    def attach(self, instance_of: Callable[[ServingEngine], str]) -> None:
+        """Controllers tell to which instances engines are attached; empty: not known."""
+        self._instance_of = instance_of
+        for engine in self.engines.values():
+            self._tell_ranks(engine)
 
     def _leaves(self, target: ServingEngine, reason: str) -> None:
         """Let a target's requests end, and then forget it."""
@@ -265,13 +278,20 @@ class Fleet:
         streams: bool = True,
         ours: bool = True,
         until_s: float = math.inf,
+        token_within_s: float = 0.0,
+        held: bool = False,
     ) -> Flight:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens`: see Queue.send."""
         engine.sent += ours
         engine.ours += ours
         return engine.queue.send(
-            uncached_tokens, tokens, self._now_s(), streams=streams, ours=ours, until_s=until_s
-        )
+            uncached_tokens, tokens, self._now_s(), streams=streams, ours=ours, until_s=until_s,
+            token_within_s=token_within_s, held=held,
+        )  # fmt: skip
+
+    def begin(self, flight: Flight, uncached_tokens: int) -> None:
+        """A request that `began` as held has its turn at its engine: see Queue.begin."""
+        flight.queue.begin(flight, uncached_tokens, self._now_s())
 
     def next_room_s(self) -> float:
         """When a prompt will cease to take room at its engine without being told; infinite: none will."""
@@ -345,9 +365,11 @@ class Fleet:
         """What a request for the model may be sent to: `serving`, with ranks in place of engines that have several."""
         known = None if but else self._serving.get(model)
         if known is None:
-            targets = [target for engine in self.serving(model, but) for target in engine.targets]
-            generations = {target.name: target.generation for target in targets}
-            known = Serving(targets, [target.load for target in targets], generations)
+            found = [target for engine in self.serving(model, but) for target in engine.targets]
+            generations = {target.name: target.generation for target in found}
+            targets = [target for target in found if target.place.role != "prefill"] or found
+            helpers = [target for target in found if target not in targets]
+            known = Serving(targets, [target.load for target in targets], generations, helpers)
             if not but:
                 if len(self._serving) >= MAX_MODELS:
                     self._serving.clear()
@@ -397,7 +419,7 @@ class Fleet:
 
         `queued`: tokens of loads that go on, as `Loading` counts them.
         """
-        for load in serving.loads if tiers else ():
+        for load in (*serving.loads, *(one.load for one in serving.helpers)) if tiers else ():
             load.paths = {}
             for tier in tiers:
                 path = self.load_rates.path(load.name, tier, load.prefill_tokens_s)
@@ -434,7 +456,15 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = Address(parts.hostname, port, parts.scheme == "https")
     name = settings.name or f"{host}:{port}"
-    return Place(name, address, api_key, source_of(settings), settings.data_parallel_size, settings.instance)
+    return Place(
+        name,
+        address,
+        api_key,
+        source_of(settings),
+        settings.data_parallel_size,
+        settings.instance,
+        settings.role,
+    )
 
 
 @functools.lru_cache(8_192)

@@ -113,7 +113,8 @@ class PartNumbers(Numbers):
 
 def sections(parts: Parts, glance: Glance, http: Iterable[Numbers]) -> Iterator[tuple[str, Numbers]]:
     """All parts of a gateway that have numbers, each with its prefix. `http`: those of its port."""
-    counting = (parts.meters, parts.tokens, parts.admission, parts.controllers, parts.controllers.following)
+    counting: tuple[Numbers, ...] = (parts.meters, parts.tokens, parts.admission, parts.legs)
+    counting += (parts.controllers, parts.controllers.following)
     yield from ((PREFIX, part) for part in (*counting, glance, PartNumbers(parts)))
     yield from ((f"{PREFIX}_http", part) for part in http)
     yield f"{PREFIX}_log", LogNumbers()

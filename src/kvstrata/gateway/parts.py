@@ -12,6 +12,7 @@ from kvstrata.gateway.choosing import Choosing
 from kvstrata.gateway.controllers.asking import Controllers
 from kvstrata.gateway.door import Door
 from kvstrata.gateway.fleet import Fleet, ServingEngine
+from kvstrata.gateway.handover.legs import Legs
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
@@ -41,6 +42,7 @@ class Parts:
     requests: Requests
     suspect: Callable[[ServingEngine], None]
     """Called with an engine whose connection failed, so that it is probed now."""
+    legs: Legs
     sharing: Sharing | None
     """None: other gateways are told nothing."""
     stopping: bool = field(default=False)

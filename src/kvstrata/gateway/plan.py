@@ -118,6 +118,7 @@ def _checks(settings: GatewaySettings) -> Iterator[Check]:
     yield bool(queue.max_requests and picker.listen), "queue.max_requests", own
     measures = "needs `policy: auto` or `ttft`, which measure how long engines take"
     yield bool(queue.max_requests and not settings.predicts), "queue.max_requests", measures
+    yield bool(settings.split and not settings.predicts), "split", measures
     yield from _twice("tokens.tokenizers", "model", [one.model for one in settings.tokens.tokenizers])
 
 

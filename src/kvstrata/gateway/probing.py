@@ -147,6 +147,7 @@ class Probing:
                     key,
                     source,
                     ranks,
+                    role=settings.role,
                 )
                 for address in self._resolved.get(settings.url, ())
             ]

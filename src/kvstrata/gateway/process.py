@@ -27,6 +27,7 @@ from kvstrata.gateway.door import Door
 from kvstrata.gateway.engine_http import Asker
 from kvstrata.gateway.envoy.process import Envoy, program
 from kvstrata.gateway.fleet import Fleet
+from kvstrata.gateway.handover.legs import Legs
 from kvstrata.gateway.kubernetes import Endpoints
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.metrics import Glance, sections
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
-RESTART = frozenset(("log_format",))
+RESTART = frozenset(("log_format", "split"))
 """Settings that need a restart, beside those of OPENED."""
 OPENED = ("http.", "picker.", "engines_from.", "sharing.listen", "sharing.curve_file", "timeouts.", "envoy")
 
@@ -77,7 +78,8 @@ class Gateway(Process):
         asker = Asker()
         fleet = Fleet(now_s)
         meters = Meters({one.name: one for one in settings.slo})
-        requests = Requests()
+        requests, legs = Requests(), Legs(asker)
+        self.closers.append(legs.close)
         loopback = is_loopback(settings.http.host)
         http = settings.http
         if settings.tenants and http.open_metrics is None:
@@ -107,9 +109,9 @@ class Gateway(Process):
         probing.listens(settings.predicts)
         self._parts = parts = Parts(
             settings, now_s, door, fleet, meters, reader, residency, tokens, choosing, admission, controllers,
-            requests, probing.suspect, sharing,
+            requests, probing.suspect, legs, sharing,
         )  # fmt: skip
-        requests.parts = parts
+        requests.parts = legs.parts = parts
         self._glance = glance = Glance(parts)
         self._numbers: tuple[Numbers, ...] = ()
         pages = Pages(lambda: sections(parts, glance, self._numbers))

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 import time
@@ -23,8 +24,11 @@ from kvstrata.gateway.choosing import Choice, Wanted
 from kvstrata.gateway.door import IN_FLIGHT, Tenant
 from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.fleet import ServingEngine, endpoint_of
+from kvstrata.gateway.handover.contract import Fields
+from kvstrata.gateway.handover.legs import SAME_BODY
 from kvstrata.gateway.marks import CANCELLED, OK, Marks
 from kvstrata.gateway.routes import GENERATES, ROUTES, Asked, Route, answer_id, route_of
+from kvstrata.gateway.routing.split import may_hand_over
 
 if TYPE_CHECKING:
     from kvstrata.gateway.parts import Parts
@@ -85,6 +89,8 @@ class Request:
         """Whether the prompt's ids were computed here or asked of an engine."""
         self.without: frozenset[ServingEngine] = frozenset()
         """Engines that may not serve it."""
+        self.leg: asyncio.Task[Fields | None] | None = None
+        """Has its prompt computed by another engine; None: nobody does."""
         # While it waits (admission.py).
         self.order_s = 0.0
         """Must not change while it is in the line."""
@@ -223,7 +229,12 @@ class Requests:
             known = await parts.tokens.of(path, body, model, request.sender)
             request.computed, ids = known.ids is not None, known.ids if known.passes else None
             wanted = parts.reader.with_ids(request.asked, wanted, known.ids)
-        wanted = wanted._replace(slo=parts.meters.slo.get(request.slo), arrived_s=request.arrived_s)
+        splits = request.asked.splits and (wanted.prompt is not None or path in SAME_BODY)
+        wanted = wanted._replace(
+            slo=parts.meters.slo.get(request.slo),
+            arrived_s=request.arrived_s,
+            contract=parts.settings.split if splits else "",
+        )
         request.wanted = await parts.controllers.told(wanted)
         # Engines that Envoy does not let the picker choose, or that are known by a name only.
         request.without = frozenset(
@@ -241,8 +252,16 @@ class Requests:
             if isinstance(taken, Failure):
                 return taken
             request.taken = taken
-        passes = ids is not None and parts.tokens.takes_ids(choice.engine, model)
-        return self._chosen(request, choice, _fragment(request, ids if passes else None))
+        fields = _fields(request)
+        told: Fields = {}
+        if choice.prefill is not None:
+            told = await parts.legs.begin(request, choice, body, fields)
+        if ids is not None and parts.tokens.takes_ids(choice.engine, model):
+            told["prompt_token_ids"] = list(ids)
+        if told:
+            fields["kv_transfer_params"] = fields.get("kv_transfer_params", {}) | told
+        fragment = msgspec.json.encode(fields)[1:-1] + b"," if fields else b""
+        return self._chosen(request, choice, fragment)
 
     def _chosen(self, request: Request, choice: Choice, fragment: bytes) -> Chosen:
         key = choice.engine.place.api_key
@@ -263,6 +282,7 @@ class Requests:
     def _endpoints(self, request: Request, choice: Choice) -> Iterator[str]:
         """The chosen engine's place, and those of the next best, which must understand the same headers."""
         first, fleet = choice.engine, self.parts.fleet
+        helper = choice.prefill.engine.load if choice.prefill is not None else None
         yielded = {endpoint_of(first.place.address)}
         yield from yielded
         best = choice.decision.alternatives if choice.decision is not None else []
@@ -270,6 +290,8 @@ class Requests:
         next_best = (targets[one.engine] for one in best if one.engine in targets)
         for target in itertools.chain(next_best, _least_loaded(targets.values())):
             process, endpoint = target.process, endpoint_of(target.place.address)
+            if helper is not None and not may_hand_over(choice.wanted.contract, helper, target.load):
+                continue  # it would wait in vain
             has_rank = first.rank is None or first.rank < len(process.ranks)
             if endpoint not in yielded and has_rank and process.place.api_key == first.place.api_key:
                 yielded.add(endpoint)
@@ -349,6 +371,8 @@ class Requests:
             return
         parts, choice, tenant = self.parts, request.choice, request.tenant
         request.outcome = outcome
+        if request.leg is not None:
+            request.leg.cancel()
         self._by_number.pop(request.number, None)
         if self._by_word.get(request.head.word) is request:
             del self._by_word[request.head.word]
@@ -373,17 +397,12 @@ def _least_loaded(targets: Iterable[ServingEngine]) -> Iterator[ServingEngine]:
     yield from sorted(targets, key=lambda one: one.load.requests)
 
 
-def _fragment(request: Request, ids: Sequence[int] | None) -> bytes:
-    """What goes into the body; the request's own fields of these names were refused, or `ids` is None."""
+def _fields(request: Request) -> Fields:
+    """What tenants' requests have in their bodies; their own fields of these names were refused."""
     tenant = request.tenant.settings.kv_tenant if request.tenant is not None else ""
-    names_tenant = tenant and request.head.path in GENERATES
-    params: dict[str, object] = {"kvstrata.tenant": tenant} if names_tenant else {}
-    if ids is not None:
-        params["prompt_token_ids"] = list(ids)
-    fields: dict[str, object] = {"kv_transfer_params": params} if params else {}
-    if names_tenant:
-        fields["cache_salt"] = tenant
-    return msgspec.json.encode(fields)[1:-1] + b"," if fields else b""
+    if not tenant or request.head.path not in GENERATES:
+        return {}
+    return {"kv_transfer_params": {"kvstrata.tenant": tenant}, "cache_salt": tenant}
 
 
 def request_id(given: bytes) -> str:

@@ -61,6 +61,8 @@ _OF_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/cancel)?")
 _MODEL = re.compile(rb'[{,]\s*"model"\s*:\s*"([^"\\]{1,1024})"')
 _TEXT = re.compile(rb'[{,]\s*"(?:messages|prompt|input)"\s*:\s*')
 _STREAM = re.compile(rb'[{,]\s*"stream"\s*:\s*true')
+_SEVERAL = re.compile(rb'\[\s*(?:"|\[)')
+"""A list of prompts; messages and token ids begin in other ways."""
 _FIELD_MODEL = re.compile(rb'\r\ncontent-disposition:[^\r\n]*;\s*name="?model"?\s*(?:;|\r\n)', re.I)
 MAX_FIELDS = 64
 MAX_FIELD_HEAD_BYTES = 4_096
@@ -89,6 +91,9 @@ class Asked(NamedTuple):
     """Whether the answer is asked for as a stream."""
     adds: str = ""
     """A field of those that the gateway adds for tenants, which the body has already; empty: it has none."""
+    splits: bool = False
+    """Whether another engine could compute the prompt: there is one, its KV is all that is asked of it, and no
+    `kv_transfer_params` of the client's stand where the gateway's would."""
 
 
 NO_TEXT = msgspec.Raw(b"")
@@ -114,6 +119,17 @@ class _Body(msgspec.Struct):
     chat_template_kwargs: msgspec.Raw = NO_TEXT
     cache_salt: msgspec.Raw = NO_TEXT
     kv_transfer_params: msgspec.Raw = NO_TEXT
+    n: Any = None
+    best_of: Any = None
+    echo: Any = None
+    prompt_logprobs: Any = None
+    use_beam_search: Any = None
+
+    @property
+    def has_plain_answer(self) -> bool:
+        """Whether there is one answer, and nothing is told of the prompt."""
+        alone = self.n in (None, 1) and self.best_of in (None, 1) and self.prompt_logprobs is None
+        return alone and not (self.echo or self.use_beam_search)
 
 
 class _KvParams(msgspec.Struct):
@@ -197,6 +213,9 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
         tenant,
         found.stream is True,
         "cache_salt" if found.cache_salt else "kv_transfer_params" if found.kv_transfer_params else "",
+        path in GENERATES
+        and found.has_plain_answer
+        and not (found.kv_transfer_params or after or _SEVERAL.match(text)),
     )
 
 

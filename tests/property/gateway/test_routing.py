@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.gateway.routing.choose import POLICIES, AnyPolicy, Record, Ttft, choose, replay
+from kvstrata.config.gateway_model import Contract
+from kvstrata.gateway.routing.choose import POLICIES, AnyPolicy, Auto, Ttft, choose
 from kvstrata.gateway.routing.model import NEVER_S, Copy, Decision, EngineState, Knowledge, LoadPath, Request
+from kvstrata.gateway.routing.split import Record, decide, may_hand_over, replay
 from tests.harness.amount import amount
 
 NOW_S = 1_000.0
@@ -63,6 +66,12 @@ def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
         "context_tokens": st.integers(0, 10**6),
         "token_s": st.floats(0, 10),
         "paths": paths,
+        "role": st.sampled_from(["both", "prefill", "decode"]),
+        "instance": st.sampled_from(["", "one", "two"]),
+        "prompt_s": st.floats(0, 20),
+        "prompted_s": st.floats(NOW_S - 30, NOW_S),
+        "limited": st.integers(0, 300),
+        "limits_s": st.floats(0, 10),
     }
     return st.builds(EngineState, name=st.just(name), **{**fields, **more})
 
@@ -74,26 +83,110 @@ def fleets(least: int = 0, **more: Any) -> st.SearchStrategy[list[EngineState]]:
     )
 
 
-@given(requests, fleets(), knowledges, MAKES, st.randoms(use_true_random=False))
+def decided(
+    request: Request,
+    fleet: list[EngineState],
+    knowledge: Knowledge,
+    policy: AnyPolicy,
+    contract: Contract,
+) -> Decision:
+    """The decision among engines of which some compute prompts for others only."""
+    engines = [one for one in fleet if one.role != "prefill"]
+    helpers = [one for one in fleet if one.role == "prefill"]
+    return decide(request, engines, helpers, knowledge, NOW_S, policy=policy, contract=contract)
+
+
+CONTRACTS = st.sampled_from(["", "kvstrata", "nixl"])
+
+
+@given(requests, fleets(), knowledges, MAKES, CONTRACTS, st.randoms(use_true_random=False))
 @settings(max_examples=amount(30, 100))
 def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
-    request: Request, fleet: list[EngineState], knowledge: Knowledge, policy: AnyPolicy, chance: random.Random
+    request: Request,
+    fleet: list[EngineState],
+    knowledge: Knowledge,
+    policy: AnyPolicy,
+    contract: Contract,
+    chance: random.Random,
 ) -> None:
-    decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
-    assert choose(request, fleet, knowledge, NOW_S, policy=policy) == decision
+    decision = decided(request, fleet, knowledge, policy, contract)
+    assert decided(request, fleet, knowledge, policy, contract) == decision
     fleet = chance.sample(fleet, len(fleet))
     knowledge = msgspec.structs.replace(
         knowledge, copies=chance.sample(knowledge.copies, len(knowledge.copies))
     )
-    assert choose(request, fleet, knowledge, NOW_S, policy=policy) == decision
+    assert decided(request, fleet, knowledge, policy, contract) == decision
 
 
-@given(requests, fleets(), knowledges, MAKES)
+@given(
+    requests, fleets(1), knowledges, st.sampled_from([Auto(), TTFT]), st.sampled_from(["kvstrata", "nixl"])
+)
+@settings(max_examples=amount(60, 200))
+def test_a_request_is_split_iff_that_costs_less_and_only_between_engines_that_can_hand_over(
+    request: Request, fleet: list[EngineState], knowledge: Knowledge, policy: AnyPolicy, contract: Contract
+) -> None:
+    decision = decided(request, fleet, knowledge, policy, contract)
+    costs = [(decision.cost, decision.terms), *((one.cost, one.terms) for one in decision.alternatives)]
+    for cost, terms in costs:
+        assert cost == min(terms.get("alone_s", cost), terms.get("split_s", math.inf))
+    if decision.prefill is not None:
+        assert decision.terms["split_s"] < decision.terms["alone_s"]
+        by_name = {one.name: one for one in fleet}
+        prefill, decode = by_name[decision.prefill.engine], by_name[decision.engine]
+        assert may_hand_over(contract, prefill, decode)
+        assert contract == "nixl" or prefill.instance == decode.instance != ""
+
+
+def busy(**more: Any) -> EngineState:
+    """An engine that answers 20 requests, 10,000 of whose prompts' tokens take a second; a load takes an eighth."""
+    path = LoadPath(latency_s=0.0, tokens_s=80_000.0)
+    fields = {"name": "d", "prefill_tokens_s": 10_000.0, "running": 20, "requests": 20, "token_s": 0.01}
+    return EngineState(**{**fields, "instance": "one", "paths": {"l1": path}, **more})
+
+
+IDLE = {"name": "p", "running": 0, "requests": 0}
+
+
+@pytest.mark.parametrize(
+    ("why", "tokens", "prefill", "decode", "splits"),
+    [
+        ("the prompt would delay many answers", 8_000, IDLE, {}, True),
+        ("a short one delays them little", 400, IDLE, {}, False),
+        ("nothing is delayed", 8_000, IDLE, {"running": 0, "requests": 0}, False),
+        ("the other engine's queue is longer than that", 8_000, {**IDLE, "drained_s": NOW_S + 5}, {}, False),
+        ("the engines have other servers", 8_000, {**IDLE, "instance": "two"}, {}, False),
+        ("the server is not known", 8_000, {**IDLE, "instance": ""}, {"instance": ""}, False),
+        ("the other engine only answers", 8_000, {**IDLE, "role": "decode"}, {}, False),
+        ("both delay as many", 8_000, {"name": "p"}, {}, False),
+    ],
+)
+def test_long_prompts_are_computed_where_they_delay_no_answers(why, tokens, prefill, decode, splits):
+    request = Request(id="r", tokens=tokens, answer_tokens=500.0)
+    helper, engine = busy(**prefill), busy(**decode)
+    decision = decide(request, [engine], [helper], Knowledge(), NOW_S, policy=Auto(), contract="kvstrata")
+    assert (decision.prefill is not None) == splits, why
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_prompt_is_computed_elsewhere_when_answers_beside_it_would_miss_their_class(own):
+    """A split that would not pay otherwise: one answer runs."""
+    limits = {"limited": 0 if own else 1, "limits_s": 0.0 if own else 0.011}
+    engine = busy(running=1, requests=1, prompt_s=0.9, prompted_s=NOW_S, **limits)
+    request = Request(id="r", tokens=8_000, answer_tokens=100.0, token_within_s=0.011 if own else 0.0)
+    ask = [engine], [busy(**IDLE)], Knowledge(), NOW_S
+    assert decide(request, *ask, policy=Auto(), contract="kvstrata").prefill is not None
+    free = msgspec.structs.replace(request, token_within_s=0.0)
+    ask = [msgspec.structs.replace(engine, limited=0, limits_s=0.0)], *ask[1:]
+    assert decide(free, *ask, policy=Auto(), contract="kvstrata").prefill is None
+
+
+@given(requests, fleets(), knowledges, MAKES, CONTRACTS)
 @settings(max_examples=amount(30, 100))
-def test_a_decision_is_replayed_from_its_record_in_json(request, fleet, knowledge, policy):
-    decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
+def test_a_decision_is_replayed_from_its_record_in_json(request, fleet, knowledge, policy, contract):
+    decision = decide(request, fleet[1:], fleet[:1], knowledge, NOW_S, policy=policy, contract=contract)
     record = Record(
-        request=request, engines=fleet, knowledge=knowledge, now_s=NOW_S, policy=policy, decision=decision
+        request=request, engines=fleet[1:], helpers=fleet[:1], knowledge=knowledge, now_s=NOW_S, policy=policy,
+        contract=contract, decision=decision,
     )  # fmt: skip
     read = msgspec.json.decode(msgspec.json.encode(record), type=Record)
     assert read == record
@@ -156,7 +249,7 @@ def test_more_knowledge_never_makes_an_engine_dearer(request, state, knowledge, 
     assert choose(request, fleet, said, NOW_S, policy=TTFT).cost == pytest.approx(with_it.cost)
 
 
-def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:
+def loads_at(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:
     """One engine of 1,000 tokens a second that can load from `l2` at 10,000 after 0.5 s."""
     state = EngineState(
         name="a",
@@ -189,7 +282,7 @@ def test_a_cost_of_ours_by_hand() -> None:
         ([Copy(engine="a", tier="l0", tokens=7_900), Copy(engine="", tier="l2", tokens=8_000)], {}, 2.1),
         ([Copy(engine="other", tier="l0", tokens=8_000)], {}, 10.0),
     ):
-        assert decide(*known, **fields).cost == pytest.approx(cost)
+        assert loads_at(*known, **fields).cost == pytest.approx(cost)
 
 
 def test_near_ties_spread_over_all_engines() -> None:

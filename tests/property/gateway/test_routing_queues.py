@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstrata.gateway.routing.model import EngineState
+from kvstrata.gateway.routing.model import MOST_SHARE, EngineState
 from kvstrata.gateway.routing.queues import UNMEASURED, Flight, Queue
 from kvstrata.gateway.routing.rates import Line, PrefillRates
 
@@ -38,24 +38,56 @@ class Counters(RuleBasedStateMachine):
         self.now_s += step
 
     @rule(
-        tokens=TOKENS, more=TOKENS, ours=st.booleans(), whole_s=st.none() | st.sampled_from([0.0, 0.2, 9.0])
+        tokens=TOKENS,
+        more=TOKENS,
+        ours=st.booleans(),
+        whole_s=st.none() | st.sampled_from([0.0, 0.2, 9.0]),
+        held=st.booleans(),
+        limit_s=st.sampled_from([0.0, 0.25]),
     )
-    def send(self, tokens: int, more: int, ours: bool, whole_s: float | None) -> None:
+    def send(
+        self, tokens: int, more: int, ours: bool, whole_s: float | None, held: bool, limit_s: float
+    ) -> None:
         until_s = math.inf if whole_s is None else self.now_s + whole_s
         flight = self.queue.send(
-            tokens, tokens + more, self.now_s, streams=whole_s is None, ours=ours, until_s=until_s
-        )
+            tokens, tokens + more, self.now_s, streams=whole_s is None, ours=ours, until_s=until_s,
+            token_within_s=limit_s, held=held,
+        )  # fmt: skip
         self.sent.append(flight)
         self.flights[flight] = {
             "tokens": tokens, "context": tokens + more, "runs": False, "ours": ours, "until_s": until_s,
+            "held": held, "limit_s": limit_s,
         }  # fmt: skip
-        self.full |= sum(one["ours"] and not one["runs"] for one in self.flights.values()) >= UNMEASURED
+        self._note_full()
+
+    def _waiting(self) -> list[dict[str, Any]]:
+        """In the order in which they began to wait."""
+        waiting = [self.flights[one] for one in self.queue.waiting]
+        assert all(one in waiting for one in self.flights.values() if not (one["runs"] or one["held"]))
+        return waiting
+
+    def _note_full(self) -> None:
+        self.full |= sum(one["ours"] for one in self._waiting()) >= UNMEASURED
+
+    @rule(which=WHICH, tokens=TOKENS)
+    def begins(self, which: int, tokens: int) -> None:
+        if which < len(self.sent):
+            self.queue.begin(self.sent[which], tokens, self.now_s)
+            known = self.flights.get(self.sent[which])
+            if known is not None and known["held"]:
+                known.update(held=False, tokens=tokens)
+                self._note_full()
 
     @rule(which=WHICH)
     def first_token(self, which: int) -> None:
         if which < len(self.sent):
             flight = self.sent[which]
-            oldest = next((one for one, known in self.flights.items() if not known["runs"]), None)
+            known = self.flights.get(flight)
+            if known is not None and known["held"]:
+                known["held"] = False
+                self.queue.begin(flight, flight.tokens, self.now_s)
+                self._note_full()
+            oldest = next(iter(self.queue.waiting), None)
             self.queue.first_token(flight, self.now_s)
             if flight is oldest:
                 # A first token says that nothing but the others' tokens is left.
@@ -77,13 +109,17 @@ class Counters(RuleBasedStateMachine):
     @invariant()
     def counters_are_sums(self) -> None:
         state, flights = self.queue.state, list(self.flights.values())
-        waiting = [flight for flight in flights if not flight["runs"]]
+        waiting = self._waiting()
+        held = [flight for flight in flights if flight["held"]]
         rate = state.prefill_tokens_s
         assert (state.requests, state.waiting) == (len(flights), len(waiting))
-        assert state.running == len(flights) - len(waiting)
+        assert state.running == len(flights) - len(waiting) - len(held)
         assert state.prefill_tokens == sum(flight["tokens"] for flight in waiting)
         assert state.behind_s * rate == pytest.approx(sum(flight["tokens"] for flight in waiting[1:]))
-        assert state.inflight_tokens == sum(flight["tokens"] for flight in flights)
+        assert state.inflight_tokens == sum(flight["tokens"] for flight in flights if not flight["held"])
+        limits = [flight["limit_s"] for flight in flights if flight["limit_s"]]
+        assert (state.limited, state.limits_s) == (len(limits), sum(limits))
+        assert 0 <= state.prompt_share(self.now_s) <= MOST_SHARE
         assert state.context_tokens == sum(flight["context"] for flight in flights)
         assert 0 <= self.queue.backlog_tokens(self.now_s) <= state.prefill_tokens + 1e-6
         assert state.queue_s(self.now_s) >= 0.0
@@ -91,7 +127,7 @@ class Counters(RuleBasedStateMachine):
 
     @invariant()
     def room_is_what_our_waiting_prompts_leave(self) -> None:
-        before = [one for one in self.flights.values() if one["ours"] and not one["runs"]]
+        before = [one for one in self._waiting() if one["ours"]]
         self.full &= bool(before)
         taking = [one["tokens"] for one in before if one["until_s"] > self.now_s]
         for most_s in (0.0, 0.5, 60.0):

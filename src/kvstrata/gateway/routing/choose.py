@@ -94,6 +94,18 @@ class Estimate(NamedTuple):
         """Until the first token."""
         return self.queue_s + self.load_s + self.compute_s
 
+    @property
+    def way(self) -> Way:
+        """The way, as decisions name it."""
+        return Way(
+            cached_tokens=self.cached_tokens,
+            tier=self.copy.tier if self.copy else "l0",
+            source=self.copy.source if self.copy else "",
+            load_tokens=self.load_tokens,
+            load_s=self.load_s,
+            ttft_s=self.ttft_s,
+        )
+
 
 class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
     """Our policy: what the request costs everybody until its last token, and not only itself until its first.
@@ -128,7 +140,7 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
     def scores(self, view: View) -> list[float]:
         """Return the cost in seconds at each engine."""
         n, now_s, share = view.request.tokens, view.now_s, self.decode_share
-        held, spared = self._replica(view)
+        held, spared = self.replica(view)
         # An engine without copies computes what it has not cached for certain. One with copies computes that much at
         # least if the longest is loaded at once, so this is a bound of its cost.
         most = view.knowledge.cached
@@ -181,7 +193,7 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
     def terms(self, view: View, index: int) -> dict[str, float]:
         """Return the seconds of each term, and the tokens behind them."""
         engine = view.engines[index]
-        estimate, _, spared_s, answer_s, others_s = self._cost(view, engine, *self._replica(view))
+        estimate, _, spared_s, answer_s, others_s = self._cost(view, engine, *self.replica(view))
         terms: dict[str, float] = {
             "queue_s": estimate.queue_s,
             "load_s": estimate.load_s,
@@ -195,17 +207,9 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
 
     def way(self, view: View, index: int) -> Way:
         """Return the way behind the cost."""
-        found = estimate(view, view.engines[index])
-        return Way(
-            cached_tokens=found.cached_tokens,
-            tier=found.copy.tier if found.copy else "l0",
-            source=found.copy.source if found.copy else "",
-            load_tokens=found.load_tokens,
-            load_s=found.load_s,
-            ttft_s=found.ttft_s,
-        )
+        return estimate(view, view.engines[index]).way
 
-    def _replica(self, view: View) -> tuple[int, float]:
+    def replica(self, view: View) -> tuple[int, float]:
         """The longest prefix that any engine has, and the share of it that a further copy would not cost."""
         if not (self.decode_share and view.request.sharing):
             return 0, 0.0
@@ -282,22 +286,6 @@ POLICIES: dict[str, type[AnyPolicy]] = {
 """All policies by the names under which they are configured and recorded."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision with all its inputs, to be logged and replayed. Encode it before the fleet's counters change."""
-
-    request: Request
-    engines: list[EngineState]
-    knowledge: Knowledge
-    now_s: float
-    policy: AnyPolicy
-    decision: Decision
-
-
-def replay(record: Record) -> Decision:
-    """Decide again; the result equals `record.decision` unless the code has changed since."""
-    return choose(record.request, record.engines, record.knowledge, record.now_s, policy=record.policy)
-
-
 def choose(
     request: Request, engines: list[EngineState], knowledge: Knowledge, now_s: float, *, policy: Policy
 ) -> Decision:
@@ -312,8 +300,8 @@ def choose(
         return Decision(policy=name, engine="", reason="none_eligible")
     view = viewed(request, engines, knowledge, now_s)
     costs = policy.scores(view)
-    index, reason = _pick(view, costs, policy.near_share)
-    others = _cheapest(view, costs, index)
+    index, reason = pick(view, costs, policy.near_share)
+    others = cheapest(view, costs, index)
     return Decision(
         policy=name,
         engine=engines[index].name,
@@ -348,7 +336,7 @@ def _rank(copy: Copy) -> tuple[object, ...]:
     return copy.tier, copy.tokens, copy.certainty, copy.age_s, copy.ready_at_s, copy.source
 
 
-def _pick(view: View, costs: list[float], near_share: float) -> tuple[int, Reason]:
+def pick(view: View, costs: list[float], near_share: float) -> tuple[int, Reason]:
     """Return the index of the chosen engine, and why."""
     if len(costs) == 1:
         return 0, "only_eligible"
@@ -360,7 +348,7 @@ def _pick(view: View, costs: list[float], near_share: float) -> tuple[int, Reaso
     return near[ranked_first(view.request.id, [view.engines[index].name for index in near])], "near_tie"
 
 
-def _cheapest(view: View, costs: list[float], chosen: int) -> list[int]:
+def cheapest(view: View, costs: list[float], chosen: int) -> list[int]:
     """Return the indices of the cheapest engines but the chosen one; equal ones by their names."""
     left = [*costs[:chosen], *costs[chosen + 1 :]]
     limit = heapq.nsmallest(ALTERNATIVES, left)[-1] if left else -math.inf

@@ -6,6 +6,7 @@ changed in place by its owner, which is `queues.Queue`; `choose` only reads.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -19,6 +20,10 @@ computes it; because a request was sent there and no event has come yet."""
 
 Reason = Literal["lowest_cost", "near_tie", "only_eligible", "none_eligible"]
 """Why this engine: its cost; its hash among engines whose costs hardly differ; nothing else was eligible."""
+
+
+Role = Literal["both", "prefill", "decode"]
+"""What an engine does: both; compute prompts whose answers come from others; answer, and compute only its own."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +54,8 @@ class LoadPath(msgspec.Struct, kw_only=True):
     """Of loads that go on over the same link."""
 
 
+SHARE_S, MOST_SHARE = 10.0, 0.9
+"""Prompts of about the last seconds tell which share of its time an engine computes prompts."""
 NEVER_S = 1e18
 """A time that does not come; JSON knows no infinity."""
 
@@ -80,6 +87,16 @@ class EngineState(msgspec.Struct, kw_only=True):
     """The others."""
     context_tokens: int = 0
     """KV that the prompts of the requests in flight need."""
+    role: Role = "both"
+    instance: str = ""
+    """The instance (`lmcache-server`) that it is attached to; empty: not known."""
+    prompt_s: float = 0.0
+    """Seconds that prompts sent to it take, those sent at `prompted_s` whole, earlier ones less (`prompt_share`)."""
+    prompted_s: float = 0.0
+    limited: int = 0
+    """Requests in flight whose class of service limits the time of a token."""
+    limits_s: float = 0.0
+    """The sum of these limits."""
     paths: dict[Tier, LoadPath] = {}
     """Tiers without a path cannot be loaded from."""
 
@@ -89,6 +106,11 @@ class EngineState(msgspec.Struct, kw_only=True):
         An engine that should have computed all of it, and has not, is expected to need as long again as it is late.
         """
         return max(self.drained_s - now_s, self.behind_s) + max(0.0, now_s - self.late_s)
+
+    def prompt_share(self, now_s: float, more_s: float = 0.0) -> float:
+        """Return the share of its time that it computes prompts, at most MOST_SHARE; with `more_s` of a further one."""
+        left_s = self.prompt_s * math.exp(min(0.0, self.prompted_s - now_s) / SHARE_S)
+        return min(MOST_SHARE, (left_s + more_s) / SHARE_S)
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +154,14 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     """Expected, by the measured rates."""
 
 
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """Another engine computes the prompt, and the one that answers loads it from there."""
+
+    engine: str
+    way: Way
+    """How it gets the prompt's prefix; `ttft_s` is when it will have computed the prompt."""
+
+
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that was not chosen, and what it would have cost."""
 
@@ -152,6 +182,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the cost, by the policy's own names."""
     way: Way | None = None
     """Only policies that plan loads give one."""
+    prefill: Leg | None = None
+    """None: the engine computes the prompt itself."""
     alternatives: list[Alternative] = []
     """The cheapest of the others, best first."""
     eligible: int = 0

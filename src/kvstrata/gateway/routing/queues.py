@@ -1,6 +1,7 @@
 """What was sent to one engine, and how fast it computes: the router's own picture, exact at once and never polled.
 
     send ──▶ waiting ──first_token──▶ running ──end──▶ gone          end may come first
+    hold ──▶ held ──begin──▶ waiting      another engine computes the prompt: it takes no time of this one's yet
 
 The backlog of an engine is the uncached tokens of its waiting requests, less what it has computed of them since: it
 computes the oldest first, at its measured rate.  A first token corrects the guess: the backlog then has all tokens of
@@ -33,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from kvstrata.gateway.routing.model import NEVER_S, EngineState
+from kvstrata.gateway.routing.model import NEVER_S, SHARE_S, EngineState
 from kvstrata.gateway.routing.rates import Decoded, Fit, Line, PrefillRates, Sample
 
 AT_HAND = 2
@@ -106,18 +107,25 @@ class Flight:
     """A request that was sent to an engine. Belongs to who sent it."""
 
     __slots__ = (
-        "began_s", "computed_tokens", "context_tokens", "ended", "ours", "period", "queue", "requests_s", "running",
-        "spoiled", "streams", "tokens", "until_s",
+        "began_s", "computed_tokens", "context_tokens", "ended", "held", "ours", "period", "queue", "requests_s",
+        "running", "spoiled", "streams", "token_within_s", "tokens", "until_s",
     )  # fmt: skip
 
     def __init__(
-        self, queue: Queue, tokens: int, context_tokens: int, streams: bool, ours: bool, until_s: float
+        self,
+        queue: Queue,
+        tokens: int,
+        context_tokens: int,
+        streams: bool,
+        ours: bool,
+        until_s: float,
+        token_within_s: float,
     ) -> None:
         self.queue = queue
         self.tokens, self.context_tokens = tokens, context_tokens
         """Of the prompt, to be computed; and all of them."""
-        self.streams, self.ours, self.until_s = streams, ours, until_s
-        self.running = self.ended = self.spoiled = False
+        self.streams, self.ours, self.until_s, self.token_within_s = streams, ours, until_s, token_within_s
+        self.held = self.running = self.ended = self.spoiled = False
         self.period: Period | None = None
         """In which its first token came."""
         self.began_s = self.requests_s = 0.0
@@ -127,7 +135,9 @@ class Flight:
     def spoil(self) -> None:
         """How long its prompt takes tells nothing: it failed, or was loaded."""
         self.spoiled = True
-        if (period := self.period or (self.queue.period if not self.ended else None)) is not None:
+        if (
+            period := self.period or (self.queue.period if not (self.ended or self.held) else None)
+        ) is not None:
             period.spoil()
 
     def report(self, computed_tokens: int) -> None:
@@ -168,37 +178,57 @@ class Queue:
         streams: bool = True,
         ours: bool = True,
         until_s: float = math.inf,
+        token_within_s: float = 0.0,
+        held: bool = False,
     ) -> Flight:
         """A request is sent, with so many tokens to compute, and `context_tokens` in all.
 
         `streams`: its first token will be told when the prompt is computed, rather than with the whole answer.
         `ours`: this router sent it, and not another one that told of it. `until_s`: when it ceases to take room in any
-        case.
+        case. `token_within_s`: in which its class demands each token; 0: in any time. `held`: it waits for another
+        engine until `begin`.
         """
-        state, flight = self.state, Flight(self, tokens, context_tokens, streams, ours, until_s)
+        state = self.state
+        flight = Flight(self, tokens, context_tokens, streams, ours, until_s, token_within_s)
+        flight.held = True
         self._pass(now_s)
+        state.requests += 1
+        state.context_tokens += context_tokens
+        state.limited += token_within_s > 0
+        state.limits_s += token_within_s
+        if held:
+            self._have(self.backlog_tokens(now_s), now_s)
+        else:
+            self.begin(flight, tokens, now_s)
+        return flight
+
+    def begin(self, flight: Flight, tokens: int, now_s: float) -> None:
+        """A request that was held waits for its first token, with so many tokens to compute."""
+        if not flight.held or flight.ended:
+            return
+        state, flight.held, flight.tokens = self.state, False, tokens
         if self.period is None:
             self.period, self._cut = Period(now_s, state.running, whole=False), False
         if not self.waiting:
             self._moved_s = now_s
-        self.period.whole |= not streams
+        self.period.whole |= not flight.streams
         self.waiting[flight] = None
-        self._whole += not streams
-        self._ours += ours
+        self._whole += not flight.streams
+        self._ours += flight.ours
         self._full = self._full or self._ours >= UNMEASURED
-        state.requests += 1
         state.waiting += 1
         state.prefill_tokens += tokens
         state.inflight_tokens += tokens
-        state.context_tokens += context_tokens
+        state.prompt_s = SHARE_S * state.prompt_share(now_s, tokens / state.prefill_tokens_s)
+        state.prompted_s = now_s
         self._have(self.backlog_tokens(now_s) + tokens, now_s)
-        return flight
 
     def first_token(self, flight: Flight, now_s: float) -> None:
         """A request's prompt has been computed."""
         if flight.running or flight.ended:
             return
         self._pass(now_s)
+        self.begin(flight, flight.tokens, now_s)
         oldest = next(iter(self.waiting)) is flight
         flight.running, flight.period = True, self.period
         self.state.running += 1
@@ -228,8 +258,10 @@ class Queue:
             self._stop_waiting(flight, now_s, computed=False)
         state.running -= flight.running
         state.requests -= 1
-        state.inflight_tokens -= flight.tokens
+        state.inflight_tokens -= 0 if flight.held else flight.tokens
         state.context_tokens -= flight.context_tokens
+        state.limited -= flight.token_within_s > 0
+        state.limits_s = state.limits_s - flight.token_within_s if state.limited else 0.0
         self._have(self.backlog_tokens(now_s), now_s)
         self._rest(now_s)
         seconds = now_s - flight.began_s

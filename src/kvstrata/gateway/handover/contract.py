@@ -1,0 +1,30 @@
+"""What a contract between two engines says, and which there are: one module each."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+Fields = dict[str, Any]
+"""Of `kv_transfer_params`."""
+
+
+class Handover:
+    """One prompt's way from the engine that computes it to the one that answers. Base of all contracts."""
+
+    answers_later: ClassVar[bool] = False
+    """Whether the engine that answers gets the request only when the other one has answered."""
+
+    def __init__(self, expected_s: float) -> None:
+        """`expected_s`: until the prompt is computed."""
+        self.expected_s = expected_s
+
+    def for_prefill(self) -> Fields:
+        """What the engine that computes is told."""
+        raise NotImplementedError
+
+    def for_answer(self, returned: Fields | None) -> Fields:
+        """What the engine that answers is told; empty: nothing, and it computes the prompt.
+
+        `returned`: what the other one answered; None: nothing, or it is not awaited.
+        """
+        raise NotImplementedError
