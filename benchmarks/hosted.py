@@ -1,4 +1,4 @@
-"""Parts of `host_cost`, `mooncake` and `mooncake_hol`: shared extents, ways to a medium, and rounds in which these ways
+"""Parts of `host_cost` and `mooncake`: shared extents, ways to a medium, and rounds in which these ways
 take turns.
 
 One of the ways is a bare process, which does what an adapter host does for its caller, without the host's code: it

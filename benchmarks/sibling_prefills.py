@@ -8,7 +8,11 @@ less than half of the prefix has computed it.  Servers of engines that do not wa
 from __future__ import annotations
 
 import contextlib
+import json
 import random
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import figure, scratch, sized
-from benchmarks.load_or_recompute import engine
 from kvstrata.cli import asking
 from tests.harness.server_process import ServerProcess
 
@@ -24,6 +27,26 @@ PREFIX, OWN, SERVERS, ENGINES = 8_192, 64, 2, 2
 SIBLINGS, ROUNDS = sized((100, 5), (8, 1))
 LENGTHS = (500, 1_000, 2_000, 3_000, 4_000, 6_000, 8_000) * sized(3, 1)
 """Prompts from which an engine learns how fast it computes."""
+
+
+@contextlib.contextmanager
+def engine(server: ServerProcess, log: Path, **settings: Any) -> Iterator[str]:
+    """A simulated engine at this server; its URL."""
+    more = {"kv_role": "kv_both", "kv_connector_extra_config": {**server.connector_config(), **settings}}
+    transfer = json.dumps({"kv_connector": "LMCacheConnectorV1", **more})
+    flags = ["--port", "0", "--kv-blocks", "2000", "--max-model-tokens", "16384", "--kv-token-bytes", "4096"]
+    with log.open("w") as stderr:
+        command = [sys.executable, "-m", "kvstrata", "sim", *flags, "--kv-transfer-config", transfer]
+        process = subprocess.Popen(command, stderr=stderr)
+    try:
+        while not (found := re.search(r"serving .* at (http://\S+)", log.read_text())):
+            if process.poll() is not None:
+                raise RuntimeError(log.read_text())
+            time.sleep(0.05)
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def tokens(draw: random.Random, count: int) -> list[int]:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvstrata.tiers.base import Item
 from kvstrata.tiers.media.fs import FsAdapter
 
 
 class ThrottledFs(FsAdapter):
-    """An `fs` adapter that delays puts to a rate of `mb_per_s` and keeps their holds meanwhile, like a slow network.
+    """An `fs` adapter that delays puts to a rate of `mb_per_s` and keeps their holds meanwhile, like a slow network."""
 
-    Loads go at the rate that the file `loads` names then, if there is one.
-    """
-
-    def __init__(self, base_path: str, mb_per_s: float, capacity_gb: float, loads: str = "") -> None:
+    def __init__(self, base_path: str, mb_per_s: float, capacity_gb: float) -> None:
         super().__init__(base_path=base_path, capacity_bytes=int(capacity_gb * (1 << 30)))
         self._bytes_per_s = mb_per_s * 1e6
-        self._loads = Path(loads) if loads else None
-        self._free_s = self._loads_free_s = 0.0
-        """Time at which the medium has taken all bytes put so far, or has sent those loaded."""
+        self._free_s = 0.0
+        """Time at which the medium has taken all bytes put so far."""
 
     async def put(self, items: Sequence[Item]) -> None:
         """Put as `fs` does, when the medium's rate allows it."""
@@ -30,11 +25,3 @@ class ThrottledFs(FsAdapter):
         self._free_s = max(self._free_s, time.monotonic()) + size / self._bytes_per_s
         await asyncio.sleep(self._free_s - time.monotonic())
         await super().put(items)
-
-    async def load(self, items: Sequence[Item]) -> None:
-        """Load as `fs` does, at the rate of loads."""
-        if self._loads is not None:
-            seconds = sum(item.hold.length for item in items) / (float(self._loads.read_text()) * 1e6)
-            self._loads_free_s = max(self._loads_free_s, time.monotonic()) + seconds
-            await asyncio.sleep(self._loads_free_s - time.monotonic())
-        await super().load(items)

@@ -4,9 +4,6 @@
                    with finish_reason, and with hints of which 70 % are right
     value_hits     conversations: hits beside those of LRU, ARC and S3-FIFO
     value_floor    the worst of many drawn traces and sizes, scans and pure recency among them, beside LRU
-    value_owners   sessions dealt to two models, of which one costs 3.5 times as much: seconds saved, beside a pool that
-                   is not told that; and dealt to four tenants: the forecast of each for a quota of half, once and twice
-                   its share, beside a real pool with these quotas
     value_cost     the time of 1,024 victims, of a request and of a lesson
 
 `KVSTRATA_TRACE=FILE` (.gz too) replaces the drawn trace of the first two.  Its JSON lines are those of the traces
@@ -48,9 +45,6 @@ SHARES = (0.01, 0.02, 0.05, 0.10, 0.20, 0.50)
 """Of the distinct chunks of a trace."""
 PIECE = 400
 """Chunks of one lease and one reserve, so that no limit of theirs matters."""
-SHARED = 46
-"""Chunks that prompts of the recorded sessions have in common."""
-DEARER = 3.5
 
 
 class Request(NamedTuple):
@@ -114,24 +108,20 @@ def pool_hits(
     policy: str,
     depth_cost: float,
     hints: Sequence[int] = (),
-    owners: Sequence[int] = (),
-    pool: Pool | None = None,
 ) -> Iterator[int]:
     """Yield the hits of the real pool, which gets the time of each request and learns as in a server.
 
-    `hints`: for each request what is said at its end, see `kvstrata.types.Next`. `owners`: the tenant and the model of
-    each request, which share no chunk. `pool`: of this capacity, to be closed by the caller.
+    `hints`: for each request what is said at its end, see `kvstrata.types.Next`.
     """
     ends: list[tuple[float, int, bytes]] = []
-    given, pool = pool, pool or new_pool(capacity, policy, depth_cost)
+    pool = new_pool(capacity, policy, depth_cost)
     row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
-    keys: dict[tuple[int, int], bytes] = {}
+    keys: dict[int, bytes] = {}
     for number, request in enumerate(requests):
-        owner = owners[number] if owners else 0
         for chunk in request.chunks:
-            if (owner, chunk) not in keys:
-                keys[owner, chunk] = hashlib.sha256(b"%d %d" % (owner, chunk)).digest()
-        prompt = b"".join([keys[owner, chunk] for chunk in request.chunks])
+            if chunk not in keys:
+                keys[chunk] = hashlib.sha256(b"%d" % chunk).digest()
+        prompt = b"".join([keys[chunk] for chunk in request.chunks])
         while ends and ends[0][0] <= request.at_s:
             end_s, said, last = heapq.heappop(ends)
             pool.set_time(int((1_000 + end_s - requests[0].at_s) * 1e9))
@@ -139,8 +129,7 @@ def pool_hits(
         pool.set_time(int((1_000 + request.at_s - requests[0].at_s) * 1e9))
         n = pool.peek(prompt, 1)
         # A lease covers half of the pool at most, and counts as a use of all chunks before its own.
-        leased = prompt if owners else prompt[max(0, n - PIECE) * 32 : n * 32]
-        ticket, *_ = pool.lease(leased, 1, [0], tenant=owner)
+        ticket, *_ = pool.lease(prompt[max(0, n - PIECE) * 32 : n * 32], 1, [0])
         if ticket:
             pool.release(ticket)
         yield n
@@ -150,34 +139,16 @@ def pool_hits(
         while n < len(request.chunks):
             parent = prompt[(n - 1) * 32 : n * 32] if n else b""
             ticket, outcomes, _ = pool.reserve(
-                prompt[n * 32 : (n + PIECE) * 32], parent, EXTENT_BYTES, row, identity_of(owner), owner
+                prompt[n * 32 : (n + PIECE) * 32], parent, EXTENT_BYTES, row, bytes(32)
             )
             if ticket:
                 pool.commit(ticket, [i for i, outcome in enumerate(outcomes) if outcome == 0], check=False)
             if any(outcomes):
                 break
             n += PIECE
-        if number % (32 if owners else 512) == 31:
+        if number % 512 == 31:
             pool.learn()
-    if given is None:
-        pool.close()
-
-
-def identity_of(owner: int) -> bytes:
-    """The identity of an owner's chunks."""
-    return bytes([owner]) * 32
-
-
-def dealt(requests: Sequence[Request], n_owners: int) -> list[int]:
-    """An owner of each request, drawn; a request that goes on from another one has its owner."""
-    chance, of, owners = random.Random(3), dict[int, int](), []
-    for request in requests:
-        # The first SHARED chunks are a system prompt of all.
-        known = next((of[one] for one in reversed(request.chunks[SHARED:]) if one in of), None)
-        owners.append(chance.randrange(n_owners) if known is None else known)
-        for chunk in request.chunks[SHARED:]:
-            of.setdefault(chunk, owners[-1])
-    return owners
+    pool.close()
 
 
 def belady_hits(requests: Sequence[Request], capacity: int) -> Iterator[int]:
@@ -526,75 +497,6 @@ def run_value_floor() -> list[dict[str, Any]]:
     ]
 
 
-def run_value_owners() -> list[dict[str, Any]]:
-    """Costs by model, and forecasts by tenant."""
-    requests = given(True) or spread(agents(4077, sized(300, 12)), seed=1)
-    capacity, cost = int(64e9) // CHUNK_BYTES, costs(DEPTH_COST)
-    models = dealt(requests, 2)
-    seconds = {}
-    for is_told in (False, True):
-        pool = new_pool(capacity, "VALUE", DEPTH_COST)
-        for model, times in enumerate((1.0, DEARER) if is_told else ()):
-            pool.set_model(identity_of(model), model + 1)
-            pool.set_cost(model + 1, times / ((1 + DEARER) / 2))
-        times = [DEARER if model else 1.0 for model in models]
-        hits = pool_hits(requests, capacity, "VALUE", DEPTH_COST, owners=models, pool=pool)
-        won = sum(cost[n] * each for n, each in zip(hits, times, strict=True))
-        pool.close()
-        seconds[is_told] = won / sum(
-            cost[len(one.chunks)] * each for one, each in zip(requests, times, strict=True)
-        )
-    tenants = dealt(requests, 4)
-    errors = list(forecast_errors(requests, tenants, capacity))
-    return [
-        figure(
-            "value_models",
-            value=seconds[True],
-            unit="of the prefill seconds saved",
-            ratio=seconds[True] / seconds[False],
-            ratio_to="a pool that takes the models for equal",
-            target="> 1 ×",
-            ok=seconds[True] > seconds[False],
-        ),
-        figure(
-            "value_tenants",
-            value=100 * sum(errors) / max(1, len(errors)),
-            unit="points of hits that forecasts are off in the mean",
-            ratio=100 * max(errors, default=0.0),
-            ratio_to="the most",
-            target="≤ 1.5 points",
-            ok=100 * max(errors, default=0.0) <= 1.5,
-            forecasts=len(errors),
-        ),
-    ]
-
-
-def forecast_errors(requests: Sequence[Request], tenants: Sequence[int], capacity: int) -> Iterator[float]:
-    """By how much the forecasts of tenants differ from the hits of pools with quotas."""
-    chunks: collections.Counter[int] = collections.Counter()
-    for request, tenant in zip(requests, tenants, strict=True):
-        chunks[tenant] += len(request.chunks)
-    forecasts: Any = ()
-    for factor in (1.0, 0.5, 2.0):
-        size = int(capacity * factor) + 64
-        pool = new_pool(size, "VALUE", DEPTH_COST)
-        for tenant, n in chunks.items():
-            pool.set_quota(tenant, int(factor * capacity * n / chunks.total()) * EXTENT_BYTES)
-        hits: collections.Counter[int] = collections.Counter()
-        asked: collections.Counter[int] = collections.Counter()
-        found = pool_hits(requests, size, "VALUE", DEPTH_COST, owners=tenants, pool=pool)
-        for at, n in enumerate(found):
-            fades = 0.9999 ** (len(requests) - at)  # as the forecasts
-            hits[tenants[at]] += fades * n  # type: ignore[assignment]
-            asked[tenants[at]] += fades * len(requests[at].chunks)  # type: ignore[assignment]
-        forecasts = forecasts or pool.forecasts()[1]
-        pool.close()
-        for tenant, _, _, sizes in forecasts:
-            for of, share, _ in sizes if tenant is not None else ():
-                if of == factor:
-                    yield abs(share - hits[tenant] / asked[tenant])
-
-
 def run_value_cost() -> list[dict[str, Any]]:
     """The time that choosing takes, in a pool that has learnt from a trace and is full."""
     requests = spread(agents(7, sized(60, 12)), seed=3)
@@ -616,9 +518,7 @@ def run_value_cost() -> list[dict[str, Any]]:
                 pool.release(ticket)
             if n * 32 < len(prompt):
                 parent = prompt[(n - 1) * 32 : n * 32] if n else b""
-                ticket, outcomes, _ = pool.reserve(
-                    prompt[n * 32 :], parent, EXTENT_BYTES, row, identity_of(0)
-                )
+                ticket, outcomes, _ = pool.reserve(prompt[n * 32 :], parent, EXTENT_BYTES, row, bytes(32))
                 pool.commit(ticket, [i for i, outcome in enumerate(outcomes) if outcome == 0], check=False)
             begin = time.perf_counter()
             if pool.learn():
@@ -629,7 +529,7 @@ def run_value_cost() -> list[dict[str, Any]]:
             keys = b"".join(hashlib.sha256(b"%d" % next(names)).digest() for _ in range(victims))
             evicted = pool.stats()["evicted_entries"]
             begin = time.perf_counter()
-            ticket, *_ = pool.reserve(keys, b"", EXTENT_BYTES, row, identity_of(0))
+            ticket, *_ = pool.reserve(keys, b"", EXTENT_BYTES, row, bytes(32))
             took_ms = 1e3 * (time.perf_counter() - begin)
             pool.commit(ticket, list(range(victims)), check=False)
             if pool.stats()["evicted_entries"] - evicted == victims:

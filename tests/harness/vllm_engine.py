@@ -239,41 +239,6 @@ class Engine:
             finished.update({done["request"]: done for done in self.step()})
         return [finished[name] for name in names]
 
-    def replay(self, prompts: list[list[int]], max_tokens: int, at_once: int) -> dict[str, Any]:
-        """Answer prompts in their order, so many at a time; return tokens and cached tokens of each, the tokens,
-        seconds and CPU seconds of each step, and the sums of our connector's counts; in process only."""
-        scheduler = self.scheduler()
-        schedule, counts, tokens = scheduler.schedule, dict[str, float](), [0]
-
-        def counted(*arguments: Any) -> Any:
-            output = schedule(*arguments)
-            tokens[0] = output.total_num_scheduled_tokens
-            if scheduler.connector is not None:
-                stats = ours(scheduler.connector).get_kv_connector_stats()
-                for name, count in (stats.data if stats is not None else {}).items():
-                    counts[name] = counts.get(name, 0) + count
-            return output
-
-        scheduler.schedule = counted
-        waiting, names = list(reversed(prompts)), list[str]()
-        done: dict[str, dict[str, Any]] = {}
-        steps = []
-        while len(done) < len(prompts):
-            while waiting and len(self.live) < at_once:
-                names.append(self.submit(waiting.pop(), max_tokens=max_tokens))
-            cpu, begun = time.thread_time(), time.perf_counter()
-            finished = self.step()
-            steps.append((tokens[0], time.perf_counter() - begun, time.thread_time() - cpu))
-            done.update({one["request"]: one for one in finished})
-        scheduler.schedule = schedule
-        answers = [done[name] for name in names]
-        return {
-            "tokens": [one["tokens"] for one in answers],
-            "cached_tokens": [one["cached_tokens"] for one in answers],
-            "steps": steps,
-            "counts": counts,
-        }
-
     def abort(self, request: str) -> None:
         self.live.pop(request, None)
         self.core.abort_request([request])

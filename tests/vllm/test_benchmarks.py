@@ -12,7 +12,6 @@ from tests.harness.vllm_run import VllmProcess
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 WITH_VLLM = (
-    "late_stores",
     "p2p_serve",
     "vllm_hit_ttft",
     "vllm_miss_overhead",
