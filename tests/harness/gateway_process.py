@@ -63,7 +63,7 @@ class GatewayProcess(OwnProcess):
     async def status(self, session: aiohttp.ClientSession) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.token}"}
         async with session.get(f"{self.url}/gateway/status", headers=headers) as response:
-            assert response.status == 200
+            assert response.status == 200, await response.text()
             return dict(await response.json())
 
     async def until(

@@ -90,7 +90,10 @@ async def chat(got: Got, line: Line) -> None:
 class ScriptedEngine:
     """One engine. `behaviour` answers everything but /health and /v1/models."""
 
-    def __init__(self, *models: str, behaviour: Behaviour = chat, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, *models: str, behaviour: Behaviour = chat, tls: ssl.SSLContext | None = None, path: str = ""
+    ) -> None:
+        """`path`: of the unix socket on which it listens in place of a port."""
         self.models = list(models) or ["m"]
         self.parents: dict[str, str] = {}
         """Of those models that are LoRA adapters."""
@@ -103,20 +106,25 @@ class ScriptedEngine:
         """Requests but for probes, in the order of their arrival."""
         self.probes = 0
         self.port = 0
+        self.path = path
         self._server: asyncio.Server | None = None
         self._lines: set[Line] = set()
 
     @property
     def url(self) -> str:
-        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
+        return f"unix:{self.path}" if self.path else f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
     @property
     def name(self) -> str:
         """What the gateway calls it."""
-        return f"127.0.0.1:{self.port}"
+        return self.path[1:].replace("/", "-") if self.path else f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
         """Listen, again on the port that it had before."""
+        if self.path:
+            self.port = 1
+            self._server = await asyncio.start_unix_server(self._serve, self.path, limit=1 << 26)
+            return
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))

@@ -192,9 +192,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     url: Annotated[str, says(
         "The engine's URL. `dns+http://NAME:PORT` stands for an engine at each address of NAME, which is resolved "
-        "again every `health.probe_s`: a headless service of Kubernetes, for example.",
-        pattern=r"^(dns\+)?https?://[^\s/?#@]+/?$",
-        demand="must be http://HOST:PORT, https://HOST:PORT or dns+http://NAME:PORT, without a path")]
+        "again every `health.probe_s`: a headless service of Kubernetes, for example. `unix:/PATH` is the socket of an "
+        "engine on this host (vLLM's `--uds`).",
+        pattern=r"^((dns\+)?https?://[^\s/?#@]+/?|unix:/[^\s,]{1,106})$",
+        demand="must be http://HOST:PORT, https://HOST:PORT, dns+http://NAME:PORT or unix:/PATH (107 bytes at most)")]
     name: Annotated[str, says(
         "Name in logs and metrics; empty: host and port.",
         pattern=r"^[A-Za-z0-9._:\[\]-]{0,128}$", demand="must be at most 128 letters, digits and . _ : - []")] = ""
@@ -220,6 +221,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     role: Annotated[Literal["both", "prefill", "decode"], says(
         "What the engine does where requests are split (`split`): `prefill` computes prompts for others, and answers "
         "only if no other engine can; `decode` answers, and computes no prompts for others.")] = "both"
+    user: Annotated[str, says(
+        "User, by name or number, whose process the engine is, if it listens on a loopback address or a unix socket, "
+        "and is neither root's nor of the gateway's own user. Processes of others there get no requests.",
+        pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]{0,63})?$", demand="must be a user's name or number")] = ""
 
 
 DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"

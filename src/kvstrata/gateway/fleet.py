@@ -43,6 +43,7 @@ RATED_S, RATED_EACH_S = 0.1, 0.001
 """Least time between two looks at the measured rates, and for each engine: a look takes a millisecond."""
 MAX_MODELS = 1_024
 DNS = "dns+"
+UNIX = "unix:"
 
 
 class EngineState(enum.Enum):
@@ -68,6 +69,8 @@ class Place(NamedTuple):
     instance: str = ""
     """The instance that it is attached to, as the settings say; empty: controllers tell."""
     role: Role = "both"
+    user: str = ""
+    """Who runs it, beside root and this user, if it is on this host."""
 
 
 class ServingEngine:
@@ -103,6 +106,8 @@ class ServingEngine:
         """When it last answered a request of this gateway."""
         self.is_silent = False
         """Whether it is down by time-outs alone."""
+        self.is_foreign = False
+        """Whether another user listens where it should."""
         self.probed = asyncio.Event()
         """Set after the first probe."""
         self.up_since_s = 0.0
@@ -443,6 +448,10 @@ class Fleet:
 
 def place_of(settings: EngineSettings, api_key: str) -> Place:
     """The place of an engine that the settings name."""
+    if settings.url.startswith(UNIX):
+        path = settings.url.removeprefix(UNIX)
+        address, name = Address(path, 0, False, "localhost"), settings.name or path[1:].replace("/", "-")
+        return _place(settings, name, address, api_key)
     parts = urlsplit(settings.url)
     try:
         port = parts.port
@@ -456,20 +465,19 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = Address(parts.hostname, port, parts.scheme == "https")
     name = settings.name or f"{host}:{port}"
-    return Place(
-        name,
-        address,
-        api_key,
-        source_of(settings),
-        settings.data_parallel_size,
-        settings.instance,
-        settings.role,
-    )
+    return _place(settings, name, address, api_key)
+
+
+def _place(settings: EngineSettings, name: str, address: Address, api_key: str) -> Place:
+    ranks, instance = settings.data_parallel_size, settings.instance
+    return Place(name, address, api_key, source_of(settings), ranks, instance, settings.role, settings.user)
 
 
 @functools.lru_cache(8_192)
 def endpoint_of(address: Address) -> str:
-    """`ip:port` of an engine; empty: it is known by a name, which Envoy cannot be told."""
+    """`ip:port` or socket of an engine; empty: it is known by a name, which Envoy cannot be told."""
+    if address.host.startswith("/"):
+        return address.host
     try:
         ip = ipaddress.ip_address(address.host)
     except ValueError:

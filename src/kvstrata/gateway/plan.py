@@ -13,6 +13,7 @@ from kvstrata.config.private_file import read_bearer_token
 from kvstrata.errors import ConfigError, install
 from kvstrata.gateway.fleet import DNS, endpoint_of, place_of
 from kvstrata.gateway.kubernetes import Account
+from kvstrata.gateway.probing import uid_of
 from kvstrata.gateway.residency.sources import MAX_PORT
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.process.http_gate import is_loopback
@@ -130,6 +131,11 @@ def _engine_checks(settings: GatewaySettings) -> Iterator[Check]:
         yield many and one.kv_events.startswith("tcp:"), f"{field}.kv_events", place
         instance = f"{one.instance!r} is one instance, {several} and set `engine_url` of their connectors"
         yield bool(many and one.instance), f"{field}.instance", instance
+        yield (
+            bool(one.user) and uid_of(one.user) < 0,
+            f"{field}.user",
+            f"no user of this host is named {one.user!r}",
+        )
         alone = bool(one.kv_events_replay) and not one.kv_events.startswith("tcp:")
         yield alone, f"{field}.kv_events_replay", "needs `kv_events` beside it, as tcp://HOST:PORT"
         ranks = max(1, one.data_parallel_size)

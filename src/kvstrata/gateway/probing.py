@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import math
+import os
+import pwd
 import socket
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NamedTuple
@@ -24,6 +27,7 @@ from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.sources import Source, of_rank, source_of, sources_in
 from kvstrata.observability.logging import EventLog
+from kvstrata.process.ports import port_uids
 from kvstrata.process.supervisor import Supervisor
 
 MAX_MODELS_BYTES = 4 << 20
@@ -148,6 +152,7 @@ class Probing:
                     source,
                     ranks,
                     role=settings.role,
+                    user=settings.user,
                 )
                 for address in self._resolved.get(settings.url, ())
             ]
@@ -160,6 +165,11 @@ class Probing:
         reason, silent = "", False
         try:
             async with asyncio.timeout(self.settings.timeout_s):
+                if strangers := await asyncio.to_thread(_strangers, engine.place):
+                    engine.is_foreign = True
+                    self._fleet.down(engine, strangers)
+                    return
+                engine.is_foreign = False
                 status, _ = await self._get(engine, "/health")
                 if status != 200:
                     reason = f"/health answers {status}"
@@ -225,7 +235,8 @@ class Probing:
         # Less than the probe's own time: an engine that does not answer this serves all the same.
         async with asyncio.timeout(self.settings.timeout_s / 2):
             status, body = await self._get(engine, "/kv_event_sources")
-        return sources_in(body, place.address.host) if status == 200 else []
+        host = "127.0.0.1" if place.address.host.startswith("/") else place.address.host
+        return sources_in(body, host) if status == 200 else []
 
     def _listen(self, engine: ServingEngine, sources: dict[str, Source]) -> None:
         """Listen to exactly these sources of an engine, by the names of its ranks."""
@@ -275,6 +286,31 @@ class Probing:
             del self._now[engine]
             self._asked.pop(engine, None)
             self._listen(engine, {})
+
+
+def uid_of(user: str) -> int:
+    """The number of a user that is given by name or number; -1: nobody has this name."""
+    with contextlib.suppress(KeyError):
+        return int(user) if user.isdigit() else pwd.getpwnam(user).pw_uid
+    return -1
+
+
+def _strangers(place: Place) -> str:
+    """Why what listens at a place of this host is not its engine; empty: it may be. Any thread."""
+    uids: set[int] = set()
+    host, port = place.address.host, place.address.port
+    with contextlib.suppress(OSError, ValueError):
+        if host.startswith("/"):
+            uids = {os.stat(host).st_uid}
+        elif ipaddress.ip_address(host).is_loopback:
+            uids = port_uids(port, host)
+    ours = {0, os.geteuid()}
+    if place.user:
+        ours.add(uid_of(place.user))
+    if not uids - ours:
+        return ""
+    users = " and ".join(map(str, sorted(uids - ours)))
+    return f"uid {users} listens there, and not root or this gateway's user; if it is the engine's, set engines[].user"
 
 
 def models_in(body: bytes) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -74,7 +75,7 @@ def refuse_open(
 
 def port_holder(port: int) -> str:
     """The process that listens on a TCP port here, as far as this user can see: `pid 12 (name)`; empty if none."""
-    links = {f"socket:[{inode}]" for _, inode in _listeners(port)}
+    links = {f"socket:[{inode}]" for *_, inode in _listeners(port)}
     for entry in os.scandir("/proc") if links else ():
         if not entry.name.isdigit():
             continue
@@ -88,19 +89,30 @@ def port_holder(port: int) -> str:
     return "a process of another user or network namespace" if links else ""
 
 
-def port_uids(port: int) -> set[int]:
-    """The users whose processes listen on a TCP port in our network namespace."""
-    return {uid for uid, _ in _listeners(port)}
+def port_uids(port: int, host: str = "") -> set[int]:
+    """The users whose processes listen on a TCP port in our network namespace; with `host` at what it reaches."""
+    places: set[str] = set()
+    if host:
+        ip = ipaddress.ip_address(host)
+        places = {_as_in_table(ip.packed), "0" * 32}
+        if ip.version == 4:
+            places |= {"0" * 8, _as_in_table(bytes(10) + b"\xff\xff" + ip.packed)}
+    return {uid for place, uid, _ in _listeners(port) if not places or place in places}
 
 
-def _listeners(port: int) -> Iterator[tuple[int, str]]:
-    """(uid, inode) of each socket that listens on a port."""
+def _as_in_table(address: bytes) -> str:
+    return "".join(address[at : at + 4][::-1].hex().upper() for at in range(0, len(address), 4))
+
+
+def _listeners(port: int) -> Iterator[tuple[str, int, str]]:
+    """(address, uid, inode) of each socket that listens on a port."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text(encoding="ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":
-                yield int(fields[7]), fields[9]
+        with contextlib.suppress(OSError), open(table, encoding="ascii") as lines:
+            next(lines)
+            for line in lines:
+                fields = line.split()
+                if fields[3] != "0A":
+                    break  # those that listen come first
+                address, _, at = fields[1].rpartition(":")
+                if int(at, 16) == port:
+                    yield address, int(fields[7]), fields[9]

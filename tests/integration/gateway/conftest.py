@@ -72,6 +72,11 @@ async def at_rest(gateway: GatewayProcess, session: aiohttp.ClientSession) -> No
     await gateway.until(session, "nothing is under way", nothing)
 
 
+def folder_of(pid: int) -> Path:
+    """Where an Envoy's configuration lies."""
+    return Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2]).parent
+
+
 def resident_mb(pid: int) -> float:
     """The most memory that a process has had."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()

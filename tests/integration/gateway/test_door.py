@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,10 @@ import pytest
 
 from kvstrata.cli import gateway as command
 from tests.harness.gateway_process import GatewayProcess
+from tests.harness.other_user import as_nobody
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.conftest import Start, at_rest, envoy_mb, status_of
+from tests.integration.gateway.conftest import Start, at_rest, envoy_mb, folder_of, status_of
 from tests.integration.gateway.test_proxy import CHAT, ask
 
 pytestmark = pytest.mark.integration
@@ -325,3 +329,56 @@ async def test_a_tenants_tokens_are_limited_and_count_at_least_as_a_quarter_of_t
     long = {"messages": [{"role": "user", "content": "word " * 30}]}
     assert await outcome_of("red", **long) == (429, "tenant_tokens")
     assert await outcome_of("blue", **long) == (200, "")
+
+
+async def test_engines_on_unix_sockets_are_chosen_and_replace_each_other(start, session, tmp_path):
+    engines = [ScriptedEngine(path=str(tmp_path / name)) for name in "ab"]
+    gateway = await start(*engines, policy="session")
+
+    async def send() -> int:
+        return await status_of(session.post(gateway.url + CHAT, json=ask(), headers={"x-session-id": "one"}))
+
+    assert [await send() for _ in range(16)] == [200] * 16
+    assert sorted(len(engine.got) for engine in engines) == [0, 16]
+    engines.sort(key=lambda engine: len(engine.got))
+    assert engines[1].got[0].headers["host"] == "localhost"
+    await at_rest(gateway, session)
+    rows = (await gateway.status(session))["engines"]
+    assert {row["name"]: row["sent"] for row in rows} == {engines[0].name: 0, engines[1].name: 16}
+    await engines[1].stop()
+    assert [await send() for _ in range(4)] == [200] * 4
+    assert len(engines[0].got) == 4
+
+
+@pytest.fixture
+def open_folder() -> Iterator[str]:
+    """A folder that any user may write to."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield folder
+
+
+@pytest.mark.parametrize("kind", ["port", "socket"])
+async def test_a_process_of_another_user_in_an_engines_place_gets_no_request(
+    start, session, open_folder, kind
+):
+    engine = ScriptedEngine(path=f"{open_folder}/engine" if kind == "socket" else "")
+    gateway = await start(engine)
+    await engine.stop()
+    if engine.path:
+        os.unlink(engine.path)
+    await gateway.until_engine(session, engine.name, "down")
+    with as_nobody() as uid:
+        await engine.start()
+    probes = engine.probes
+    what = f"uid {uid} listens there"
+    await gateway.until(session, what, lambda page: what in page["engines"][0]["reason"])
+    assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 503
+    told = folder_of((await gateway.status(session))["envoy_pid"]) / "engines.json"
+    assert json.loads(told.read_text())["resources"][0]["endpoints"] == [], (
+        "Envoy does not choose it by itself"
+    )
+    assert (engine.got, engine.probes) == ([], probes)
+    gateway.reload(engines=[{"url": engine.url, "user": str(uid)}])
+    await gateway.until_engine(session, engine.name, "up")
+    assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200

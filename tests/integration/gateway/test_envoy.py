@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, delta
 from tests.harness.waiting import eventually_async
-from tests.integration.gateway.conftest import at_rest, status_of
+from tests.integration.gateway.conftest import at_rest, folder_of, status_of
 from tests.integration.gateway.test_door import bearer, tenants
 from tests.integration.gateway.test_proxy import CHAT, ask
 
@@ -24,11 +24,6 @@ def runs(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def folder_of(pid: int) -> Path:
-    """Where an Envoy's configuration lies."""
-    return Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2]).parent
 
 
 async def test_the_gateway_and_its_envoy_end_together(start, session):

@@ -16,6 +16,8 @@ from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.http_local import find_token, fresh_token
 from kvstrata.process.listen import ServedToken
+from kvstrata.process.ports import port_uids
+from tests.harness.other_user import as_nobody
 
 HEAR = """
 import socket
@@ -58,6 +60,26 @@ def test_a_token_is_found_at_every_name_of_this_host_until_its_file_is_closed(en
     file.close()
     # Elsewhere there may be the file of a killed process that had the port before.
     assert not Path(file.path).exists() and find_token(f"http://localhost:{port}", environ) != token
+
+
+def test_who_listens_is_told_apart_by_address() -> None:
+    ours = os.getuid()
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        with as_nobody() as theirs:
+            second = socket.create_server(("127.0.0.2", port))
+        with second, socket.create_connection(("127.0.0.2", port)):
+            hosts = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "::1", "")
+            assert [port_uids(port, host) for host in hosts] == [
+                {ours},
+                {theirs},
+                set(),
+                set(),
+                {ours, theirs},
+            ]
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as any_address:
+        port = any_address.getsockname()[1]
+        assert port_uids(port, "127.0.0.1") == port_uids(port, "::1") == {ours}
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(environ, port):

@@ -153,13 +153,14 @@ def engines_file(engines: Iterable[ServingEngine]) -> bytes:
     found = []
     for engine in engines:
         address, endpoint = engine.place.address, endpoint_of(engine.place.address)
-        if not endpoint or engine.state is EngineState.LEAVING:
+        if not endpoint or engine.state is EngineState.LEAVING or engine.is_foreign:
             continue
         host = endpoint.rpartition(":")[0].strip("[]")
+        place = {"socket_address": {"address": host, "port_value": address.port}}
         one: dict[str, Any] = {
             "endpoint": {
                 "hostname": address.name or host,
-                "address": {"socket_address": {"address": host, "port_value": address.port}},
+                "address": {"pipe": {"path": endpoint}} if endpoint.startswith("/") else place,
             },
             "health_status": "UNHEALTHY" if engine.state is EngineState.DOWN else "HEALTHY",
         }
