@@ -171,12 +171,6 @@ def vllm_model_folder(vllm_python: Path) -> Callable[[str], Path]:
     return vllm_model.ensure_model
 
 
-@pytest.fixture
-def vllm_environment(vllm_python: Path, tmp_path: Path) -> dict[str, str]:
-    """The environment of a process that runs vLLM with this clone's kvstrata; vLLM's files go to tmp_path."""
-    return vllm_env.environment(tmp_path / "vllm-state")
-
-
 @pytest.fixture(scope="session")
 def mooncake_environment() -> dict[str, str]:
     """The environment of a process that uses Mooncake; the test is skipped on a machine that cannot have it."""

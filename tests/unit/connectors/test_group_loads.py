@@ -100,37 +100,6 @@ def test_of_states_only_the_last_one_is_loaded():
     assert (states.blocks, len(states.chain)) == ([304], 32)
 
 
-def test_blocks_that_vllm_has_computed_are_not_loaded_and_the_window_is():
-    client = FakeClient(hits=4)
-    side, _ = make_grouped(FULL, WINDOW, client=client)
-    request = arrive(side, 41)
-    tokens, _ = ask(side, request, computed=20)
-    assert tokens == 12
-    side.allocated(request, tables_of((FULL, WINDOW)), tokens)
-    whole, window = step(side).loads
-    assert whole.blocks == [SKIP_BLOCK, 105, 106, 107]
-    assert window.blocks == [SKIP_BLOCK, 205, 206, 207], "vLLM found the window's first block itself"
-
-
-@pytest.mark.parametrize("taken", [4, 24, 28])
-def test_a_hit_of_which_vllm_takes_less_is_not_loaded_and_its_lease_goes_back(groups, taken):
-    side, client, request, (tokens, asynchronous) = hit_of(groups)
-    assert (tokens, asynchronous) == (32, True)
-    side.allocated(request, tables_of(groups), taken)
-    loads = step(side).loads
-    assert [load.group for load in loads] == [group.number for group in groups]
-    assert {load.lease for load in loads} == {None} and all(load.asynchronous for load in loads)
-    assert client.leases == client.handed_on == []
-    side.heard([], [request.request_id], [], [request.request_id])
-    assert ask(side, request) == (0, False)
-
-
-def test_a_hit_that_vllm_does_not_take_gives_its_lease_back(groups):
-    side, client, request, _ = hit_of(groups)
-    side.allocated(request, tables_of(groups), 0)
-    assert step(side).loads == [] and client.leases == client.handed_on == []
-
-
 def test_a_request_of_which_a_load_failed_is_not_loaded_again_and_stored_from_its_start():
     side, client, request, (tokens, _) = hit_of((FULL, WINDOW))
     side.allocated(request, tables_of((FULL, WINDOW)), tokens)
@@ -143,21 +112,6 @@ def test_a_request_of_which_a_load_failed_is_not_loaded_again_and_stored_from_it
         (0, list(range(100, 110))),
         (1, list(range(206, 210))),
     ]
-
-
-def test_an_error_while_loads_are_planned_fails_one_load_and_gives_the_lease_back(groups, monkeypatch):
-    side, client, request, (tokens, _) = hit_of(groups)
-
-    def planted(*arguments):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(side, "_load_of", planted)
-    guarded = GuardedSide(side)
-    guarded.allocated(request, tables_of(groups), tokens)
-    (load,) = step(guarded).loads
-    guarded.take_events()
-    assert (load.lease, load.asynchronous) == (None, True)
-    assert client.leases == client.handed_on == []
 
 
 def test_an_error_after_loads_were_planned_hands_their_lease_on_once(groups):

@@ -14,7 +14,6 @@ from tests.harness.scheduler_side import (
     GuardedSide,
     arrive,
     ask,
-    hit_of,
     make_request,
     step,
 )
@@ -105,33 +104,6 @@ def test_a_later_lookup_finds_the_windows_that_it_needs_and_little_else_is_store
     assert pool.pinned == dict.fromkeys(windows, 1)
 
 
-def test_windows_in_the_answer_are_stored_with_the_answer():
-    side, _ = make_grouped(FULL, window_group(4), settings={"save_decode_cache": True})
-    prompt = Prompt(side, make_request(20), 4)
-    prompt.step(20)
-    for token in range(20):
-        prompt.request.all_token_ids.append(token)
-        prompt.step(1)
-    stored = prompt.stored_tokens()
-    assert {end for end in range(CHUNK, 41, CHUNK) if seen_from(end, 4) <= stored} == {16, 24, 32, 40}
-
-
-def test_windows_of_a_hit_are_not_stored_again_and_those_after_it_are():
-    client = FakeClient(hits=3)
-    client.whole = 3
-    side, _ = make_grouped(FULL, window_group(16), client=client)
-    request, tokens = hit_of(side, 48)
-    tables = table_of(48, 100), table_of(48, WINDOW_BLOCKS, gone=tokens - 16)
-    side.allocated(request, tables, tokens)
-    step(side)
-    side.heard([], [request.request_id], [])
-    stores = step(side, [(request, tokens, 24)], tables={request.request_id: tables}).stores
-    assert [(store.group, store.blocks) for store in stores] == [
-        (0, list(range(106, 112))),
-        (1, list(range(WINDOW_BLOCKS + 6, WINDOW_BLOCKS + 12))),
-    ]
-
-
 OFFERS = [(1, 700, 8), (1, 701, 12), (1, 702, 16), (2, 703, 24), (1, 704, 32)]
 """At a chunk's end, within a chunk, at a chunk's end, of an unknown group, after what is computed of the prompt."""
 
@@ -147,15 +119,6 @@ def test_states_are_stored_when_vllm_offers_them_at_the_end_of_a_chunk():
     assert [store.chain for store in states] == [whole.chain[:32], whole.chain[32:64]]
     assert [store.parent for store in states] == [b"", whole.chain[:32]]
     assert pool.pinned == {700: 1, 702: 1}
-
-
-def test_states_of_a_step_in_which_another_connector_loads_are_left():
-    side, pool = make_grouped(FULL, STATES)
-    request = arrive(side, 30)
-    ask(side, request)
-    tables = {request.request_id: (table_of(30, 100), [0, 0, 704, 705])}
-    plan = step(side, [(request, 8, 22)], tables=tables, states={request.request_id: OFFERS})
-    assert plan.others_load and plan.stores == [] and pool.pinned == {}
 
 
 @pytest.mark.parametrize("how", ["preempted", "unknown", "skipped"])
@@ -236,15 +199,6 @@ def test_a_report_that_cannot_be_applied_still_undoes_the_pins():
         setattr(side.stores, broken, planted)
         GuardedSide(side).heard([said(window)], [], [])
         assert pool.pinned == {}, broken
-
-
-def test_a_preempted_request_keeps_its_pins_until_the_workers_have_given_up_the_store():
-    side, pool = make_grouped(FULL, window_group(16))
-    request, window = stored_window(side)
-    step(side, preempted=[request.request_id])
-    assert pool.pinned == dict.fromkeys(window.blocks, 1)
-    side.heard([said(window, dropped=True)], [], [])
-    assert pool.pinned == {}
 
 
 @pytest.mark.parametrize("broken", [WINDOW_BLOCKS, 900])

@@ -92,11 +92,6 @@ def test_the_last_records_hold_a_window_and_none_of_them_is_without_use(tokens, 
     assert found.record_blocks == chunk_blocks or blocks == set(needed)
 
 
-def test_tokens_that_a_draft_model_needs_before_the_window_belong_to_it():
-    [found] = read(window(250, extra_retained_tokens=7))
-    assert (found.window_tokens, found.span) == (257, 2)
-
-
 def test_of_states_a_hit_needs_the_one_after_its_last_token():
     whole, found = read(full(), states(block_size=528), chunk_tokens=DEFAULT)
     chunk_tokens = math.lcm(16, 528)
@@ -104,21 +99,6 @@ def test_of_states_a_hit_needs_the_one_after_its_last_token():
     assert found == CacheGroup(1, Rule.STATE_AT, 528, chunk_tokens // 528, 1, 1)
     assert list(found.blocks_of(4)) == [4]
     assert found.facts() == {"rule": ["state_at"], "record_blocks": 1, "needed_chunks": 1}
-
-
-def test_a_chunk_is_whole_blocks_of_every_group():
-    for sizes, chunk_tokens, found in (
-        ((16,), DEFAULT, 256),
-        ((128,), 512, 512),
-        ((48,), DEFAULT, 288),
-        ((528,), DEFAULT, 528),
-        ((16, 48), DEFAULT, 288),
-        ((32, 48), 96, 96),
-        ((512, 768), DEFAULT, 1536),
-    ):
-        groups = read(*(full(block_size=size) for size in sizes), chunk_tokens=chunk_tokens)
-        assert {each.chunk_tokens for each in groups} == {found}
-        assert [each.block_tokens for each in groups] == list(sizes)
 
 
 def test_a_configured_chunk_size_that_does_not_suit_is_refused_with_one_that_does():

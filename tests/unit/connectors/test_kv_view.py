@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.connectors.vllm.groups import CacheGroup, Rule, whole_group
+from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.kv_view import (
     Heads,
     LayerKind,
     build_view,
     heads_of,
     layer_runs,
-    natural_order,
 )
 from kvstrata.errors import ConfigError
 
@@ -177,18 +176,6 @@ def test_fp8_is_refused_for_layers_not_known_to_hold_16_bit_numbers():
             view(tensors, kinds=kinds, group=whole_group(16, 256), fidelity="fp8", head_size=64)
 
 
-def test_sections_follow_layer_numbers_not_names():
-    tensors = layers(12)
-    shuffled = dict(reversed(tensors.items()))
-    made = view(shuffled)
-    assert list(made.layers) == list(tensors)
-    bases = [layer.base for layer in made.layers.values()]
-    assert bases == sorted(bases)
-    assert made.payload_bytes == 12 * 2 * 4 * 128 * 64 * 2
-    assert made.facts["payload_bytes"] == made.payload_bytes
-    assert sorted(["l10", "l9"], key=natural_order) == ["l9", "l10"]
-
-
 def unlike_layers():
     """Every second layer with half the heads."""
     tensors = layers(4)
@@ -212,14 +199,6 @@ def test_layers_that_differ_have_facts_and_a_shape_of_their_own():
     plan = made.plan()
     assert [plan.section_bytes(section, 2) for section in range(4)] == [2 * wide, 2 * narrow] * 2
     assert plan.payload_bytes(2) == made.payload_bytes
-
-
-def test_which_layers_differ_changes_the_slice():
-    tensors = unlike_layers()
-    turned = dict(
-        zip(tensors, [*list(tensors.values())[1:], tensors["model.layers.0.self_attn.attn"]], strict=True)
-    )
-    assert view(turned).slice.digest() != view(tensors).slice.digest()
 
 
 def test_layers_that_are_alike_keep_the_facts_by_which_their_records_are_found():
@@ -246,70 +225,9 @@ def test_layers_that_are_alike_keep_the_facts_by_which_their_records_are_found()
     )
 
 
-def test_a_record_of_a_window_holds_its_blocks_alone_and_its_facts_say_which():
-    whole = view(layers(2), group=whole_group(64, 256), num_blocks=40)
-    short = CacheGroup(3, Rule.LAST_WINDOW, 64, 4, 2, 1, window_tokens=100)
-    made = view(layers(2), group=short)
-    changed = {
-        "rule": ["last_window", 100],
-        "record_blocks": 2,
-        "needed_chunks": 1,
-        "section_bytes": whole.facts["section_bytes"] // 2,
-        "payload_bytes": whole.facts["payload_bytes"] // 2,
-    }
-    assert made.facts == {**whole.facts, **changed}
-    assert made.payload_bytes == made.plan().payload_bytes(2) == whole.payload_bytes // 2
-    assert (made.slice.group, whole.slice.group) == (3, 0) and made.group == short
-
-
-def test_each_group_and_each_window_has_a_slice_of_its_own():
-    window = CacheGroup(1, Rule.LAST_WINDOW, 128, 2, 2, 1, window_tokens=256)
-    groups = [
-        whole_group(128, 256),
-        whole_group(128, 256, number=1),
-        window,
-        window._replace(number=2),
-        window._replace(window_tokens=200),
-        window._replace(window_tokens=512, span=2),
-        CacheGroup(1, Rule.STATE_AT, 128, 2, 1, 1),
-    ]
-    digests = {view(layers(2), group=group).slice.digest() for group in groups}
-    assert len(digests) == len(groups)
-
-
-def test_a_state_is_one_block_of_bytes_in_a_record():
-    shape = (40, 1, 1, 3 * 64 + 5)
-    axes = ("gdn@V.heads", "gdn@V.states", "gdn@V/bfloat16[3,64],bfloat16[5]")
-    kind = kind_of(FakeTensor(shape), axes=axes)
-    tensors = layers(2, shape=shape)
-    made = view(tensors, group=CacheGroup(1, Rule.STATE_AT, 528, 1, 1, 1), kinds=dict.fromkeys(tensors, kind))
-    assert made.payload_bytes == made.plan().payload_bytes(1) == 2 * shape[3] * 2
-    assert (made.facts["rule"], made.facts["needed_chunks"]) == (["state_at"], 1)
-    assert made.facts["axes"] == [["gdn@V/bfloat16[3,64],bfloat16[5]", shape[3]]]
-    other = kind._replace(axes=(*kind.axes[:2], "gdn@V/bfloat16[64,3],bfloat16[5]"))
-    differs = view(tensors, group=made.group, kinds=dict.fromkeys(tensors, other))
-    assert differs.slice.digest() != made.slice.digest()
-
-
-def test_layers_that_differ_only_in_their_address_count_as_alike():
-    tensors = layers(2)
-    spread = FakeTensor((40, 4, 128, 64), order=(1, 0, 2, 3), base=1 << 30)
-    tensors["model.layers.1.self_attn.attn"] = spread
-    made = view(tensors)
-    assert made.slice == view(layers(2)).slice
-    assert len({layer.shape for layer in made.layers.values()}) == 2
-
-
 def test_fp8_of_layers_that_differ_is_refused_with_what_differs():
     with pytest.raises(ConfigError, match=r"fidelity: 'fp8' .* axes, section_bytes; use 'lossless'"):
         view(unlike_layers(), fidelity="fp8", head_size=64)
-
-
-def test_ranks_that_share_records_must_hold_alike_layers():
-    shared = HEADS._replace(replicas=2)
-    assert view(layers(2), heads=shared).slice == view(layers(2)).slice
-    with pytest.raises(ConfigError, match=r"layers\.1.*layers\.0.*2 tensor-parallel ranks"):
-        view(unlike_layers(), heads=shared)
 
 
 def test_whatever_changes_the_meaning_of_a_record_changes_the_slice():
@@ -321,15 +239,6 @@ def test_whatever_changes_the_meaning_of_a_record_changes_the_slice():
         {"heads": Heads((2, 4), (0, 4), 2)},
     ):
         assert view(layers(2), **changes).slice.digest() != view(layers(2)).slice.digest()
-
-
-def test_physical_order_changes_the_slice_and_place_does_not():
-    shape = (40, 16, 4, 32)
-    straight = view(layers(2, shape=shape), group=whole_group(16, 256))
-    turned = view(layers(2, shape=shape, order=(0, 2, 1, 3)), group=whole_group(16, 256))
-    assert straight.slice.digest() != turned.slice.digest()
-    moved = {name: FakeTensor(shape, base=t.data_ptr() + 4096) for name, t in layers(2, shape=shape).items()}
-    assert view(moved, group=whole_group(16, 256)).slice.digest() == straight.slice.digest()
 
 
 def test_tensor_parallel_ranks_split_the_heads_and_replicas_share_a_slice():

@@ -125,20 +125,6 @@ def test_a_lookup_tells_how_much_vllm_has_and_whether_its_hits_are_uses_of_l1(la
     assert [(call.own_chunks, call.stores_late) for call in client.calls] == [(2, late), (5, late)]
 
 
-def test_a_chunk_is_stored_when_its_blocks_come_near_the_head_and_only_once():
-    world = World()
-    request = world.ended(3 * CHUNK)
-    assert world.step().stores == [] and not world.client.promised
-    world.exhaust(left=1)
-    (store,) = (plan := world.step()).stores
-    # Root before leaf, though the last blocks are the first to be reused.
-    assert (store.parent, len(store.chain) // 32, store.request_id) == (b"", 3, "")
-    assert store.blocks == world.tables[request.request_id]
-    assert world.step().stores == [], "it is under way"
-    world.outcome(plan)
-    assert world.step().stores == [] and not world.side.awaits_news
-
-
 def test_only_what_l1_lacks_is_stored_and_nothing_behind_a_hole():
     world = World()
     world.ended(3 * CHUNK)
@@ -227,19 +213,6 @@ def test_a_store_may_be_cancelled_until_every_worker_has_read_its_blocks():
     (store,) = world.step().stores
     world.side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
     world.pool.take(1)
-    assert world.step().cancel == {store.store_id}
-
-
-def test_an_error_in_the_plan_that_cancels_a_store_cancels_it_with_the_next():
-    world = World()
-    world.ended(CHUNK)
-    world.exhaust(left=0)
-    (store,) = world.step().stores
-    world.pool.take(1)
-    world.side.stores.plan = lambda output, plan: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        world.step()
-    world.side = world.side.turn_off()
     assert world.step().cancel == {store.store_id}
 
 
@@ -382,17 +355,6 @@ def test_auto_stores_late_only_while_l1_is_small_and_does_not_swing():
     ):
         sizes[:] = l1, engines
         assert auto() is expected, (l1, engines)
-
-
-def test_chunks_recorded_before_a_switch_are_stored_late_and_those_after_it_at_once():
-    world = World()
-    is_late = [True]
-    world.side.stores._store_late = lambda: is_late[0]
-    world.ended(2 * CHUNK)
-    is_late[0] = False
-    world.exhaust(left=4)
-    request, plan = world.start(2 * CHUNK, first=500)
-    assert [store.request_id for store in plan.stores] == [request.request_id, ""] and chunks(plan) == 4
 
 
 def test_a_request_may_be_stored_at_once_and_an_odd_wish_has_no_effect():

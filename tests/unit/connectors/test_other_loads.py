@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.connectors.vllm.metadata import WorkerReport
-from tests.harness.scheduler_side import FakeClient, arrive, ask, make_request, make_side, scene, step
+from tests.harness.scheduler_side import FakeClient, arrive, ask, make_side, scene, step
 
 CHUNKS = 5
 TOKENS, LOADED = 40, 16
@@ -26,23 +26,6 @@ def stored_chunks(plan):
     return sum(len(store.chain) // 32 for store in plan.stores)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_nothing_is_stored_until_a_load_within_a_step_is_known_to_have_succeeded(workers):
-    side = make_side(world_size=workers)
-    request, other = loaded_by_another(side), make_request(TOKENS)
-    side.on_new_request(other)
-    ask(side, other)
-    # Requests of the same step may share the blocks that are loaded.
-    plan = step(side, [(request, LOADED, TOKENS - LOADED), (other, 0, TOKENS)])
-    assert plan.others_load and not plan.stores
-    later = step(side, [(request, TOKENS, 1), (other, TOKENS, 1)])
-    assert not later.others_load and not later.stores, "planned before the outcome was known"
-    for _ in range(workers):
-        assert not step(side, [(request, TOKENS, 1)]).stores
-        side.heard([WorkerReport(plan.step)], [], [])
-    assert stored_chunks(step(side, [(request, TOKENS, 1), (other, TOKENS, 1)])) == 2 * CHUNKS
-
-
 def test_after_a_load_that_failed_all_is_stored_as_computed_again():
     side = make_side()
     request = loaded_by_another(side)
@@ -59,22 +42,6 @@ def test_what_finishes_in_the_step_of_a_failed_load_is_not_stored():
     side.finished(request, TABLE)
     side.heard([WorkerReport(plan.step)], [], {1})
     assert not step(side).stores
-
-
-def test_what_finishes_in_the_step_of_a_load_is_stored_after_it():
-    side = make_side()
-    request = loaded_by_another(side)
-    plan = step(side, [(request, LOADED, TOKENS - LOADED)])
-    assert side.finished(request, TABLE) is True
-    side.heard([WorkerReport(plan.step)], [], [])
-    assert stored_chunks(step(side)) == CHUNKS
-
-
-def test_an_asynchronous_load_has_ended_when_its_request_is_scheduled():
-    side = make_side()
-    request = loaded_by_another(side, asynchronous=True)
-    plan = step(side, [(request, LOADED, TOKENS - LOADED)])
-    assert stored_chunks(plan) == CHUNKS and not plan.others_load
 
 
 def test_a_hit_that_another_connector_serves_is_no_hit_of_ours_and_is_not_stored_again():

@@ -60,45 +60,6 @@ def test_kv_computed_before_a_reset_is_never_stored_under_the_new_identity(how):
     assert step(side).stores == [] and client.leases == []
 
 
-def test_a_request_that_ended_before_the_reset_is_stored_under_the_old_identity():
-    side = make_side(FakeClient(hits=3), world_size=2)
-    other, request, same = make_request(40), make_request(80), make_request(80)
-    side.on_new_request(other)
-    side.allocated(other, [list(range(50, 70))], ask(side, other)[0])
-    side.on_new_request(request)
-    plan = step(side, [(request, 0, 80)])
-    assert side.finished(request, [list(range(1, 30))]) is True
-    side.reset(engine_empty=False)
-    side.heard([WorkerReport(plan.step)] * 2, [], [])
-    (store,) = step(side).stores
-    assert store.identity == RequestIdentity()
-    side.on_new_request(same)
-    assert step(side, [(same, 0, 80)]).stores[0].identity != store.identity
-
-
-@pytest.mark.parametrize("may_load", [True, False])
-def test_blocks_that_vllm_kept_over_the_reset_are_not_stored(may_load):
-    side = make_side(may_load=may_load)
-    running, after, other = make_request(84), make_request(84), make_request(84)
-    side.on_new_request(running)
-    ask(side, running)
-    step(side, [(running, 0, 40)])
-    side.reset(engine_empty=False)
-    # Preempted, the running request finds its own old blocks in vLLM's cache; so does one of the same prompt.
-    side.on_new_request(after)
-    for request, preempted in ((running, [running.request_id]), (after, [])):
-        ask(side, request, computed=BLOCK)
-        assert step(side, [(request, BLOCK, 80)], preempted).stores == []
-    side.on_new_request(other)
-    ask(side, other, computed=0)
-    assert len(step(side, [(other, 0, 84)]).stores) == 1
-    # An engine that was emptied has no old blocks.
-    side.reset(engine_empty=True)
-    request = arrive(side, 84)
-    ask(side, request, computed=BLOCK)
-    assert len(step(side, [(request, BLOCK, 80)]).stores) == 1
-
-
 class Workers:
     """Two workers, each with its own shard of the weights, that report digests when a plan asks for them."""
 
@@ -164,17 +125,6 @@ def test_engines_with_equal_new_weights_share_an_identity_other_than_the_old_one
         assert workers.stored() == RequestIdentity()
 
 
-def test_workers_are_not_asked_while_the_engine_pauses_for_new_weights():
-    workers = Workers(side_that_asks_for_weights())
-    workers.stored()
-    workers.side.reset(engine_empty=True)
-    queued = make_request(40)
-    workers.side.on_new_request(queued)  # a paused vLLM asks nothing about it
-    assert workers.step().weigh == 0
-    workers.now = "new"
-    assert workers.stored() != RequestIdentity()
-
-
 def test_kv_from_before_a_reset_is_stored_once_the_weights_prove_unchanged():
     side = side_that_asks_for_weights()
     workers = Workers(side)
@@ -199,21 +149,6 @@ def test_kv_from_before_a_reset_is_stored_once_the_weights_prove_unchanged():
         assert workers.step([(request, request.num_tokens - 8, 8)]).stores == []
         side.reset(engine_empty=False)
         workers.stored()
-
-
-def test_without_digests_of_weights_each_reset_ends_sharing_and_no_later_request_waits():
-    side = side_that_asks_for_weights()
-    request = arrive(side, 40)
-    assert ask(side, request) == (None, False)
-    plan = step(side)
-    told = [(plan.weigh, "a", "a"), (plan.weigh, "", "")]
-    side.heard([WorkerReport(plan.step, weights=each) for each in told], [], [])
-    workers, identities = Workers(side), []
-    for _ in range(3):
-        assert step(side).weigh == 0
-        identities.append(workers.stored())
-        side.reset(engine_empty=True)
-    assert identities[0] == RequestIdentity() and len(set(identities)) == 3
 
 
 def test_a_request_waits_for_weights_as_long_as_for_a_lookup_and_a_lost_report_is_asked_for_again():
@@ -367,24 +302,6 @@ def test_an_adapter_that_a_worker_cannot_read_is_computed_without_the_cache():
     assert ask(workers.side, request) == (0, False)
     assert workers.step([(request, 0, 40)]).stores == []
     assert workers.side.take_counts()["skipped_unreadable_adapter"] == 1
-
-
-def test_weights_that_the_layout_does_not_name_are_named_by_every_workers_samples():
-    def start(weights):
-        workers = Workers(side_of_unnamed_weights(), weights)
-        workers.initial = UNNAMED
-        return workers
-
-    first, again, other = start("first"), start("first"), start("other")
-    identity = first.stored()
-    assert identity != RequestIdentity() and lora_name(identity.adapter) == ""
-    assert again.stored() == identity
-    assert other.stored() != identity
-    first.side.reset(engine_empty=True)
-    assert first.stored() == identity
-    first.side.reset(engine_empty=True)
-    first.now = "other"
-    assert first.stored() == other.stored()
 
 
 def side_of_unnamed_weights():

@@ -6,7 +6,7 @@ import pytest
 
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK
 from kvstrata.types import EXTENT
-from tests.harness.scheduler_side import ask, planned_loads, scene, step
+from tests.harness.scheduler_side import ask, planned_loads, scene
 
 
 def test_a_load_names_the_missing_blocks_and_skips_the_computed_ones():
@@ -17,19 +17,6 @@ def test_a_load_names_the_missing_blocks_and_skips_the_computed_ones():
     assert load.blocks == [SKIP_BLOCK, 104, 105, 106]
     assert len(load.chain) == 2 * 32
     assert [e[0] for e in EXTENT.iter_unpack(load.extents)] == [2, 3, 4, 5]
-
-
-def test_a_preempted_request_is_looked_up_again():
-    client, side, request = scene(40, hits=4)
-    tokens, _ = ask(side, request)
-    planned_loads(side, request, tokens, [list(range(1, 20))])
-    step(side, preempted=[request.request_id])
-    request.all_token_ids.extend(range(10))
-    for _ in range(30):
-        assert ask(side, request) == (32, False)
-    assert len(client.calls) == 2 and len(client.leases) == 1
-    side.finished(request, [[]])
-    assert client.leases == []
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -168,17 +168,6 @@ def test_all_lookups_of_a_step_together_wait_no_longer_than_one_alone():
     assert {ask(side, request) for request in requests} == {(39, False)}
 
 
-def test_without_a_server_every_request_is_a_miss_until_the_server_is_back():
-    clock, client = Clock(), FakeClient(hits=5)
-    client.connected = False
-    side = make_side(client, clock)
-    request = arrive(side, 100)
-    assert ask(side, request) == (0, False)
-    client.connected = True
-    clock.now_s += 0.2
-    assert ask(side, request) == (40, False)
-
-
 def test_first_requests_wait_briefly_for_a_server_that_was_seen():
     for seen, expected in ((True, (None, False)), (False, (0, False))):
         clock, client = Clock(), FakeClient(hits=5)

@@ -66,33 +66,6 @@ def test_an_engine_in_process_keeps_no_blocks_that_its_worker_has_read(read):
     assert step(side).awaited == (set() if read else {request.request_id})
 
 
-def test_blocks_of_a_store_that_no_worker_has_got_are_kept_in_any_engine():
-    side = make_side(
-        read_here=lambda request_id: True, settings={"save_unfull_chunk": True}, lookahead_tokens=1
-    )
-    request = arrive(side, 40)
-    step(side, [(request, 0, 40)])
-    request.all_token_ids.append(7)  # with draft layers the last chunk waits for this token
-    request.num_computed_tokens = 40
-    assert side.finished(request, [list(range(1, 11))]) is True
-    assert step(side).stores
-
-
-def test_with_several_workers_nothing_is_stored_on_top_of_an_unconfirmed_load():
-    _, side, request = scene(43, hits=3, world_size=2)
-    tokens, _ = ask(side, request)
-    side.allocated(request, [list(range(1, 20))], tokens)
-    plan = step(side, [(request, 24, 19)])
-    assert plan.stores == []
-    assert side.finished(request, [list(range(1, 12))]) is True
-    later = step(side)
-    assert later.stores == [] and later.awaited == set()
-    side.heard([WorkerReport(plan.step), WorkerReport(plan.step)], [], [])
-    last = step(side)
-    assert [s.blocks for s in last.stores] == [[7, 8, 9, 10]]
-    assert last.awaited == {request.request_id}
-
-
 def test_with_several_workers_chunks_computed_on_a_failed_load_are_not_stored():
     _, side, request = scene(43, hits=3, world_size=2)
     tokens, _ = ask(side, request)

@@ -10,9 +10,9 @@ import pytest
 from kvstrata.connectors.sglang.identity import layout_identity, pool_slice
 from kvstrata.connectors.sglang.page_cache import PageCache
 from kvstrata.connectors.sglang.pages import read_pages
-from kvstrata.errors import ConfigError, NotPermitted
+from kvstrata.errors import ConfigError
 from kvstrata.types import RequestIdentity, identity_root
-from tests.harness.sglang_double import Arguments, HostPool, Slots, StorageConfig, Transfer, modules
+from tests.harness.sglang_double import Arguments, HostPool, StorageConfig, modules
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +102,6 @@ def test_whatever_decides_the_meaning_of_a_page_is_in_its_identity():
         assert made(change)[0] != made({})[0]
 
 
-def test_ranks_of_a_model_with_latents_have_one_slice_but_states_are_each_ranks_own(tmp_path):
-    pool = HostPool(latent=True)
-    configs = [StorageConfig(is_mla_model=True, tp_rank=rank, tp_size=4) for rank in (0, 3)]
-    assert len({root_of(Arguments(), config, pool) for config in configs}) == 1
-    runs = read_pages("mamba", pool)
-    assert len({pool_slice("mamba", pool, runs, config, "1")[0] for config in configs}) == 2
-
-
 def test_a_local_model_is_its_files_and_not_its_path(tmp_path):
     roots = []
     for folder, weights in (("a/model", b"1"), ("b/model", b"1"), ("c/model", b"2")):
@@ -180,25 +172,6 @@ def test_settings_come_from_the_extra_config_and_wrong_ones_stop_the_start(stora
         storage_class(StorageConfig(extra_config={"interface_v1": 0}))
     with pytest.raises(ConfigError, match="dcp_size: 2"):
         storage_class(StorageConfig(dcp_size=2))
-
-
-@pytest.mark.parametrize(
-    "caches", [{}, {"kv": object(), "mamba": object()}], ids=["no pools", "mistakes of ours"]
-)
-def test_without_pools_and_after_errors_everything_is_missing_and_nothing_is_raised(storage_class, caches):
-    storage = storage_class(StorageConfig())
-    storage._caches = dict(caches)
-    slots = Slots(range(8))
-    assert storage.batch_exists(["a", "b"]) == 0 and storage.exists("a") is False
-    assert storage.batch_get_v1(["a", "b"], slots) == [False, False]
-    assert storage.batch_set_v1(["a", "b"], slots) == [False, False]
-    assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
-    transfers = [Transfer("mamba", slots, ["a", "b"])]
-    assert storage.batch_get_v2(transfers) == storage.batch_set_v2(transfers) == {"mamba": [False, False]}
-    assert storage.get_stats() is None
-    storage.close()
-    with pytest.raises(NotPermitted, match="kvstrata ctl clear"):
-        storage.clear()
 
 
 def test_pages_that_l1_lacks_are_told_as_a_miss_where_there_is_no_l2():

@@ -118,88 +118,12 @@ def computed(side, client, n_tokens, **changes):
     return request
 
 
-def test_the_tail_of_a_prompt_is_stored_with_its_last_whole_block():
-    for tokens, stored in ((3, []), (4, [(0, 1)]), (16, []), (47, [(2, 3)])):
-        client, side = cache_and_side()
-        request = arrive(side, tokens)
-        tails = [store for store in compute(side, client, request) if store.tail_tokens]
-        assert [(store.tail_tokens // BLOCK) for store in tails] == [blocks for _, blocks in stored]
-        for store, (chunk, blocks) in zip(tails, stored, strict=True):
-            first = chunk * CHUNK // BLOCK
-            assert store.blocks == list(range(1 + first, 1 + first + blocks))
-
-
-def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more():
-    for ahead in (0, 3):
-        for tokens in (5, 17, 47, 48):
-            client, side = cache_and_side(ahead=ahead)
-            computed(side, client, tokens)
-            again, hit = hit_of(side, tokens)
-            assert hit == min((tokens - ahead) // BLOCK * BLOCK, tokens - 1)
-            if hit:
-                side.allocated(again, [list(range(1, 30))], hit)
-            assert compute(side, client, again, hit) == []
-
-
-def test_with_draft_layers_a_hit_needs_the_tokens_behind_it():
-    """The draft layers' KV at the last position of a record depends on the token behind it."""
-    for ahead, same, hit in ((0, 32, 32), (1, 32, 16), (1, 33, 32), (3, 35, 32), (1, 37, 36)):
-        client, side = cache_and_side(ahead=ahead)
-        computed(side, client, 40)
-        branch = arrive(side, 40, all_token_ids=[*range(same), *range(100, 140 - same)])
-        assert ask(side, branch)[0] == hit
-
-
-def test_with_draft_layers_a_chunk_is_stored_when_the_token_behind_it_is_sampled():
-    client, side = cache_and_side(ahead=1)
-    request = arrive(side, 32)
-    chunk, tail = compute(side, client, request)
-    assert (batch.count(chunk.chain), chunk.tail_tokens, tail.tail_tokens) == (1, 0, 12)
-    request.all_token_ids.append(7)
-    (store,) = compute(side, client, request, 32)
-    assert (store.blocks, store.replaces) == ([5, 6, 7, 8], tail.chain)
-    other = arrive(side, 33, all_token_ids=[*range(32), 8])
-    assert ask(side, other)[0] == 16, "another token was sampled there"
-
-
-def test_with_draft_layers_the_last_chunk_of_a_request_that_ends_at_once_is_stored():
-    client, side = cache_and_side(ahead=1)
-    request = computed(side, client, 32)
-    request.all_token_ids.append(7)
-    assert side.finished(request, [list(range(1, 9))]), "its blocks are kept"
-    (store,) = step(side).stores
-    assert store.blocks == [5, 6, 7, 8]
-
-
 @pytest.mark.parametrize(("ahead", "stored_tokens"), [(1, 32), (2, 16)])
 def test_tokens_that_a_chain_of_draft_layers_reads_again_are_not_stored(ahead, stored_tokens):
     _client, side = cache_and_side(ahead=ahead, save_unfull_chunk=False)
     request = arrive(side, 60)
     (store,) = step(side, [(request, 0, 32)]).stores
     assert len(store.blocks) * BLOCK == stored_tokens
-
-
-def test_a_hit_loads_the_blocks_of_its_tail_and_no_more():
-    client, side = cache_and_side()
-    first = arrive(side, 27)
-    tail_key = next(s.chain for s in compute(side, client, first) if s.tail_tokens)
-    longer, hit = hit_of(side, 30)
-    assert hit == 24
-    side.allocated(longer, [list(range(1, 30))], hit)
-    (load,) = step(side).loads
-    assert load.blocks == [1, 2, 3, 4, 5, 6] and load.chain[32:] == tail_key
-    assert len(load.extents) == 2 * len(SLICES) * EXTENT.size
-
-
-def test_an_own_hit_inside_the_tail_leaves_its_blocks_alone():
-    client, side = cache_and_side()
-    computed(side, client, 30)
-    again = arrive(side, 30)
-    hit, _ = ask(side, again, computed=20)
-    assert hit == 8
-    side.allocated(again, [list(range(1, 30))], hit)
-    (load,) = step(side).loads
-    assert load.blocks == [-1, 6, 7], "blocks before the hit are not written"
 
 
 def test_a_chunk_replaces_the_tails_of_its_tokens_only():

@@ -22,17 +22,6 @@ def test_a_load_without_extents_for_this_slice_names_empty_extents(fake, side):
     assert {(item.offset_bytes, item.length_bytes) for item in items} == {(0, 0)}
 
 
-def test_a_failed_asynchronous_load_is_reported_as_received_with_its_bad_blocks(fake, side):
-    fake.next_failed, fake.next_takes_s = {1}, 5.0
-    _, _, received, _ = step(side, StepPlan(1, loads=[load_of(asynchronous=True)]))
-    assert received == set()
-    fake.loads[0][2].done.set()
-    report, _, received, bad = step(side, StepPlan(2))
-    assert received == {"r"} and bad == {5, 6}
-    assert report is None, "nothing was computed on the load, so no store is in doubt"
-    assert step(side, StepPlan(3))[2] == set()
-
-
 def test_loads_that_end_while_others_are_looked_at_are_reported(fake, side):
     """Copies end on other threads, so they may end between any two looks."""
     fake.next_takes_s = 5.0
@@ -59,31 +48,6 @@ def test_waiting_for_copies_is_bounded_and_ends_when_the_begun_copies_end(fake, 
     _, _, _, _ = step(side, StepPlan(1, loads=loads))
     assert [job.cancelled for _, _, job in fake.loads] == [True, True]
     assert fake.now_s < 1.1
-
-
-def test_loads_that_would_begin_too_late_fail_and_give_their_lease_back(fake, side):
-    original = fake.load
-
-    def slow(identity, lease, items, *, sync):
-        fake.now_s += 2.0
-        return original(identity, lease, items, sync=sync)
-
-    fake.load = slow
-    _, _, _, bad = step(side, StepPlan(1, loads=[load_of("a", seq=1), load_of("b", blocks=(7, 8), seq=2)]))
-    assert len(fake.loads) == 1 and [lease.seq for lease in fake.released] == [2]
-    assert bad == {7, 8}
-
-
-def test_stores_are_reported_once_they_are_done(fake, side):
-    report, _, _, _ = step(side, StepPlan(1, stores=[store_of(1, chunks=3)]))
-    assert report is None
-    assert fake.stores[0][1] == [[1, 2], [3, 4], [5, 6]]
-    job = fake.stores[0][2]
-    job.outcomes[1] = StoreOutcome.POOL_PINNED
-    job.outcomes[2] = StoreOutcome.PRESENT
-    job.end()
-    report, _, _, _ = step(side, StepPlan(2))
-    assert report.gathered == [1] and report.stored == [(1, 0b101)] and report.dropped == []
 
 
 def test_blocks_are_reported_as_read_once_before_the_server_has_confirmed_the_store(fake, side):
@@ -118,30 +82,11 @@ def test_a_step_that_computes_nothing_is_complete_without_a_call_to_begin_its_st
     assert side.finished()[0] == {"r"}
 
 
-def test_a_step_waits_for_the_begun_copies_of_preempted_blocks(fake, side):
-    step(side, StepPlan(1, stores=[store_of(1), store_of(2, "other")]))
-    (_, _, lost), (_, _, kept) = fake.stores
-    lost.gathered.takes_s = 0.2
-    side.before_step(StepPlan(2, preempted={"r"}))
-    assert lost.cancelled and not kept.cancelled
-    assert lost.gathered.is_set() and fake.now_s == pytest.approx(0.2)
-    lost.end(StoreOutcome.CANCELLED)
-    side.start_loads()
-    side.start_stores()
-    side.finished()
-    assert side.report().dropped == [1]
-
-
 def test_a_preemption_waits_one_second_for_all_copies_together(fake, side):
     step(side, StepPlan(1, stores=[store_of(n) for n in range(1, 6)]))
     side.before_step(StepPlan(2, preempted={"r"}))
     assert fake.now_s == pytest.approx(1.0)
     assert all(job.cancelled for _, _, job in fake.stores)
-
-
-def test_steps_with_synchronous_loads_are_always_confirmed(fake, side):
-    report, _, _, _ = step(side, StepPlan(7, loads=[load_of()]))
-    assert report.step == 7 and report.failures == 0
 
 
 def test_closing_waits_briefly_for_stores_and_not_for_loads(fake, side):
@@ -184,36 +129,12 @@ def test_each_layer_waits_for_its_own_section_and_nothing_waits_before_the_model
     assert device_side.report().failures == 0
 
 
-def test_without_layers_that_ask_the_whole_model_waits_for_all_sections(fake, device_side):
-    report, bad = device_step(device_side, StepPlan(1, loads=[load_of()]), (), layerwise=False)
-    assert [section for _, section in fake.ordered] == [None]
-    assert (report.failures, bad) == (0, set())
-
-
 @pytest.mark.parametrize("layers", [("first", "shared"), ()])
 def test_a_layer_that_did_not_ask_fails_the_load(fake, device_side, layers):
     report, bad = device_step(device_side, StepPlan(1, loads=[load_of()]), layers)
     assert (report.failures, bad) == (1, {4, 5, 6})
     report, bad = device_step(device_side, StepPlan(2, loads=[load_of(seq=2)]))
     assert (report.failures, bad) == (1, set())
-
-
-@pytest.mark.parametrize(("section", "layerwise"), [(1, True), (None, False)])
-def test_a_load_that_the_model_could_not_be_ordered_behind_in_time_is_computed_again(
-    fake, device_side, section, layerwise
-):
-    fake.unordered = {section}
-    loads, stores = [load_of()], [store_of(7)]
-    report, bad = device_step(device_side, StepPlan(1, loads=loads, stores=stores), layerwise=layerwise)
-    assert (report.failures, bad, report.dropped) == (1, {4, 5, 6}, [7])
-    assert not fake.stores, "chunks computed on the failed load are not stored"
-
-
-def test_blocks_of_a_load_on_a_device_are_kept_until_its_copies_have_ended(fake, device_side):
-    fake.next_takes_s = 50.0
-    device_step(device_side, StepPlan(1, loads=[load_of()]))
-    [(_, _, job)] = fake.loads
-    assert job.cancelled and job.done.is_set() and fake.now_s < 1.1
 
 
 def test_a_broken_worker_says_so_in_each_report(fake, device_side):
@@ -223,29 +144,6 @@ def test_a_broken_worker_says_so_in_each_report(fake, device_side):
 
 
 # -- a step that is reported before its stores begin ----------------------------------------------------------------
-
-
-def step_with_draft_model(side, plan):
-    """Make vLLM's calls of a step in which a draft model runs after the report; returns (report, bad blocks)."""
-    side.before_step(plan)
-    side.start_loads()
-    side.finished()
-    bad = side.take_bad_blocks()
-    report = side.report()
-    side.start_stores()
-    return report, bad
-
-
-def test_a_store_dropped_after_the_report_is_in_the_next_report(fake, device_side):
-    fake.next_failed = {0}
-    plans = [
-        StepPlan(1, loads=[load_of()], stores=[store_of(1)]),
-        StepPlan(2, stores=[store_of(2)]),
-        StepPlan(3),
-    ]
-    reports = [step_with_draft_model(device_side, plan)[0] for plan in plans]
-    assert [(report.step, report.dropped) for report in reports] == [(1, []), (2, [1]), (3, [2])]
-    assert device_side.report() is None, "each dropped store is reported once"
 
 
 # -- vLLM's sleep mode: the memory of the blocks is taken away and comes back -----------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.connectors.vllm.metadata import Load, StepPlan
-from kvstrata.types import RequestIdentity
+from kvstrata.connectors.vllm.metadata import StepPlan
 from tests.unit.connectors.worker_double import load_of, step, store_of
 
 
@@ -28,12 +27,6 @@ class Guarded:
 
 def planted(*arguments, **options):
     raise RuntimeError("planted")
-
-
-def test_a_load_that_was_never_planned_fails_without_a_copy(fake, side):
-    nothing = [Load(f"r{i}", None, RequestIdentity(), b"", b"", (), [4 + i], bool(i)) for i in range(2)]
-    report, _, received, bad = step(side, StepPlan(1, loads=nothing))
-    assert (bad, received, report.failures, fake.loads) == ({4, 5}, {"r1"}, 1, [])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -78,11 +71,3 @@ def test_blocks_that_a_copy_still_touches_are_freed_after_it_has_ended(fake, sid
     loading.done.set()
     report, sent, received, bad = step(guarded, StepPlan(3))
     assert (report.gathered, sent, received, bad) == ([1], {"r"}, {"l"}, {4, 5, 6})
-
-
-def test_copies_of_preempted_blocks_are_stopped_even_after_an_error(fake, side):
-    guarded = Guarded(side)
-    step(guarded, StepPlan(1, stores=[store_of(1)]))
-    fake.stores[0][2].wait_gathered = planted
-    step(guarded, StepPlan(2, preempted={"r"}))
-    assert fake.stores[0][2].cancelled

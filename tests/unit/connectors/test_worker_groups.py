@@ -58,16 +58,6 @@ def test_each_group_copies_its_own_slice_and_as_many_blocks_as_its_records_hold(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_request_is_received_once_when_the_loads_of_all_groups_have_ended(fakes, side, first):
-    assert received_of(side, StepPlan(1, loads=loads_of())) == (set(), set())
-    jobs(fakes)[first].done.set()
-    assert received_of(side, StepPlan(2)) == (set(), set())
-    jobs(fakes)[1 - first].done.set()
-    assert received_of(side, StepPlan(3)) == ({"r"}, set())
-    assert received_of(side, StepPlan(4)) == (set(), set())
-
-
-@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("failed", [[0], [1], [0, 1]])
 def test_a_request_of_which_a_load_failed_is_told_once_with_the_last_of_its_loads(fakes, side, first, failed):
     for group in failed:
@@ -90,33 +80,12 @@ def test_a_request_of_which_a_load_failed_is_told_once_with_the_last_of_its_load
     assert received_of(side, StepPlan(5)) == ({"r"}, set())
 
 
-@pytest.mark.parametrize("group", [0, 1])
-def test_a_load_that_never_begins_fails_the_request_once_the_others_have_ended(fakes, side, group):
-    loads = loads_of()
-    loads[group].lease = None
-    other = 1 - group
-    assert received_of(side, StepPlan(1, loads=loads)) == (set(), set())
-    assert fakes[group].loads == []
-    fakes[other].loads[0][2].done.set()
-    assert received_of(side, StepPlan(2)) == ({"r"}, {"r"})
-
-
 def test_a_hit_whose_loads_never_begin_is_received_at_once_and_every_group_gives_its_lease_back(fakes, side):
     side.suspend()
     assert received_of(side, StepPlan(1, loads=loads_of())) == ({"r"}, {"r"})
     assert [[lease.seq for lease in fake.released] for fake in fakes] == [[1], [1]]
     nothing = Load("q", None, RequestIdentity(), b"", b"", (), [4], True)
     assert received_of(side, StepPlan(2, loads=[nothing])) == ({"q"}, {"q"})
-
-
-def test_the_only_group_of_windows_names_requests_and_no_blocks(fakes):
-    """vLLM would go on after the first bad block, and has no KV before it."""
-    group = GroupSide(fakes[0], fakes[0], slice_digest=MINE, record_blocks=2)
-    side = WorkerSide([group], by_request=True, now=fakes[0])
-    fakes[0].next_failed = {1}
-    received_of(side, StepPlan(1, loads=[load_of(asynchronous=True)]))
-    fakes[0].loads[0][2].done.set()
-    assert received_of(side, StepPlan(2)) == ({"r"}, {"r"})
 
 
 def test_an_error_after_loads_have_ended_fails_their_request_when_all_have_ended(fakes, side):
@@ -128,18 +97,6 @@ def test_an_error_after_loads_have_ended_fails_their_request_when_all_have_ended
     jobs(fakes)[1].done.set()
     assert step(guarded, StepPlan(3))[2] == {"r"}
     assert guarded.take_bad_requests({"r"}) == {"r"}
-
-
-def test_suspend_ends_the_copies_of_all_groups(fakes, side):
-    window = store_of(2)
-    window.group, window.blocks = 1, [7, 8]
-    step(side, StepPlan(1, loads=loads_of(), stores=[store_of(1), window]))
-    waited = [fake.stores[0][2].gathered for fake in fakes]
-    for flag in waited:
-        flag.takes_s = 0.01
-    side.suspend()
-    assert all(job.cancelled for job in (*jobs(fakes), *(fake.stores[0][2] for fake in fakes)))
-    assert all(flag.is_set() for flag in waited) and all(job.done.is_set() for job in jobs(fakes))
 
 
 def test_close_ends_the_copies_movers_and_clients_of_all_groups(fakes):
