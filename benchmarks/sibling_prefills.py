@@ -25,18 +25,19 @@ from tests.harness.server_process import ServerProcess
 
 PREFIX, OWN, SERVERS, ENGINES = 8_192, 64, 2, 2
 SIBLINGS, ROUNDS = sized((100, 5), (8, 1))
+FLAGS = "--kv-blocks 2000 --max-model-tokens 16384 --kv-token-bytes 4096"
 LENGTHS = (500, 1_000, 2_000, 3_000, 4_000, 6_000, 8_000) * sized(3, 1)
 """Prompts from which an engine learns how fast it computes."""
 
 
 @contextlib.contextmanager
-def engine(server: ServerProcess, log: Path, **settings: Any) -> Iterator[str]:
+def engine(server: ServerProcess, log: Path, flags: str = FLAGS, **settings: Any) -> Iterator[str]:
     """A simulated engine at this server; its URL."""
     more = {"kv_role": "kv_both", "kv_connector_extra_config": {**server.connector_config(), **settings}}
     transfer = json.dumps({"kv_connector": "LMCacheConnectorV1", **more})
-    flags = ["--port", "0", "--kv-blocks", "2000", "--max-model-tokens", "16384", "--kv-token-bytes", "4096"]
     with log.open("w") as stderr:
-        command = [sys.executable, "-m", "kvstrata", "sim", *flags, "--kv-transfer-config", transfer]
+        command = [sys.executable, "-m", "kvstrata", "sim", "--port", "0", *flags.split()]
+        command += ["--kv-transfer-config", transfer]
         process = subprocess.Popen(command, stderr=stderr)
     try:
         while not (found := re.search(r"serving .* at (http://\S+)", log.read_text())):

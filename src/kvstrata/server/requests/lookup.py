@@ -27,9 +27,10 @@ the chunk behind the last one present, the most wanted first.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvstrata.errors import BadRequest, NotFound, Refused
@@ -44,10 +45,11 @@ from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, c
 from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
 from kvstrata.server.requests.promises import LOOKED_BACK, Promised, Waited
+from kvstrata.tiers.fetch import FetchOutcome
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 
 if TYPE_CHECKING:
-    from kvstrata.p2p.awaiting import AwaitedPeers
+    from kvstrata.p2p.awaiting import AwaitedPeers, End
     from kvstrata.server.parts import Parts
 
 
@@ -91,6 +93,8 @@ class NamedTails:
 
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
+PEER_LOADS = 2
+"""Loads of one lookup that are under way at a time, of chunks that an engine of another instance computes."""
 MAX_NOTING = 64
 """Prompts of misses that wait for the pool to learn of them, 32 KiB each at most; it learns of no further ones."""
 KEYS_ON_LOOP = 1_024
@@ -365,19 +369,26 @@ class Lookups:
             if not (held.tail_tokens or left) and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
             wait_ends_s = self._clock.monotonic_s() + asked.request.wait_ms / 1000
-            expects = asked.request.expects
+            expects, source = asked.request.expects, asked.request.source
+            ended: Waited | None
+            if source and self._peers is not None and source != self._peers.instance_id:
+                loads = self._from_peer(self._peers, asked, held.n_chunks, wait_ends_s)
+                async with contextlib.aclosing(loads):
+                    async for ended in loads:
+                        before, held = held.n_chunks, await self._lease_again(asked, held)
+                        reason, detail = _WAITED[ended]
+                        if ended == "ready" and held.n_chunks == before:
+                            break  # it was not sent, or L1 has no room
+                expects = False
             while asked.request.wait_ms and (
-                end := await self._wait_for_others(asked, held.n_chunks, wait_ends_s, expects=expects)
+                ended := await self._wait_for_others(asked, held.n_chunks, wait_ends_s, expects=expects)
             ):
                 before, expects = held.n_chunks, False
                 held = await self._lease_again(asked, held)
-                if not asked.request.source:
-                    l1_chunks += max(0, held.n_chunks - before)
-                reason, detail = _WAITED[end]
-                if end == "late" or (end == "ready" and held.n_chunks == before):
+                l1_chunks += max(0, held.n_chunks - before)
+                reason, detail = _WAITED[ended]
+                if ended == "late" or (ended == "ready" and held.n_chunks == before):
                     break  # it took too long, or chunks have left L1 meanwhile
-                if end == "broken" and asked.request.source:
-                    break  # the other instance may be gone
         except BaseException:
             self._give_up(held)
             raise
@@ -414,44 +425,72 @@ class Lookups:
         while n_chunks < asked.n_chunks and (left_s := ends_s - self._clock.monotonic_s()) > 0:
             if promised := self._promised(asked, n_chunks):
                 return await self._promises.wait(asked.process, promised, left_s)
-            if not self._promises.may_wait(asked.process):
-                break
-            source = asked.request.source
-            if source and self._peers is not None and source != self._peers.instance_id:
-                return await self._wait_at_peer(self._peers, asked, n_chunks, left_s, expects=expects)
-            if not expects:
+            if not (expects and self._promises.may_wait(asked.process)):
                 break
             await self._promises.expect(asked.process, asked.identity.root, left_s)
         return None
 
-    async def _wait_at_peer(
-        self, peers: AwaitedPeers, asked: Asked, n_chunks: int, left_s: float, *, expects: bool
-    ) -> Waited | None:
-        """As `_wait_for_others`, at the instance that the request names; loads what has come to be there."""
-        keys, first = asked.keys, max(0, n_chunks - LOOKED_BACK)
-        if keys.spans or keys.n_slices > MAX_AWAITED_SLICES:
-            return None
-        ends_s = self._clock.monotonic_s() + left_s
-        chain = part(keys.chain, first, first + MAX_AWAITED)
-        question = Await(0, keys.root, chain, keys.slices, n_chunks - first, 0, expects)
-        with self._promises.counted(asked.process):
-            n, end, owner = await peers.wait(asked.request.source, question, left_s)
-        if end == "none":  # after chunks of it have come, the promise has ended
-            return None if expects == asked.request.expects else "broken"
-        self._promises.waits[end] += 1
-        if end == "ready":
-            fetched = await self._prefetch.fetch(
-                keys.part(n_chunks, first + n),
+    async def _from_peer(
+        self, peers: AwaitedPeers, asked: Asked, n_chunks: int, ends_s: float
+    ) -> AsyncGenerator[Waited]:
+        """Load what the instance that the request names has of the chunks behind these, and gets of them.
+
+        Says after each load that more are `ready`; the last word tells how the wait has ended.  While chunks are
+        loaded, the instance is asked for the next ones, and at most PEER_LOADS loads are under way.
+        """
+        keys, identity = asked.keys, asked.identity
+        if keys.spans or keys.n_slices > MAX_AWAITED_SLICES or not self._promises.may_wait(asked.process):
+            return
+
+        def ask(n: int, *, expects: bool) -> asyncio.Task[tuple[int, End, bytes]]:
+            first = max(0, n - LOOKED_BACK)
+            chain = part(keys.chain, first, first + MAX_AWAITED)
+            question = Await(0, keys.root, chain, keys.slices, n - first, 0, expects)
+            left_s = ends_s - self._clock.monotonic_s()
+            return asyncio.create_task(peers.wait(asked.request.source, question, left_s))
+
+        def load(n: int, end: int, owner: bytes) -> asyncio.Task[FetchOutcome]:
+            fetch = self._prefetch.fetch(
+                keys.part(n, end),
                 keys.n_slices,
-                identity=asked.identity.root,
-                tenant=asked.identity.tenant,
-                parent=keys.part(n_chunks - 1, n_chunks) if n_chunks else b"",
+                identity=identity.root,
+                tenant=identity.tenant,
+                parent=keys.part(n - 1, n) if n else b"",
                 deadline_s=ends_s,
                 limits=asked.process.group.record_limits,
                 owner=owner,
             )
-            asked.choices.extend(fetched.choices)
-        return end
+            return asyncio.create_task(fetch)
+
+        end: End = "ready"
+        first_wait = True
+        loads: collections.deque[asyncio.Task[FetchOutcome]] = collections.deque()
+        question = ask(n_chunks, expects=asked.request.expects)
+        try:
+            with self._promises.counted(asked.process):
+                while end == "ready" and n_chunks < asked.n_chunks:
+                    n, end, owner = await question
+                    n += max(0, n_chunks - LOOKED_BACK)
+                    if end == "ready":
+                        loads.append(load(n_chunks, n, owner))
+                        n_chunks, first_wait = n, False
+                        if n < asked.n_chunks:
+                            question = ask(n, expects=False)
+                    is_last = end != "ready" or n_chunks == asked.n_chunks
+                    while loads and (is_last or len(loads) == PEER_LOADS):
+                        asked.choices.extend((await loads[0]).choices)
+                        loads.popleft()
+                        yield "ready"
+        finally:
+            for task in (question, *loads):
+                task.cancel()
+        if end == "none":
+            if first_wait:  # nobody computes it
+                return
+            end = "broken"  # chunks of it have come, and its promise has ended
+        self._promises.waits[end] += 1
+        if end != "ready":
+            yield end
 
     def _promised(self, asked: Asked, n_chunks: int) -> Promised | None:
         """What other engines have promised of the chunks behind these, if they are expected to be there in time."""
