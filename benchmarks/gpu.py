@@ -1,5 +1,4 @@
-"""`gpu_*` without an engine, and what `gpu_engine` shares with them: the GPU, a paged KV cache in its memory, and
-copies by the bare driver.
+"""`gpu_*`: copies of a paged KV cache in a GPU's memory, against copies by the bare driver.
 
 Device memory, streams and bare copies come straight from the driver (`tests.harness.cuda_driver.Gpu`); no package is
 needed for them.

@@ -7,12 +7,11 @@ import sys
 
 import pytest
 
-from benchmarks import gpu, gpu_engine
+from benchmarks import gpu
 from benchmarks.gpu import on_gpu
-from kvstrata.cli.bench.serve import long_documents
 from kvstrata.native.cuda import device_facts
 from tests.harness.cuda_driver import ROOT, Gpu, environment, simulated
-from tests.harness.gpu_kv import Device, Shape
+from tests.harness.gpu_kv import Shape
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -42,36 +41,6 @@ def test_a_pool_is_pinned_and_chunks_go_through_it() -> None:
     assert set(figures) == wanted
     assert figures["gpu_pin_pool"]["pool_mb"] >= 200
     assert all(one["value"] > 0 for one in figures.values())
-
-
-@pytest.mark.integration
-@simulated(delay_us=5)
-def test_an_engines_traffic_is_timed_with_a_cache_and_without() -> None:
-    device = Device()
-    layers: list[int] = []
-    workload = long_documents(2, 32, 8, 3, rounds=2, endpoints=1)
-    found = gpu_engine.measure(
-        device,
-        "small",
-        SMALL,
-        workload,
-        layers.append,
-        pool_mb=256,
-        chunk_tokens=16,
-        num_blocks=32,
-        block_tokens=8,
-        budget_tokens=32,
-        per_s=200.0,
-        checks=True,
-        more=on_gpu(device_facts(0)),
-    )
-    figures = {one["name"].removesuffix("_small").removeprefix("gpu_engine_"): one for one in found}
-    assert {"ttft", "requests", "from_cache", "store_lag"} <= set(figures)
-    assert figures["from_cache"]["value"] == pytest.approx(100 * 2 * 32 / (4 * 40))
-    assert all(one["value"] > 0 for one in figures.values())
-    assert figures["store_lag"]["stores"] > 0 and figures["ttft"]["gpu"] == "Simulated GPU 0"
-    bare, cached = 4 * (40 + 2), 4 * (40 + 2) - 2 * 32
-    assert sum(layers) == SMALL.layers * (bare + cached)
 
 
 def test_without_a_gpu_the_command_says_so_and_writes_nothing() -> None:

@@ -1,13 +1,12 @@
 """A simulator of vLLM whose blocks are in device memory: scheduler, block tables and steps, without a model or torch.
 
-The connector is `NoCache`, or `Cache` with the real sides on real clients.  Its methods are in the order in which vLLM
-0.32 calls them: see its `v1/core/sched/scheduler.py` and `v1/worker/kv_connector_model_runner_mixin.py`.
+The connector is `Cache`: the real sides on real clients.  Its methods are in the order in which vLLM 0.32 calls them:
+see its `v1/core/sched/scheduler.py` and `v1/worker/kv_connector_model_runner_mixin.py`.
 
 The simulator leaves out attention, vLLM's own prefix cache and sampling: the answer of a request is known when the
 request arrives.  The content of a block follows from the tokens (`gpu_kv`).  The engine's stream writes that content
-layer after layer; between the layers `products` may compute a layer's matrix products.  With `checks`, the stream reads
-all loaded KV at the layer that needs it, and the KV is compared; when a request gives up its blocks, their whole
-content is compared, and then the blocks are poisoned.
+layer after layer.  It reads all loaded KV at the layer that needs it, and the KV is compared; when a request gives up
+its blocks, their whole content is compared, and then the blocks are poisoned.
 
 Invariants
 1. A block belongs to one request or is free.
@@ -27,10 +26,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvstrata.client import CacheClient
 from kvstrata.client.pinning import Pinner
-from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.device import DeviceMover, open_engine
-from kvstrata.connectors.vllm.engine import SYNC_LOAD_BYTES, Engine
+from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
@@ -39,7 +37,7 @@ from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from kvstrata.native.cuda import device_facts
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role
 from tests.harness.cache_engine import PATIENCE_S, eventually
-from tests.harness.gpu_kv import POISON, TINY, Device, DeviceKv, Later, PagedKv, Shape, block_keys
+from tests.harness.gpu_kv import POISON, TINY, Device, DeviceKv, Later, PagedKv, block_keys
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -52,7 +50,6 @@ class Request:
     num_prompt_tokens: int
     keys: list[int]
     """One key for each block, see `gpu_kv.block_keys`."""
-    arrived_s: float
     answered: int = 0
     """Tokens of the answer that have been sampled."""
     num_computed_tokens: int = 0
@@ -63,7 +60,6 @@ class Request:
     """Tokens of the prompt that came from the cache before the first token was sampled."""
     receiving: bool = False
     """An asynchronous load is under way."""
-    first_token_s: float | None = None
     ended: bool = False
 
     prompt_embeds: ClassVar[None] = None
@@ -93,50 +89,6 @@ class StepOutcome(NamedTuple):
     report: WorkerReport | None
 
 
-class NoCache:
-    """The calls of an engine without a connector; each answers that nothing is cached."""
-
-    def arrived(self, request: Request) -> None:
-        """Called when a request arrives (vLLM's `add_request`)."""
-
-    def matched(self, request: Request) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded (None: ask again) and whether the load is asynchronous."""
-        return 0, False
-
-    def allocated(self, request: Request) -> None:
-        """Called when the request has its blocks and `external_tokens` of its tokens are to be loaded."""
-
-    def plan(self, output: Any) -> StepPlan:
-        return StepPlan(0)
-
-    def begin_step(self, plan: StepPlan) -> None:
-        """Release the blocks of preempted requests, before anything of the step runs."""
-
-    def begin_loads(self, *, layerwise: bool) -> None:
-        """Begin the step's loads, before the forward pass."""
-
-    def layer(self, name: str) -> None:
-        """Make the layer's computation wait for its loads."""
-
-    def end_step(self) -> StepOutcome:
-        """Begin the step's stores, after the forward pass was handed to the device."""
-        return StepOutcome(set(), set(), set(), None)
-
-    def heard(self, outcome: StepOutcome) -> None:
-        """Pass the worker side's reports to the scheduler side."""
-
-    def finished(self, request: Request) -> bool:
-        """Return whether the blocks of a request that has ended must be kept."""
-        return False
-
-    @property
-    def busy(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """Leave the server."""
-
-
 def client_of(settings: ClientSettings, kv: PagedKv, role: Role, group: bytes, **more: Any) -> CacheClient:
     """Make a client of the engine that owns these blocks."""
     worker = role is not Role.SCHEDULER
@@ -157,26 +109,17 @@ def client_of(settings: ClientSettings, kv: PagedKv, role: Role, group: bytes, *
     )
 
 
-class Cache(NoCache):
+class Cache:
     """The connector's two sides, put together as in `connectors/vllm/build.py`."""
 
-    def __init__(
-        self,
-        settings: ClientSettings,
-        device: Device,
-        kv: DeviceKv,
-        *,
-        pin: bool = True,
-        sync_load_bytes: int = SYNC_LOAD_BYTES,
-        mover: type[DeviceMover] = DeviceMover,
-    ) -> None:
+    def __init__(self, settings: ClientSettings, device: Device, kv: DeviceKv, sync_load_bytes: int) -> None:
         group = secrets.token_bytes(16)
         self.engine, plan = open_engine(settings, kv.view, "GPU 0", 0)
-        pages = Pinner(self.engine, 0) if pin else PageWarmer()
+        pages = Pinner(self.engine, 0)
         self.client = client_of(
             settings, kv, Role.WORKER, group, engine=self.engine, pages=pages, registers_memory=True
         )
-        self.mover = mover(
+        mover = DeviceMover(
             self.client,
             self.engine,
             plan,
@@ -188,7 +131,7 @@ class Cache(NoCache):
             [
                 GroupSide(
                     self.client,
-                    self.mover,
+                    mover,
                     slice_digest=kv.view.slice.digest(),
                     record_blocks=kv.view.group.record_blocks,
                 )
@@ -219,36 +162,45 @@ class Cache(NoCache):
         eventually("the identity is ready", lambda: self.identity.ready)
 
     def arrived(self, request: Request) -> None:
+        """Called when a request arrives (vLLM's `add_request`)."""
         self.scheduler.on_new_request(request)
 
     def matched(self, request: Request) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded (None: ask again) and whether the load is asynchronous."""
         return self.scheduler.matched_tokens(request, 0)
 
     def allocated(self, request: Request) -> None:
+        """Called when the request has its blocks and `external_tokens` of its tokens are to be loaded."""
         self.scheduler.allocated(request, [request.blocks], request.external_tokens)
 
     def plan(self, output: Any) -> StepPlan:
         return self.scheduler.plan_step(output)
 
     def begin_step(self, plan: StepPlan) -> None:
+        """Release the blocks of preempted requests, before anything of the step runs."""
         self.worker.before_step(plan)
 
     def begin_loads(self, *, layerwise: bool) -> None:
+        """Begin the step's loads, before the forward pass."""
         self.worker.start_loads(layerwise=layerwise)
 
     def layer(self, name: str) -> None:
+        """Make the layer's computation wait for its loads."""
         self.worker.wait_layer(name)
 
     def end_step(self) -> StepOutcome:
+        """Begin the step's stores, after the forward pass was handed to the device."""
         self.worker.start_stores()
         sent, received = self.worker.finished()
         return StepOutcome(sent, received, self.worker.take_bad_blocks(), self.worker.report())
 
     def heard(self, outcome: StepOutcome) -> None:
+        """Pass the worker side's reports to the scheduler side."""
         reports = [outcome.report] if outcome.report is not None else []
         self.scheduler.heard(reports, outcome.received, outcome.bad_blocks)
 
     def finished(self, request: Request) -> bool:
+        """Return whether the blocks of a request that has ended must be kept."""
         return self.scheduler.finished(request, [request.blocks])
 
     @property
@@ -270,29 +222,20 @@ class Check(NamedTuple):
 
 
 class BlockChecks:
-    """Reads blocks on the engine's stream, compares the bytes after the reads, and poisons free blocks.
+    """Reads blocks on the engine's stream, compares the bytes after the reads, and poisons free blocks."""
 
-    Without `enabled` nothing is read, compared or poisoned.
-    """
-
-    def __init__(
-        self, device: Device, kv: DeviceKv, counts: collections.Counter[str], *, enabled: bool
-    ) -> None:
+    def __init__(self, device: Device, kv: DeviceKv, counts: collections.Counter[str]) -> None:
         self._device = device
         self._kv = kv
         self._counts = counts
-        self._enabled = enabled
         self._pending: list[Check] = []
-        if enabled:
-            kv.poison(range(kv.num_blocks))
+        kv.poison(range(kv.num_blocks))
 
     def read(
         self, request: Request, blocks: Sequence[int], end: int, layers: Iterable[int] | None = None
     ) -> list[Check]:
         """Queue reads of the first `end` tokens of a request, in these layers (None: in all)."""
         checks: list[Check] = []
-        if not self._enabled:
-            return checks
         block_tokens = self._kv.block_tokens
         for layer in range(self._kv.shape.layers) if layers is None else layers:
             for at in range(-(-end // block_tokens)):
@@ -315,9 +258,8 @@ class BlockChecks:
 
     def last_look(self, request: Request, blocks: Sequence[int], computed_tokens: int) -> None:
         """Read the computed tokens of blocks that their request gives up, then poison the blocks."""
-        if self._enabled:
-            self.expect(self.read(request, blocks, computed_tokens))
-            self._kv.poison(blocks)
+        self.expect(self.read(request, blocks, computed_tokens))
+        self._kv.poison(blocks)
 
     def compare(self) -> None:
         """Wait for the device and compare everything that was read."""
@@ -338,58 +280,33 @@ class Preempted(NamedTuple):
     computed_tokens: int
 
 
-class Step(NamedTuple):
-    """The work of one step, and the seconds until the device had done it."""
-
-    prefill_tokens: int
-    decodes: int
-    seconds: float
-    copies: bool
-    """Whether loads or stores were under way when the step began or ended."""
+BUDGET_TOKENS = 64
+"""Tokens that a step computes at most."""
+MAX_RUNNING = 16
+NUM_BLOCKS = 96
 
 
 class GpuEngine:
     """An engine with one worker. Belongs to the thread that made it."""
 
     def __init__(
-        self,
-        settings: ClientSettings | None,
-        *,
-        shape: Shape = TINY,
-        layout: str = "LBNHC",
-        block_tokens: int = 8,
-        num_blocks: int = 96,
-        budget_tokens: int = 64,
-        max_running: int = 16,
-        products: Callable[[int], None] = lambda tokens: None,
-        checks: bool = True,
-        write_tokens: bool = True,
-        device: Device | None = None,
-        **more: Any,
+        self, settings: ClientSettings, *, layout: str, block_tokens: int, sync_load_bytes: int
     ) -> None:
-        """`settings` None: no cache; `more` goes to `Cache`.
-
-        `products(tokens)` queues one layer's matrix products on `device.computes`.  Without `write_tokens` the KV of a
-        block is written whole with its first token, which takes fewer copies.
-        """
-        chunk_tokens = settings.chunk_size if settings is not None else block_tokens
         device_facts(0)  # raises if the machine has no device
-        self.device = device or Device()
+        self.device = Device()
         self.kv = DeviceKv(
             self.device,
-            shape,
+            TINY,
             layout=layout,
             block_tokens=block_tokens,
-            num_blocks=num_blocks,
-            chunk_tokens=chunk_tokens,
-            rounded=settings is not None and settings.fidelity == "fp8",
+            num_blocks=NUM_BLOCKS,
+            chunk_tokens=settings.chunk_size,
+            rounded=settings.fidelity == "fp8",
         )
-        self.cache = NoCache()
-        if settings is not None:
-            self.cache = Cache(settings, self.device, self.kv, **more)
+        self.cache = Cache(settings, self.device, self.kv, sync_load_bytes)
         self.counts: collections.Counter[str] = collections.Counter()
-        self.checks = BlockChecks(self.device, self.kv, self.counts, enabled=checks)
-        self.free = list(range(1, num_blocks))  # block 0 is vLLM's null block
+        self.checks = BlockChecks(self.device, self.kv, self.counts)
+        self.free = list(range(1, NUM_BLOCKS))  # block 0 is vLLM's null block
         self.running: list[Request] = []
         self.skipped: list[Request] = []
         """Requests that wait for their lookup or their load; they come before `waiting`."""
@@ -400,7 +317,6 @@ class GpuEngine:
         """Requests whose asynchronous load has ended and that have not run since."""
         self.preempted: list[Preempted] = []
         """Preemptions of the last step."""
-        self._budget_tokens, self._max_running = budget_tokens, max_running
         self.chance = random.Random(0)
         self.layerwise: bool | None = True
         """Whether loads are awaited layer after layer; None: 70 % of the steps, chosen at random."""
@@ -408,24 +324,16 @@ class GpuEngine:
         """Share of the steps that preempt a running request although blocks are free."""
         self.wait_share = 1.0
         """Share of the steps that wait for the device; after the others, the next begins while the device computes."""
-        self.steps: list[Step] = []
-        self._products = products
-        self._write_tokens = write_tokens
         self._number = 0
 
-    def submit(self, tokens: Sequence[int], output_tokens: int, arrived_s: float | None = None) -> Request:
+    def submit(self, tokens: Sequence[int], output_tokens: int) -> Request:
         """Queue a prompt that will be answered with `output_tokens` tokens."""
         self._number += 1
         answer = [1_000_000_000 + (at * 7919 + len(tokens)) % 32_000 for at in range(output_tokens)]
         whole = [*tokens, *answer]
         assert len(whole) <= (self.kv.num_blocks - 1) * self.kv.block_tokens, "the request never fits"
-        request = Request(
-            f"request-{self._number}",
-            whole,
-            len(tokens),
-            block_keys(whole, self.kv.block_tokens),
-            time.perf_counter() if arrived_s is None else arrived_s,
-        )
+        keys = block_keys(whole, self.kv.block_tokens)
+        request = Request(f"request-{self._number}", whole, len(tokens), keys)
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self.cache.arrived(request)
@@ -451,9 +359,6 @@ class GpuEngine:
         scheduled = self._schedule()
         plan = self.cache.plan(self._output(scheduled))
         self._check_stores(plan, scheduled)
-        n_tokens = sum(scheduled.values())
-        copies = self.cache.busy
-        begun_s = time.perf_counter()
         self.cache.begin_step(plan)
         for preempted in self.preempted:
             self.checks.last_look(*preempted)
@@ -464,18 +369,11 @@ class GpuEngine:
         waits = self.chance.random() < self.wait_share
         if waits:
             self.device.synchronize(self.device.computes)
-        seconds = time.perf_counter() - begun_s
-        decodes = sum(
-            tokens == 1 and one.num_computed_tokens >= one.num_prompt_tokens
-            for one, tokens in scheduled.items()
-        )
-        if scheduled:
-            self.steps.append(Step(n_tokens - decodes, decodes, seconds, copies or self.cache.busy))
         self.counts["steps"] += 1
         self._update(scheduled, outcome, loaded)
         if waits:
             self.checks.compare()
-        return n_tokens
+        return sum(scheduled.values())
 
     def _output(self, scheduled: dict[Request, int]) -> Any:
         """Return the parts of vLLM's `SchedulerOutput` that the connector reads."""
@@ -509,14 +407,12 @@ class GpuEngine:
         checks: list[Check] = []
         requests = self.requests
         awaited = [(requests[load.request_id], load.blocks) for load in loads if not load.asynchronous]
-        n_tokens = sum(scheduled.values())
         for layer in range(self.kv.shape.layers):
             if not scheduled:
                 break
             self.cache.layer(f"layers.{layer}")
             for request, blocks in awaited:
                 checks += self.checks.read(request, blocks, request.external_tokens, [layer])
-            self._products(n_tokens)
             for request, tokens in scheduled.items():
                 self._write(request, layer, request.num_computed_tokens, tokens)
         return checks
@@ -526,10 +422,6 @@ class GpuEngine:
         end = start + tokens
         for at in range(start // block_tokens, -(-end // block_tokens)):
             first, last = max(0, start - at * block_tokens), min(block_tokens, end - at * block_tokens)
-            if not self._write_tokens:
-                if first:
-                    continue
-                last = block_tokens
             self.kv.write(request.keys[at], layer, request.blocks[at], first, last)
 
     def _update(self, scheduled: dict[Request, int], outcome: StepOutcome, loaded: list[Check]) -> None:
@@ -545,13 +437,10 @@ class GpuEngine:
         self.counts["bad blocks"] += len(loaded) - len(right)
         self.counts["loaded blocks"] += len(right)
         self.checks.expect(right)
-        now_s = time.perf_counter()
         for request in scheduled:
             if request in failed or request.num_computed_tokens < request.num_tokens:
                 continue
             request.answered += 1
-            if request.first_token_s is None:
-                request.first_token_s = now_s
             if request.num_tokens == len(request.tokens):
                 self._finish(request)
         self.cache.heard(outcome)
@@ -605,7 +494,7 @@ class GpuEngine:
         newest running request is preempted and computed again later.
         """
         self.preempted = []
-        budget = self._budget_tokens
+        budget = BUDGET_TOKENS
         scheduled: dict[Request, int] = {}
         at = 0
         if self.running and self.chance.random() < self.preempt_share:
@@ -646,7 +535,7 @@ class GpuEngine:
         """Begin waiting requests, in their order, until the budget or the blocks run out."""
         queue = collections.deque([*self.skipped, *self.waiting])
         skipped: list[Request] = []
-        while queue and budget and len(self.running) < self._max_running:
+        while queue and budget and len(self.running) < MAX_RUNNING:
             request = queue[0]
             name = request.request_id
             if request.receiving:
@@ -673,7 +562,7 @@ class GpuEngine:
             request.external_tokens = external
             self.cache.allocated(request)
             request.num_computed_tokens = computed
-            if request.first_token_s is None:
+            if not request.answered:
                 request.cached_tokens = max(request.cached_tokens, external)
             if is_async:
                 request.receiving = True

@@ -1,9 +1,9 @@
 """`make gpu`: the tests and figures that need an NVIDIA GPU, without a network. Run it with that machine's Python.
 
 Each stage ends within 8 minutes (`ARGS="--seconds 200"`: sooner) and can be started by itself (`make gpu STAGE=2`): the
-compiled modules and the tests marked `gpu`, then the figures of the pinned pool, of the copies and of the simulator.
+compiled modules and the tests marked `gpu`, then the figures of the pinned pool and of the copies.
 
-The machine needs Python 3.11 to 3.13, a compiler, nvcc, the driver, and CuPy for the figures of stages 3 and 4. Other
+The machine needs Python 3.11 to 3.13, a compiler, nvcc, the driver, and CuPy for the figures of stage 3. Other
 Python packages that it lacks travel as wheels: `make gpu-pack` on a machine with a network fills build/gpu-pack, from
 which this command takes them. Nothing is installed outside build/.
 
@@ -41,7 +41,6 @@ STAGES = {
     1: ["-m", "pytest", "-m", "gpu", "-n", str(min(4, os.cpu_count() or 1)), "-q", "-rs", *TESTS],
     2: ["-m", "benchmarks.run", "gpu_pool"],
     3: ["-m", "benchmarks.run", "gpu_copies"],
-    4: ["-m", "benchmarks.run", "gpu_engine"],
 }
 """The arguments of Python in each stage."""
 

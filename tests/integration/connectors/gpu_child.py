@@ -48,11 +48,9 @@ class _Child:
         *,
         engine: str = "auto",
         layout: str = "LBNHC",
-        pin: bool = True,
         load_mode: str = "auto",
         save_decode_cache: bool = False,
         settings: dict[str, Any] | None = None,
-        **more: Any,
     ) -> dict[str, Any]:
         device.DMA_RUN_BYTES = {"dma": 0, "kernel": 1 << 62}.get(engine, device.DMA_RUN_BYTES)
         chosen_settings = settings_of(
@@ -66,16 +64,13 @@ class _Child:
             chosen_settings,
             layout=layout,
             block_tokens=BLOCK_TOKENS,
-            pin=pin,
             sync_load_bytes=SYNC_CHUNKS * chunk_bytes,
-            **more,
         )
         chosen = self._cache.engine
         return {"engine": chosen.engine, "reason": chosen.reason}
 
     @property
     def _cache(self) -> Cache:
-        assert isinstance(self._engine.cache, Cache)
         return self._engine.cache
 
     def connect(self) -> str:

@@ -15,7 +15,7 @@ from tests.vllm.test_benchmarks import WITH_VLLM
 
 pytestmark = pytest.mark.integration
 
-OF_GPUS = {"gpu_copies", "gpu_engine", "gpu_pool"}
+OF_GPUS = {"gpu_copies", "gpu_pool"}
 """These need a GPU; tests/gpu/test_benchmarks.py tests their parts on a simulated driver."""
 SMOKE = "lookup_rpc"
 """The only one that the gate runs: it starts a server, attaches, and writes figures as most of them do."""
