@@ -104,6 +104,17 @@ def test_a_later_lookup_finds_the_windows_that_it_needs_and_little_else_is_store
     assert pool.pinned == dict.fromkeys(windows, 1)
 
 
+def test_windows_in_the_answer_are_stored_with_the_answer():
+    side, _ = make_grouped(FULL, window_group(4), settings={"save_decode_cache": True})
+    prompt = Prompt(side, make_request(20), 4)
+    prompt.step(20)
+    for token in range(20):
+        prompt.request.all_token_ids.append(token)
+        prompt.step(1)
+    stored = prompt.stored_tokens()
+    assert {end for end in range(CHUNK, 41, CHUNK) if seen_from(end, 4) <= stored} == {16, 24, 32, 40}
+
+
 OFFERS = [(1, 700, 8), (1, 701, 12), (1, 702, 16), (2, 703, 24), (1, 704, 32)]
 """At a chunk's end, within a chunk, at a chunk's end, of an unknown group, after what is computed of the prompt."""
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.connectors.vllm.groups import whole_group
+from kvstrata.connectors.vllm.groups import CacheGroup, Rule, whole_group
 from kvstrata.connectors.vllm.kv_view import (
     Heads,
     LayerKind,
@@ -223,6 +223,20 @@ def test_layers_that_are_alike_keep_the_facts_by_which_their_records_are_found()
     assert made.slice.digest().hex() == digest, (
         "records of one group of full attention would not be found again"
     )
+
+
+def test_a_state_is_one_block_of_bytes_in_a_record():
+    shape = (40, 1, 1, 3 * 64 + 5)
+    axes = ("gdn@V.heads", "gdn@V.states", "gdn@V/bfloat16[3,64],bfloat16[5]")
+    kind = kind_of(FakeTensor(shape), axes=axes)
+    tensors = layers(2, shape=shape)
+    made = view(tensors, group=CacheGroup(1, Rule.STATE_AT, 528, 1, 1, 1), kinds=dict.fromkeys(tensors, kind))
+    assert made.payload_bytes == made.plan().payload_bytes(1) == 2 * shape[3] * 2
+    assert (made.facts["rule"], made.facts["needed_chunks"]) == (["state_at"], 1)
+    assert made.facts["axes"] == [["gdn@V/bfloat16[3,64],bfloat16[5]", shape[3]]]
+    other = kind._replace(axes=(*kind.axes[:2], "gdn@V/bfloat16[64,3],bfloat16[5]"))
+    differs = view(tensors, group=made.group, kinds=dict.fromkeys(tensors, other))
+    assert differs.slice.digest() != made.slice.digest()
 
 
 def test_fp8_of_layers_that_differ_is_refused_with_what_differs():

@@ -125,6 +125,17 @@ def test_engines_with_equal_new_weights_share_an_identity_other_than_the_old_one
         assert workers.stored() == RequestIdentity()
 
 
+def test_workers_are_not_asked_while_the_engine_pauses_for_new_weights():
+    workers = Workers(side_that_asks_for_weights())
+    workers.stored()
+    workers.side.reset(engine_empty=True)
+    queued = make_request(40)
+    workers.side.on_new_request(queued)  # a paused vLLM asks nothing about it
+    assert workers.step().weigh == 0
+    workers.now = "new"
+    assert workers.stored() != RequestIdentity()
+
+
 def test_kv_from_before_a_reset_is_stored_once_the_weights_prove_unchanged():
     side = side_that_asks_for_weights()
     workers = Workers(side)

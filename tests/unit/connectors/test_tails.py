@@ -118,12 +118,32 @@ def computed(side, client, n_tokens, **changes):
     return request
 
 
+def test_with_draft_layers_a_hit_needs_the_tokens_behind_it():
+    """The draft layers' KV at the last position of a record depends on the token behind it."""
+    for ahead, same, hit in ((0, 32, 32), (1, 32, 16), (1, 33, 32), (3, 35, 32), (1, 37, 36)):
+        client, side = cache_and_side(ahead=ahead)
+        computed(side, client, 40)
+        branch = arrive(side, 40, all_token_ids=[*range(same), *range(100, 140 - same)])
+        assert ask(side, branch)[0] == hit
+
+
 @pytest.mark.parametrize(("ahead", "stored_tokens"), [(1, 32), (2, 16)])
 def test_tokens_that_a_chain_of_draft_layers_reads_again_are_not_stored(ahead, stored_tokens):
     _client, side = cache_and_side(ahead=ahead, save_unfull_chunk=False)
     request = arrive(side, 60)
     (store,) = step(side, [(request, 0, 32)]).stores
     assert len(store.blocks) * BLOCK == stored_tokens
+
+
+def test_an_own_hit_inside_the_tail_leaves_its_blocks_alone():
+    client, side = cache_and_side()
+    computed(side, client, 30)
+    again = arrive(side, 30)
+    hit, _ = ask(side, again, computed=20)
+    assert hit == 8
+    side.allocated(again, [list(range(1, 30))], hit)
+    (load,) = step(side).loads
+    assert load.blocks == [-1, 6, 7], "blocks before the hit are not written"
 
 
 def test_a_chunk_replaces_the_tails_of_its_tokens_only():
