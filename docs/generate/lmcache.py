@@ -21,11 +21,10 @@ _INTRO = f"""# Coming from LMCache
 Generated from the code by `make docs`; to change it, change the tables in `src/kvstrata/config/lmcache`. The names are
 those of LMCache {VERSION}, its program and its documentation, read on {READ_ON}.
 
-1. `kvstrata migrate FILE… > kvstrata.yaml` prints a configuration for the server and engines of one deployment. FILE
-   is the file in `LMCACHE_CONFIG_FILE`, or an env file or script that sets `LMCACHE_…` variables; variables win over
-   files, as in LMCache. The exit status is 1 if
-   something has no counterpart, which a comment then says. `kvstrata doctor` tells which names of its own environment
-   have no effect.
+1. Engines read the file in `LMCACHE_CONFIG_FILE` and `LMCACHE_…` variables as they are. What these say about memory,
+   disks, stores and other hosts is the server's here; [the keys](#lmcache_config_file-keys-and-lmcache_key-variables)
+   are listed below with its settings ([configuration](configuration.md)). `kvstrata doctor` tells which names of its
+   own environment have no effect, and what to set instead.
 2. Start `lmcache-server` where `lmcache server` was started, and `lmcache-controller` for `lmcache_controller`, with
    the same flags.
 3. Start vLLM as before. Without the `lmcache` package, or with `KVSTRATA_TAKEOVER=1`, the names of

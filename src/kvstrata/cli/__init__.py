@@ -24,7 +24,6 @@ usage: kvstrata COMMAND [arguments]
   replay      say what L1s of other sizes would have hit on recorded requests
   sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
-  migrate     print LMCache's configuration files as a configuration of kvstrata
   doctor      check this machine, and the server that the flags of lmcache-server describe; say what to do
 
 kvstrata COMMAND --help tells more. kvstrata --version and kvstrata COMMAND --version print the version; kvstrata

@@ -108,7 +108,7 @@ def _engine_settings() -> list[Finding]:
         _, notes = load_settings({}, os.environ)
     except KvstrataError as error:
         return [Finding(name, "fail", line, "correct it") for line in error.lines]
-    advice = "`kvstrata migrate FILE` says what LMCache's names are here"
+    advice = "docs/coming-from-lmcache.md says what LMCache's names are here"
     return [Finding(name, "warn", note, advice) for note in notes] or [Finding(name, "ok", "all have effect")]
 
 

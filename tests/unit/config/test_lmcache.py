@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstrata.cli.migrate import PASSWORD_FILE, Migration, NotTranslated, adapter_of, main
 from kvstrata.config import load as loading
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
@@ -23,7 +22,6 @@ from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS, VARIA
 from kvstrata.config.model import ServerSettings
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.config import configure_tier
 from tests.harness.cases import case
 
 THEIRS: dict[str, Any] = json.loads((Path(__file__).parent / "lmcache_0_5_7.json").read_text())
@@ -56,15 +54,6 @@ def test_no_flag_of_theirs_is_unknown_and_their_defaults_are_no_errors():
             assert name in CONTROLLER_FLAGS
             if (default := THEIRS["controller_flags"][name]) is not None:
                 loaded(parse("lmcache-controller", [name, str(default)]), ControllerSettings)
-
-
-@pytest.fixture
-def with_password(monkeypatch, tmp_path):
-    """The file that a translated login names."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = Path(PASSWORD_FILE).expanduser()
-    file.touch(0o600)
-    file.write_text("hunter22")
 
 
 @pytest.mark.parametrize(
@@ -184,134 +173,6 @@ def test_only_a_file_for_lmcache_may_have_names_that_nobody_knows_and_words_of_y
     file.write_text("save_decode_cache: Yes\n")
     with pytest.raises(ConfigError, match="must be true or false, found 'Yes'"):
         load_settings({}, {"KVSTRATA_CONFIG_FILE": str(file)})
-
-
-# -- migration
-
-
-@pytest.mark.parametrize(
-    ("url", "extra", "entry"),
-    [
-        (
-            "redis://:hunter22@h:1",
-            {},
-            {"type": "resp", "host": "h", "port": 1, "password_file": PASSWORD_FILE},
-        ),
-        (
-            "redis-cluster://h:1",
-            {"tls_enable": "True"},
-            {"type": "resp", "startup_nodes": ["h:1"], "cluster_mode": True, "tls_enable": True},
-        ),
-        (
-            "redis-sentinel://a:1,b:2",
-            {},
-            {"type": "resp", "sentinels": ["a:1", "b:2"], "sentinel_master": "mymaster"},
-        ),
-        (
-            "mooncakestore://m:50051/",
-            {"local_hostname": "n1", "metadata_server": "http://m:8080/metadata", "protocol": "rdma"},
-            {
-                "type": "mooncake_store",
-                "local_hostname": "n1",
-                "metadata_server": "http://m:8080/metadata",
-                "master_server_addr": "m:50051",
-                "protocol": "rdma",
-            },
-        ),
-    ],
-)
-def test_a_remote_url_becomes_an_adapter_that_can_be_configured(url, extra, entry, with_password):
-    assert adapter_of(url, extra) == entry
-    configure_tier(entry, 0)
-
-
-@pytest.mark.parametrize(
-    "url", ["lm://h:65432", "s3://kv.s3.us-west-2.amazonaws.com", "redis://", "redis://h:x", "host:1"]
-)
-def test_a_remote_url_without_a_counterpart_is_refused(url):
-    with pytest.raises(NotTranslated):
-        adapter_of(url, {})
-
-
-@pytest.mark.parametrize(
-    ("text", "failed", "says"),
-    [
-        ("enable_pd: true", ["enable_pd"], "MultiConnector takes NixlConnector"),
-        ("enable_pd: false", [], ""),
-        ("chunk_sise: 1", ["chunk_sise"], "unknown key (did you mean 'chunk_size'?)"),
-        ("chunk_size: many", ["chunk_size"], "must be a whole number from 1 to 65536, found 'many'"),
-        ("remote_serde: cachegen", ["remote_serde"], "zstd"),
-        ("enable_p2p: true", ["enable_p2p"], "controller.url"),
-        ("local_disk: /x", [], ""),
-        ("{local_disk: /x, max_local_disk_size: -1}", ["max_local_disk_size"], "above 0"),
-        ("storage_plugins: [a]", ["storage_plugins"], "an entry of l2_adapters"),
-        ("extra_config: [a]", ["extra_config"], "must be an object"),
-        ("pd_role: sender", [], ""),
-    ],
-)
-def test_what_has_no_counterpart_is_a_comment(text, failed, says):
-    migration = Migration(yaml.safe_load(text))
-    written = migration.text("x.yaml")
-    assert yaml.safe_load(written) == {"l2_adapters": []}
-    assert list(migration.failed) == failed and says in written
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        (
-            "{local_disk: /x, max_local_disk_size: 0.1}",
-            {"l2_adapters": [{"type": "fs", "base_path": "/x/kvstrata", "capacity_gb": 0.1}]},
-        ),
-    ],
-)
-def test_single_names_mean_the_same_here(text, values):
-    migration = Migration(yaml.safe_load(text))
-    assert yaml.safe_load(migration.text("x.yaml")) == values and not migration.failed
-
-
-@pytest.mark.parametrize("value", [None, True, "text", [1], {"a": 1}])
-def test_no_name_is_lost_and_whatever_comes_out_loads(value, tmp_path):
-    ours = tmp_path / "ours.yaml"
-    for name in THEIRS["file_keys"]:
-        with case(name):
-            text = Migration({name: value}).text("x.yaml")
-            assert name in text
-            ours.write_text(text)
-            loading.load(ServerSettings, file=ours)
-            load_settings({}, {"KVSTRATA_CONFIG_FILE": str(ours)})
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
-    good = tmp_path / "a.yaml"
-    good.write_text("just words\n")
-    for file, says in ((tmp_path / "none.yaml", "none.yaml: cannot be read"), (good, "must be a mapping of")):
-        assert main([str(file)]) == 2
-        assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        *([file.name] for file in sorted(SHAPES.iterdir()) if file.is_file()),
-        ["two_disks.yaml", "start.sh"],
-    ],
-    ids="+".join,
-)
-def test_what_becomes_of_users_own_files(names, capsys, tmp_path, monkeypatch, with_password):
-    monkeypatch.chdir(SHAPES)
-    status = main(names)
-    printed = capsys.readouterr()
-    golden = SHAPES / "golden" / f"{'+'.join(names)}.yaml"
-    assert f"# exit status {status}\n{printed.out}" == golden.read_text()
-    assert "hunter22" not in printed.out and (status == 1) == ("not translated" in printed.err)
-    ours = tmp_path / "kvstrata.yaml"
-    ours.write_text(printed.out)
-    server = loading.load(ServerSettings, file=ours)
-    for number, entry in enumerate(server.l2_adapters):
-        configure_tier(entry, number)
-    engine, notes = load_settings({}, {"KVSTRATA_CONFIG_FILE": str(ours)})
-    assert notes == [] and engine.chunk_size == yaml.safe_load(printed.out).get("chunk_size", 256)
 
 
 @pytest.mark.parametrize("file", sorted(SHAPES.glob("*.yaml")), ids=lambda file: file.name)

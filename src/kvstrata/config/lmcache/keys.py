@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from kvstrata.config.lmcache.fates import TUNES, Fate, Name, each, find, hint, kept, meant, no_effect, refused
 from kvstrata.config.load import is_pod_link
 
-OF_SERVER = no_effect("the server has a setting for it: `kvstrata migrate FILE` prints it")
 HOST = Name(Fate.KEPT, "host", "it must be this host; tcp://localhost:5555 names the port too")
 _NO_PD = (
     "prefill and decode engines share KV through the server or L2; for a direct hand-over, vLLM's MultiConnector takes "
     "NixlConnector beside this connector (docs/engines.md)"
 )
+_CLUSTER = no_effect("instances find each other by the server's controller.url and p2p.listen")
 
 CONNECTOR_EXTRA: dict[str, Name] = {
     "lmcache.mp.host": HOST,
@@ -37,6 +37,32 @@ CONNECTOR_EXTRA_PREFIXES: dict[str, Name] = {
     "lmcache.mp.autostart": refused("start lmcache-server yourself, before or after the engine"),
 }
 
+OF_SERVER: dict[str, Name] = {
+    **each(
+        "local_cpu local_device max_local_cache_size max_local_cpu_size reserve_local_cpu_size",
+        no_effect("the server's l1.size_gb is the size for all workers of the host"),
+    ),
+    "local_cpu_use_hugepages": no_effect("it is the server's l1.use_hugepages"),
+    "numa_mode": no_effect("it is the server's l1.numa"),
+    "cache_policy": no_effect("it is the server's l1.eviction_policy"),
+    "lmcache_instance_id": no_effect("it is the server's instance_id"),
+    **each(
+        "local_disk local_disk_path_sharding max_local_disk_size",
+        no_effect("it is an entry of type disk in the server's l2_adapters"),
+    ),
+    **each(
+        "remote_url remote_serde storage_plugins remote_storage_plugins external_backends extra_config",
+        no_effect("stores are entries of the server's l2_adapters (docs/remote-tiers.md)"),
+    ),
+    **each(
+        "enable_controller enable_p2p peer_init_ports peer_lookup_ports distributed_url lookup_url",
+        _CLUSTER,
+    ),
+}
+"""Keys of the file for LMCache that say what a server's settings say here."""
+
+OF_SERVER_PREFIXES = each("p2p_ nixl_backends transfer_channel controller_ lmcache_worker_", _CLUSTER)
+
 CLIENT_KEYS: dict[str, Name] = {
     **kept(
         chunk_size="chunk_size",
@@ -47,13 +73,7 @@ CLIENT_KEYS: dict[str, Name] = {
         mp_port="port",
     ),
     "mp_host": HOST,
-    **each(
-        "local_cpu local_device max_local_cache_size max_local_cpu_size reserve_local_cpu_size "
-        "local_cpu_use_hugepages local_disk local_disk_path_sharding max_local_disk_size remote_url storage_plugins "
-        "remote_storage_plugins external_backends remote_serde cache_policy numa_mode enable_p2p peer_init_ports "
-        "peer_lookup_ports distributed_url lookup_url enable_controller extra_config lmcache_instance_id",
-        OF_SERVER,
-    ),
+    **OF_SERVER,
     **each("enable_async_loading async_loading", no_effect("load_mode says when hits are loaded")),
     "min_retrieve_tokens": no_effect("the server loads from L2 what is slower to compute (l2.load)"),
     "discard_partial_chunks": no_effect("save_unfull_chunk says whether an unfinished chunk is stored"),
@@ -79,7 +99,7 @@ CLIENT_KEYS: dict[str, Name] = {
 """Keys of the file in LMCACHE_CONFIG_FILE, and, upper-cased, of LMCACHE_<KEY> variables."""
 
 CLIENT_KEY_PREFIXES: dict[str, Name] = {
-    **each("p2p_ nixl_backends transfer_channel controller_ lmcache_worker_", OF_SERVER),
+    **OF_SERVER_PREFIXES,
     **each("pd_ nixl_", no_effect(_NO_PD)),
     **each(
         "lazy_memory_ internal_api_server_ chunk_statistics_ blend_ gds_ hidden_state cost_aware_",
@@ -154,17 +174,14 @@ def server_notes(environment: Mapping[str, str], own: Collection[str]) -> list[s
     notes = []
     for name in _variables(environment):
         key = name.removeprefix(PREFIX).lower()
-        of_engine = find(key, CLIENT_KEYS, CLIENT_KEY_PREFIXES)
-        if entry := find(name, VARIABLES, VARIABLE_PREFIXES):
+        if entry := find(name, VARIABLES, VARIABLE_PREFIXES) or find(key, OF_SERVER, OF_SERVER_PREFIXES):
             notes.append(f"environment: {name} has no effect: {entry.say}")
-        elif of_engine is OF_SERVER:
-            notes.append(f"environment: {name} has no effect: {of_engine.say}")
-        elif of_engine is None and key not in own:
+        elif find(key, CLIENT_KEYS, CLIENT_KEY_PREFIXES) is None and key not in own:
             notes.append(_unknown(name, own))
     if environment.get(FILE):
         notes.append(
-            f"environment: {FILE} has no effect on a server: name its own file with --config; `kvstrata migrate FILE` "
-            "makes one from LMCache's"
+            f"environment: {FILE} has no effect on a server: name its own file with --config "
+            "(docs/coming-from-lmcache.md)"
         )
     return notes
 
