@@ -3,8 +3,8 @@
 // The work of one thread of the kernels that round KV to 8-bit floats on its way into a record and
 // back. The code is compiled for device and host, as kernel_body.h is.
 //
-// A section is stored as its scales and, right behind them, one code for each number, as fp8_encode
-// computes them for the packed section. A rectangle of sections takes two passes; the second is on
+// A section is stored as its scales and, right behind them, one code for each number, as fp8.h
+// defines them for the packed section. A rectangle of sections takes two passes; the second is on
 // the stream behind the first, so neither needs a barrier:
 //
 //   store  largest  writes the largest magnitude under each scale into words on the device, which

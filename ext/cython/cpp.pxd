@@ -123,9 +123,6 @@ cdef extern from "codec/fp8.h" namespace "kvstrata" nogil:
         kFloat16
     cdef cppclass Fp8Shape:
         uint32_t blocks, groups, tokens, heads, dim
-        Status check()
-        size_t numbers()
-        size_t scales()
 
 
 cdef extern from "copy/copy.h" namespace "kvstrata" nogil:

@@ -54,8 +54,8 @@ WATCHER_SOURCE, WATCHER = "ext/envoy/watch.c", "build/native/modules/libkv_watch
 KERNELS = "ext/cuda/kernels.cu"
 FATBIN = "kvstrata_cuda.fatbin"
 ARCHITECTURES = (80, 90, 100)
-# The compiled code has one IEEE operation for each operation in the source, so the kernels and the CPU's codec compute
-# the same bits.
+# The compiled code has one IEEE operation for each operation in the source, so the kernels compute the same bits as
+# their tests on a CPU.
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-Iext/core/src"]
 
 

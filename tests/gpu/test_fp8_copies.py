@@ -1,9 +1,8 @@
-"""KV that is rounded to 8 bits on its way into a record and back, against the codec of the CPU."""
+"""KV that is rounded to 8 bits on its way into a record and back, against the oracle."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import struct
 
@@ -16,6 +15,7 @@ from tests.gpu.device_blocks import FAILED, KEY, OK, WANTED, Host, Shape, needs_
 from tests.harness.amount import amount
 from tests.harness.cuda_driver import Gpu, SimulatedGpu, on_gpu, simulated
 from tests.oracles import copying as oracle
+from tests.oracles.codec import fp8_decode, fp8_encode
 
 pytestmark = [needs_kernels, pytest.mark.integration]
 DTYPES = {"bfloat16": (1, 0x7F80), "float16": (2, 0x7C00)}
@@ -61,26 +61,20 @@ def fill(shape: Shape, infinity: int, randomness: random.Random) -> bytes:
 
 
 def encoded(shape: Shape, array: Array, dtype: int, content: bytes, blocks: list[int]) -> list[bytes]:
-    """The sections of the record, by the codec of the CPU: scales, then codes."""
-    whole = (len(blocks), *array)
-    count, scales = math.prod(whole), whole[1] * whole[3]
+    """The sections of the record, by the oracle: scales, then codes."""
     sections = []
     for section in oracle.gather(shape.plan, content, blocks):
-        made = bytearray(4 * scales), bytearray(count)
-        assert core.fp8_encode(whole, dtype, section, made[1], made[0])
-        sections.append(bytes(made[0] + made[1]))
+        scales, codes = fp8_encode(section, dtype, (len(blocks), *array))
+        sections.append(struct.pack(f"<{len(scales)}f", *scales) + codes)
     return sections
 
 
 def decoded(array: Array, dtype: int, sections: list[bytes], n_blocks: int) -> list[bytes]:
-    whole = (n_blocks, *array)
-    count, scales = math.prod(whole), whole[1] * whole[3]
-    back = []
-    for section in sections:
-        made = bytearray(2 * count)
-        core.fp8_decode(whole, dtype, section[4 * scales :], section[: 4 * scales], made)
-        back.append(bytes(made))
-    return back
+    n = array[0] * array[2]
+    return [
+        fp8_decode(struct.unpack_from(f"<{n}f", section), section[4 * n :], dtype, (n_blocks, *array))
+        for section in sections
+    ]
 
 
 def payload(host: Host, plan: cuda.CudaCopyPlan, n_blocks: int) -> bytes:

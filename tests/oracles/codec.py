@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import struct
+from collections.abc import Sequence
 
 import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -146,10 +148,30 @@ def to_e4m3(value: float, scale: float) -> int:
     """Return the code nearest to value × (1 / scale), each step rounded to a 32-bit float; ties to the even code."""
     scaled = single(value * single(1 / scale))
     magnitude = min(abs(scaled), 448.0)
-    code = min(range(0x7F), key=lambda code: (abs(E4M3[code] - magnitude), code & 1))
+    above = bisect.bisect(E4M3, magnitude)
+    code = min(
+        range(above - 1, min(above + 1, 0x7F)), key=lambda code: (abs(E4M3[code] - magnitude), code & 1)
+    )
     return code | (0x80 if str(scaled).startswith("-") else 0)
 
 
 def from_e4m3(code: int, scale: float, dtype: int) -> int:
     value = single(E4M3[code & 0x7F] * scale)
     return bits_of(-value if code & 0x80 else value, dtype)
+
+
+def fp8_encode(section: bytes, dtype: int, shape: tuple[int, ...]) -> tuple[list[float], bytes]:
+    """Return the scales of a section of 16-bit numbers, and its codes."""
+    values = [float_of(bits, dtype) for (bits,) in struct.iter_unpack("<H", section)]
+    index = [scale_index(at, shape) for at in range(len(values))]
+    most = [0.0] * (shape[1] * shape[3])
+    for value, i in zip(values, index, strict=True):
+        most[i] = max(most[i], abs(value))
+    scales = [scale_of([one]) for one in most]
+    return scales, bytes(to_e4m3(value, scales[i]) for value, i in zip(values, index, strict=True))
+
+
+def fp8_decode(scales: Sequence[float], codes: bytes, dtype: int, shape: tuple[int, ...]) -> bytes:
+    """Return the 16-bit numbers of a section."""
+    found = [from_e4m3(code, scales[scale_index(at, shape)], dtype) for at, code in enumerate(codes)]
+    return struct.pack(f"<{len(found)}H", *found)

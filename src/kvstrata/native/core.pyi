@@ -343,17 +343,6 @@ def split_planes(out: Buffer, source: Buffer) -> None:
 def join_planes(out: Buffer, source: Buffer) -> None:
     """The inverse of `split_planes`; raises as it does."""
 
-def fp8_encode(shape: Sequence[int], dtype: int, numbers: Buffer, codes: Buffer, scales: Buffer) -> bool:
-    """Turns 16-bit numbers (dtype 1: bfloat16, 2: float16) into codes and scales; False if a number is not finite.
-
-    The shape is (blocks, groups, tokens, heads, dim), see fp8.h.
-
-    Raises ValueError for an impossible shape, and for buffers that do not fit it.
-    """
-
-def fp8_decode(shape: Sequence[int], dtype: int, codes: Buffer, scales: Buffer, numbers: Buffer) -> None:
-    """Turns codes and scales back into numbers, rounded to the 16-bit type. Raises ValueError as `fp8_encode`."""
-
 # The L1 pool in shared memory, for its server.
 #
 # 1. An extent is given out again only when nobody can touch its bytes any more: no hold, lease or reservation is left,

@@ -85,7 +85,7 @@ class CudaCopyPlan:
     ) -> CudaCopyPlan:
         """Raises CudaError naming the first section that is not memory of this device.
 
-        With `fp8`, (dtype, groups, tokens, heads, dim) of one block as `codec.fp8_encode` takes them, records hold
+        With `fp8`, (dtype, groups, tokens, heads, dim) of one block, records hold
         numbers rounded to 8 bits: for each section its scales and then its codes.  Raises ValueError naming the part of
         `fp8` that does not fit the plan.
         """

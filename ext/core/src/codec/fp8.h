@@ -11,7 +11,7 @@
 // The final rounding adds at most half a unit in the last place of x' (|x'| / 256 for bf16,
 // |x'| / 2048 for fp16).
 //
-// All paths compute the same bits. Thread-safe. Source and destination must not overlap.
+// The kernels of the copy engine for GPUs encode and decode (fp8_kernel_body.h).
 #pragma once
 
 #include <cstddef>
@@ -42,17 +42,5 @@ struct Fp8Shape {
   }
   [[nodiscard]] std::size_t scales() const noexcept { return std::size_t{groups} * heads; }
 };
-
-// Encodes. `numbers` are shape.numbers() 16-bit numbers; `codes` receives shape.numbers() bytes,
-// and `scales` receives shape.scales() floats at any alignment. kUnsupported: a number is infinite
-// or a NaN; detail(0) is the index of its scale. kNoSpace: no memory. After an error, codes and
-// scales are undefined. REQUIRES: shape.check() is ok.
-Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, void* codes,
-                  void* scales) noexcept;
-
-// Decodes; `numbers` receives shape.numbers() 16-bit numbers. Accepts any codes and scales.
-// REQUIRES: shape.check() is ok.
-void fp8_decode(const Fp8Shape& shape, Fp8Source type, const void* codes, const void* scales,
-                void* numbers) noexcept;
 
 }  // namespace kvstrata

@@ -1,9 +1,9 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The arithmetic of fp8.h for one number and one scale, compiled for the CPU's codec and for the
-// GPU's kernels. Every step is one IEEE operation in single precision, so both compute the same
-// bits, provided that the compiler contracts nothing and flushes nothing to zero (nvcc -fmad=false
-// -ftz=false -prec-div=true).
+// The arithmetic of fp8.h for one number and one scale, compiled for the GPU's kernels and for
+// their tests on a CPU. Every step is one IEEE operation in single precision, so both compute the
+// same bits, provided that the compiler contracts nothing and flushes nothing to zero (nvcc
+// -fmad=false -ftz=false -prec-div=true).
 #pragma once
 
 #include <bit>
@@ -81,7 +81,7 @@ KVSTRATA_HOST_DEVICE inline float scale_of(Fp8Source type, std::uint16_t largest
   return scale > kLeastScale ? scale : kLeastScale;
 }
 
-// True for the bits of a scale that fp8_encode can write: a finite number without a sign.
+// True for the bits of a scale that can be written: a finite number without a sign.
 KVSTRATA_HOST_DEVICE inline bool is_scale(std::uint32_t bits) {
   return bits < 0x7f800000u;
 }

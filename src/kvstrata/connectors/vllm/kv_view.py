@@ -426,7 +426,7 @@ def build_view(
 ) -> KvView:
     """The view of all registered layers of `group`, one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
-    With the fidelity `fp8`, sections hold the output of `fp8_encode`, and the facts say so.
+    With the fidelity `fp8`, sections hold scales and codes (docs/formats.md), and the facts say so.
 
     Layers that share one tensor are taken once.  Facts that differ between layers are listed for each layer.  Raises
     ConfigError for layers that are not supported.
