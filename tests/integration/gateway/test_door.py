@@ -238,6 +238,21 @@ async def test_slow_clients_cost_only_themselves(start, session):
     await at_rest(gateway, session)
 
 
+async def test_a_strangers_long_body_is_refused_before_it_comes(start, session, tmp_path):
+    engine = ScriptedEngine()
+    gateway = await start(engine, tenants=tenants(tmp_path))
+    for length in (b"content-length: 50000000", b"transfer-encoding: chunked"):
+        for key in (b"", b"authorization: Bearer x\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            writer.write(HEAD + key + length + b"\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+            writer.close()
+    body = json.dumps(ask(user="x" * 3_000_000)).encode()
+    assert await status_of(session.post(gateway.url + CHAT, data=body, headers=bearer("red"))) == 200
+    assert engine.got[0].body == body
+    await at_rest(gateway, session)
+
+
 async def test_a_reload_cannot_open_a_port_that_others_reach(start, session, tmp_path):
     gateway = await start(ScriptedEngine(), tenants=tenants(tmp_path), http={"host": "0.0.0.0"})
     gateway.expect("port_without_tls", "host=0.0.0.0", f"port={gateway.port}")

@@ -30,6 +30,8 @@ UNAVAILABLE = 470
 """Stands for 503 in the picker's refusals."""
 READ_BYTES = 1 << 20
 """Of a body, if the rest may pass the picker by."""
+SHORT_BYTES = 64 << 10
+"""Of a body that arrives before its sender's key is checked."""
 MAX_CONNECTIONS = 16_384
 SPARE_FILES = 256
 MAX_ASKED = 256
@@ -83,6 +85,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "check": f"{patience(0.5):g}s",
         "connections": connections(settings),
         "engines": str(place.engines),
+        "enters": 100 if settings.tenants else 0,
         "flush": {"access_log_flush_interval": "0.25s"} if pipe < 0 else {},
         "host": place.host,
         "line": LINE,
@@ -94,6 +97,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "port": place.port,
         # With tenants all of a body is read, since fields of theirs are added to it.
         "read_bytes": MAX_BODY_BYTES + 1 if settings.tenants else READ_BYTES,
+        "short": SHORT_BYTES,
         "silence": f"{settings.timeouts.silence_s:g}s",
         "too_large": error_body(TOO_LARGE, "").decode(),
         "too_long": MAX_BODY_BYTES + 1,

@@ -1,6 +1,7 @@
 """Answers the questions of this gateway's own Envoy (ext_authz) over HTTP/1.1 on a unix socket.
 
     /choose/PATH     where a request to PATH goes: 200 with headers for Envoy, or the refusal that the client gets
+    /enter/PATH      whether the sender of a long request is known: 200, or the refusal that the client gets
     /v1/models …     what clients may ask of the gateway itself, which Envoy passes on here
     /healthz         whether this process answers
 
@@ -26,7 +27,7 @@ from kvstrata.gateway.request import Chosen, Head, request_id
 from kvstrata.observability.logging import EventLog
 from kvstrata.text import type_and_place
 
-CHOOSE = "/choose"
+CHOOSE, ENTER = "/choose", "/enter"
 MAX_HEAD_BYTES = 256 << 10
 MAX_DIGITS = 15
 """Of the length of a body."""
@@ -117,6 +118,12 @@ class Question(asyncio.Protocol):
         try:
             if path.startswith(CHOOSE):
                 await self._choose(Head(method, path.removeprefix(CHOOSE), headers, word), body)
+            elif path.startswith(ENTER):
+                known = self._front.parts.door.tenant_of(headers)
+                if isinstance(known, Failure):
+                    self._refuse(known, path.removeprefix(ENTER))
+                else:
+                    self._write(200, (), b"")
             else:
                 self._page(path, headers)
         except Exception as error:  # the boundary of the port: a defect of ours ends one request
