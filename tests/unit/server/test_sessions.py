@@ -43,7 +43,7 @@ def test_an_adapter_that_raises_repeatedly_fills_no_log_and_keeps_nothing_alive(
     assert "in load" in first and "put raised" in second
 
 
-MEASURED = 200
+MEASURED = 600
 
 
 def session_comes_and_goes(server: InstanceInProcess, number: int) -> None:
@@ -65,12 +65,12 @@ def session_comes_and_goes(server: InstanceInProcess, number: int) -> None:
 
 
 def bytes_a_session(server: InstanceInProcess, first: int) -> float:
-    """What each of 200 sessions leaves behind."""
+    """What each of MEASURED sessions leaves behind."""
     tracemalloc.start()
     try:
         for number in range(first, first + MEASURED):
-            # The first 50 sessions replace entries from before the tracing, and allocate what the tracing itself needs.
-            if number == first + 50:
+            # The first 300 sessions replace entries from before the tracing, and allocate what the tracing itself needs.
+            if number == first + 300:
                 gc.collect()
                 before_bytes, _ = tracemalloc.get_traced_memory()
             session_comes_and_goes(server, number)
@@ -78,7 +78,7 @@ def bytes_a_session(server: InstanceInProcess, first: int) -> float:
         after_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    return (after_bytes - before_bytes) / (MEASURED - 50)
+    return (after_bytes - before_bytes) / (MEASURED - 300)
 
 
 @alone
