@@ -42,7 +42,7 @@ class FakeCall(LookupCall):
             self.client.leases.remove(self.result.lease)
         super().cancel()
 
-    def answer(self, n):
+    def answer(self, n, promised=0):
         n = min(n, self.n_asked)
         if not n:
             self.finish(LookupResult(0, None, b"", 0, MissReason.NEVER_STORED))
@@ -51,7 +51,7 @@ class FakeCall(LookupCall):
         self.client.leases.append(lease)
         slices = len(self.client.slices)
         extents = b"".join(EXTENT.pack(i, 1, i, 1, 0) for i in range(n * slices))
-        self.finish(LookupResult(n, lease, extents, slices, ""))
+        self.finish(LookupResult(n, lease, extents, slices, "", promised=max(n, promised)))
 
 
 def chunks_of(chain):
@@ -131,12 +131,13 @@ class FakeClient:
 
     def lookup(
         self, identity, hasher, *, tails=(), traceparent="", own_chunks=0, stores_late=False, wait_ms=0,
-        expects=False, source="", **_,
+        expects=False, source="", in_parts=False, follows=0, **_,
     ):  # fmt: skip
         call = FakeCall(self, chunks_of(hasher))
         call.tails, call.traceparent = tails, traceparent
         call.own_chunks, call.stores_late = own_chunks, stores_late
         call.wait_ms, call.expects, call.source = wait_ms, expects, source
+        call.in_parts, call.follows = in_parts, follows
         self.calls.append(call)
         if self.answers:
             call.answer(self.hits)

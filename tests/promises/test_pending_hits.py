@@ -15,6 +15,7 @@ TOLD_S = 0.1
 
 def test_a_lookup_is_answered_when_promised_chunks_are_there_or_will_not_come():
     tell(waits)
+    assert Sibling.parts, "nothing was answered in parts"
 
 
 class Prefill:
@@ -49,14 +50,28 @@ class Prefill:
 
 
 class Sibling(Caller):
-    """Looks up, with time to wait."""
+    """Looks up, with time to wait, and asks for the rest of what is answered in parts."""
 
-    def look_up_and_wait(self, tokens: list[int], wait_ms: int) -> None:
+    parts = 0
+
+    def look_up_and_wait(self, tokens: list[int], wait_ms: int, follows: int = 0) -> None:
+        in_parts = follows > 0 or self.random.random() < 0.5
+        if in_parts:
+            for process in self.world.servers[0].parts.processes:
+                process.load_rate = 0.001, 1e6  # as if it had told how fast it loads
         call = self.engine.lookup(
-            tokens, deadline_ms=200, wait_ms=wait_ms, expects=self.random.random() < 0.3
-        )
+            tokens, deadline_ms=200, wait_ms=wait_ms, expects=self.random.random() < 0.3,
+            in_parts=in_parts, follows=follows,
+        )  # fmt: skip
         self.note(f"looks {tokens[0]} up, and waits {wait_ms} ms")
         self.lookups.append(Lookup(tokens, call, self.world.now_s + (200 + wait_ms) / 1000))
+
+    def answered(self, lookup: Lookup) -> None:
+        found = lookup.call.result
+        if found.promised > found.n_chunks:
+            assert found.lease, "a part brings nothing"
+            Sibling.parts += 1
+            self.look_up_and_wait(lookup.tokens, 500, found.n_chunks)
 
 
 def waits(world: World) -> None:

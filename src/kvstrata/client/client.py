@@ -251,6 +251,8 @@ class CacheClient:
         wait_ms: int = 0,
         expects: bool = False,
         source: str = "",
+        in_parts: bool = False,
+        follows: int = 0,
     ) -> LookupCall:
         """Ask how many leading chunks are present, and lease them for the whole engine group. Never blocks.
 
@@ -261,11 +263,13 @@ class CacheClient:
         The engine's own cache has the first `own_chunks` chunks; with `stores_late` that hit is no use of L1's copies.
         `wait_ms` is the time, beyond the deadline, for which the answer may wait for what other engines have promised,
         and with `expects` for their promise too; these are engines of the instance `source`, empty: of this one.
+        With `in_parts` the answer may come before all of that is there: then `LookupResult.promised` is how much there
+        will be, and a lookup that `follows` so many chunks asks for the rest.
         Raises ValueError if `chain` is not a whole number of keys.
         """
         return self.lookups.begin(
             identity, chain, request_id, probe, deadline_ms, tails, traceparent, own_chunks, stores_late,
-            wait_ms, expects, source,
+            wait_ms, expects, source, in_parts, follows,
         )  # fmt: skip
 
     def promise(self, identity: Identity, chain: bytes) -> PromiseCall:

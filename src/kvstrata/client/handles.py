@@ -31,6 +31,8 @@ class LookupResult(NamedTuple):
     """How many of these chunks were loaded from L2."""
     tail_tokens: int = 0
     """Tokens of the tail that follows these chunks and is leased as well; 0: none."""
+    promised: int = 0
+    """So many leading chunks there will be soon, `n_chunks` or more of them."""
 
 
 def miss(reason: MissReason) -> LookupResult:

@@ -78,6 +78,8 @@ class Lookups(msgspec.Struct, eq=False):
         wait_ms: int = 0,
         expects: bool = False,
         source: str = "",
+        in_parts: bool = False,
+        follows: int = 0,
     ) -> LookupCall:
         """See `CacheClient.lookup`."""
         if isinstance(chain, ChunkHasher):
@@ -97,7 +99,7 @@ class Lookups(msgspec.Struct, eq=False):
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain[: wire.MAX_CHUNKS * KEY_BYTES])]
         asked = wire.Lookup(
             0, 1, 0, request_id[:256], groups, probe, list(tails), traceparent, own_chunks, stores_late,
-            wait_ms, expects, source,
+            wait_ms, expects, source, in_parts, follows,
         )  # fmt: skip
         self._link.post(lambda: self._ask(call, identity, asked, deadline_s))
         return call
@@ -244,7 +246,18 @@ class Lookups(msgspec.Struct, eq=False):
             self.hit_chunks += n
             # If the caller has cancelled meanwhile, `_cancel` is already posted and will undo the lookup.
             more: MissReason | Literal[""] = "" if not reply.reason else self._reason(reply.reason)
-            call.finish(LookupResult(n, lease, extents, slices, more, reply.l2_chunks, reply.tail_tokens))
+            call.finish(
+                LookupResult(
+                    n,
+                    lease,
+                    extents,
+                    slices,
+                    more,
+                    reply.l2_chunks,
+                    reply.tail_tokens,
+                    max(n, reply.promised),
+                )
+            )
 
     def _reason(self, word: str) -> MissReason:
         """The reason that a reply names; FORGOTTEN for a word that only the server knows, which may be newer."""
@@ -282,6 +295,8 @@ class Lookups(msgspec.Struct, eq=False):
 def _sensible(reply: wire.LookupReply, n_asked: int, tails: Sequence[wire.TailSet]) -> bool:
     """Whether it is a miss with a reason, or hits that were asked for, each with its extents."""
     n, tokens = reply.n_chunks, reply.tail_tokens
+    if reply.promised > (n_asked if n and not tokens else 0):
+        return False
     if tokens:
         asked = any(each.chunk == n and tokens in each.tokens for each in tails)
         row = len(reply.tail_extents)

@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvstrata.errors import BadRequest
 from kvstrata.types import KEY_BYTES, LATEST, LayoutIdentity, RequestIdentity, Role, Slice
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_MESSAGE_BYTES = 4 << 20
 """The server closes the connection of a process that sends a longer request."""
 MAX_CHUNKS = 65_536
@@ -317,6 +317,10 @@ class Lookup(Request, frozen=True, tag="lookup"):
     """Another engine is about to promise them: wait for that too."""
     source: Annotated[str, Meta(pattern=INSTANCE_OR_NONE)] = ""
     """Id of the instance whose engine promises them; empty: this one."""
+    in_parts: bool = False
+    """It may be answered before all promised chunks are there, when the rest is expected soon."""
+    follows: Count = 0
+    """Leading chunks that the engine has got by earlier parts of this lookup; it holds blocks for the rest."""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):
@@ -337,6 +341,8 @@ class LookupReply(Reply, frozen=True, tag="lookup"):
     """Tokens of the tail that follows these chunks and is leased as well; 0: none."""
     tail_extents: bytes = b""
     """Its packed extents, one for each slice."""
+    promised: int = 0
+    """If more than `n_chunks`: so many leading chunks are expected soon; a lookup that `follows` asks for the rest."""
 
 
 class Release(Request, frozen=True, tag="release"):

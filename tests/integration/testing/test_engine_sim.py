@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvstrata.observability.load_line import LEAST_BATCHES
 from kvstrata.testing.engine_sim.kv_events import BlockStored, KVEventBatch
 from tests.harness.cache_engine import eventually
 from tests.harness.server_process import ServerProcess
@@ -333,14 +334,18 @@ def test_a_request_waits_for_the_engine_that_is_said_to_compute_its_prompt(
         assert waiting.result(PATIENCE_S) >= 4_000 - CHUNK
 
 
-@pytest.mark.parametrize("end", ["ready", "broken"])
+@pytest.mark.parametrize("end", ["ready", "broken", "soon", "broken when parked"])
 def test_what_an_engine_computes_now_is_computed_by_no_other_unless_the_engine_dies(
     server: ServerProcess, start: Callable[..., Engine], end: str
 ) -> None:
     slow = ("--prefill-token-us", "1000", "--max-num-batched-tokens", "1024")
     first, second = (start(*slow) for _ in range(2))
-    seed = 20_000 if end == "ready" else 40_000  # the other case's prompts may be in L1
-    until_hit(first, second, seed)
+    seed = 20_000 * (
+        1 + ["ready", "broken", "soon", "broken when parked"].index(end)
+    )  # the other cases' prompts may be in L1
+    in_parts = end in ("soon", "broken when parked")
+    for number in range(LEAST_BATCHES if in_parts else 1):  # so many loads tell how long a copy takes
+        until_hit(first, second, seed + 100 * number)
 
     def promises() -> Any:
         return server.get("/v1/status")["promises"]
@@ -348,7 +353,8 @@ def test_what_an_engine_computes_now_is_computed_by_no_other_unless_the_engine_d
     def measured() -> bool:
         number = next(fresh)
         second.ask(prompt(number, 200 + 40 * (number % 20)))
-        return any(row["prompt_tokens_s"] for row in server.get("/v1/status")["engines"])
+        rows = server.get("/v1/status")["engines"]
+        return sum(bool(row["prompt_tokens_s"]) for row in rows) >= 1 + in_parts
 
     fresh = itertools.count(seed + 2_000)
     eventually("the second engine knows how fast it computes", measured)
@@ -360,11 +366,20 @@ def test_what_an_engine_computes_now_is_computed_by_no_other_unless_the_engine_d
             first.sim.process.send_signal(signal.SIGSTOP)  # or it might be done too soon
         waiting = pool.submit(second.ask, whole)
         eventually("the second one waits for it", lambda: promises()["waits_now"] or waiting.done())
-        if end == "broken":
+        if end == "broken when parked":
+            stored = server.get("/v1/status")["pool"]["entries"]["ready"]
+            eventually(
+                "a step is stored", lambda: server.get("/v1/status")["pool"]["entries"]["ready"] > stored
+            )
+            first.sim.process.send_signal(signal.SIGSTOP)
+            eventually("the second one holds blocks for the rest", lambda: promises()["waits"]["soon"])
+        if end.startswith("broken"):
             first.kill()
             computing.exception(PATIENCE_S)
-        assert (waiting.result(PATIENCE_S) >= 4_000 - CHUNK) == (end == "ready")
-    assert promises()["waits"].get(end)
-    if end == "ready":
+        got = waiting.result(PATIENCE_S)
+        assert (got >= 4_000 - CHUNK) == (not end.startswith("broken"))
+        assert (0 < got < 4_000 - CHUNK) == (end == "broken when parked")
+    assert promises()["waits"].get("soon" if in_parts else end)
+    if not end.startswith("broken"):
         assert computing.result() == 0
         eventually("the promise is withdrawn", lambda: not promises()["live"])

@@ -162,6 +162,7 @@ class SimConnector:
                 may_load=transfer.may_load,
                 may_store=transfer.may_store,
                 sync_load_bytes=0,
+                recomputes=True,
                 events=self._stored_event if engine.kv_events else None,
                 removal=_removed_event,
                 shares_l1=lambda: True,
@@ -176,6 +177,7 @@ class SimConnector:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
+        """Of loads that have not ended."""
         self._open = True
         for client in self._clients:
             client.start()
@@ -244,7 +246,7 @@ class SimConnector:
                     self._memory.compute(1 + block, key)
         self._worker.start_stores()
         self._sent, self._received = self._worker.finished()
-        self._bad_blocks = self._worker.take_bad_blocks()
+        self._bad_blocks |= self._worker.take_bad_blocks()
         report = self._worker.report()
         self._reports = [] if report is None else [report]
 
@@ -255,12 +257,12 @@ class SimConnector:
 
     def take_news(self) -> News:
         """See `Connector`."""
-        bad = set(self._bad_blocks)
+        bad, ended = self._bad_blocks, [self._loading[name] for name in self._received]
         received = {name: self._there(name, bad) for name in self._received}
         self._scheduler.heard(self._reports, self._received, bad)
         events: Sequence[Event] = self._scheduler.take_events()
         sent, self._sent, self._received, self._reports = self._sent, set(), set(), []
-        self._bad_blocks = set()
+        self._bad_blocks = bad.difference(*([1 + block for block in each.sequence.blocks] for each in ended))
         return News(sent, received, events)
 
     @property

@@ -233,6 +233,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
             media_are_counted=counted,
             lookahead_tokens=setup.layout.lookahead,
             sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(config) else 0,
+            recomputes=policy == "recompute",
             events=make.stored if wants_events else None,
             removal=make.removed,
             server_seen=partial(_exists_one, [place / RPC_SOCKET for place in places]),

@@ -98,6 +98,8 @@ class Engine(msgspec.Struct, eq=False):
     lookahead_tokens: int = 0
     """The layout's."""
     sync_load_bytes: int = SYNC_LOAD_BYTES
+    recomputes: bool = False
+    """vLLM computes blocks that a load did not fill (`kv_load_failure_policy`), instead of failing the request."""
     events: MakeEvent | None = None
     removal: MakeRemoval | None = None
     server_seen: Callable[[], bool] = lambda: False

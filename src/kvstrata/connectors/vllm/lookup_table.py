@@ -322,6 +322,9 @@ class LookupTable:
         self._begun_s = engine.now()
         self.tracked: dict[str, Tracked] = {}
         """By request id."""
+        self.may_park = True
+        """Whether one more request may hold blocks for what is still computed elsewhere."""
+        self._in_parts = engine.recomputes and not engine.exact and engine.settings.load_mode != "sync"
         self._early = 0
         """Lookups sent and not answered."""
         self._may_wait_s = WAIT_S
@@ -452,11 +455,27 @@ class LookupTable:
             wait_ms=tracked.wait_ms,
             expects=tracked.expects_ms > 0,
             source=tracked.source if tracked.expects_ms else "",
+            in_parts=self._in_parts and self.may_park and tracked.wait_ms > 0,
         )
         tracked.tails_asked = [asked.chunk for asked in tails]
         tracked.state = LookupState.ASKED
         self._early += 1
         self.counts["lookups"] += 1
+
+    def ask_for_more(self, tracked: Tracked, n_chunks: int) -> LookupCall:
+        """Look up what follows the first chunks of what was promised to a request that holds blocks for all of it."""
+        assert tracked.identity is not None and tracked.hasher is not None
+        return self._client.lookup(
+            tracked.identity,
+            self._chain(tracked),
+            request_id=tracked.request.request_id,
+            probe=tracked.hasher.probe,
+            deadline_ms=self._timeout_ms,
+            traceparent=tracked.traceparent,
+            wait_ms=max(1, tracked.wait_ms - int((self._now() - tracked.asked_s) * 1000)),
+            in_parts=True,
+            follows=n_chunks,
+        )
 
     def _wait_ms(self, tracked: Tracked, own_tokens: int) -> int:
         """How long the lookup may wait for what others compute, by what its own cache lacks; 0 if that is not known."""

@@ -38,6 +38,8 @@ class Load:
     """Number of the KV cache group that the blocks belong to."""
     adapter: int = 0
     """Number of the question that named the request's LoRA adapter; 0 without adapter."""
+    more: bool = False
+    """A further part of the request's asynchronous load follows in a later plan: the load has not ended before that."""
 
 
 @dataclasses.dataclass(slots=True)

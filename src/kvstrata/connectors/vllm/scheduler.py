@@ -24,6 +24,7 @@ from kvstrata.connectors.vllm.engine import Engine
 from kvstrata.connectors.vllm.groups import CacheGroup
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, RequestTenants, Tracked
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
+from kvstrata.connectors.vllm.parts import Parts
 from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.step_times import StepTimes
 from kvstrata.connectors.vllm.store_table import OtherLoads, StoreTable
@@ -57,6 +58,7 @@ class SchedulerSide:
         self._keys = RequestKeys(engine, self._lookups, tenants)
         self.stores = StoreTable(engine, self._lookups.tracked, self._keys, self._tails)
         self._other_loads = OtherLoads(self._lookups.tracked, self._keys)
+        self._parts = Parts(engine.client, self._lookups, engine.chunk_tokens, self._load_of)
         self._thinning = Thinning()
         self._times = StepTimes(engine, self._lookups.tracked)
         self._step = itertools.count(1)
@@ -134,7 +136,10 @@ class SchedulerSide:
         if tracked.state is not LookupState.HIT:
             return 0, False
         assert tracked.hit is not None
-        hit_tokens = tracked.hit.n_chunks * self._chunk_tokens + tracked.hit.tail_tokens
+        in_parts = tracked.hit.promised > tracked.hit.n_chunks
+        hit_tokens = (
+            max(tracked.hit.n_chunks, tracked.hit.promised) * self._chunk_tokens + tracked.hit.tail_tokens
+        )
         # At least one token must be computed: the model samples from it.
         tokens = min(hit_tokens, request.num_tokens - 1) - computed_tokens
         if tokens <= 0:
@@ -144,7 +149,7 @@ class SchedulerSide:
         promised = self._lookups.promise(tracked, now)
         if not promised:
             return (None if promised is None else 0), False
-        tracked.asynchronous = self._asynchronous(tokens)
+        tracked.asynchronous = in_parts or self._asynchronous(tokens)
         return tokens, tracked.asynchronous
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
@@ -157,21 +162,29 @@ class SchedulerSide:
             return
         hit = tracked.hit
         assert hit.lease is not None
-        # Chunks that were found in L1 need not be stored again.
-        self.stores.took_hit(tracked, hit.n_chunks, hit.n_chunks * self._chunk_tokens + hit.tail_tokens)
+        # Chunks that were found in L1, or that another engine stores, need not be stored again.
+        n_chunks = max(hit.n_chunks, hit.promised)
+        self.stores.took_hit(tracked, n_chunks, n_chunks * self._chunk_tokens + hit.tail_tokens)
         whole = True
         if external_tokens <= 0:
             self._client.release([hit.lease], group=True)
         else:
             # Windows and states of the hit are of no use for a shorter one, which vLLM may have taken: that load fails.
             end = tracked.computed_tokens + external_tokens
-            whole = not self._exact or end == hit.n_chunks * self._chunk_tokens
+            there = hit.n_chunks * self._chunk_tokens
+            whole = not self._exact or end == there
             lease = hit.lease if whole else None
             tracked.loaded_chunks = {}
+            more = hit.promised > hit.n_chunks and there < end
             self._loads += [
-                self._load_of(tracked, hit, lease, group, tables[group.number], external_tokens)
+                self._load_of(
+                    tracked, hit, lease, tables[group.number], tracked.computed_tokens, there if more else end,
+                    more=more, group=group,
+                )
                 for group in self._groups
-            ]
+            ]  # fmt: skip
+            if more:
+                self._parts.park(tracked, tables[self._groups[0].number], hit.n_chunks, end)
             tracked.loading = tracked.asynchronous
             if tracked.loading:
                 self._loading[_chunk_at(tracked, tracked.computed_tokens // self._chunk_tokens)] = tracked
@@ -189,6 +202,7 @@ class SchedulerSide:
         plan.computes = bool(output.num_scheduled_tokens)
         plan.weigh = self._weights.take_question()
         plan.weigh_adapters += self._keys.adapters.take_questions()
+        self._loads += self._parts.next_loads()
         plan.loads, self._loads = self._loads, []
         plan.others_load = self._other_loads.in_step(output)
         self._times.planned(plan, output)
@@ -268,6 +282,7 @@ class SchedulerSide:
         if tracked.loading:
             # vLLM keeps the blocks by itself until the load is reported.
             self._end_load(tracked)
+            self._loads += self._parts.end(request.request_id)
             return False
         if self._engine.may_store:
             self.stores.finish(tracked, tables)
@@ -333,18 +348,21 @@ class SchedulerSide:
     def _load_of(
         self,
         tracked: Tracked,
-        hit: LookupResult,
+        found: LookupResult,
         lease: LeaseName | None,
-        group: CacheGroup,
         table: Sequence[int],
-        external_tokens: int,
+        start: int,
+        end: int,
+        *,
+        more: bool = False,
+        group: CacheGroup | None = None,
     ) -> Load:
-        """The load of a hit's chunks of one group into the blocks that vLLM allocated for them."""
-        start, end = tracked.computed_tokens, tracked.computed_tokens + external_tokens
+        """The load of a hit's chunks of one group, the first one by default, into the blocks that vLLM allocated."""
+        group = group or self._groups[0]
         first, last = start // self._chunk_tokens, -(-end // self._chunk_tokens)
         if group.span:
             first = max(first, last - group.span)
-        tail = self._tails.of_hit(tracked, hit) if last > hit.n_chunks else None
+        tail = self._tails.of_hit(tracked, found) if found.tail_tokens and last > found.n_chunks else None
         blocks = []
         for chunk in range(first, last):
             for index in group.blocks_of(chunk, tail.tokens if tail and chunk == tail.chunk else 0):
@@ -355,20 +373,21 @@ class SchedulerSide:
                 if block != SKIP_BLOCK:
                     tracked.loaded_chunks[block] = chunk
         assert tracked.hasher is not None and tracked.identity is not None
-        row = hit.n_slices * EXTENT.size
+        row = found.n_slices * EXTENT.size
         return Load(
             request_id=tracked.request.request_id,
             lease=lease,
             identity=tracked.identity.request,
-            chain=batch.part(tracked.hasher.chain, first, min(last, hit.n_chunks))
+            chain=batch.part(tracked.hasher.chain, first, min(last, found.n_chunks))
             + (tail.key if tail else b""),
-            extents=hit.extents[first * row : last * row],
+            extents=found.extents[first * row : last * row],
             slices=tracked.identity.slices,
             blocks=blocks,
             # vLLM may take fewer tokens than promised; whether it waits for the load follows from the promise.
             asynchronous=tracked.asynchronous,
             group=group.number,
             adapter=tracked.adapter,
+            more=more,
         )
 
     def _tell_next(self, tracked: Tracked) -> None:
@@ -476,7 +495,8 @@ class SchedulerOff:
         self._client, self._lookups, self._pins = side._client, side._lookups, side.stores.pins
         self._group, self._steps = side._groups[0], side._step
         self._tracked = self._lookups.tracked
-        self._loads, self._awaited = [*plan.loads, *side._loads], plan.awaited | side._awaited
+        self._loads = [*plan.loads, *side._loads, *side._parts.end_all()]
+        self._awaited = plan.awaited | side._awaited
         self._unsent = [store.store_id for store in (*plan.stores, *side.stores.of_finished)]
         """Planned stores that no worker gets."""
         self._cancel = plan.cancel | side.stores.unprotected

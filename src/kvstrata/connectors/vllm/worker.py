@@ -96,6 +96,8 @@ class _Copies:
         self._groups, self._by_request, self._now = groups, by_request, now
         self._stores: list[_Stored] = []
         self._loads: list[_Loading] = []
+        self._open: set[str] = set()
+        """Requests of whose asynchronous loads further parts follow."""
         self._bad_blocks: set[int] = set()
         """Blocks whose load failed, unless `by_request`."""
         self._bad_requests: set[str] = set()
@@ -134,6 +136,14 @@ class _Copies:
                     f"a copy of KV of request {request_id} goes on after {SLEEP_WAIT_S:.0f} s, so the memory of the KV "
                     "cache cannot be freed; try to sleep again"
                 )
+
+    def _note_part(self, load: Load) -> None:
+        """Note whether a further part of a load follows."""
+        (self._open.add if load.more else self._open.discard)(load.request_id)
+
+    def _still_loading(self) -> set[str]:
+        """Requests with an asynchronous load that has not ended."""
+        return {loading.load.request_id for loading in self._loads} | self._open
 
     def _failed(self, load: Load, blocks: Iterable[int]) -> None:
         """Note that these blocks of a load were not filled."""
@@ -226,6 +236,7 @@ class WorkerSide(_Copies):
             else:
                 begun = self._begin_load(load, load.lease)
                 (self._loads if load.asynchronous else self._synchronous).append(begun)
+            self._note_part(load)
             self._to_begin.popleft()
         if not self._synchronous:
             return
@@ -489,10 +500,6 @@ class WorkerSide(_Copies):
             self._count("store_" + outcome + "_chunks")
         self._count("stored_bytes", entry.job.bytes)
 
-    def _still_loading(self) -> set[str]:
-        """Requests with an asynchronous load that has not ended."""
-        return {loading.load.request_id for loading in self._loads}
-
     def _count(self, name: str, amount: int | float = 1) -> None:
         if amount:
             self.counts[name] = self.counts.get(name, 0) + amount
@@ -515,7 +522,7 @@ class WorkerOff(_Copies):
         self._failures = side._failures + 1
         self._bad_blocks, self._bad_requests = side._bad_blocks, side._bad_requests
         self._awaited = side._awaited | side._to_await
-        self._not_loaded = side._not_loaded
+        self._not_loaded, self._open = side._not_loaded, side._open
         self._stores, self._loads = side._stores, [*side._loads, *side._synchronous]
         self._gathered = [*side._report.gathered, *(store.store_id for store in side._to_store)]
         self._unreleased: list[tuple[int, LeaseName]] = []
@@ -563,7 +570,7 @@ class WorkerOff(_Copies):
             if load.asynchronous:
                 received.add(load.request_id)
         self._loads = running
-        received -= {loading.load.request_id for loading in running}
+        received -= self._still_loading()
         self._not_loaded -= received
         self._gathered += [
             entry.store.store_id for entry in self._stores if entry.job.gathered.is_set() and not entry.read
@@ -590,6 +597,7 @@ class WorkerOff(_Copies):
         """Nothing is copied."""
 
     def _refuse(self, load: Load) -> None:
+        self._note_part(load)
         self._failed(load, load.blocks)
         if load.asynchronous:
             self._not_loaded.add(load.request_id)

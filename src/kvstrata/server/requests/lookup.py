@@ -44,7 +44,7 @@ from kvstrata.rpc.cluster_wire import MAX_AWAITED, MAX_AWAITED_SLICES, Await
 from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, check_keys
 from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
-from kvstrata.server.requests.promises import LOOKED_BACK, Promised, Waited
+from kvstrata.server.requests.promises import LOOKED_BACK, Early, Promised, Waited
 from kvstrata.tiers.fetch import FetchOutcome
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 
@@ -101,8 +101,13 @@ KEYS_ON_LOOP = 1_024
 """A lookup that needs up to this many storage keys runs on the loop (about 0.2 ms); a larger one goes to a lane."""
 
 
+COPY_SHARE = 1.5
+STEPS_S = 0.02
+"""A lookup in parts is answered once the rest is expected in COPY_SHARE times what the copy of this part takes, and
+STEPS_S for the engine's steps: earlier, blocks would only be held, and later, the copy would be waited for."""
 _WAITED: dict[Waited, tuple[MissReason | Literal[""], str]] = {
     "ready": ("", ""),
+    "soon": ("", ""),
     "late": (
         MissReason.PROMISED,
         "another engine was still at work on it when computing it would have been done",
@@ -151,6 +156,11 @@ class Asked(NamedTuple):
     """Leading chunks of which this lookup is no use."""
     latest_promise: int
     """Number of the last promise that it may wait for; -1: any."""
+
+    @property
+    def taken(self) -> int:
+        """Leading chunks that need not be copied any more."""
+        return max(self.request.own_chunks, self.request.follows)
 
 
 def _lease(pool: Pool, asked: Asked, rows: list[int], again: bool) -> Granted:
@@ -251,7 +261,8 @@ class Lookups:
             None if spans else tails, now_s,
             now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S, [],
             self._tracer.begin(request.traceparent) if self._tracer else None,
-            request.own_chunks if request.stores_late else 0, -1 if request.expects else self._promises.given,
+            max(request.own_chunks if request.stores_late else 0, request.follows),
+            -1 if request.expects else self._promises.given,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
@@ -381,13 +392,16 @@ class Lookups:
                             break  # it was not sent, or L1 has no room
                 expects = False
             while asked.request.wait_ms and (
-                ended := await self._wait_for_others(asked, held.n_chunks, wait_ends_s, expects=expects)
+                waited := await self._wait_for_others(asked, held.n_chunks, wait_ends_s, expects=expects)
             ):
+                end, whole = waited
                 before, expects = held.n_chunks, False
                 held = await self._lease_again(asked, held)
+                if end == "soon" and asked.taken < held.n_chunks < whole:
+                    return self._outcome(asked, held, held.n_chunks, "", "", promised=whole)
                 l1_chunks += max(0, held.n_chunks - before)
-                reason, detail = _WAITED[ended]
-                if ended == "late" or (ended == "ready" and held.n_chunks == before):
+                reason, detail = _WAITED[end]
+                if end == "late" or (end != "broken" and held.n_chunks == before):
                     break  # it took too long, or chunks have left L1 meanwhile
         except BaseException:
             self._give_up(held)
@@ -417,14 +431,16 @@ class Lookups:
 
     async def _wait_for_others(
         self, asked: Asked, n_chunks: int, ends_s: float, *, expects: bool
-    ) -> Waited | None:
-        """Wait until L1 has what other engines have promised of the chunks behind these; how that ended.
+    ) -> tuple[Waited, int] | None:
+        """Wait until L1 has what other engines have promised of the chunks behind these; how that ended, and how many
+        leading chunks there were to be.
 
         None: nobody has promised any of them, nor, if the lookup `expects` it, does so in time.
         """
         while n_chunks < asked.n_chunks and (left_s := ends_s - self._clock.monotonic_s()) > 0:
             if promised := self._promised(asked, n_chunks):
-                return await self._promises.wait(asked.process, promised, left_s)
+                early = self._early(asked, promised)
+                return await self._promises.wait(asked.process, promised, left_s, early), promised.end
             if not (expects and self._promises.may_wait(asked.process)):
                 break
             await self._promises.expect(asked.process, asked.identity.root, left_s)
@@ -491,6 +507,19 @@ class Lookups:
         self._promises.waits[end] += 1
         if end != "ready":
             yield end
+
+    def _early(self, asked: Asked, promised: Promised) -> Early | None:
+        """When a lookup that takes promised chunks in parts is answered; None: when they are all there."""
+        group, rate = asked.process.group, asked.process.group.load_rate
+        if not asked.request.in_parts or rate is None:
+            return None
+        (latency_s, bytes_s), chunk_bytes = rate, sum(group.record_limits)
+        not_copied = promised.end - promised.n_chunks - asked.taken
+
+        def copy_s(n_ready: int) -> float:
+            return STEPS_S + COPY_SHARE * (latency_s + (not_copied + n_ready) * chunk_bytes / bytes_s)
+
+        return Early(max(1, 1 - not_copied), copy_s, holds=asked.request.follows > 0)
 
     def _promised(self, asked: Asked, n_chunks: int) -> Promised | None:
         """What other engines have promised of the chunks behind these, if they are expected to be there in time."""
@@ -667,8 +696,12 @@ class Lookups:
         reason: MissReason | Literal[""],
         detail: str,
         missing_key: bytes = b"",
+        promised: int = 0,
     ) -> Reply:
-        """Keep the lease, and make the reply. `missing_key`: the absent key that is the reason; b"": none is."""
+        """Keep the lease, and make the reply. `missing_key`: the absent key that is the reason; b"": none is.
+
+        A part of what is `promised` is not noted; the last part is noted as the whole.
+        """
         request, keys = asked.request, asked.keys
         if granted.ticket:
             group, rows = asked.process.group, set(granted.rows)
@@ -685,15 +718,17 @@ class Lookups:
             self._store.touched(split(keys.part(0, l1_chunks)))
         if n < asked.n_chunks and keys.n_slices:
             missing_key = missing_key or keys.nth(n * keys.n_slices)
-        self._unnoted.append(
-            functools.partial(self._note, asked, granted, l1_chunks, reason, detail, missing_key, now_s)
-        )
+        if not promised:
+            self._unnoted.append(
+                functools.partial(self._note, asked, granted, l1_chunks, reason, detail, missing_key, now_s)
+            )
         extents, of_tail = granted.extents, b""
         if granted.tail_tokens:
             at = len(extents) - keys.n_slices * EXTENT.size
             extents, of_tail = extents[:at], extents[at:]
         return LookupReply(
-            request.seq, self._epoch, n, extents, l1_chunks, n - l1_chunks, str(reason), granted.tail_tokens, of_tail
+            request.seq, self._epoch, n, extents, l1_chunks, n - l1_chunks, str(reason), granted.tail_tokens, of_tail,
+            promised,
         )  # fmt: skip
 
     def note_answered(self) -> None:

@@ -9,7 +9,9 @@ chunks in L1; that the promise ends tells it not to wait any longer.
 
     lookup ── its next chunk is promised by another engine ──▶ waits ─┬─▶ ready   L1 has what was promised of the prompt
                                                                       ├─▶ broken  the promise ended before
-                                                                      └─▶ late    it has waited as long as it may
+                                                                      ├─▶ late    it has waited as long as it may
+                                                                      └─▶ soon    the rest is expected in less time
+                                                                                  than the copy takes; see `Early`
 
 Invariants
 1. A promise is here exactly as long as it is in its process's grants.
@@ -25,8 +27,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -49,7 +52,12 @@ PEEKED_KEYS = 256
 LOOKED_BACK = 512
 """Chunks before the missing one at which a promise of it may begin."""
 
-Waited = Literal["ready", "broken", "late"]
+LEAST_PATIENCE_S = 0.25
+PATIENCE = 4.0
+"""A lookup whose engine holds blocks for the rest waits without news for so many times the time in which the rest is
+expected, and for LEAST_PATIENCE_S at least."""
+
+Waited = Literal["ready", "broken", "late", "soon"]
 Waiter = Process | str
 """Who waits: a process, or the public key of a peer."""
 
@@ -68,10 +76,32 @@ class Promise(msgspec.Struct, eq=False):
     """Digests of the engine's slices, which its last process takes with it."""
     number: int
     """Of the promises of this server, in order."""
-    waiting: dict[asyncio.Future[Waited], int] = {}
-    """Lookups that wait, and how many leading chunks of the promise each of them waits for."""
+    given_s: float
+    """When, by the loop's clock."""
+    waiting: dict[asyncio.Future[Waited], tuple[int, int]] = {}
+    """Lookups that wait: how many leading chunks of the promise each of them waits for now, and in all."""
     n_ready: int = 0
     """Leading chunks that were seen in L1."""
+    ready_s: float = 0.0
+    """When the last of them was."""
+
+    def left_s(self, n_chunks: int, now_s: float) -> float:
+        """Seconds until so many chunks are expected in L1, by how fast those before them came; inf before the first."""
+        if not self.n_ready:
+            return math.inf
+        each_s = (self.ready_s - self.given_s) / self.n_ready
+        return max(0.0, (n_chunks - self.n_ready) * each_s - (now_s - self.ready_s))
+
+
+class Early(NamedTuple):
+    """When a lookup is answered before all promised chunks are there: its engine takes them in parts."""
+
+    least: int
+    """Leading chunks of the promise that must be there."""
+    copy_s: Callable[[int], float]
+    """Seconds in which the rest must be expected, when so many chunks of the promise are there."""
+    holds: bool
+    """The engine holds blocks for the rest, so that it waits no longer than LEAST_PATIENCE_S and PATIENCE allow."""
 
 
 class Promised(NamedTuple):
@@ -116,7 +146,8 @@ class Promises(Numbers):
             )
         use.promised_chunks = n_chunks
         self.given += 1
-        promise = Promise(process, use, root, chain, process.group.packed_slices, self.given)
+        now_s = asyncio.get_running_loop().time()
+        promise = Promise(process, use, root, chain, process.group.packed_slices, self.given, now_s)
         self._by_first.setdefault((root, nth(chain, 0)), []).append(promise)
         self._live += 1
         if self._live == 1:
@@ -183,28 +214,56 @@ class Promises(Numbers):
             finally:
                 self._expecting.pop(expecting, None)
 
-    async def wait(self, waiter: Waiter, promised: Promised, most_s: float) -> Waited:
-        """Wait, at most so long, until L1 has what was promised of a prompt, in all slices of the engine at work."""
+    async def wait(
+        self, waiter: Waiter, promised: Promised, most_s: float, early: Early | None = None
+    ) -> Waited:
+        """Wait, at most so long, until L1 has what was promised of a prompt, in all slices of the engine at work.
+
+        With `early`, possibly only until the rest is expected soon.
+        """
         promise, n_chunks, _ = promised
-        waiting: asyncio.Future[Waited] = asyncio.get_running_loop().create_future()
-        promise.waiting[waiting] = n_chunks
-        self.awaited[promise] = None
+        now = asyncio.get_running_loop().time
+        ends_s, end = now() + most_s, None
         with self.counted(waiter):
-            try:
-                self._look(promise)
-                await asyncio.wait([waiting], timeout=most_s)
-                end = waiting.result() if waiting.done() else "late"
-            finally:
-                self._forget(promise, waiting)
+            while end is None:
+                end = await self._wait_for_more(promise, n_chunks, ends_s - now(), early)
         (self.waits if isinstance(waiter, Process) else self.peer_waits)[end] += 1
         return end
 
-    async def for_peer(self, peer: str, asked: Await) -> tuple[int, Waited | Literal["none"]]:
+    async def _wait_for_more(
+        self, promise: Promise, n_chunks: int, most_s: float, early: Early | None
+    ) -> Waited | None:
+        """As `wait`; None: some more chunks are there."""
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[Waited] = loop.create_future()
+        promise.waiting[waiting] = n_chunks if early is None else promise.n_ready + 1, n_chunks
+        self.awaited[promise] = None
+        try:
+            self._look(promise)
+            soon_s = math.inf
+            if early is not None and not waiting.done() and promise.n_ready >= early.least:
+                left_s = promise.left_s(n_chunks, loop.time())
+                soon_s = left_s - early.copy_s(promise.n_ready)
+                if early.holds:
+                    most_s = min(most_s, max(LEAST_PATIENCE_S, PATIENCE * left_s))
+            if soon_s > 0.0:
+                await asyncio.wait([waiting], timeout=min(most_s, soon_s))
+            if waiting.done():
+                return (
+                    None if waiting.result() == "ready" and promise.n_ready < n_chunks else waiting.result()
+                )
+            return "soon" if soon_s <= most_s else "late"
+        finally:
+            self._forget(promise, waiting)
+
+    async def for_peer(
+        self, peer: str, asked: Await
+    ) -> tuple[int, Literal["ready", "broken", "late", "none"]]:
         """How many of the chunks L1 has, once it has one more than the peer, or will not get it; and how that ended."""
         n_slices, n_chunks = count(asked.slices), count(asked.chain)
         most = max(1, PEEKED_KEYS // n_slices)
         ends_s, expects = asyncio.get_running_loop().time() + asked.wait_ms / 1000, asked.expects
-        end: Waited | Literal["none"] = "none"
+        end: Literal["ready", "broken", "late", "none"] = "none"
         while True:
             n = min(asked.n_present, n_chunks)
             beyond = part(asked.chain, n, n + most)
@@ -217,7 +276,8 @@ class Promises(Numbers):
             found = self.find(peer, asked.root, asked.chain, n)
             if found is not None and found.promise.slices == asked.slices:
                 one_more = n + 1 - (found.end - found.n_chunks)
-                end, expects = await self.wait(peer, found._replace(n_chunks=one_more), left_s), False
+                waited = await self.wait(peer, found._replace(n_chunks=one_more), left_s)
+                end, expects = "late" if waited == "soon" else waited, False
             elif expects and self.may_wait(peer):
                 await self.expect(peer, asked.root, left_s)
             else:
@@ -241,11 +301,13 @@ class Promises(Numbers):
         """See how many chunks are in L1 now, and answer those who wait for no more."""
         if not promise.waiting:
             return
-        beyond = part(promise.chain, promise.n_ready, max(promise.waiting.values()))
+        beyond = part(promise.chain, promise.n_ready, max(whole for _, whole in promise.waiting.values()))
         if beyond:
             keys = storage_keys(promise.root, beyond, promise.slices)
-            promise.n_ready += self._pool.peek(keys, count(promise.slices))
-        for waiting, n_chunks in list(promise.waiting.items()):
+            if more := self._pool.peek(keys, count(promise.slices)):
+                promise.n_ready += more
+                promise.ready_s = asyncio.get_running_loop().time()
+        for waiting, (n_chunks, _) in list(promise.waiting.items()):
             if n_chunks <= promise.n_ready:
                 self._tell(promise, waiting, "ready")
 
