@@ -67,6 +67,8 @@ class Lookups:
         self._named = bytearray(MASK_BYTES)
         self._l1 = bytearray(MASK_BYTES)
         self._shared = bytearray(MASK_BYTES)
+        self._given = bytearray(MASK_BYTES)
+        """Tiers that belong to readable groups alone, L1 included."""
         self._media: dict[int, Mapping[str, str]] = {}
         """By group: the words of the media of its shared tiers."""
         self._readable_groups: set[int] = set()
@@ -92,6 +94,7 @@ class Lookups:
         self._places[slot] = place
         _mark(self._named, slot, True)
         _mark(self._shared, slot, tier in self._media.get(group, ()))
+        self._mark_given(group, tier)
         if tier == "l1":
             _mark(self._l1, slot, True)
             _mark(self._readable, slot, group in self._readable_groups)
@@ -113,6 +116,8 @@ class Lookups:
         slot = self.slot(group, "l1")
         if slot is not None:
             _mark(self._readable, slot, readable)
+        for tier in self.tiers(group):
+            self._mark_given(group, tier)
 
     def set_shared(self, group: int, media: Mapping[str, str]) -> None:
         """Set which tiers of a group have media that other groups share, by a word for each; none if it has gone."""
@@ -121,6 +126,7 @@ class Lookups:
             self._media[group] = dict(media)
         for tier in self.tiers(group):
             _mark(self._shared, self._slots[Place(group, tier)], tier in media)
+            self._mark_given(group, tier)
 
     def sharers(self, group: int, tier: str) -> list[Place]:
         """The known tiers of other groups that share the medium of this one."""
@@ -136,8 +142,16 @@ class Lookups:
         ]
         return [place for place in found if place in self._slots]
 
+    def mask(self, *, on_disks: bool) -> bytearray:
+        """The slots of which an owner may be named: of L1, or of all tiers that are its own."""
+        return self._given if on_disks else self._readable
+
+    def _mark_given(self, group: int, tier: str) -> None:
+        is_given = group in self._readable_groups and tier not in self._media.get(group, ())
+        _mark(self._given, self._slots[Place(group, tier)], is_given)
+
     def _unmark(self, slot: int) -> None:
-        for mask in (self._readable, self._named, self._l1, self._shared):
+        for mask in (self._readable, self._named, self._l1, self._shared, self._given):
             _mark(mask, slot, False)
 
     # --- lookups --------------------------------------------------------------------------------------------
@@ -167,10 +181,10 @@ class Lookups:
         return [Found(candidate.group, candidate.chunks) for candidate in found]
 
     async def longest_on_thread(
-        self, tags: bytes, n_slices: int, except_group: int | None, best: int
+        self, tags: bytes, n_slices: int, except_group: int | None, best: int, *, on_disks: bool = False
     ) -> list[Found]:
         """As `longest`, on a thread; with the mask at the time of this call."""
-        allowed = bytes(self._readable)
+        allowed = bytes(self.mask(on_disks=on_disks))
         return await self._loop.run_in_executor(
             self._readers, self.longest, tags, n_slices, except_group, best, allowed
         )

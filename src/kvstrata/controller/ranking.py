@@ -39,7 +39,9 @@ class Ranking(Numbers):
         began_s = time.perf_counter()
         asker = self._members.get(told.asker)
         group = asker.group if asker is not None else None
-        found = self._lookups.longest(told.tags, told.n_slices, group, CANDIDATES)
+        found = self._lookups.longest(
+            told.tags, told.n_slices, group, CANDIDATES, self._lookups.mask(on_disks=told.on_disks)
+        )
         return self._ranked(told, asker, found, began_s)
 
     async def where(self, told: Where) -> list[Owner]:
@@ -50,7 +52,9 @@ class Ranking(Numbers):
         if told.each:
             found = await self._lookups.nearest(told.tags, group, CANDIDATES)
         else:
-            found = await self._lookups.longest_on_thread(told.tags, told.n_slices, group, CANDIDATES)
+            found = await self._lookups.longest_on_thread(
+                told.tags, told.n_slices, group, CANDIDATES, on_disks=told.on_disks
+            )
         return self._ranked(told, asker, found, began_s)
 
     def named(self, told: Where) -> list[Owner]:

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from typing import Literal
 
@@ -21,9 +22,10 @@ import msgspec
 
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.keys.batch import count
+from kvstrata.observability.load_line import LoadTimes
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.patience import patience
-from kvstrata.rpc.cluster_wire import Await, Awaited, Owner, Where, WhereReply
+from kvstrata.rpc.cluster_wire import TAG_BYTES, Await, Awaited, Owner, Where, WhereReply, tags_of
 from kvstrata.rpc.zmq_curve import ClusterKeys, open_keys, read_cluster_keys
 from kvstrata.rpc.zmq_link import AskLink, Links
 from kvstrata.tiers.breaker import Breaker
@@ -31,6 +33,7 @@ from kvstrata.tiers.breaker import Breaker
 POLL_S = 1.0
 ANSWER_S = 1.0
 MAX_OWNERS = 64
+MAX_NOBODY = 4_096
 OWNER_S = 2.0
 """How long the controller's word on an instance is used."""
 End = Literal["ready", "broken", "late", "none"]
@@ -55,6 +58,10 @@ class AwaitedPeers:
         self._keys: ClusterKeys
         self._controllers: list[AskLink] = []
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
+        self._nobody: OrderedDict[bytes, float] = OrderedDict()
+        """By tag of a first key: until when nobody has it on disk."""
+        self.disk_times = LoadTimes()
+        """Of chunks that came from owners' L2 tiers."""
 
     def close(self) -> None:
         """End all questions. Idempotent."""
@@ -98,13 +105,27 @@ class AwaitedPeers:
         owner.known_s = float("-inf")
         return asked.n_present, "broken", b""
 
+    async def on_disks(self, keys: bytes, n_slices: int, most_s: float) -> tuple[str, int]:
+        """Which instance has most leading chunks of these in L1 and its own L2 tiers, and how many; "", 0: none."""
+        now_s, first = self._loop.time(), keys[:TAG_BYTES]
+        if self._nobody.get(first, now_s) > now_s:
+            return "", 0
+        found = await self._ask(Where(0, self.instance_id, tags_of(keys), n_slices, 1, on_disks=True), most_s)
+        if found is None:
+            self._nobody[first] = now_s + self._settings.remember_none_ms / 1000
+            if len(self._nobody) > MAX_NOBODY:
+                self._nobody.popitem(last=False)
+            return "", 0
+        return found.instance, found.n_keys // n_slices
+
     async def _owner(self, instance: str, most_s: float) -> _Owner | None:
         """How to reach an instance; None: no controller knows it. Raises Unavailable, ClusterFailure."""
         known = self._owners.get(instance)
         if known is not None and self._loop.time() < known.known_s + OWNER_S:
             self._owners.move_to_end(instance)
             return known
-        entry = await self._ask(instance, most_s)
+        entry = await self._ask(Where(0, self.instance_id, b"", 1, 1, named=instance), most_s)
+        entry = entry if entry is not None and entry.instance == instance else None
         known = self._owners.get(instance)
         if known is not None and entry is not None and known.entry == entry:
             known.known_s = self._loop.time()
@@ -118,7 +139,8 @@ class AwaitedPeers:
             self._owners.popitem(last=False)[1].link.close()
         return owner
 
-    async def _ask(self, instance: str, most_s: float) -> Owner | None:
+    async def _ask(self, where: Where, most_s: float) -> Owner | None:
+        """The first owner that the first controller names that answers; None: nobody names one."""
         if self._links is None:
             file = self._settings.curve_file
             self._keys = read_cluster_keys(file, "controller.curve_file") if file else open_keys()
@@ -126,13 +148,9 @@ class AwaitedPeers:
             self._controllers = [self._links.ask(url, keys=self._keys) for url in self._settings.controllers]
         limit_s = min(most_s, self._settings.lookup_timeout_ms / 1000)
         for controller in self._controllers:
-            try:
-                where = Where(0, self.instance_id, b"", 1, 1, named=instance)
+            with contextlib.suppress(Unavailable, ClusterFailure):
                 owners = (await controller.ask(where, WhereReply, limit_s)).owners
-            except (Unavailable, ClusterFailure):
-                continue
-            found = [one for one in owners if one.instance == instance and one.peer_endpoint]
-            return found[0] if found else None
+                return next((one for one in owners if one.peer_endpoint), None)
         return None
 
     def _linked(self, entry: Owner) -> AskLink:

@@ -208,6 +208,8 @@ class Where(ClusterRequest, frozen=True, tag="where"):
     each: bool = False
     """The keys are no prefix: each is useful by itself, the first ones most, and `n_slices` is 1.  Owners that hold an
     earlier one come first, and their `n_keys` counts from the first one that they hold to the end."""
+    on_disks: bool = False
+    """Count what instances hold in their own L2 tiers too, which they load into L1 for an Await."""
     named: Annotated[str, Meta(pattern=INSTANCE_OR_NONE)] = ""
     """Asks how to reach this instance, whatever it holds; no tags are looked up."""
 
@@ -514,6 +516,12 @@ class Await(ClusterRequest, frozen=True, tag="await"):
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_AWAIT_MS)]
     expects: bool = False
     """An engine is about to promise them: wait for that too."""
+    record_bytes: Annotated[
+        list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=MAX_AWAITED_SLICES)
+    ] = []
+    """For each slice the length of a chunk's record.  Then what the owner's L2 tiers have is loaded into L1 for it."""
+    tenant: TenantName = ""
+    """Whose bytes these are."""
 
 
 class Awaited(ClusterReply, frozen=True, tag="await"):

@@ -240,6 +240,7 @@ class PrefetchController(Numbers):
         prewarm: Spent | None = None,
         compute_s: Callable[[int, int], float] | None = None,
         trace: Span | None = None,
+        own: bool = False,
     ) -> FetchOutcome:
         """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into L1.
 
@@ -251,7 +252,7 @@ class PrefetchController(Numbers):
         `owner`: see Ask.  `prewarm`: no user waits, so users' loads go first; what the loads cost is added to it.
         With `compute_s`, the seconds that the engine takes to compute a range of these chunks, those are left that are
         computed sooner than loaded.
-        `trace`: see Fetch.
+        `trace`: see Fetch.  `own`: only tiers are asked that no other instance has.
         Cancelling ends the wait and every load that has not begun.
         """
         assert len(limits) == n_slices
@@ -260,8 +261,11 @@ class PrefetchController(Numbers):
         if not all(limits):
             return FetchOutcome(0, 0, miss_reason(LENGTH), LENGTH)
         request = LoadRequest(keys, parent, limits, identity, tenant)
+        tiers = self._active()
+        if own:
+            tiers = [tier for tier in tiers if tier.capabilities.takes_puts and not tier.capabilities.shared]
         fetch = Fetch(
-            self._pool, keys, request, limits, deadline_s, self._active(), spans=spans, owner=owner, prewarm=prewarm
+            self._pool, keys, request, limits, deadline_s, tiers, spans=spans, owner=owner, prewarm=prewarm
         )  # fmt: skip
         fetch.compute_s, fetch.identity, fetch.tenant = compute_s, identity, tenant
         fetch.trace = trace

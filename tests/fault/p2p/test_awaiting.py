@@ -89,7 +89,11 @@ async def test_waits_of_peers_are_bounded_for_each_and_in_all(monkeypatch: pytes
     monkeypatch.setattr(promises, "MAX_PEERS_WAITING", 5)
     l1 = L1()
     there = Promises(l1.pool)
-    waiting = [asyncio.create_task(there.for_peer(peer, QUESTION)) for peer in "aaaabbbb"]
+
+    async def stage(chain: bytes) -> None:
+        """There is no L2."""
+
+    waiting = [asyncio.create_task(there.for_peer(peer, QUESTION, stage)) for peer in "aaaabbbb"]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert there.peers_wait_now == 5 and sum(one.done() for one in waiting) == 3

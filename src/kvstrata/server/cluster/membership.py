@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import NotFound, Refused
+from kvstrata.keys.batch import count
 from kvstrata.memory.paths import PEER_SOCKET
+from kvstrata.native.core import storage_keys
 from kvstrata.observability.numbers import Number, Numbers
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer, PeersServed, RecordServer
@@ -38,6 +40,7 @@ from kvstrata.server.cluster.link import Advertised, ControllerLink
 from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.parts import Parts
 from kvstrata.server.plan import Plan
+from kvstrata.server.processes import tenant_number
 from kvstrata.tiers.config import TierConfig
 from kvstrata.types import KEY_BYTES
 
@@ -122,12 +125,22 @@ def serve(
         )
         closers.append(server.close)
         peers = PeersServed(server)
-        promises, epoch = parts.grants.promises, parts.facts.epoch
 
         async def awaited(asked: Await, peer: Address) -> Awaited:
-            if peers.draining or len(asked.chain) % KEY_BYTES or len(asked.slices) % KEY_BYTES:
-                return Awaited(asked.seq, epoch, 0, "none")
-            return Awaited(asked.seq, epoch, *await promises.for_peer(peer.key, asked))
+            n_slices = count(asked.slices)
+            is_whole = not (len(asked.chain) % KEY_BYTES or len(asked.slices) % KEY_BYTES)
+            if peers.draining or not is_whole or len(asked.record_bytes) not in (0, n_slices):
+                return Awaited(asked.seq, parts.facts.epoch, 0, "none")
+
+            async def stage(chain: bytes) -> None:
+                keys = storage_keys(asked.root, chain, asked.slices)
+                await parts.prefetch.fetch(
+                    keys, n_slices, identity=asked.root, tenant=tenant_number(asked.tenant), limits=asked.record_bytes,
+                    deadline_s=parts.clock.monotonic_s() + asked.wait_ms / 1000, own=True,
+                )  # fmt: skip
+
+            found = await parts.grants.promises.for_peer(peer.key, asked, stage)
+            return Awaited(asked.seq, parts.facts.epoch, *found)
 
         control.serve((KeyKind.INSTANCE,), {Await: awaited})
     endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"

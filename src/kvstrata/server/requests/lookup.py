@@ -40,11 +40,12 @@ from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.explain import Choice, Explained, with_advice
 from kvstrata.observability.load_line import prompt_work
 from kvstrata.observability.tracing import Span
-from kvstrata.rpc.cluster_wire import MAX_AWAITED, MAX_AWAITED_SLICES, Await
+from kvstrata.rpc.cluster_wire import MAX_AWAITED, MAX_AWAITED_SLICES, MAX_TAGS, Await
 from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, check_keys
 from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
 from kvstrata.server.requests.promises import LOOKED_BACK, Early, Promised, Waited
+from kvstrata.tiers.choice import SAVES_S
 from kvstrata.tiers.fetch import FetchOutcome
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 
@@ -93,6 +94,8 @@ class NamedTails:
 
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
+AGAIN_S = 60.0
+"""Peers' L2 tiers that were slower than computing are tried again after this time."""
 PEER_LOADS = 2
 """Loads of one lookup that are under way at a time, of chunks that an engine of another instance computes."""
 MAX_NOTING = 64
@@ -342,6 +345,7 @@ class Lookups:
         held, keys = granted, asked.keys
         reason: MissReason | Literal[""] = ""
         detail, left = "", False
+        elsewhere: asyncio.Task[tuple[str, int]] | None = None
         try:
             if not keys.all and (asked.n_chunks - held.n_chunks) * keys.n_slices > KEYS_ON_LOOP:
                 await asyncio.shield(self._lane.run(keys.derive))
@@ -355,6 +359,9 @@ class Lookups:
             l1_chunks = held.n_chunks
             lacks = held.n_chunks < asked.n_chunks and not self._late(asked)
             beyond_l1 = lacks and self._tiers.take_loads and not self._never
+            asked_from = held.n_chunks
+            if beyond_l1 and self._peers is not None:
+                elsewhere = self._ask_for_disks(self._peers, asked, asked_from)
             if beyond_l1:
                 asked_s, trace = self._clock.monotonic_s(), asked.trace and asked.trace.child()
                 fetched = await self._prefetch.fetch(
@@ -379,13 +386,17 @@ class Lookups:
                     held = await self._lease_again(asked, held)
             if not (held.tail_tokens or left) and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
+            if elsewhere is not None and self._peers is not None and not left:
+                ending = self._from_disks(self._peers, asked, asked_from, held.n_chunks, elsewhere)
+                async with contextlib.aclosing(ending):
+                    async for _ in ending:
+                        held = await self._lease_again(asked, held)
             wait_ends_s = self._clock.monotonic_s() + asked.request.wait_ms / 1000
             expects, source = asked.request.expects, asked.request.source
-            ended: Waited | None
             if source and self._peers is not None and source != self._peers.instance_id:
-                loads = self._from_peer(self._peers, asked, held.n_chunks, wait_ends_s)
-                async with contextlib.aclosing(loads):
-                    async for ended in loads:
+                ending = self._from_peer(self._peers, source, asked, held.n_chunks, wait_ends_s)
+                async with contextlib.aclosing(ending):
+                    async for ended in ending:
                         before, held = held.n_chunks, await self._lease_again(asked, held)
                         reason, detail = _WAITED[ended]
                         if ended == "ready" and held.n_chunks == before:
@@ -406,6 +417,9 @@ class Lookups:
         except BaseException:
             self._give_up(held)
             raise
+        finally:
+            if elsewhere is not None:
+                elsewhere.cancel()
         outcome = self._answer(asked, held, l1_chunks, reason, detail)
         self.note_answered()
         return outcome
@@ -446,10 +460,63 @@ class Lookups:
             await self._promises.expect(asked.process, asked.identity.root, left_s)
         return None
 
-    async def _from_peer(
-        self, peers: AwaitedPeers, asked: Asked, n_chunks: int, ends_s: float
+    def _ask_for_disks(
+        self, peers: AwaitedPeers, asked: Asked, n_chunks: int
+    ) -> asyncio.Task[tuple[str, int]] | None:
+        """Ask which instance has the chunks behind these in its L2 tiers, while our own tiers are asked."""
+        keys = asked.keys
+        if asked.request.source or keys.spans or keys.n_slices > MAX_AWAITED_SLICES:
+            return None
+        left_s = asked.deadline_s - self._clock.monotonic_s()
+        missing = keys.part(n_chunks, min(asked.n_chunks, n_chunks + MAX_TAGS // keys.n_slices))
+        return asyncio.create_task(peers.on_disks(missing, keys.n_slices, left_s))
+
+    async def _from_disks(
+        self,
+        peers: AwaitedPeers,
+        asked: Asked,
+        before: int,
+        n_chunks: int,
+        found: asyncio.Task[tuple[str, int]],
     ) -> AsyncGenerator[Waited]:
-        """Load what the instance that the request names has of the chunks behind these, and gets of them.
+        """Load what the L2 tiers of another instance have of the chunks behind `n_chunks`, unless computing is faster.
+
+        The instance was asked for those behind `before`.  See `_from_peer`.
+        """
+        instance, n_there = await found
+        end = min(before + n_there, asked.n_chunks)
+        if end <= n_chunks or self._late(asked):
+            return
+        limits, times, begun_s = (
+            asked.process.group.record_limits,
+            peers.disk_times,
+            self._clock.monotonic_s(),
+        )
+        n_bytes = (end - n_chunks) * sum(limits)
+        compute_s, expected_s = self._compute_s(asked, n_chunks), times.expected_s(n_bytes)
+        lately = begun_s < times.measured_s + AGAIN_S
+        if lately and compute_s and expected_s and expected_s > compute_s(0, end - n_chunks) + SAVES_S:
+            return
+        n_loads = 0
+        ends = self._from_peer(peers, instance, asked, n_chunks, asked.deadline_s, limits=limits)
+        async with contextlib.aclosing(ends):
+            async for one in ends:
+                n_loads += one == "ready"
+                yield one
+        if n_loads:
+            times.measured(n_bytes, self._clock.monotonic_s() - begun_s, self._clock.monotonic_s())
+
+    async def _from_peer(
+        self,
+        peers: AwaitedPeers,
+        source: str,
+        asked: Asked,
+        n_chunks: int,
+        ends_s: float,
+        *,
+        limits: Sequence[int] = (),
+    ) -> AsyncGenerator[Waited]:
+        """Load what an instance has of the chunks behind these, and gets of them; with `limits` from its L2 tiers too.
 
         Says after each load that more are `ready`; the last word tells how the wait has ended.  While chunks are
         loaded, the instance is asked for the next ones, and at most PEER_LOADS loads are under way.
@@ -461,9 +528,10 @@ class Lookups:
         def ask(n: int, *, expects: bool) -> asyncio.Task[tuple[int, End, bytes]]:
             first = max(0, n - LOOKED_BACK)
             chain = part(keys.chain, first, first + MAX_AWAITED)
-            question = Await(0, keys.root, chain, keys.slices, n - first, 0, expects)
+            tenant = identity.request.tenant
+            question = Await(0, keys.root, chain, keys.slices, n - first, 0, expects, [*limits], tenant)
             left_s = ends_s - self._clock.monotonic_s()
-            return asyncio.create_task(peers.wait(asked.request.source, question, left_s))
+            return asyncio.create_task(peers.wait(source, question, left_s))
 
         def load(n: int, end: int, owner: bytes) -> asyncio.Task[FetchOutcome]:
             fetch = self._prefetch.fetch(
@@ -481,7 +549,7 @@ class Lookups:
         end: End = "ready"
         first_wait = True
         loads: collections.deque[asyncio.Task[FetchOutcome]] = collections.deque()
-        question = ask(n_chunks, expects=asked.request.expects)
+        question = ask(n_chunks, expects=asked.request.expects and not limits)
         try:
             with self._promises.counted(asked.process):
                 while end == "ready" and n_chunks < asked.n_chunks:
@@ -504,7 +572,7 @@ class Lookups:
             if first_wait:  # nobody computes it
                 return
             end = "broken"  # chunks of it have come, and its promise has ended
-        self._promises.waits[end] += 1
+        self._promises.waits[end] += not limits
         if end != "ready":
             yield end
 

@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -49,6 +49,8 @@ MAX_PEERS_WAITING = 512
 """Those of all peers."""
 PEEKED_KEYS = 256
 """Keys that are looked up at a time for a peer, some 40 µs of the loop."""
+STAGED_BYTES = 32 << 20
+"""Bytes of records that are loaded from L2 into L1 for one question of a peer; or one chunk, if that is larger."""
 LOOKED_BACK = 512
 """Chunks before the missing one at which a promise of it may begin."""
 
@@ -257,10 +259,14 @@ class Promises(Numbers):
             self._forget(promise, waiting)
 
     async def for_peer(
-        self, peer: str, asked: Await
+        self, peer: str, asked: Await, stage: Callable[[bytes], Awaitable[object]]
     ) -> tuple[int, Literal["ready", "broken", "late", "none"]]:
-        """How many of the chunks L1 has, once it has one more than the peer, or will not get it; and how that ended."""
+        """How many of the chunks L1 has, once it has one more than the peer, or will not get it; and how that ended.
+
+        `stage(chain)` loads these chunks from L2 as far as it has them.
+        """
         n_slices, n_chunks = count(asked.slices), count(asked.chain)
+        at_once = max(1, STAGED_BYTES // sum(asked.record_bytes)) if asked.record_bytes else 0
         most = max(1, PEEKED_KEYS // n_slices)
         ends_s, expects = asyncio.get_running_loop().time() + asked.wait_ms / 1000, asked.expects
         end: Literal["ready", "broken", "late", "none"] = "none"
@@ -273,6 +279,11 @@ class Promises(Numbers):
                 return n, "ready" if n > asked.n_present else "broken"
             if left_s <= 0:
                 return n, "late"
+            if at_once and self.may_wait(peer):
+                with self.counted(peer):
+                    await stage(part(asked.chain, n, min(n + at_once, n + most)))
+                at_once = 0
+                continue
             found = self.find(peer, asked.root, asked.chain, n)
             if found is not None and found.promise.slices == asked.slices:
                 one_more = n + 1 - (found.end - found.n_chunks)
