@@ -320,7 +320,6 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         const CKey& key() noexcept
         uint64_t offset() noexcept
         uint32_t length() noexcept
-        uint32_t generation() noexcept
         uint32_t tenant() noexcept
         uint8_t* address() noexcept
         cbool is_reservation() noexcept
@@ -500,7 +499,6 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t retry_missing() noexcept
         Prefault& prefault() noexcept
         void close() noexcept
-        cbool is_closed() noexcept
         Status validate() noexcept
 
 

@@ -92,10 +92,6 @@ cdef class Hold:
         return self.held.get().length()
 
     @property
-    def generation(self):
-        return self.held.get().generation()
-
-    @property
     def tenant(self):
         return self.held.get().tenant()
 
@@ -708,10 +704,6 @@ cdef class Pool:
     @property
     def prefaulted_bytes(self):
         return self.pool.get().prefault().done_bytes()
-
-    @property
-    def closed(self):
-        return bool(self.pool.get().is_closed())
 
     def close(self):
         with nogil:

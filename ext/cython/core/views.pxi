@@ -123,10 +123,6 @@ cdef class LentHold:
         self.extents, self.key, self.offset, self.length = extents, key, offset, length
         self.writable, self.dropped = writable, dropped
 
-    @property
-    def generation(self):
-        return 0
-
     def drop(self):
         dropped, self.dropped = self.dropped, None
         if dropped is not None:

@@ -402,9 +402,6 @@ class Hold:
     def length(self) -> int:
         """Bytes of the record."""
     @property
-    def generation(self) -> int:
-        """Changes each time the entry gets another extent."""
-    @property
     def tenant(self) -> int:
         """Number of the tenant for whom the bytes are counted."""
     @property
@@ -816,9 +813,6 @@ class LentHold:
         dropped: Callable[[], None],
     ) -> None:
         """Raises ValueError when the extent leaves the map."""
-    @property
-    def generation(self) -> int:
-        """Always 0: an adapter host does not know the entry's generation."""
     def drop(self) -> None:
         """Idempotent."""
     def view(self) -> memoryview:

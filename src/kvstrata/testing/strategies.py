@@ -112,7 +112,6 @@ class WatchedHold:
     ) -> None:
         self.key = key
         self.length = length
-        self.generation = 1
         self.gate = gate
         self.asked = threading.Event()
         """Set when the bytes were asked for."""

@@ -57,7 +57,6 @@ class StagingHold:
     """A reference to a block, with the interface of a hold on an extent."""
 
     offset = 0
-    generation = 0
 
     def __init__(self, block: Block, key: bytes, length: int) -> None:
         self.key, self.length, self.address = key, length, block.address

@@ -36,7 +36,7 @@ def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
     [
         (("--l2-adapter", "none"), "--l2-adapter: must name one adapter, found 0"),
         (("--l2-adapter", '{"type": "fs", "base": 1}'), "l2_adapters[0].base_path"),
-        (("--l2-adapter", FS, "--chunk-mb", "1,x"), "--chunk-mb: must be MiB from 1/256 to 2048"),
+        (("--l2-adapter", FS, "--chunk-mb", "x"), "--chunk-mb: must be MiB from 1/256 to 2048"),
         (("--l2-adapter", FS, "--chunk-mb", "0.001"), "whole pages of 4096 bytes"),
         (("--l2-adapter", FS, "--count", "0"), "--count: must be a whole number from 1 to 65536, found '0'"),
         (("--l2-adapter", FS, "--count", "65536", "--chunk-mb", "2048"), "give a smaller --count"),

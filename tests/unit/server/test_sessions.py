@@ -69,7 +69,7 @@ def bytes_a_session(server: InstanceInProcess, first: int) -> float:
     tracemalloc.start()
     try:
         for number in range(first, first + MEASURED):
-            # The first 300 sessions replace entries from before the tracing, and allocate what the tracing itself needs.
+            # The first 300 sessions replace entries from before the tracing, and allocate what tracing itself needs.
             if number == first + 300:
                 gc.collect()
                 before_bytes, _ = tracemalloc.get_traced_memory()

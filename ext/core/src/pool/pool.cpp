@@ -720,7 +720,6 @@ Hold& Hold::operator=(Hold&& other) noexcept {
     key_ = other.key_;
     offset_ = other.offset_;
     length_ = other.length_;
-    generation_ = other.generation_;
     tenant_ = other.tenant_;
     entry_ = other.entry_;
     address_ = std::exchange(other.address_, nullptr);
@@ -752,7 +751,6 @@ void Pool::fill_hold(std::uint32_t entry, bool reservation, Hold* out) {
   hold.key_ = entries_.index.key(entry);
   hold.offset_ = entries_.index.offset(entry);
   hold.length_ = entries_.index.length(entry);
-  hold.generation_ = entries_.index.generation(entry);
   hold.tenant_ = entries_.tenant(entry);
   hold.entry_ = entry;
   hold.address_ = entries_.address(entry);

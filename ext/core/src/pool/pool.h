@@ -85,7 +85,6 @@ class Hold {
   const Key& key() const noexcept { return key_; }
   std::uint64_t offset() const noexcept { return offset_; }
   std::uint32_t length() const noexcept { return length_; }
-  std::uint32_t generation() const noexcept { return generation_; }
   std::uint32_t tenant() const noexcept { return tenant_; }
   // Where the bytes lie in this process; valid while the hold object lives, even after drop().
   std::uint8_t* address() const noexcept { return address_; }
@@ -97,7 +96,6 @@ class Hold {
   Key key_{};
   std::uint64_t offset_ = 0;
   std::uint32_t length_ = 0;
-  std::uint32_t generation_ = 0;
   std::uint32_t tenant_ = 0;
   std::uint32_t entry_ = kNoEntry;
   std::uint8_t* address_ = nullptr;
