@@ -19,7 +19,6 @@ import msgspec
 import pytest
 import zmq
 
-from kvstrata.observability.load_line import LEAST_BATCHES
 from kvstrata.testing.engine_sim.kv_events import BlockStored, KVEventBatch
 from tests.harness.cache_engine import eventually
 from tests.harness.server_process import ServerProcess
@@ -334,52 +333,72 @@ def test_a_request_waits_for_the_engine_that_is_said_to_compute_its_prompt(
         assert waiting.result(PATIENCE_S) >= 4_000 - CHUNK
 
 
-@pytest.mark.parametrize("end", ["ready", "broken", "soon", "broken when parked"])
+SLOW = ("--prefill-token-us", "1000", "--max-num-batched-tokens", "1024")
+
+
+def promises(server: ServerProcess) -> Any:
+    return server.get("/v1/status")["promises"]
+
+
+def until_measured(server: ServerProcess, one: Engine, other: Engine, first: int) -> None:
+    """Until the server knows how fast both compute, and how fast the other loads what one has computed."""
+    for seed in range(first, first + 1_000):
+        for engine in (one, other):
+            engine.ask(prompt(seed, 200 + 40 * (seed % 20)))
+        other.ask(prompt(seed + 2_000, 200 + 40 * (seed % 20)))
+        computes = all(row["prompt_tokens_s"] for row in server.get("/v1/status")["engines"])
+        if computes and any(row["load_rate"] for row in server.get("/v1/status")["peers"]):
+            return
+    raise AssertionError
+
+
+@pytest.mark.parametrize("end", ["ready", "broken"])
 def test_what_an_engine_computes_now_is_computed_by_no_other_unless_the_engine_dies(
     server: ServerProcess, start: Callable[..., Engine], end: str
 ) -> None:
-    slow = ("--prefill-token-us", "1000", "--max-num-batched-tokens", "1024")
-    first, second = (start(*slow) for _ in range(2))
-    seed = 20_000 * (
-        1 + ["ready", "broken", "soon", "broken when parked"].index(end)
-    )  # the other cases' prompts may be in L1
-    in_parts = end in ("soon", "broken when parked")
-    for number in range(LEAST_BATCHES if in_parts else 1):  # so many loads tell how long a copy takes
-        until_hit(first, second, seed + 100 * number)
-
-    def promises() -> Any:
-        return server.get("/v1/status")["promises"]
+    first, second = (start(*SLOW) for _ in range(2))
+    seed = 20_000 if end == "ready" else 40_000  # the other case's prompts may be in L1
+    until_hit(first, second, seed)
 
     def measured() -> bool:
         number = next(fresh)
         second.ask(prompt(number, 200 + 40 * (number % 20)))
-        rows = server.get("/v1/status")["engines"]
-        return sum(bool(row["prompt_tokens_s"]) for row in rows) >= 1 + in_parts
+        return any(row["prompt_tokens_s"] for row in server.get("/v1/status")["engines"])
 
     fresh = itertools.count(seed + 2_000)
     eventually("the second engine knows how fast it computes", measured)
     whole = prompt(seed + 9_000, 4_000)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         computing = pool.submit(first.ask, whole)
-        eventually("the first engine has promised the prompt", lambda: promises()["live"])
+        eventually("the first engine has promised the prompt", lambda: promises(server)["live"])
         if end == "broken":
             first.sim.process.send_signal(signal.SIGSTOP)  # or it might be done too soon
         waiting = pool.submit(second.ask, whole)
-        eventually("the second one waits for it", lambda: promises()["waits_now"] or waiting.done())
-        if end == "broken when parked":
-            stored = server.get("/v1/status")["pool"]["entries"]["ready"]
-            eventually(
-                "a step is stored", lambda: server.get("/v1/status")["pool"]["entries"]["ready"] > stored
-            )
-            first.sim.process.send_signal(signal.SIGSTOP)
-            eventually("the second one holds blocks for the rest", lambda: promises()["waits"]["soon"])
-        if end.startswith("broken"):
+        eventually("the second one waits for it", lambda: promises(server)["waits_now"] or waiting.done())
+        if end == "broken":
             first.kill()
             computing.exception(PATIENCE_S)
-        got = waiting.result(PATIENCE_S)
-        assert (got >= 4_000 - CHUNK) == (not end.startswith("broken"))
-        assert (0 < got < 4_000 - CHUNK) == (end == "broken when parked")
-    assert promises()["waits"].get("soon" if in_parts else end)
-    if not end.startswith("broken"):
+        assert (waiting.result(PATIENCE_S) >= 4_000 - CHUNK) == (end == "ready")
+    assert promises(server)["waits"].get(end)
+    if end == "ready":
         assert computing.result() == 0
-        eventually("the promise is withdrawn", lambda: not promises()["live"])
+        eventually("the promise is withdrawn", lambda: not promises(server)["live"])
+
+
+@pytest.mark.long
+def test_what_an_engine_dies_over_is_computed_by_the_one_that_holds_blocks_for_it(
+    server: ServerProcess, start: Callable[..., Engine]
+) -> None:
+    first, second = (start(*SLOW) for _ in range(2))
+    until_measured(server, first, second, 80_000)
+    whole = prompt(90_000, 12_000)  # long, so that there is time to stop it after its first step
+    stored = server.get("/v1/status")["pool"]["entries"]["ready"]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        computing = pool.submit(first.ask, whole)
+        waiting = pool.submit(second.ask, whole, kv_transfer_params={"kvstrata.wait_ms": 60_000})
+        eventually("a step is stored", lambda: server.get("/v1/status")["pool"]["entries"]["ready"] > stored)
+        first.sim.process.send_signal(signal.SIGSTOP)
+        eventually("the second one holds blocks for the rest", lambda: promises(server)["waits"].get("soon"))
+        first.kill()
+        computing.exception(PATIENCE_S)
+        assert 0 < waiting.result(PATIENCE_S) < 12_000 - CHUNK
