@@ -1,6 +1,6 @@
 """A storage adapter that misbehaves on command, as third parties' SDKs do, for tests of the adapter host.
 
-The adapter behaves like `fs` until a file `OPERATION.HOW`, for example `put.abort`, appears in its folder of orders.
+The adapter behaves like `fs` until a file `OPERATION.HOW`, for example `put.kill`, appears in its folder of orders.
 As long as the file exists, each such operation misbehaves in that way.  With `make.HOW` and `open.HOW` the adapter
 misbehaves when it is made or opened.  With `put.late` it answers puts before it has finished with their bytes; it drops
 the holds of these puts at the first `exists` after the file was removed.
@@ -22,10 +22,6 @@ from kvstrata.errors import StorageError
 from kvstrata.process.keeper import PR_SET_PDEATHSIG
 from kvstrata.tiers.base import AdapterContext, Ask, Item, Outcome
 from kvstrata.tiers.media.fs import FsAdapter
-
-
-def _hold_the_gil() -> None:
-    ctypes.PyDLL(None).sleep(1_000_000)
 
 
 def _hang_in_a_thread() -> None:
@@ -60,17 +56,14 @@ def _refuse() -> NoReturn:
 
 
 WAYS: dict[str, Callable[[], None]] = {
-    "abort": os.abort,
     "detail": lambda: logging.getLogger("an_sdk").debug("a detail"),
     "exit": lambda: os._exit(3),
     "garbage": _write_garbage,
-    "gil": _hold_the_gil,
     "hang": _hang_in_a_thread,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "null": lambda: ctypes.memset(0, 0, 1),
     "raise": _raise,
     "refuse": _refuse,
-    "flood": lambda: print("a line\n" * 5_000, flush=True),
     "outlive": _outlive_the_server,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +34,7 @@ def key_files(folder: Path) -> tuple[Path, Path]:
 class Cluster:
     """A controller and its members, which run inside the `with` block.
 
-    `flags`, `settings` (environment variables) and `l2` go to every ServerProcess, and `flags_of[n]` to server n alone.
+    `flags`, `settings` (environment variables) and `l2` go to every ServerProcess.
     The network has a host for each server and belongs to the caller.
     """
 
@@ -48,7 +47,6 @@ class Cluster:
         chunk_tokens: int = 256,
         l2: str = "none",
         flags: tuple[str, ...] = (),
-        flags_of: Sequence[tuple[str, ...]] = (),
         settings: dict[str, str] | None = None,
         controller_flags: tuple[str, ...] = ("--heartbeat-s", "1"),
         network: Network | None = None,
@@ -69,7 +67,6 @@ class Cluster:
             "environment": {**os.environ, **(settings or {})},
         }
         self._flags = (*flags, *key_flags)
-        self._flags_of = flags_of or ((),) * n_servers
         self._n_servers = n_servers
         self._stack = contextlib.ExitStack()
         self.servers: list[ServerProcess] = []
@@ -86,7 +83,6 @@ class Cluster:
                         *("--instance-id", f"instance-{number}"),
                         *(() if host is None else ("--p2p-listen", f"{host.address}:0")),
                         *self._flags,
-                        *self._flags_of[number],
                     ),
                     host=host,
                     **self._arguments,

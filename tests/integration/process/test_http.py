@@ -137,21 +137,6 @@ def test_a_wrong_token_is_refused(server: ServerProcess) -> None:
         assert status == 401 and "bearer token" in json.loads(answer)["message"], token
 
 
-def test_a_body_without_a_token_is_refused_before_it_arrives(server: ServerProcess) -> None:
-    long = {"content-length": str(60 << 20)}
-    for head in (long, {"transfer-encoding": "chunked", "content-length": ""}):
-        named = {name: value for name, value in head.items() if value}
-        with socket.create_connection(("127.0.0.1", port_of(server)), 30) as link:
-            text = "".join(f"{name}: {value}\r\n" for name, value in named.items())
-            link.sendall(f"POST /v1/clear HTTP/1.1\r\nhost: localhost\r\n{text}\r\n".encode())
-            answer = b"".join(iter(lambda: link.recv(65_536), b""))  # until the server closes
-        assert answer.split()[1] == b"401"
-    assert send(port_of(server), long, request="GET /metrics")[0] == 413
-    right = {"authorization": f"Bearer {token_of(server)}"}
-    status, answer = send(port_of(server), {**long, **right})
-    assert status == 413 and json.loads(answer)["field"] == "body"
-
-
 def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

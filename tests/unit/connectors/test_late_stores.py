@@ -70,13 +70,13 @@ class World:
         )
         self.tables = {}
 
-    def start(self, n_tokens, first=0, *, step_too=True):
+    def start(self, n_tokens, first=0):
         """Compute a prompt in one step; returns (request, the step's plan)."""
         request = make_request(n_tokens, all_token_ids=list(range(first, first + n_tokens)))
         self.side.on_new_request(request)
         assert ask(self.side, request)[0] == 0
         self.tables[request.request_id] = self.pool.take(-(-n_tokens // BLOCK))
-        return request, self.step([(request, 0, n_tokens)]) if step_too else None
+        return request, self.step([(request, 0, n_tokens)])
 
     def step(self, scheduled=(), **more):
         return step(self.side, scheduled, tables=self.tables, **more)

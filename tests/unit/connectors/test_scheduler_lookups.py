@@ -226,9 +226,9 @@ def test_load_mode_decides_whether_a_load_is_asynchronous(mode, expected):
     assert ask(side, request) == (40, expected)
 
 
-def revoke_while_vllm_has_no_blocks(side, client, request, promised=40):
+def revoke_while_vllm_has_no_blocks(side, client, request):
     """Promise a hit in a step in which vLLM has no blocks for it; then the server asks for the lease."""
-    assert ask(side, request) == (promised, False)
+    assert ask(side, request) == (40, False)
     step(side)
     return client.revoke(client.calls[-1])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import sys
 import threading
@@ -168,13 +169,17 @@ def status(answer: bytes) -> int:
         (f"POST /echo HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}", 400),
         (f"POST /file HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}", 400),
         ("POST /echo HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc", 401),
+        (f"POST /echo HTTP/1.1\r\n{CHUNKED}", 401),
         ("POST /file HTTP/1.1\r\ncontent-length: 70000\r\n\r\nabc", 413),
+        (f"POST /echo HTTP/1.1\r\n{BEARER}content-length: {60 << 20}\r\n\r\nabc", 413),
         ("nothing of HTTP\r\n\r\n", 400),
     ],
 )
 async def test_what_a_stranger_sends_is_answered_while_the_loop_stands_still(process, caplog, text, expected):
     """Each of these connections ends by itself: those whose request did not end when its answer did, too."""
-    assert status(read(process.send(text))) == expected
+    answer = read(process.send(text))
+    assert status(answer) == expected
+    assert expected != 413 or json.loads(answer.partition(b"\r\n\r\n")[2])["field"] == "body"
     assert threading.current_thread() not in process.threads
     assert not caplog.records
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from kvstrata.keys.recut import CannotRecut, Part, plan_recut
@@ -13,24 +11,21 @@ from kvstrata.types import LayoutIdentity, Slice, facts_digest
 TOKENS_OUTSIDE, HEADS_OUTSIDE = ("tokens", "kv_heads"), ("kv_heads", "tokens")
 
 
-def geometry(ranks: int, block_tokens: int, order: tuple[str, str], stages: int = 1) -> Geometry:
-    """Return the slices of an engine: `ranks` tensor-parallel ranks, in `stages` pipeline stages."""
-    parts = []
-    for stage, rank in itertools.product(range(stages), range(ranks)):
-        heads, layers = 8 // ranks, 32 // stages
+def geometry(ranks: int, block_tokens: int, order: tuple[str, str]) -> Geometry:
+    """Return the slices of an engine of `ranks` tensor-parallel ranks."""
+    parts, heads = [], 8 // ranks
+    for rank in range(ranks):
         sizes = {"tokens": block_tokens, "kv_heads": heads}
         section_bytes = 256 * heads * 2 * 128 * 2
         facts = {
             "format": "paged-blocks/2", "dtype": "bfloat16", "stored_dtype": "bfloat16", "quantisation": "NONE",
             "element_bytes": 2, "chunk_tokens": 256, "block_tokens": block_tokens, "scales": [],
             "axes": [*([name, sizes[name]] for name in order), ["kv", 2], ["dim", 128]],
-            "section_bytes": section_bytes, "layers": list(range(stage * layers, (stage + 1) * layers)),
+            "section_bytes": section_bytes, "layers": list(range(32)),
         }  # fmt: skip
-        place = {
-            "layers": (stage * layers, (stage + 1) * layers),
-            "kv_heads": (rank * heads, (rank + 1) * heads),
-        }
-        parts.append(Part(Slice(**place, layout=facts_digest(facts)), facts))
+        own = (rank * heads, (rank + 1) * heads)
+        place = Slice(layers=(0, 32), kv_heads=own, layout=facts_digest(facts))
+        parts.append(Part(place, facts))
     return Geometry(b"".join(sorted(part.slice.digest() for part in parts)), tuple(parts))
 
 
