@@ -168,8 +168,8 @@ class ScriptedEngine:
                 {"id": name, "object": "model", "parent": self.parents.get(name)} for name in self.models
             ]
             await line.answer({"object": "list", "data": entries})
-        elif got.target == "/kv_event_sources":
-            await asyncio.sleep(self.silent_s)
+        elif got.target in ("/kv_event_sources", "/is_sleeping"):
+            await asyncio.sleep(self.silent_s if got.target == "/kv_event_sources" else 0.0)
             await line.answer({"detail": "Not Found"}, 404)
         else:
             self.got.append(got)

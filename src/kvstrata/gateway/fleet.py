@@ -106,6 +106,8 @@ class ServingEngine:
         """When it last answered a request of this gateway."""
         self.is_silent = False
         """Whether it is down by time-outs alone."""
+        self.may_sleep = True
+        """Whether it may tell that it sleeps (/is_sleeping)."""
         self.is_foreign = False
         """Whether another user listens where it should."""
         self.probed = asyncio.Event()

@@ -1,8 +1,8 @@
 """Probes engines, resolves DNS names of engines, and keeps the fleet up to date.
 
-A probe asks `/health` and then `/v1/models`.  What an engine answers is bounded and checked: an engine that says
-something else than a list of models does not serve.  An engine that begins to serve is asked where it publishes its KV
-events, and so how many data-parallel ranks it has; only its own host is listened to.
+A probe asks `/health`, `/v1/models`, and whether the engine sleeps, if it can.  What an engine answers is bounded and
+checked: an engine that says something else than vLLM does not serve.  An engine that begins to serve is asked where it
+publishes its KV events, and so how many data-parallel ranks it has; only its own host is listened to.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ FAILURES, AGAIN_S = 2, 0.1
 
 class _Models(msgspec.Struct):
     data: Annotated[list[dict[str, Any]], Meta(max_length=4_096)]
+
+
+class _Sleep(msgspec.Struct):
+    is_sleeping: bool = False
 
 
 class _Asked(NamedTuple):
@@ -176,6 +180,11 @@ class Probing:
                 else:
                     status, body = await self._get(engine, "/v1/models")
                     reason = "" if status == 200 else f"/v1/models answers {status}"
+                if not reason and engine.may_sleep:
+                    status, said = await self._get(engine, "/is_sleeping")
+                    engine.may_sleep = status == 200
+                    if status == 200 and msgspec.json.decode(said, type=_Sleep).is_sleeping:
+                        reason = "it sleeps (/is_sleeping)"
                 if not reason:
                     models = models_in(body)
                     if self._listens and (engine.state is EngineState.DOWN or not self._has_asked(engine)):
@@ -189,10 +198,10 @@ class Probing:
             if self._now_s() - engine.heard_s < self.settings.probe_s + self.settings.timeout_s:
                 return  # an answer counts as a probe: it is busy
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            reason = f"/v1/models answers with something else than a list of models: {error}"
+            reason = f"a probe is answered with something else than vLLM answers: {error}"
         except LinkBroken as error:
             reason = str(error)
-        engine.failed_probes += 1
+        engine.failed_probes, engine.may_sleep = engine.failed_probes + 1, True
         if engine.failed_probes >= FAILURES or engine.state is EngineState.NEW:
             self._fleet.down(engine, reason, silent=silent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -118,3 +119,70 @@ async def test_requests_go_on_while_all_engines_are_too_busy_for_probes(start, s
         session, "it is refused", lambda page: "cannot be reached" in page["engines"][0]["reason"]
     )
     assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 503
+
+
+class Sleeper(ScriptedEngine):
+    """An engine that answers probes, and says that it sleeps."""
+
+    sleeps = False
+
+    async def _answer(self, got: Got, line: Line) -> None:
+        if got.target == "/is_sleeping":
+            await line.answer({"is_sleeping": self.sleeps})
+        else:
+            await super()._answer(got, line)
+
+
+async def test_an_engine_that_sleeps_is_passed_over_until_it_wakes(start, session):
+    sleeper, other = Sleeper(), ScriptedEngine()
+    gateway = await start(sleeper, other, policy="round_robin")
+
+    async def send(count: int) -> list[int]:
+        return [await status_of(session.post(gateway.url + CHAT, json=ask())) for _ in range(count)]
+
+    assert await send(4) == [200] * 4 and len(sleeper.got) == 2
+    sleeper.sleeps = True
+    await gateway.until_engine(session, sleeper.name, "down")
+    assert await send(4) == [200] * 4 and len(sleeper.got) == 2
+    sleeper.sleeps = False
+    await gateway.until_engine(session, sleeper.name, "up")
+    assert await send(20) == [200] * 20 and len(sleeper.got) > 2
+
+
+async def test_another_engine_answers_for_one_that_has_just_lost_an_adapter(start, session):
+    async def has_none(got: Got, line: Line) -> None:
+        await line.answer({"error": {"message": "The model `sql` does not exist.", "code": 404}}, 404)
+
+    loser, other = (ScriptedEngine("m", "sql") for _ in range(2))
+    loser.behaviour = has_none
+    gateway = await start(loser, other, policy="round_robin")
+    for _ in range(4):
+        assert await status_of(session.post(gateway.url + CHAT, json=ask(model="sql"))) == 200
+    assert loser.got and len(other.got) == 4
+    loser.models.remove("sql")
+    await gateway.until(
+        session, "the gateway knows it", lambda page: "sql" not in page["engines"][0]["models"]
+    )
+    other.behaviour = has_none
+    async with session.post(gateway.url + CHAT, json=ask(model="sql")) as response:
+        assert response.status == 404 and "does not exist" in await response.text(), "the engine's own"
+
+
+async def test_clients_of_http_2_without_tls_send_and_read_streams(start, session):
+    engine = ScriptedEngine()
+    gateway = await start(engine)
+    words = [
+        "--http2-prior-knowledge",
+        "--silent",
+        "--show-error",
+        "--write-out",
+        "%{http_version} %{http_code}",
+    ]
+    for stream in (False, True):
+        flags = ["--json", json.dumps(ask(stream)), gateway.url + CHAT]
+        curl = await asyncio.create_subprocess_exec("curl", *words, *flags, stdout=asyncio.subprocess.PIPE)
+        said = (await curl.communicate())[0].decode()
+        assert said.endswith("2 200") and '"prompt_tokens": 11' in said
+        assert ("data: [DONE]" in said) == stream
+    assert len(engine.got) == 2
+    await at_rest(gateway, session)
