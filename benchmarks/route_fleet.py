@@ -37,8 +37,10 @@ from benchmarks.common import compared, figure, percentile, sized
 from benchmarks.route_dynamo import grid as dynamo_grid
 from benchmarks.route_formulas import GUIDE, Llmd, Lmetric, MooncakeConductor, Smg
 from benchmarks.route_gateway import Death, Oracle, Outside, Result, Run
-from benchmarks.route_loads import BURST_PREFIX, LOADS, Asked, at_rate, trace
+from benchmarks.route_loads import BURST_PREFIX, LOADS, Asked, at_rate, day, trace
+from kvstrata.config.gateway_model import SloSettings
 from kvstrata.gateway.routing.choose import POLICIES, Policy, policy_name
+from kvstrata.gateway.routing.model import Role
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
 Rows = dict[str, dict[str, dict[str, float]]]
@@ -222,6 +224,72 @@ REUSE = {
     **({"trace": Case("trace")} if TRACE else {}),
 }
 OTHERS = {"none": Case("none"), "burst": Case("burst")}
+
+
+HOST, HOURS = 4, 24
+DAY_S = sized(240.0, 8.0)
+DAY_SLO = SloSettings(name="day", ttft_ms=2_000, tpot_ms=15)
+DAY_LEVELS = sized((0.6, 0.7, 0.8), (0.6,))
+
+
+def run_pd_goodput() -> list[dict[str, Any]]:
+    """A day of one host by `auto`, which may split, never splits, or always does in the best of all proportions."""
+    by_level: dict[float, dict[str, list[int]]] = {}
+    for level in DAY_LEVELS:
+        load = one_day(level)
+        by_level[level] = {name: met_by_hour(load, name) for name in ("may", "never", *always_names())}
+    ratios, worst = {}, {}
+    for level, rows in by_level.items():
+        rivals = [name for name in rows if name != "may"]
+        best = max(rivals, key=lambda name: sum(rows[name]))
+        ratios[level] = sum(rows["may"]) / sum(rows[best])
+        quarters = [slice(at, at + HOURS // 4) for at in range(0, HOURS, HOURS // 4)]
+        worst[level] = min(
+            sum(rows["may"][one]) / max(1, *(sum(rows[name][one]) for name in rivals)) for one in quarters
+        )
+    value = math.exp(statistics.fmean(math.log(one) for one in ratios.values()))
+    return [
+        figure(
+            "pd_goodput",
+            value=value,
+            unit="× the better of always and never",
+            ratio=value,
+            ratio_to="requests within both times of the better of always and never splitting",
+            target="≥ 1.3, in no quarter of a day < 1",
+            ok=value >= 1.3 and min(worst.values()) >= 1.0,
+            spread=(min(ratios.values()), max(ratios.values())),
+            worst_quarter=worst,
+            by_level=by_level,
+        )
+    ]
+
+
+def one_day(level: float) -> list[Asked]:
+    """The requests of a day at a share of what the engines can do."""
+    work = HOST * level
+    return [one._replace(at=one.at / work) for one in day(random.Random(SEED), DAY_S * work)]
+
+
+def always_names() -> list[str]:
+    """Fixed splits: how many engines prefill."""
+    return [f"always, {number} of {HOST}" for number in range(1, HOST)]
+
+
+def met_by_hour(load: list[Asked], name: str) -> list[int]:
+    """Requests of each hour that were served within both times."""
+    names = [f"engine-{number}" for number in range(HOST)]
+    fixed = int(name.split()[1]) if name.startswith("always") else 0
+    roles: dict[str, Role] = {one: "prefill" if at < fixed else "decode" for at, one in enumerate(names)}
+    ran = Run(
+        POLICIES["auto"](), dict.fromkeys(names, MODEL), seed=SEED, roles=roles if fixed else None,
+        contract="kvstrata" if name == "may" else "", always=bool(fixed), slo=DAY_SLO,
+    )  # fmt: skip
+    met, end_s = [0] * HOURS, load[-1].at
+    for one in ran.serve(load):
+        tpot_s = (one.whole_s - one.ttft_s) / max(1, one.answer - 1)
+        good = one.ttft_s <= DAY_SLO.ttft_ms / 1_000 and tpot_s <= DAY_SLO.tpot_ms / 1_000
+        met[min(HOURS - 1, int(one.at_s / end_s * HOURS))] += good
+    return met
 
 
 def knobs_of(policy: Contender) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.route_loads import Asked
-from kvstrata.gateway.choosing import Choice, Choosing, Wanted
+from kvstrata.config.gateway_model import Contract, SloSettings
+from kvstrata.gateway.choosing import PREFILLS, Choice, Choosing, Turn, Wanted
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
@@ -29,6 +30,8 @@ from kvstrata.gateway.residency.knowledge import Heard as Told
 from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import LeastLoaded, Policy, ranked_first
+from kvstrata.gateway.routing.model import LoadPath, Role
+from kvstrata.testing.engine_sim.blocks import Sequence
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.kv_events import KVEventBatch
@@ -37,6 +40,8 @@ from kvstrata.testing.engine_sim.requests import SimRequest
 MODEL = "m"
 TICK_S = 0.02
 """The gateway hears at least so often of first tokens, ends and events."""
+HANDOVER_S, LOADED_TOKENS_S = 0.036, 200_000.0
+"""From one engine's last step to the load of another, and tokens that are loaded a second: 128 KiB each at 25 GB/s."""
 
 
 class Result(NamedTuple):
@@ -52,6 +57,10 @@ class Result(NamedTuple):
     """Until the last token."""
     answer: int
     """Tokens of the answer."""
+    prefill: str = ""
+    """The other engine that has computed the prompt; empty: none has."""
+    at_s: float = 0.0
+    """When it came."""
 
 
 class Death(NamedTuple):
@@ -124,8 +133,16 @@ class Run:
         lost: float = 0.0,
         seed: int = 0,
         deaths: Iterable[Death] = (),
+        roles: Mapping[str, Role] | None = None,
+        contract: Contract = "",
+        always: bool = False,
+        slo: SloSettings | None = None,
     ) -> None:
-        """`models`: the engines by name. `lag_s`: from a step's end to its events. `lost`: share of batches."""
+        """`models`: the engines by name. `lag_s`: from a step's end to its events. `lost`: share of batches.
+
+        `roles` and `contract`: how requests are split; `always`: each is. `slo`: the class of service of all.
+        """
+        self.contract, self.always, self.slo = contract, always, slo
         self.now_s = 0.0
         self.models, self.deaths = models, list(deaths)
         self.lag_s, self.lost = lag_s, lost
@@ -133,12 +150,19 @@ class Run:
         self.engines = {name: SimEngine(model) for name, model in models.items()}
         self.fleet = Fleet(self.clock)
         self.fleet.set_places(
-            Place(name, Address("127.0.0.1", number + 1, False)) for number, name in enumerate(models)
+            Place(
+                name,
+                Address("127.0.0.1", number + 1, False),
+                instance="one",
+                role=(roles or {}).get(name, "both"),
+            )
+            for number, name in enumerate(models)
         )
         self.index = Index(self.clock)
         for engine in self.fleet.engines.values():
             self.fleet.up(engine, {MODEL: {}})
             self.index.add(engine.name)
+            self.fleet.load_rates.tell(engine.name, "l1", LoadPath(latency_s=0.0, tokens_s=LOADED_TOKENS_S))
         self.outside = policy if isinstance(policy, Outside) else None
         inside: Any = LeastLoaded() if isinstance(policy, Outside) else policy
         self.choosing = Choosing(inside, self.fleet, Heard(self.index), Meters({}), self.clock)
@@ -148,6 +172,10 @@ class Run:
         """Lost batches by engine, until the next one comes."""
         self._numbers = itertools.count()
         self._under_way: dict[str, tuple[Asked, Choice, SimRequest]] = {}
+        self._legs: dict[str, tuple[Choice, SimRequest, SimRequest]] = {}
+        """Requests that compute a prompt for another engine, with the one that waits there for it."""
+        self._ready: list[tuple[float, int, str, SimRequest]] = []
+        """Prompts that are being loaded: when that ends, and where."""
         self._first: set[str] = set()
         self.results: list[Result] = []
 
@@ -198,12 +226,33 @@ class Run:
         )
         if self.outside is None:
             prompt = Prompt(asked.prompt)
-            wanted = wanted._replace(keys=keys_of((), prompt.tokens.tobytes()), prompt=prompt)
+            wanted = wanted._replace(
+                keys=keys_of((), prompt.tokens.tobytes()), prompt=prompt, contract=self.contract, slo=self.slo,
+                arrived_s=at_s,
+            )  # fmt: skip
         choice = self.choosing.choose(wanted)
         assert choice is not None
+        if self.always:
+            choice = self._split(choice)
         self.choosing.dispatched(choice)
         self._under_way[request.name] = asked, choice, request
-        self.engines[choice.engine.name].submit(request, at_ps)
+        if choice.prefill is None:
+            self.engines[choice.engine.name].submit(request, at_ps)
+            return
+        leg = SimRequest(f"{request.name}/prefill", asked.prompt, answer=asked.answer[:1])
+        self._legs[leg.name] = choice, leg, request
+        self.engines[choice.prefill.engine.name].submit(leg, at_ps)
+
+    def _split(self, choice: Choice) -> Choice:
+        """A choice of a fixed split: its prompt goes to the prefilling engine with the shortest queue."""
+        helpers = self.fleet.targets(MODEL).helpers
+        best = min(helpers, key=lambda one: (one.load.queue_s(self.now_s), one.load.requests, one.name))
+        wanted, leg = choice.wanted, None
+        theirs = wanted._replace(number=PREFILLS + wanted.number, slo=None)
+        leg = choice._replace(
+            wanted=theirs, engine=best, cached_tokens=0, decision=None, kept=None, turn=Turn()
+        )
+        return choice._replace(prefill=leg, cached_tokens=max(0, wanted.tokens - 1))
 
     def _kill(self, death: Death) -> None:
         """An engine dies; who waits there for a first token goes to another one, the other answers are cut."""
@@ -241,6 +290,10 @@ class Run:
                 lost = bool(self.lost) and self.draw.random() < self.lost
                 self._push(at_ps / PS_PER_S + self.lag_s, name, batch, lost)
             for request in engine.take_changed():
+                if request.name in self._legs:
+                    if request.end is not None:
+                        told.append((request.ended_ps / PS_PER_S, 2, request))
+                    continue
                 if request.produced and request.name not in self._first:
                     self._first.add(request.name)
                     told.append((request.first_token_ps / PS_PER_S, 0, request))
@@ -249,7 +302,9 @@ class Run:
         for at_s, what, request in sorted(told, key=lambda one: one[:2]):
             self._apply_events(at_s)
             self.now_s = max(self.now_s, min(at_s, until_s))
-            if what:
+            if what == 2:
+                self._prefilled(*self._legs.pop(request.name))
+            elif what:
                 self._ended(*self._under_way[request.name])
             else:
                 self.choosing.first_token(self._under_way[request.name][1])
@@ -257,6 +312,17 @@ class Run:
                     self.outside.first_token(request)
         self._apply_events(until_s)
         self.now_s = max(self.now_s, until_s)
+        while self._ready and self._ready[0][0] <= until_s:
+            _, _, name, request = heapq.heappop(self._ready)
+            bring(self.engines[name], request)
+            self.engines[name].submit(request, int(until_s * PS_PER_S))
+
+    def _prefilled(self, choice: Choice, leg: SimRequest, request: SimRequest) -> None:
+        assert choice.prefill is not None
+        self.choosing.prefilled(choice, computed=True)
+        self.choosing.learn(choice.prefill, leg.prompt_tokens, leg.cached_tokens or 0)
+        ready_s = leg.ended_ps / PS_PER_S + HANDOVER_S + leg.prompt_tokens / LOADED_TOKENS_S
+        heapq.heappush(self._ready, (ready_s, next(self._numbers), choice.engine.name, request))
 
     def _push(self, at_s: float, name: str, batch: Any, lost: bool = False) -> None:
         heapq.heappush(self._coming, (at_s, next(self._numbers), name, batch, lost))
@@ -295,8 +361,18 @@ class Run:
                 asked.hot,
                 request.ended_ps / PS_PER_S - asked.at,
                 len(asked.answer),
+                choice.prefill.engine.name if choice.prefill is not None else "",
+                asked.at,
             )
         )
+
+
+def bring(engine: SimEngine, request: SimRequest) -> None:
+    """Let an engine find a prompt's blocks, if it has room for them."""
+    blocks, sequence = engine._blocks, Sequence(request.tokens)
+    if blocks.admit(sequence, request.prompt_tokens):
+        blocks.grow(sequence, request.prompt_tokens)
+        blocks.release(sequence)
 
 
 def first_token_ps(

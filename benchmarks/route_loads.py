@@ -120,6 +120,26 @@ def long_agents(draw: random.Random, count: int) -> list[Asked]:
     return talks(draw, count, said=600, pause=count / 40, first=6_000, turns=12, answer=1_000)
 
 
+def day(draw: random.Random, seconds: float) -> list[Asked]:
+    """A day of so much work of one engine, that turns from readers, with long prompts and short answers, to writers.
+
+    A long prompt is the work of computing it; an answer's token is a 130th of 15 ms, since so many answers run beside
+    each other at that pace.  The readers' share of the work falls from all to nothing.
+    """
+    model, asked, now = EngineModel(), list[Asked](), 0.0
+    long_s, short_s = 0.42, 0.31  # a reader's and a writer's work on average
+    while now < seconds:
+        share = 1.0 - now / seconds
+        reads = draw.random() < share * short_s / (share * short_s + (1.0 - share) * long_s)
+        prompt = fresh(draw, length(draw, 8_000 if reads else 400, 0.4, 24_000))
+        words = answered(draw, prompt, 100 if reads else 2_000, 6_000)
+        asked.append(Asked(now, prompt, words, f"s{len(asked)}", 0))
+        n = len(prompt)
+        work_s = n * model.prefill_token_us * 1e-6 + n * n / 2 * model.prefill_pair_us * 1e-6
+        now += draw.expovariate(1.0) * (work_s + len(words) * 0.015 / 130)
+    return asked
+
+
 def mixed(draw: random.Random, count: int) -> list[Asked]:
     """Half of one hot prefix, the rest of all kinds."""
     kinds = [(hot, 2), (retrieved, 4), (reasoning, 8), (conversations, 8)]

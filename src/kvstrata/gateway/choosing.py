@@ -183,6 +183,7 @@ class Choosing:
             number=wanted.number,
             session=wanted.session,
             answer_tokens=self._fleet.decode_rates.answer_tokens(wanted.model),
+            short_tokens=self._fleet.decode_rates.short_tokens(wanted.model),
             sharing=self._sharing(wanted, knowledge),
             within_s=max(1e-3, wanted.arrived_s + slo.ttft_ms / 1_000 - now_s)
             if slo and slo.ttft_ms

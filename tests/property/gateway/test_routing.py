@@ -69,6 +69,7 @@ def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
         "role": st.sampled_from(["both", "prefill", "decode"]),
         "instance": st.sampled_from(["", "one", "two"]),
         "prompt_s": st.floats(0, 20),
+        "prompt_size_s": st.floats(0, 20),
         "prompted_s": st.floats(NOW_S - 30, NOW_S),
         "limited": st.integers(0, 300),
         "limits_s": st.floats(0, 10),
@@ -118,13 +119,33 @@ def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
     assert decided(request, fleet, knowledge, policy, contract) == decision
 
 
+limits = st.fixed_dictionaries(
+    {
+        "short_tokens": st.floats(0, 1e4),
+        "within_s": st.sampled_from([0.0, 0.5, 5.0]),
+        "token_within_s": st.sampled_from([0.0, 0.02]),
+    }
+)
+
+
 @given(
-    requests, fleets(1), knowledges, st.sampled_from([Auto(), TTFT]), st.sampled_from(["kvstrata", "nixl"])
+    requests,
+    limits,
+    fleets(1),
+    knowledges,
+    st.sampled_from([Auto(), TTFT]),
+    st.sampled_from(["kvstrata", "nixl"]),
 )
 @settings(max_examples=amount(60, 200))
 def test_a_request_is_split_iff_that_costs_less_and_only_between_engines_that_can_hand_over(
-    request: Request, fleet: list[EngineState], knowledge: Knowledge, policy: AnyPolicy, contract: Contract
+    request: Request,
+    limits: dict[str, float],
+    fleet: list[EngineState],
+    knowledge: Knowledge,
+    policy: AnyPolicy,
+    contract: Contract,
 ) -> None:
+    request = msgspec.structs.replace(request, **limits)
     decision = decided(request, fleet, knowledge, policy, contract)
     costs = [(decision.cost, decision.terms), *((one.cost, one.terms) for one in decision.alternatives)]
     for cost, terms in costs:
@@ -167,17 +188,23 @@ def test_long_prompts_are_computed_where_they_delay_no_answers(why, tokens, pref
     assert (decision.prefill is not None) == splits, why
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_prompt_is_computed_elsewhere_when_answers_beside_it_would_miss_their_class(own):
-    """A split that would not pay otherwise: one answer runs."""
-    limits = {"limited": 0 if own else 1, "limits_s": 0.0 if own else 0.011}
-    engine = busy(running=1, requests=1, prompt_s=0.9, prompted_s=NOW_S, **limits)
-    request = Request(id="r", tokens=8_000, answer_tokens=100.0, token_within_s=0.011 if own else 0.0)
+@pytest.mark.parametrize(("limit_s", "splits"), [(0.011, True), (0.1, False), (0.0, False)])
+def test_a_prompt_is_computed_elsewhere_when_an_answer_beside_it_would_miss_its_class(limit_s, splits):
+    """One answer runs: for its time alone a split would not pay."""
+    engine = busy(running=1, requests=1, limited=limit_s > 0, limits_s=limit_s)
+    request = Request(id="r", tokens=8_000, answer_tokens=100.0, short_tokens=50.0)
     ask = [engine], [busy(**IDLE)], Knowledge(), NOW_S
-    assert decide(request, *ask, policy=Auto(), contract="kvstrata").prefill is not None
-    free = msgspec.structs.replace(request, token_within_s=0.0)
-    ask = [msgspec.structs.replace(engine, limited=0, limits_s=0.0)], *ask[1:]
-    assert decide(free, *ask, policy=Auto(), contract="kvstrata").prefill is None
+    assert (decide(request, *ask, policy=Auto(), contract="kvstrata").prefill is not None) == splits
+
+
+@pytest.mark.parametrize("limit_s", [0.012, 0.0])
+def test_an_answer_with_a_limit_goes_where_prompts_stall_it_less(limit_s):
+    """The other engine has more answers, each of whose tokens takes longer."""
+    stalled = busy(name="stalled", running=0, requests=0, prompt_s=4.0, prompted_s=NOW_S, prompt_size_s=0.5)
+    calm = busy(name="calm", running=40, requests=40, token_s=0.011)
+    request = Request(id="r", tokens=2_000, answer_tokens=50.0, short_tokens=50.0, token_within_s=limit_s)
+    decision = decide(request, [stalled, calm], [], Knowledge(), NOW_S, policy=Auto(), contract="kvstrata")
+    assert decision.engine == ("calm" if limit_s else "stalled")
 
 
 @given(requests, fleets(), knowledges, MAKES, CONTRACTS)

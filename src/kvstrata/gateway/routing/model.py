@@ -37,6 +37,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the conversation, where the client gave one."""
     answer_tokens: float = 0.0
     """Expected length of the answer; 0: not known."""
+    short_tokens: float = 0.0
+    """The harmonic mean of answers' lengths: what a stall of one adds to its time per token goes by 1 / length."""
     sharing: int = 0
     """Requests in flight whose prompts begin as far as any engine has this one's."""
     within_s: float = 0.0
@@ -92,6 +94,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     """The instance (`lmcache-server`) that it is attached to; empty: not known."""
     prompt_s: float = 0.0
     """Seconds that prompts sent to it take, those sent at `prompted_s` whole, earlier ones less (`prompt_share`)."""
+    prompt_size_s: float = 0.0
+    """Of these, the mean seconds of a prompt, weighted by its seconds."""
     prompted_s: float = 0.0
     limited: int = 0
     """Requests in flight whose class of service limits the time of a token."""
@@ -107,10 +111,17 @@ class EngineState(msgspec.Struct, kw_only=True):
         """
         return max(self.drained_s - now_s, self.behind_s) + max(0.0, now_s - self.late_s)
 
-    def prompt_share(self, now_s: float, more_s: float = 0.0) -> float:
-        """Return the share of its time that it computes prompts, at most MOST_SHARE; with `more_s` of a further one."""
+    def prompt_share(self, now_s: float) -> float:
+        """Return the share of its time that it computes prompts, at most MOST_SHARE."""
         left_s = self.prompt_s * math.exp(min(0.0, self.prompted_s - now_s) / SHARE_S)
-        return min(MOST_SHARE, (left_s + more_s) / SHARE_S)
+        return min(MOST_SHARE, left_s / SHARE_S)
+
+    def prompted(self, seconds: float, now_s: float) -> None:
+        """Count a prompt that is sent to it and takes so long."""
+        left_s = SHARE_S * self.prompt_share(now_s)
+        self.prompt_s, self.prompted_s = left_s + seconds, now_s
+        if self.prompt_s > 0:
+            self.prompt_size_s = (left_s * self.prompt_size_s + seconds * seconds) / self.prompt_s
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):

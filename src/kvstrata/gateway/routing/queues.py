@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from kvstrata.gateway.routing.model import NEVER_S, SHARE_S, EngineState
+from kvstrata.gateway.routing.model import NEVER_S, EngineState
 from kvstrata.gateway.routing.rates import Decoded, Fit, Line, PrefillRates, Sample
 
 AT_HAND = 2
@@ -219,8 +219,7 @@ class Queue:
         state.waiting += 1
         state.prefill_tokens += tokens
         state.inflight_tokens += tokens
-        state.prompt_s = SHARE_S * state.prompt_share(now_s, tokens / state.prefill_tokens_s)
-        state.prompted_s = now_s
+        state.prompted(tokens / state.prefill_tokens_s, now_s)
         self._have(self.backlog_tokens(now_s) + tokens, now_s)
 
     def first_token(self, flight: Flight, now_s: float) -> None:

@@ -258,14 +258,14 @@ class DecodeRates:
 
     def __init__(self) -> None:
         self._fit = Fit((1e-6, 1e-6, 1e-6))
-        self._lengths: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """By model: (weight, tokens) of its answers; "": of all."""
+        self._lengths: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
+        """By model: (weight, tokens, 1 / tokens) of its answers; "": of all."""
 
     def observe(self, engine: str, model: str, decoded: Decoded, tokens: int) -> None:
         """An answer of so many tokens has ended."""
         for name in ("", model):
-            weight, total = self._lengths.pop(name, (0.0, 0.0))
-            self._lengths[name] = ANSWERS_KEPT * weight + 1.0, ANSWERS_KEPT * total + tokens
+            weight, total, inverse = (ANSWERS_KEPT * one for one in self._lengths.pop(name, (0.0, 0.0, 0.0)))
+            self._lengths[name] = weight + 1.0, total + tokens, inverse + 1.0 / max(1, tokens)
         if len(self._lengths) > MAX_MODELS:
             self._lengths.popitem(last=False)
         seconds = decoded.seconds / max(1, tokens - 1)
@@ -285,8 +285,13 @@ class DecodeRates:
 
     def answer_tokens(self, model: str) -> float:
         """The expected length of an answer; 0: nothing is known."""
-        weight, total = self._lengths.get(model) or self._lengths.get("", (0.0, 0.0))
+        weight, total, _ = self._lengths.get(model) or self._lengths.get("", (0.0, 0.0, 0.0))
         return total / weight if weight else 0.0
+
+    def short_tokens(self, model: str) -> float:
+        """The harmonic mean of answers' lengths; 0: nothing is known."""
+        weight, _, inverse = self._lengths.get(model) or self._lengths.get("", (0.0, 0.0, 0.0))
+        return weight / inverse if inverse else 0.0
 
 
 class LoadRates:

@@ -2,14 +2,17 @@
 
 For an engine D that answers, and P, which may compute for it:
 
-    alone   TTFT(D) + DECODE_SHARE · (o · t(D, u/μ) + R_run(D) · u/μ)
-    split   max(TTFT(P), Q(D)) + HANDOVER_S + load + rest/μ + DECODE_SHARE · (o · t(D, rest/μ) + R_run(P) · u/μ(P)
-            + R_run(D) · rest/μ)
+    alone   TTFT(D) + DECODE_SHARE · (o · t(D) + R_run(D) · u/μ) + MISSED_S · misses
+    split   max(TTFT(P), Q(D)) + HANDOVER_S + load + rest/μ
+            + DECODE_SHARE · (o · t(D) + R_run(P) · u/μ(P) + R_run(D) · rest/μ) + MISSED_S · misses
 
-t(e, w): seconds of an answer's token at e, longer by the share of its time in which e computes prompts, w more seconds
-of prompts included.  So prompts gather where few answer, and answers where few prompts are computed.  What classes of
-service do not allow counts by LATE, as in `auto`, and also what a prompt does to the answers beside it, as if each
-had the mean of the limits of those in flight.
+t(e): seconds of an answer's token at e, longer by the share of its time in which e computes prompts.  So prompts gather
+where few answer, and answers where few prompts are computed.
+
+Classes of service count by the number of requests that are expected to miss them: the request itself, by how likely its
+first token is to be late and its answer to be stalled, and those in flight beside the prompt, each as if it had the
+mean of their limits, by how much likelier it becomes.  Stalls are what tells the engines apart: a few in a short answer
+exceed a limit that the mean time keeps.
 
 A request is split iff that costs less.  The best two P of each instance are enough: what P costs does not depend on D.
 """
@@ -17,6 +20,7 @@ A request is split iff that costs less.  The best two P of each instance are eno
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +28,6 @@ import msgspec
 
 from kvstrata.config.gateway_model import Contract
 from kvstrata.gateway.routing.choose import (
-    LATE,
     AnyPolicy,
     Auto,
     Estimate,
@@ -50,6 +53,11 @@ from kvstrata.gateway.routing.model import (
 
 HANDOVER_S = 0.03
 """From the last step of the engine that computes to the load of the other: an answer of the server and 1.5 steps."""
+MISSED_S = 1_000.0
+"""What a request that misses its class costs: more than anything else does."""
+LATE_DOUBT, SLOW_DOUBT = 0.4, 0.1
+"""Standard deviations of a first token's time and of a token's, beside the class's limits.  The first is large on
+purpose: a queue that ends just within the limit makes all that come next late."""
 REST_TOKENS = {"kvstrata": 256, "nixl": 1, "mooncake": 1}
 """What the engine that answers computes itself at most, by contract: the rest of a chunk, or the last token."""
 _NO_PATH = LoadPath(latency_s=0.0, tokens_s=1.0)
@@ -172,9 +180,8 @@ def _prefill(policy: Auto, view: View, one: EngineState, held: int, spared: floa
     found = estimate(view, one)
     compute_s = found.compute_s - spared * max(0, held - found.cached_tokens) / one.prefill_tokens_s
     cost = found.queue_s + found.load_s + compute_s
-    cost += policy.decode_share * one.running * compute_s + LATE * _others_late_s(view, one, found.compute_s)
-    if view.request.within_s:
-        cost += LATE * max(0.0, found.ttft_s - view.request.within_s)
+    cost += policy.decode_share * one.running * compute_s
+    cost += MISSED_S * (_others_missed(view, one, found.compute_s) + _late(view, found.ttft_s))
     return _Prefill(cost, one.name, one, found, compute_s)
 
 
@@ -200,28 +207,55 @@ def _pair(
     ttft_s = max(ready_s, own.queue_s) + HANDOVER_S + load_s + rest_s
     others_s = prefill.engine.running * prefill.compute_s + one.running * rest_s
     cost = ttft_s - (prefill.found.compute_s - prefill.compute_s) + policy.decode_share * others_s
-    cost += LATE * _others_late_s(view, prefill.engine, prefill.found.compute_s)
+    cost += MISSED_S * _others_missed(view, prefill.engine, prefill.found.compute_s)
     cost += _answer(policy, view, one, rest_s, ttft_s)
     way = Way(cached_tokens=n - rest, tier="l1", load_tokens=lacks, load_s=load_s, ttft_s=ttft_s)
     return _Pair(cost, prefill, way)
 
 
 def _answer(policy: Auto, view: View, one: EngineState, prompt_s: float, ttft_s: float) -> float:
-    """What the answer costs, and what is late of it and of those beside it, at an engine that computes so long."""
+    """What the answer costs, and what misses its class at an engine that computes so long."""
     request = view.request
-    token_s = one.token_s / (1.0 - one.prompt_share(view.now_s, prompt_s))
-    late_s = max(0.0, ttft_s - request.within_s) if request.within_s else 0.0
+    token_s = one.token_s / (1.0 - one.prompt_share(view.now_s))
+    missed = _late(view, ttft_s)
     if request.token_within_s:
-        late_s += request.answer_tokens * max(0.0, token_s - request.token_within_s)
-    late_s += _others_late_s(view, one, prompt_s)
-    return policy.decode_share * request.answer_tokens * token_s + LATE * late_s
+        missed = 1.0 - (1.0 - missed) * (
+            1.0 - _slow(view, one, request.short_tokens, request.token_within_s, 0.0)
+        )
+    missed += _others_missed(view, one, prompt_s)
+    return policy.decode_share * request.answer_tokens * token_s + MISSED_S * missed
 
 
-def _others_late_s(view: View, one: EngineState, prompt_s: float) -> float:
-    """By how much more the answers at an engine miss their classes if it computes so long, in seconds of all."""
+def _late(view: View, ttft_s: float) -> float:
+    """How likely the first token is to come later than its class allows."""
+    within_s = view.request.within_s
+    return _above((within_s - ttft_s) / (LATE_DOUBT * within_s)) if within_s else 0.0
+
+
+def _others_missed(view: View, one: EngineState, prompt_s: float) -> float:
+    """How many more answers at an engine are expected to miss their classes if it computes so long."""
     if not one.limited:
         return 0.0
-    limit_s = one.limits_s / one.limited
-    before, after = (one.token_s / (1.0 - one.prompt_share(view.now_s, more)) for more in (0.0, prompt_s))
-    missed_s = max(0.0, after - limit_s) - max(0.0, before - limit_s)
-    return one.limited * view.request.answer_tokens * missed_s
+    limit_s, tokens = one.limits_s / one.limited, view.request.answer_tokens
+    with_it, without = (_slow(view, one, tokens, limit_s, more_s) for more_s in (prompt_s, 0.0))
+    return one.limited * (with_it - without)
+
+
+def _slow(view: View, one: EngineState, tokens: float, limit_s: float, more_s: float) -> float:
+    """How likely an answer of so many tokens is to take longer for each than `limit_s`, if it is stalled for `more_s`.
+
+    Prompts of unlike lengths stall it at random times: their sum is taken to be normal.
+    """
+    if not tokens:
+        return 0.0  # nothing is known of answers yet
+    share = one.prompt_share(view.now_s)
+    spare_s = tokens * (limit_s - one.token_s) - more_s
+    mean_s = tokens * one.token_s * share / (1.0 - share)
+    return _above(
+        (spare_s - mean_s) / (SLOW_DOUBT * tokens * limit_s + math.sqrt(mean_s * one.prompt_size_s) + 1e-9)
+    )
+
+
+def _above(deviations: float) -> float:
+    """The share of a normal distribution that lies so many deviations above its mean."""
+    return 0.5 * math.erfc(deviations / math.sqrt(2.0))
