@@ -38,13 +38,13 @@ SHOWN = frozenset({
     # entries of l2_adapters
     "base_path", "bucket", "class_name", "codec", "eviction", "faults", "isolation", "key_prefix", "max_capacity_gb",
     "config_class_name", "module_path", "name", "policy", "pool", "read_ahead_size", "relative_tmp_dir", "s3_endpoint",
-    "s3_num_io_threads", "s3_prefer_http2", "sentinel_master", "sentinels", "serde", "startup_nodes", "tls_server_name",
+    "sentinel_master", "sentinels", "serde", "startup_nodes", "tls_server_name",
     "type", "username", "num_read_workers", "read_max_bytes_in_flight",
     # options of Mooncake's setup
     "global_segment_size", "ipc_socket_path", "local_buffer_size", "local_hostname", "master_server_addr",
     "metadata_server", "protocol", "rdma_devices", "ssd_offload_path", "tenant_id",
     # options of obstore
-    "account_name", "conditional_put", "connect_timeout", "endpoint", "proxy_url", "region", "s3_region", "timeout",
+    "account_name", "conditional_put", "connect_timeout", "endpoint", "proxy_url", "region", "timeout",
 })  # fmt: skip
 """Names of fields whose text is shown; tests/unit/config/test_secrets.py fails for a field of ours without a rule."""
 OBJECTS = frozenset({"adapter_params", "inner", "l2_adapters", "options", "replicate", "setup"})

@@ -148,10 +148,7 @@ def _name(options: Any, place: Place, before: list[str]) -> str:
         raise ConfigError(f"{place.path}: {must}, found {options!r:.80}", field=place.path)
     name: str = options["name"]
     wrong = ""
-    if name == "fp8":
-        advice = "KV is rounded where it is stored: give the engine fidelity: fp8; remove it here"
-        wrong = f"'fp8' is no codec of L2 any more: {advice}"
-    elif name not in NAMES:
+    if name not in NAMES:
         wrong = f"unknown codec {name!r:.80}{nearest(name, NAMES)}; known codecs: {', '.join(NAMES)}"
     elif before and NAMES.index(name) <= NAMES.index(before[-1]):
         wrong = f"{name!r} cannot come after {before[-1]!r}; the order is {', '.join(NAMES)}, each once"

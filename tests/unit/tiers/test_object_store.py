@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.server
 import importlib.util
-import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -50,17 +49,6 @@ def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.M
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[object_store\]'"):
         configure_tier(S3, 0)
-
-
-def test_lmcaches_names_of_fields_are_understood(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    more = {"s3_region": "eu-west-1", "disable_tls": True, "s3_num_io_threads": 64, "aws_access_key_id": "x"}
-    more["aws_secret_access_key"] = SECRET
-    configure_tier({"type": "s3", "url": "s3://bucket/kv", **more}, 0)
-    assert "l2_adapters[0].s3_num_io_threads: accepted" in caplog.text
-    for name, here in (("s3_region", "region"), ("disable_tls", "allow_http")):
-        assert f"l2_adapters[0].{name}: read as {here}" in caplog.text
-    assert SECRET not in caplog.text
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.util
-import logging
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -24,8 +23,6 @@ from kvstrata.tiers.config import COMMON, Make, Medium
 from kvstrata.tiers.media.shared import PerOpWorkers, medium_word
 from kvstrata.tiers.structs import Place
 
-log = logging.getLogger(__name__)
-
 MB = 1 << 20
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 KNOWN_TO_THE_LIBRARY = (
@@ -34,8 +31,6 @@ KNOWN_TO_THE_LIBRARY = (
     "account_name", "account_key", "sas_key", "proxy_url", "conditional_put", "s3_express",
 )  # fmt: skip
 """Common options of obstore, which errors suggest for a similar wrong name; obstore itself decides which exist."""
-REPLACED = (("s3_region", "region"), ("s3_enable_s3express", "s3_express"), ("disable_tls", "allow_http"))
-"""Pairs of LMCache's name for an option of its `s3`, and obstore's name for the same option."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0
 
 
@@ -58,8 +53,6 @@ class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         "Milliseconds after which obstore no longer repeats a request.", ge=0, le=300_000)] = 5_000
     s3_endpoint: Annotated[Any, says("Refused; write `url` and `endpoint`.")] = None
     max_capacity_gb: Annotated[Any, says("Refused unless 0; object stores have no cap here.")] = None
-    s3_num_io_threads: Annotated[Any, says("Accepted, but has no effect.")] = None
-    s3_prefer_http2: Annotated[Any, says("Accepted, but has no effect.")] = None
     # fmt: on
 
     def __repr__(self) -> str:
@@ -83,7 +76,8 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     )
     from kvstrata.tiers.media.object_store.failures import plain
 
-    options = _renamed(config, place)
+    _check_foreign(config, place)
+    options = config.options
     url = _url(config.url, place)
     store_options, client = _sorted(place, url, options)
     endpoint = options.get("endpoint") or options.get("aws_endpoint") or ""
@@ -135,30 +129,14 @@ def _url(url: str, place: Place) -> str:
     return url.rstrip("/")
 
 
-def _renamed(config: ObjectStoreConfig, place: Place) -> dict[str, Any]:
-    """The options under obstore's names, also those given under LMCache's names for its `s3`. Raises ConfigError."""
+def _check_foreign(config: ObjectStoreConfig, place: Place) -> None:
+    """Raises ConfigError for fields of LMCache's `s3` that mean something which is written otherwise here."""
     if config.s3_endpoint is not None:
         advice = 'write "url": "s3://BUCKET/PREFIX" and, for a server that is not Amazon\'s, "endpoint": "https://HOST"'
         raise place.refused("s3_endpoint", config.s3_endpoint, advice)
     if config.max_capacity_gb:
         advice = "object stores have no cap here; give the bucket a lifecycle rule"
         raise place.refused("max_capacity_gb", config.max_capacity_gb, advice)
-    if config.max_capacity_gb is not None:
-        place.noted("max_capacity_gb", "object stores have no cap here")
-    options = dict(config.options)
-    for old, new in REPLACED:
-        if old in options:
-            log.info("%s: read as %s, obstore's name for this option", place.at(old), new)
-            if new in options:
-                raise place.hidden(new, f"is given as {old} too; give one of them")
-            options[new] = options.pop(old)
-    for name, why in (
-        ("s3_num_io_threads", "per_op_workers bounds the requests"),
-        ("s3_prefer_http2", "write http1_only or http2_only for the library"),
-    ):
-        if getattr(config, name) is not None:
-            place.noted(name, why)
-    return options
 
 
 def _sorted(place: Place, url: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
