@@ -31,11 +31,13 @@ __all__ = [
     "engine_client",
     "figure",
     "fill_tier",
+    "is_faulted",
     "machine",
     "median_spread",
     "percentile",
     "scratch",
     "sized",
+    "start_faulted",
     "store_ended",
     "wait_until",
 ]
@@ -187,6 +189,17 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
         if time.monotonic() > deadline_s:
             raise RuntimeError(f"{what}: not within {timeout_s:.0f} s")
         time.sleep(0.001)
+
+
+def start_faulted(server: ServerProcess) -> None:
+    """Start a server and wait until its pool is faulted in."""
+    server.start()
+    wait_until(lambda: is_faulted(server.get("/v1/status")), "the pool is faulted in", 120)
+
+
+def is_faulted(found: dict[str, Any]) -> bool:
+    """Whether a status says that the whole pool is faulted in."""
+    return bool(found["pool"]["prefaulted_bytes"] >= found["pool"]["extents_bytes"])
 
 
 def clear_l1(server: ServerProcess) -> None:

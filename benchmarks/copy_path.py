@@ -28,9 +28,9 @@ from benchmarks.common import (
     median_spread,
     scratch,
     sized,
+    start_faulted,
     wait_until,
 )
-from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity, LoadItem
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.types import RequestIdentity, unpack_extents

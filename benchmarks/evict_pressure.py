@@ -19,8 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, scratch, sized, wait_until
-from benchmarks.raw_session import start_faulted, status
+from benchmarks.common import (
+    ROOT,
+    chain_of,
+    engine_client,
+    figure,
+    median_spread,
+    scratch,
+    sized,
+    start_faulted,
+    wait_until,
+)
 from kvstrata.client import LoadItem
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.types import RequestIdentity, unpack_extents
@@ -151,7 +160,7 @@ class Engine:
 
 def empty(server: ServerProcess, engine: Engine) -> None:
     """Clear L1 and L2 once all leases are released and all puts have ended."""
-    wait_until(lambda: status(server)["sessions"]["leases"] == 0, "leases are released")
+    wait_until(lambda: server.get("/v1/status")["sessions"]["leases"] == 0, "leases are released")
     wait_until(lambda: put_stats(server).get("backlog_bytes", 0) == 0, "puts end")
     wait_until(lambda: is_cleared(server), "L1 is empty")
     engine.stored.clear()
@@ -160,12 +169,12 @@ def empty(server: ServerProcess, engine: Engine) -> None:
 def is_cleared(server: ServerProcess) -> bool:
     """Ask the server to clear everything; return whether L1 is empty."""
     read(f"{server.url}/v1/clear", body={"tier": "all"})
-    return bool(status(server)["pool"]["used_bytes"] == 0)
+    return bool(server.get("/v1/status")["pool"]["used_bytes"] == 0)
 
 
 def put_stats(server: ServerProcess) -> dict[str, Any]:
     """Return the numbers of the puts to L2, from the status document; empty without L2."""
-    found: dict[str, Any] = status(server).get("l2_store", {})
+    found: dict[str, Any] = server.get("/v1/status").get("l2_store", {})
     return found
 
 

@@ -39,9 +39,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.common import NotHere, compared, figure, median_spread, scratch, wait_until
+from benchmarks.common import NotHere, compared, figure, median_spread, scratch, start_faulted, wait_until
 from benchmarks.copy_path import Path8B
-from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import CacheClient
 from kvstrata.client.pinning import Pinner
 from kvstrata.config.client_model import ClientSettings
@@ -575,7 +574,7 @@ def measure_pool(
     seconds: dict[tuple[str, int], list[float]] = {}
     with scratch("gpu") as folder, ServerProcess(Path(folder), l1_mb=pool_mb) as server:
         start_faulted(server)
-        pool_bytes = status(server)["pool"]["extents_bytes"]
+        pool_bytes = server.get("/v1/status")["pool"]["extents_bytes"]
         settings = ClientSettings(socket_dir=str(server.socket_dir), port=server.port)
         engine = CudaCopyEngine(0, engine=way_of(paged.plan), threads=CHECKSUM_THREADS)
         client = CacheClient(

@@ -36,11 +36,12 @@ from benchmarks.common import (
     wait_until,
 )
 from benchmarks.echo import ThreadedAsker, echo_server
-from benchmarks.plain_connection import PlainConnection
-from benchmarks.raw_session import RawSession, status
 from kvstrata.measure.blocks import PagedBlocks
+from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.memory.segment_settings import available_bytes
-from kvstrata.types import EXTENT, LayoutIdentity, RequestIdentity
+from kvstrata.rpc import wire
+from kvstrata.types import EXTENT, RequestIdentity
+from tests.harness.rpc_client import RpcClient
 from tests.harness.server_process import ServerProcess
 
 TARGET_US = 300
@@ -88,13 +89,13 @@ def lookup_seconds(client: Any, identity: Any, prompts: Sequence[bytes], pause_s
     return seconds
 
 
-def echo_seconds(socket: PlainConnection, frame: bytes, calls: int, pause_s: float) -> list[float]:
+def echo_seconds(socket: RpcClient, frame: bytes, calls: int, pause_s: float) -> list[float]:
     """Return the seconds of round trips of one frame."""
     seconds = []
     for _ in range(calls):
         started = time.perf_counter()
-        socket.send(frame)
-        socket.receive()
+        socket.send_bytes(frame)
+        socket.receive_bytes()
         seconds.append(time.perf_counter() - started)
         if pause_s:
             time.sleep(pause_s)
@@ -134,12 +135,14 @@ def run() -> list[dict[str, Any]]:
         wait_until(lambda: identity.ready, "the identity is declared")
         prompts = [chain_of(identity.root, number, CHUNKS) for number in range(PROMPTS)]
         fill_s = fill(client, identity, prompts, blocks)
-        entries = sum(status(server)["pool"]["entries"].values())
-        with echo_server(server.socket_dir / "echo.sock"):
-            layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
-            session = RawSession(server.socket_dir, layout, blocks.slice(), blocks.facts)
-            frame = session.lookup(prompts[0])
-            echo = PlainConnection(server.socket_dir / "echo.sock", 10.0)
+        entries = sum(server.get("/v1/status")["pool"]["entries"].values())
+        groups = [wire.KeyGroup(wire.Rule.PREFIX, prompts[0])]
+        frame = wire.encode(wire.Lookup(1, 1000, 1, "bench", groups))
+        echo_folder = server.socket_dir / "echo"
+        echo_folder.mkdir()
+        with echo_server(echo_folder / RPC_SOCKET):
+            echo = RpcClient(echo_folder)
+            echo.connect()
             paced: list[list[float]] = []
             packed: list[list[float]] = []
             bare: list[list[float]] = []
@@ -155,7 +158,6 @@ def run() -> list[dict[str, Any]]:
                 cpu_s += cpu_seconds(server.pid) - before
                 packed.append(lookup_seconds(client, identity, [next(asked) for _ in range(CALLS)], 0.0))
             echo.close()
-            session.close()
             hops = hops_us(server.socket_dir, frame, 0.0)
             hops_after_work = hops_us(server.socket_dir, frame, WORK_S)
         client.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import select
 import subprocess
@@ -21,8 +20,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from benchmarks.common import (
     ROOT,
@@ -36,11 +33,11 @@ from benchmarks.common import (
     store_ended,
 )
 from benchmarks.echo import echo_server
-from benchmarks.plain_connection import PlainConnection
-from benchmarks.raw_session import RawSession
 from kvstrata.measure.blocks import PagedBlocks
+from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.rpc import wire
-from kvstrata.types import LayoutIdentity, RequestIdentity, Slice
+from kvstrata.types import LayoutIdentity, RequestIdentity
+from tests.harness.rpc_client import RpcClient
 from tests.harness.server_process import ServerProcess
 
 TARGET = 1.5
@@ -51,35 +48,43 @@ LOAD_CLIENTS = sized(8, 1)
 LOAD_RATE = 25
 """Lookups that each client sends per second."""
 LOAD_CHUNKS = 512
+LAYOUT = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
 
 
-def ping_seconds(socket: PlainConnection, frame: Callable[[], bytes], count: int) -> list[float]:
-    """Return the seconds of `count` round trips, one after another; a frame is made before its round trip is timed."""
+def attached(socket_dir: Path) -> RpcClient:
+    """A bare session at the server, without the client library."""
+    blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
+    session = RpcClient(socket_dir, identity=LAYOUT, slice_held=blocks.slice(), facts=blocks.facts)
+    session.attach()
+    blocks.close()
+    return session
+
+
+def connected(folder: Path) -> RpcClient:
+    """A connection to the echo in that folder."""
+    echo = RpcClient(folder)
+    echo.connect()
+    return echo
+
+
+def ping_seconds(socket: RpcClient, count: int) -> list[float]:
+    """Return the seconds of `count` pings, one after another; a frame is made before its round trip is timed."""
     seconds = []
     for _ in range(count):
-        data = frame()
+        data = wire.encode(wire.Ping(socket.next_seq()))
         started = time.perf_counter()
-        socket.send(data)
-        socket.receive()
+        socket.send_bytes(data)
+        socket.receive_bytes()
         seconds.append(time.perf_counter() - started)
     return seconds
 
 
 @contextlib.contextmanager
-def load_clients(
-    server: ServerProcess, echo: Path, layout: LayoutIdentity, chain: Path, blocks: PagedBlocks
-) -> Iterator[Any]:
+def load_clients(server: ServerProcess, echo: Path, chain: Path) -> Iterator[Any]:
     """Run clients (`main`); yield a function that points them at `server`, at `echo` or nowhere (`rest`)."""
     command = [
         *(sys.executable, "-m", "benchmarks.ping", "--rate", str(LOAD_RATE), "--chain", str(chain)),
         *("--socket-dir", str(server.socket_dir), "--echo", str(echo)),
-        *(
-            "--layout",
-            msgspec.json.encode(layout).decode(),
-            "--slice",
-            msgspec.json.encode(blocks.slice()).decode(),
-        ),
-        *("--facts", json.dumps(blocks.facts)),
     ]
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, bufsize=0)
@@ -111,9 +116,7 @@ def load_clients(
             process.stdout.close()
 
 
-def compare(
-    name: str, session: RawSession, echo: PlainConnection, point: Callable[[str], int]
-) -> dict[str, Any]:
+def compare(name: str, session: RpcClient, echo: RpcClient, point: Callable[[str], int]) -> dict[str, Any]:
     """Measure server and echo in turns; `point` switches the load."""
     ours: list[list[float]] = []
     bare: list[list[float]] = []
@@ -121,10 +124,10 @@ def compare(
     for repeat in range(REPEATS):
         # Server and echo also take turns in being first, so that changes of the machine's speed favour neither.
         for who in ("server", "echo") if repeat % 2 else ("echo", "server"):
-            socket, taken = (session.socket, ours) if who == "server" else (echo, bare)
+            socket, taken = (session, ours) if who == "server" else (echo, bare)
             point(who)
-            ping_seconds(socket, session.ping, WARM_UP)
-            taken.append(ping_seconds(socket, session.ping, PINGS))
+            ping_seconds(socket, WARM_UP)
+            taken.append(ping_seconds(socket, PINGS))
             lookups[who] += point("rest")
     return compared(
         name,
@@ -141,7 +144,6 @@ def compare(
 
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
-    layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
     blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
     figures = []
     with scratch("ping") as folder, ServerProcess(folder, l1_mb=64, flags=("--no-http",)) as server:
@@ -152,14 +154,14 @@ def run() -> list[dict[str, Any]]:
         store = partial(client.store, identity, b"", chain, blocks.plan, [[0]] * LOAD_CHUNKS)
         store_ended(client, store(), store)
         (folder / "chain").write_bytes(chain)
-        path = server.socket_dir / "echo.sock"
-        with echo_server(path):
-            echo = PlainConnection(path, 10.0)
-            session = RawSession(server.socket_dir, layout, blocks.slice(), blocks.facts)
+        echo_folder = server.socket_dir / "echo"
+        echo_folder.mkdir()
+        with echo_server(echo_folder / RPC_SOCKET):
+            echo, session = connected(echo_folder), attached(server.socket_dir)
             figures.append(compare("ping", session, echo, lambda _: 0))
-            with load_clients(server, path, layout, folder / "chain", blocks) as point:
+            with load_clients(server, echo_folder, folder / "chain") as point:
                 figures.append(compare("ping_loaded", session, echo, point))
-            session.close()
+            session.goodbye()
             echo.close()
         client.close()
     blocks.close()
@@ -175,20 +177,15 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket-dir", type=Path, required=True)
-    parser.add_argument("--echo", type=Path, required=True)
-    parser.add_argument("--layout", required=True, help="LayoutIdentity as JSON")
-    parser.add_argument("--slice", required=True, help="Slice as JSON")
-    parser.add_argument("--facts", required=True, help="the facts behind its layout, as JSON")
+    parser.add_argument("--echo", type=Path, required=True, help="folder of the echo's socket")
     parser.add_argument("--chain", required=True, type=Path, help="file with the chain keys to look up")
     parser.add_argument("--rate", type=float, required=True)
     arguments = parser.parse_args()
-    layout = msgspec.convert(json.loads(arguments.layout), LayoutIdentity)
     chain = arguments.chain.read_bytes()
-    slice_ = msgspec.convert(json.loads(arguments.slice), Slice)
-    session = RawSession(arguments.socket_dir, layout, slice_, json.loads(arguments.facts))
-    echo = PlainConnection(arguments.echo, 10.0)
+    session, echo = attached(arguments.socket_dir), connected(arguments.echo)
+    identity = session.identify().identity_id
     stdin = sys.stdin.fileno()
-    target: PlainConnection | None = None
+    target: RpcClient | None = None
     cycles = 0
     due_s = time.monotonic()
     os.write(1, b"ready\n")
@@ -198,23 +195,24 @@ def main() -> None:
             line = os.read(stdin, 4096).decode()
             if not line:
                 break
-            target = {"server": session.socket, "echo": echo, "rest": None}[line.split()[-1]]
+            target = {"server": session, "echo": echo, "rest": None}[line.split()[-1]]
             os.write(1, f"{cycles}\n".encode())
             cycles = 0
             due_s = time.monotonic()
             continue
         assert target is not None
-        target.send(session.lookup(chain))
-        looked_up = session.last_seq
-        reply = target.receive()
-        if target is session.socket:
+        request = session.lookup_request(identity, chain, deadline_ms=1000, request_id="bench")
+        target.send_bytes(wire.encode(request))
+        reply = target.receive_bytes()
+        if target is session:
             found = wire.decode_reply(reply)
             assert isinstance(found, wire.LookupReply) and found.n_chunks == len(chain) // 32, found
-        target.send(session.release(looked_up))
-        target.receive()
+        release = wire.Release(session.next_seq(), [(session.session, request.seq)])
+        target.send_bytes(wire.encode(release))
+        target.receive_bytes()
         cycles += 1
         due_s = max(due_s + 1 / arguments.rate, time.monotonic() - 1.0)
-    session.close()
+    session.goodbye()
 
 
 if __name__ == "__main__":

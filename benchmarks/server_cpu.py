@@ -19,9 +19,9 @@ from benchmarks.common import (
     engine_client,
     scratch,
     sized,
+    start_faulted,
     wait_until,
 )
-from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.types import RequestIdentity

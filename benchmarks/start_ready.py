@@ -14,8 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import chain_of, compared, engine_client, median_spread, scratch, sized, wait_until
-from benchmarks.raw_session import is_faulted, status
+from benchmarks.common import (
+    chain_of,
+    compared,
+    engine_client,
+    is_faulted,
+    median_spread,
+    scratch,
+    sized,
+    wait_until,
+)
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.types import RequestIdentity
 from tests.harness.server_process import ServerProcess
@@ -44,7 +52,7 @@ def ping_until_faulted(server: ServerProcess) -> list[float]:
     seconds = []
     while sum(seconds) < 120:
         asked = time.perf_counter()
-        found = status(server)
+        found = server.get("/v1/status")
         seconds.append(time.perf_counter() - asked)
         if is_faulted(found):
             return seconds
