@@ -68,7 +68,9 @@ demo: setup-packages  ## show the main job end to end, with real vLLM where that
 #+ MODEL=gemma3, gpt-oss, mistral, llama4 or qwen3-next: a small model of that family
 #+ CLUSTER=1: a controller and two instances that read from each other; KEEP=1 leaves it open
 #+ GATEWAY=1: a gateway before two engines; a killed engine's conversation goes on at the other one
-	@$(if $(VLLM),export VLLM=$(VLLM);) [ "$$VLLM" = 0 ] || $(DEMO_VLLM) & $(MAKE) setup; done=$$?; \
+#+ FLEET=1: simulated engines at two servers, a gateway, a controller and kills, in half a minute
+#+ PD=1: one engine computes long prompts for another one that answers, and is killed
+	@$(if $(VLLM),export VLLM=$(VLLM);) [ "$$VLLM" = 0 ] || [ -n "$(FLEET)" ] || $(DEMO_VLLM) & $(MAKE) setup; done=$$?; \
 	    wait; [ $$done = 0 ] || exit $$done; \
 	    $(if $(VLLM),VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.tools.demo $(ARGS)
 

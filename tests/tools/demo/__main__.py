@@ -5,7 +5,8 @@ of a Llama-8B shape, SIGKILL, restart; every retrieved byte is compared.
 Act 2 is real vLLM on the CPU with a small random-weight Llama, the engine in a process of its own.
 With `CLUSTER=1` a controller, two servers and two vLLM processes take their place, the second of which hits chunks that
 the first one computed; `KEEP=1` leaves all of it running, dashboard included, until Ctrl-C.  With `GATEWAY=1` a gateway
-stands before two vLLM processes with a server each, one of which is killed.
+stands before two vLLM processes with a server each, one of which is killed.  With `PD=1` one of two vLLM processes
+computes prompts for the other, and is killed.  With `FLEET=1` all of it is shown with simulated engines.
 
 All state lies in a fresh folder under `build/`, the sockets under /tmp and the pool under /dev/shm, all named after
 this process; they are removed at the end, also after Ctrl-C.  If the demo was killed, the next start removes them.  The
@@ -28,6 +29,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 from tests.harness import vllm_env, vllm_model
 from tests.harness.child import ChildEnded, ChildError
@@ -37,7 +39,9 @@ from tests.harness.server_process import sweep
 from tests.harness.vllm_run import VllmFailed
 from tests.tools.demo.act_clients import act_1
 from tests.tools.demo.act_cluster import act_4
+from tests.tools.demo.act_fleet import act_7
 from tests.tools.demo.act_gateway import act_5
+from tests.tools.demo.act_pd import act_6
 from tests.tools.demo.act_vllm import CASES_2, act_2
 from tests.tools.demo.prompts import MODEL
 from tests.tools.demo.table import Table, Wrong, say
@@ -110,6 +114,12 @@ def main() -> int:
     gateway = os.environ.get("GATEWAY", "") not in ("", "0")
     parser.add_argument("--gateway", action="store_true", default=gateway,
                         help="only that: a gateway before two engines, one of which is killed")  # fmt: skip
+    pd = os.environ.get("PD", "") not in ("", "0")
+    parser.add_argument("--pd", action="store_true", default=pd,
+                        help="only that: an engine that computes prompts for another one")  # fmt: skip
+    fleet = os.environ.get("FLEET", "") not in ("", "0")
+    parser.add_argument("--fleet", action="store_true", default=fleet,
+                        help="only that: simulated engines at two servers, a gateway and a controller")  # fmt: skip
     keep = os.environ.get("KEEP", "") not in ("", "0")
     parser.add_argument("--keep", action="store_true", default=keep,
                         help="with --cluster: leave it running until Ctrl-C")  # fmt: skip
@@ -125,11 +135,14 @@ def main() -> int:
     begun_s = time.monotonic()
     with fresh_folder() as folder:
         try:
-            if arguments.gateway:
+            if arguments.fleet:
+                act_7(folder, table)
+                table.print(7)
+            elif arguments.gateway or arguments.pd:
                 if reason := vllm_wanted(arguments.vllm or "1"):
                     raise Unavailable(reason)
-                act_5(folder, table, arguments.model)
-                table.print(5)
+                (act_6 if arguments.pd else act_5)(folder, table, arguments.model)
+                table.print(6 if arguments.pd else 5)
             elif arguments.cluster:
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
@@ -140,7 +153,8 @@ def main() -> int:
                 act_1(folder, table)
                 table.print(1)
                 say(f"  Act 1 took {time.monotonic() - begun_s:.0f} s")
-            if arguments.act != 1 and not (arguments.cluster or arguments.gateway):
+            special = arguments.cluster or arguments.gateway or arguments.pd or arguments.fleet
+            if arguments.act != 1 and not special:
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
                     say(f"Act 2 is not run: {reason}")
@@ -155,7 +169,7 @@ def main() -> int:
         except Wrong as wrong:
             say(f"WRONG: {wrong}")
             status = 1
-        except (ServerFailed, VllmFailed, ChildEnded, ChildError, Unavailable) as error:
+        except (ServerFailed, VllmFailed, ChildEnded, ChildError, Unavailable, URLError) as error:
             say(f"FAILED: {error}")
             status = 2
     if not table.ok:

@@ -70,6 +70,37 @@ def _events() -> tuple[str, str]:
     return "--kv-events-config", json.dumps(events)
 
 
+def ask(url: str, model: str, prompt: list[int], **more: Any) -> Turn:
+    """Ask an engine or a gateway, and read the stream."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **more,
+    }
+    headers = {"Content-Type": "application/json"}
+    begun_s, first_s = time.monotonic(), 0.0
+    tokens: list[int] = []
+    cached = 0
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            first_s = first_s or time.monotonic()
+            event = json.loads(line[6:])
+            for choice in event["choices"]:
+                tokens += choice["token_ids"] or []
+            if event.get("usage"):
+                cached = (event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Turn("", first_s - begun_s, cached, tokens)
+
+
 class _Conversations:
     """Two conversations through the gateway."""
 
@@ -84,7 +115,7 @@ class _Conversations:
 
     def run(self) -> None:
         for engine in self.engines:
-            self.ask(engine.url, self.said())  # the first steps of an engine are slow
+            ask(engine.url, self.model, self.said())  # the first steps of an engine are slow
         first = self.said()
         answer = self.row(0, first, 0)
         first = [*first, *answer.tokens, *self.said()]
@@ -113,13 +144,13 @@ class _Conversations:
     def row(self, case: int, prompt: list[int], least: int, *, engine: str = "") -> Turn:
         """Ask the gateway, and compare with the tokens that the engine computes without a cache."""
         sent = self.sent()
-        turn = self.ask(self.gateway.url, prompt)
+        turn = ask(self.gateway.url, self.model, prompt)
         after = self.sent()
         # What Envoy sends on from a dead engine counts as sent to that one.
         alive = [name for name in after if name not in self.killed]
         [name] = [name for name in alive if after[name] > sent.get(name, 0)] if len(alive) > 1 else alive
         turn = turn._replace(engine=name)
-        alone = self.ask(f"http://{name}", prompt, cache_salt=f"alone {case}")
+        alone = ask(f"http://{name}", self.model, prompt, cache_salt=f"alone {case}")
         equal = turn.tokens == alone.tokens
         cached = turn.cached_tokens
         most = len(prompt) if least else 0
@@ -140,32 +171,3 @@ class _Conversations:
         page = urllib.request.Request(f"{self.gateway.url}/gateway/status", headers=headers)
         with urllib.request.urlopen(page, timeout=60) as answer:
             return {row["name"]: row["sent"] for row in json.load(answer)["engines"]}
-
-    def ask(self, url: str, prompt: list[int], **more: Any) -> Turn:
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": NEW_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **more,
-        }
-        headers = {"Content-Type": "application/json"}
-        begun_s, first_s = time.monotonic(), 0.0
-        tokens: list[int] = []
-        cached = 0
-        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            for line in answer:
-                if not line.startswith(b"data: {"):
-                    continue
-                first_s = first_s or time.monotonic()
-                event = json.loads(line[6:])
-                for choice in event["choices"]:
-                    tokens += choice["token_ids"] or []
-                if event.get("usage"):
-                    cached = (event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Turn("", first_s - begun_s, cached, tokens)
