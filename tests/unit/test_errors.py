@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
+
 from kvstrata.errors import (
     WIRE_ERRORS,
     InstanceIdTaken,
@@ -13,6 +17,7 @@ from kvstrata.errors import (
     UnreachableInstance,
     WrongKey,
     from_wire,
+    install,
 )
 
 GOLDEN = """
@@ -59,3 +64,13 @@ def test_a_reply_becomes_the_error_it_names() -> None:
         error = from_wire(code, "what is wrong", field="seq")
         assert type(error) is WIRE_ERRORS.get(code, InternalError)
         assert (error.message, error.field, error.retry_after_ms) == ("what is wrong", "seq", 0)
+
+
+def test_each_extra_that_an_error_says_to_install_exists() -> None:
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    told = re.findall(r"\binstall\(\"([a-z_,-]+)\"\)|\binstall\('([a-z_,-]+)'\)", "".join(
+        file.read_text() for file in (root / "src").rglob("*.py")
+    ))  # fmt: skip
+    assert {name for found in told for one in found for name in one.split(",") if name} <= set(extras)
+    assert len(told) > 5 and "[etcd]" in install("etcd")

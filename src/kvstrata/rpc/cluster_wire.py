@@ -519,7 +519,8 @@ class Await(ClusterRequest, frozen=True, tag="await"):
     record_bytes: Annotated[
         list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=MAX_AWAITED_SLICES)
     ] = []
-    """For each slice the length of a chunk's record.  Then what the owner's L2 tiers have is loaded into L1 for it."""
+    """For each slice the length of a chunk's record.  Then what the owner's L2 tiers have is loaded into L1 for it,
+    and no promise is waited for."""
     tenant: TenantName = ""
     """Whose bytes these are."""
 

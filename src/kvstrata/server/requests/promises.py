@@ -49,7 +49,7 @@ MAX_PEERS_WAITING = 512
 """Those of all peers."""
 PEEKED_KEYS = 256
 """Keys that are looked up at a time for a peer, some 40 µs of the loop."""
-STAGED_BYTES = 32 << 20
+STAGED_BYTES = 8 << 20
 """Bytes of records that are loaded from L2 into L1 for one question of a peer; or one chunk, if that is larger."""
 LOOKED_BACK = 512
 """Chunks before the missing one at which a promise of it may begin."""
@@ -266,7 +266,7 @@ class Promises(Numbers):
         `stage(chain)` loads these chunks from L2 as far as it has them.
         """
         n_slices, n_chunks = count(asked.slices), count(asked.chain)
-        at_once = max(1, STAGED_BYTES // sum(asked.record_bytes)) if asked.record_bytes else 0
+        staged = False
         most = max(1, PEEKED_KEYS // n_slices)
         ends_s, expects = asyncio.get_running_loop().time() + asked.wait_ms / 1000, asked.expects
         end: Literal["ready", "broken", "late", "none"] = "none"
@@ -279,10 +279,13 @@ class Promises(Numbers):
                 return n, "ready" if n > asked.n_present else "broken"
             if left_s <= 0:
                 return n, "late"
-            if at_once and self.may_wait(peer):
+            if asked.record_bytes:  # and no promise is waited for
+                if staged or not self.may_wait(peer):
+                    return n, "none"
+                at_once = max(1, STAGED_BYTES // sum(asked.record_bytes))
                 with self.counted(peer):
-                    await stage(part(asked.chain, n, min(n + at_once, n + most)))
-                at_once = 0
+                    await stage(part(asked.chain, n, n + min(at_once, most)))
+                staged = True
                 continue
             found = self.find(peer, asked.root, asked.chain, n)
             if found is not None and found.promise.slices == asked.slices:
