@@ -192,7 +192,7 @@ class Choosing:
         )
         tiers: set[Tier] = {copy.tier for copy in knowledge.copies} - {"l0"}
         if wanted.contract:
-            tiers.add("l1")
+            tiers |= {"l1", "peer"} if self._fleet.peers and wanted.contract == "kvstrata" else {"l1"}
         peers = {copy.source for copy in knowledge.copies if copy.tier == "peer"}
         loads = self._fleet.loads(serving, tiers, self._loading.queued(peers) if tiers else Counter())
         helpers = [one.load for one in serving.helpers]

@@ -148,6 +148,8 @@ class Fleet:
         self.decode_rates = DecodeRates()
         self.load_rates = LoadRates()
         self._instance_of: Callable[[ServingEngine], str] = lambda engine: ""
+        self.peers = False
+        """Whether instances read from each other."""
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
         self.served: dict[str, None] = {}
@@ -217,9 +219,9 @@ class Fleet:
             target.load.role = engine.place.role
             target.load.instance = engine.place.instance or self._instance_of(engine)
 
-    def attach(self, instance_of: Callable[[ServingEngine], str]) -> None:
-        """Controllers tell to which instances engines are attached; empty: not known."""
-        self._instance_of = instance_of
+    def attach(self, instance_of: Callable[[ServingEngine], str], *, peers: bool) -> None:
+        """Controllers tell to which instances engines are attached, empty: not known, and if these read each other."""
+        self._instance_of, self.peers = instance_of, peers
         for engine in self.engines.values():
             self._tell_ranks(engine)
 

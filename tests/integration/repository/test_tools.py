@@ -20,8 +20,9 @@ from tests.tools.provision import ROOT
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
-def test_the_demos_first_act_is_right_and_leaves_nothing() -> None:
-    command = [sys.executable, "-m", "tests.tools.demo", "--act", "1"]
+@pytest.mark.parametrize("what", ["--act=1", "--fleet"])
+def test_the_demos_without_vllm_are_right_and_leave_nothing(what: str) -> None:
+    command = [sys.executable, "-m", "tests.tools.demo", what]
     demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = demo.communicate(timeout=300)[0]
     assert demo.returncode == 0 and "NOT all right" not in output, output

@@ -155,7 +155,8 @@ def test_a_request_is_split_iff_that_costs_less_and_only_between_engines_that_ca
         by_name = {one.name: one for one in fleet}
         prefill, decode = by_name[decision.prefill.engine], by_name[decision.engine]
         assert may_hand_over(contract, prefill, decode)
-        assert contract == "nixl" or prefill.instance == decode.instance != ""
+        at_one = prefill.instance == decode.instance != ""
+        assert contract == "nixl" or at_one or decision.way.tier == "peer"
 
 
 def busy(**more: Any) -> EngineState:
@@ -166,6 +167,10 @@ def busy(**more: Any) -> EngineState:
 
 
 IDLE = {"name": "p", "running": 0, "requests": 0}
+L1_PATH = LoadPath(latency_s=0.0, tokens_s=80_000.0)
+READS, READS_SLOWLY = (
+    {"paths": {"l1": L1_PATH, "peer": LoadPath(latency_s=0.0, tokens_s=rate)}} for rate in (80_000.0, 200.0)
+)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +181,8 @@ IDLE = {"name": "p", "running": 0, "requests": 0}
         ("nothing is delayed", 8_000, IDLE, {"running": 0, "requests": 0}, False),
         ("the other engine's queue is longer than that", 8_000, {**IDLE, "drained_s": NOW_S + 5}, {}, False),
         ("the engines have other servers", 8_000, {**IDLE, "instance": "two"}, {}, False),
+        ("it reads from the other's", 8_000, {**IDLE, "instance": "two"}, READS, True),
+        ("it reads from the other's slowly", 8_000, {**IDLE, "instance": "two"}, READS_SLOWLY, False),
         ("the server is not known", 8_000, {**IDLE, "instance": ""}, {"instance": ""}, False),
         ("the other engine only answers", 8_000, {**IDLE, "role": "decode"}, {}, False),
         ("both delay as many", 8_000, {"name": "p"}, {}, False),

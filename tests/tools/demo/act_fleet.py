@@ -19,20 +19,20 @@ from tests.integration.testing.test_engine_sim import Sim, config
 from tests.tools.demo.servers import wait_for
 from tests.tools.demo.table import Table, say
 
-SERVERS, CHUNK_TOKENS, L1_MB = 2, 16, 256
+SERVERS, CHUNK_TOKENS, L1_MB = 4, 16, 128
 LONG_TOKENS, ANSWERS, SIBLINGS = 4_000, 6, 12
 CASES_7 = (
     "a long prompt at the decoding engine alone, beside answers",
     "the same length through the gateway: split",
     "{} siblings of a new prompt; answers that have computed it:",
     "a prefilling engine killed (SIGKILL) in mid-prefill",
-    "a server killed (SIGKILL): the other host answers",
+    "a host killed (SIGKILL): another one answers",
 )
 
 
 def act_7(folder: Path, table: Table) -> None:
-    """A controller, a gateway, two servers with two simulated engines each."""
-    say("A gateway, a controller, two servers, and at each a prefilling and a decoding engine (simulated)")
+    """A controller, a gateway, four servers with a simulated engine each."""
+    say("A gateway, a controller, four servers with a simulated engine each: two prefill, two decode")
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(
             Cluster(folder, l1_mb=L1_MB, n_servers=SERVERS, chunk_tokens=CHUNK_TOKENS)
@@ -40,18 +40,18 @@ def act_7(folder: Path, table: Table) -> None:
         flags = ("--model", "m", "--max-num-batched-tokens", "1000", "--prefill-token-us", "200")
         engines = []
         for number, server in enumerate(cluster.servers):
-            for role in ("prefill", "decode"):
-                sim = Sim(*flags, "--kv-transfer-config", config(server))
-                stack.callback(sim.process.wait)
-                stack.callback(sim.process.kill)
-                threading.Thread(target=sim.process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
-                place = {
-                    "url": sim.url,
-                    "name": f"{role}-{number}",
-                    "role": role,
-                    "instance": f"instance-{number}",
-                }
-                engines.append((sim, place))
+            role = "prefill" if number < SERVERS // 2 else "decode"
+            sim = Sim(*flags, "--kv-transfer-config", config(server))
+            stack.callback(sim.process.wait)
+            stack.callback(sim.process.kill)
+            threading.Thread(target=sim.process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
+            place = {
+                "url": sim.url,
+                "name": f"{role}-{number}",
+                "role": role,
+                "instance": f"instance-{number}",
+            }
+            engines.append((sim, place))
         gateway = GatewayProcess(
             folder / "gateway", [], split="kvstrata", engines=[place for _, place in engines],
             controllers={"urls": [f"tcp://127.0.0.1:{cluster.controller.ports['reply']}"], "name": "gateway"},
@@ -59,7 +59,7 @@ def act_7(folder: Path, table: Table) -> None:
         stack.enter_context(gateway)
         say(f"  gateway ready at {gateway.url}, dashboard at {cluster.controller.dashboard_link()}")
         wait_for(
-            lambda: all(len(one.get("/v1/status")["engines"]) == 2 for one in cluster.servers),
+            lambda: all(len(one.get("/v1/status")["engines"]) == 1 for one in cluster.servers),
             "the engines are not attached",
         )
         _Fleet(table, cluster, gateway, engines).run()
@@ -75,9 +75,15 @@ class _Fleet:
         self.draw = random.Random(7)
 
     def run(self) -> None:
-        for sim, _ in self.engines:  # rates are measured
-            for tokens in (500, 1_000, 2_000) * 3:
-                self.ask(sim.url, self.said(tokens))
+        for number in range(12):  # rates are measured: of computing, of loads, and of reads from other hosts
+            for sim, _ in self.engines:
+                prompt = self.said(500 * (1 + number % 4))
+                self.ask(sim.url, prompt)
+                self.ask(
+                    self.engines[(number % 2) - 2][0].url,
+                    prompt,
+                    kv_transfer_params={"kvstrata.wait_ms": 500},
+                )
         decoding = [sim.url for sim, place in self.engines if place["role"] == "decode"]
         with self.answering():
             prompt = self.said()
@@ -93,10 +99,8 @@ class _Fleet:
             )
             self.siblings()
             self.killed()
-        self.cluster.servers[0].kill()
-        for sim, place in self.engines:
-            if place["instance"] == "instance-0":
-                sim.process.kill()
+        self.cluster.servers[-2].kill()
+        self.engines[-2][0].process.kill()
         prompt = self.said()
         took_s, answer = self.ask(self.gateway.url, prompt)
         self.row(4, took_s, answer, ok=self.right(prompt, answer))
@@ -149,8 +153,9 @@ class _Fleet:
                 return any(waits) or asking.done()
 
             wait_for(waiting, "no engine waits")
-            at = f"prefill-{waits.index(max(waits))}"
-            next(sim for sim, place in self.engines if place["name"] == at).process.kill()
+            for sim, place in self.engines:
+                if place["role"] == "prefill" and requests_at(sim) > 0:
+                    sim.process.kill()
             took_s, answer = asking.result()
         self.row(3, took_s, answer, ok=self.right(prompt, answer))
 
@@ -172,3 +177,10 @@ class _Fleet:
 def cached(answer: Any) -> int:
     """Tokens of the prompt that were not computed."""
     return int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def requests_at(sim: Sim) -> float:
+    """Requests that an engine has."""
+    with urllib.request.urlopen(f"{sim.url}/metrics", timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))

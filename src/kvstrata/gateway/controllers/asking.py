@@ -211,7 +211,10 @@ class Controllers(Numbers):
 
     def _heard(self, directory: Directory) -> None:
         self._directory = directory
-        self._fleet.attach(lambda engine: served.instance if (served := directory.instance(engine)) else "")
+        self._fleet.attach(
+            lambda engine: served.instance if (served := directory.instance(engine)) else "",
+            peers=len(directory.instances) > 1,
+        )
         # Without a key file, instances let in whoever has the key that this user's processes share.
         shared = self._shared if self._settings.curve_file == "" and not self._settings.insecure else None
         self.following.follow(directory.instances.values(), shared.keys if shared is not None else self._keys)

@@ -14,9 +14,9 @@ class Handover:
     answers_later: ClassVar[bool] = False
     """Whether the engine that answers gets the request only when the other one has answered."""
 
-    def __init__(self, expected_s: float) -> None:
-        """`expected_s`: until the prompt is computed."""
-        self.expected_s = expected_s
+    def __init__(self, expected_s: float, source: str = "") -> None:
+        """`expected_s`: until the prompt is computed; `source`: the other host's instance, if there are two."""
+        self.expected_s, self.source = expected_s, source
 
     def for_prefill(self) -> Fields:
         """What the engine that computes is told."""

@@ -88,7 +88,9 @@ class Legs(Numbers):
         """
         leg = choice.prefill
         assert leg is not None and leg.way is not None
-        handover = CONTRACTS[choice.wanted.contract](leg.way.ttft_s)
+        at = leg.engine.load.instance
+        source = at if at != choice.engine.load.instance else ""
+        handover = CONTRACTS[choice.wanted.contract](leg.way.ttft_s, source)
         path, sent = leg_of(request, choice, body, handover.for_prefill(), more)
         task = asyncio.ensure_future(self._run(request, choice, path, sent))
         self.tasks[task] = None

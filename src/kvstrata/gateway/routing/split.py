@@ -14,14 +14,15 @@ first token is to be late and its answer to be stalled, and those in flight besi
 mean of their limits, by how much likelier it becomes.  Stalls are what tells the engines apart: a few in a short answer
 exceed a limit that the mean time keeps.
 
-A request is split iff that costs less.  The best two P of each instance are enough: what P costs does not depend on D.
+A request is split iff that costs less.  The best two P of each instance, and of all, are enough: what P costs does not
+depend on D.  Between two hosts the transfer adds what of it is not done while the prompt is computed.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -48,6 +49,7 @@ from kvstrata.gateway.routing.model import (
     Leg,
     LoadPath,
     Request,
+    Tier,
     Way,
 )
 
@@ -60,6 +62,8 @@ LATE_DOUBT, SLOW_DOUBT = 0.4, 0.1
 purpose: a queue that ends just within the limit makes all that come next late."""
 REST_TOKENS = {"kvstrata": 256, "nixl": 1, "mooncake": 1}
 """What the engine that answers computes itself at most, by contract: the rest of a chunk, or the last token."""
+NOT_HIDDEN = 0.2
+"""The share of a transfer between two hosts that is not done while the prompt is computed."""
 _NO_PATH = LoadPath(latency_s=0.0, tokens_s=1.0)
 
 
@@ -67,12 +71,10 @@ def may_hand_over(contract: Contract, prefill: EngineState, decode: EngineState)
     """Whether one engine can compute a prompt for the other."""
     if prefill.name == decode.name or prefill.role == "decode" or decode.role == "prefill":
         return False
-    return contract != "kvstrata" or bool(prefill.instance and prefill.instance == decode.instance)
-
-
-def _place(contract: Contract, engine: EngineState) -> str:
-    """Engines that can compute for each other have the same."""
-    return engine.instance if contract == "kvstrata" else ""
+    if contract != "kvstrata":
+        return True
+    known = bool(prefill.instance and decode.instance)
+    return known and (prefill.instance == decode.instance or "peer" in decode.paths)
 
 
 class _Prefill(NamedTuple):
@@ -135,13 +137,15 @@ def decide(
         return choose(request, engines, knowledge, now_s, policy=policy)
     view = viewed(request, engines, knowledge, now_s)
     held, spared = policy.replica(view)
-    prefills: dict[str, list[_Prefill]] = {}
+    prefills: dict[str, list[_Prefill]] = {"": []}
     for one in (*engines, *helpers):
         if one.role != "decode":
-            prefills.setdefault(_place(contract, one), []).append(_prefill(policy, view, one, held, spared))
+            prefills[""].append(_prefill(policy, view, one, held, spared))
+            if one.instance:
+                prefills.setdefault(one.instance, []).append(prefills[""][-1])
     best = {place: heapq.nsmallest(2, all_of, key=_rank) for place, all_of in prefills.items()}
     alone = [_alone(policy, view, one, held, spared) for one in engines]
-    pairs = [_pair(policy, view, one, best.get(_place(contract, one), ()), contract) for one in engines]
+    pairs = [_best_pair(policy, view, one, best, contract) for one in engines]
     costs = [
         min(cost, pair.cost) if pair is not None else cost for cost, pair in zip(alone, pairs, strict=True)
     ]
@@ -192,6 +196,15 @@ def _alone(policy: Auto, view: View, one: EngineState, held: int, spared: float)
     return found.ttft_s - spared_s + policy.decode_share * one.running * (found.compute_s - spared_s) + answer
 
 
+def _best_pair(
+    policy: Auto, view: View, one: EngineState, best: Mapping[str, Sequence[_Prefill]], contract: Contract
+) -> _Pair | None:
+    """The best split with an engine that answers: the other one is at its host, or the best of all."""
+    places = dict.fromkeys((one.instance if contract == "kvstrata" else "", ""))
+    pairs = [_pair(policy, view, one, best.get(place, ()), contract) for place in places]
+    return min((pair for pair in pairs if pair is not None), key=lambda pair: pair.cost, default=None)
+
+
 def _pair(
     policy: Auto, view: View, one: EngineState, prefills: Sequence[_Prefill], contract: Contract
 ) -> _Pair | None:
@@ -203,13 +216,18 @@ def _pair(
         return None
     path = one.paths.get("l1", _NO_PATH)
     load_s = path.latency_s + (path.queued_tokens + lacks) / path.tokens_s
+    tier: Tier = "l1"
+    if contract == "kvstrata" and prefill.engine.instance != one.instance:
+        tier, link = "peer", one.paths["peer"]
+        load_s += link.latency_s - path.latency_s
+        load_s += (link.queued_tokens + NOT_HIDDEN * lacks) * (1 / link.tokens_s - 1 / path.tokens_s)
     rest_s, ready_s = rest / one.prefill_tokens_s, prefill.found.ttft_s
     ttft_s = max(ready_s, own.queue_s) + HANDOVER_S + load_s + rest_s
     others_s = prefill.engine.running * prefill.compute_s + one.running * rest_s
     cost = ttft_s - (prefill.found.compute_s - prefill.compute_s) + policy.decode_share * others_s
     cost += MISSED_S * _others_missed(view, prefill.engine, prefill.found.compute_s)
     cost += _answer(policy, view, one, rest_s, ttft_s)
-    way = Way(cached_tokens=n - rest, tier="l1", load_tokens=lacks, load_s=load_s, ttft_s=ttft_s)
+    way = Way(cached_tokens=n - rest, tier=tier, load_tokens=lacks, load_s=load_s, ttft_s=ttft_s)
     return _Pair(cost, prefill, way)
 
 
