@@ -40,7 +40,17 @@ SGLANG = (
 """Some 50 MB. torchvision is the release for the torch of `vllm_env`; of its kernels none is used."""
 VLLM_FOR_GPUS = ("vllm==0.33.0",)
 """A version that has wheels for a GPU only; tests use its Python."""
-SETS = (NIXL, NVCC, MOONCAKE, ENVOY, HELM, KUBERNETES, SGLANG, VLLM_FOR_GPUS)
+LITELLM = (
+    "litellm==1.110.2",
+    "fastuuid==0.14.0",
+    "importlib-metadata==8.7.0",
+    "zipp==4.1.2",
+    "h2==4.3.0",
+    "hpack==4.1.0",
+    "hyperframe==6.1.0",
+)
+"""Its other requirements are in the environment of vLLM, whose Python runs it."""
+SETS = (NIXL, NVCC, MOONCAKE, ENVOY, HELM, KUBERNETES, SGLANG, VLLM_FOR_GPUS, LITELLM)
 FETCHED = tuple(each for packages in SETS for each in packages)
 """What `requirements/fetched.lock` pins, without dependencies."""
 
