@@ -6,15 +6,9 @@ which it was due, so delays of the event loop count too.  All calls go through t
 adapter.  A round is a second of lookups alone, then a burst, whose records are deleted; a first burst puts the records
 that lookups ask for.
 
-- `lanes_hol`: an adapter whose `exists` makes one stat a key in the lookup lane and whose puts are durable
-  (benchmarks/stat_files.py), with separate threads for lookups and for puts.  The figure also has the same adapter with
-  two other ways to share as many threads: one pool in which the lanes keep one thread free of puts, and one queue that
-  is served in order, as if there were no lanes.
-- `lanes_hol_fs`, `lanes_hol_disk`: these adapters answer `exists` from memory on the event loop.
-
-Sketch: with a thread of its own, a lookup waits only for a core, which each of the four writing threads needs for
-microseconds a record: so the p99 is that of lookups alone, or a little more on two cores.  In one queue a lookup waits
-for up to 256 records, which is as long as the disk takes for 256 MiB.
+Sketch: `fs` and `disk` answer `exists` from memory on the event loop, so a lookup waits only for a core, which each of
+the four writing threads needs for microseconds a record: so the p99 is that of lookups alone, or a little more on two
+cores.
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ import secrets
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
@@ -49,7 +42,6 @@ LOOKUP_KEYS = 1024
 LOOKUP_EVERY_S = 0.02
 IDLE_S = 1.0
 OWN = {"lookup": 1, "retrieve": 1, "store": 4}
-COMMON = 1
 TARGET = 3.0
 DEADLINE_MS = 60_000
 """Deadline of puts; other programs may use the disk too."""
@@ -228,25 +220,7 @@ def burst(entry: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def stat_files(
-    base: Path, threads: int, own: Mapping[str, int], *, first_come: bool = False
-) -> dict[str, Any]:
-    """Return the entry of the adapter of benchmarks/stat_files.py, with `threads` common threads and `own` per lane."""
-    parameters = {
-        "base_path": str(base),
-        "num_workers": threads,
-        "per_op_workers": own,
-        "first_come": first_come,
-    }
-    return {
-        "type": "plugin",
-        "module_path": "benchmarks.stat_files",
-        "class_name": "make",
-        "adapter_params": parameters,
-    }
-
-
-def hol_figure(name: str, found: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def hol_figure(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figure for the p99 of lookups during the burst."""
     idle, put = found["idle"]["ms"], found["burst"]
     return figure(
@@ -260,29 +234,14 @@ def hol_figure(name: str, found: Mapping[str, Any], **more: Any) -> dict[str, An
         idle_ms=idle,
         burst_ms=put["ms"],
         put_gb_per_s=put["gb_per_s"],
-        **more,
     )
 
 
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
-    threads = sum(OWN.values()) + COMMON
     with scratch("lanes") as folder:
-        own = burst(stat_files(folder / "own", COMMON, OWN))
-        pool = burst(stat_files(folder / "pool", threads, {}))
-        first_come = burst(stat_files(folder / "first-come", threads, {}, first_come=True))
         fs = burst({"type": "fs", "base_path": str(folder / "fs"), "min_free_gb": 0, "per_op_workers": OWN})
         disk = burst(
             {"type": "disk", "base_path": str(folder / "disk"), "capacity_gb": 8, "per_op_workers": OWN}
         )
-    p99 = own["burst"]["ms"]["p99"]
-    return [
-        hol_figure(
-            "lanes_hol",
-            own,
-            shared_pool={**pool, "p99_to_lanes": pool["burst"]["ms"]["p99"] / p99},
-            first_come={**first_come, "p99_to_lanes": first_come["burst"]["ms"]["p99"] / p99},
-        ),
-        hol_figure("lanes_hol_fs", fs),
-        hol_figure("lanes_hol_disk", disk),
-    ]
+    return [hol_figure("lanes_hol_fs", fs), hol_figure("lanes_hol_disk", disk)]

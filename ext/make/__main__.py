@@ -2,8 +2,7 @@
 
 `compile FLAGS... -c SOURCE -o OBJECT` compiles with $CXX through the cache, in the current folder, and writes the rule
 that make includes into OBJECT's name with .d. `program SOURCE TARGET` links a program from one source and the core
-library; `module SOURCE TARGET` links an extension module for this Python from one source alone. Both take paths
-relative to the tree.
+library; both are paths relative to the tree.
 """
 
 from __future__ import annotations
@@ -33,25 +32,21 @@ def compile_for_make(words: list[str]) -> None:
         builder.sweep()
 
 
-def link(what: str, source: str, target: str) -> None:
+def link(source: str, target: str) -> None:
     builder = Builder()
     with native.exclusive_build(), ThreadPoolExecutor(max_workers=native.jobs_wanted()) as pool:
-        if what == "program":
-            flags, others = [*native.own_flags(), "-Iext/core/tests"], [native.make_core(builder, pool)]
-        else:
-            flags, others = native.python_flags(native.Module("", (source,)), generated=False), []
-        step = compile_step(source, native.object_of(source), flags)
+        core = native.make_core(builder, pool)
+        step = compile_step(source, native.object_of(source), [*native.own_flags(), "-Iext/core/tests"])
         builder.make(step)
-        shared = [] if what == "program" else ["-shared"]
-        builder.make(native.link_step([step.product, *others], target, *shared))
+        builder.make(native.link_step([step.product, core], target))
 
 
 def main(what: str = "", *words: str) -> int:
     try:
         if what == "compile" and "-c" in words and "-o" in words:
             compile_for_make(list(words))
-        elif what in ("program", "module") and len(words) == 2:
-            link(what, *words)
+        elif what == "program" and len(words) == 2:
+            link(*words)
         else:
             print(__doc__, file=sys.stderr)
             return 2
