@@ -5,6 +5,7 @@ The line's form is configuration.LINE; the marks are those of watch.c and watch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ END = "DownstreamEnd"
 ELSEWHERE = frozenset((429, 502, 503, 504))
 """Statuses of an engine that has not begun the request."""
 NO_FLAGS: frozenset[str] = frozenset()
-_NONE: Mapping[str, int] = {}
 _UNREACHED = frozenset(("UF", "URX", "UH", "NC"))
 
 
@@ -71,16 +71,9 @@ def marks_of(line: bytes) -> Marks | None:
     number, kind, status, served, flags, attempts, told, word = words
     if not (_is_count(status) and (_is_count(number) or number == "-")):
         return None
-    return marks(
-        number,
-        word,
-        kind == END,
-        int(status),
-        served if served != "-" else "",
-        frozenset(flags.split(",")) if flags != "-" else NO_FLAGS,
-        int(attempts) if _is_count(attempts) else 0,
-        told,
-    )
+    known = frozenset(flags.split(",")) if flags != "-" else NO_FLAGS
+    tried = int(attempts) if _is_count(attempts) else 0
+    return marks(number, word, kind == END, int(status), served if served != "-" else "", known, tried, told)
 
 
 def marks(
@@ -94,34 +87,16 @@ def marks(
     told: str,
 ) -> Marks:
     """What a line says, with what the watcher has `told`; something else than its words says nothing."""
-    first_s = last_s = 0.0
-    events, whole, failed, tokens, reason, response = 0, False, False, _NONE, "", ""
-    parts = told.split(",")
+    at, parts = int(number) if _is_count(number) else -1, told.split(",")
     if len(parts) == 12:
-        try:
+        with contextlib.suppress(ValueError):
             first_s, last_s = float(parts[0]), float(parts[1])
-            events, whole, failed = int(parts[2]), parts[3] != "0", parts[4] != "0"
-            tokens, reason, response = _tokens(*map(int, parts[5:10])), parts[10], parts[11]
-        except ValueError:
-            first_s = last_s = 0.0
-            events, whole, failed, tokens, reason, response = 0, False, False, _NONE, "", ""
-    return Marks(
-        int(number) if _is_count(number) else -1,
-        word,
-        is_end,
-        status,
-        served,
-        flags,
-        attempts,
-        first_s,
-        last_s,
-        events,
-        whole,
-        failed,
-        tokens,
-        reason,
-        response,
-    )
+            events, whole, failed, *counts = map(int, parts[2:10])
+            return Marks(
+                at, word, is_end, status, served, flags, attempts, first_s, last_s, events, bool(whole), bool(failed),
+                _tokens(*counts), parts[10], parts[11],
+            )  # fmt: skip
+    return Marks(at, word, is_end, status, served, flags, attempts)
 
 
 def _tokens(prompt: int, cached: int, completion: int, read: int, created: int) -> dict[str, int]:
