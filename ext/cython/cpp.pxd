@@ -438,7 +438,20 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         vector[Forecast] sizes
         vector[TenantForecast] tenants
 
+    cdef cppclass RequestLog "kvstrata::RequestLog":
+        void start(uint64_t) noexcept
+        string take() except +
+
+    cdef cppclass ShadowSums "kvstrata::ShadowSums":
+        double chunks, hit_chunks, cost, hit_cost
+
+    cdef cppclass CShadow "kvstrata::Shadow":
+        CShadow(size_t, string, double, cbool, size_t, cbool) except +
+        cbool replay(string) except +
+        const ShadowSums& sums() noexcept
+
     cdef cppclass CPool "kvstrata::Pool":
+        RequestLog& request_log() noexcept
         void missed(const uint8_t*, size_t, size_t, uint32_t) noexcept
         size_t hint(const uint8_t*, size_t, uint8_t) noexcept
         void has(const uint8_t*, size_t, uint8_t*) noexcept

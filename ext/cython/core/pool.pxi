@@ -202,6 +202,31 @@ cdef PoolOptions _options(extents_bytes, entry_capacity, policy, max_session_sha
     return options
 
 
+cdef class Shadow:
+    cdef unique_ptr[CShadow] shadow
+
+    def __cinit__(
+        self, *, capacity, policy="VALUE", depth_cost=0.0085, refuses=True, size_t engine_chunks=0, cbool late=False
+    ):
+        if not 1 <= capacity <= 1 << 30:
+            raise ValueError(f"capacity: must be between 1 and {1 << 30} chunks, got {capacity}")
+        if policy not in ("VALUE", "LRU"):
+            raise ValueError(f"policy: must be VALUE or LRU, got {policy!r}")
+        self.shadow.reset(new CShadow(capacity, policy.encode(), depth_cost, refuses, engine_chunks, late))
+
+    def replay(self, bytes log):
+        cdef string requests = log
+        cdef cbool complete
+        with nogil:
+            complete = self.shadow.get().replay(requests)
+        return complete
+
+    @property
+    def sums(self):
+        cdef ShadowSums sums = self.shadow.get().sums()
+        return sums.chunks, sums.hit_chunks, sums.cost, sums.hit_cost
+
+
 cdef class Pool:
     cdef shared_ptr[CPool] pool
 
@@ -275,6 +300,12 @@ cdef class Pool:
         with nogil:
             hinted = self.pool.get().hint(data, n_keys, next)
         return hinted
+
+    def log_requests(self, uint64_t salt):
+        self.pool.get().request_log().start(salt)
+
+    def take_requests(self):
+        return self.pool.get().request_log().take()
 
     def forecasts(self):
         cdef Forecasts found

@@ -134,8 +134,11 @@ DEFAULT_PORT = 5555
 
 
 class ObservabilitySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a server tells of its requests."""
+    """What a server writes down of its requests, and tells of them."""
 
+    record: Annotated[str, says(
+        "Folder for a log of requests, for `kvstrata replay`: 16 files of 64 MB, without prompts or keys; empty: none.")
+    ] = ""
     otlp_endpoint: Annotated[str, says(
         "OpenTelemetry collector, as `http://HOST:4318`, that gets spans of the requests whose clients are traced, by "
         "OTLP over HTTP; the path is `/v1/traces` if none is given. Needs the extra `otel`. Empty: no spans.",

@@ -33,7 +33,7 @@ SHOWN = frozenset({
     "fidelity", "eviction_policy", "gateways", "host", "hosts", "http_host", "instance_id", "listen",
     "load", "load_mode", "log_format", "log_level", "monitor_host", "numa", "otlp_endpoint", "peer_hosts", "prefix",
     "request_tenants", "roots",
-    "segment_dir", "slo", "snapshot_dir", "socket_dir", "split", "store", "tenant",
+    "record", "segment_dir", "slo", "snapshot_dir", "socket_dir", "split", "store", "tenant",
     "types", "url", "urls", "user", "why", "zone",
     # entries of l2_adapters
     "base_path", "bucket", "class_name", "codec", "eviction", "faults", "isolation", "key_prefix", "max_capacity_gb",

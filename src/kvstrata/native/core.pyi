@@ -455,6 +455,30 @@ class LoadBatch:
         For each item its wire.CommitOutcome, or 255 if it was given back.  Extents in use stay in quarantine.
         """
 
+class Shadow:
+    """A cache without bytes under the pool's eviction policy, through which logged requests pass. Not thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        policy: str = "VALUE",
+        depth_cost: float = 0.0085,
+        refuses: bool = True,
+        engine_chunks: int = 0,
+        late: bool = False,
+    ) -> None:
+        """`capacity`: chunks. `policy`: VALUE or LRU. `refuses`: as without an L2. Raises ValueError.
+
+        With `engine_chunks`, an engine with a cache of so many chunks asks, whose hits count too; `late`: chunks are
+        stored when that cache loses them.
+        """
+    def replay(self, log: bytes) -> bool:
+        """Requests as `Pool.take_requests` returns them; False if the last one is incomplete. Releases the GIL."""
+    @property
+    def sums(self) -> tuple[float, float, float, float]:
+        """Chunks, hits among them, and both in costs (units of a prompt's first chunk)."""
+
 class Pool:
     """The one writer of a segment. Descriptors passed in stay the caller's and may be closed afterwards."""
 
@@ -517,6 +541,10 @@ class Pool:
         """Says what comes next (`types.Next`) after a request that used the first of these chunks that is present, and
         those before it in its prompt. How many those are.
         """
+    def log_requests(self, salt: int) -> None:
+        """From now on logs requests for `take_requests`, the keys mixed with the random number `salt`."""
+    def take_requests(self) -> bytes:
+        """The requests since the last call, at most 64 MiB: docs/formats.md has the form."""
     def forecasts(
         self,
     ) -> tuple[

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstrata.clock import Clock
@@ -24,6 +25,7 @@ from kvstrata.memory.paths import LESSONS, RPC_SOCKET, socket_dir
 from kvstrata.native.core import Pool
 from kvstrata.observability.explain import Explainer
 from kvstrata.observability.logging import EventLog
+from kvstrata.server.request_log import RequestLog
 from kvstrata.types import PoolEvent
 
 if TYPE_CHECKING:
@@ -130,6 +132,8 @@ class Housekeeping:
         self._costs: dict[int, float] = {}
         """As the policy was told, by the number of the model; logarithms."""
         self._looked_s = float("-inf")
+        folder = parts.settings.observability.record
+        self._requests = RequestLog(parts.pool, Path(folder), parts.settings.chunk_size) if folder else None
 
     async def run(self) -> None:
         """Run rounds until cancelled."""
@@ -169,7 +173,12 @@ class Housekeeping:
                 parts.pool.set_cost(model, 2.0**cost)
 
     def _learn(self) -> None:
-        """Let the policy learn what is worth keeping, and save it for the next server. Blocks for milliseconds."""
+        """Let the policy learn what is worth keeping, and save it for the next server. Blocks for milliseconds.
+
+        Write the log of requests.
+        """
+        if self._requests is not None:
+            self._requests.write()
         if self._parts.pool.learn():
             with contextlib.suppress(
                 OSError

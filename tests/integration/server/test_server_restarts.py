@@ -82,6 +82,41 @@ def test_what_the_policy_learnt_survives_a_kill_and_damage_costs_only_the_lesson
         assert ("the eviction policy learns anew" in server.log_tail()) == learns_anew
 
 
+def test_recorded_requests_are_replayed_with_the_hits_of_the_server(tmp_path: Path) -> None:
+    def replay(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvstrata", "replay", *map(str, words), "--chunk-mb", "1", "--json"]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    folder = tmp_path / "requests"
+    environment = {**os.environ, "KVSTRATA_OBSERVABILITY_RECORD": str(folder)}
+    with ServerProcess(tmp_path / "server", l1_mb=16, environment=environment) as server:
+        server.start()
+        with RpcClient(server.socket_dir) as client:
+            identity = client.identify()
+            chain = chain_of(identity.root, 6)
+            for n_chunks in (4, 6, 6):  # 4 + 6 + 6 chunks, of which 0 + 4 + 6 are hits
+                found = client.lookup(identity.identity_id, chain[: n_chunks * 32])
+                if found.n_chunks:
+                    client.release([(client.session, found.seq)])
+                client.store(identity, chain[: n_chunks * 32])
+            eventually(
+                "all requests are written",
+                lambda: sum(file.stat().st_size for file in folder.glob("*.kvr")) == 24 + 3 * 16 + 16 * 8,
+            )
+    [file] = folder.glob("*.kvr")
+    assert not any(key[:8] in file.read_bytes() for key in keys_of(chain))
+    done = replay(file, "--l1-size-gb", 1)
+    assert json.loads(done.stdout)["sizes"][0]["hits_LRU"] == round(10 / 16, 4), done.stderr
+    file.write_bytes(file.read_bytes()[:-1])
+    for wrong, message in (
+        (file, "ends within a request"),
+        (tmp_path / "server" / "server.log", "line 1 is no request"),
+        (tmp_path / "x", "No such"),
+    ):
+        failed = replay(wrong)
+        assert failed.returncode != 0 and message in failed.stderr and "Traceback" not in failed.stderr
+
+
 def test_ctl_lists_and_frees_extents_that_a_device_may_still_write(tmp_path: Path) -> None:
     def ctl(server: ServerProcess, *arguments: str) -> Any:
         command = [sys.executable, "-m", "kvstrata", "ctl", "--url", server.url, "--json"]

@@ -261,11 +261,20 @@ def test_a_restarted_server_knows_its_tails_and_where_they_lie(files: Files) -> 
 
 def test_a_hint_reaches_the_first_chunk_that_is_there_and_all_before_it(files: Files) -> None:
     pool = files.create()
+    pool.log_requests(1)
     keys = chain(1, 6)
     store(pool, keys)
+    pool.take_requests()
     assert pool.hint(key(9) + keys[-32:] + keys[:32], 1) == 6
     assert pool.hint(keys[3 * 32 : 4 * 32], 4) == 4
     assert pool.hint(key(9), 1) == 0
+    said = pool.take_requests()
+    found = []
+    while said:
+        _, chunks, next_, _, zero = struct.unpack_from("<QIBBH", said)
+        found.append((chunks, next_, zero))
+        said = said[16 + 8 * chunks :]
+    assert found == [(6, 1, 0), (4, 4, 0)]
     with pytest.raises(ValueError):
         pool.hint(bytes(31), 1)
     pool.validate()

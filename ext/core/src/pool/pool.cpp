@@ -346,7 +346,7 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
   }
   KVSTRATA_RETURN_IF_ERROR(check_count(n_keys));
   const std::vector<SampledChunk> sampled =
-      shadows_.sample(keys, again ? 0 : n_keys / spans.size(), spans.size());
+      note_keys(keys, again ? 0 : n_keys / spans.size(), spans.size());
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
@@ -372,8 +372,8 @@ Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
   }
   const std::size_t n_whole = keys.whole_slices().size();
   const std::vector<SampledChunk> sampled =
-      shadows_.sample(reinterpret_cast<const std::uint8_t*>(keys.whole().data()),
-                      again || n_whole == 0 ? 0 : keys.n_chunks(), n_whole);
+      note_keys(reinterpret_cast<const std::uint8_t*>(keys.whole().data()),
+                again || n_whole == 0 ? 0 : keys.n_chunks(), n_whole);
   const std::lock_guard lock(mutex_);
   RowMask holders;
   KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
@@ -489,9 +489,15 @@ std::uint64_t Pool::time_ns() const noexcept {
   return set_ns != 0 ? set_ns : monotonic_ns();
 }
 
+std::vector<SampledChunk> Pool::note_keys(const std::uint8_t* keys, std::size_t n_chunks,
+                                          std::size_t n_slices) {
+  request_log_.add(keys, n_chunks, n_slices, time_ns());
+  return shadows_.sample(keys, n_chunks, n_slices);
+}
+
 void Pool::missed(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
                   std::uint32_t tenant) noexcept {
-  const std::vector<SampledChunk> sampled = shadows_.sample(keys, n_keys, 1);
+  const std::vector<SampledChunk> sampled = note_keys(keys, n_keys, 1);
   const std::lock_guard lock(mutex_);
   if (!is_closed()) begin_request(sampled, n_keys, n_slices, tenant, {});
 }
@@ -526,6 +532,7 @@ std::size_t Pool::hint(const std::uint8_t* keys, std::size_t n_keys, std::uint8_
   }
   std::reverse(chain.begin(), chain.end());
   const auto* of_chain = reinterpret_cast<const std::uint8_t*>(chain.data());
+  request_log_.add(of_chain, chain.size(), 1, now_ns, hint);
   const std::vector<SampledChunk> sampled = shadows_.sample(of_chain, chain.size(), 1);
   const std::lock_guard lock(mutex_);
   shadows_.add(sampled, {.monotonic_ns = now_ns, .hint = hint});

@@ -259,6 +259,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // What is said of the next request that will use the chunks of a prompt: `next` of Hint, for the
   // first of these entries that is present and all before it in its prompt. How many those are.
   std::size_t hint(const std::uint8_t* keys, std::size_t n_keys, std::uint8_t next) noexcept;
+  // The requests from now on are logged, for take(); see RequestLog.
+  RequestLog& request_log() noexcept { return request_log_; }
   Forecasts forecasts() noexcept;
   // All that was learnt, at most 1 MiB, for PoolOptions::lessons of a later pool. It has no keys.
   std::string lessons() noexcept;
@@ -324,6 +326,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void begin_request(const std::vector<SampledChunk>& sampled, std::size_t n_chunks,
                      std::size_t n_slices, std::uint32_t tenant,
                      std::span<const std::uint32_t> spans) noexcept;
+  // A sample of the first slice's keys, for begin_request(); logs them all.
+  std::vector<SampledChunk> note_keys(const std::uint8_t* keys, std::size_t n_chunks,
+                                      std::size_t n_slices);
 
   mutable std::mutex mutex_;
   std::mutex learning_;  // taken before mutex_; guards learner_, and the shadows where they run
@@ -332,6 +337,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::atomic<bool> closed_{false};
   const PoolOptions options_;
   Shadows shadows_;
+  RequestLog request_log_;
   Forecasts forecasts_;  // as of the last learn()
   const std::unique_ptr<PoolSegment> segment_;
   std::uint64_t next_ticket_ = 1;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <unordered_set>
 #include <utility>
 
 namespace kvstrata {
@@ -31,13 +32,34 @@ Forecast forecast_of(double factor, const ShadowSums& sums, const ShadowSums& ex
 
 }  // namespace
 
-Shadow::Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses)
+std::size_t EngineCache::leading(std::span<const SampledChunk> chunks) const {
+  std::size_t n = 0;
+  while (n < chunks.size() && places_.contains(chunks[n].tag))
+    ++n;
+  return n;
+}
+
+void EngineCache::use(std::span<const SampledChunk> chunks) {
+  for (std::size_t i = chunks.size(); i-- > 0;) {
+    if (const auto place = places_.find(chunks[i].tag); place != places_.end()) {
+      held_.splice(held_.begin(), held_, place->second);
+    } else {
+      held_.push_front({chunks[i], chunks[i == 0 ? 0 : i - 1].tag});
+      places_.emplace(chunks[i].tag, held_.begin());
+    }
+  }
+}
+
+Shadow::Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses,
+               std::size_t engine_chunks, bool late)
     : locals_(capacity),
       tags_(capacity),
       parents_(capacity, kNoEntry),
       policy_(policy, depth_cost, locals_.data(), capacity),
       depth_cost_(depth_cost),
-      refuses_(refuses) {
+      refuses_(refuses),
+      engine_(engine_chunks),
+      late_(late) {
   entry_of_.reserve(capacity);
   for (std::size_t entry = capacity; entry-- > 0;)
     free_.push_back(static_cast<std::uint32_t>(entry));
@@ -46,8 +68,21 @@ Shadow::Shadow(std::size_t capacity, std::string_view policy, double depth_cost,
 std::size_t Shadow::request(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns) {
   policy_.tell_time(monotonic_ns);
   policy_.count_request();
-  const std::size_t hits = use(chunks);
+  const std::size_t own = engine_.leading(chunks);
+  const std::size_t hits = std::max(own, use(chunks, late_ ? own : 0, !late_));
   count(chunks, hits);
+  if (engine_.has_room()) engine_.use(chunks);
+  std::unordered_set<std::uint64_t> tried;
+  for (; engine_.is_over(); engine_.drop_oldest()) {
+    if (!late_) continue;
+    const auto ends = [&](std::uint64_t tag) {
+      return entry_of_.contains(tag) || !tried.insert(tag).second;
+    };
+    const std::vector<SampledChunk> lost = engine_.oldest(ends);
+    // A chunk whose beginning is neither here nor in the engine's cache is of no use.
+    if (lost.front().depth == 0 || entry_of_.contains(lost.front().tag))
+      use(lost, lost.size(), true);
+  }
   learn();
   return hits;
 }
@@ -61,7 +96,7 @@ void Shadow::count(std::span<const SampledChunk> chunks, std::size_t hits) {
   }
 }
 
-std::size_t Shadow::use(std::span<const SampledChunk> chunks) {
+std::size_t Shadow::use(std::span<const SampledChunk> chunks, std::size_t own, bool stores) {
   path_.clear();
   for (const SampledChunk& chunk : chunks) {
     const auto found = entry_of_.find(chunk.tag);
@@ -71,8 +106,9 @@ std::size_t Shadow::use(std::span<const SampledChunk> chunks) {
   const std::size_t hits = path_.size();
   for (std::size_t i = hits; i-- > 0;) {
     locals_[path_[i]].leases = 1;
-    policy_.touch(path_[i]);
+    if (i >= own) policy_.touch(path_[i]);
   }
+  if (!stores) chunks = chunks.first(hits);
   float worth = std::numeric_limits<float>::infinity();
   if (refuses_ && free_.empty()) {
     worth = 0;
@@ -102,7 +138,7 @@ std::size_t Shadow::use(std::span<const SampledChunk> chunks) {
   for (std::size_t i = path_.size(); i-- > 0;) {
     locals_[path_[i]].leases = 0;
     if (i < hits) {
-      policy_.unblocked(path_[i], true);
+      policy_.unblocked(path_[i], i >= own);
     } else {
       policy_.insert(path_[i]);
     }
@@ -132,6 +168,30 @@ std::uint32_t Shadow::make_room(float worth) {
   const std::uint32_t entry = free_.back();
   free_.pop_back();
   return entry;
+}
+
+bool Shadow::replay(std::string_view log) {
+  std::vector<SampledChunk> chunks;
+  while (!log.empty()) {
+    LoggedRequest request;
+    if (log.size() < sizeof request) return false;
+    std::memcpy(&request, log.data(), sizeof request);
+    log.remove_prefix(sizeof request);
+    if (log.size() / sizeof(std::uint64_t) < request.n_chunks) return false;
+    chunks.resize(request.n_chunks);
+    for (std::uint32_t depth = 0; depth < request.n_chunks; ++depth) {
+      std::memcpy(&chunks[depth].tag, log.data() + depth * sizeof(std::uint64_t),
+                  sizeof(std::uint64_t));
+      chunks[depth].depth = depth;
+    }
+    log.remove_prefix(request.n_chunks * sizeof(std::uint64_t));
+    if (request.hint.next != 0) {
+      hint(chunks, request.monotonic_ns, request.hint);
+    } else {
+      this->request(chunks, request.monotonic_ns);
+    }
+  }
+  return true;
 }
 
 void Shadow::learn() {
@@ -189,6 +249,33 @@ Forecast TenantShare::forecast(double factor, double rate) const noexcept {
     sums.hit_cost += part * found[i].hit_cost;
   }
   return forecast_of(factor, sums, expected);
+}
+
+void RequestLog::add(const std::uint8_t* keys, std::size_t n_chunks, std::size_t stride,
+                     std::uint64_t monotonic_ns, Hint hint) {
+  const std::uint64_t salt = salt_.load(std::memory_order_relaxed);
+  if (salt == 0 || n_chunks == 0) return;
+  const std::lock_guard lock(mutex_);
+  const std::size_t begin = bytes_.size();
+  const std::size_t length = sizeof(LoggedRequest) + n_chunks * sizeof(std::uint64_t);
+  if (begin + length > kMaxBytes) return;
+  bytes_.resize(begin + length);
+  const LoggedRequest request{monotonic_ns, static_cast<std::uint32_t>(n_chunks), hint};
+  std::memcpy(bytes_.data() + begin, &request, sizeof request);
+  char* out = bytes_.data() + begin + sizeof request;
+  for (std::size_t chunk = 0; chunk < n_chunks; ++chunk, out += sizeof(std::uint64_t)) {
+    std::uint64_t tag;
+    std::memcpy(&tag, keys + chunk * stride * kKeyBytes, sizeof tag);
+    tag = (tag ^ salt) * 0xBF58'476D'1CE4'E5B9u;  // the mixer of splitmix64 by S. Vigna
+    tag = (tag ^ tag >> 27) * 0x94D0'49BB'1331'11EBu;
+    tag ^= tag >> 31;
+    std::memcpy(out, &tag, sizeof tag);
+  }
+}
+
+std::string RequestLog::take() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(bytes_, {});
 }
 
 std::vector<SampledChunk> Shadows::sample(const std::uint8_t* keys, std::size_t n_chunks,

@@ -3,7 +3,7 @@
 // Shadows: what the pool would hit if it were of another size. A shadow is a cache without bytes
 // that the pool's own policy manages. It sees a sample of the chunks of every request, chosen by a
 // hash of their keys, and has room for as large a share of the chunks (SHARDS, Waldspurger et al.,
-// FAST 2015).
+// FAST 2015). Without sampling it is a replay of the requests.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +11,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <list>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,6 +30,33 @@ struct SampledChunk {
   std::uint32_t depth;
 };
 
+// A request in a log, or a hint, which has a `next` other than 0: 16 bytes, then the tags of its
+// chunks, 8 bytes each (docs/formats.md).
+struct LoggedRequest {
+  std::uint64_t monotonic_ns;
+  std::uint32_t n_chunks;
+  Hint hint;
+  std::uint16_t zero = 0;
+};
+static_assert(sizeof(LoggedRequest) == 16);
+
+// The requests since the last call of take(), if it was started. Thread-safe; its mutex is a leaf.
+class RequestLog {
+ public:
+  static constexpr std::size_t kMaxBytes = 64 << 20;  // further requests are left out
+
+  // `salt`: a random number, with which tags are mixed so that nobody can tell the keys.
+  void start(std::uint64_t salt) noexcept { salt_.store(salt | 1, std::memory_order_relaxed); }
+  void add(const std::uint8_t* keys, std::size_t n_chunks, std::size_t stride,
+           std::uint64_t monotonic_ns, Hint hint = {});
+  std::string take();
+
+ private:
+  std::atomic<std::uint64_t> salt_{0};  // 0: not started
+  std::mutex mutex_;
+  std::string bytes_;
+};
+
 // Chunks, and their costs in units of a prompt's first chunk.
 struct ShadowSums {
   double chunks = 0;
@@ -37,17 +67,65 @@ struct ShadowSums {
   void fade(double factor) noexcept;
 };
 
+// An engine's own cache: of `capacity` chunks, it loses those that were used longest ago, of a
+// prompt the last ones first.
+class EngineCache {
+ public:
+  explicit EngineCache(std::size_t capacity) : capacity_(capacity) {}
+
+  bool has_room() const noexcept { return capacity_ != 0; }
+  // How many leading chunks of a prompt it has.
+  std::size_t leading(std::span<const SampledChunk> chunks) const;
+  // A prompt was computed.
+  void use(std::span<const SampledChunk> chunks);
+  // Whether it has more than fits, so that the oldest chunk is lost.
+  bool is_over() const noexcept { return held_.size() > capacity_; }
+  // The oldest chunk and those before it in its prompt, up to the first of which `ends(tag)`,
+  // from that one on. REQUIRES: it has a chunk.
+  template <typename Ends>
+  std::vector<SampledChunk> oldest(Ends ends) const {
+    std::vector<SampledChunk> chain;
+    for (auto held = std::prev(held_.end());;) {
+      chain.push_back(held->chunk);
+      const auto parent = places_.find(held->parent);
+      if (ends(held->chunk.tag) || parent == places_.end() || held->chunk.depth == 0) break;
+      held = parent->second;
+    }
+    std::reverse(chain.begin(), chain.end());
+    return chain;
+  }
+  void drop_oldest() noexcept {
+    places_.erase(held_.back().chunk.tag);
+    held_.pop_back();
+  }
+
+ private:
+  struct Held {
+    SampledChunk chunk;
+    std::uint64_t parent;  // its tag; of the first chunk its own
+  };
+
+  const std::size_t capacity_;
+  std::list<Held> held_;  // the newest first
+  std::unordered_map<std::uint64_t, std::list<Held>::iterator> places_;
+};
+
 // Not thread-safe.
 class Shadow {
  public:
-  // `capacity`: chunks. `policy`, `depth_cost`: see Value. `refuses`: see kWorthLess.
-  Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses);
+  // `capacity`: chunks. `policy`, `depth_cost`: see Value. `refuses`: see kWorthLess. With
+  // `engine_chunks` an engine with a cache of that size asks, which counts as a hit, too; with
+  // `late` chunks come here when that cache loses them, and its hits are no uses of chunks here.
+  Shadow(std::size_t capacity, std::string_view policy, double depth_cost, bool refuses,
+         std::size_t engine_chunks = 0, bool late = false);
 
   // A lookup of a prompt, and the store of what it misses. Returns the hits among `chunks`, and
   // adds to the sums. Learns now and then.
   std::size_t request(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns);
   // What is said of the next request that will use these chunks.
   void hint(std::span<const SampledChunk> chunks, std::uint64_t monotonic_ns, Hint hint);
+  // All requests of a log. False, having seen those before it, if one is incomplete.
+  [[nodiscard]] bool replay(std::string_view log);
   const ShadowSums& sums() const noexcept { return sums_; }
   void fade(double factor) noexcept { sums_.fade(factor); }
 
@@ -57,8 +135,9 @@ class Shadow {
   }
   // Counts a request with so many hits.
   void count(std::span<const SampledChunk> chunks, std::size_t hits);
-  // Touches the leading chunks that are here, and stores the others. Returns how many those were.
-  std::size_t use(std::span<const SampledChunk> chunks);
+  // Touches the leading chunks behind the first `own` that are here, and stores the others if
+  // `stores`. Returns how many leading chunks were here.
+  std::size_t use(std::span<const SampledChunk> chunks, std::size_t own, bool stores);
   // An entry for a new chunk, kNoEntry if nothing may leave for it.
   std::uint32_t make_room(float worth);
   void learn();
@@ -74,6 +153,8 @@ class Shadow {
   const bool refuses_;
   ShadowSums sums_;
   std::vector<std::uint32_t> path_;  // scratch of use()
+  EngineCache engine_;
+  const bool late_;
 };
 
 // Of the pool's size, or of a tenant's share of it.

@@ -87,6 +87,31 @@ std::array<double, 3> run(Fixture& f, std::uint32_t n_slices = 1) {
 
 }  // namespace
 
+TEST(an_engine_that_stores_late_finds_here_what_its_own_cache_has_lost) {
+  const auto prompt = [](std::uint64_t first, std::uint32_t n) {
+    std::vector<SampledChunk> chunks;
+    for (std::uint32_t depth = 0; depth < n; ++depth)
+      chunks.push_back({first + depth, depth});
+    return chunks;
+  };
+  const auto a = prompt(100, 4), b = prompt(200, 4), longer = prompt(100, 6);
+  for (const bool late : {false, true}) {
+    Shadow shadow(4, "LRU", 0, false, 4, late);
+    std::uint64_t now = 0;
+    const auto hits = [&](const std::vector<SampledChunk>& chunks) {
+      return shadow.request(chunks, now += 1'000'000'000);
+    };
+    CHECK_EQ(hits(a), 0);
+    CHECK_EQ(hits(a), 4);  // in the engine's cache
+    CHECK_EQ(hits(b), 0);
+    CHECK_EQ(hits(a), late ? 4 : 0);
+    CHECK_EQ(hits(b), late ? 4 : 0);
+    CHECK_EQ(hits(longer), late ? 4 : 0);
+    // The engine has lost the end of the longer prompt, and that is stored behind its beginning.
+    CHECK_EQ(hits(longer), 4);
+  }
+}
+
 TEST(forecasts_are_those_of_pools_of_these_sizes_however_many_slices_a_chunk_has) {
   for (const std::uint32_t n_slices : {1u, 2u}) {
     Fixture once(128 * n_slices, "LRU", 512), twice(256 * n_slices, "LRU", 1'024);

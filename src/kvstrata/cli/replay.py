@@ -1,0 +1,126 @@
+"""`kvstrata replay`: what L1s of several sizes would have hit on recorded requests, by the server's own policy.
+
+It reads what a server with `observability.record` writes, and traces in the form published with Mooncake (FAST 2025):
+JSON lines with `timestamp` (ms) and `hash_ids`, one for each block of the prompt, equal for equal prefixes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstrata.cli.boundary import Exit, guarded
+from kvstrata.errors import ConfigError
+from kvstrata.observability.load_line import TOKENS_DEPTH
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+
+@guarded("kvstrata replay")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the command; returns the exit status."""
+    from kvstrata.cli.table import table
+    from kvstrata.native.core import Shadow
+
+    given = parser().parse_args(arguments)
+    if given.store == "late" and not given.engine_gb:
+        raise ConfigError(
+            "--store late: needs --engine-gb, the size of the engines' own caches", field="store"
+        )
+    chunk_tokens, logs = given.chunk_tokens, []
+    for path in given.files:
+        tokens, log = read(path)
+        chunk_tokens = tokens or chunk_tokens
+        logs.append(log)
+    rows: list[dict[str, Any]] = []
+    for size_gb in given.l1_size_gb:
+        capacity = int(size_gb * 1e9 / (given.chunk_mb * (1 << 20)))
+        row: dict[str, Any] = {"l1_size_gb": size_gb, "chunks": capacity}
+        for policy in ("VALUE", "LRU"):
+            shadow = Shadow(
+                capacity=capacity,
+                policy=policy,
+                depth_cost=TOKENS_DEPTH * chunk_tokens,
+                refuses=not given.l2,
+                engine_chunks=int(given.engine_gb * 1e9 / (given.chunk_mb * (1 << 20))),
+                late=given.store == "late",
+            )
+            for path, log in zip(given.files, logs, strict=True):
+                if not shadow.replay(log):
+                    raise ConfigError(f"{path}: ends within a request: the file was cut", field="files")
+            chunks, hit_chunks, cost, hit_cost = shadow.sums
+            if not chunks:
+                raise ConfigError("the files hold no request", field="files")
+            row |= {
+                f"hits_{policy}": round(hit_chunks / chunks, 4),
+                f"seconds_{policy}": round(hit_cost / cost, 4),
+            }
+        rows.append(row)
+    print(json.dumps({"sizes": rows}) if given.json else table(rows))
+    return Exit.DONE
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata replay`."""
+    import argparse
+    from pathlib import Path
+
+    def positive(text: str) -> float:
+        value = float(text)
+        if not 0 < value < 1e9:
+            raise ValueError(text)
+        return value
+
+    positive.__name__ = "number above 0"
+    top = argparse.ArgumentParser(
+        prog="kvstrata replay",
+        description="Shares of the chunks that L1s of these sizes would have hit, and of the prefill seconds that they "
+        "would have saved, on recorded requests.",
+    )
+    top.add_argument("files", nargs="+", type=Path, metavar="FILE",
+        help="files of observability.record, oldest first, or traces in Mooncake's form")  # fmt: skip
+    top.add_argument(
+        "--l1-size-gb", nargs="+", type=positive, default=[16.0, 32.0, 64.0, 128.0, 256.0], metavar="GB"
+    )
+    top.add_argument("--chunk-mb", type=positive, required=True,
+        help="MiB that a chunk takes in L1: pool.used_bytes ÷ pool.entries.ready of the server's status")  # fmt: skip
+    top.add_argument("--chunk-tokens", type=int, default=512,
+        help="tokens of a block of a trace (%(default)s); recorded files say it themselves")  # fmt: skip
+    top.add_argument("--l2", action="store_true", help="with an L2: no chunk is refused")
+    top.add_argument("--engine-gb", type=positive, default=0.0, metavar="GB",
+        help="KV that the engines' own caches hold together; what these hit counts too")  # fmt: skip
+    top.add_argument("--store", choices=("commit", "late"), default="commit",
+        help="engines store a chunk as soon as it is computed, or when their own cache loses it")  # fmt: skip
+    top.add_argument("--json", action="store_true")
+    return top
+
+
+def read(path: Path) -> tuple[int, bytes]:
+    """Tokens of a chunk, 0 if unknown, and the requests. Raises ConfigError naming the file and the line."""
+    from kvstrata.server.request_log import HEADER, MAGIC
+
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", field="files") from None
+    if content.startswith(MAGIC[:6]):
+        if len(content) < HEADER.size or not content.startswith(MAGIC):
+            raise ConfigError(f"{path}: written by another version of kvstrata", field="files")
+        return HEADER.unpack_from(content)[1], content[HEADER.size :]
+    requests = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            one = json.loads(line)
+            blocks: list[int] = one["hash_ids"]
+            at_ns = int(one["timestamp"] * 1e6)
+            requests.append(struct.pack(f"<QII{len(blocks)}q", at_ns, len(blocks), 0, *blocks))
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise ConfigError(
+                f"{path}: line {number} is no request with timestamp and hash_ids: {error!r:.80}",
+                field="files",
+            ) from None
+    return 0, b"".join(requests)
