@@ -21,7 +21,7 @@ from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmFailed
 from tests.vllm.conftest import Rig, chunks_in_l1, make_prompt, rig_of, until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(7_200)]
 
 REQUESTS = int(os.environ.get("PD_REQUESTS", "40"))
 WAIT_MS, STOPPED_S = 5_000, 1.0
