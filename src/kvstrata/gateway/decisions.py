@@ -11,6 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -27,26 +28,24 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Record).decode
 
 
+@dataclass(slots=True)
 class Kept:
     """A decision, and what came of it."""
 
-    def __init__(
-        self, number: int, word: str, model: str, tokens: int, decision: Decision, record: bytes
-    ) -> None:
-        self.number = number
-        """Among all decisions that were kept since the start: a request that is sent again has several."""
-        self.word = word
-        self.model = model
-        self.tokens = tokens
-        self.decision = decision
-        self.record = record
-        self.time_s = time.time()
-        self.ttft_s: float | None = None
-        """Time from the decision to the first token; None: it has not come, or never will."""
-        self.cached_tokens: int | None = None
-        """Of the prompt, as the engine tells."""
-        self.prefill: str | None = None
-        """What came of the other engine's prefill; None: there is none, or it goes on."""
+    number: int
+    """Among all decisions that were kept since the start: a request that is sent again has several."""
+    word: str
+    model: str
+    tokens: int
+    decision: Decision
+    record: bytes
+    time_s: float = field(default_factory=time.time)
+    ttft_s: float | None = None
+    """Time from the decision to the first token; None: it has not come, or never will."""
+    cached_tokens: int | None = None
+    """Of the prompt, as the engine tells."""
+    prefill: str | None = None
+    """What came of the other engine's prefill; None: there is none, or it goes on."""
 
     def shown(self) -> dict[str, Any]:
         """For the page."""

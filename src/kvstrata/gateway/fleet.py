@@ -385,21 +385,17 @@ class Fleet:
                 self._serving[model] = known
         return known
 
+    def _entry(self, model: str) -> dict[str, Any] | None:
+        """What the first engine that has a model tells of it."""
+        return next((one.models[model] for one in self.engines.values() if model in one.models), None)
+
     def adapter(self, model: str) -> str:
         """The adapter that a model's name stands for; empty: it stands for a base model, or nobody has it."""
-        for engine in self.engines.values():
-            entry = engine.models.get(model)
-            if entry is not None:
-                return model if entry.get("parent") else ""
-        return ""
+        return model if (self._entry(model) or {}).get("parent") else ""
 
     def root(self, model: str) -> str:
         """What a model's name stands for: aliases have the same."""
-        for engine in self.engines.values():
-            if (entry := engine.models.get(model)) is not None:
-                root = entry.get("root")
-                return root if isinstance(root, str) and root else model
-        return model
+        return _word((self._entry(model) or {}).get("root")) or model
 
     def several(self) -> bool:
         """Whether engines serve different models, adapters and aliases aside."""
@@ -411,12 +407,8 @@ class Fleet:
 
     def parent(self, model: str) -> str:
         """The base model of a model's name, as engines tell it: itself unless it is an adapter; empty: unknown."""
-        for engine in self.engines.values():
-            entry = engine.models.get(model)
-            if entry is not None:
-                parent = entry.get("parent")
-                return parent if isinstance(parent, str) and parent else model
-        return ""
+        entry = self._entry(model)
+        return "" if entry is None else _word(entry.get("parent")) or model
 
     def loads(
         self,
@@ -448,6 +440,10 @@ class Fleet:
             for name, entry in engine.models.items():
                 found.setdefault(name, entry)
         return found
+
+
+def _word(told: object) -> str:
+    return told if isinstance(told, str) else ""
 
 
 def place_of(settings: EngineSettings, api_key: str) -> Place:
