@@ -251,7 +251,7 @@ class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "A service of Kubernetes; without it none is asked for.")] = None
 
 
-Contract = Literal["", "kvstrata", "nixl", "mooncake"]
+Contract = Literal["", "kvstrata", "nixl"]
 PolicyName = Literal["auto", "ttft", "least_loaded", "round_robin", "session"]
 
 
@@ -269,8 +269,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     split: Annotated[Contract, says(
         "How one engine may compute a prompt that another one answers, where that costs all requests less time: "
         "`kvstrata` between engines of one `lmcache-server`, or, with `controllers`, of two that read from each other; "
-        "`nixl` and `mooncake` by vLLM's NixlConnector or MooncakeConnector; empty: it may not. Needs the policy "
-        "`auto` or `ttft`.")] = ""
+        "`nixl` by vLLM's NixlConnector; empty: it may not. Needs the policy `auto` or `ttft`.")] = ""
     slo: Annotated[list[SloSettings], says("Classes of service.", max_length=16)] = []
     tenants: Annotated[list[GatewayTenantSettings], says(
         "Tenants; empty: clients need no key, and their `Authorization` goes to the engine.", max_length=1_024)] = []

@@ -204,6 +204,15 @@ def test_a_prompt_is_computed_elsewhere_when_an_answer_beside_it_would_miss_its_
     assert (decide(request, *ask, policy=Auto(), contract="kvstrata").prefill is not None) == splits
 
 
+def test_an_answer_goes_where_all_miss_their_class_rather_than_where_it_would_make_others_miss_it():
+    """Or an overloaded fleet would serve nobody in time."""
+    lost = busy(name="lost", running=200, requests=200, token_s=0.03, limited=200, limits_s=3.0)
+    full = busy(name="full", token_s=0.016, token_each_s=0.002, limited=20, limits_s=0.3)
+    request = Request(id="r", tokens=300, answer_tokens=500.0, short_tokens=400.0, token_within_s=0.015)
+    ask = [lost, full], [], Knowledge(), NOW_S
+    assert decide(request, *ask, policy=Auto(), contract="kvstrata").engine == "lost"
+
+
 @pytest.mark.parametrize("limit_s", [0.012, 0.0])
 def test_an_answer_with_a_limit_goes_where_prompts_stall_it_less(limit_s):
     """The other engine has more answers, each of whose tokens takes longer."""

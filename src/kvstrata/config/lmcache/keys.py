@@ -9,8 +9,8 @@ from kvstrata.config.load import is_pod_link
 
 HOST = Name(Fate.KEPT, "host", "it must be this host; tcp://localhost:5555 names the port too")
 _NO_PD = (
-    "prefill and decode engines share KV through the server or L2; for a direct hand-over, vLLM's MultiConnector takes "
-    "NixlConnector beside this connector (docs/engines.md)"
+    "engines of one server hand prompts over by themselves, and the gateway's `split: kvstrata` sends them "
+    "(docs/pd.md); for a direct hand-over, vLLM's MultiConnector takes NixlConnector beside this connector"
 )
 _CLUSTER = no_effect("instances find each other by the server's controller.url and p2p.listen")
 

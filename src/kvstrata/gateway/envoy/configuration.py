@@ -34,6 +34,8 @@ SHORT_BYTES = 64 << 10
 """Of a body that arrives before its sender's key is checked."""
 MAX_CONNECTIONS = 16_384
 SPARE_FILES = 256
+MAX_PREFILLED = 1_024
+"""Questions that wait until another engine has computed the prompt, with the contract `nixl`."""
 MAX_ASKED = 256
 """Questions to the picker at a time, beside those of requests that wait in its queue: each takes a descriptor."""
 LINE = (
@@ -74,8 +76,9 @@ class Place(NamedTuple):
 
 def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[str, Any]:
     """The whole configuration. `pipe`: descriptor for the module's first tokens; -1: Envoy takes no module, but Lua."""
-    asked = MAX_ASKED + settings.queue.max_requests
-    # Without a queue an answer takes a millisecond, beside what is asked for: then a picker that froze costs 1 s.
+    holds = bool(settings.queue.max_requests) or settings.split == "nixl"
+    asked = MAX_ASKED + (settings.queue.max_requests or MAX_PREFILLED if holds else 0)
+    # Without these an answer takes a millisecond, beside what is asked for: then a picker that froze costs 1 s.
     waits_s = patience(1.0) + settings.tokens.deadline_ms / 1_000
     values: dict[str, Any] = {
         "admin": str(place.admin),
@@ -102,7 +105,7 @@ def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[st
         "too_large": error_body(TOO_LARGE, "").decode(),
         "too_long": MAX_BODY_BYTES + 1,
         "unavailable": UNAVAILABLE,
-        "waits": f"{settings.timeouts.silence_s if settings.queue.max_requests else waits_s:g}s",
+        "waits": f"{settings.timeouts.silence_s if holds else waits_s:g}s",
         "watcher": _module(pipe) if pipe >= 0 else _lua(),
     }
     return dict(_filled(yaml.safe_load(TEXT.read_text()), values))

@@ -70,6 +70,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     """Measured; more than 0. `rates.PrefillRates` gives one for engines that were not measured yet."""
     token_s: float = 0.0
     """Measured seconds of an answer's token, once one more request is in flight."""
+    token_each_s: float = 0.0
+    """What that one request adds."""
     drained_s: float = 0.0
     """When it should have computed what was sent to it."""
     behind_s: float = 0.0

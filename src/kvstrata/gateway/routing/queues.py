@@ -333,6 +333,7 @@ class Queue:
         state.behind_s = (state.prefill_tokens - oldest.tokens) / rate if oldest is not None else 0.0
         late = oldest is not None and not self._whole
         state.late_s = self._moved_s + state.prefill_tokens / rate if late else NEVER_S
+        state.token_each_s = self.line.each_s
         state.token_s = self.line.alone_s + self.line.each_s * (state.requests + 1)
 
     def _rest(self, now_s: float) -> None:

@@ -60,7 +60,7 @@ MISSED_S = 1_000.0
 LATE_DOUBT, SLOW_DOUBT = 0.4, 0.1
 """Standard deviations of a first token's time and of a token's, beside the class's limits.  The first is large on
 purpose: a queue that ends just within the limit makes all that come next late."""
-REST_TOKENS = {"kvstrata": 256, "nixl": 1, "mooncake": 1}
+REST_TOKENS = {"kvstrata": 256, "nixl": 1}
 """What the engine that answers computes itself at most, by contract: the rest of a chunk, or the last token."""
 NOT_HIDDEN = 0.2
 """The share of a transfer between two hosts that is not done while the prompt is computed."""
@@ -185,7 +185,7 @@ def _prefill(policy: Auto, view: View, one: EngineState, held: int, spared: floa
     compute_s = found.compute_s - spared * max(0, held - found.cached_tokens) / one.prefill_tokens_s
     cost = found.queue_s + found.load_s + compute_s
     cost += policy.decode_share * one.running * compute_s
-    cost += MISSED_S * (_others_missed(view, one, found.compute_s) + _late(view, found.ttft_s))
+    cost += MISSED_S * (_others_missed(view, one, found.compute_s, answers=False) + _late(view, found.ttft_s))
     return _Prefill(cost, one.name, one, found, compute_s)
 
 
@@ -225,7 +225,7 @@ def _pair(
     ttft_s = max(ready_s, own.queue_s) + HANDOVER_S + load_s + rest_s
     others_s = prefill.engine.running * prefill.compute_s + one.running * rest_s
     cost = ttft_s - (prefill.found.compute_s - prefill.compute_s) + policy.decode_share * others_s
-    cost += MISSED_S * _others_missed(view, prefill.engine, prefill.found.compute_s)
+    cost += MISSED_S * _others_missed(view, prefill.engine, prefill.found.compute_s, answers=False)
     cost += _answer(policy, view, one, rest_s, ttft_s)
     way = Way(cached_tokens=n - rest, tier=tier, load_tokens=lacks, load_s=load_s, ttft_s=ttft_s)
     return _Pair(cost, prefill, way)
@@ -240,7 +240,7 @@ def _answer(policy: Auto, view: View, one: EngineState, prompt_s: float, ttft_s:
         missed = 1.0 - (1.0 - missed) * (
             1.0 - _slow(view, one, request.short_tokens, request.token_within_s, 0.0)
         )
-    missed += _others_missed(view, one, prompt_s)
+    missed += _others_missed(view, one, prompt_s, answers=True)
     return policy.decode_share * request.answer_tokens * token_s + MISSED_S * missed
 
 
@@ -250,25 +250,34 @@ def _late(view: View, ttft_s: float) -> float:
     return _above((within_s - ttft_s) / (LATE_DOUBT * within_s)) if within_s else 0.0
 
 
-def _others_missed(view: View, one: EngineState, prompt_s: float) -> float:
-    """How many more answers at an engine are expected to miss their classes if it computes so long."""
+def _others_missed(view: View, one: EngineState, prompt_s: float, *, answers: bool) -> float:
+    """How many more answers at an engine are expected to miss their classes if it computes so long.
+
+    `answers`: it also answers this request, so that each token takes longer.
+    """
     if not one.limited:
         return 0.0
     limit_s, tokens = one.limits_s / one.limited, view.request.answer_tokens
-    with_it, without = (_slow(view, one, tokens, limit_s, more_s) for more_s in (prompt_s, 0.0))
-    return one.limited * (with_it - without)
+    each_s = one.token_each_s
+    with_it = _slow(view, one, tokens, limit_s, prompt_s, 0.0 if answers else each_s)
+    return one.limited * (with_it - _slow(view, one, tokens, limit_s, 0.0, each_s))
 
 
-def _slow(view: View, one: EngineState, tokens: float, limit_s: float, more_s: float) -> float:
-    """How likely an answer of so many tokens is to take longer for each than `limit_s`, if it is stalled for `more_s`.
+def _slow(
+    view: View, one: EngineState, tokens: float, limit_s: float, more_s: float = 0.0, less_s: float = 0.0
+) -> float:
+    """How likely an answer of so many tokens is to take longer for each than `limit_s`.
 
+    `more_s`: seconds for which it is stalled beside what stalls it usually; `less_s`: of each token, since this request
+    is answered elsewhere.
     Prompts of unlike lengths stall it at random times: their sum is taken to be normal.
     """
     if not tokens:
         return 0.0  # nothing is known of answers yet
     share = one.prompt_share(view.now_s)
-    spare_s = tokens * (limit_s - one.token_s) - more_s
-    mean_s = tokens * one.token_s * share / (1.0 - share)
+    token_s = one.token_s - less_s
+    spare_s = tokens * (limit_s - token_s) - more_s
+    mean_s = tokens * token_s * share / (1.0 - share)
     return _above(
         (spare_s - mean_s) / (SLOW_DOUBT * tokens * limit_s + math.sqrt(mean_s * one.prompt_size_s) + 1e-9)
     )
