@@ -14,18 +14,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import OrderedDict
 from typing import Literal
 
 import msgspec
 
+from kvstrata.clock import Clock
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.keys.batch import count
 from kvstrata.observability.load_line import LoadTimes
+from kvstrata.p2p.finding import Controllers, Shared
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.patience import patience
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Await, Awaited, Owner, Where, WhereReply, tags_of
+from kvstrata.rpc.cluster_wire import TAG_BYTES, Await, Awaited, Owner, Where, tags_of
 from kvstrata.rpc.zmq_curve import ClusterKeys, open_keys, read_cluster_keys
 from kvstrata.rpc.zmq_link import AskLink, Links
 from kvstrata.tiers.breaker import Breaker
@@ -50,13 +51,12 @@ class _Owner:
 class AwaitedPeers:
     """Asks other instances for the lookups of this one. Belongs to the event loop."""
 
-    def __init__(self, settings: PeerSettings, instance_id: str) -> None:
+    def __init__(self, settings: PeerSettings, clock: Clock, instance_id: str) -> None:
         """Connects to nothing before the first question."""
-        self._settings, self.instance_id = settings, instance_id
+        self.instance_id = instance_id
+        self._shared = Shared("peers", settings, clock, instance_id)
         self._loop = asyncio.get_running_loop()
-        self._links: Links | None = None
-        self._keys: ClusterKeys
-        self._controllers: list[AskLink] = []
+        self._open: tuple[Links, ClusterKeys, Controllers] | None = None
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
         self._nobody: OrderedDict[bytes, float] = OrderedDict()
         """By tag of a first key: until when nobody has it on disk."""
@@ -65,11 +65,13 @@ class AwaitedPeers:
 
     def close(self) -> None:
         """End all questions. Idempotent."""
-        if self._links is not None:
-            for link in [*self._controllers, *(one.link for one in self._owners.values())]:
-                link.close()
-            self._links.close()
-            self._links = None
+        opened, self._open = self._open, None
+        if opened is not None:
+            links, _, controllers = opened
+            for owner in self._owners.values():
+                owner.link.close()
+            controllers.close()
+            links.close()
 
     async def wait(self, instance: str, asked: Await, most_s: float) -> tuple[int, End, bytes]:
         """Wait, at most so long, until an instance has more of these chunks.
@@ -77,13 +79,10 @@ class AwaitedPeers:
         Returns how many it has, how the wait has ended, and the instance as `Ask.owner` names it.
         """
         ends_s = self._loop.time() + most_s
-        try:
-            owner = await self._owner(instance, most_s)
-        except (Unavailable, ClusterFailure):
-            owner = None
+        owner = await self._owner(instance, most_s)
         if owner is None or not owner.breaker.admit(self._loop.time()):
             return asked.n_present, "broken", b""
-        well = False
+        well = waited = False
         try:
             while (left_s := ends_s - self._loop.time()) > 0:
                 poll_s = min(left_s, POLL_S)
@@ -92,9 +91,15 @@ class AwaitedPeers:
                 more = asked.n_present < reply.n_chunks <= count(asked.chain)
                 if reply.epoch != owner.entry.incarnation or more != (reply.end == "ready"):
                     break
-                if reply.end != "late":
+                if (
+                    reply.end == "late"
+                ):  # if the promise is broken before the next question, no other one is awaited
+                    asked = msgspec.structs.replace(asked, expects=False)
+                elif reply.end != "expected":
                     well = True
-                    return reply.n_chunks, reply.end, msgspec.msgpack.encode(owner.entry)
+                    end: End = "broken" if reply.end == "none" and waited else reply.end
+                    return reply.n_chunks, end, msgspec.msgpack.encode(owner.entry)
+                waited = waited or reply.end == "late"
             else:
                 well = True
                 return asked.n_present, "late", b""
@@ -111,54 +116,52 @@ class AwaitedPeers:
         if self._nobody.get(first, now_s) > now_s:
             return "", 0
         found = await self._ask(Where(0, self.instance_id, tags_of(keys), n_slices, 1, on_disks=True), most_s)
-        if found is None:
-            self._nobody[first] = now_s + self._settings.remember_none_ms / 1000
+        if not found:
+            self._nobody[first] = now_s + self._shared.settings.remember_none_ms / 1000
             if len(self._nobody) > MAX_NOBODY:
                 self._nobody.popitem(last=False)
             return "", 0
-        return found.instance, found.n_keys // n_slices
+        return found[0].instance, found[0].n_keys // n_slices
 
     async def _owner(self, instance: str, most_s: float) -> _Owner | None:
-        """How to reach an instance; None: no controller knows it. Raises Unavailable, ClusterFailure."""
+        """How to reach an instance, by what controllers said last; None: they know no such instance."""
         known = self._owners.get(instance)
         if known is not None and self._loop.time() < known.known_s + OWNER_S:
             self._owners.move_to_end(instance)
             return known
-        entry = await self._ask(Where(0, self.instance_id, b"", 1, 1, named=instance), most_s)
-        entry = entry if entry is not None and entry.instance == instance else None
+        found = await self._ask(Where(0, self.instance_id, b"", 1, 1, named=instance), most_s)
         known = self._owners.get(instance)
-        if known is not None and entry is not None and known.entry == entry:
-            known.known_s = self._loop.time()
+        if found is None or (known is not None and [known.entry] == found):
+            if known is not None and found is not None:
+                known.known_s = self._loop.time()
             return known
         if known is not None:
             self._owners.pop(instance).link.close()
-        if entry is None:
+        if not found or found[0].instance != instance:
             return None
-        owner = self._owners[instance] = _Owner(entry, self._linked(entry), self._loop.time())
+        owner = self._owners[instance] = _Owner(found[0], self._linked(found[0]), self._loop.time())
         if len(self._owners) > MAX_OWNERS:
             self._owners.popitem(last=False)[1].link.close()
         return owner
 
-    async def _ask(self, where: Where, most_s: float) -> Owner | None:
-        """The first owner that the first controller names that answers; None: nobody names one."""
-        if self._links is None:
-            file = self._settings.curve_file
-            self._keys = read_cluster_keys(file, "controller.curve_file") if file else open_keys()
-            self._links = Links(self._loop)
-            self._controllers = [self._links.ask(url, keys=self._keys) for url in self._settings.controllers]
-        limit_s = min(most_s, self._settings.lookup_timeout_ms / 1000)
-        for controller in self._controllers:
-            with contextlib.suppress(Unavailable, ClusterFailure):
-                owners = (await controller.ask(where, WhereReply, limit_s)).owners
-                return next((one for one in owners if one.peer_endpoint), None)
-        return None
+    async def _ask(self, where: Where, most_s: float) -> list[Owner] | None:
+        """The owners that a controller names; None: no controller has answered."""
+        if self._open is None:
+            file = self._shared.settings.curve_file
+            keys = read_cluster_keys(file, "controller.curve_file") if file else open_keys()
+            links = Links(self._loop)
+            self._open = links, keys, Controllers(self._shared, links, keys)
+        limit_s = min(most_s, self._shared.settings.lookup_timeout_ms / 1000)
+        reply = await self._open[2].ask(where, self._shared.now_s() + limit_s)
+        return None if reply is None else [one for one in reply.owners if one.peer_endpoint]
 
     def _linked(self, entry: Owner) -> AskLink:
-        assert self._links is not None
+        assert self._open is not None
+        links, keys, _ = self._open
 
         def changed(up: bool) -> None:
             if not up:
                 link.fail_sent()
 
-        link = self._links.ask(entry.peer_endpoint, keys=self._keys.to(entry.peer_key), changed=changed)
+        link = links.ask(entry.peer_endpoint, keys=keys.to(entry.peer_key), changed=changed)
         return link

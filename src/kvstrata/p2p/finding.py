@@ -20,14 +20,17 @@ import msgspec
 from kvstrata.clock import Clock
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.p2p.settings import OwnerLimits, PeerSettings
-from kvstrata.rpc.cluster_wire import Owner, Where, WhereReply, tags_of
-from kvstrata.rpc.zmq_link import AskLink
+from kvstrata.rpc.cluster_wire import TAG_BYTES, Owner, Where, WhereReply, tags_of
+from kvstrata.rpc.zmq_curve import ClusterKeys
+from kvstrata.rpc.zmq_link import Links
 from kvstrata.tiers.base import Ask
 from kvstrata.tiers.breaker import Breaker
 from kvstrata.tiers.work import Work
 
 log = logging.getLogger(__name__)
 
+CONTROLLER_MAX_OPEN_S = 4.0
+"""Longest pause before a controller that did not answer is asked again."""
 MAX_TOLD = 256
 COUNTED = (
     "asked_directory", "recalled", "reads", "read_records", "read_bytes", "read_failures", "unsound_records", "hellos",
@@ -110,6 +113,46 @@ class OwnerBook:
         return breaker
 
 
+class Controllers:
+    """The controllers, which are asked in their order until one answers. Belongs to the event loop."""
+
+    def __init__(self, shared: Shared, links: Links, keys: ClusterKeys) -> None:
+        """Raises Unavailable if one of their URLs is no endpoint."""
+        self._shared = shared
+        self._asked = [
+            (links.ask(url, keys=keys), Breaker(1, 0.25, CONTROLLER_MAX_OPEN_S))
+            for url in shared.settings.controllers
+        ]
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        for controller, _ in self._asked:
+            controller.close()
+
+    async def ask(self, request: Where, ends_s: float) -> WhereReply | None:
+        """The answer of the first one that gives a valid one; None: nobody said anything in time."""
+        n_keys = len(request.tags) // TAG_BYTES
+        for controller, breaker in self._asked:
+            left_s = ends_s - self._shared.now_s()
+            if left_s <= 0 or not breaker.admit(self._shared.now_s()):
+                continue
+            self._shared.counts["asked_directory"] += 1
+            well = True
+            try:
+                reply = await controller.ask(request, WhereReply, left_s)
+                if len(reply.owners) > request.max_owners or any(one.n_keys > n_keys for one in reply.owners):
+                    raise Unavailable("its answer names more owners or keys than were asked for")
+                return reply
+            except Unavailable as error:
+                well = False
+                self._shared.tell_once(f"a controller does not say who has chunks: {error}")
+            except ClusterFailure as refused:
+                self._shared.tell_once(f"the controller refuses lookups: {refused}")
+            finally:
+                breaker.ended(well, self._shared.now_s())
+        return None
+
+
 class Answer(NamedTuple):
     """What the directory said about a run of keys."""
 
@@ -122,8 +165,7 @@ class Answer(NamedTuple):
 class Finder:
     """Asks the directory for one tier, and remembers its answers."""
 
-    def __init__(self, shared: Shared, controllers: Sequence[tuple[AskLink, Breaker]]) -> None:
-        """`controllers` are asked in this order until one answers."""
+    def __init__(self, shared: Shared, controllers: Controllers) -> None:
         self._shared = shared
         self._controllers = controllers
         self._newer: dict[bytes, Answer] = {}
@@ -174,26 +216,7 @@ class Finder:
     async def _ask(self, keys: Sequence[bytes], each: bool, ends_s: float) -> list[Owner] | None:
         asked_s = self._shared.now_s()
         request = Where(0, self._shared.instance_id, tags_of(b"".join(keys)), 1, each=each)
-        reply = None
-        for controller, breaker in self._controllers:
-            left_s = ends_s - self._shared.now_s()
-            if reply is not None or left_s <= 0 or not breaker.admit(self._shared.now_s()):
-                continue
-            self._shared.counts["asked_directory"] += 1
-            try:
-                reply = await controller.ask(request, WhereReply, left_s)
-                if len(reply.owners) > request.max_owners or any(
-                    one.n_keys > len(keys) for one in reply.owners
-                ):
-                    raise Unavailable("its answer names more owners or keys than were asked for")
-            except Unavailable as error:
-                reply = None
-                self._shared.tell_once(f"a controller does not say who has chunks: {error}")
-                breaker.ended(False, self._shared.now_s())
-                continue
-            except ClusterFailure as refused:
-                self._shared.tell_once(f"the controller refuses lookups: {refused}")
-            breaker.ended(True, self._shared.now_s())
+        reply = await self._controllers.ask(request, ends_s)
         if reply is None:
             return None
         owners = [

@@ -31,14 +31,14 @@ from typing import NamedTuple, TypeVar
 from kvstrata.errors import ClusterFailure, ConfigError, TransferError, Unavailable
 from kvstrata.keys.batch import split
 from kvstrata.observability.logging import Thinning
-from kvstrata.p2p.finding import COUNTED, Finder, OwnerBook, Shared
+from kvstrata.p2p.finding import COUNTED, Controllers, Finder, OwnerBook, Shared
 from kvstrata.p2p.frames import MAX_KEYS, FrameError
 from kvstrata.p2p.nixl import NixlEngine, Region
 from kvstrata.p2p.reading import LOADED, UNSOUND, Busy, Late, Reader
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.rpc.cluster_wire import Owner
 from kvstrata.rpc.zmq_curve import open_keys, read_cluster_keys
-from kvstrata.rpc.zmq_link import AskLink, Links
+from kvstrata.rpc.zmq_link import Links
 from kvstrata.tiers.base import (
     AdapterContext,
     Ask,
@@ -50,7 +50,6 @@ from kvstrata.tiers.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.tiers.breaker import Breaker
 from kvstrata.tiers.reasons import (
     BAD_ITEM,
     CLOSED,
@@ -70,8 +69,6 @@ _thinning = Thinning()
 T = TypeVar("T")
 
 MAX_BATCH = 256
-CONTROLLER_MAX_OPEN_S = 4.0
-"""Longest pause before a controller that did not answer is asked again."""
 ATTEMPTS = 2
 """Maximum number of owners that are asked for one key, besides the one that a command named."""
 
@@ -81,7 +78,7 @@ class _Parts(NamedTuple):
 
     shared: Shared
     links: Links
-    controllers: list[tuple[AskLink, Breaker]]
+    controllers: Controllers
     reader: Reader
     owners: OwnerBook
     finder: Finder
@@ -133,17 +130,14 @@ class PeerTier(StorageAdapter, ReadsPeers):
             except TransferError as error:
                 raise ConfigError(f"{self.name}: {error.message}", field="p2p.engine") from None
         links = Links(asyncio.get_running_loop())
+        shared = Shared(self.name, settings, context.clock, context.instance_id)
         try:
-            controllers = [
-                (links.ask(url, keys=keys), Breaker(1, 0.25, CONTROLLER_MAX_OPEN_S))
-                for url in settings.controllers
-            ]
+            controllers = Controllers(shared, links, keys)
         except Unavailable as error:
             links.close()
             if self._engine is not None:
                 await self._engine.close()
             raise ConfigError(f"controller.url: {error.message}", field="controller.url") from None
-        shared = Shared(self.name, settings, context.clock, context.instance_id)
         reader = Reader(shared, links, keys, self._engine)
         owners = OwnerBook(settings.limits, reader.under_way)
         self._parts = _Parts(shared, links, controllers, reader, owners, Finder(shared, controllers))
@@ -158,8 +152,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
         await shared.work.ended()
         await reader.close()
         await shared.work.ended()
-        for controller, _ in controllers:
-            controller.close()
+        controllers.close()
         if self._engine is not None:
             await self._engine.close()
         links.close()

@@ -529,8 +529,9 @@ class Awaited(ClusterReply, frozen=True, tag="await"):
     """What L1 has of these chunks now, and how the wait has ended."""
 
     n_chunks: Count
-    end: Literal["ready", "broken", "late", "none"]
-    """`ready`: more chunks than the asker had; `late`: ask again; `none`: nobody has promised any."""
+    end: Literal["ready", "broken", "late", "expected", "none"]
+    """`ready`: more chunks than the asker had; `late`: a promise of more stands, ask again; `expected`: none was given
+    yet, ask again; `none`: nobody has promised any."""
 
 
 # --- gateways ----------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ async def open_instance(
     peer, awaited = peer_config(plan, keys), None
     if peer is not None:
         assert isinstance(peer.fields, PeerSettings)
-        awaited = AwaitedPeers(peer.fields, facts.instance_id)
+        awaited = AwaitedPeers(peer.fields, SystemClock(), facts.instance_id)
         closers.append(soon(awaited.close))
     parts = Parts(
         settings,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstrata.clock import SystemClock
 from kvstrata.p2p import awaiting
 from kvstrata.p2p.awaiting import AwaitedPeers
 from kvstrata.p2p.settings import PeerSettings
@@ -45,7 +46,9 @@ async def asked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Liar, Aw
     monkeypatch.setattr(awaiting, "ANSWER_S", 0.05)
     owner, directory = Liar(TO_INSTANCE), Knows()
     directory.owner = Owner("owner", 11, owner.endpoint, 0, True, OPEN_PUBLIC.decode())
-    peers = AwaitedPeers(PeerSettings((directory.endpoint,), "tcp", lookup_timeout_ms=60_000), "reader")
+    peers = AwaitedPeers(
+        PeerSettings((directory.endpoint,), "tcp", lookup_timeout_ms=60_000), SystemClock(), "reader"
+    )
     yield owner, peers
     peers.close()
     owner.close()
@@ -103,3 +106,19 @@ async def test_waits_of_peers_are_bounded_for_each_and_in_all(monkeypatch: pytes
     await asyncio.gather(*waiting, return_exceptions=True)
     assert not there.peers_wait_now and not there._waits and not there._expecting
     l1.pool.close()
+
+
+async def test_a_promise_that_is_broken_between_two_questions_ends_the_wait(
+    asked: tuple[Liar, AwaitedPeers],
+) -> None:
+    owner, peers = asked
+    ends = iter(["expected", "late", "none"])
+    heard: list[bool] = []
+
+    def says(one: Await) -> Awaited:
+        heard.append(one.expects)
+        return Awaited(one.seq, 11, 2, next(ends))  # type: ignore[arg-type]
+
+    owner.says = says
+    assert (await peers.wait("owner", QUESTION, 60.0))[:2] == (2, "broken")
+    assert heard == [True, True, False]

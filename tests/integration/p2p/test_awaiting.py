@@ -104,6 +104,9 @@ def test_a_broken_promise_ends_the_wait_with_what_has_come(rig: Rig, stored: int
     promise = rig.promised(tokens)
     call = rig.asked(tokens)
     rig.computed(tokens, 0, stored)
+    eventually(
+        "it is awaited there", lambda: rig.promises(0)["peers_wait_now"] and rig.promises(0)["peer_waits"]
+    )
     assert not call.done
     promise.withdraw()
     rig.ends(call, stored, MissReason.PROMISE_BROKEN)

@@ -15,7 +15,6 @@ from kvstrata.p2p.settings import OwnerLimits, PeerSettings
 from kvstrata.rpc.cluster_wire import Owner, WhereReply
 from kvstrata.testing.strategies import key_of
 from kvstrata.tiers.base import Ask
-from kvstrata.tiers.breaker import Breaker
 
 KEYS = [key_of(n) for n in range(8)]
 REGION = nixl.Region(4096, 4096)
@@ -86,9 +85,9 @@ class Asked:
         self.now_s, self.owners, self.times = 0.0, [owner("a")], 0
         settings = PeerSettings(("tcp://controller:1",), "tcp", remember_ms=1_000, remember_none_ms=500)
         clock: Any = SimpleNamespace(monotonic_s=lambda: self.now_s)
-        self.finder = Finder(Shared("peer", settings, clock, "us"), [(self, Breaker(1, 1, 1))])  # type: ignore[list-item]
+        self.finder = Finder(Shared("peer", settings, clock, "us"), self)  # type: ignore[arg-type]
 
-    async def ask(self, request: object, answer: object, timeout_s: float) -> WhereReply:
+    async def ask(self, request: object, ends_s: float) -> WhereReply:
         self.times += 1
         return WhereReply(0, 1, self.owners)
 

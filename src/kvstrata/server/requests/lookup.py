@@ -390,7 +390,9 @@ class Lookups:
                 ending = self._from_disks(self._peers, asked, asked_from, held.n_chunks, elsewhere)
                 async with contextlib.aclosing(ending):
                     async for _ in ending:
-                        held = await self._lease_again(asked, held)
+                        before, held = held.n_chunks, await self._lease_again(asked, held)
+                        if held.n_chunks == before:
+                            break
             wait_ends_s = self._clock.monotonic_s() + asked.request.wait_ms / 1000
             expects, source = asked.request.expects, asked.request.source
             if source and self._peers is not None and source != self._peers.instance_id:

@@ -260,7 +260,7 @@ class Promises(Numbers):
 
     async def for_peer(
         self, peer: str, asked: Await, stage: Callable[[bytes], Awaitable[object]]
-    ) -> tuple[int, Literal["ready", "broken", "late", "none"]]:
+    ) -> tuple[int, Literal["ready", "broken", "late", "expected", "none"]]:
         """How many of the chunks L1 has, once it has one more than the peer, or will not get it; and how that ended.
 
         `stage(chain)` loads these chunks from L2 as far as it has them.
@@ -269,7 +269,7 @@ class Promises(Numbers):
         staged = False
         most = max(1, PEEKED_KEYS // n_slices)
         ends_s, expects = asyncio.get_running_loop().time() + asked.wait_ms / 1000, asked.expects
-        end: Literal["ready", "broken", "late", "none"] = "none"
+        end: Literal["ready", "broken", "late", "expected", "none"] = "none"
         while True:
             n = min(asked.n_present, n_chunks)
             beyond = part(asked.chain, n, n + most)
@@ -278,7 +278,7 @@ class Promises(Numbers):
             if n > asked.n_present or end == "ready" or n == n_chunks:
                 return n, "ready" if n > asked.n_present else "broken"
             if left_s <= 0:
-                return n, "late"
+                return n, "expected" if expects else "late"
             if asked.record_bytes:  # and no promise is waited for
                 if staged or not self.may_wait(peer):
                     return n, "none"
