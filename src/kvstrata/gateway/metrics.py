@@ -22,12 +22,6 @@ class Glance(Numbers):
     """The numbers of a gateway without labels, which its status shows too."""
 
     in_flight = gauge("Requests under way.", lambda self: self._parts.requests.in_flight)
-    prefix_pieces = gauge(
-        "Pieces of prompts whose engines are remembered.", lambda self: len(self._parts.choosing.prefixes)
-    )
-    token_cache_bytes = gauge(
-        "Memory for the token ids of earlier turns, in bytes.", lambda self: self._parts.tokens.memory.bytes
-    )
     kv_events_thread = gauge(
         "1 while the thread that hears KV events runs, 0 from a defect until it begins anew: events tell nothing then.",
         lambda self: float(self._parts.residency.thread()["hears"]),
@@ -35,10 +29,6 @@ class Glance(Numbers):
     other_gateways = gauge(
         "Other gateways that are heard.",
         lambda self: len(self._parts.sharing.others) if self._parts.sharing is not None else 0,
-    )
-    others_in_flight = gauge(
-        "Requests of other gateways under way.",
-        lambda self: self._parts.sharing.others.in_flight if self._parts.sharing is not None else 0,
     )
 
     def __init__(self, parts: Parts) -> None:
@@ -66,11 +56,6 @@ class PartNumbers(Numbers):
         "Blocks of an engine's own cache that its KV events tell of.",
         lambda self: self._heard("blocks"),
         "engine",
-    )
-    kv_event_batches = counter(
-        "Batches of KV events that were heard, those sent again included.",
-        "engine",
-        read=lambda self: self._heard("batches"),
     )
     kv_event_gaps = counter(
         "Times that KV events of an engine were lost for good, or made no sense.",

@@ -89,7 +89,6 @@ class Following(Numbers):
         "Chunks of these instances that the gateway knows.", lambda self: self._registry.usage().placements
     )
     hints = counter("Ends of answers that instances were told of.", name="told_hints")
-    prompts = counter("Prompts that were looked up among what instances hold.", name="looked_up_prompts")
 
     def __init__(self, links: Links, supervisor: Supervisor, now_s: Callable[[], float]) -> None:
         self._links, self._supervisor, self._now_s = links, supervisor, now_s
@@ -129,7 +128,6 @@ class Following(Numbers):
 
     async def held(self, tags: bytes, n_slices: int) -> list[Holding]:
         """What instances hold of a prompt; its tags chunk by chunk."""
-        self.prompts += 1
         if len(tags) <= INLINE_TAGS * TAG_BYTES:
             found = self._lookups.held(tags, n_slices)
         else:
