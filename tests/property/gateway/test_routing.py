@@ -65,6 +65,7 @@ def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
         "running": st.integers(0, 300),
         "context_tokens": st.integers(0, 10**6),
         "token_s": st.floats(0, 10),
+        "token_each_s": st.floats(0, 1),
         "paths": paths,
         "role": st.sampled_from(["both", "prefill", "decode"]),
         "instance": st.sampled_from(["", "one", "two"]),

@@ -86,6 +86,8 @@ class _Prefill(NamedTuple):
     found: Estimate
     compute_s: float
     """Without what a further copy is worth."""
+    missed: float
+    """Answers beside it that are expected to miss their classes for it."""
 
 
 class _Pair(NamedTuple):
@@ -138,14 +140,18 @@ def decide(
     view = viewed(request, engines, knowledge, now_s)
     held, spared = policy.replica(view)
     prefills: dict[str, list[_Prefill]] = {"": []}
+    ways = {one.name: estimate(view, one) for one in (*engines, *helpers)}
     for one in (*engines, *helpers):
         if one.role != "decode":
-            prefills[""].append(_prefill(policy, view, one, held, spared))
+            prefills[""].append(_prefill(policy, view, one, ways[one.name], held, spared))
             if one.instance:
                 prefills.setdefault(one.instance, []).append(prefills[""][-1])
     best = {place: heapq.nsmallest(2, all_of, key=_rank) for place, all_of in prefills.items()}
-    alone = [_alone(policy, view, one, held, spared) for one in engines]
-    pairs = [_best_pair(policy, view, one, best, contract) for one in engines]
+    alone = [_alone(policy, view, one, ways[one.name], held, spared) for one in engines]
+    pairs = [
+        _best_pair(policy, view, one, ways[one.name], best, contract, most)
+        for one, most in zip(engines, alone, strict=True)
+    ]
     costs = [
         min(cost, pair.cost) if pair is not None else cost for cost, pair in zip(alone, pairs, strict=True)
     ]
@@ -180,39 +186,52 @@ def _rank(one: _Prefill) -> tuple[float, str]:
     return one.cost, one.name
 
 
-def _prefill(policy: Auto, view: View, one: EngineState, held: int, spared: float) -> _Prefill:
-    found = estimate(view, one)
+def _prefill(
+    policy: Auto, view: View, one: EngineState, found: Estimate, held: int, spared: float
+) -> _Prefill:
     compute_s = found.compute_s - spared * max(0, held - found.cached_tokens) / one.prefill_tokens_s
     cost = found.queue_s + found.load_s + compute_s
     cost += policy.decode_share * one.running * compute_s
-    cost += MISSED_S * (_others_missed(view, one, found.compute_s, answers=False) + _late(view, found.ttft_s))
-    return _Prefill(cost, one.name, one, found, compute_s)
+    missed = _others_missed(view, one, found.compute_s, answers=False)
+    cost += MISSED_S * (missed + _late(view, found.ttft_s))
+    return _Prefill(cost, one.name, one, found, compute_s, missed)
 
 
-def _alone(policy: Auto, view: View, one: EngineState, held: int, spared: float) -> float:
-    found = estimate(view, one)
+def _alone(policy: Auto, view: View, one: EngineState, found: Estimate, held: int, spared: float) -> float:
     spared_s = spared * max(0, held - found.cached_tokens) / one.prefill_tokens_s
     answer = _answer(policy, view, one, found.compute_s, found.ttft_s)
     return found.ttft_s - spared_s + policy.decode_share * one.running * (found.compute_s - spared_s) + answer
 
 
 def _best_pair(
-    policy: Auto, view: View, one: EngineState, best: Mapping[str, Sequence[_Prefill]], contract: Contract
+    policy: Auto,
+    view: View,
+    one: EngineState,
+    own: Estimate,
+    best: Mapping[str, Sequence[_Prefill]],
+    contract: Contract,
+    most: float,
 ) -> _Pair | None:
-    """The best split with an engine that answers: the other one is at its host, or the best of all."""
+    """The best split with an engine that answers: the other one is at its host, or the best of all.
+
+    None: there is none that costs less than `most`.
+    """
     places = dict.fromkeys((one.instance if contract == "kvstrata" else "", ""))
-    pairs = [_pair(policy, view, one, best.get(place, ()), contract) for place in places]
+    able = (
+        next((p for p in best.get(at, ()) if may_hand_over(contract, p.engine, one)), None) for at in places
+    )
+    found = {p.name: p for p in able if p is not None and p.cost + HANDOVER_S < most}  # a bound of its cost
+    pairs = [_pair(policy, view, one, own, prefill, contract) for prefill in found.values()]
     return min((pair for pair in pairs if pair is not None), key=lambda pair: pair.cost, default=None)
 
 
 def _pair(
-    policy: Auto, view: View, one: EngineState, prefills: Sequence[_Prefill], contract: Contract
+    policy: Auto, view: View, one: EngineState, own: Estimate, prefill: _Prefill, contract: Contract
 ) -> _Pair | None:
-    prefill = next((p for p in prefills if may_hand_over(contract, p.engine, one)), None)
-    n, own = view.request.tokens, estimate(view, one)
+    n = view.request.tokens
     rest = min(n, REST_TOKENS[contract])
     lacks = n - rest - own.cached_tokens
-    if prefill is None or lacks <= 0:
+    if lacks <= 0:
         return None
     path = one.paths.get("l1", _NO_PATH)
     load_s = path.latency_s + (path.queued_tokens + lacks) / path.tokens_s
@@ -225,7 +244,7 @@ def _pair(
     ttft_s = max(ready_s, own.queue_s) + HANDOVER_S + load_s + rest_s
     others_s = prefill.engine.running * prefill.compute_s + one.running * rest_s
     cost = ttft_s - (prefill.found.compute_s - prefill.compute_s) + policy.decode_share * others_s
-    cost += MISSED_S * _others_missed(view, prefill.engine, prefill.found.compute_s, answers=False)
+    cost += MISSED_S * prefill.missed
     cost += _answer(policy, view, one, rest_s, ttft_s)
     way = Way(cached_tokens=n - rest, tier=tier, load_tokens=lacks, load_s=load_s, ttft_s=ttft_s)
     return _Pair(cost, prefill, way)
@@ -275,7 +294,7 @@ def _slow(
     if not tokens:
         return 0.0  # nothing is known of answers yet
     share = one.prompt_share(view.now_s)
-    token_s = one.token_s - less_s
+    token_s = max(0.0, one.token_s - less_s)
     spare_s = tokens * (limit_s - token_s) - more_s
     mean_s = tokens * token_s * share / (1.0 - share)
     return _above(
