@@ -15,26 +15,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from kvstrata.clock import Clock
 from kvstrata.errors import ClusterFailure, Unavailable
-from kvstrata.keys.batch import count
+from kvstrata.keys.batch import count, split
 from kvstrata.observability.load_line import LoadTimes
-from kvstrata.p2p.finding import Controllers, Shared
+from kvstrata.p2p.finding import Controllers, Finder, Shared
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.patience import patience
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Await, Awaited, Owner, Where, tags_of
+from kvstrata.rpc.cluster_wire import Await, Awaited, Owner, Where
 from kvstrata.rpc.zmq_curve import ClusterKeys, open_keys, read_cluster_keys
 from kvstrata.rpc.zmq_link import AskLink, Links
+from kvstrata.tiers.base import Ask
 from kvstrata.tiers.breaker import Breaker
 
 POLL_S = 1.0
 ANSWER_S = 1.0
 MAX_OWNERS = 64
-MAX_NOBODY = 4_096
 OWNER_S = 2.0
 """How long the controller's word on an instance is used."""
 End = Literal["ready", "broken", "late", "none"]
@@ -48,6 +48,15 @@ class _Owner:
         self.breaker = Breaker(1, 1.0, 30.0)
 
 
+class _Links(NamedTuple):
+    """What is open once something was asked."""
+
+    links: Links
+    keys: ClusterKeys
+    controllers: Controllers
+    finder: Finder
+
+
 class AwaitedPeers:
     """Asks other instances for the lookups of this one. Belongs to the event loop."""
 
@@ -56,10 +65,8 @@ class AwaitedPeers:
         self.instance_id = instance_id
         self._shared = Shared("peers", settings, clock, instance_id)
         self._loop = asyncio.get_running_loop()
-        self._open: tuple[Links, ClusterKeys, Controllers] | None = None
+        self._open: _Links | None = None
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
-        self._nobody: OrderedDict[bytes, float] = OrderedDict()
-        """By tag of a first key: until when nobody has it on disk."""
         self.disk_times = LoadTimes()
         """Of chunks that came from owners' L2 tiers."""
 
@@ -67,11 +74,10 @@ class AwaitedPeers:
         """End all questions. Idempotent."""
         opened, self._open = self._open, None
         if opened is not None:
-            links, _, controllers = opened
             for owner in self._owners.values():
                 owner.link.close()
-            controllers.close()
-            links.close()
+            opened.controllers.close()
+            opened.links.close()
 
     async def wait(self, instance: str, asked: Await, most_s: float) -> tuple[int, End, bytes]:
         """Wait, at most so long, until an instance has more of these chunks.
@@ -112,16 +118,9 @@ class AwaitedPeers:
 
     async def on_disks(self, keys: bytes, n_slices: int, most_s: float) -> tuple[str, int]:
         """Which instance has most leading chunks of these in L1 and its own L2 tiers, and how many; "", 0: none."""
-        now_s, first = self._loop.time(), keys[:TAG_BYTES]
-        if self._nobody.get(first, now_s) > now_s:
-            return "", 0
-        found = await self._ask(Where(0, self.instance_id, tags_of(keys), n_slices, 1, on_disks=True), most_s)
-        if not found:
-            self._nobody[first] = now_s + self._shared.settings.remember_none_ms / 1000
-            if len(self._nobody) > MAX_NOBODY:
-                self._nobody.popitem(last=False)
-            return "", 0
-        return found[0].instance, found[0].n_keys // n_slices
+        ends_s = self._shared.now_s() + min(most_s, self._shared.settings.lookup_timeout_ms / 1000)
+        found = await self._opened().finder.owners(split(keys), Ask(), ends_s)
+        return (found[0].instance, found[0].n_keys // n_slices) if found else ("", 0)
 
     async def _owner(self, instance: str, most_s: float) -> _Owner | None:
         """How to reach an instance, by what controllers said last; None: they know no such instance."""
@@ -129,7 +128,7 @@ class AwaitedPeers:
         if known is not None and self._loop.time() < known.known_s + OWNER_S:
             self._owners.move_to_end(instance)
             return known
-        found = await self._ask(Where(0, self.instance_id, b"", 1, 1, named=instance), most_s)
+        found = await self._named(instance, most_s)
         known = self._owners.get(instance)
         if found is None or (known is not None and [known.entry] == found):
             if known is not None and found is not None:
@@ -137,27 +136,31 @@ class AwaitedPeers:
             return known
         if known is not None:
             self._owners.pop(instance).link.close()
-        if not found or found[0].instance != instance:
+        if not found:
             return None
         owner = self._owners[instance] = _Owner(found[0], self._linked(found[0]), self._loop.time())
         if len(self._owners) > MAX_OWNERS:
             self._owners.popitem(last=False)[1].link.close()
         return owner
 
-    async def _ask(self, where: Where, most_s: float) -> list[Owner] | None:
-        """The owners that a controller names; None: no controller has answered."""
+    async def _named(self, instance: str, most_s: float) -> list[Owner] | None:
+        """The instance as a controller knows it, if it does; None: no controller has answered."""
+        where = Where(0, self.instance_id, b"", 1, 1, named=instance)
+        limit_s = min(most_s, self._shared.settings.lookup_timeout_ms / 1000)
+        reply = await self._opened().controllers.ask(where, self._shared.now_s() + limit_s)
+        return None if reply is None else [one for one in reply.owners if one.instance == instance]
+
+    def _opened(self) -> _Links:
         if self._open is None:
             file = self._shared.settings.curve_file
             keys = read_cluster_keys(file, "controller.curve_file") if file else open_keys()
             links = Links(self._loop)
-            self._open = links, keys, Controllers(self._shared, links, keys)
-        limit_s = min(most_s, self._shared.settings.lookup_timeout_ms / 1000)
-        reply = await self._open[2].ask(where, self._shared.now_s() + limit_s)
-        return None if reply is None else [one for one in reply.owners if one.peer_endpoint]
+            controllers = Controllers(self._shared, links, keys)
+            self._open = _Links(links, keys, controllers, Finder(self._shared, controllers, on_disks=True))
+        return self._open
 
     def _linked(self, entry: Owner) -> AskLink:
-        assert self._open is not None
-        links, keys, _ = self._open
+        links, keys, _, _ = self._opened()
 
         def changed(up: bool) -> None:
             if not up:

@@ -165,9 +165,10 @@ class Answer(NamedTuple):
 class Finder:
     """Asks the directory for one tier, and remembers its answers."""
 
-    def __init__(self, shared: Shared, controllers: Controllers) -> None:
+    def __init__(self, shared: Shared, controllers: Controllers, *, on_disks: bool = False) -> None:
+        """`on_disks`: what owners have in L2 tiers of their own counts too."""
         self._shared = shared
-        self._controllers = controllers
+        self._controllers, self._on_disks = controllers, on_disks
         self._newer: dict[bytes, Answer] = {}
         self._older: dict[bytes, Answer] = {}
         """By key: the last answer that named owners."""
@@ -215,7 +216,9 @@ class Finder:
 
     async def _ask(self, keys: Sequence[bytes], each: bool, ends_s: float) -> list[Owner] | None:
         asked_s = self._shared.now_s()
-        request = Where(0, self._shared.instance_id, tags_of(b"".join(keys)), 1, each=each)
+        request = Where(
+            0, self._shared.instance_id, tags_of(b"".join(keys)), 1, each=each, on_disks=self._on_disks
+        )
         reply = await self._controllers.ask(request, ends_s)
         if reply is None:
             return None
