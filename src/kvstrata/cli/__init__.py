@@ -23,6 +23,7 @@ usage: kvstrata COMMAND [arguments]
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines
   replay      say what L1s of other sizes would have hit on recorded requests
   sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines
+  plan        the best configuration for a recorded trace: engines by role, size of L1, and what more would buy
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   doctor      check this machine, and the server that the flags of lmcache-server describe; say what to do
 

@@ -1,0 +1,363 @@
+"""What would serve the requests of a group of engines best, from what was measured: pure functions, no clock.
+
+A group are engines that can compute for each other.  What its requests would get with k of its N engines prefilling is
+predicted so:
+
+1. Requests come in *shapes*: so many a second, with so many prompt tokens to compute and so many of answer.  With
+   k > 0 the longest prompts are computed by k engines, and the others answer all requests and compute the rest: the j
+   longest shapes, with the j that is best, as gateways split where that costs less.  With k = 0 each engine does both,
+   and where gateways split, the engines divide the work among themselves as with the best k.
+2. Prompts take a share p of an engine's time.  With q tokens of answers a second and engine, R answers run at a time,
+   by Little's law, and a token takes (alone + each · R) / (1 - p); so R = q · alone / (1 - p - q · each).
+3. A first token is in time if prompt, queue and hand-over are within the limit.  The queue's tail is that of M/G/1,
+   shared by the engines that compute: P(wait > x) = ρ^k · exp(-x · k · (1 - ρ) / h), with h = E[s²] / 2 E[s].
+4. An answer is in time if the prompts that are computed beside it take no longer than its limit leaves: a compound
+   Poisson process whose jump is a prompt's mean size, weighted by size.  R varies as a Poisson variable does.
+5. If more answers run than the limits allow, all are late.  With a *bound*, which is what the limits allow, those that
+   the gateways let in are in time, and the share that is let in is what the engines can do.
+
+What is overloaded still counts by CAPACITY_SHARE, so among overloaded fleets the least overloaded one is best.
+
+No plan changes roles: where gateways split, fixed ones were never better (docs/pd.md).  What a plan changes is the
+bound of a group, one change a step: only if GAIN more requests are expected in time than were measured, and only if
+nothing was changed for the hold time.  A change after which LOSS less was in time is undone, and nothing is changed for
+BARRED_HOLDS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvstrata.rpc.cluster_wire import Role
+
+HANDOVER_S = 0.03
+CAPACITY_SHARE = 0.01
+GAIN = 0.1
+"""The least gain for which something is changed, as a share of the requests that come."""
+LOSS = 0.05
+NEARLY = 0.15
+"""By what share the bound must differ from the present one to be changed."""
+BARRED_HOLDS = 10
+MARGIN = 0.9
+"""Share of the time that a token may take for which a bound is made: answers and their prompts differ in length."""
+MOST_SHARE = 0.5
+"""The largest p that the bound goes by."""
+MAX_TERMS = 100
+"""Of a Poisson sum; a normal distribution stands for longer ones."""
+SIZES = ("2", "4")
+"""How many times larger an L1 may be that is asked about."""
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine, and how fast it was measured to be."""
+
+    name: str
+    prefill_tokens_s: float
+    alone_s: float
+    each_s: float
+    """A token of an answer takes `alone_s`, and so much more for each request in flight."""
+    role: Role = "both"
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that are alike."""
+
+    requests_s: float
+    prompt_tokens: float
+    """To be computed, of each."""
+    answer_tokens: float
+    ttft_s: float = 0.0
+    """In which the first token must come; 0: any time is good."""
+    tpot_s: float = 0.0
+    """In which each further one must come; 0: any time is good."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of engines and what comes to it."""
+
+    engines: list[Engine]
+    """At least one."""
+    shapes: list[Shape]
+    met_share: float | None = None
+    """Of the requests that ended lately, those that were in time; None: not known."""
+    saved: dict[str, float] = {}
+    """Share of the seconds of all prompts that an L1 of once and more times its size saves, by "1" and SIZES."""
+    splits: bool = True
+    """Whether requests may be split."""
+
+    @property
+    def total_s(self) -> float:
+        """Requests a second."""
+        return sum(one.requests_s for one in self.shapes)
+
+
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a fleet would do."""
+
+    met_s: float
+    """Requests in time, a second."""
+    busy: float
+    """Share of their time that the busiest engines need; above 1: they are overloaded."""
+    compute_s: float
+    """Seconds of computing prompts, a second, of all engines."""
+    in_flight: int
+    """Requests that an answering engine may have at a time without its answers being late; 0: any number."""
+    score: float
+
+
+class Buy(msgspec.Struct, frozen=True, kw_only=True):
+    """What something else than the present fleet would bring."""
+
+    what: str
+    met_s: float
+    """More requests in time, a second."""
+    compute_s: float
+    """Fewer seconds of computing prompts, a second."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the bound."""
+
+    before: int
+    after: int
+    at_s: float
+    undoes: bool
+    """Whether it takes back a change that has lost."""
+    met_share: float
+    """What was in time before it."""
+    expected_share: float
+    """What was predicted to be in time without a bound."""
+    predicted_share: float
+    """Further requests in time that were expected, as a share of those that come."""
+    measured_share: float | None = None
+    """Those that were measured; None: it is too soon to say."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What should be in force until the next step."""
+
+    in_flight: int
+    """The bound; 0: there is none."""
+    predicted: Predicted
+    """Of the present fleet without a bound."""
+    buys: list[Buy] = []
+    change: Change | None = None
+    """The last one."""
+    barred_until_s: float = 0.0
+
+
+def predict(
+    engines: Sequence[Engine],
+    shapes: Sequence[Shape],
+    prefilling: int,
+    *,
+    splits: bool = True,
+    bounded: bool = False,
+) -> Predicted:
+    """What `engines` would do if so many of them, fewer than all, prefilled for the others."""
+    longest = sorted(shapes, key=lambda one: (-one.prompt_tokens, one.answer_tokens, one.requests_s))
+    ranked = _ranked(engines)
+    firsts = range(len(ranked)) if splits and not prefilling else (prefilling,)
+    return max(
+        (
+            _predicted(ranked[:first], ranked[first:], longest[:j], longest[j:], bounded)
+            for first in firsts
+            for j in (range(len(longest) + 1) if first else (0,))
+        ),
+        key=lambda one: one.score,
+    )
+
+
+def _predicted(
+    first: Sequence[Engine],
+    rest: Sequence[Engine],
+    apart: Sequence[Shape],
+    alone: Sequence[Shape],
+    bounded: bool,
+) -> Predicted:
+    """`first` compute the prompts of `apart`; `rest` answer these, and compute and answer `alone`."""
+    every, total_s = [*apart, *alone], sum(one.requests_s for one in (*apart, *alone))
+    rate = _mean([one.prefill_tokens_s for one in (*first, *rest)])
+    alone_s, each_s = _mean([one.alone_s for one in rest]), _mean([one.each_s for one in rest])
+    here, there = ([(one.requests_s, one.prompt_tokens / rate) for one in some] for some in (alone, apart))
+    p, rho = _load(here) / len(rest), _load(there) / max(1, len(first))
+    q = sum(one.requests_s * one.answer_tokens for one in every) / len(rest)
+    left = 1.0 - p - q * each_s
+    running = q * alone_s / left if left > 0 else math.inf
+    limit_s = min((one.tpot_s for one in every if one.tpot_s), default=0.0)
+    most = (
+        (MARGIN * limit_s * (1.0 - min(p, MOST_SHARE)) - alone_s) / each_s if limit_s and each_s > 0 else 0.0
+    )
+    in_flight = int(min(max(most, 1.0), 1e6)) if limit_s and each_s > 0 else 0
+    let_in, spread_s = 1.0, each_s * math.sqrt(running)
+    if bounded and 0 < in_flight < running:
+        let_in, running, spread_s = min(1.0, in_flight / (MARGIN * limit_s * q)), float(in_flight), 0.0
+    token_s = alone_s + each_s * running
+    met_s = 0.0
+    for some, servers, load, rows, handover_s in (
+        (apart, len(first), rho, there, HANDOVER_S),
+        (alone, len(rest), p, here, 0.0),
+    ):
+        for one in some:
+            share = 1.0
+            if one.ttft_s:
+                spare_s = one.ttft_s - one.prompt_tokens / rate - handover_s - token_s
+                share = _waits_at_most(spare_s, servers, load, rows)
+            if one.tpot_s:
+                share *= _answers_in(one, token_s, spread_s, p, here)
+            met_s += one.requests_s * share * let_in
+    busy = max(1.0 - left, rho)
+    return Predicted(
+        met_s=met_s,
+        busy=busy,
+        compute_s=_load(here) + _load(there),
+        in_flight=in_flight,
+        score=met_s + CAPACITY_SHARE * total_s / max(1.0, busy),
+    )
+
+
+def step(measured: Measured, before: Plan | None, now_s: float, hold_s: float) -> Plan:
+    """The plan until the next step; `before` is the last one, if it is in force."""
+    now = before.in_flight if before is not None else 0
+    change = before.change if before is not None else None
+    barred_s = before.barred_until_s if before is not None else 0.0
+    present, met_share = predict(*_fleet(measured), splits=measured.splits), measured.met_share
+    expected = present.met_s / max(measured.total_s, 1e-9)
+    plan = Plan(
+        in_flight=now,
+        predicted=present,
+        buys=_buys(measured, present),
+        change=change,
+        barred_until_s=barred_s,
+    )
+    if met_share is None or (change is not None and now_s < change.at_s + hold_s):
+        return plan
+    if change is not None and change.measured_share is None:
+        # What came meanwhile may be more than the engines can do in any case.
+        without = change.met_share * min(1.0, (expected + 0.01) / (change.expected_share + 0.01))
+        change = msgspec.structs.replace(change, measured_share=met_share - without)
+        plan = msgspec.structs.replace(plan, change=change)
+        if met_share < without - LOSS and not change.undoes:
+            barred_s = now_s + BARRED_HOLDS * hold_s
+            undone = Change(
+                before=now, after=change.before, at_s=now_s, undoes=True, met_share=met_share, expected_share=expected,
+                predicted_share=change.met_share - met_share,
+            )  # fmt: skip
+            return msgspec.structs.replace(
+                plan, in_flight=change.before, change=undone, barred_until_s=barred_s
+            )
+    bound = predict(*_fleet(measured), splits=measured.splits, bounded=True)
+    gain = bound.met_s / measured.total_s - met_share if measured.total_s else 0.0
+    differs = abs(bound.in_flight - now) > NEARLY * now
+    if not bound.in_flight or not differs or gain <= GAIN or now_s < barred_s:
+        return plan
+    change = Change(
+        before=now,
+        after=bound.in_flight,
+        at_s=now_s,
+        undoes=False,
+        met_share=met_share,
+        expected_share=expected,
+        predicted_share=gain,
+    )
+    return msgspec.structs.replace(plan, in_flight=bound.in_flight, change=change)
+
+
+def _fleet(measured: Measured) -> tuple[list[Engine], list[Shape], int]:
+    first = sum(one.role == "prefill" for one in measured.engines)
+    return measured.engines, measured.shapes, min(first, len(measured.engines) - 1)
+
+
+def _buys(measured: Measured, present: Predicted) -> list[Buy]:
+    """What more memory, another engine or another split would bring."""
+    (engines, shapes, now), splits = _fleet(measured), measured.splits
+    found = {
+        f"{size} × the L1": predict(engines, scaled(shapes, left), now, splits=splits)
+        for size in SIZES
+        if (left := still_computed(measured.saved, size)) is not None
+    }
+    like = msgspec.structs.replace(_ranked(engines)[-1], name="", role="both")
+    found["another engine"] = predict([*engines, like], shapes, now, splits=splits)
+    if not splits:
+        found["`split` in the gateways"] = predict(engines, shapes, now)
+    if others := [k for k in range(len(engines)) if k != now]:
+        by_k = {k: predict(engines, shapes, k, splits=splits) for k in others}
+        k = max(by_k, key=lambda one: by_k[one].score)
+        found[f"{k} of {len(engines)} engines prefilling"] = by_k[k]
+    return [
+        Buy(what=what, met_s=one.met_s - present.met_s, compute_s=present.compute_s - one.compute_s)
+        for what, one in found.items()
+    ]
+
+
+def still_computed(saved: Mapping[str, float], size: str) -> float | None:
+    """What part of the tokens that are computed now an L1 so many times larger would leave; None: not known."""
+    if not {"1", size} <= saved.keys():
+        return None
+    computed = 1.0 - saved["1"]
+    return min(1.0, max(0.0, (1.0 - saved[size]) / computed)) if computed > 0 else 1.0
+
+
+def scaled(shapes: Sequence[Shape], factor: float) -> list[Shape]:
+    """The same requests with so many times the tokens to compute."""
+    return [msgspec.structs.replace(one, prompt_tokens=one.prompt_tokens * factor) for one in shapes]
+
+
+def _ranked(engines: Sequence[Engine]) -> list[Engine]:
+    """Those that prefill first: by the settings, then the fastest."""
+    order = {"prefill": 0, "both": 1, "decode": 2}
+    return sorted(engines, key=lambda one: (order[one.role], -one.prefill_tokens_s, one.name))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _load(rows: Sequence[tuple[float, float]]) -> float:
+    """Seconds of computing, a second."""
+    return sum(rate * size for rate, size in rows)
+
+
+def _waits_at_most(spare_s: float, servers: int, load: float, rows: Sequence[tuple[float, float]]) -> float:
+    """The share of requests whose prompt waits at most so long: step 3."""
+    if spare_s < 0 or load >= 1.0:
+        return 0.0
+    seconds = _load(rows)
+    if seconds <= 0:
+        return 1.0
+    half_s = sum(rate * size * size for rate, size in rows) / (2.0 * seconds)
+    return 1.0 - load**servers * math.exp(-spare_s * servers * (1.0 - load) / half_s)
+
+
+def _answers_in(
+    one: Shape, token_s: float, spread_s: float, p: float, rows: Sequence[tuple[float, float]]
+) -> float:
+    """The share of a shape's answers that are in time: step 4. `spread_s`: standard deviation of `token_s`."""
+    if not math.isfinite(token_s):
+        return 0.0
+    spare_s, seconds = one.tpot_s - token_s, _load(rows)
+    share = _normal(spare_s / spread_s) if spread_s > 0 else float(spare_s >= 0)
+    if seconds <= 0:
+        return share
+    jump_s = sum(rate * size * size for rate, size in rows) / seconds
+    beside = one.answer_tokens / jump_s
+    return share * _poisson(beside * max(0.0, spare_s), beside * p * one.tpot_s)
+
+
+def _normal(deviations: float) -> float:
+    return 0.5 * (1.0 + math.erf(deviations / math.sqrt(2.0)))
+
+
+def _poisson(most: float, mean: float) -> float:
+    """P(X ≤ most) for a Poisson X, with straight lines between whole numbers."""
+    whole = int(min(most, 1e9))
+    if mean > MAX_TERMS / 4 or (mean > 0 and whole > MAX_TERMS):
+        return _normal((most - mean) / math.sqrt(mean))
+    term = total = math.exp(-mean)
+    for number in range(1, whole + 1):
+        term *= mean / number
+        total += term
+    return min(1.0, total + (most - whole) * term * mean / (whole + 1))
