@@ -228,6 +228,15 @@ def at_a_glance(parts: Admin) -> Document:
     return views.cluster_body(parts.cluster, parts.around)
 
 
+@operation("GET", "/v1/plan", ctl="plan", tag="cluster", acts=True)
+def plan(parts: Admin) -> Document:
+    """How many requests an engine may have so that answers are in time, and what more of anything would buy.
+
+    `audit`: changes, the newest last, with the further share of requests in time that was predicted and measured.
+    """
+    return parts.cluster.planning.page()
+
+
 @operation("GET", "/v1/models", ctl="models", tag="cluster")
 def models(parts: Admin) -> Document:
     """The kinds of KV that engines at live instances have."""

@@ -26,6 +26,7 @@ from kvstrata.controller.leadership import Leadership
 from kvstrata.controller.member import Member, MemberState, Outbox
 from kvstrata.controller.members import Members
 from kvstrata.controller.orders import Orders
+from kvstrata.controller.planning import Planning
 from kvstrata.controller.ranking import Ranking
 from kvstrata.errors import ClusterFailure, NotLeading, Unavailable, UnreachableInstance
 from kvstrata.native.core import Registry
@@ -119,6 +120,7 @@ class Cluster(Numbers):
         )
         self.ranking = Ranking(clock, self.members, self.lookups)
         self.gateways = Gateways(clock, self.members, self._keys)
+        self.planning = Planning(self, settings.plan)
         self._ready = "starting"
         orders.changed = self._orders_changed
 

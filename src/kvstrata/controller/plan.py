@@ -40,11 +40,15 @@ GAIN = 0.1
 LOSS = 0.05
 NEARLY = 0.15
 """By what share the bound must differ from the present one to be changed."""
+SMOOTH = 0.2
+"""Weight of the newest step in the bound that is asked for."""
 BARRED_HOLDS = 10
 MARGIN = 0.9
 """Share of the time that a token may take for which a bound is made: answers and their prompts differ in length."""
 MOST_SHARE = 0.5
 """The largest p that the bound goes by."""
+LEAST_S = 1e-9
+"""Prompts that take less take nothing."""
 MAX_TERMS = 100
 """Of a Poisson sum; a normal distribution stands for longer ones."""
 SIZES = ("2", "4")
@@ -141,6 +145,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     in_flight: int
     """The bound; 0: there is none."""
+    wanted: float
+    """The bound that the measurements ask for, smoothed over the steps."""
     predicted: Predicted
     """Of the present fleet without a bound."""
     buys: list[Buy] = []
@@ -225,9 +231,13 @@ def step(measured: Measured, before: Plan | None, now_s: float, hold_s: float) -
     change = before.change if before is not None else None
     barred_s = before.barred_until_s if before is not None else 0.0
     present, met_share = predict(*_fleet(measured), splits=measured.splits), measured.met_share
+    bound = predict(*_fleet(measured), splits=measured.splits, bounded=True)
+    was = before.wanted if before is not None and before.wanted else bound.in_flight
+    wanted = was + SMOOTH * (bound.in_flight - was) if bound.in_flight else 0.0
     expected = present.met_s / max(measured.total_s, 1e-9)
     plan = Plan(
         in_flight=now,
+        wanted=wanted,
         predicted=present,
         buys=_buys(measured, present),
         change=change,
@@ -249,21 +259,15 @@ def step(measured: Measured, before: Plan | None, now_s: float, hold_s: float) -
             return msgspec.structs.replace(
                 plan, in_flight=change.before, change=undone, barred_until_s=barred_s
             )
-    bound = predict(*_fleet(measured), splits=measured.splits, bounded=True)
+    then = round(wanted)
     gain = bound.met_s / measured.total_s - met_share if measured.total_s else 0.0
-    differs = abs(bound.in_flight - now) > NEARLY * now
-    if not bound.in_flight or not differs or gain <= GAIN or now_s < barred_s:
+    if not then or abs(then - now) <= NEARLY * now or gain <= GAIN or now_s < barred_s:
         return plan
     change = Change(
-        before=now,
-        after=bound.in_flight,
-        at_s=now_s,
-        undoes=False,
-        met_share=met_share,
-        expected_share=expected,
+        before=now, after=then, at_s=now_s, undoes=False, met_share=met_share, expected_share=expected,
         predicted_share=gain,
-    )
-    return msgspec.structs.replace(plan, in_flight=bound.in_flight, change=change)
+    )  # fmt: skip
+    return msgspec.structs.replace(plan, in_flight=then, change=change)
 
 
 def _fleet(measured: Measured) -> tuple[list[Engine], list[Shape], int]:
@@ -325,11 +329,18 @@ def _waits_at_most(spare_s: float, servers: int, load: float, rows: Sequence[tup
     """The share of requests whose prompt waits at most so long: step 3."""
     if spare_s < 0 or load >= 1.0:
         return 0.0
+    half_s = _jump_s(rows) / 2.0
+    return (
+        1.0 - load**servers * math.exp(-spare_s * servers * (1.0 - load) / half_s)
+        if half_s > LEAST_S
+        else 1.0
+    )
+
+
+def _jump_s(rows: Sequence[tuple[float, float]]) -> float:
+    """The mean seconds of a prompt, weighted by them."""
     seconds = _load(rows)
-    if seconds <= 0:
-        return 1.0
-    half_s = sum(rate * size * size for rate, size in rows) / (2.0 * seconds)
-    return 1.0 - load**servers * math.exp(-spare_s * servers * (1.0 - load) / half_s)
+    return sum(rate * size * size for rate, size in rows) / seconds if seconds > 0 else 0.0
 
 
 def _answers_in(
@@ -338,11 +349,10 @@ def _answers_in(
     """The share of a shape's answers that are in time: step 4. `spread_s`: standard deviation of `token_s`."""
     if not math.isfinite(token_s):
         return 0.0
-    spare_s, seconds = one.tpot_s - token_s, _load(rows)
+    spare_s, jump_s = one.tpot_s - token_s, _jump_s(rows)
     share = _normal(spare_s / spread_s) if spread_s > 0 else float(spare_s >= 0)
-    if seconds <= 0:
+    if jump_s < LEAST_S:
         return share
-    jump_s = sum(rate * size * size for rate, size in rows) / seconds
     beside = one.answer_tokens / jump_s
     return share * _poisson(beside * max(0.0, spare_s), beside * p * one.tpot_s)
 

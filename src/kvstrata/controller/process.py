@@ -240,6 +240,7 @@ class Controller(Process):
             self.supervisor.spawn(election.run(cluster.orders, cluster.leadership_changed), "election")
         self.supervisor.spawn(cluster.keep_time(), "time")
         self.supervisor.spawn(cluster.keep_orders(), "orders")
+        self.supervisor.spawn(cluster.planning.keep(), "plan")
         self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
         if self._snapshots is not None:
             self.supervisor.spawn(self._snapshots.keep(), "snapshots")

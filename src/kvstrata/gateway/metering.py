@@ -7,7 +7,7 @@ stream with content counts as a token.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.gateway_model import SloSettings
 from kvstrata.gateway.marks import OK
@@ -21,6 +21,24 @@ MAX_SERIES = 4_096
 MAX_MODELS = 256
 """Most models with times of their own."""
 OTHER = "other"
+
+
+class Shape(NamedTuple):
+    """What is alike in the requests that a `Total` sums up."""
+
+    engine: str
+    slo: str
+    size: int
+    """Which power of four prompt and answer have, each in four bits."""
+
+
+class Total:
+    """Of the requests of one shape."""
+
+    __slots__ = ("answer_tokens", "met", "prompt_tokens", "requests")
+
+    def __init__(self) -> None:
+        self.requests = self.met = self.prompt_tokens = self.answer_tokens = 0
 
 
 class Series(Numbers):
@@ -81,6 +99,8 @@ class Meters(Numbers):
         """By tenant, model and engine; empty words where a request had none."""
         self.times: dict[str, Times] = {}
         """By model."""
+        self.shapes: dict[Shape, Total] = {}
+        """Answered requests; `prompt_tokens`: those that were computed."""
 
     def of(self, request: Request) -> Series:
         """The series of a request."""
@@ -117,8 +137,25 @@ class Meters(Numbers):
         times.e2e.add(e2e_s)
         if more > 0:
             times.tpot.add(tpot_s)
-        if self._is_met(request.slo, ttft_s, tpot_s, e2e_s):
-            self.met[name] += 1
+        is_met = self._is_met(request.slo, ttft_s, tpot_s, e2e_s)
+        self.met[name] += is_met
+        self._shape(request, max(1, more + 1), is_met=is_met)
+
+    def _shape(self, request: Request, answer_tokens: int, *, is_met: bool) -> None:
+        """Count an answered request among those like it."""
+        prompt = request.tokens.get("prompt", request.wanted.tokens if request.wanted is not None else 1)
+        computed = max(1, prompt - request.tokens.get("cached", 0))
+        if request.choice is not None and (prefill := request.choice.prefill) is not None:
+            computed = max(1, prompt - prefill.cached_tokens)
+        size = _power_of_four(computed) << 4 | _power_of_four(answer_tokens)
+        shape = Shape(request.engine, request.slo, size)
+        if shape not in self.shapes and len(self.shapes) >= MAX_SERIES:
+            return
+        total = self.shapes.setdefault(shape, Total())
+        total.requests += 1
+        total.met += is_met
+        total.prompt_tokens += computed
+        total.answer_tokens += answer_tokens
 
     def _is_met(self, name: str, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:
         wanted = self.slo.get(name)
@@ -126,3 +163,7 @@ class Meters(Numbers):
             return True
         pairs = ((ttft_s, wanted.ttft_ms), (tpot_s, wanted.tpot_ms), (e2e_s, wanted.e2e_ms))
         return all(not limit_ms or 1000 * took_s <= limit_ms for took_s, limit_ms in pairs)
+
+
+def _power_of_four(tokens: int) -> int:
+    return min(15, tokens.bit_length() // 2)

@@ -23,6 +23,7 @@ from kvstrata.gateway.admin import OPERATIONS, Admin
 from kvstrata.gateway.admission import Admission
 from kvstrata.gateway.choosing import Choosing
 from kvstrata.gateway.controllers.asking import Controllers
+from kvstrata.gateway.controllers.measured import measured
 from kvstrata.gateway.door import Door
 from kvstrata.gateway.engine_http import Asker
 from kvstrata.gateway.envoy.process import Envoy, program
@@ -105,6 +106,7 @@ class Gateway(Process):
             requests.in_flight,
             sum(meters.received.values()),
         )
+        controllers.measured = lambda: measured(fleet, meters, self._settings.split)
         self._probing = probing = Probing(fleet, settings.health, asker, self.supervisor, now_s, residency)
         probing.listens(settings.predicts)
         self._parts = parts = Parts(

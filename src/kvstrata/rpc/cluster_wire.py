@@ -53,7 +53,7 @@ MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 10
+CLUSTER_PROTOCOL_VERSION = 11
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one command, or single keys in one Where."""
@@ -75,6 +75,7 @@ MAX_REPLICATED_KEYS = 16_384
 MAX_TOLD_INSTANCES = 1_024
 MAX_TOLD_KINDS = 256
 MAX_TOLD_ADAPTERS = 4_096
+MAX_RATED, MAX_SHAPES = 4_096, 4_096
 """Instances, kinds of KV and adapters in the answer to one heartbeat of a gateway."""
 ClusterId = Annotated[int, Meta(ge=0, le=MAX_CLUSTER_ID)]
 Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
@@ -297,6 +298,8 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     sessions: int
     tier_states: Annotated[dict[TierName, Word], Meta(max_length=MAX_TIERS)] = {}
     """Of tiers that are not active."""
+    saved: Annotated[dict[Annotated[str, Meta(max_length=8)], float], Meta(max_length=8)] = {}
+    """Share of the prefill seconds of requests of late that an L1 of so many times its size would have saved."""
 
 
 class TierRate(msgspec.Struct, array_like=True, frozen=True):
@@ -540,6 +543,38 @@ class Awaited(ClusterReply, frozen=True, tag="await"):
 # of a prompt's chunks, and which engines belong to which instance.  The gateway follows these instances itself.
 
 
+Role = Literal["both", "prefill", "decode"]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class RatedEngine(msgspec.Struct, array_like=True, frozen=True):
+    """An engine, and how fast a gateway has measured it to be."""
+
+    url: Word
+    group: Word
+    """Engines that can compute prompts for each other have the same."""
+    role: Role
+    prefill_tokens_s: Annotated[float, Meta(gt=0, le=1e9)]
+    alone_s: Seconds
+    each_s: Seconds
+    """A token of an answer takes `alone_s`, and so much more for each request in flight."""
+
+
+class ShapeCount(msgspec.Struct, array_like=True, frozen=True):
+    """Requests of one class and about the same length that a group has answered since the gateway's start."""
+
+    group: Word
+    size: Annotated[int, Meta(ge=0, le=65_535)]
+    """Tells them from those of other lengths."""
+    ttft_ms: Annotated[float, Meta(ge=0, le=1e9)]
+    tpot_ms: Annotated[float, Meta(ge=0, le=1e9)]
+    requests: Count
+    met: Count
+    prompt_tokens: Count
+    """Those that were computed."""
+    answer_tokens: Count
+
+
 class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
     """A gateway is there. Sent every `beat_ms` of the answer."""
 
@@ -553,6 +588,10 @@ class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
     in_flight: Count
     requests_total: Count
     """Those that have ended."""
+    splits: bool = False
+    """Whether one engine may compute a prompt for another."""
+    rated: Annotated[list[RatedEngine], Meta(max_length=MAX_RATED)] = []
+    shapes: Annotated[list[ShapeCount], Meta(max_length=MAX_SHAPES)] = []
 
 
 class Served(msgspec.Struct, array_like=True, frozen=True):
@@ -586,6 +625,8 @@ class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
     instances: list[Served]
     adapters: list[AdapterName] = msgspec.field(default_factory=list)
     """At most MAX_TOLD_ADAPTERS."""
+    plan: dict[str, Count] | None = None
+    """Requests that an engine may have at a time, by its URL; None: what was told last stays in force."""
 
 
 class Replicate(ClusterRequest, frozen=True, tag="replicate"):

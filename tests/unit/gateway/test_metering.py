@@ -6,8 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.config.gateway_model import SloSettings
+from kvstrata.gateway.controllers.measured import measured
+from kvstrata.gateway.engine_http import Address
+from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.marks import OK, Marks, marks_of
 from kvstrata.gateway.metering import MAX_MODELS, MAX_SERIES, OTHER, Meters
+from kvstrata.gateway.routing.rates import Decoded
 from tests.unit.gateway.requests import a_request
 
 
@@ -36,6 +40,32 @@ def test_the_number_of_series_is_bounded() -> None:
     assert len(meters.series) == MAX_SERIES + 1
     assert meters.series[OTHER, OTHER, OTHER].outcomes[OK] == 50
     assert len(meters.times) == MAX_MODELS + 1
+
+
+def test_requests_of_alike_lengths_are_summed_for_the_plan_with_what_was_computed() -> None:
+    meters = Meters({"c": SloSettings(name="c", ttft_ms=1_500)})
+    for prompt, cached, first_s in ((4_000, 2_900, 1.0), (4_000, 2_800, 2.0), (4_000, 0, 1.0)):
+        meter = a_request(0.0, "t")
+        meter.model, meter.engine, meter.slo, meter.outcome = "m", "e", "c", OK
+        meter.tokens = {"prompt": prompt, "cached": cached, "completion": 100}
+        meter.first_s, meter.last_s = first_s, 5.0
+        meters.end(meter)
+    totals = [(one.requests, one.met, one.prompt_tokens, one.answer_tokens) for one in meters.shapes.values()]
+    assert totals == [(2, 1, 2_300, 200), (1, 1, 4_000, 100)]
+    fleet = Fleet(lambda: 0.0)
+    fleet.set_places([Place("e", Address("10.0.0.1", 8_000, False), instance="i")])
+    fleet.up(fleet.engines["e"], {"m": {}})
+    told = measured(fleet, meters, "kvstrata")
+    assert told.rated == [] and {one.group for one in told.shapes} == {"m i"}
+    fleet.rates.observe("e", 1_000, 0.1, 0)
+    for requests in range(1, 20):
+        decoded = Decoded(2.0 + 0.1 * requests, float(requests), 0)
+        fleet.decode_rates.observe("e", "m", decoded, 200)
+    [rated] = measured(fleet, meters, "kvstrata").rated
+    assert (rated.url, rated.role) == ("http://10.0.0.1:8000", "both")
+    assert abs(rated.alone_s - 0.01) < 2e-3 and abs(rated.each_s - 5e-4) < 1e-4
+    assert measured(fleet, meters, "nixl").rated[0].group == "m"
+    assert sum(one.requests for one in told.shapes) == 3 and sum(one.met for one in told.shapes) == 2
 
 
 @given(st.binary(max_size=200) | st.lists(st.binary(max_size=20), min_size=8, max_size=8).map(b" ".join))

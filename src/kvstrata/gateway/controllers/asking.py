@@ -25,6 +25,7 @@ from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.controllers.directory import MAX_KINDS, Directory, Kind
 from kvstrata.gateway.controllers.following import Following, Holding
+from kvstrata.gateway.controllers.measured import Measured
 from kvstrata.gateway.controllers.replicas import Read, Replicas
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
@@ -171,6 +172,7 @@ class Controllers(Numbers):
         self.replicas = Replicas(self._replicate, supervisor, self._hashing, now_s)
         self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
         """Policy, requests under way and all requests, for heartbeats."""
+        self.measured: Callable[[], Measured] = lambda: Measured(False, [], [])
         self._have(settings.urls)
 
     def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
@@ -215,6 +217,8 @@ class Controllers(Numbers):
             lambda engine: served.instance if (served := directory.instance(engine)) else "",
             peers=len(directory.instances) > 1,
         )
+        if directory.plan is not None:
+            self._fleet.bound(directory.plan)
         # Without a key file, instances let in whoever has the key that this user's processes share.
         shared = self._shared if self._settings.curve_file == "" and not self._settings.insecure else None
         self.following.follow(directory.instances.values(), shared.keys if shared is not None else self._keys)
@@ -330,6 +334,7 @@ class Controllers(Numbers):
         return GatewayBeat(
             0, self._name, __version__, self._port, policy, len(self._fleet.engines),
             len([one for one in self._fleet.engines.values() if one.state is EngineState.UP]), in_flight, requests,
+            *self.measured(),
         )  # fmt: skip
 
     def _have(self, urls: Iterable[str]) -> None:

@@ -78,6 +78,7 @@ class Directory:
     """One answer to a heartbeat, by engines and instances."""
 
     def __init__(self, heard: GatewayHeard) -> None:
+        self.plan = heard.plan
         self.kinds = [_kind(told) for told in heard.kinds]
         self.instances = {one.instance: one for one in heard.instances}
         self._adapters = heard.adapters[:MAX_TOLD_ADAPTERS]
@@ -97,9 +98,7 @@ class Directory:
         place = engine.place
         if place.instance:
             return self.instances.get(place.instance)
-        host = f"[{place.address.host}]" if ":" in place.address.host else place.address.host
-        scheme = "https" if place.address.tls else "http"
-        return self._of_url.get(f"{scheme}://{host}:{place.address.port}")
+        return self._of_url.get(place.url)
 
     def kind(self, served: Served, names: Sequence[str]) -> int | None:
         """The number of the kind of an instance's KV for a model that has these names; None: not known."""

@@ -70,6 +70,7 @@ class Condition:
             peer_read_bytes_total=peer_bytes,
             sessions=len(list(self._processes)),
             tier_states=self._held.states(),
+            saved={f"{size:g}": min(1.0, max(0.0, saved)) for size, _, saved in self._pool.forecasts()[0]},
         )
 
     def _models(self) -> list[KvKind]:

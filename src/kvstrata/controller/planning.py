@@ -1,0 +1,222 @@
+"""The plan of the leader: what gateways have measured becomes a plan, which gateways carry out (controller/plan.py).
+
+1. Each gateway tells totals since its start; their growth between two steps is the load.  It is smoothed, and what it
+   will be at the next step is extrapolated (Holt).
+2. In the mode `act` gateways are told with each heartbeat how many requests an engine may have, and hold the others
+   back; in the other modes, that it may have any number.  A controller that does not lead, or has not made a plan yet,
+   tells neither, so the last plan stays in force.
+3. A new leader begins without a bound, and tells it after its first step.
+4. In one step one group has one change at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvstrata.config.controller_model import PlanMode
+from kvstrata.controller.plan import Change, Engine, Measured, Plan, Shape, step
+from kvstrata.rpc.cluster_wire import RatedEngine, ShapeCount
+
+if TYPE_CHECKING:
+    from kvstrata.controller.cluster import Cluster
+
+STEP_S = 10.0
+HOLD_S = 120.0
+FEWEST = 20
+"""Requests in the last step from which the share in time counts as measured."""
+MAX_AUDITED = 256
+LEVEL, TREND = 0.3, 0.1
+"""Weights of the newest value for the level and for its change."""
+
+Key = tuple[str, int, float, float]
+"""Group, size, and both limits of a shape."""
+
+
+class Forecast:
+    """A rate's level and trend, by steps (Holt 1957)."""
+
+    def __init__(self) -> None:
+        self.level = self.trend = 0.0
+        self.known = False
+
+    def add(self, value: float) -> None:
+        """Take the value of a further step."""
+        before = self.level
+        if not self.known:
+            self.level, self.known = value, True
+            return
+        self.level = LEVEL * value + (1 - LEVEL) * (before + self.trend)
+        self.trend = TREND * (self.level - before) + (1 - TREND) * self.trend
+
+    @property
+    def next(self) -> float:
+        """The value that is expected at the next step."""
+        return max(0.0, self.level + self.trend)
+
+
+class Loads:
+    """What comes to the groups, from the totals of gateways."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, Key], ShapeCount] = {}
+        self._grown: dict[Key, list[int]] = {}
+        self._forecasts: dict[Key, Forecast] = {}
+
+    def add(self, told: Iterable[tuple[str, ShapeCount]], step_s: float) -> None:
+        """Take what gateways have told at the end of a step. Totals that have not grown say nothing."""
+        now = {(gateway, _key(one)): one for gateway, one in told}
+        grown: dict[Key, list[int]] = {}
+        for (gateway, key), one in now.items():
+            before = self._before.get((gateway, key))
+            if before is None and not any(name == gateway for name, _ in self._before):
+                continue
+            was = _counts(before) if before is not None else [0] * 4
+            more = [new - old for new, old in zip(_counts(one), was, strict=True)]
+            if min(more) >= 0:
+                grown[key] = [a + b for a, b in zip(grown.get(key, [0] * 4), more, strict=True)]
+        self._before, self._grown = now, grown
+        for key in {key for _, key in now} | self._forecasts.keys():
+            forecast = self._forecasts.setdefault(key, Forecast())
+            forecast.add(grown.get(key, [0])[0] / step_s)
+        self._forecasts = {key: one for key, one in self._forecasts.items() if one.next > 1e-4}
+
+    def shapes(self, group: str) -> list[Shape]:
+        """What is expected at a group in the next step."""
+        sums: dict[Key, list[int]] = defaultdict(lambda: [0] * 4)
+        for (_, key), one in self._before.items():
+            sums[key] = [a + b for a, b in zip(sums[key], _counts(one), strict=True)]
+        found = []
+        for key, forecast in self._forecasts.items():
+            counts = self._grown.get(key) or [0]
+            counts = counts if counts[0] else sums[key]
+            if key[0] == group and counts[0] and forecast.next > 0:
+                prompt, answer = counts[2] / counts[0], counts[3] / counts[0]
+                found.append(
+                    Shape(requests_s=forecast.next, prompt_tokens=prompt, answer_tokens=answer,
+                          ttft_s=key[2] / 1000, tpot_s=key[3] / 1000)
+                )  # fmt: skip
+        return sorted(found, key=lambda one: -one.requests_s)[:MAX_SHAPES]
+
+    def met_share(self, group: str, fewest: int = FEWEST) -> float | None:
+        """Of the requests of the last step, those in time; None: there were too few."""
+        rows = [counts for key, counts in self._grown.items() if key[0] == group]
+        ended = sum(counts[0] for counts in rows)
+        return sum(counts[1] for counts in rows) / ended if ended >= fewest else None
+
+
+MAX_SHAPES = 16
+"""Of a group: those that come most often."""
+
+
+class Planning:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self, cluster: Cluster, mode: PlanMode) -> None:
+        self.mode = mode
+        self._cluster = cluster
+        self._loads = Loads()
+        self.groups: dict[str, tuple[Measured, Plan]] = {}
+        """The last step's."""
+        self.audit: deque[dict[str, Any]] = deque(maxlen=MAX_AUDITED)
+        """Changes, the newest last, with what they were to bring and what they have brought."""
+
+    def told(self) -> dict[str, int] | None:
+        """What gateways are told: see the module."""
+        if self._cluster.leadership.token is None:
+            return None
+        if self.mode != "act":
+            return {}
+        if not self.groups:
+            return None
+        return {
+            one.name: plan.in_flight for measured, plan in self.groups.values() for one in measured.engines
+        }
+
+    async def keep(self) -> None:
+        """Make a plan every STEP_S, until cancelled."""
+        while self.mode != "off":
+            await asyncio.sleep(STEP_S)
+            await self.tick()
+
+    async def tick(self) -> None:
+        """One step."""
+        cluster, loop = self._cluster, asyncio.get_running_loop()
+        gateways = [one.told for one in cluster.gateways]
+        self._loads.add(((one.gateway, shape) for one in gateways for shape in one.shapes), STEP_S)
+        if cluster.leadership.token is None:
+            self.groups.clear()
+            return
+        engines: dict[str, dict[str, RatedEngine]] = {}
+        splits: dict[str, bool] = {}
+        for one in gateways:
+            for rated in one.rated:
+                engines.setdefault(rated.group, {}).setdefault(rated.url, rated)
+                splits[rated.group] = splits.get(rated.group, True) and one.splits
+        now_s, found, has_changed = cluster.clock.monotonic_s(), dict[str, tuple[Measured, Plan]](), False
+        for group, rows in engines.items():
+            measured = Measured(
+                engines=[_engine(one) for one in rows.values()],
+                shapes=self._loads.shapes(group),
+                met_share=self._loads.met_share(group),
+                saved=self._saved(rows.keys()),
+                splits=splits[group],
+            )
+            before = self.groups[group][1] if group in self.groups else None
+            kept = before if self.mode == "act" else None
+            plan = await loop.run_in_executor(None, step, measured, kept, now_s, HOLD_S)
+            was = before.change if before is not None else None
+            if (change := plan.change) is not None and change != was:
+                is_new = was is None or change.at_s != was.at_s
+                if is_new and has_changed and self.mode == "act":
+                    plan = before or msgspec.structs.replace(plan, in_flight=0, change=None)
+                else:
+                    has_changed |= is_new
+                    self._audit(group, change, was)
+            found[group] = measured, plan
+        self.groups = found
+
+    def page(self) -> dict[str, Any]:
+        """For operators."""
+        rows = [
+            {"group": group, "plan": msgspec.to_builtins(plan), "measured": msgspec.to_builtins(measured)}
+            for group, (measured, plan) in sorted(self.groups.items())
+        ]
+        return {"mode": self.mode, "groups": rows, "audit": list(self.audit)}
+
+    def _saved(self, urls: Iterable[str]) -> dict[str, float]:
+        """What larger L1s of the engines' instances would save: the mean over them."""
+        wanted = set(urls)
+        told = [
+            one.load.saved for one in self._cluster.live() if one.load.saved and wanted & set(one.engines)
+        ]
+        sizes = set.intersection(*(set(one) for one in told)) if told else set()
+        return {size: sum(one[size] for one in told) / len(told) for size in sizes}
+
+    def _audit(self, group: str, change: Change, was: Change | None) -> None:
+        if self.mode != "act" and was is not None and was.after == change.after:
+            return  # the same advice as before
+        row = {"group": group, "mode": self.mode, **msgspec.to_builtins(change)}
+        if self.audit and (self.audit[-1]["group"], self.audit[-1]["at_s"]) == (group, change.at_s):
+            self.audit[-1] = row
+        else:
+            self.audit.append(row)
+        self._cluster.journal.say("plan", **{name: value for name, value in row.items() if value is not None})
+
+
+def _engine(one: RatedEngine) -> Engine:
+    return Engine(
+        name=one.url, prefill_tokens_s=one.prefill_tokens_s, alone_s=one.alone_s, each_s=one.each_s, role=one.role
+    )  # fmt: skip
+
+
+def _key(one: ShapeCount) -> Key:
+    return one.group, one.size, one.ttft_ms, one.tpot_ms
+
+
+def _counts(one: ShapeCount) -> list[int]:
+    return [one.requests, one.met, one.prompt_tokens, one.answer_tokens]

@@ -1,0 +1,49 @@
+"""What a gateway has measured of engines and of what came to them, for the plan of the controllers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvstrata.config.gateway_model import Contract, SloSettings
+from kvstrata.gateway.fleet import Fleet, ServingEngine
+from kvstrata.gateway.metering import Meters
+from kvstrata.rpc.cluster_wire import MAX_RATED, MAX_SHAPES, RatedEngine, ShapeCount
+
+MAX_GROUP_CHARS = 200
+
+
+class Measured(NamedTuple):
+    """The part of a heartbeat."""
+
+    splits: bool
+    rated: list[RatedEngine]
+    shapes: list[ShapeCount]
+
+
+def measured(fleet: Fleet, meters: Meters, contract: Contract) -> Measured:
+    """Engines with one rank whose speed is known, and all answered requests that they had."""
+    engines = [one for one in fleet.engines.values() if not one.ranks and one.models]
+    groups = {one.name: _group(one, contract) for one in engines}
+    rated = []
+    if any(map(fleet.measured, engines)):
+        for one in engines[:MAX_RATED]:
+            line, rate = fleet.decode_rates.line(one.name), fleet.rates.rate(one.name, 0.0)
+            if line.alone_s + line.each_s > 0:
+                role, url = one.place.role, one.place.url
+                rated.append(RatedEngine(url, groups[one.name], role, rate, line.alone_s, line.each_s))
+    sums: dict[tuple[str, int, float, float], list[int]] = {}
+    for shape, total in meters.shapes.items():
+        if (group := groups.get(shape.engine)) is not None:
+            slo = meters.slo.get(shape.slo) or SloSettings(name="none")
+            row = sums.setdefault((group, shape.size, slo.ttft_ms, slo.tpot_ms), [0, 0, 0, 0])
+            for at, count in enumerate((total.requests, total.met, total.prompt_tokens, total.answer_tokens)):
+                row[at] += count
+    return Measured(bool(contract), rated, [ShapeCount(*key, *row) for key, row in sums.items()][:MAX_SHAPES])
+
+
+def _group(engine: ServingEngine, contract: Contract) -> str:
+    """Engines that serve the same and can compute for each other; by the plain contract those of one instance."""
+    name, entry = next(iter(engine.models.items()))
+    model = str(entry.get("parent") or entry.get("root") or name)
+    place = engine.load.instance if contract in ("", "kvstrata") else ""
+    return "".join(c if c.isprintable() else "?" for c in f"{model} {place}".strip())[:MAX_GROUP_CHARS]
