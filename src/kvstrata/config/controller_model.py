@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,6 @@ from kvstrata.config.common_model import (
     says,
 )
 
-PlanMode = Literal["advise", "act", "off"]
 # fmt: off
 PeerHost = Annotated[str, Meta(
     pattern=r"^[A-Za-z0-9._:/-]{1,253}$",
@@ -93,10 +92,6 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         "Hosts that instances may name in `p2p.advertise` besides the one that their connection comes from: names, "
         "addresses, or networks such as `10.1.0.0/16`.")] = []
     directory: DirectorySettings = DirectorySettings()
-    plan: Annotated[PlanMode, says(
-        "What becomes of the leader's plan, made every ten seconds, of how many requests an engine may have at a time: "
-        "`advise` shows it, `act` has gateways with `queue.max_requests` hold back what is beyond it, `off`: no plan "
-        "is made.")] = "advise"
     etcd: EtcdSettings = EtcdSettings()
     security: PortSecuritySettings = PortSecuritySettings()
     log_level: LogLevel = "info"

@@ -228,12 +228,9 @@ def at_a_glance(parts: Admin) -> Document:
     return views.cluster_body(parts.cluster, parts.around)
 
 
-@operation("GET", "/v1/plan", ctl="plan", tag="cluster", acts=True)
+@operation("GET", "/v1/plan", ctl="plan", tag="cluster")
 def plan(parts: Admin) -> Document:
-    """How many requests an engine may have so that answers are in time, and what more of anything would buy.
-
-    `audit`: changes, the newest last, with the further share of requests in time that was predicted and measured.
-    """
+    """What the engines are predicted to serve in time, and what more memory, engines or splitting would bring."""
     return parts.cluster.planning.page()
 
 

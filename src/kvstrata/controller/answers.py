@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
-import msgspec
-
 from kvstrata.cluster.lookups import INLINE_TAGS
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
@@ -94,8 +92,7 @@ class Answers:
         return WhereReply(request.seq, self._cluster.epoch, await owners)
 
     def _beat(self, request: GatewayBeat, address: Address) -> GatewayHeard:
-        heard = self._cluster.gateways.beat(request, address.key, address.host, self._cluster.epoch)
-        return msgspec.structs.replace(heard, plan=self._cluster.planning.told())
+        return self._cluster.gateways.beat(request, address.key, address.host, self._cluster.epoch)
 
     async def _replicate(self, asked: Replicate, address: Address) -> Done:
         """Have a prompt copied, as a gateway asks. Raises KvstrataError."""

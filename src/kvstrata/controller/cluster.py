@@ -120,7 +120,7 @@ class Cluster(Numbers):
         )
         self.ranking = Ranking(clock, self.members, self.lookups)
         self.gateways = Gateways(clock, self.members, self._keys)
-        self.planning = Planning(self, settings.plan)
+        self.planning = Planning(self)
         self._ready = "starting"
         orders.changed = self._orders_changed
 

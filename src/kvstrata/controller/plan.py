@@ -13,15 +13,11 @@ predicted so:
    shared by the engines that compute: P(wait > x) = ρ^k · exp(-x · k · (1 - ρ) / h), with h = E[s²] / 2 E[s].
 4. An answer is in time if the prompts that are computed beside it take no longer than its limit leaves: a compound
    Poisson process whose jump is a prompt's mean size, weighted by size.  R varies as a Poisson variable does.
-5. If more answers run than the limits allow, all are late.  With a *bound*, which is what the limits allow, those that
-   the gateways let in are in time, and the share that is let in is what the engines can do.
 
 What is overloaded still counts by CAPACITY_SHARE, so among overloaded fleets the least overloaded one is best.
 
-No plan changes roles: where gateways split, fixed ones were never better (docs/pd.md).  What a plan changes is the
-bound of a group, one change a step: only if GAIN more requests are expected in time than were measured, and only if
-nothing was changed for the hold time.  A change after which LOSS less was in time is undone, and nothing is changed for
-BARRED_HOLDS.
+Nothing is changed by what is found here: where gateways split, fixed roles and bounds of requests in flight served
+fewer requests in time than the gateways' own choice.
 """
 
 from __future__ import annotations
@@ -35,16 +31,6 @@ from kvstrata.rpc.cluster_wire import Role
 
 HANDOVER_S = 0.03
 CAPACITY_SHARE = 0.01
-GAIN = 0.1
-"""The least gain for which something is changed, as a share of the requests that come."""
-LOSS = 0.05
-NEARLY = 0.15
-"""By what share the bound must differ from the present one to be changed."""
-SMOOTH = 0.2
-"""Weight of the newest step in the bound that is asked for."""
-BARRED_HOLDS = 10
-MARGIN = 0.9
-"""Share of the time that a token may take for which a bound is made: answers and their prompts differ in length."""
 MOST_SHARE = 0.5
 """The largest p that the bound goes by."""
 LEAST_S = 1e-9
@@ -122,37 +108,11 @@ class Buy(msgspec.Struct, frozen=True, kw_only=True):
     """Fewer seconds of computing prompts, a second."""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the bound."""
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """What is predicted of the present fleet, and what something else would bring."""
 
-    before: int
-    after: int
-    at_s: float
-    undoes: bool
-    """Whether it takes back a change that has lost."""
-    met_share: float
-    """What was in time before it."""
-    expected_share: float
-    """What was predicted to be in time without a bound."""
-    predicted_share: float
-    """Further requests in time that were expected, as a share of those that come."""
-    measured_share: float | None = None
-    """Those that were measured; None: it is too soon to say."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What should be in force until the next step."""
-
-    in_flight: int
-    """The bound; 0: there is none."""
-    wanted: float
-    """The bound that the measurements ask for, smoothed over the steps."""
     predicted: Predicted
-    """Of the present fleet without a bound."""
-    buys: list[Buy] = []
-    change: Change | None = None
-    """The last one."""
-    barred_until_s: float = 0.0
+    buys: list[Buy]
 
 
 def predict(
@@ -161,7 +121,6 @@ def predict(
     prefilling: int,
     *,
     splits: bool = True,
-    bounded: bool = False,
 ) -> Predicted:
     """What `engines` would do if so many of them, fewer than all, prefilled for the others."""
     longest = sorted(shapes, key=lambda one: (-one.prompt_tokens, one.answer_tokens, one.requests_s))
@@ -169,7 +128,7 @@ def predict(
     firsts = range(len(ranked)) if splits and not prefilling else (prefilling,)
     return max(
         (
-            _predicted(ranked[:first], ranked[first:], longest[:j], longest[j:], bounded)
+            _predicted(ranked[:first], ranked[first:], longest[:j], longest[j:])
             for first in firsts
             for j in (range(len(longest) + 1) if first else (0,))
         ),
@@ -182,7 +141,6 @@ def _predicted(
     rest: Sequence[Engine],
     apart: Sequence[Shape],
     alone: Sequence[Shape],
-    bounded: bool,
 ) -> Predicted:
     """`first` compute the prompts of `apart`; `rest` answer these, and compute and answer `alone`."""
     every, total_s = [*apart, *alone], sum(one.requests_s for one in (*apart, *alone))
@@ -194,14 +152,9 @@ def _predicted(
     left = 1.0 - p - q * each_s
     running = q * alone_s / left if left > 0 else math.inf
     limit_s = min((one.tpot_s for one in every if one.tpot_s), default=0.0)
-    most = (
-        (MARGIN * limit_s * (1.0 - min(p, MOST_SHARE)) - alone_s) / each_s if limit_s and each_s > 0 else 0.0
-    )
+    most = (limit_s * (1.0 - min(p, MOST_SHARE)) - alone_s) / each_s if limit_s and each_s > 0 else 0.0
     in_flight = int(min(max(most, 1.0), 1e6)) if limit_s and each_s > 0 else 0
-    let_in, spread_s = 1.0, each_s * math.sqrt(running)
-    if bounded and 0 < in_flight < running:
-        let_in, running, spread_s = min(1.0, in_flight / (MARGIN * limit_s * q)), float(in_flight), 0.0
-    token_s = alone_s + each_s * running
+    token_s, spread_s = alone_s + each_s * running, each_s * math.sqrt(running)
     met_s = 0.0
     for some, servers, load, rows, handover_s in (
         (apart, len(first), rho, there, HANDOVER_S),
@@ -214,7 +167,7 @@ def _predicted(
                 share = _waits_at_most(spare_s, servers, load, rows)
             if one.tpot_s:
                 share *= _answers_in(one, token_s, spread_s, p, here)
-            met_s += one.requests_s * share * let_in
+            met_s += one.requests_s * share
     busy = max(1.0 - left, rho)
     return Predicted(
         met_s=met_s,
@@ -225,49 +178,10 @@ def _predicted(
     )
 
 
-def step(measured: Measured, before: Plan | None, now_s: float, hold_s: float) -> Plan:
-    """The plan until the next step; `before` is the last one, if it is in force."""
-    now = before.in_flight if before is not None else 0
-    change = before.change if before is not None else None
-    barred_s = before.barred_until_s if before is not None else 0.0
-    present, met_share = predict(*_fleet(measured), splits=measured.splits), measured.met_share
-    bound = predict(*_fleet(measured), splits=measured.splits, bounded=True)
-    was = before.wanted if before is not None and before.wanted else bound.in_flight
-    wanted = was + SMOOTH * (bound.in_flight - was) if bound.in_flight else 0.0
-    expected = present.met_s / max(measured.total_s, 1e-9)
-    plan = Plan(
-        in_flight=now,
-        wanted=wanted,
-        predicted=present,
-        buys=_buys(measured, present),
-        change=change,
-        barred_until_s=barred_s,
-    )
-    if met_share is None or (change is not None and now_s < change.at_s + hold_s):
-        return plan
-    if change is not None and change.measured_share is None:
-        # What came meanwhile may be more than the engines can do in any case.
-        without = change.met_share * min(1.0, (expected + 0.01) / (change.expected_share + 0.01))
-        change = msgspec.structs.replace(change, measured_share=met_share - without)
-        plan = msgspec.structs.replace(plan, change=change)
-        if met_share < without - LOSS and not change.undoes:
-            barred_s = now_s + BARRED_HOLDS * hold_s
-            undone = Change(
-                before=now, after=change.before, at_s=now_s, undoes=True, met_share=met_share, expected_share=expected,
-                predicted_share=change.met_share - met_share,
-            )  # fmt: skip
-            return msgspec.structs.replace(
-                plan, in_flight=change.before, change=undone, barred_until_s=barred_s
-            )
-    then = round(wanted)
-    gain = bound.met_s / measured.total_s - met_share if measured.total_s else 0.0
-    if not then or abs(then - now) <= NEARLY * now or gain <= GAIN or now_s < barred_s:
-        return plan
-    change = Change(
-        before=now, after=then, at_s=now_s, undoes=False, met_share=met_share, expected_share=expected,
-        predicted_share=gain,
-    )  # fmt: skip
-    return msgspec.structs.replace(plan, in_flight=then, change=change)
+def advise(measured: Measured) -> Advice:
+    """See Advice."""
+    present = predict(*_fleet(measured), splits=measured.splits)
+    return Advice(predicted=present, buys=_buys(measured, present))
 
 
 def _fleet(measured: Measured) -> tuple[list[Engine], list[Shape], int]:

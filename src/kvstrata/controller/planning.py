@@ -1,35 +1,28 @@
-"""The plan of the leader: what gateways have measured becomes a plan, which gateways carry out (controller/plan.py).
+"""What would serve the cluster's requests best, from what gateways have measured (controller/plan.py).
 
-1. Each gateway tells totals since its start; their growth between two steps is the load.  It is smoothed, and what it
-   will be at the next step is extrapolated (Holt).
-2. In the mode `act` gateways are told with each heartbeat how many requests an engine may have, and hold the others
-   back; in the other modes, that it may have any number.  A controller that does not lead, or has not made a plan yet,
-   tells neither, so the last plan stays in force.
-3. A new leader begins without a bound, and tells it after its first step.
-4. In one step one group has one change at most.
+Each gateway tells totals since its start; their growth between two steps is the load.  It is smoothed, and what it will
+be at the next step is extrapolated (Holt).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvstrata.config.controller_model import PlanMode
-from kvstrata.controller.plan import Change, Engine, Measured, Plan, Shape, step
+from kvstrata.controller.plan import Advice, Engine, Measured, Shape, advise
 from kvstrata.rpc.cluster_wire import RatedEngine, ShapeCount
 
 if TYPE_CHECKING:
     from kvstrata.controller.cluster import Cluster
 
 STEP_S = 10.0
-HOLD_S = 120.0
 FEWEST = 20
 """Requests in the last step from which the share in time counts as measured."""
-MAX_AUDITED = 256
+MAX_GROUPS, MAX_ENGINES = 64, 64
 LEVEL, TREND = 0.3, 0.1
 """Weights of the newest value for the level and for its change."""
 
@@ -102,11 +95,11 @@ class Loads:
                 )  # fmt: skip
         return sorted(found, key=lambda one: -one.requests_s)[:MAX_SHAPES]
 
-    def met_share(self, group: str, fewest: int = FEWEST) -> float | None:
+    def met_share(self, group: str) -> float | None:
         """Of the requests of the last step, those in time; None: there were too few."""
         rows = [counts for key, counts in self._grown.items() if key[0] == group]
         ended = sum(counts[0] for counts in rows)
-        return sum(counts[1] for counts in rows) / ended if ended >= fewest else None
+        return sum(counts[1] for counts in rows) / ended if ended >= FEWEST else None
 
 
 MAX_SHAPES = 16
@@ -116,77 +109,48 @@ MAX_SHAPES = 16
 class Planning:
     """See the module. Belongs to the event loop."""
 
-    def __init__(self, cluster: Cluster, mode: PlanMode) -> None:
-        self.mode = mode
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._loads = Loads()
-        self.groups: dict[str, tuple[Measured, Plan]] = {}
+        self.groups: dict[str, tuple[Measured, Advice]] = {}
         """The last step's."""
-        self.audit: deque[dict[str, Any]] = deque(maxlen=MAX_AUDITED)
-        """Changes, the newest last, with what they were to bring and what they have brought."""
-
-    def told(self) -> dict[str, int] | None:
-        """What gateways are told: see the module."""
-        if self._cluster.leadership.token is None:
-            return None
-        if self.mode != "act":
-            return {}
-        if not self.groups:
-            return None
-        return {
-            one.name: plan.in_flight for measured, plan in self.groups.values() for one in measured.engines
-        }
 
     async def keep(self) -> None:
-        """Make a plan every STEP_S, until cancelled."""
-        while self.mode != "off":
+        """Look every STEP_S, until cancelled."""
+        while True:
             await asyncio.sleep(STEP_S)
             await self.tick()
 
     async def tick(self) -> None:
         """One step."""
-        cluster, loop = self._cluster, asyncio.get_running_loop()
-        gateways = [one.told for one in cluster.gateways]
+        loop, gateways = asyncio.get_running_loop(), [one.told for one in self._cluster.gateways]
         self._loads.add(((one.gateway, shape) for one in gateways for shape in one.shapes), STEP_S)
-        if cluster.leadership.token is None:
-            self.groups.clear()
-            return
         engines: dict[str, dict[str, RatedEngine]] = {}
         splits: dict[str, bool] = {}
         for one in gateways:
             for rated in one.rated:
                 engines.setdefault(rated.group, {}).setdefault(rated.url, rated)
                 splits[rated.group] = splits.get(rated.group, True) and one.splits
-        now_s, found, has_changed = cluster.clock.monotonic_s(), dict[str, tuple[Measured, Plan]](), False
-        for group, rows in engines.items():
+        found = {}
+        for group, rows in list(engines.items())[:MAX_GROUPS]:
             measured = Measured(
-                engines=[_engine(one) for one in rows.values()],
+                engines=[_engine(one) for one in list(rows.values())[:MAX_ENGINES]],
                 shapes=self._loads.shapes(group),
                 met_share=self._loads.met_share(group),
                 saved=self._saved(rows.keys()),
                 splits=splits[group],
             )
-            before = self.groups[group][1] if group in self.groups else None
-            kept = before if self.mode == "act" else None
-            plan = await loop.run_in_executor(None, step, measured, kept, now_s, HOLD_S)
-            was = before.change if before is not None else None
-            if (change := plan.change) is not None and change != was:
-                is_new = was is None or change.at_s != was.at_s
-                if is_new and has_changed and self.mode == "act":
-                    plan = before or msgspec.structs.replace(plan, in_flight=0, change=None)
-                else:
-                    has_changed |= is_new
-                    self._audit(group, change, was)
-            found[group] = measured, plan
+            found[group] = measured, await loop.run_in_executor(None, advise, measured)
         self.groups = found
 
     def page(self) -> dict[str, Any]:
         """For operators."""
-        rows = [
-            {"group": group, "plan": msgspec.to_builtins(plan), "measured": msgspec.to_builtins(measured)}
-            for group, (measured, plan) in sorted(self.groups.items())
-        ]
-        return {"mode": self.mode, "groups": rows, "audit": list(self.audit)}
+        return {
+            "groups": [
+                {"group": group, **msgspec.to_builtins(advice), "measured": msgspec.to_builtins(measured)}
+                for group, (measured, advice) in sorted(self.groups.items())
+            ]
+        }
 
     def _saved(self, urls: Iterable[str]) -> dict[str, float]:
         """What larger L1s of the engines' instances would save: the mean over them."""
@@ -196,16 +160,6 @@ class Planning:
         ]
         sizes = set.intersection(*(set(one) for one in told)) if told else set()
         return {size: sum(one[size] for one in told) / len(told) for size in sizes}
-
-    def _audit(self, group: str, change: Change, was: Change | None) -> None:
-        if self.mode != "act" and was is not None and was.after == change.after:
-            return  # the same advice as before
-        row = {"group": group, "mode": self.mode, **msgspec.to_builtins(change)}
-        if self.audit and (self.audit[-1]["group"], self.audit[-1]["at_s"]) == (group, change.at_s):
-            self.audit[-1] = row
-        else:
-            self.audit.append(row)
-        self._cluster.journal.say("plan", **{name: value for name, value in row.items() if value is not None})
 
 
 def _engine(one: RatedEngine) -> Engine:

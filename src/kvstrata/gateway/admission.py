@@ -271,17 +271,13 @@ class Admission(Numbers):
             return True
         ahead_s, now_s = self._settings.ahead_s, self._now_s()
         measured = any(self._fleet.measured(one) for one in serving)
-        return any(
-            not one.is_full and one.queue.has_room(ahead_s, now_s, measured=measured) for one in serving
-        )
+        return any(one.queue.has_room(ahead_s, now_s, measured=measured) for one in serving)
 
     def _decide(self, request: Request, *, waited: bool) -> None:
         """Admit a request that is not in the line, refuse it, or put it back as late."""
         choosing, wanted = self._choosing, request.wanted
         assert wanted is not None
-        full = [one for one in choosing.candidates(wanted.model, request.without) if one.is_full]
-        choice = choosing.choose(wanted, {*request.without, *full}) if full else None
-        choice = choice or choosing.choose(wanted, request.without)
+        choice = choosing.choose(wanted, request.without)
         if choice is None:
             self._settle(request, choosing.none_serves(wanted.model))
             return

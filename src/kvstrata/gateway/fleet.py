@@ -121,13 +121,6 @@ class ServingEngine:
         self.up_since_s = 0.0
         self.returned = False
         """Whether it has been down since the gateway knows it."""
-        self.most = 0
-        """Requests that controllers say it may have at a time; 0: any number."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it has as many requests as a plan allows."""
-        return 0 < self.process.most <= self.load.requests
 
     @property
     def in_flight(self) -> int:
@@ -237,14 +230,6 @@ class Fleet:
         self._instance_of, self.peers = instance_of, peers
         for engine in self.engines.values():
             self._tell_ranks(engine)
-
-    def bound(self, most: Mapping[str, int]) -> None:
-        """Controllers say how many requests engines with these URLs may have at a time; others any number."""
-        before = [engine.most for engine in self.engines.values()]
-        for engine in self.engines.values():
-            engine.most = most.get(engine.place.url, 0)
-        if before != [engine.most for engine in self.engines.values()]:
-            self.changed()
 
     def _leaves(self, target: ServingEngine, reason: str) -> None:
         """Let a target's requests end, and then forget it."""

@@ -625,8 +625,6 @@ class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
     instances: list[Served]
     adapters: list[AdapterName] = msgspec.field(default_factory=list)
     """At most MAX_TOLD_ADAPTERS."""
-    plan: dict[str, Count] | None = None
-    """Requests that an engine may have at a time, by its URL; None: what was told last stays in force."""
 
 
 class Replicate(ClusterRequest, frozen=True, tag="replicate"):

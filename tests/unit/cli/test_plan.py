@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.cli.plan import computed, main, read_trace
+from kvstrata.cli.plan import Row, computed, main, read_trace
 from kvstrata.server.request_log import HEADER, MAGIC
 
 
@@ -54,6 +54,13 @@ def test_a_larger_cache_never_computes_more_and_the_last_token_always(tmp_path: 
     sums = [sum(computed(rows, blocks, 512)) for blocks in (0, 50, 200, 1_000, 100_000)]
     assert sums == sorted(sums, reverse=True) and sums[0] == 800 * 8_200
     assert sums[-1] == 800 * 8_200 - (800 - 20) * 10 * 512
+
+
+def test_the_end_of_the_oldest_prompt_leaves_the_cache_first() -> None:
+    asked = ([1, 2, 3], [4, 5, 6], [1, 2, 3], [4, 5, 6])
+    rows = [Row(at, 3 * 512 + 1, 1, ids) for at, ids in enumerate(asked)]
+    # Of the third prompt the cache of five lacks its last block, for which that of the fourth leaves.
+    assert computed(rows, 5, 512) == [1_537, 1_537, 513, 513]
 
 
 @pytest.mark.parametrize(

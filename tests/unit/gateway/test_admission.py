@@ -379,18 +379,3 @@ class Anything(RuleBasedStateMachine):
 
 TestAnything = Anything.TestCase
 TestAnything.settings = settings(max_examples=amount(50, 100))
-
-
-def test_an_engine_with_as_many_requests_as_controllers_allow_gets_no_more() -> None:
-    scene = Scene(2, ahead_s=1e6)
-    scene.fleet.bound({"http://127.0.0.1:1": 1, "http://127.0.0.1:2": 2})
-    asks = [scene.ask() for _ in range(4)]
-    assert sorted(choice_of(one).engine.name for one in asks[:3]) == ["e0", "e1", "e1"]
-    assert asks[3].found is None
-    scene.choosing.first_token(choice_of(asks[0]))
-    assert asks[3].found is None  # the bound is of all in flight
-    scene.fleet.bound({"http://127.0.0.1:1": 0})
-    assert is_admitted(asks[3])
-    for one in asks:
-        scene.answer(one)
-    scene.assert_idle()

@@ -217,8 +217,6 @@ class Controllers(Numbers):
             lambda engine: served.instance if (served := directory.instance(engine)) else "",
             peers=len(directory.instances) > 1,
         )
-        if directory.plan is not None:
-            self._fleet.bound(directory.plan)
         # Without a key file, instances let in whoever has the key that this user's processes share.
         shared = self._shared if self._settings.curve_file == "" and not self._settings.insecure else None
         self.following.follow(directory.instances.values(), shared.keys if shared is not None else self._keys)

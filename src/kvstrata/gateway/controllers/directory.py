@@ -78,7 +78,6 @@ class Directory:
     """One answer to a heartbeat, by engines and instances."""
 
     def __init__(self, heard: GatewayHeard) -> None:
-        self.plan = heard.plan
         self.kinds = [_kind(told) for told in heard.kinds]
         self.instances = {one.instance: one for one in heard.instances}
         self._adapters = heard.adapters[:MAX_TOLD_ADAPTERS]
