@@ -125,7 +125,7 @@ def predict(
     """What `engines` would do if so many of them, fewer than all, prefilled for the others."""
     longest = sorted(shapes, key=lambda one: (-one.prompt_tokens, one.answer_tokens, one.requests_s))
     ranked = _ranked(engines)
-    firsts = range(len(ranked)) if splits and not prefilling else (prefilling,)
+    firsts = _counts(ranked) if splits and not prefilling else (prefilling,)
     return max(
         (
             _predicted(ranked[:first], ranked[first:], longest[:j], longest[j:])
@@ -201,7 +201,7 @@ def _buys(measured: Measured, present: Predicted) -> list[Buy]:
     found["another engine"] = predict([*engines, like], shapes, now, splits=splits)
     if not splits:
         found["`split` in the gateways"] = predict(engines, shapes, now)
-    if others := [k for k in range(len(engines)) if k != now]:
+    if others := [k for k in _counts(engines) if k != now]:
         by_k = {k: predict(engines, shapes, k, splits=splits) for k in others}
         k = max(by_k, key=lambda one: by_k[one].score)
         found[f"{k} of {len(engines)} engines prefilling"] = by_k[k]
@@ -228,6 +228,11 @@ def _ranked(engines: Sequence[Engine]) -> list[Engine]:
     """Those that prefill first: by the settings, then the fastest."""
     order = {"prefill": 0, "both": 1, "decode": 2}
     return sorted(engines, key=lambda one: (order[one.role], -one.prefill_tokens_s, one.name))
+
+
+def _counts(engines: Sequence[Engine]) -> range:
+    """Numbers of prefilling engines that are looked at: all of up to 16 engines, some of more."""
+    return range(0, len(engines), 1 + (len(engines) - 1) // 16)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -65,6 +65,8 @@ def test_requests_of_alike_lengths_are_summed_for_the_plan_with_what_was_compute
     assert (rated.url, rated.role) == ("http://10.0.0.1:8000", "both")
     assert abs(rated.alone_s - 0.01) < 2e-3 and abs(rated.each_s - 5e-4) < 1e-4
     assert measured(fleet, meters, "nixl").rated[0].group == "m"
+    fleet.peers = True
+    assert measured(fleet, meters, "kvstrata").rated[0].group == "m"
     assert sum(one.requests for one in told.shapes) == 3 and sum(one.met for one in told.shapes) == 2
 
 

@@ -23,7 +23,8 @@ class Measured(NamedTuple):
 def measured(fleet: Fleet, meters: Meters, contract: Contract) -> Measured:
     """Engines with one rank whose speed is known, and all answered requests that they had."""
     engines = [one for one in fleet.engines.values() if not one.ranks and one.models]
-    groups = {one.name: _group(one, contract) for one in engines}
+    apart = contract == "kvstrata" and not fleet.peers
+    groups = {one.name: _group(one, apart=apart) for one in engines}
     rated = []
     if any(map(fleet.measured, engines)):
         for one in engines[:MAX_RATED]:
@@ -41,9 +42,9 @@ def measured(fleet: Fleet, meters: Meters, contract: Contract) -> Measured:
     return Measured(bool(contract), rated, [ShapeCount(*key, *row) for key, row in sums.items()][:MAX_SHAPES])
 
 
-def _group(engine: ServingEngine, contract: Contract) -> str:
-    """Engines that serve the same and can compute for each other; by the plain contract those of one instance."""
+def _group(engine: ServingEngine, *, apart: bool) -> str:
+    """Engines that serve the same, and can compute for each other: `apart`, only those of one instance can."""
     name, entry = next(iter(engine.models.items()))
     model = str(entry.get("parent") or entry.get("root") or name)
-    place = engine.load.instance if contract in ("", "kvstrata") else ""
+    place = engine.load.instance if apart else ""
     return "".join(c if c.isprintable() else "?" for c in f"{model} {place}".strip())[:MAX_GROUP_CHARS]
