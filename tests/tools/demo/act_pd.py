@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import threading
 import time
@@ -20,6 +21,7 @@ from tests.tools.demo.servers import CHUNK_TOKENS, L1_MB, fitting_l1_mb, wait_fo
 from tests.tools.demo.table import Table, say
 
 PROMPT_TOKENS, STEP_TOKENS, ANSWERS, OTHER_TOKENS = 1_800, 256, 4, 32
+NAMES = {"prefill": "prefilling", "decode": "decoding"}
 CASES_6 = (
     "the decoding engine alone, beside four answers",
     "split: the other engine computes the prompt",
@@ -30,16 +32,18 @@ CASES_6 = (
 def act_6(folder: Path, table: Table, size: str) -> None:
     """A controller, a gateway, a server, and two real vLLM."""
     say("A gateway before a prefilling and a decoding engine of one server")
+    say("  Both share the cores of this machine, so a split shows what happens here, and saves no time")
     model = vllm_model.ensure_model(size)
     flags = ("--dtype", vllm_model.dtype_of(size), "--enable-prompt-tokens-details",
              "--max-num-batched-tokens", str(STEP_TOKENS))  # fmt: skip
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads of two engines that wait for each other on few cores spin
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(Cluster(folder, l1_mb=fitting_l1_mb(L1_MB, 160), n_servers=1))
         extra = cluster.servers[0].connector_config(**{"kvstrata.lookup_timeout_ms": 30_000})
         engines = {}
-        for role in ("prefill", "decode"):
+        for role in NAMES:
             engines[role] = stack.enter_context(VllmApi(model, folder / role, extra=extra, flags=flags))
-            say(f"  the {role}ing engine is ready")
+            say(f"  the {NAMES[role]} engine is ready")
         named = [
             {"url": engine.url, "name": role, "role": role, "instance": "one"}
             for role, engine in engines.items()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from kvstrata.gateway.request import Request
 
 COMPUTED = "computed"
+UNKNOWN_S = 10.0
+"""How long a prompt is expected to take at an engine whose rate is not measured yet."""
 COMPLETIONS = "/v1/completions"
 SAME_BODY = frozenset((COMPLETIONS, "/v1/chat/completions", "/v1/messages"))
 """Paths whose body says what to compute if the token ids are not known."""
@@ -90,7 +92,8 @@ class Legs(Numbers):
         assert leg is not None and leg.way is not None
         at = leg.engine.load.instance
         source = at if at != choice.engine.load.instance else ""
-        handover = CONTRACTS[choice.wanted.contract](leg.way.ttft_s, source)
+        measured = self.parts.fleet.rates.samples(leg.engine.load.name)
+        handover = CONTRACTS[choice.wanted.contract](leg.way.ttft_s if measured else UNKNOWN_S, source)
         path, sent = leg_of(request, choice, body, handover.for_prefill(), more)
         task = asyncio.ensure_future(self._run(request, choice, path, sent))
         self.tasks[task] = None
