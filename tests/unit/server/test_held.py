@@ -13,14 +13,7 @@ import pytest
 from kvstrata.errors import BadRequest, TooOld
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import MAX_CHANGES, TAG_BYTES, Change, Run, tags_of
-from kvstrata.server.cluster.held import (
-    GATHER_S,
-    MAX_L2_TAGS,
-    MAX_NAME_CHARS,
-    PACE_S,
-    HeldChunks,
-    tier_name,
-)
+from kvstrata.server.cluster.held import MAX_L2_TAGS, MAX_NAME_CHARS, HeldChunks, tier_name
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import TierState
 from tests.harness.l1 import L1, chain
@@ -105,18 +98,6 @@ async def test_polls_that_wait_at_one_cursor_are_answered_together(held: HeldChu
     assert all(answer == answers[0] for answer in answers) and len(answers[0][1][0].tags) == 2 * TAG_BYTES
     assert all(answer[1] is answers[0][1] for answer in answers), "the changes are read once"
     assert held.polls == 4 and not held._waiting
-
-
-async def test_while_changes_go_on_a_follower_is_answered_now_and_then_with_many_of_them(
-    held: HeldChunks, l1: L1, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    delays: list[float] = []
-    later = SimpleNamespace(time=lambda: 100.0, call_later=lambda pause_s, _: delays.append(pause_s))
-    monkeypatch.setattr(held, "_loop", later)
-    for after_s in (1.0, PACE_S - 2 * GATHER_S, PACE_S):
-        held._gathering, held._gathered_s = None, 100.0 - after_s
-        held._gather()
-    assert delays == pytest.approx([GATHER_S, 2 * GATHER_S, GATHER_S])
 
 
 async def test_a_cursor_that_is_not_known_is_too_old(held: HeldChunks) -> None:

@@ -5,10 +5,8 @@ The pool notes the changes of L1 itself.  Tiers that take puts note theirs here 
 records from before this start.  Of the others, the tags of the keys that were put or found since the start are kept
 here; so they are of *shared* tiers, whose media may be large and are not listed by each instance.
 
-Nothing is kept for a follower.  Changes are gathered for GATHER_S, and while they go on answers are PACE_S apart, so
-that each names many of them: an answer costs some 250 µs, whatever it names, and what a directory has answered is used
-for longer anyway.  All polls that wait are answered together: one turn of the loop, and one reading of the changes for
-those at the same cursor.
+Nothing is kept for a follower.  Changes are gathered for GATHER_S, so that an answer names many of them, and all polls
+that wait are answered together: one turn of the loop, and one reading of the changes for those at the same cursor.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from kvstrata.tiers.tier import Tier, TierState
 
 T = TypeVar("T")
 L1_TIER = "l1"
-GATHER_S, PACE_S = 0.015, 0.06
+GATHER_S = 0.015
 INLINE_CHANGES = 1_024
 """Most changes that the loop itself sums up, in about 30 µs."""
 SCAN_ENTRIES = 8_192
@@ -86,8 +84,6 @@ class HeldChunks(Numbers):
         self._counting: asyncio.Task[None] | None = None
         self._waiting: list[_Poll] = []
         self._gathering: asyncio.TimerHandle | None = None
-        self._gathered_s = float("-inf")
-        """When polls were answered last."""
         self._signal = pool.begin_changes()
         self._loop.add_reader(self._signal, self._signalled)
 
@@ -195,14 +191,13 @@ class HeldChunks(Numbers):
             self._gather()
 
     def _gather(self) -> None:
-        """Answer the polls that wait GATHER_S after the first change for one of them, or PACE_S after the last ones."""
+        """Answer the polls that wait once GATHER_S is over, which begins with the first change for one of them."""
         if self._gathering is None:
-            pause_s = max(GATHER_S, self._gathered_s + PACE_S - self._loop.time())
-            self._gathering = self._loop.call_later(pause_s, self._end_gathering)
+            self._gathering = self._loop.call_later(GATHER_S, self._end_gathering)
 
     def _end_gathering(self) -> None:
         """Answer each poll for which something has changed; those from the same cursor share what was read."""
-        self._gathering, self._gathered_s = None, self._loop.time()
+        self._gathering = None
         at: dict[int, list[_Poll]] = {}
         for poll in self._waiting:
             at.setdefault(poll.cursor, []).append(poll)
