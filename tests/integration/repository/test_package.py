@@ -99,6 +99,7 @@ def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(art
         *headers,
         *(page.removeprefix("src/") for page in pages),
         "kvstrata/py.typed",
+        "kvstrata/gateway/envoy/gateway.yaml",
         "kvstrata/gateway/envoy/watch.lua",
         "kvstrata/gateway/envoy/libkv_watch.so",  # Envoy loads it, Python never
     }
