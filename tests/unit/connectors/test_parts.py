@@ -35,12 +35,29 @@ def parked(client, side, n, promised, number=0):
     return request, step(side).loads
 
 
+ENDS = ("whole", "broken", "nothing", "revoked", "aborted", "off", "reset", "reset and off", "server gone")
+
+
 @st.composite
 def courses(draw):
     """How many chunks are promised; what each part after the first is answered; how it ends."""
     promised = draw(st.integers(2, CHUNKS))
     there = sorted(draw(st.sets(st.integers(1, promised - 1), min_size=1)))
-    end = draw(st.sampled_from(["whole", "broken", "nothing", "revoked", "aborted", "off", "server gone"]))
+    end = draw(
+        st.sampled_from(
+            [
+                "whole",
+                "broken",
+                "nothing",
+                "revoked",
+                "aborted",
+                "off",
+                "reset",
+                "reset and off",
+                "server gone",
+            ]
+        )
+    )
     return promised, there, end
 
 
@@ -68,8 +85,11 @@ def test_a_load_in_parts_brings_each_block_once_and_ends_with_its_last_part(cour
     elif end == "aborted":
         assert side.finished(request, [TABLE]) is False, "vLLM keeps the blocks of a load by itself"
         assert call.cancelled
-    elif end == "off":
-        side = side.turn_off()
+    elif end in ("off", "reset", "reset and off"):
+        if end != "off":
+            side.reset(engine_empty=False)
+        if end != "reset":
+            side = side.turn_off()
     else:
         call.answer(0)
     loads += step(side).loads

@@ -20,6 +20,7 @@ from kvstrata.client import CacheClient, LookupCall, LookupResult
 from kvstrata.client.handles import miss
 from kvstrata.connectors.vllm.lookup_table import LookupTable, Tracked
 from kvstrata.connectors.vllm.metadata import Load
+from kvstrata.keys import ChunkHasher
 from kvstrata.types import LeaseName, MissReason
 
 MAX_PARKED = 8
@@ -44,6 +45,8 @@ class LoadOf(Protocol):
 
 class _Parked(msgspec.Struct):
     tracked: Tracked
+    hasher: ChunkHasher | None
+    """Of the keys that were looked up; the request has others, or none, after a reset of vLLM's caches."""
     table: list[int]
     start: int
     """So many tokens are there, or under way."""
@@ -65,14 +68,18 @@ class Parts:
         """vLLM waits for `end` tokens of a request, and its first part brings `n_chunks` chunks."""
         call = self._lookups.ask_for_more(tracked, n_chunks)
         start = n_chunks * self._chunk_tokens
-        self._parked[tracked.request.request_id] = _Parked(tracked, list(table), start, end, call)
+        self._parked[tracked.request.request_id] = _Parked(
+            tracked, tracked.hasher, list(table), start, end, call
+        )
         self._lookups.may_park = len(self._parked) < MAX_PARKED
 
     def next_loads(self) -> list[Load]:
-        """The parts whose lookups are answered."""
+        """The parts whose lookups are answered, and the last parts of requests whose keys have changed."""
         loads: list[Load] = []
         for request_id, parked in list(self._parked.items()):
-            if parked.call.done:
+            if parked.tracked.hasher is not parked.hasher:
+                loads += self.end(request_id)
+            elif parked.call.done:
                 loads += self._answered(parked)
                 if not loads[-1].more:
                     self._forget(request_id)

@@ -372,16 +372,19 @@ class SchedulerSide:
                 blocks.append(block)
                 if block != SKIP_BLOCK:
                     tracked.loaded_chunks[block] = chunk
-        assert tracked.hasher is not None and tracked.identity is not None
+        chain, identity = b"", RequestIdentity()
+        if (
+            tracked.hasher is not None and tracked.identity is not None
+        ):  # dropped by a reset: then the load fails
+            chain, identity = tracked.hasher.chain, tracked.identity.request
         row = found.n_slices * EXTENT.size
         return Load(
             request_id=tracked.request.request_id,
             lease=lease,
-            identity=tracked.identity.request,
-            chain=batch.part(tracked.hasher.chain, first, min(last, found.n_chunks))
-            + (tail.key if tail else b""),
+            identity=identity,
+            chain=batch.part(chain, first, min(last, found.n_chunks)) + (tail.key if tail else b""),
             extents=found.extents[first * row : last * row],
-            slices=tracked.identity.slices,
+            slices=tracked.identity.slices if tracked.identity is not None else (),
             blocks=blocks,
             # vLLM may take fewer tokens than promised; whether it waits for the load follows from the promise.
             asynchronous=tracked.asynchronous,
@@ -436,6 +439,7 @@ class SchedulerSide:
         other, middle = self._loading.get(_chunk_at(tracked, first)), (first + end) // 2
         return (
             other is not None
+            and other.loading
             and other.next_store > middle
             and _chunk_at(other, middle) == _chunk_at(tracked, middle)
         )

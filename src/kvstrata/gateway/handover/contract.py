@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 Fields = dict[str, Any]
 """Of `kv_transfer_params`."""
 
 
-class Handover:
+class Handover(ABC):
     """One prompt's way from the engine that computes it to the one that answers. Base of all contracts."""
 
     answers_later: ClassVar[bool] = False
@@ -18,13 +19,13 @@ class Handover:
         """`expected_s`: until the prompt is computed; `source`: the other host's instance, if there are two."""
         self.expected_s, self.source = expected_s, source
 
+    @abstractmethod
     def for_prefill(self) -> Fields:
         """What the engine that computes is told."""
-        raise NotImplementedError
 
+    @abstractmethod
     def for_answer(self, returned: Fields | None) -> Fields:
         """What the engine that answers is told; empty: nothing, and it computes the prompt.
 
         `returned`: what the other one answered; None: nothing, or it is not awaited.
         """
-        raise NotImplementedError
