@@ -62,7 +62,7 @@ class AwaitedPeers:
 
     def __init__(self, settings: PeerSettings, clock: Clock, instance_id: str) -> None:
         """Connects to nothing before the first question."""
-        self.instance_id = instance_id
+        self._instance_id = instance_id
         self._shared = Shared("peers", settings, clock, instance_id)
         self._loop = asyncio.get_running_loop()
         self._open: _Links | None = None
@@ -145,7 +145,7 @@ class AwaitedPeers:
 
     async def _named(self, instance: str, most_s: float) -> list[Owner] | None:
         """The instance as a controller knows it, if it does; None: no controller has answered."""
-        where = Where(0, self.instance_id, b"", 1, 1, named=instance)
+        where = Where(0, self._instance_id, b"", 1, 1, named=instance)
         limit_s = min(most_s, self._shared.settings.lookup_timeout_ms / 1000)
         reply = await self._opened().controllers.ask(where, self._shared.now_s() + limit_s)
         return None if reply is None else [one for one in reply.owners if one.instance == instance]

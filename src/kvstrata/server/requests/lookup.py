@@ -4,6 +4,7 @@
       │ the next chunks are adopted and not verified yet     verify them on a lane, lease again
       │ L1 has the next chunks in another geometry           recut them (server/recuts), lease again
       │ the next chunks are not in L1, and there is an L2    load until the deadline, lease again
+      │ another instance has them on disk, or computes them  read what comes (elsewhere.py), lease again
       │ another engine computes the next chunks              wait for them (promises.py), lease again
       ▼
     reply with the chunks leased by then
@@ -27,10 +28,9 @@ the chunk behind the last one present, the most wanted first.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvstrata.errors import BadRequest, NotFound, Refused
@@ -40,17 +40,14 @@ from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.explain import Choice, Explained, with_advice
 from kvstrata.observability.load_line import prompt_work
 from kvstrata.observability.tracing import Span
-from kvstrata.rpc.cluster_wire import MAX_AWAITED, MAX_AWAITED_SLICES, MAX_TAGS, Await
 from kvstrata.rpc.wire import Hint, Lookup, LookupReply, Miss, Reply, TailSet, check_keys
 from kvstrata.server.processes import DeclaredIdentity, Process
 from kvstrata.server.recuts.recuts import Wanted
-from kvstrata.server.requests.promises import LOOKED_BACK, Early, Promised, Waited
-from kvstrata.tiers.choice import SAVES_S
-from kvstrata.tiers.fetch import FetchOutcome
+from kvstrata.server.requests.elsewhere import Elsewhere
+from kvstrata.server.requests.promises import Early, Promised, Waited
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 
 if TYPE_CHECKING:
-    from kvstrata.p2p.awaiting import AwaitedPeers, End
     from kvstrata.server.parts import Parts
 
 
@@ -94,10 +91,6 @@ class NamedTails:
 
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
-AGAIN_S = 60.0
-"""Peers' L2 tiers that were slower than computing are tried again after this time."""
-PEER_LOADS = 2
-"""Loads of one lookup that are under way at a time, of chunks that an engine of another instance computes."""
 MAX_NOTING = 64
 """Prompts of misses that wait for the pool to learn of them, 32 KiB each at most; it learns of no further ones."""
 KEYS_ON_LOOP = 1_024
@@ -164,6 +157,22 @@ class Asked(NamedTuple):
     def taken(self) -> int:
         """Leading chunks that need not be copied any more."""
         return max(self.request.own_chunks, self.request.follows)
+
+    def compute_s(self, before: int) -> Callable[[int, int], float] | None:
+        """Tells how long the engine computes a range of the chunks behind `before`, without what its own cache has.
+
+        None: its rate is not known yet.
+        """
+        group, own = self.process.group, self.request.own_chunks
+        size, tokens_s = group.layout.chunk_tokens, group.prompt_tokens_s
+        if not tokens_s:
+            return None
+
+        def compute_s(first: int, end: int) -> float:
+            work = prompt_work(max(before + first, own) * size, max(before + end, own) * size)
+            return work / tokens_s
+
+        return compute_s
 
 
 def _lease(pool: Pool, asked: Asked, rows: list[int], again: bool) -> Granted:
@@ -240,11 +249,12 @@ class Lookups:
         self._pool, self._lane, self._clock = parts.pool, parts.lane, parts.clock
         self._own_lane, self._noting = parts.own_lane, 0
         self._processes, self._grants = parts.processes, parts.grants
-        self._promises, self._peers = parts.grants.promises, parts.awaited_peers
+        self._promises = parts.grants.promises
+        self._elsewhere = Elsewhere(parts, parts.awaited_peers) if parts.awaited_peers else None
         self._tiers, self._prefetch, self._store = parts.tiers, parts.prefetch, parts.store
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
         self._explainer, self._counters, self._tracer = parts.explainer, parts.counters, parts.tracer
-        self._epoch = parts.facts.epoch
+        self._epoch, self._instance_id = parts.facts.epoch, parts.facts.instance_id
         self._never, self._auto = (parts.settings.l2.load == word for word in ("never", "auto"))
         self._unnoted: list[Callable[[], None]] = []
 
@@ -345,7 +355,7 @@ class Lookups:
         held, keys = granted, asked.keys
         reason: MissReason | Literal[""] = ""
         detail, left = "", False
-        elsewhere: asyncio.Task[tuple[str, int]] | None = None
+        on_disks: asyncio.Task[tuple[str, int]] | None = None
         try:
             if not keys.all and (asked.n_chunks - held.n_chunks) * keys.n_slices > KEYS_ON_LOOP:
                 await asyncio.shield(self._lane.run(keys.derive))
@@ -360,8 +370,8 @@ class Lookups:
             lacks = held.n_chunks < asked.n_chunks and not self._late(asked)
             beyond_l1 = lacks and self._tiers.take_loads and not self._never
             asked_from = held.n_chunks
-            if beyond_l1 and self._peers is not None:
-                elsewhere = self._ask_for_disks(self._peers, asked, asked_from)
+            if beyond_l1 and self._elsewhere is not None:
+                on_disks = self._elsewhere.ask_for_disks(asked, asked_from)
             if beyond_l1:
                 asked_s, trace = self._clock.monotonic_s(), asked.trace and asked.trace.child()
                 fetched = await self._prefetch.fetch(
@@ -373,7 +383,7 @@ class Lookups:
                     deadline_s=asked.deadline_s,
                     limits=asked.process.group.record_limits,
                     spans=keys.spans,
-                    compute_s=self._compute_s(asked, held.n_chunks),
+                    compute_s=asked.compute_s(held.n_chunks) if self._auto else None,
                     trace=trace,
                 )
                 if trace:
@@ -386,8 +396,8 @@ class Lookups:
                     held = await self._lease_again(asked, held)
             if not (held.tail_tokens or left) and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
-            if elsewhere is not None and self._peers is not None and not left:
-                ending = self._from_disks(self._peers, asked, asked_from, held.n_chunks, elsewhere)
+            if on_disks is not None and self._elsewhere is not None and not left:
+                ending = self._elsewhere.from_disks(asked, asked_from, held.n_chunks, on_disks)
                 async with contextlib.aclosing(ending):
                     async for _ in ending:
                         before, held = held.n_chunks, await self._lease_again(asked, held)
@@ -395,8 +405,8 @@ class Lookups:
                             break
             wait_ends_s = self._clock.monotonic_s() + asked.request.wait_ms / 1000
             expects, source = asked.request.expects, asked.request.source
-            if source and self._peers is not None and source != self._peers.instance_id:
-                ending = self._from_peer(self._peers, source, asked, held.n_chunks, wait_ends_s)
+            if source and self._elsewhere is not None and source != self._instance_id:
+                ending = self._elsewhere.from_instance(source, asked, held.n_chunks, wait_ends_s)
                 async with contextlib.aclosing(ending):
                     async for ended in ending:
                         before, held = held.n_chunks, await self._lease_again(asked, held)
@@ -420,8 +430,8 @@ class Lookups:
             self._give_up(held)
             raise
         finally:
-            if elsewhere is not None:
-                elsewhere.cancel()
+            if on_disks is not None:
+                on_disks.cancel()
         outcome = self._answer(asked, held, l1_chunks, reason, detail)
         self.note_answered()
         return outcome
@@ -461,122 +471,6 @@ class Lookups:
                 break
             await self._promises.expect(asked.process, asked.identity.root, left_s)
         return None
-
-    def _ask_for_disks(
-        self, peers: AwaitedPeers, asked: Asked, n_chunks: int
-    ) -> asyncio.Task[tuple[str, int]] | None:
-        """Ask which instance has the chunks behind these in its L2 tiers, while our own tiers are asked."""
-        keys = asked.keys
-        if asked.request.source or keys.spans or keys.n_slices > MAX_AWAITED_SLICES:
-            return None
-        left_s = asked.deadline_s - self._clock.monotonic_s()
-        missing = keys.part(n_chunks, min(asked.n_chunks, n_chunks + MAX_TAGS // keys.n_slices))
-        return asyncio.create_task(peers.on_disks(missing, keys.n_slices, left_s))
-
-    async def _from_disks(
-        self,
-        peers: AwaitedPeers,
-        asked: Asked,
-        before: int,
-        n_chunks: int,
-        found: asyncio.Task[tuple[str, int]],
-    ) -> AsyncGenerator[Waited]:
-        """Load what the L2 tiers of another instance have of the chunks behind `n_chunks`, unless computing is faster.
-
-        The instance was asked for those behind `before`.  See `_from_peer`.
-        """
-        instance, n_there = await found
-        end = min(before + n_there, asked.n_chunks)
-        if end <= n_chunks or self._late(asked):
-            return
-        limits, times, begun_s = (
-            asked.process.group.record_limits,
-            peers.disk_times,
-            self._clock.monotonic_s(),
-        )
-        n_bytes = (end - n_chunks) * sum(limits)
-        compute_s, expected_s = self._compute_s(asked, n_chunks), times.expected_s(n_bytes)
-        lately = begun_s < times.measured_s + AGAIN_S
-        if lately and compute_s and expected_s and expected_s > compute_s(0, end - n_chunks) + SAVES_S:
-            return
-        n_loads = 0
-        ends = self._from_peer(peers, instance, asked, n_chunks, asked.deadline_s, limits=limits)
-        async with contextlib.aclosing(ends):
-            async for one in ends:
-                n_loads += one == "ready"
-                yield one
-        if n_loads:
-            times.measured(n_bytes, self._clock.monotonic_s() - begun_s, self._clock.monotonic_s())
-
-    async def _from_peer(
-        self,
-        peers: AwaitedPeers,
-        source: str,
-        asked: Asked,
-        n_chunks: int,
-        ends_s: float,
-        *,
-        limits: Sequence[int] = (),
-    ) -> AsyncGenerator[Waited]:
-        """Load what an instance has of the chunks behind these, and gets of them; with `limits` from its L2 tiers too.
-
-        Says after each load that more are `ready`; the last word tells how the wait has ended.  While chunks are
-        loaded, the instance is asked for the next ones, and at most PEER_LOADS loads are under way.
-        """
-        keys, identity = asked.keys, asked.identity
-        if keys.spans or keys.n_slices > MAX_AWAITED_SLICES or not self._promises.may_wait(asked.process):
-            return
-
-        def ask(n: int, *, expects: bool) -> asyncio.Task[tuple[int, End, bytes]]:
-            first = max(0, n - LOOKED_BACK)
-            chain = part(keys.chain, first, first + MAX_AWAITED)
-            tenant = identity.request.tenant
-            question = Await(0, keys.root, chain, keys.slices, n - first, 0, expects, [*limits], tenant)
-            left_s = ends_s - self._clock.monotonic_s()
-            return asyncio.create_task(peers.wait(source, question, left_s))
-
-        def load(n: int, end: int, owner: bytes) -> asyncio.Task[FetchOutcome]:
-            fetch = self._prefetch.fetch(
-                keys.part(n, end),
-                keys.n_slices,
-                identity=identity.root,
-                tenant=identity.tenant,
-                parent=keys.part(n - 1, n) if n else b"",
-                deadline_s=ends_s,
-                limits=asked.process.group.record_limits,
-                owner=owner,
-            )
-            return asyncio.create_task(fetch)
-
-        end: End = "ready"
-        first_wait = True
-        loads: collections.deque[asyncio.Task[FetchOutcome]] = collections.deque()
-        question = ask(n_chunks, expects=asked.request.expects and not limits)
-        try:
-            with self._promises.counted(asked.process):
-                while end == "ready" and n_chunks < asked.n_chunks:
-                    n, end, owner = await question
-                    n += max(0, n_chunks - LOOKED_BACK)
-                    if end == "ready":
-                        loads.append(load(n_chunks, n, owner))
-                        n_chunks, first_wait = n, False
-                        if n < asked.n_chunks:
-                            question = ask(n, expects=False)
-                    is_last = end != "ready" or n_chunks == asked.n_chunks
-                    while loads and (is_last or len(loads) == PEER_LOADS):
-                        asked.choices.extend((await loads[0]).choices)
-                        loads.popleft()
-                        yield "ready"
-        finally:
-            for task in (question, *loads):
-                task.cancel()
-        if end == "none":
-            if first_wait:  # nobody computes it
-                return
-            end = "broken"  # chunks of it have come, and its promise has ended
-        self._promises.waits[end] += not limits
-        if end != "ready":
-            yield end
 
     def _early(self, asked: Asked, promised: Promised) -> Early | None:
         """When a lookup that takes promised chunks in parts is answered; None: when they are all there."""
@@ -636,23 +530,6 @@ class Lookups:
         if found >= 0:
             self._tail_puts.loaded(split(tails[found].keys))
         return found >= 0
-
-    def _compute_s(self, asked: Asked, before: int) -> Callable[[int, int], float] | None:
-        """Tells how long the engine computes a range of the chunks behind `before`, without what its own cache has.
-
-        None: all is loaded.
-        """
-        group = asked.process.group
-        size, tokens_s = group.layout.chunk_tokens, group.prompt_tokens_s
-        if not (self._auto and tokens_s):
-            return None
-        own = asked.request.own_chunks
-
-        def compute_s(first: int, end: int) -> float:
-            work = prompt_work(max(before + first, own) * size, max(before + end, own) * size)
-            return work / tokens_s
-
-        return compute_s
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
         """Wait for work on a lane, at most until the deadline; the work goes on after that."""

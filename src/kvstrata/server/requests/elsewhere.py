@@ -1,0 +1,153 @@
+"""Loads for a lookup what other instances have in their L2 tiers, or compute now (p2p/awaiting.py asks them).
+
+    missing ─▶ controller: who has them on disks ─▶ the instance loads them into its L1 ─▶ they are read into ours
+            ─▶ the instance that computes them   ─▶ each is read once it is stored, while the next one is awaited
+
+What an instance has in L1 is no concern of this module: the tier of peers loads it as any other tier does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
+
+from kvstrata.keys.batch import part
+from kvstrata.p2p.awaiting import AwaitedPeers, End
+from kvstrata.rpc.cluster_wire import MAX_AWAITED, MAX_AWAITED_SLICES, MAX_TAGS, Await
+from kvstrata.server.requests.promises import LOOKED_BACK, Waited
+from kvstrata.tiers.choice import SAVES_S
+from kvstrata.tiers.fetch import FetchOutcome
+
+if TYPE_CHECKING:
+    from kvstrata.server.parts import Parts
+    from kvstrata.server.requests.lookup import Asked
+
+AGAIN_S = 60.0
+"""Peers' L2 tiers that were slower than computing are tried again after this time."""
+PEER_LOADS = 2
+"""Loads of one lookup that are under way at a time, of chunks that an engine of another instance computes."""
+
+
+class Elsewhere:
+    """Belongs to the event loop."""
+
+    def __init__(self, parts: Parts, peers: AwaitedPeers) -> None:
+        self._peers, self._clock = peers, parts.clock
+        self._promises, self._prefetch = parts.grants.promises, parts.prefetch
+        self._auto = parts.settings.l2.load == "auto"
+
+    def ask_for_disks(self, asked: Asked, n_chunks: int) -> asyncio.Task[tuple[str, int]] | None:
+        """Ask which instance has the chunks behind these in its L2 tiers, while our own tiers are asked."""
+        keys = asked.keys
+        if asked.request.source or keys.spans or keys.n_slices > MAX_AWAITED_SLICES:
+            return None
+        left_s = asked.deadline_s - self._clock.monotonic_s()
+        missing = keys.part(n_chunks, min(asked.n_chunks, n_chunks + MAX_TAGS // keys.n_slices))
+        return asyncio.create_task(self._peers.on_disks(missing, keys.n_slices, left_s))
+
+    async def from_disks(
+        self,
+        asked: Asked,
+        before: int,
+        n_chunks: int,
+        found: asyncio.Task[tuple[str, int]],
+    ) -> AsyncGenerator[Waited]:
+        """Load what the L2 tiers of another instance have of the chunks behind `n_chunks`, unless computing is faster.
+
+        The instance was asked for those behind `before`.  See `from_instance`.
+        """
+        instance, n_there = await found
+        end = min(before + n_there, asked.n_chunks)
+        if end <= n_chunks or self._clock.monotonic_s() >= asked.deadline_s:
+            return
+        limits, times, begun_s = (
+            asked.process.group.record_limits,
+            self._peers.disk_times,
+            self._clock.monotonic_s(),
+        )
+        n_bytes = (end - n_chunks) * sum(limits)
+        compute_s = asked.compute_s(n_chunks) if self._auto else None
+        expected_s = times.expected_s(n_bytes)
+        lately = begun_s < times.measured_s + AGAIN_S
+        if lately and compute_s and expected_s and expected_s > compute_s(0, end - n_chunks) + SAVES_S:
+            return
+        n_loads = 0
+        ends = self.from_instance(instance, asked, n_chunks, asked.deadline_s, limits=limits)
+        async with contextlib.aclosing(ends):
+            async for one in ends:
+                n_loads += one == "ready"
+                yield one
+        if n_loads:
+            times.measured(n_bytes, self._clock.monotonic_s() - begun_s, self._clock.monotonic_s())
+
+    async def from_instance(
+        self,
+        source: str,
+        asked: Asked,
+        n_chunks: int,
+        ends_s: float,
+        *,
+        limits: Sequence[int] = (),
+    ) -> AsyncGenerator[Waited]:
+        """Load what an instance has of the chunks behind these, and gets of them; with `limits` from its L2 tiers too.
+
+        Says after each load that more are `ready`; the last word tells how the wait has ended.  While chunks are
+        loaded, the instance is asked for the next ones, and at most PEER_LOADS loads are under way.
+        """
+        keys, identity = asked.keys, asked.identity
+        if keys.spans or keys.n_slices > MAX_AWAITED_SLICES or not self._promises.may_wait(asked.process):
+            return
+
+        def ask(n: int, *, expects: bool) -> asyncio.Task[tuple[int, End, bytes]]:
+            first = max(0, n - LOOKED_BACK)
+            chain = part(keys.chain, first, first + MAX_AWAITED)
+            tenant = identity.request.tenant
+            question = Await(0, keys.root, chain, keys.slices, n - first, 0, expects, [*limits], tenant)
+            left_s = ends_s - self._clock.monotonic_s()
+            return asyncio.create_task(self._peers.wait(source, question, left_s))
+
+        def load(n: int, end: int, owner: bytes) -> asyncio.Task[FetchOutcome]:
+            fetch = self._prefetch.fetch(
+                keys.part(n, end),
+                keys.n_slices,
+                identity=identity.root,
+                tenant=identity.tenant,
+                parent=keys.part(n - 1, n) if n else b"",
+                deadline_s=ends_s,
+                limits=asked.process.group.record_limits,
+                owner=owner,
+            )
+            return asyncio.create_task(fetch)
+
+        end: End = "ready"
+        first_wait = True
+        loads: collections.deque[asyncio.Task[FetchOutcome]] = collections.deque()
+        question = ask(n_chunks, expects=asked.request.expects and not limits)
+        try:
+            with self._promises.counted(asked.process):
+                while end == "ready" and n_chunks < asked.n_chunks:
+                    n, end, owner = await question
+                    n += max(0, n_chunks - LOOKED_BACK)
+                    if end == "ready":
+                        loads.append(load(n_chunks, n, owner))
+                        n_chunks, first_wait = n, False
+                        if n < asked.n_chunks:
+                            question = ask(n, expects=False)
+                    is_last = end != "ready" or n_chunks == asked.n_chunks
+                    while loads and (is_last or len(loads) == PEER_LOADS):
+                        asked.choices.extend((await loads[0]).choices)
+                        loads.popleft()
+                        yield "ready"
+        finally:
+            for task in (question, *loads):
+                task.cancel()
+        if end == "none":
+            if first_wait:  # nobody computes it
+                return
+            end = "broken"  # chunks of it have come, and its promise has ended
+        self._promises.waits[end] += not limits
+        if end != "ready":
+            yield end
