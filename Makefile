@@ -116,7 +116,7 @@ test-vllm-env: setup  ## fetch the environment of vLLM that the tests use
 lint: setup-packages  ## ruff, mypy and clang-format; changes nothing
 	@$(VENV_PYTHON) -m ruff check --output-format concise $(wildcard $(LINTED))
 	@$(VENV_PYTHON) -m ruff format --check $(wildcard $(LINTED))
-	@$(VENV_PYTHON) -m mypy src
+	@$(VENV_PYTHON) ext/make/stubs.py && $(VENV_PYTHON) -m mypy src
 	@files=($(CLANG_FORMATTED)); [ $${#files[@]} = 0 ] || \
 	    .venv/bin/clang-format --dry-run -Werror "$${files[@]}"
 
@@ -185,5 +185,5 @@ lock:
 
 clean:  ## remove everything that was built here; the cache folder stays
 	@rm -rf .venv build dist src/*.egg-info
-	@find src -name '*.so' -delete
+	@find src -name '*.so' -delete -o -name '*.pyi' -delete
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

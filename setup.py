@@ -9,6 +9,8 @@
 
 - `ext/envoy/watch.c` becomes `kvstrata/gateway/envoy/libkv_watch.so`, which the gateway's Envoy loads.
 
+The stubs of the modules, for type checkers, are written from the Cython sources (`ext/make/stubs.py`).
+
 C++ sources are found by pattern: a new file needs no edit here. Compiled files are kept in the cache folder
 (`$KVSTRATA_CACHE` or `~/.cache/kvstrata`, at most 1 GiB of objects) and found again by content.
 
@@ -34,7 +36,7 @@ from setuptools.errors import BaseError
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "ext"))
 
-from make import native  # noqa: E402
+from make import native, stubs  # noqa: E402
 from make.build import Builder, BuildFailed  # noqa: E402
 
 PUBLIC = Path("ext/core/include")
@@ -90,6 +92,7 @@ class BuildNative(build_ext):
             kernels = making.result()
         placed = {NATIVE / native.FATBIN: kernels} if kernels else {}
         placed[WATCHER] = Path(native.WATCHER)
+        placed |= {NATIVE / path.name: path for path in stubs.write(Path("build/native/stubs"))}
         for module in MODULES:
             placed[Path(self.get_ext_filename(module.name))] = Path(made(module.name))
         beside_sources = self.inplace or self.editable_mode

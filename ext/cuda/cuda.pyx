@@ -1,6 +1,11 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, freethreading_compatible=False
-"""The copy engine of a GPU (ext/cuda): see cuda.pyi for the contract."""
+# cython: language_level=3, freethreading_compatible=False, annotation_typing=False
+"""Copies between the blocks of a GPU's KV cache and records in host memory, by the CUDA driver.
+
+The module loads on any machine: the first call that needs the driver looks for libcuda.so.1.  The GPU's memory
+is used through the device's primary context, the one that torch and CuPy use.  Streams are ints
+(`torch.cuda.current_stream(device).cuda_stream`), 0 the default stream.  Addresses are as in `core/copying.pxi`.
+"""
 
 from libcpp.utility cimport move
 
@@ -8,8 +13,8 @@ from arguments cimport whole
 from cpp cimport *
 from kvstrata.native.core cimport CALL, ITEMS, LONGEST_WAIT_S, CopyPlan, codes_of, kind_of, raise_for, set_items
 
-from collections import namedtuple
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstrata.errors import MediumError
 
@@ -118,7 +123,17 @@ cdef extern from "copy_engine.h" namespace "kvstrata::cuda" nogil:
 
 
 class CudaError(MediumError):
+    """A call of the driver failed.
+
+    The message names the call, the error and, where we know, the remedy.  `number` and `name` are CUDA's
+    (`CUDA_ERROR_OUT_OF_MEMORY`); 0: kvstrata found the error before any call.  After a `sticky` error no call of this
+    process's GPU context succeeds any more.
+    """
+
     code = "cuda"
+    number: int
+    name: str
+    sticky: bool
 
     def __init__(self, message, *, field="", number=0, name="", sticky=False):
         super().__init__(message, field=field)
@@ -128,15 +143,29 @@ class CudaError(MediumError):
 
 
 class CudaUnavailable(CudaError):
-    pass
+    """The driver or the device is missing, or the driver is too old; the message says which, and what to do."""
 
 
-DriverFacts = namedtuple("DriverFacts", "version devices batched_copies kernels", module=__name__)
-DeviceFacts = namedtuple(
-    "DeviceFacts",
-    "ordinal name capability memory_bytes pci_bus_id can_register_host",
-    module=__name__,
-)
+class DriverFacts(NamedTuple):
+    """`version`: 12080 is 12.8. `batched_copies`: whether one call can start many copies (drivers from CUDA 12.8 on).
+
+    `kernels`: why this package's kernels cannot be used; "" if they can.
+    """
+
+    version: int
+    devices: int
+    batched_copies: bool
+    kernels: str
+
+
+class DeviceFacts(NamedTuple):
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    pci_bus_id: str
+    can_register_host: bool
+
 
 WAYS = ("dma", "kernel")
 FATBIN = Path(__file__).with_name("kvstrata_cuda.fatbin")
@@ -189,14 +218,16 @@ cdef shared_ptr[Device] open_device(object ordinal) except *:
     return device
 
 
-def driver_facts():
+def driver_facts() -> DriverFacts:
+    """Facts about the driver. Touches no device. Raises CudaUnavailable."""
     cdef const Driver* known = driver()
     return DriverFacts(
         known.version, known.devices, known.copy_batch != NULL, "" if FATBIN.exists() else NO_FATBIN
     )
 
 
-def device_facts(ordinal):
+def device_facts(ordinal: int) -> DeviceFacts:
+    """Facts about a device. Makes no context. Raises CudaUnavailable, and CudaError if there is no such device."""
     cdef CDeviceFacts facts
     cdef int number = <int>min(whole(ordinal, "ordinal"), <uint64_t>0x7fffffff)
     cdef Failure failure
@@ -215,9 +246,17 @@ def device_facts(ordinal):
 
 
 cdef class HostRegion:
+    """A range of host memory registered with a device (pinned, and mapped into its addresses).
+
+    Registering locks the pages, which takes time if they are not present: create the object in a thread.  The object
+    does not keep the memory mapped: call `unregister` before the memory is unmapped.  The registration ends with the
+    object at the latest.
+    """
+
     cdef shared_ptr[CHostRegion] region
 
-    def __cinit__(self, device, address, length):
+    def __cinit__(self, device: int, address: int, length: int) -> None:
+        """Raises CudaError naming the limit that refused it."""
         cdef shared_ptr[Device] on = open_device(device)
         cdef uint64_t where = whole(address, "address")
         cdef uint64_t count = whole(length, "length")
@@ -233,18 +272,19 @@ cdef class HostRegion:
             self.region.reset()
 
     @property
-    def address(self):
+    def address(self) -> int:
         return self.region.get().address()
 
     @property
-    def length(self):
+    def length(self) -> int:
         return self.region.get().length()
 
     @property
-    def registered(self):
+    def registered(self) -> bool:
         return bool(self.region.get().registered())
 
-    def unregister(self):
+    def unregister(self) -> None:
+        """Idempotent. REQUIRES: no copy from or to the region is under way."""
         cdef Failure failure
         with nogil:
             failure = self.region.get().unregister()
@@ -255,6 +295,8 @@ cdef object MADE_HERE = object()
 
 
 cdef class Moment:
+    """A point in the work of a stream, made by `CudaCopyEngine.moment`."""
+
     cdef shared_ptr[CMoment] moment
 
     def __cinit__(self, made=None):
@@ -263,10 +305,20 @@ cdef class Moment:
 
 
 cdef class CudaCopyPlan:
+    """A `CopyPlan` whose sections lie on a device; immutable, for any number of copies and threads."""
+
     cdef CudaPlan plan
     cdef readonly CopyPlan host_plan
 
-    def __cinit__(self, CopyPlan plan not None, device, *, fp8=None):
+    def __cinit__(
+        self, CopyPlan plan not None, device: int, *, fp8: tuple[int, int, int, int, int] | None = None
+    ) -> None:
+        """Raises CudaError naming the first section that is not memory of this device.
+
+        With `fp8`, (dtype, groups, tokens, heads, dim) of one block, records hold
+        numbers rounded to 8 bits: for each section its scales and then its codes.  Raises ValueError naming the part of
+        `fp8` that does not fit the plan.
+        """
         cdef shared_ptr[Device] on
         cdef shared_ptr[const CCopyPlan] copy = plan.plan
         cdef Rounding rounding
@@ -293,56 +345,79 @@ cdef class CudaCopyPlan:
         return other
 
     @property
-    def device(self):
+    def device(self) -> int:
         return self.plan.device.get().ordinal()
 
     @property
-    def section_count(self):
+    def section_count(self) -> int:
         return self.host_plan.section_count
 
     @property
-    def num_blocks(self):
+    def num_blocks(self) -> int:
         return self.host_plan.num_blocks
 
-    def section_bytes(self, section, n_blocks):
+    def section_bytes(self, section: int, n_blocks: int) -> int:
         self.host_plan.section_bytes(section, n_blocks)  # checks both
         return self.plan.copy.get().section_bytes(section, n_blocks)
 
     @property
-    def run_bytes(self):
+    def run_bytes(self) -> int:
+        """The shortest contiguous run of a block."""
         cdef uint64_t shortest = 1 << 62
         cdef size_t i
         for i in range(self.plan.copy.get().shapes().size()):
             shortest = min(shortest, self.plan.copy.get().shapes()[i].run_bytes())
         return shortest
 
-    def payload_bytes(self, n_blocks):
+    def payload_bytes(self, n_blocks: int) -> int:
         cdef uint64_t result = 0
         raise_for(self.plan.copy.get().payload_bytes(whole(n_blocks, "n_blocks"), &result), CALL)
         return result
 
-    def record_bytes(self, n_blocks):
+    def record_bytes(self, n_blocks: int) -> int:
         cdef uint64_t result = 0
         raise_for(self.plan.copy.get().record_bytes(whole(n_blocks, "n_blocks"), &result), CALL)
         return result
 
-    def behind(self, Moment moment not None):
+    def behind(self, Moment moment not None) -> CudaCopyPlan:
+        """A plan of the same blocks; each copy with it begins after the stream has passed the moment."""
         cdef CudaCopyPlan other = self.derived()
         other.plan.behind = moment.moment
         return other
 
-    def layerwise(self):
+    def layerwise(self) -> CudaCopyPlan:
+        """A plan of the same blocks whose loads copy all items together, section by section; see `await_section`."""
         cdef CudaCopyPlan other = self.derived()
         other.plan.layerwise = True
         return other
 
 
 cdef class CudaCopyEngine:
+    """The copy threads of a device, with the methods, items and outcomes of `copying.CopyEngine`.
+
+    Loads have a stream and threads of their own, and so have stores.  An item has ended when the GPU has finished with
+    its extent and blocks, and its checksums are computed: OK of a store means a sealed record, OK of a load verified
+    blocks.  FAILED means an error of CUDA, or a number that cannot be rounded because it is infinite or a NaN.  Only
+    that item has failed, unless the error is sticky (`failed`): then all later items fail too.  An item that has begun
+    is copied to its end; `cancel` cancels the others.  The part of a record for a negative block id is verified, but
+    not written.
+    """
+
     cdef shared_ptr[CEngine] native
     cdef readonly int event_fd
     cdef readonly int threads
 
-    def __cinit__(self, device, *, engine="kernel", threads=8, max_sms=4, staging_bytes=64 << 20, queue=256, fp8=False):
+    def __cinit__(
+        self, device: int, *, engine: Literal["dma", "kernel"] = "kernel", threads: int = 8, max_sms: int = 4,
+        staging_bytes: int = 64 << 20, queue: int = 256, fp8: bool = False
+    ) -> None:
+        """`engine`: how copies are made. `threads` (1 to 64) compute checksums; a kernel fills at most `max_sms`
+        multiprocessors.
+
+        Without kernels, "dma" takes the place of "kernel", and `reason` says why.  With `fp8` the object also takes
+        plans that round: it takes `staging_bytes` of device memory for each direction, is never "dma", and raises
+        CudaError if that is not possible.  Raises CudaUnavailable, CudaError, ValueError.
+        """
         cdef EngineOptions options
         cdef shared_ptr[Device] on
         cdef Status status
@@ -370,19 +445,23 @@ cdef class CudaCopyEngine:
             self.native.reset()
 
     @property
-    def engine(self):
+    def engine(self) -> str:
+        """How copies are made: "dma" or "kernel", by which records in memory that is not registered go by "dma"."""
         return WAYS[<uint8_t>self.native.get().way()]
 
     @property
-    def reason(self):
+    def reason(self) -> str:
+        """Why copies are made in another way than was asked for, for a log; otherwise empty."""
         return self.native.get().reason().decode(errors="replace")
 
     @property
-    def failed(self):
+    def failed(self) -> CudaError | None:
+        """The sticky error that ended this object's use of the GPU, or None; every item after the error ends FAILED."""
         cdef Failure failure = self.native.get().failed()
         return error_of(failure) if failure.number != 0 else None
 
-    def moment(self, stream):
+    def moment(self, stream: int) -> Moment:
+        """The end of all work that was queued on the caller's `stream` until now. Never waits. Raises CudaError."""
         cdef Stream on = <Stream><size_t>whole(stream, "stream")
         cdef Moment result = Moment.__new__(Moment, MADE_HERE)
         cdef Failure failure
@@ -391,7 +470,13 @@ cdef class CudaCopyEngine:
         check_cuda(failure)
         return result
 
-    def await_section(self, job_id, section, stream, timeout_s):
+    def await_section(self, job_id: int, section: int, stream: int, timeout_s: float) -> bool:
+        """Makes `stream` wait for a section of a load. This thread waits only until the section's copies are queued.
+
+        With a plan that is not layerwise, `stream` waits for all sections.  False: the copies were not queued in time,
+        were cancelled, or failed with an error of CUDA; then nothing is known about the blocks.  True for a job whose
+        completion was already read.  Only the job's outcomes say which records were good.  Raises CudaError.
+        """
         cdef uint64_t number = whole(job_id, "job_id")
         cdef size_t which = whole(section, "section")
         cdef Stream on = <Stream><size_t>whole(stream, "stream")
@@ -405,15 +490,20 @@ cdef class CudaCopyEngine:
         check_cuda(failure)
         return bool(queued)
 
-    def pin(self, HostRegion region not None):
+    def pin(self, HostRegion region not None) -> None:
+        """Tells the copy engine that this memory is registered. Copies from and to other memory work, but slowly."""
         with nogil:
             self.native.get().pinned().add(region.region)
 
-    def unpin(self, HostRegion region not None):
+    def unpin(self, HostRegion region not None) -> None:
+        """Tells the copy engine to treat the region as unregistered memory in all items submitted from now on."""
         with nogil:
             self.native.get().pinned().remove(region.region.get())
 
-    def submit(self, job_id, kind, CudaCopyPlan plan not None, items):
+    def submit(
+        self, job_id: int, kind: Literal["gather", "scatter"], CudaCopyPlan plan not None,
+        items: Sequence[tuple[Sequence[int], int, int, Any]]
+    ) -> bool:
         cdef uint64_t number = whole(job_id, "job_id")
         cdef CopyKind which = kind_of(kind)
         cdef vector[CopyItem] list_of
@@ -426,13 +516,17 @@ cdef class CudaCopyEngine:
         raise_for(status, ITEMS)
         return True
 
-    def completions(self):
+    def completions(self) -> list[tuple[int, list[int]]]:
         cdef vector[CopyCompletion] done
         with nogil:
             self.native.get().completions(&done)
         return [(done[i].job_id, codes_of(done[i].results)) for i in range(done.size())]
 
-    def run(self, kind, CudaCopyPlan plan not None, items):
+    def run(
+        self, kind: Literal["gather", "scatter"], CudaCopyPlan plan not None,
+        items: Sequence[tuple[Sequence[int], int, int, Any]]
+    ) -> list[int]:
+        """Does a job after those that are queued, and waits for its end."""
         cdef CopyKind which = kind_of(kind)
         cdef vector[CopyItem] list_of
         cdef vector[CopyResult] results
@@ -443,7 +537,7 @@ cdef class CudaCopyEngine:
         raise_for(status, ITEMS)
         return codes_of(results)
 
-    def wait(self, job_id, timeout_s):
+    def wait(self, job_id: int, timeout_s: float) -> bool:
         cdef uint64_t number = whole(job_id, "job_id")
         cdef double seconds = min(max(<double>timeout_s, 0.0), LONGEST_WAIT_S)
         cdef bint done
@@ -451,17 +545,17 @@ cdef class CudaCopyEngine:
             done = self.native.get().wait(number, nanoseconds(<int64_t>(seconds * 1e9)))
         return done
 
-    def cancel(self, job_id):
+    def cancel(self, job_id: int) -> bool:
         cdef uint64_t number = whole(job_id, "job_id")
         cdef bint cancelled
         with nogil:
             cancelled = self.native.get().cancel(number)
         return cancelled
 
-    def drain(self):
+    def drain(self) -> None:
         with nogil:
             self.native.get().drain()
 
-    def close(self):
+    def close(self) -> None:
         with nogil:
             self.native.get().close()

@@ -1,6 +1,6 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3
-"""Lanes, and storage media in C++ whose calls run in them: see connector.pyi for the contract."""
+# cython: language_level=3, annotation_typing=False
+"""Lanes, and storage media in C++ whose calls run in them."""
 
 import os
 

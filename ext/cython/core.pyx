@@ -1,12 +1,14 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, freethreading_compatible=False
-"""The native half of the server and its clients: see core.pyi for the contract."""
+# cython: language_level=3, freethreading_compatible=False, annotation_typing=False
+"""The native half of the server and its clients: keys, records, copies, codecs, the pool, the registry.
+
+Each part is headed by what holds for it.
+"""
 
 import array as array_module
 import enum
 import os
-from collections import namedtuple
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from kvstrata.errors import MediumError, SegmentError
 

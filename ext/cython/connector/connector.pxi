@@ -51,11 +51,18 @@ cdef object keys_of(vector[Digest]& keys):
 
 
 cdef class NativeConnector:
+    """A storage medium in C++ (ext/core/include/kvstrata/connector.h), taken out of the capsule that its module made.
+
+    This object and the jobs that use the medium own it together.  Raises ValueError for anything but an unused
+    capsule of this version.
+    """
+
     cdef shared_ptr[CConnector] connector
-    cdef readonly dict capabilities
+    # The fields of `kvstrata::ConnectorCapabilities` by name, without `items_per_piece`.
+    cdef readonly dict capabilities  # dict[str, Any]
     cdef size_t per_piece
 
-    def __cinit__(self, capsule):
+    def __cinit__(self, capsule: object) -> None:
         cdef ConnectorCapabilities can
         if not PyCapsule_IsValid(capsule, connector_capsule_name):
             raise ValueError(
@@ -84,10 +91,16 @@ cdef class NativeConnector:
         }
 
     @property
-    def ready(self):
+    def ready(self) -> bool:
+        """Whether the connector has read its medium's index, so that `exists_now` and `list_keys` answer at once."""
         return bool(self.connector.get().ready())
 
-    def exists_now(self, keys):
+    def exists_now(self, keys: bytes) -> tuple[bytes, str] | None:
+        """A presence for each of the 32-byte keys, and the reason why some are unknown.
+
+        Asks in the calling thread, without the GIL; returns None if the connector would have to wait.  Raises
+        ValueError if the keys do not have 32 bytes each.
+        """
         cdef vector[ExistsItem] items
         if not self.connector.get().ready():
             return None
@@ -96,9 +109,10 @@ cdef class NativeConnector:
             exists_now(self.connector.get()[0], items)
         return presences_of(items)
 
-    # The rest runs in a thread of a lane.
+    # The rest is for threads of lanes, and does not keep the GIL.
 
-    def open(self, instance_id, region, region_bytes):
+    def open(self, instance_id: str, region: int, region_bytes: int) -> str:
+        """Open the connector; returns an error message, or an empty string."""
         cdef ConnectorContext context
         cdef string wrong
         context.instance_id = (<str>instance_id).encode()
@@ -111,13 +125,15 @@ cdef class NativeConnector:
             return str(error) or "opening failed"
         return wrong.decode(errors="replace")
 
-    def list_keys(self, uint64_t cursor, size_t most):
+    def list_keys(self, uint64_t cursor, size_t most) -> tuple[list[bytes], int]:
+        """Keys, and the next cursor: 0 after the last. REQUIRES: `ready`, and `most` is at least 1."""
         cdef vector[Digest] keys
         with nogil:
             cursor = self.connector.get().list(cursor, most, &keys)
         return keys_of(keys), cursor
 
-    def remove(self, const unsigned char[::1] keys):
+    def remove(self, const unsigned char[::1] keys) -> int:
+        """Delete keys; returns how many records were removed."""
         cdef vector[DeleteItem] items
         cdef size_t i
         items.resize(count_keys(keys))
@@ -127,29 +143,34 @@ cdef class NativeConnector:
             remove_now(self.connector.get()[0], items)
         return sum([items[i].removed for i in range(items.size())])
 
-    def clear(self):
+    def clear(self) -> int:
+        """Remove all records; returns how many were removed."""
         cdef uint64_t removed
         with nogil:
             removed = self.connector.get().clear()
         return removed
 
-    def usage(self):
+    def usage(self) -> tuple[int, int, int]:
+        """(used bytes, capacity in bytes, records)"""
         cdef ConnectorUsage usage
         with nogil:
             usage = self.connector.get().usage()
         return usage.used_bytes, usage.capacity_bytes, usage.records
 
-    def close(self):
+    def close(self) -> None:
+        """Close the connector. REQUIRES: no other call of it runs."""
         with nogil:
             self.connector.get().close()
 
-    def counts(self):
+    def counts(self) -> dict[str, int]:
+        """The connector's counters, by name."""
         cdef vector[ConnectorCount] counts
         cdef size_t i
         self.connector.get().counts(&counts)
         return {counts[i].name.decode(): counts[i].value for i in range(counts.size())}
 
-    def take_notes(self):
+    def take_notes(self) -> list[tuple[bool, str]]:
+        """Notes for the log since the last call: (is a warning, sentence)."""
         cdef vector[ConnectorNote] notes
         cdef size_t i
         self.connector.get().take_notes(&notes)

@@ -1,5 +1,6 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# Lanes, and the calls of connectors that run in them (ext/core/src/lanes).
+# Bounded queues and threads for an adapter's blocking work, and the calls of connectors that run in them
+# (ext/core/src/lanes). Lanes are numbered in order of precedence: 0 lookup, 1 load, 2 delete, 3 put.
 
 cdef extern from "lanes/lanes.h" namespace "kvstrata" nogil:
     enum class CLane "kvstrata::Lane"(unsigned char):
@@ -125,7 +126,7 @@ cdef int _settle(_Token token, vector[Moved]& moved) except -1:
 
 
 cdef object _outcome(_Token token, LaneJob* job):
-    """The result of an ended job, as connector.pyi describes it; settles the items of a batch."""
+    """The result of an ended job, as `submit_put` and `submit_load` describe it; settles the items of a batch."""
     cdef PutJob* put
     cdef LoadJob* load
     if token.kind == CALL:
@@ -142,9 +143,19 @@ cdef object _outcome(_Token token, LaneJob* job):
 
 
 cdef class NativeLanes:
+    """The four lanes of one adapter. Thread-safe. A thread starts with the first work that needs it.
+
+    If the object is destroyed without `close`, its threads finish the running work by themselves, and do not keep the
+    process from ending.
+    """
+
     cdef unique_ptr[CLanes] lanes
 
-    def __cinit__(self, name, common_workers, own_workers, queue_limit):
+    def __cinit__(self, name: str, common_workers: int, own_workers: Sequence[int], queue_limit: int) -> None:
+        """A lane has `own_workers[lane]` threads of its own; lanes with 0 share `common_workers` threads.
+
+        At most `queue_limit` pieces of work wait in one lane. Raises ValueError for numbers out of bounds.
+        """
         cdef LaneOptions options
         cdef Status status
         options.name = (<str>name).encode()
@@ -162,7 +173,8 @@ cdef class NativeLanes:
             CLanes.abandon(move(self.lanes))
 
     @property
-    def event_fd(self):
+    def event_fd(self) -> int:
+        """Readable while work has ended and was not taken, and once when the last thread has left after `stop`."""
         return self.lanes.get().event_fd()
 
     cdef object _submit(self, int lane, unique_ptr[LaneJob]& job, object beyond_limit):
@@ -179,21 +191,37 @@ cdef class NativeLanes:
             return False
         raise_for(status, LANES)
 
-    def submit(self, int lane, work, beyond_limit, token):
+    def submit(self, int lane, work: Callable[[], Any], beyond_limit: bool, token: object) -> bool:
+        """Queue `work`, to be called once in a thread of that lane; False, and nothing happens, when the lane is full.
+
+        `token` names the work in `take_done`.  With `beyond_limit` the work is queued even if the lane is full.
+        Raises RuntimeError after `stop`, OSError when no thread can be started.  The other `submit_…` methods raise
+        likewise.
+        """
         cdef _Token call = _Token(token, CALL)
         cdef unique_ptr[LaneJob] job
         call.work = work
         job = make_call(<PyObject*>call, run_call)
         return self._submit(lane, job, beyond_limit)
 
-    def submit_exists(self, int lane, NativeConnector connector not None, keys, token):
+    def submit_exists(self, int lane, NativeConnector connector not None, keys: bytes, token: object) -> bool:
+        """Ask which keys exist; the result is that of `NativeConnector.exists_now`."""
         cdef vector[ExistsItem] items = connector.exists_items(keys)
         cdef _Token owner = _Token(token, EXISTS)
         cdef unique_ptr[LaneJob] job
         job = make_exists(<PyObject*>owner, connector.connector, items)
         return self._submit(lane, job, False)
 
-    def submit_put(self, int lane, NativeConnector connector not None, items, outcomes, token):
+    def submit_put(
+        self, int lane, NativeConnector connector not None, items: Sequence[Any], outcomes: Sequence[Any],
+        token: object
+    ) -> bool:
+        """Put records given as items with `key` and `hold`; drops the holds, even if it returns False or raises.
+
+        A hold has `address`, `length` and `drop()`.  `take_done` sets the `outcome` of each item to that of
+        `outcomes` with the number of its PutStatus, and its `reason`.  The result is (0.0, keys that the connector's
+        cap dropped since it was last asked, 0.0).
+        """
         cdef vector[PutItem] batch
         cdef _Token owner = _Token(token, PUT, items, outcomes)
         cdef unique_ptr[LaneJob] job
@@ -201,7 +229,15 @@ cdef class NativeLanes:
         job = make_put(<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)
 
-    def submit_load(self, int lane, NativeConnector connector not None, items, outcomes, token):
+    def submit_load(
+        self, int lane, NativeConnector connector not None, items: Sequence[Any], outcomes: Sequence[Any],
+        token: object
+    ) -> bool:
+        """Load records into the extents of items; holds and outcomes (by LoadStatus) as in `submit_put`.
+
+        The result is (seconds until a thread of the lane began, keys that the connector's cap dropped since it was
+        last asked, seconds of the rest in which records were verified).
+        """
         cdef vector[LoadItem] batch
         cdef _Token owner = _Token(token, LOAD, items, outcomes)
         cdef unique_ptr[LaneJob] job
@@ -209,7 +245,8 @@ cdef class NativeLanes:
         job = make_load(<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)
 
-    def take_done(self):
+    def take_done(self) -> list[tuple[Any, Any, BaseException | None]]:
+        """(token, result, error) of each job that has ended and was not taken yet, in the order of their ends."""
         cdef vector[unique_ptr[LaneJob]] jobs
         cdef Status status
         cdef _Token token
@@ -223,14 +260,17 @@ cdef class NativeLanes:
             jobs[i].reset()
         return done
 
-    def stop(self):
+    def stop(self) -> None:
+        """Accept no more work; work accepted before runs to its end."""
         with nogil:
             self.lanes.get().stop()
 
     @property
-    def idle(self):
+    def idle(self) -> bool:
+        """Whether the lanes were stopped and no thread is left."""
         return bool(self.lanes.get().idle())
 
-    def close(self):
+    def close(self) -> None:
+        """Stop, wait for all work, and join the threads, without the GIL."""
         with nogil:
             self.lanes.get().close()

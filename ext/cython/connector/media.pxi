@@ -34,7 +34,14 @@ cdef extern from *:
     void set_min_free(FsOptions&, uint64_t) noexcept
 
 
-def fs_connector(base_path, relative_tmp_dir, *, shared, use_odirect, capacity_bytes, min_free_bytes):
+def fs_connector(
+    base_path: str, relative_tmp_dir: str, *, shared: bool, use_odirect: bool, capacity_bytes: int,
+    min_free_bytes: int | None
+) -> object:
+    """The capsule for `kvstrata.tiers.native_adapter.NativeAdapter`; its directory is not opened yet.
+
+    `capacity_bytes` 0: no cap.  `min_free_bytes` None: the default of ext/core/src/fs/directory.h.
+    """
     cdef FsOptions options
     cdef CConnector* made
     options.base_path = os.fsencode(base_path)
@@ -61,12 +68,22 @@ cdef extern from "disk/log.h" namespace "kvstrata" nogil:
     uint64_t kMinDiskBytes
 
 
-MIN_CAPACITY_BYTES = kMinDiskBytes
+# The smallest capacity of a disk log.
+MIN_CAPACITY_BYTES: int = kMinDiskBytes
 
 
 def disk_connector(
-    folder, *, capacity_bytes, segment_bytes=0, min_free_bytes=0, direct=True, reinsert_percent=20
-):
+    folder: str, *, capacity_bytes: int, segment_bytes: int = 0, min_free_bytes: int = 0, direct: bool = True,
+    reinsert_percent: int = 20
+) -> object:
+    """A capsule for `NativeConnector`; its log is not opened yet.
+
+    `folder`: an absolute path, created if it is missing.  `capacity_bytes`: at least MIN_CAPACITY_BYTES.
+    `segment_bytes`: a multiple of 4096, at most a sixteenth of the capacity; 0: by the capacity.
+    `min_free_bytes`: the log grows only if it leaves this much free on the file system.  `direct`: use O_DIRECT if the
+    file system supports it.  `reinsert_percent`: when a segment retires, this share of it is written again: its most
+    recently used records.
+    """
     cdef DiskOptions options
     options.folder = folder.encode("utf-8", "surrogateescape")
     options.capacity_bytes = capacity_bytes

@@ -1,5 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# Transformations of payloads for the codec wrapper.
+# Transformations of payloads for codecs (`docs/formats.md`). They run without the GIL. All buffers stay the caller's.
 
 cdef extern from "codec/planes.h" namespace "kvstrata" nogil:
     void c_split_planes "kvstrata::split_planes"(void* planes, const void* bytes, size_t n)
@@ -16,14 +16,19 @@ cdef int two_buffers(object out, object source, BorrowedBuffer& to, BorrowedBuff
     return 0
 
 
-def split_planes(out, source):
+def split_planes(out: Buffer, source: Buffer) -> None:
+    """Writes bytes 0, 2, 4, … of `source` to `out`, then bytes 1, 3, 5, …
+
+    Raises ValueError if the two buffers overlap or differ in length.
+    """
     cdef BorrowedBuffer to, of
     two_buffers(out, source, to, of)
     with nogil:
         c_split_planes(to.writable(), of.data(), of.bytes())
 
 
-def join_planes(out, source):
+def join_planes(out: Buffer, source: Buffer) -> None:
+    """The inverse of `split_planes`; raises as it does."""
     cdef BorrowedBuffer to, of
     two_buffers(out, source, to, of)
     with nogil:

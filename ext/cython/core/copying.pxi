@@ -1,5 +1,9 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# Copies between a serving engine's blocks and records.
+# Copies between a serving engine's blocks and records, and of plain bytes.
+#
+# Addresses are ints: memory is never touched through Python objects.  The caller keeps an address mapped until the
+# call has returned or, for a submitted job, until the job has ended.  Calls that touch payloads drop the GIL.  Every
+# ValueError names the argument.
 
 # For fewer bytes, giving up the GIL costs more than the work.
 cdef size_t SHORT_BYTES = 16384
@@ -40,9 +44,20 @@ cdef BlockShape shape_of(object dims, object run_bytes, str where) except *:
 
 
 cdef class CopyPlan:
+    """Describes an engine's blocks; immutable, for any number of copies and threads.
+
+    A plan has sections, typically one for each layer: `section_bases[i]` is the address of block 0 in section i,
+    `block_stride[i]` the bytes from one of its blocks to the next.  The shape of a block is up to three outer
+    dimensions `(count, stride in bytes)`, outermost first, around `run_bytes` contiguous bytes.  Either all sections
+    have the shape `(dims, run_bytes)`, or section i has the shape `shapes[section_shapes[i]]`.  A section of a record
+    holds the runs of each block, packed: blocks in the order given, runs in the order of the dimensions.
+    """
+
     def __cinit__(
-        self, section_bases, num_blocks, block_stride, dims=(), run_bytes=None, *, shapes=None, section_shapes=None
-    ):
+        self, section_bases: Sequence[int], num_blocks: int, block_stride: Sequence[int],
+        dims: Sequence[tuple[int, int]] = (), run_bytes: int | None = None, *,
+        shapes: Sequence[tuple[Sequence[tuple[int, int]], int]] | None = None, section_shapes: Sequence[int] | None = None
+    ) -> None:
         cdef vector[CopySection] sections
         cdef vector[BlockShape] all_shapes
         cdef CopySection section
@@ -67,14 +82,15 @@ cdef class CopyPlan:
         raise_for(CCopyPlan.create(move(sections), whole(num_blocks, "num_blocks"), move(all_shapes), &self.plan), CALL)
 
     @property
-    def section_count(self):
+    def section_count(self) -> int:
         return self.plan.get().section_count()
 
     @property
-    def num_blocks(self):
+    def num_blocks(self) -> int:
         return self.plan.get().num_blocks()
 
-    def section_bytes(self, section, n_blocks):
+    def section_bytes(self, section: int, n_blocks: int) -> int:
+        """Bytes of one section of a chunk of `n_blocks` blocks; ValueError if a section would have 4 GiB or more."""
         cdef uint64_t which = whole(section, "section")
         cdef uint64_t count = whole(n_blocks, "n_blocks")
         cdef uint64_t payload = 0
@@ -83,12 +99,14 @@ cdef class CopyPlan:
         raise_for(self.plan.get().payload_bytes(count, &payload), CALL)
         return self.plan.get().section_bytes(which, count)
 
-    def payload_bytes(self, n_blocks):
+    def payload_bytes(self, n_blocks: int) -> int:
+        """Bytes of all sections of a chunk of `n_blocks` blocks."""
         cdef uint64_t result = 0
         raise_for(self.plan.get().payload_bytes(whole(n_blocks, "n_blocks"), &result), CALL)
         return result
 
-    def record_bytes(self, n_blocks):
+    def record_bytes(self, n_blocks: int) -> int:
+        """Bytes of the whole record, header included: what an extent needs."""
         cdef uint64_t result = 0
         raise_for(self.plan.get().record_bytes(whole(n_blocks, "n_blocks"), &result), CALL)
         return result
@@ -135,11 +153,22 @@ cdef list codes_of(const vector[CopyResult]& results):
 
 
 cdef class CopyEngine:
+    """Native copy threads. Jobs are lists of items of one kind; each item is one record.
+
+    An item of a gather is (block_ids, extent_address, extent_len, RecordSpec), of a scatter (block_ids,
+    extent_address, extent_len, (expected key, expected identity root)).  A gather makes a whole sealed record at
+    `extent_address`, a multiple of 8.  A scatter verifies the record on the way: the part for a negative block id is
+    verified, but written nowhere; after CORRUPT the blocks hold garbage, after any other outcome than OK they are
+    untouched.  The engine copies all descriptions; blocks and extents stay the caller's and must stay mapped until the
+    job has ended.  Thread-safe.  In a forked child the object does nothing.
+    """
+
     cdef shared_ptr[CCopyEngine] engine
     cdef readonly int event_fd
     cdef readonly int threads
 
-    def __cinit__(self, threads=2, queue=256):
+    def __cinit__(self, threads: int = 2, queue: int = 256) -> None:
+        """Starts the threads (0 to 64; with 0 only `run` works). At most `queue` jobs may have unread completions."""
         self.threads = <int>min(whole(threads, "threads"), <uint64_t>1000)  # create() refuses over 64
         raise_for(CCopyEngine.create(self.threads, whole(queue, "queue"), &self.engine), CALL)
         self.event_fd = self.engine.get().event_fd()
@@ -148,7 +177,15 @@ cdef class CopyEngine:
         with nogil:  # joins the threads
             self.engine.reset()
 
-    def submit(self, job_id, kind, CopyPlan plan not None, items):
+    def submit(
+        self, job_id: int, kind: Literal["gather", "scatter"], CopyPlan plan not None,
+        items: Sequence[tuple[Sequence[int], int, int, Any]]
+    ) -> bool:
+        """Queues a job and never waits. False: the queue is full, read completions and try again.
+
+        Raises ValueError for bad arguments, for a job id whose completion was not read yet, and after `close`; nothing
+        is queued then.
+        """
         cdef uint64_t number = whole(job_id, "job_id")
         cdef CopyKind which = kind_of(kind)
         cdef vector[CopyItem] list_of
@@ -161,13 +198,18 @@ cdef class CopyEngine:
         raise_for(status, ITEMS)
         return True
 
-    def completions(self):
+    def completions(self) -> list[tuple[int, list[int]]]:
+        """Takes all ended jobs: (job id, one `CopyOutcome` per item), in the order in which they ended."""
         cdef vector[CopyCompletion] done
         with nogil:
             self.engine.get().completions(&done)
         return [(done[i].job_id, codes_of(done[i].results)) for i in range(done.size())]
 
-    def run(self, kind, CopyPlan plan not None, items):
+    def run(
+        self, kind: Literal["gather", "scatter"], CopyPlan plan not None,
+        items: Sequence[tuple[Sequence[int], int, int, Any]]
+    ) -> list[int]:
+        """Does a job now, before all queued ones, on this thread and idle copy threads. Raises as `submit`."""
         cdef CopyKind which = kind_of(kind)
         cdef vector[CopyItem] list_of
         cdef vector[CopyResult] results
@@ -178,7 +220,8 @@ cdef class CopyEngine:
         raise_for(status, ITEMS)
         return codes_of(results)
 
-    def wait(self, job_id, timeout_s):
+    def wait(self, job_id: int, timeout_s: float) -> bool:
+        """Waits for the end of a job. True also if its completion was already read; False after the timeout."""
         cdef uint64_t number = whole(job_id, "job_id")
         cdef double seconds = min(max(<double>timeout_s, 0.0), LONGEST_WAIT_S)
         cdef bint done
@@ -186,23 +229,30 @@ cdef class CopyEngine:
             done = self.engine.get().wait(number, nanoseconds(<int64_t>(seconds * 1e9)))
         return done
 
-    def cancel(self, job_id):
+    def cancel(self, job_id: int) -> bool:
+        """Cancels the items that have not begun (their outcome is CANCELLED); the others are copied to their end.
+
+        The job's completion comes as usual.  Returns whether any item was cancelled.
+        """
         cdef uint64_t number = whole(job_id, "job_id")
         cdef bint cancelled
         with nogil:
             cancelled = self.engine.get().cancel(number)
         return cancelled
 
-    def drain(self):
+    def drain(self) -> None:
+        """Waits until all submitted jobs have ended."""
         with nogil:
             self.engine.get().drain()
 
-    def close(self):
+    def close(self) -> None:
+        """Cancels the items that have not begun, waits for the others, ends the threads. Completions stay readable."""
         with nogil:
             self.engine.get().close()
 
 
-def crc32c(buffer, crc=0):
+def crc32c(buffer: Buffer, crc: int = 0) -> int:
+    """CRC32C of the bytes, continued from `crc`."""
     cdef uint32_t state = whole32(crc, "crc")
     cdef Py_buffer view
     PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
@@ -216,7 +266,8 @@ def crc32c(buffer, crc=0):
         PyBuffer_Release(&view)
 
 
-def crc32c_at(address, length, crc=0):
+def crc32c_at(address: int, length: int, crc: int = 0) -> int:
+    """CRC32C of memory, continued from `crc`."""
     cdef const void* where = <const void*><size_t>whole(address, "address")
     cdef size_t n = whole(length, "length")
     cdef uint32_t state = whole32(crc, "crc")
@@ -227,7 +278,16 @@ def crc32c_at(address, length, crc=0):
     return state
 
 
-def copy_strided(target_address, target_length, sources, copies):
+def copy_strided(
+    target_address: int, target_length: int, sources: Sequence[tuple[int, int]],
+    copies: Sequence[tuple[int, int, int, Sequence[tuple[int, int, int]], int]]
+) -> None:
+    """Copies runs of bytes from sources, each (address, length), to a target that overlaps none of them.
+
+    A copy is (index of the source, offset in the source, offset in the target, loops, bytes of a run); it has at most
+    8 loops, outermost first, each (count, stride in the source, stride in the target).  Raises ValueError, before
+    anything is written, when a copy leaves its source or the target.
+    """
     cdef vector[ByteSpan] spans
     cdef vector[StridedCopy] all_copies
     cdef StridedCopy* copy
@@ -266,7 +326,8 @@ def copy_strided(target_address, target_length, sources, copies):
     raise_for(status, CALL)
 
 
-def libc_copy_at(destination, source, length):
+def libc_copy_at(destination: int, source: int, length: int) -> None:
+    """Copies memory with libc's memcpy, which leaves the copy in the cache."""
     cdef void* dst = <void*><size_t>whole(destination, "destination")
     cdef const void* src = <const void*><size_t>whole(source, "source")
     cdef size_t n = whole(length, "length")
@@ -276,7 +337,8 @@ def libc_copy_at(destination, source, length):
         memcpy(dst, src, n)
 
 
-def buffer_address(buffer, *, writable=False):
+def buffer_address(buffer: Buffer, *, writable: bool = False) -> int:
+    """Address of an object's contiguous memory; valid while the object is alive and not resized."""
     cdef Py_buffer view
     PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE if writable else PyBUF_SIMPLE)
     cdef size_t address = <size_t>view.buf
@@ -284,5 +346,6 @@ def buffer_address(buffer, *, writable=False):
     return address
 
 
-def crc32c_path():
+def crc32c_path() -> str:
+    """The implementation in use: table, armcrc, sse42, vpclmul256 or vpclmul512."""
     return c_crc32c_path().decode()

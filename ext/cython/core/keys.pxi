@@ -1,5 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# Chunk keys in batches.
+# Chunk keys in batches (SHA-256; definitions in `docs/formats.md`).
 
 cdef extern from *:
     """
@@ -91,7 +91,19 @@ cdef bytes chain(Digest& start, const uint32_t* tokens, size_t n, size_t chunk_t
     return keys
 
 
-def chain_keys(start, tokens, chunk_tokens, extras=None, first=0):
+def chain_keys(
+    start: bytes, tokens: Sequence[int] | Buffer, chunk_tokens: int,
+    extras: Mapping[int, bytes] | None = None, first: int = 0
+) -> bytes:
+    """Chain keys of the full chunks of tokens[first:], 32 bytes each; tokens after the last full chunk are ignored.
+
+    `start` is the chain key of the chunk before, or the identity's root.  `tokens` is a sequence of ints or a
+    buffer of 32-bit unsigned numbers (a `bytes` object holds them little-endian).  `extras` maps the number of a chunk
+    in this call to the 32 bytes that stand for its content other than tokens (media).
+
+    Raises ValueError naming index and value for a token outside 0..2**32-1, and ValueError for an extra whose chunk is
+    not full; TypeError for a token that is not an int.  Drops the GIL while it hashes 64 chunks or more.
+    """
     cdef Digest previous
     cdef Py_ssize_t size = chunk_tokens
     cdef Py_ssize_t begin = first
@@ -137,7 +149,12 @@ def chain_keys(start, tokens, chunk_tokens, extras=None, first=0):
         PyBuffer_Release(&view)
 
 
-def storage_keys(root, chain, slice_digests):
+def storage_keys(root: Buffer, chain: Buffer, slice_digests: Buffer) -> bytes:
+    """SHA-256(chain key ‖ SHA-256(root ‖ slice digest)) for each pair, chunk-major: all slices of chunk 0, then of 1, …
+
+    `root` is the identity's.  Since it enters here once more, no chain key gives a storage key of another identity: a
+    process that names foreign chain keys reaches nothing but chunks of its own identities.
+    """
     cdef Digest identity
     cdef BorrowedBuffer first, second
     cdef size_t n = borrow(first, chain, KEY_BYTES, "chain")
@@ -159,7 +176,8 @@ def storage_keys(root, chain, slice_digests):
     return keys
 
 
-def sha256_path():
+def sha256_path() -> str:
+    """The implementation in use: scalar, armsha2 or shani."""
     return c_sha256_path().decode()
 
 
@@ -185,7 +203,11 @@ cdef int _copy_key(char* place, object key) except -1:
     return 0
 
 
-def names_of(str prefix not None, keys):
+def names_of(str prefix not None, keys: Sequence[bytes]) -> list[str]:
+    """For each key, `prefix` followed by the key in hexadecimal digits.
+
+    Raises ValueError for a key that does not have 32 bytes, and for a prefix that is not ASCII.
+    """
     cdef Py_ssize_t prefix_chars = PyUnicode_GET_LENGTH(prefix)
     cdef char[KEY_BYTES] key
     cdef char* place

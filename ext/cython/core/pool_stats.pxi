@@ -2,7 +2,8 @@
 # The numbers of a pool, by the table in pool/stats.h.
 
 cdef vector[PoolNumber] numbers_of_pool = pool_numbers()
-POOL_NUMBERS = tuple(
+# Of each number: key of `Pool.stats`, name of the metric if it differs, kind, label, meaning.
+POOL_NUMBERS: tuple[tuple[str, str, str, str, str], ...] = tuple(
     (numbers_of_pool[i].field.decode(), numbers_of_pool[i].metric.decode(), numbers_of_pool[i].kind.decode(),
      numbers_of_pool[i].label.decode(), numbers_of_pool[i].help.decode())
     for i in range(numbers_of_pool.size())

@@ -1,5 +1,8 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# Records: their headers, checksums and verification.
+# Records: their headers, checksums and verification (`docs/formats.md`).
+#
+# Addresses are ints: memory is never touched through Python objects.  The caller keeps an address mapped until the
+# call has returned.  Calls that touch payloads drop the GIL.  Every ValueError names the argument.
 
 cdef extern from "base/crew.h" namespace "kvstrata" nogil:
     cdef cppclass Crew:
@@ -18,39 +21,70 @@ cdef extern from "record/verify.h" namespace "kvstrata" nogil:
 
 
 class CopyOutcome(enum.IntEnum):
+    """What became of one record. Functions return these as plain ints."""
+
     OK = 0
+    # Sound headers, but another chunk's key; no block was touched.
     STALE = 1
+    # Headers or a section do not match their CRC; blocks already written must not be used.
     CORRUPT = 2
+    # A sound record that this call cannot use: it has another shape than the plan or another format version, or is
+    # encoded.
     MISMATCH = 3
+    # Its CRCs are pending, so it cannot be checked.
     UNVERIFIED = 4
+    # The copy never began.
     CANCELLED = 5
+    # Out of memory; for a copy by a GPU also the failures that `cuda.CudaCopyEngine` lists.
     FAILED = 6
 
 
 class RecordError(MediumError):
+    """The headers of a record are unsound; `field` names what is wrong."""
+
     code = "bad_record"
 
 
-RecordHeader = namedtuple(
-    "RecordHeader",
-    "key identity slice_digest parent_key chunk_tokens created_unix_ms header_bytes payload_bytes "
-    "stored_bytes stored_crc codecs sections",
-    module=__name__,
-)
+class RecordHeader(NamedTuple):
+    """The checked headers of a record.
+
+    `codecs` are the numbers of the codecs in the order of encoding; empty: the payload is stored as it is.  `sections`
+    are (offset from the payload's start, length, crc).
+    """
+
+    key: bytes
+    identity: bytes
+    slice_digest: bytes
+    parent_key: bytes
+    chunk_tokens: int
+    created_unix_ms: int
+    header_bytes: int
+    payload_bytes: int
+    stored_bytes: int
+    stored_crc: int
+    codecs: bytes
+    sections: tuple[tuple[int, int, int], ...]
 
 
 cdef bytes digest_bytes(Digest& digest):
     return PyBytes_FromStringAndSize(<char*>digest.data(), 32)
 
 
-def record_bytes(section_count, payload_bytes):
+def record_bytes(section_count: int, payload_bytes: int) -> int:
+    """Length of a record: header, section table and payload."""
     cdef uint64_t result = 0
     raise_for(c_record_bytes(whole(section_count, "section_count"), whole(payload_bytes, "payload_bytes"), &result), CALL)
     return result
 
 
 cdef class RecordSpec:
-    def __cinit__(self, key, identity, slice_digest, parent_key, chunk_tokens, created_unix_ms=0):
+    """The facts that a record's writer states about its chunk. Keys and digests are 32 bytes."""
+
+    def __cinit__(
+        self, key: bytes, identity: bytes, slice_digest: bytes, parent_key: bytes, chunk_tokens: int,
+        created_unix_ms: int = 0
+    ) -> None:
+        """`parent_key` b"" means none; `created_unix_ms` 0 means the time of writing."""
         set_digest(self.spec.key, key, "key")
         set_digest(self.spec.identity, identity, "identity")
         set_digest(self.spec.slice_digest, slice_digest, "slice_digest")
@@ -59,7 +93,7 @@ cdef class RecordSpec:
         self.spec.created_unix_ms = whole(created_unix_ms, "created_unix_ms")
 
     @property
-    def key(self):
+    def key(self) -> bytes:
         return digest_bytes(self.spec.key)
 
 
@@ -81,29 +115,38 @@ cdef int verify(object address, object length, object expected_key, bint stored,
     return 0
 
 
-def verify_record(address, length, expected_key):
+def verify_record(address: int, length: int, expected_key: bytes | None) -> int:
+    """Checks headers, key (unless None) and every section; returns a `CopyOutcome`.
+
+    Never reads outside the `length` bytes, whatever they contain.
+    """
     cdef Status status
     verify(address, length, expected_key, False, &status)
     return <int>copy_outcome(status)
 
 
-def verify_stored_record(address, length, expected_key):
+def verify_stored_record(address: int, length: int, expected_key: bytes | None) -> int:
+    """As `verify_record`, for a record as a medium stores it: of an encoded record, the stored bytes are checked."""
     cdef Status status
     verify(address, length, expected_key, True, &status)
     return <int>copy_outcome(status)
 
 
 cdef class Verifier:
+    """Threads that help to verify many records at once: one core checks bytes slower than memory delivers them."""
+
     cdef unique_ptr[Crew] crew
 
-    def __cinit__(self, helpers):
+    def __cinit__(self, helpers: int) -> None:
+        """At most `helpers` threads besides the caller's. They start with the first work and end with the object."""
         self.crew.reset(new Crew(<size_t>whole(helpers, "helpers")))
 
     def __dealloc__(self):
         with nogil:
             self.crew.reset()
 
-    def verify_stored(self, records):
+    def verify_stored(self, records: Sequence[tuple[int, int, bytes]]) -> list[int]:
+        """`verify_stored_record` of each (address, length, expected key), without the GIL; thread-safe."""
         cdef vector[StoredRecord] given
         cdef size_t i = 0
         given.resize(len(records))
@@ -141,8 +184,14 @@ cdef int read_header(
 
 
 def write_encoded_header(
-    address, length, source_address, source_length, codecs, stored_bytes, stored_crc=0
-):
+    address: int, length: int, source_address: int, source_length: int, codecs: Buffer, stored_bytes: int,
+    stored_crc: int = 0
+) -> int:
+    """Writes the header of a record whose payload is stored encoded, and returns its length.
+
+    All other fields are as in the header of `source`.  Raises RecordError for an unsound source, ValueError for bad
+    arguments.
+    """
     cdef CRecordHeader header
     cdef vector[Section] sections
     cdef RecordEncoding encoding
@@ -165,7 +214,11 @@ def write_encoded_header(
     return header.header_bytes
 
 
-def write_decoded_header(address, length, source_address, source_length):
+def write_decoded_header(address: int, length: int, source_address: int, source_length: int) -> None:
+    """Writes the header of the record that the encoded record at `source` decodes to.
+
+    Raises as `write_encoded_header`.
+    """
     cdef CRecordHeader header
     cdef vector[Section] sections
     cdef void* record = <void*><size_t>whole(address, "address")
@@ -177,13 +230,15 @@ def write_decoded_header(address, length, source_address, source_length):
     raise_for(status, CALL)
 
 
-def explain_record(address, length, expected_key):
+def explain_record(address: int, length: int, expected_key: bytes | None) -> str | None:
+    """Why `verify_stored_record` does not answer OK, naming field or section, for a log; None if it does answer OK."""
     cdef Status status
     verify(address, length, expected_key, True, &status)
     return None if status.ok() else message_of(status)
 
 
-def record_header(address, length):
+def record_header(address: int, length: int) -> RecordHeader:
+    """The headers of a record, checked except for the payload. Raises RecordError."""
     cdef CRecordHeader header
     cdef vector[Section] sections
     read_header(address, length, &header, sections)
@@ -203,7 +258,11 @@ def record_header(address, length):
     )
 
 
-def seal_record(address, length, RecordSpec spec not None, section_lengths):
+def seal_record(address: int, length: int, RecordSpec spec not None, section_lengths: Sequence[int]) -> None:
+    """Computes the CRCs of a payload, and writes the header into the room that was left before the payload.
+
+    For writers that did not gather with a plan.  Raises ValueError, before anything is written.
+    """
     cdef void* record = <void*><size_t>whole(address, "address")
     cdef uint64_t n = whole(length, "length")
     cdef vector[uint32_t] lengths

@@ -1,5 +1,28 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# The map from chunks to the instances that hold them.
+# The registry of the controller's directory: which instance holds which chunk, and in which tier.
+#
+# A *placement* is (tag, slot).  A *tag* is the first 8 bytes of a 32-byte storage key, little-endian; batches of tags
+# are bytes-like objects of 8 bytes each.  Only the upper 57 bits count: tags that differ only in the lowest 7 are
+# one tag.  With n tags present, a tag that nobody holds is found with odds of n / 2**57 (6.9e-10 for 10**8).  The
+# instance that is asked for the chunk compares the full key, so such a find costs a refused lease and never gives wrong
+# KV.
+#
+# A *slot* is a number from 1 to `MAX_SLOTS` that stands for one (incarnation of an instance, tier), or for a full sync
+# of that tier in progress.  Its states:
+#
+#     free → hidden (`open_slot`: being filled, not found) → visible (`publish`) → retired (`retire`) → free (`sweep`)
+#
+# 1. A lookup finds a placement only if it was admitted and not evicted since, and its slot is visible.
+# 2. `retire` costs the same for any number of placements, and no lookup that begins after it finds one of them.
+# 3. A retired slot becomes free when a pass of `sweep` over all placements that began after its retirement has ended.
+#    `open_slot` answers None while no slot is free.
+# 4. Admitting a placement that is present changes nothing, nor does evicting one that is absent.
+# 5. Every method may be called from any thread.  Lookups never wait for a batch that another thread admits; batches are
+#    cut into pieces of some microseconds between which other writers get their turn.  The GIL is released while a batch
+#    is worked on.
+#
+# A *group* is any number below 65,536 that the slots of one instance share (each of its incarnations may have its own).
+# Slot numbers are used again: translate a lookup's slots to instances before the next `open_slot`.
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
@@ -62,7 +85,7 @@ cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
         CUsage usage() noexcept
 
 
-MAX_SLOTS = kMaxSlots
+MAX_SLOTS: int = kMaxSlots  # 65,534
 cdef tuple SLOT_STATES = ("free", "hidden", "visible", "retired")
 cdef enum:
     TAG_BYTES = 8
@@ -71,20 +94,30 @@ cdef uint64_t MAX_BYTES = <uint64_t>1 << 40
 
 
 class RegistryError(MediumError):
-    """The registry refused a call."""
+    """A call was refused. `reason`: `no_space` (the bound on bytes), or `bad_slot` (its state forbids the call)."""
 
-    def __init__(self, message, *, reason):
+    reason: str
+
+    def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message, field=reason)
         self.reason = reason
 
 
 class Candidate(NamedTuple):
+    """One group's answer to `lookup_prefix`.
+
+    `chunks`: length of the longest prefix all of whose keys its allowed slots hold.  `slots`: of type "H", for each of
+    the prefix's chunks * n_slices keys, the slot of lowest rank that holds it.
+    """
+
     group: int
     chunks: int
-    slots: object
+    slots: array[int]
 
 
 class Slot(NamedTuple):
+    """A slot that is not free. `state`: `hidden`, `visible` or `retired`. `keys`: its placements that are not swept."""
+
     slot: int
     group: int
     rank: int
@@ -93,6 +126,15 @@ class Slot(NamedTuple):
 
 
 class RegistryUsage(NamedTuple):
+    """Numbers of the whole registry.
+
+    `bytes`: memory taken from the system and not given back: placements, lists of holders, slots, and room to grow.
+    `placements`: those in all slots, including retired slots until they are swept.  `shared_tags`: tags with so many
+    holders that a separate list names them.  `slots`: those that are not free, `retired` of them not yet swept.
+    `rebuilds`: how often a partition grew or shrank.  `refused`: placements refused because too many others have nearly
+    the same tag, which never happens by chance.
+    """
+
     bytes: int
     placements: int
     shared_tags: int
@@ -138,7 +180,11 @@ cdef object _slot_row(SlotRow row):
 cdef class Registry:
     cdef unique_ptr[CRegistry] core
 
-    def __cinit__(self, *, max_bytes=4 << 30, max_slots=MAX_SLOTS):
+    def __cinit__(self, *, max_bytes: int = 4 << 30, max_slots: int = MAX_SLOTS) -> None:
+        """An empty registry that takes at most about `max_bytes` (64 MiB to 1 TiB) of memory, as it needs it.
+
+        Raises ValueError naming the argument, and MemoryError if the address space cannot be reserved.
+        """
         if not MIN_BYTES <= max_bytes <= MAX_BYTES:
             raise ValueError(f"max_bytes: must be {MIN_BYTES} to {MAX_BYTES}, not {max_bytes}")
         if not 1 <= max_slots <= MAX_SLOTS:
@@ -146,11 +192,21 @@ cdef class Registry:
         cdef Status status = CRegistry.create(max_bytes, max_slots, &self.core)
         raise_for(status, CALL)
 
-    def open_slot(self, group, *, rank=0):
+    def open_slot(self, group: int, *, rank: int = 0) -> int | None:
+        """Take a free slot, which becomes hidden and empty; None if no slot is free (`sweep` frees retired ones).
+
+        `group` is below 65,536. `rank` (0 to 255): of several slots of one group that hold a key, `lookup_prefix` names
+        the one of the lowest rank (0 for L1, 1 for the nearest L2 tier, …).
+        """
         cdef uint16_t slot = self.core.get().open_slot(_number("group", group, 65_535), _number("rank", rank, 255))
         return slot if slot else None
 
-    def publish(self, slot, *, retire=None):
+    def publish(self, slot: int, *, retire: int | None = None) -> None:
+        """Make a hidden slot visible, then retire another one, so that every lookup finds at least one of the two.
+
+        Raises RegistryError(bad_slot), and changes nothing, if `slot` is not hidden or `retire` is neither hidden nor
+        visible.
+        """
         cdef uint16_t published = _number("slot", slot, MAX_SLOTS)
         cdef uint16_t retired = 0
         if retire is not None:
@@ -160,14 +216,22 @@ cdef class Registry:
         cdef Status status = self.core.get().publish(published, retired)
         raise_for(status, REGISTRY)
 
-    def retire(self, slot):
+    def retire(self, slot: int) -> None:
+        """Forget all placements of a hidden or visible slot. O(1). Raises RegistryError(bad_slot) for any other."""
         cdef Status status = self.core.get().retire(_number("slot", slot, MAX_SLOTS))
         raise_for(status, REGISTRY)
 
-    def admit(self, slot, tags):
+    def admit(self, slot: int, tags: Buffer) -> int:
+        """Add placements; returns how many of them are new.
+
+        Raises RegistryError: `bad_slot` if the slot is neither hidden nor visible (even if it is retired meanwhile),
+        `no_space` at the bound on bytes.  Tags of the batch that were added before the error stay; repeating the batch
+        is harmless.  After every 512 tags, other threads that wait for this processor run first.
+        """
         return self._change(slot, tags, True)
 
-    def evict(self, slot, tags):
+    def evict(self, slot: int, tags: Buffer) -> int:
+        """Remove placements; returns how many were present. Raises as `admit`, except for `no_space`."""
         return self._change(slot, tags, False)
 
     cdef _change(self, slot, tags, bint admits):
@@ -192,7 +256,12 @@ cdef class Registry:
         raise_for(status, REGISTRY)
         return changed
 
-    def sweep(self, uint64_t max_cells=65_536):
+    def sweep(self, uint64_t max_cells=65_536) -> int:
+        """Run one step of the background pass that frees retired slots; returns how many cells (8 bytes each) it read.
+
+        A step reads at most one partition (1/1024 of all placements) beyond `max_cells`; after each partition, other
+        threads that wait for this processor run first.  0: no slot is retired; call again when one is.
+        """
         cdef uint64_t looked_at = 0, more
         with nogil:
             while True:
@@ -203,12 +272,14 @@ cdef class Registry:
                 sched_yield()
         return looked_at
 
-    def lookup(self, uint64_t tag):
+    def lookup(self, uint64_t tag) -> tuple[int, ...]:
+        """The visible slots that hold one tag, in no order."""
         cdef vector[uint16_t] holders
         self.core.get().lookup(tag, &holders)
         return tuple(holders)
 
-    def holders(self, tags):
+    def holders(self, tags: Buffer) -> list[tuple[int, ...]]:
+        """The visible slots that hold each tag of a batch, in no order."""
         cdef BorrowedBuffer items
         cdef size_t n_tags = borrow(items, tags, TAG_BYTES, "tags")
         cdef TagSpan span = TagSpan(items.data(), n_tags)
@@ -224,7 +295,17 @@ cdef class Registry:
             at = ends[i]
         return made
 
-    def lookup_prefix(self, tags, *, n_slices=1, allowed=None, except_group=None, best=1):
+    def lookup_prefix(
+        self, tags: Buffer, *, n_slices: int = 1, allowed: Buffer | None = None,
+        except_group: int | None = None, best: int = 1
+    ) -> list[Candidate]:
+        """The groups that each hold the longest leading part of a chain, the longest part first.
+
+        `tags` are those of the chunks in order, the `n_slices` of each chunk one after another; a group holds a chunk
+        if it holds all its slices.  A slot counts if it is visible, is not of `except_group` (usually the asking
+        instance) and, with `allowed`, has its bit set there (bit slot & 7 of byte slot >> 3; missing bytes are zero).
+        Returns at most `best` groups, all of which hold the first chunk; of groups with equally long prefixes, any.
+        """
         cdef BorrowedBuffer items
         cdef size_t n_tags = borrow(items, tags, TAG_BYTES, "tags")
         cdef BorrowedBuffer mask
@@ -249,16 +330,23 @@ cdef class Registry:
             found = self.core.get().lookup_prefix(span, query)
         return [Candidate(found[i].group, found[i].chunks, _u16_array(found[i].slots)) for i in range(found.size())]
 
-    def slot(self, slot):
+    def slot(self, slot: int) -> Slot | None:
+        """The slot's facts; None if it is free."""
         cdef SlotRow row = self.core.get().slot(_number("slot", slot, MAX_SLOTS))
         return None if row.state == SlotState.kFree else _slot_row(row)
 
-    def slots(self):
+    def slots(self) -> list[Slot]:
+        """All slots that are not free."""
         cdef vector[SlotRow] rows = self.core.get().slots()
         cdef size_t i
         return [_slot_row(rows[i]) for i in range(rows.size())]
 
-    def dump(self, cursor=0, uint64_t max_cells=65_536):
+    def dump(self, cursor: int = 0, uint64_t max_cells=65_536) -> tuple[array[int], array[int], int]:
+        """One step through the placements of visible slots: tags (type "Q"), the slot of each ("H"), next cursor.
+
+        Begin with cursor 0 and end when the next one is 0.  Placements that are present from the first step to the last
+        come exactly once; those admitted or evicted meanwhile may be missing.  The lowest 7 bits of each tag are zero.
+        """
         if not 0 <= cursor < kPartitions:
             raise ValueError(f"cursor: must be 0 or a cursor that dump returned, not {cursor}")
         cdef uint64_t next_cursor = cursor
@@ -270,7 +358,12 @@ cdef class Registry:
         memcpy(made.data.as_voidptr, tags.data(), 8 * tags.size())
         return made, _u16_array(slots), next_cursor
 
-    def restore(self, tags, slots, slot_of):
+    def restore(self, tags: Buffer, slots: Buffer, slot_of: Buffer) -> int:
+        """Admit the placements of a `dump`, each to the slot that `slot_of[slot]` names (0: leave it out).
+
+        Returns how many are new.  `slots` and `slot_of` are native u16.  Raises ValueError if their lengths do not
+        agree, and RegistryError as `admit`.
+        """
         cdef BorrowedBuffer items
         cdef size_t n_tags = borrow(items, tags, TAG_BYTES, "tags")
         cdef TagSpan span = TagSpan(items.data(), n_tags)
@@ -287,7 +380,8 @@ cdef class Registry:
         raise_for(status, REGISTRY)
         return added
 
-    def usage(self):
+    def usage(self) -> RegistryUsage:
+        """The numbers now. Never waits for other threads."""
         cdef CUsage usage = self.core.get().usage()
         return RegistryUsage(
             usage.bytes,

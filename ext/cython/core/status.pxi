@@ -1,5 +1,19 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# The exceptions that the native modules raise for a Status of the core.
+# The exceptions that native modules raise for errors of the C++ core, and the reasons that the core reports.
+#
+# All native modules get their exceptions from this one.  An exception's class depends on the error's code and on its
+# *site*, the group of calls that it comes from:
+#
+# | site | calls | `os_error` | `bad_argument` | `no_space` | `closed` | other codes |
+# |---|---|---|---|---|---|---|
+# | `call` | all others | OSError | ValueError | MemoryError | ValueError | ValueError |
+# | `items` | with items of copies | ValueError | ValueError | MemoryError | ValueError | ValueError |
+# | `lanes` | of `NativeLanes` | OSError | ValueError | MemoryError | RuntimeError | ValueError |
+# | `record` | that read a record's headers | RecordError | RecordError | RecordError | RecordError | RecordError |
+# | `pool` | of a pool and of its mappings | OSError | ValueError | PoolError | PoolError | PoolError |
+# | `registry` | of a registry | RegistryError | ValueError | RegistryError | RegistryError | RegistryError |
+#
+# PoolError and RegistryError have a stable `reason`.
 
 cdef str message_of(const Status& status):
     cdef str text = status.message().decode()

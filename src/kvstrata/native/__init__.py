@@ -1,4 +1,4 @@
-"""The compiled modules, each with its `.pyi` beside it. There is no fallback in Python.
+"""The compiled modules, each with its stub for type checkers beside it. There is no fallback in Python.
 
 Importing this package raises ImportError when no module was built for the running Python; the message names the
 command that builds the modules.

@@ -66,11 +66,11 @@ def files_of(tree: Path, *patterns: str) -> set[str]:
 def test_sdist_holds_every_source_and_nothing_that_was_built(artifacts: dict[str, Path]) -> None:
     with tarfile.open(artifacts["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = files_of(artifacts["tree"], "ext/**/*", "src/kvstrata/**/*.py", "src/kvstrata/**/*.pyi", PAGES)
+    wanted = files_of(artifacts["tree"], "ext/**/*", "src/kvstrata/**/*.py", PAGES)
     assert len(wanted) > 100
     wanted |= {"src/kvstrata/py.typed", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
     assert wanted - names == set()
-    assert [name for name in names if re.search(r"\.(so|o|a|pyc)$|__pycache__", name)] == []
+    assert [name for name in names if re.search(r"\.(so|o|a|pyc|pyi)$|__pycache__", name)] == []
 
 
 def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(artifacts):
@@ -85,14 +85,14 @@ def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(art
         )
         included = re.findall(r'^#include "(.*)"$', text, re.MULTILINE)
         assert {f"kvstrata/include/{other}" for other in included} <= headers, name
-    modules = files_of(artifacts["tree"] / "src", "kvstrata/**/*.py", "kvstrata/**/*.pyi")
+    modules = files_of(artifacts["tree"] / "src", "kvstrata/**/*.py")
     pages = files_of(artifacts["tree"], PAGES)
     assert len(pages) > 10
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     sources = [
         path for folder in ("cython", "cuda") for path in (artifacts["tree"] / "ext" / folder).glob("*.pyx")
     ]
-    native = {f"kvstrata/native/{path.stem}{suffix}" for path in sources}
+    native = {f"kvstrata/native/{path.stem}{end}" for path in sources for end in (suffix, ".pyi")}
     assert {name for name in names if not re.match(r"[^/]+\.dist-info/", name)} == {
         *modules,
         *native,

@@ -1,6 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The registry: a map from chunks to the instances that hold them. src/kvstrata/native/core.pyi
+// The registry: a map from chunks to the instances that hold them. ext/cython/core/registry.pxi
 // explains tags, slots and groups, and what the registry promises.
 //
 // Layout. The upper 10 bits of a tag select one of 1024 partitions, and the next 47 are stored; the
