@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from docs.generate.source import GENERATED, table
 from kvstrata.cluster.directory import Directory
 from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.copies import Copies
 from kvstrata.controller.gateways import Gateways
 from kvstrata.controller.metrics import ClusterNumbers
 from kvstrata.controller.ranking import Ranking
@@ -66,7 +67,7 @@ SERVER: Parts = {
 """By section of the status document."""
 CONTROLLER: Parts = {
     "controller": (
-        *(ClusterNumbers, Directory, Ranking, Gateways, Cluster, ControlPort, ZmqServer, Snapshots),
+        *(ClusterNumbers, Directory, Ranking, Gateways, Copies, Cluster, ControlPort, ZmqServer, Snapshots),
         ProcessNumbers,
     ),
     "controller_http": (Bounds,),

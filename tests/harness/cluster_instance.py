@@ -178,7 +178,8 @@ class Holdings:
     async def _do(self, asked: wire.Do, _: Address) -> wire.Outcome:
         await self._if_silent()
         answer = self.answers[asked.seq] = asyncio.get_running_loop().create_future()
-        self.operations.put(asked)
+        if not isinstance(asked.operation, wire.AskShared):  # which a leader asks all the time
+            self.operations.put(asked)
         return wire.Outcome(asked.seq, self._incarnation, await answer)
 
     async def _if_silent(self) -> None:

@@ -91,6 +91,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     peer_hosts: Annotated[list[PeerHost], says(
         "Hosts that instances may name in `p2p.advertise` besides the one that their connection comes from: names, "
         "addresses, or networks such as `10.1.0.0/16`.")] = []
+    copies_mb_s: Annotated[float, says(
+        "Bandwidth of copies of hot prefixes that are made ahead, of all instances together, in MB (2^20 bytes) a "
+        "second; 0: none are made.", ge=0, le=1_000_000)] = 100.0
     directory: DirectorySettings = DirectorySettings()
     etcd: EtcdSettings = EtcdSettings()
     security: PortSecuritySettings = PortSecuritySettings()

@@ -8,9 +8,7 @@ from typing import Any
 from kvstrata.cluster.lookups import INLINE_TAGS
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.operations import Operations
 from kvstrata.controller.peer_hosts import PeerHosts
-from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest
 from kvstrata.rpc.cluster_wire import (
     MAX_PEER_KEYS,
@@ -23,14 +21,12 @@ from kvstrata.rpc.cluster_wire import (
     Owner,
     Register,
     Registered,
-    Replicate,
     Where,
     WhereReply,
 )
 from kvstrata.rpc.control_port import ControlPort
 from kvstrata.rpc.zmq_curve import KeyKind
 from kvstrata.rpc.zmq_server import Address
-from kvstrata.types import KEY_BYTES
 
 MAX_UNANSWERED = 4_096
 """Requests that are answered later, such as registrations and long lookups."""
@@ -49,14 +45,12 @@ def zmq_host_setting(settings: ControllerSettings) -> str:
 class Answers:
     """The handlers of one controller's port. Belongs to the event loop."""
 
-    def __init__(
-        self, cluster: Cluster, operations: Operations, port: ControlPort, peer_hosts: PeerHosts
-    ) -> None:
-        self._cluster, self._operations, self._peer_hosts = cluster, operations, peer_hosts
+    def __init__(self, cluster: Cluster, port: ControlPort, peer_hosts: PeerHosts) -> None:
+        self._cluster, self._peer_hosts = cluster, peer_hosts
         # A member whose key is listed no more is refused, and forgotten, by its id.
         port.serve((KeyKind.INSTANCE,), {Register: self._register}, unlisted=True)
         port.serve((KeyKind.INSTANCE,), {Goodbye: self._goodbye, Where: self._where})
-        port.serve((KeyKind.GATEWAY,), {GatewayBeat: self._beat, Replicate: self._replicate})
+        port.serve((KeyKind.GATEWAY,), {GatewayBeat: self._beat})
 
     async def _register(self, request: Register, address: Address) -> Registered:
         cluster = self._cluster
@@ -93,25 +87,3 @@ class Answers:
 
     def _beat(self, request: GatewayBeat, address: Address) -> GatewayHeard:
         return self._cluster.gateways.beat(request, address.key, address.host, self._cluster.epoch)
-
-    async def _replicate(self, asked: Replicate, address: Address) -> Done:
-        """Have a prompt copied, as a gateway asks. Raises KvstrataError."""
-        self._cluster.gateways.check_known(asked.gateway, address.key)
-        n_keys, rest = divmod(len(asked.keys), KEY_BYTES)
-        if rest or n_keys % asked.n_slices:
-            raise BadRequest(
-                f"keys: {len(asked.keys)} bytes are not a multiple of {KEY_BYTES} × n_slices ({asked.n_slices})",
-                field="keys",
-            )
-        for field, each in (("spans", asked.spans), ("record_bytes", asked.record_bytes)):
-            if each and len(each) != asked.n_slices:
-                raise BadRequest(
-                    f"{field}: {len(each)} for {asked.n_slices} slices; give one for each, or none",
-                    field=field,
-                )
-        named = Named(
-            asked.keys, asked.n_slices, asked.identity, asked.tenant, 0, tuple(asked.spans),
-            tuple(asked.record_bytes),
-        )  # fmt: skip
-        await self._operations.copy(named, asked.to, asked.source, move=False)
-        return Done(asked.seq, self._cluster.epoch)

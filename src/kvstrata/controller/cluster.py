@@ -19,6 +19,7 @@ from kvstrata.cluster.follow import LISTS, Follower
 from kvstrata.cluster.lookups import Lookups
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.commands import COMMAND_TTL_S, MAX_WAITING, Command, Commands
+from kvstrata.controller.copies import Copies
 from kvstrata.controller.gateways import Gateways
 from kvstrata.controller.history import Journal
 from kvstrata.controller.instance_keys import InstanceKeys, Listed
@@ -36,6 +37,7 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     AskClaims,
     AskRuntime,
+    AskShared,
     AskStatus,
     Changed,
     Changes,
@@ -55,8 +57,8 @@ if TYPE_CHECKING:  # importing it needs the client library of etcd
 TICK_S = 0.25
 REACH_S = 2.0
 """Time for an instance that registers to answer at its control port."""
-ONLY_ASKING = (AskRuntime, AskStatus, AskClaims)
-"""Operations that change nothing; dashboards send them all the time, so their success is not an event."""
+ONLY_ASKING = (AskRuntime, AskStatus, AskClaims, AskShared)
+"""Operations that change nothing; they are sent all the time, so their success is not an event."""
 SOURCES = frozenset({"l1", "l2", "peer", "miss"})
 """Words for what had a chunk. They become labels of metrics, so all other words of members count as one."""
 
@@ -120,6 +122,7 @@ class Cluster(Numbers):
         )
         self.ranking = Ranking(clock, self.members, self.lookups)
         self.gateways = Gateways(clock, self.members, self._keys)
+        self.copies = Copies(self)
         self.planning = Planning(self)
         self._ready = "starting"
         orders.changed = self._orders_changed
@@ -283,10 +286,16 @@ class Cluster(Numbers):
             self.commands.check_room(member, len(operations))
         return [self.issue(member, operation) for member, operations in rows for operation in operations]
 
-    def issue(self, member: Member, operation: Operation, *, ttl_s: float = COMMAND_TTL_S) -> Command:
-        """Issue a command to a member. Raises NotLeading, Unavailable, Refused."""
+    def issue(
+        self, member: Member, operation: Operation, *, ttl_s: float = COMMAND_TTL_S, quiet: bool = False
+    ) -> Command:
+        """Issue a command to a member; no event tells of a `quiet` one's success.
+
+        Raises NotLeading, Unavailable, Refused.
+        """
         self.leadership.must_lead()
-        return self.commands.issue(member, operation, self._now(), ttl_s)
+        quiet = quiet or isinstance(operation, ONLY_ASKING)
+        return self.commands.issue(member, operation, self._now(), ttl_s, quiet=quiet)
 
     async def outcome(self, issued: Sequence[Command], wait_s: float) -> bool:
         """Wait until these commands have ended, at most `wait_s`; returns whether all have. The commands go on."""
@@ -329,6 +338,7 @@ class Cluster(Numbers):
             self._resume.pop(member.group, None)
             self.directory.forget(member.group)
             self.ranking.forget_referred(member.id)
+            self.copies.wake.set()
         for member in outbox.drained_otherwise:
             ordered = any(isinstance(one.operation, Drain) for one in member.waiting.values())
             able = member.state is MemberState.LIVE and len(member.waiting) < MAX_WAITING
@@ -351,7 +361,7 @@ class Cluster(Numbers):
 
     def _command_ended(self, command: Command) -> None:
         assert command.result is not None
-        if not isinstance(command.operation, ONLY_ASKING) or not command.result.ok:
+        if not (command.quiet and command.result.ok):
             self.journal.say("command", command.member.id, number=command.number, command=command.operation.kind,
                              ok=command.result.ok, message=command.result.message)  # fmt: skip
 

@@ -37,8 +37,12 @@ class Result(NamedTuple):
 class Command:
     """An operation that an instance is to carry out, and how that has ended."""
 
-    def __init__(self, number: int, member: Member, operation: Operation, now_s: float) -> None:
+    def __init__(
+        self, number: int, member: Member, operation: Operation, now_s: float, *, quiet: bool
+    ) -> None:
+        """`quiet`: no event tells of its success."""
         self.number, self.member, self.operation, self.issued_s = number, member, operation, now_s
+        self.quiet = quiet
         self.result: Result | None = None
         """Set once, by the instance's answer or by what took its place."""
         self.ended = asyncio.Event()
@@ -60,10 +64,12 @@ class Commands:
         self._proof = proof
         self._ended = ended
 
-    def issue(self, member: Member, operation: Operation, now_s: float, ttl_s: float) -> Command:
+    def issue(
+        self, member: Member, operation: Operation, now_s: float, ttl_s: float, *, quiet: bool
+    ) -> Command:
         """Make a command, which is sent as soon as fewer than MAX_SENT are. Raises as `check_room`."""
         self.check_room(member, 1)
-        command = Command(next(self._numbers), member, operation, now_s)
+        command = Command(next(self._numbers), member, operation, now_s, quiet=quiet)
         member.waiting[command.number] = command
         command.task = asyncio.create_task(self._send(command, ttl_s), name=f"command-{operation.kind}")
         return command

@@ -16,7 +16,6 @@ from kvstrata.controller import prompts
 from kvstrata.controller.instance_keys import InstanceKeys
 from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.members import Members
-from kvstrata.errors import BadRequest
 from kvstrata.observability.numbers import Numbers, gauge
 from kvstrata.rpc.cluster_wire import (
     MAX_TOLD_ADAPTERS,
@@ -93,14 +92,6 @@ class Gateways(Numbers):
             served[:MAX_TOLD_INSTANCES],
             list(numbers)[:MAX_TOLD_ADAPTERS],
         )
-
-    def check_known(self, gateway: str, key: str) -> None:
-        """Raise NotPermitted or BadRequest unless this gateway may ask, and has sent heartbeats."""
-        self._keys.check_name(gateway, key)
-        if gateway not in self._known:
-            raise BadRequest(
-                f"gateway: no heartbeat of {gateway!r:.80} has come; send one first", field="gateway"
-            )
 
     def _forget(self) -> None:
         """Drop gateways that were silent for long, and the most silent ones of too many."""

@@ -100,7 +100,7 @@ class ClusterNumbers(Numbers):
 
 def sections(cluster: Cluster, around: Surroundings) -> Iterator[tuple[str, Numbers]]:
     """All parts of a controller that have numbers, each with its prefix."""
-    of_cluster = (cluster.directory, cluster.ranking, cluster.gateways)
+    of_cluster = (cluster.directory, cluster.ranking, cluster.gateways, cluster.copies)
     parts = (
         ClusterNumbers(cluster),
         *of_cluster,

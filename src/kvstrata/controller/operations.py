@@ -15,9 +15,9 @@ from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.commands import COMMAND_TTL_S, Command
 from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.prompts import Named
+from kvstrata.controller.pulls import all_arrived, batches, pulls_of
 from kvstrata.errors import BadRequest, KvstrataError, NotFound, Unavailable
-from kvstrata.keys.batch import count
-from kvstrata.keys.spans import longest, of_slices
+from kvstrata.keys.spans import longest
 from kvstrata.process.operations import MAX_KEYS, Chunks, Claiming
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
@@ -27,8 +27,6 @@ from kvstrata.rpc.cluster_wire import (
     Clear,
     Drain,
     Evict,
-    Owner,
-    Pull,
     Release,
     Scope,
     tags_of,
@@ -193,25 +191,7 @@ class Operations:
         if owner.state is not MemberState.LIVE:
             raise Unavailable(f"source: {owner.id} is {owner.state}", field="source")
         keys = _some(named.keys[: n_chunks * named.n_slices * KEY_BYTES])
-        pulls = [
-            Pull(
-                part,
-                named.root or None,
-                len(spans) or named.n_slices,
-                named.tenant,
-                Owner(
-                    owner.id,
-                    owner.incarnation,
-                    owner.told.control_endpoint,
-                    len(part) // KEY_BYTES,
-                    owner.confirmed,
-                    owner.key,
-                ),
-                list(spans) if any(spans) else [],
-                _of_slices(named, spans) if named.record_bytes else [],
-            )
-            for part, spans in _pulls(keys, named.n_slices, named.spans)
-        ]
+        pulls = pulls_of(named._replace(keys=keys), owner)
         commands = self._cluster.issue_to_each([(target, pulls)])
         task = self._supervisor.job(self._copied(commands, owner if move else None, keys), "copy of chunks")
         return commands, task
@@ -220,7 +200,7 @@ class Operations:
         await self._cluster.outcome(commands, COMMAND_TTL_S + 1)
         if leave is None:
             return
-        missing = [one.number for one in commands if not _all_arrived(one)]
+        missing = [one.number for one in commands if not all_arrived(one)]
         if missing:
             reason = f"not all chunks of the commands {missing} have arrived; nothing was dropped"
             self._cluster.journal.say("move_incomplete", leave.id, reason=reason)
@@ -284,39 +264,9 @@ class Operations:
         raise NotFound("no instance that peers may read has the first of these chunks in L1")
 
 
-def _batches(keys: bytes, n_slices: int) -> list[bytes]:
-    """The keys, cut between chunks into parts that one command may name."""
-    step = max(1, MAX_PEER_KEYS // n_slices) * n_slices * KEY_BYTES
-    return [keys[at : at + step] for at in range(0, len(keys), step)]
-
-
-def _pulls(keys: bytes, n_slices: int, spans: Sequence[int]) -> list[tuple[bytes, Sequence[int]]]:
-    """The keys of each PULL, and the spans of its slices (() for none).
-
-    Only the last command brings slices with a span, since a hit needs them at its end alone; it names as many of the
-    last chunks as it may.
-    """
-    if not any(spans):
-        return [(part, ()) for part in _batches(keys, n_slices)]
-    last = max(0, count(keys, n_slices) - max(1, MAX_PEER_KEYS // n_slices))
-    whole = [number for number, span in enumerate(spans) if not span]
-    before = of_slices(keys[: last * n_slices * KEY_BYTES], n_slices, whole) if whole else b""
-    return [
-        *((part, (0,) * len(whole)) for part in _batches(before, len(whole) or 1)),
-        (keys[last * n_slices * KEY_BYTES :], spans),
-    ]
-
-
-def _of_slices(named: Named, spans: Sequence[int]) -> list[int]:
-    """The lengths of the records of a PULL's slices: all of them, or only those without a span."""
-    if not spans or len(spans) == named.n_slices:
-        return list(named.record_bytes)
-    return [length for length, span in zip(named.record_bytes, named.spans, strict=False) if not span]
-
-
 def _drops(keys: bytes) -> list[Evict]:
     """The operations that drop these keys from L1."""
-    return [Evict(part) for part in _batches(keys, 1)]
+    return [Evict(part) for part in batches(keys, 1)]
 
 
 def _some(keys: bytes) -> bytes:
@@ -324,11 +274,3 @@ def _some(keys: bytes) -> bytes:
     if not keys:
         raise BadRequest("tokens: they make no whole chunk; give more tokens, or keys", field="tokens")
     return keys
-
-
-def _all_arrived(command: Command) -> bool:
-    """Whether a pull brought every chunk that it names into L1; a pull that succeeds may bring only a part."""
-    result, pull = command.result, command.operation
-    assert isinstance(pull, Pull)
-    n_chunks = len(pull.keys) // (KEY_BYTES * pull.n_slices)
-    return result is not None and result.ok and result.body.get("count") == n_chunks

@@ -149,7 +149,8 @@ class Planning:
             "groups": [
                 {"group": group, **msgspec.to_builtins(advice), "measured": msgspec.to_builtins(measured)}
                 for group, (measured, advice) in sorted(self.groups.items())
-            ]
+            ],
+            "copies": self._cluster.copies.page(),
         }
 
     def _saved(self, urls: Iterable[str]) -> dict[str, float]:

@@ -208,7 +208,7 @@ class Controller(Process):
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
         operations = Operations(cluster, self.supervisor)
-        Answers(cluster, operations, asked, self._plan.peer_hosts)
+        Answers(cluster, asked, self._plan.peer_hosts)
         self._around = around = Surroundings(
             port=asked,
             port_number=port_number,
@@ -241,6 +241,7 @@ class Controller(Process):
         self.supervisor.spawn(cluster.keep_time(), "time")
         self.supervisor.spawn(cluster.keep_orders(), "orders")
         self.supervisor.spawn(cluster.planning.keep(), "plan")
+        self.supervisor.spawn(cluster.copies.keep(), "copies")
         self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
         if self._snapshots is not None:
             self.supervisor.spawn(self._snapshots.keep(), "snapshots")

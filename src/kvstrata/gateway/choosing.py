@@ -144,10 +144,6 @@ class Choosing:
         self.teller: Teller | None = None
         """Who tells other gateways; None: nobody."""
         self._loading = Loading(now_s)
-        self.reads: Callable[[Wanted, ServingEngine, Way, float], None] = lambda wanted, engine, way, life_s: (
-            None
-        )
-        """Called for a request whose engine reads its prefix from a peer, with the life of a block."""
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have got room."""
         self._sent: dict[bytes, int] = {}
@@ -344,8 +340,6 @@ class Choosing:
         loads = way is not None and way.load_tokens > 0
         if way is not None and loads:
             self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
-            if way.tier == "peer":
-                self.reads(wanted, engine, way, self._residency.block_life_s)
             choice.turn.spoil()  # the time to its first token will be that of a load
         if self.teller is not None:
             self.teller.sent(

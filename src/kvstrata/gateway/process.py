@@ -100,7 +100,6 @@ class Gateway(Process):
             settings.controllers, self._plan.controller_keys, listener, fleet, self.supervisor, now_s
         )
         self.closers.append(controllers.close)
-        choosing.reads = controllers.reads
         controllers.numbers = lambda: (
             self._settings.policy,
             requests.in_flight,
@@ -327,7 +326,6 @@ class Gateway(Process):
             "sharing": parts.sharing.page() if parts.sharing is not None else {},
             "controllers": parts.controllers.page(),
             "followed": parts.controllers.following.page(),
-            "replicas": dict(parts.controllers.replicas.counts),
             "engines": [
                 {
                     "name": one.name,

@@ -3,7 +3,7 @@
 A controller has one port, where instances and gateways ask:
 
     instances    Register, Goodbye, Where
-    gateways     GatewayBeat, Replicate
+    gateways     GatewayBeat
 
 and each instance has one, its control port:
 
@@ -53,7 +53,7 @@ MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 11
+CLUSTER_PROTOCOL_VERSION = 12
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one command, or single keys in one Where."""
@@ -70,8 +70,8 @@ MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
 """Longest description of itself that a transfer engine sends to its peers."""
 
-MAX_REPLICATED_KEYS = 16_384
-"""Keys in one order to replicate."""
+MAX_SHARED, MAX_ASKED_ENDS = 16, 256
+"""Prefixes in one answer to AskShared, and those that one names."""
 MAX_TOLD_INSTANCES = 1_024
 MAX_TOLD_KINDS = 256
 MAX_TOLD_ADAPTERS = 4_096
@@ -443,8 +443,17 @@ class AskStatus(BaseOperation, frozen=True, tag="status"):
     """Answer the document of /v1/status."""
 
 
+class AskShared(BaseOperation, frozen=True, tag="shared"):
+    """Answer a Shared: what the requests since the last such question had in common."""
+
+    ends: Annotated[list[Root], Meta(max_length=MAX_ASKED_ENDS)] = []
+    """Chain keys of the last chunks of prefixes that the asker knows already."""
+    depths: Annotated[list[Count], Meta(max_length=MAX_ASKED_ENDS)] = []
+    """How many chunks each of them has."""
+
+
 Operation = (
-    Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskRuntime | AskStatus
+    Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskRuntime | AskStatus | AskShared
 )  # fmt: skip
 
 
@@ -468,6 +477,39 @@ class Outcome(ClusterReply, frozen=True, tag="do"):
 
     body: dict[str, Any] = {}
     """The `count` of changed things, or the document that was asked for."""
+
+
+class SharedPrefix(msgspec.Struct, frozen=True):
+    """Leading chunks that several requests had in common."""
+
+    root: Root
+    """Of their identity."""
+    chain: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_PEER_KEYS * KEY_BYTES)]
+    """Chain keys."""
+    slices: Annotated[list[Root], Meta(min_length=1, max_length=MAX_PEER_KEYS)]
+    """As in KvKind."""
+    spans: Spans
+    record_bytes: Annotated[list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=4096)]
+    tenant: TenantName
+    requests_s: Annotated[float, Meta(ge=0, le=1e9)]
+    """Requests a second that asked for all of it."""
+    own_chunks: Annotated[int, Meta(ge=1)]
+    """Those at its end that no shorter prefix of this answer has."""
+    compute_s: Annotated[float, Meta(ge=0, le=1e9)]
+    """How long an engine computes these."""
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """The body of an Outcome to AskShared."""
+
+    prefixes: Annotated[list[SharedPrefix], Meta(max_length=MAX_SHARED)]
+    """Those that save most."""
+    asked: Annotated[list[Count], Meta(max_length=MAX_ASKED_ENDS)]
+    """For each of `ends` how many requests asked for it."""
+    served: Annotated[list[Count], Meta(max_length=MAX_ASKED_ENDS)]
+    """How many of these got it without computing."""
+    seconds: Annotated[float, Meta(gt=0, le=1e9)]
+    """The time in which they came."""
 
 
 # --- instance to instance ---------------------------------------------------------------------------------
@@ -627,29 +669,7 @@ class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
     """At most MAX_TOLD_ADAPTERS."""
 
 
-class Replicate(ClusterRequest, frozen=True, tag="replicate"):
-    """Asks for a copy of a prompt's chunks in another instance's L1, since they are read from `source` again and again.
-
-    The answer is Done once the instance is commanded, and not when the chunks have arrived.
-    """
-
-    gateway: InstanceId
-    """Who asks; it must have sent a GatewayBeat before."""
-    source: InstanceId
-    to: InstanceId
-    keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_REPLICATED_KEYS * KEY_BYTES)]
-    """Storage keys of the leading chunks, chunk by chunk."""
-    n_slices: Annotated[int, Meta(ge=1, le=4096)]
-    spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)]
-    """See KvKind."""
-    identity: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    """Root of their identity."""
-    tenant: Annotated[str, Meta(max_length=256)]
-    record_bytes: Annotated[list[Count], Meta(max_length=4096)]
-    """See KvKind."""
-
-
-ToController = Register | Goodbye | Where | GatewayBeat | Replicate
+ToController = Register | Goodbye | Where | GatewayBeat
 ToInstance = Changes | List | Do | PeerHello | Await
 Answer = (
     Failure | Registered | Done | WhereReply | Changed | Listed | Outcome | PeerWelcome | Awaited | GatewayHeard

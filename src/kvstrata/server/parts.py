@@ -27,6 +27,7 @@ from kvstrata.server.admin.status import (
     processes_section,
 )
 from kvstrata.server.claims import Claims
+from kvstrata.server.cluster.shared import SharedPrefixes
 from kvstrata.server.housekeeping import PoolEvents
 from kvstrata.server.plan import InstanceFacts
 from kvstrata.server.processes import Processes, Readiness, TenantTokens, tenant_number
@@ -98,6 +99,8 @@ class Parts:
         self.processes = Processes(pool, facts.epoch, tokens, self.readiness)
         self.grants = Grants(pool, counters, facts.epoch)
         self.awaited_peers = awaited
+        self.shared = SharedPrefixes(clock) if news is not None else None
+        """In a cluster."""
 
         # The controllers that put to the tiers and load from them.
         self.store = StoreController(

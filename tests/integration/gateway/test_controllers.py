@@ -353,44 +353,6 @@ async def test_why_an_answer_ended_is_a_hint_to_its_instance_unless_the_client_s
     await scene.gateway.until_sample(scene.session, "told_hints_total", 1)
 
 
-async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_ahead(tmp_path: Path) -> None:
-    async with opened(tmp_path, n_servers=4) as made:
-        cluster, engines = made.cluster, made.engines
-        tokens = await made.store(0, 11)
-        waits = asyncio.Event()
-
-        async def hangs(got: Got, line: Line) -> None:
-            await waits.wait()
-            await line.answer({"choices": []})
-
-        for engine in engines:
-            engine.behaviour = hangs
-        # Each has so much of its own to compute that the next one goes to an engine without work.
-        sent = []
-        for number in range(3):
-            more = prompt(1_000, 100 + number)
-            sent.append(asyncio.ensure_future(made.send([*tokens, *more], f"{number}")))
-            await eventually_async(
-                "it is sent", lambda number=number: _sum_is([len(one.got) for one in engines], number + 1)
-            )
-
-        async def copied() -> bool:
-            numbers = (await made.gateway.status(made.session))["replicas"]
-            return (
-                bool(numbers["ordered"]) and cluster.known(3) + cluster.known(2) + cluster.known(1) >= CHUNKS
-            )
-
-        try:
-            await eventually_async("a server that nobody asked has it", copied)
-        finally:
-            waits.set()
-            await asyncio.gather(*sent)
-
-
-async def _sum_is(counts: list[int], wanted: int) -> bool:
-    return sum(counts) == wanted
-
-
 def lora(name: str, content: str) -> str:
     """An adapter, as the connector for vLLM puts it into a request's identity."""
     return canonical_json([name, content]).decode()

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.cluster.lookups import Found, Lookups, Place
-from kvstrata.controller.operations import _placement, _pulls
+from kvstrata.controller.operations import _placement
 from kvstrata.controller.prompts import Named
+from kvstrata.controller.pulls import parts
 from kvstrata.keys.batch import count, split
 from kvstrata.native.core import Registry
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, tags_of
@@ -119,7 +120,7 @@ def test_the_longest_hit_of_all_places_needs_each_part_once(seed: int) -> None:
 def test_only_the_last_command_of_a_copy_names_windows(n_chunks: int, spans: tuple[int, ...]) -> None:
     n_slices = len(spans)
     keys = keys_of(random.Random(3), n_chunks * n_slices)
-    *before, (last, last_spans) = _pulls(keys, n_slices, spans)
+    *before, (last, last_spans) = parts(keys, n_slices, spans)
     whole = spans.count(0)
     assert last_spans == spans
     assert keys.endswith(last)
@@ -129,5 +130,5 @@ def test_only_the_last_command_of_a_copy_names_windows(n_chunks: int, spans: tup
     if whole:
         n_before = sum(count(part, whole) for part, _ in before)
         assert n_before + count(last, n_slices) == n_chunks
-    plain = _pulls(keys, n_slices, ())
+    plain = parts(keys, n_slices, ())
     assert b"".join(part for part, _ in plain) == keys

@@ -34,7 +34,6 @@ AT_CONTROLLER: list[tuple[Any, set[KeyKind]]] = [
     (wire.Goodbye(1, "a", 1), {INSTANCE}),
     (wire.Where(1, "a", b"", 1), {INSTANCE}),
     (wire.GatewayBeat(1, "g", "1", 1, "ttft", 0, 0, 0, 0), {GATEWAY}),
-    (wire.Replicate(1, "g", "a", "b", KEY, 1, [], KEY, "", []), {GATEWAY}),
 ]
 
 
@@ -54,7 +53,7 @@ def instance(kind: KeyKind) -> ControlPort:
 def controller(kind: KeyKind) -> ControlPort:
     """A controller's port, whose handlers were replaced."""
     port = ControlPort(asyncio.get_running_loop(), 1, lambda key: (kind,), requests=wire.TO_CONTROLLER)
-    Answers(cast(Any, None), cast(Any, None), port, cast(Any, None))
+    Answers(cast(Any, None), port, cast(Any, None))
     for request, (kinds, unlisted, _) in list(port._served.items()):
         port.serve(kinds, {request: done}, unlisted=unlisted)
     return port

@@ -26,16 +26,15 @@ from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.controllers.directory import MAX_KINDS, Directory, Kind
 from kvstrata.gateway.controllers.following import Following, Holding
 from kvstrata.gateway.controllers.measured import Measured
-from kvstrata.gateway.controllers.replicas import Read, Replicas
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.gateway.routing.model import Certainty, Copy, Tier, Way
+from kvstrata.gateway.routing.model import Certainty, Copy, Tier
 from kvstrata.naming import name_thread
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, gauge, parts_by
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, GatewayBeat, GatewayHeard, Hinted, Replicate, Served
+from kvstrata.rpc.cluster_wire import TAG_BYTES, GatewayBeat, GatewayHeard, Hinted, Served
 from kvstrata.rpc.zmq_curve import ClusterKeys, SharedKey, new_secret, open_keys
 from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import NOT_IN_A_NAME, RequestIdentity, next_of
@@ -62,7 +61,7 @@ the adapter as in RequestIdentity."""
 
 
 class ControllerLink(Numbers):
-    """The link to one controller: heartbeats, whose answers tell of instances, and orders of copies."""
+    """The link to one controller: heartbeats, whose answers tell of instances."""
 
     up = gauge("1 while a controller is connected, else 0.", name="controller_up")
 
@@ -76,16 +75,6 @@ class ControllerLink(Numbers):
         self._log = EventLog("controllers")
         self._link = links.ask(url, keys=keys, changed=self._changed, refused=self._refused)
         self.close = self._link.close
-
-    async def replicate(self, order: Replicate) -> str | None:
-        """Order a copy; returns why it was not ordered, None if it was."""
-        if not self.up:
-            return "it is not connected"
-        try:
-            await self._link.ask(order, Done, ANSWER_S)
-        except (ClusterFailure, Unavailable) as error:
-            return error.message
-        return None
 
     async def keep(self, beat: Callable[[], GatewayBeat], told: Callable[[Directory], None]) -> None:
         """Send heartbeats until cancelled; `told` gets each answer."""
@@ -169,7 +158,6 @@ class Controllers(Numbers):
         self._groups: dict[str, tuple[Directory, list[ServingEngine], Groups]] = {}
         """By model, as long as this is what was told, and these are its targets."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
-        self.replicas = Replicas(self._replicate, supervisor, self._hashing, now_s)
         self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
         """Policy, requests under way and all requests, for heartbeats."""
         self.measured: Callable[[], Measured] = lambda: Measured(False, [], [])
@@ -221,47 +209,12 @@ class Controllers(Numbers):
         shared = self._shared if self._settings.curve_file == "" and not self._settings.insecure else None
         self.following.follow(directory.instances.values(), shared.keys if shared is not None else self._keys)
 
-    def reads(self, wanted: Wanted, engine: ServingEngine, way: Way, life_s: float) -> None:
-        """A request was sent to an engine that reads its prefix from a peer. `life_s`: measured life of a block."""
-        directory = self._directory
-        if directory is None or wanted.prompt is None:
-            return
-        now_s = self._now_s()
-        held = {one.engine for one in wanted.held if one.tier == "l1" and one.tokens >= way.cached_tokens}
-        for (number, adapter), at in self._engines(wanted, directory)[1].items():
-            kind = directory.kinds[number]
-            own = next((served.instance for one, served in at if one is engine), None)
-            if kind is None or own is None:
-                continue
-            if own == way.source:
-                return  # its own server holds it
-            has = {own, way.source} | {served.instance for one, served in at if one.name in held}
-            lacking: dict[str, float] = {}
-            for other, served in at:
-                name, queue_s = served.instance, other.load.queue_s(now_s)
-                if served.reads_peers and name not in has:
-                    lacking[name] = min(queue_s, lacking.get(name, queue_s))
-            # All but the prompt's last token can be cached, so the last chunk may lack one.
-            tokens = way.cached_tokens + (way.cached_tokens + 1 == len(wanted.prompt.tokens))
-            request = self._request(wanted.prompt, adapter)
-            self.replicas.read(
-                self._name, Read(wanted.prompt, kind, request, tokens, way.source, lacking), life_s
-            )
-
     def ended(self, engine: ServingEngine, request_id: str, reason: str) -> None:
         """An engine's answer has ended, for a `reason` in the API's word: let its instance know what comes next."""
         served = self._directory.instance(engine) if self._directory is not None and request_id else None
         with contextlib.suppress(ValueError):
             if served is not None and (said := next_of(reason)):
                 self.following.hint(served.instance, Hinted(request_id, said))
-
-    async def _replicate(self, order: Replicate) -> str | None:
-        """Ask the controllers one after the other, since only one of them leads; returns why none took the order."""
-        why: str | None = "no controller is connected"
-        for link in self._order:
-            if (why := await link.replicate(order)) is None:
-                return None
-        return why
 
     def _engines(self, wanted: Wanted, directory: Directory) -> tuple[list[ServingEngine], Groups]:
         """The engines of the choice, and those that are attached to an instance; no groups: look nothing up."""
@@ -315,7 +268,7 @@ class Controllers(Numbers):
         return await loop.run_in_executor(self._hashing, kind.tags, prompt, request)
 
     def page(self) -> list[dict[str, Any]]:
-        """The controllers, for operators, in the order in which copies are ordered from them."""
+        """The controllers, for operators."""
         return [link.page() for link in self._order]
 
     async def close(self) -> None:

@@ -14,7 +14,6 @@ from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.model import LoadPath, Tier
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.rpc.cluster_wire import (
-    MAX_REPLICATED_KEYS,
     MAX_TOLD_ADAPTERS,
     GatewayHeard,
     KvKind,
@@ -56,14 +55,6 @@ class Kind(NamedTuple):
     def root(self, request: RequestIdentity) -> bytes:
         """The root of the identity of a request's chunks."""
         return identity_root(self.told.layout, request)
-
-    def keys(self, prompt: Prompt, request: RequestIdentity, chunks: int) -> bytes:
-        """The storage keys of the first chunks, or of as many as one order may name, in all slices, chunk by chunk."""
-        layout, slices = self.told.layout, self.told.slices
-        most = min(chunks, MAX_REPLICATED_KEYS // len(slices))
-        hasher = ChunkHasher(self.root(request), self.chunk_tokens, lookahead_tokens=layout.lookahead)
-        hasher.feed(prompt.tokens[: most * self.chunk_tokens + layout.lookahead])
-        return hasher.storage_keys(tuple(slices))[: most * len(slices) * KEY_BYTES]
 
     def tags(self, prompt: Prompt, request: RequestIdentity) -> bytes:
         """The tags of the prompt's chunks, chunk by chunk; takes about 5 µs for a thousand tokens."""

@@ -24,6 +24,7 @@ from kvstrata.process.operations import Claiming
 from kvstrata.rpc.cluster_wire import (
     AskClaims,
     AskRuntime,
+    AskShared,
     Claim,
     Clear,
     Do,
@@ -35,6 +36,7 @@ from kvstrata.rpc.cluster_wire import (
     Pull,
     Release,
 )
+from kvstrata.server.cluster import shared
 from kvstrata.server.processes import tenant_number
 from kvstrata.types import KEY_BYTES
 
@@ -74,7 +76,7 @@ class Actions:
     def __init__(self, parts: Parts, peers: PeersServed) -> None:
         self._pool, self._lane, self._clock = parts.pool, parts.own_lane, parts.clock
         self._facts, self._loop, self._frozen_by = parts.facts, parts.loop, parts.frozen_by
-        self._prefetch = parts.prefetch
+        self._prefetch, self._shared = parts.prefetch, parts.shared
         self._clearing, self._board, self._claims = parts.clearing, parts.board, parts.claims
         self._peers = peers
         self.leader = (0, 0)
@@ -161,6 +163,8 @@ class Actions:
             case Drain():
                 self._peers.drain(operation.on)
                 return {"sending_bytes": self._peers.sending()[0]}
+            case AskShared() if self._shared is not None:
+                return await self._lane.run(shared.body_of, *self._shared.take(), operation)
             case AskRuntime():
                 began_s = self._loop.time()
                 await asyncio.sleep(LAG_S)

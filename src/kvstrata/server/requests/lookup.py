@@ -255,6 +255,7 @@ class Lookups:
         self._tail_puts, self._recuts, self._events = parts.tails, parts.recuts, parts.events
         self._explainer, self._counters, self._tracer = parts.explainer, parts.counters, parts.tracer
         self._epoch, self._instance_id = parts.facts.epoch, parts.facts.instance_id
+        self._shared = parts.shared
         self._never, self._auto = (parts.settings.l2.load == word for word in ("never", "auto"))
         self._unnoted: list[Callable[[], None]] = []
 
@@ -709,6 +710,8 @@ class Lookups:
             )  # fmt: skip
             self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
             self._learn(_note_missed, identity, miss.chain, slices)
+            if self._shared is not None:
+                self._shared.note(identity, group, miss.chain, 0)
 
     def note_hints(self, process: Process, hints: Sequence[Hint]) -> None:
         """Let the pool know what a process says of the chunks of its requests."""
@@ -766,6 +769,8 @@ class Lookups:
         )  # fmt: skip
         group = asked.process.group
         self._explainer.looked_up(group.use, group.layout, identity.tenant, last_key, found)
+        if self._shared is not None:
+            self._shared.note(identity, group, keys.chain, n)
         if asked.trace:
             asked.trace.end(
                 "lookup", request=request.request_id, chunks=asked.n_chunks, l1_chunks=l1_chunks,

@@ -1,0 +1,62 @@
+"""Where copies of hot prefixes are to be."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.controller.copies import FIRST_WORTH, LESS, MORE_WORTH, Place, next_place, wanted
+
+WORTH = st.floats(0, 1e6)
+COUNT = st.integers(1, 12)
+PLACES = st.lists(
+    st.builds(
+        Place,
+        name=st.text("abcdef", min_size=1, max_size=3),
+        zone=st.sampled_from(["", "", "east", "west"]),
+        host=st.sampled_from(["h1", "h2", "h3"]),
+        has=st.integers(0, 9),
+        load=st.floats(0, 1),
+    ),
+    max_size=8,
+    unique_by=lambda one: one.name,
+)
+
+
+@given(WORTH, COUNT, COUNT)
+def test_the_wanted_number_is_at_least_one_at_most_all_and_grows_with_the_worth(worth, before, places):
+    number = wanted(worth, before, places)
+    assert 1 <= number <= places
+    assert wanted(worth * 2, before, places) >= number
+    assert worth >= FIRST_WORTH * LESS or number == 1
+
+
+@given(st.integers(1, 5), st.floats(0.75, 1.25))
+def test_noise_around_a_bound_changes_the_wanted_number_once_at_most(bound, noise):
+    worth, seen = FIRST_WORTH * MORE_WORTH ** (bound - 1), [1]
+    for each in (1.0, noise, 1.0, noise, 1.0):
+        seen.append(wanted(worth * each, seen[-1], 12))
+    assert seen == sorted(seen) and seen[-1] == bound + 1
+
+
+@given(PLACES, st.data(), COUNT)
+def test_copies_are_made_until_enough_instances_and_zones_have_the_prefix_and_no_further(
+    places, data, number
+):
+    n_holders = data.draw(st.integers(0, len(places)))
+    holders, others = places[:n_holders], places[n_holders:]
+
+    def zones(some: list[Place]) -> set[str]:
+        return {one.zone or one.host for one in some}
+
+    ways, had = zones(places), len(holders)
+    while (to := next_place(holders, others, number)) is not None:
+        new = zones(others) - zones(holders)
+        assert to in others and (not new or (to.zone or to.host) in new)
+        holders, others = [*holders, to], [one for one in others if one is not to]
+    if not had:
+        assert holders == [], "nobody has it"
+        return
+    assert len(holders) >= min(number, len(places))
+    assert len(zones(holders)) >= min(number, len(ways))
+    assert len(holders) <= max(number, had + min(number, len(ways)) - 1)
