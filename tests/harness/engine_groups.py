@@ -48,10 +48,10 @@ class Groups(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_groups(server: ServerProcess) -> Iterator[Groups]:
+def open_groups(server: ServerProcess, name: bytes = b"an engine of two") -> Iterator[Groups]:
     with (
-        CacheEngine(server.socket_dir, rank=0, ranks=2) as whole,
-        CacheEngine(server.socket_dir, rank=1, ranks=2, span=SPAN) as windowed,
+        CacheEngine(server.socket_dir, rank=0, ranks=2, group=name) as whole,
+        CacheEngine(server.socket_dir, rank=1, ranks=2, group=name, span=SPAN) as windowed,
     ):
         groups = Groups(whole, windowed)
         groups.connect()

@@ -11,7 +11,9 @@ import pytest
 
 from kvstrata.observability.load_line import LEAST_BATCHES
 from tests.harness.server_process import ServerProcess
-from tests.vllm.conftest import CHUNK, Rig, rig_of, until
+from tests.harness.vllm_model import dtype_of, ensure_model
+from tests.harness.vllm_run import VllmProcess
+from tests.vllm.conftest import CHUNK, OPTIONS, Rig, chunks_in_l1, make_prompt, rig_of, until
 
 pytestmark = pytest.mark.vllm
 
@@ -117,3 +119,53 @@ def test_the_rest_is_computed_when_the_prefilling_engine_gives_up(both, another,
     cached = ended(decoding, prompt, None if how == "killed" else another)
     assert cached % CHUNK == 0  # of a request that held blocks for the rest, vLLM counts the rest too
     assert promises(decoding.server)["waits"]["broken"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4", "qwen3-next"])
+def test_windows_and_states_of_the_prompts_end_are_waited_for_too(family, tmp_path):
+    """The last prompt ends with a chunk, so the other engine asks for one chunk less than is promised."""
+    options = {"max_num_batched_tokens": 512, "dtype": dtype_of(family), "num_gpu_blocks_override": 160}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(tmp_path / "server", l1_mb=512).started())
+        decoding, rig = (  # an engine that is alone promises nothing
+            stack.enter_context(rig_of(server, ensure_model(family), tmp_path / name, **options))
+            for name in ("d", "p")
+        )
+        for tokens in (TOKENS, TOKENS + 300, TOKENS // CHUNK * CHUNK):
+            prompt = rig.fresh_prompt(tokens)
+            before = promises(server)["waits"].get("ready", 0)
+            begin(decoding, prompt)
+            rig.vllm.generate(prompt, max_tokens=1)
+            until(
+                lambda: rig.vllm.ask("idle_steps", n=1) or not promises(server)["live"], "the promise's end"
+            )
+            assert ended(decoding, prompt, rig) == (tokens - 1) // CHUNK * CHUNK
+            assert promises(server)["waits"]["ready"] == before + 1
+
+
+@pytest.mark.long
+def test_all_workers_of_a_tensor_parallel_engine_keep_its_promises(server, small_model, tmp_path):
+    options = OPTIONS | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    prompt = make_prompt(7_003, TOKENS)
+    with contextlib.ExitStack() as stack:
+        prefilling, decoding = (
+            stack.enter_context(
+                VllmProcess(
+                    small_model, tmp_path / name, extra=server.connector_config(), processes=True,
+                    options=options | {"max_num_batched_tokens": STEP},
+                )
+            )
+            for name in ("p", "d")
+        )  # fmt: skip
+        until(lambda: len(server.get("/v1/status")["engines"]) >= 4, "attaching")
+        for one in (prefilling, decoding):
+            one.generate([5, 6, 7])
+        before = chunks_in_l1(server)
+        decoding.send("generate", prompts=[prompt], transfer=WAITS)
+        until(lambda: promises(server)["waits_now"], "waiting for the prefill")
+        prefilling.generate(prompt, max_tokens=1)
+        [answer] = decoding.result()
+        assert answer["cached_tokens"] >= TOKENS // CHUNK * CHUNK
+        assert chunks_in_l1(server) >= before + TOKENS // CHUNK
+        assert answer["tokens"] == decoding.generate(prompt, transfer=ALONE, salt="alone")["tokens"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvstrata.types import MissReason
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, eventually, prompt
 from tests.harness.engine_groups import SPAN, Groups, open_groups
 from tests.harness.server_process import ServerProcess
@@ -153,3 +154,32 @@ def test_windows_that_a_full_disk_did_not_take_are_a_shorter_hit_and_never_wrong
             result = groups.whole.looked_up(prompt(8))
             assert (result.n_chunks, groups.windows_of(result)) == (2, [0, 1])
             groups.load(8, result)
+
+
+def test_a_lookup_waits_for_promised_windows_only_where_they_will_be(server, groups):
+    """They are stored at the end of the prompt: a prompt that ends elsewhere would wait in vain."""
+    engine, tokens = groups.whole, prompt(8)
+    with open_groups(server, b"another engine o") as others:
+        promised = engine.client.promise(engine.identity(), engine.hasher(tokens).chain)
+        eventually("it is promised", lambda: others.whole.client.has_promises)
+        parts = prompt(6) + prompt(2, seed=1)
+        for elsewhere in (tokens[: 6 * CHUNK_TOKENS], parts):
+            call = others.whole.lookup(elsewhere, deadline_ms=100, wait_ms=5_000)
+            assert call.wait(PATIENCE_S)
+            assert call.result.reason != MissReason.PROMISED
+        same = [
+            others.whole.lookup(tokens[: n * CHUNK_TOKENS], deadline_ms=100, wait_ms=60_000) for n in (8, 7)
+        ]
+
+        def all_wait() -> bool:
+            return bool(server.get("/v1/status")["promises"]["waits_now"] == len(same))
+
+        eventually("both wait", all_wait)
+        groups.store(8, [(5, 7)])
+        assert engine.stored(prompt(1, seed=3)) == ["stored"]
+        assert all_wait()
+        assert groups.windowed.stored(tokens, 7) == ["stored"]
+        for n_chunks, call in zip((8, 7), same, strict=True):
+            assert call.wait(PATIENCE_S)
+            assert call.result.n_chunks == n_chunks
+        promised.withdraw()

@@ -263,9 +263,10 @@ def store_late(setup: Setup, client: CacheClient) -> Callable[[], bool] | None:
 
 
 def own_kv_bytes(setup: Setup) -> int:
-    """The bytes that the chunks in this engine's own cache would take in L1; 0 for models of several groups."""
+    """The bytes that the chunks in this engine's own cache would take in L1, with all its windows and states."""
     if whole_hits(setup.groups):
-        return 0
+        tensors = setup.kv_cache_config.kv_cache_tensors
+        return int(sum(one.size for one in tensors) * setup.vllm_config.parallel_config.world_size)
     chunks = (setup.kv_cache_config.num_blocks - 1) // setup.groups[0].chunk_blocks
     return int(chunks * stored_chunk_bytes(setup) * setup.engine_slices)
 

@@ -479,8 +479,6 @@ class LookupTable:
 
     def _wait_ms(self, tracked: Tracked, own_tokens: int) -> int:
         """How long the lookup may wait for what others compute, by what its own cache lacks; 0 if that is not known."""
-        if self._exact_chunk_tokens:
-            return 0  # such engines promise nothing
         if tracked.expects_ms:
             return tracked.expects_ms
         tokens_s = self._client.prompt_tokens_s

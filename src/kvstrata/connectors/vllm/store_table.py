@@ -202,7 +202,7 @@ class StoreTable:
         """Stores of requests that ended while their chunks were deferred."""
         self._events: deque[Any] = deque(maxlen=REMEMBERED_STORES)
         self._client, self._shares_l1 = engine.client, engine.shares_l1
-        self._promises = engine.settings.await_siblings and not (self._windows or self._states)
+        self._promises = engine.settings.await_siblings
         self.promised: dict[str, tuple[PromiseCall, int]] = {}
         """Request → the promise of its chunks, and the chunk behind the last of them."""
         self.counts = self._late.counts if self._late is not None else {}

@@ -491,6 +491,10 @@ class Lookups:
         request, identity = asked.request, asked.identity
         if n_chunks == asked.n_chunks:
             return None
+        if (
+            asked.keys.spans
+        ):  # a hit ends where it has windows, a promise begins at the first chunk that is absent
+            n_chunks = asked.keys.peek_whole(self._pool)
         found = self._promises.find(
             asked.process, identity.root, asked.keys.chain, n_chunks, asked.latest_promise
         )

@@ -36,6 +36,7 @@ import msgspec
 
 from kvstrata.errors import Refused
 from kvstrata.keys.batch import count, nth, part
+from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.rpc.cluster_wire import Await
@@ -76,6 +77,8 @@ class Promise(msgspec.Struct, eq=False):
     """Their chain keys, in order."""
     slices: bytes
     """Digests of the engine's slices, which its last process takes with it."""
+    spans: tuple[int, ...]
+    """Of the slices (keys/spans.py).  Windows and states are stored where the prompt ends, so all is ready at once."""
     number: int
     """Of the promises of this server, in order."""
     given_s: float
@@ -149,7 +152,8 @@ class Promises(Numbers):
         use.promised_chunks = n_chunks
         self.given += 1
         now_s = asyncio.get_running_loop().time()
-        promise = Promise(process, use, root, chain, process.group.packed_slices, self.given, now_s)
+        group = process.group
+        promise = Promise(process, use, root, chain, group.packed_slices, group.spans, self.given, now_s)
         self._by_first.setdefault((root, nth(chain, 0)), []).append(promise)
         self._live += 1
         if self._live == 1:
@@ -190,7 +194,8 @@ class Promises(Numbers):
     ) -> Promised | None:
         """The promise of another engine that has most of the chunks behind the first `n_present` of a prompt.
 
-        Only those up to number `latest` count, -1: any; of several the first.
+        Only those up to number `latest` count, -1: any; of several the first.  Of an engine with windows or states only
+        those that end where the prompt does, since these are stored there.
         """
         if not (self._live and self.may_wait(waiter)):
             return None
@@ -200,8 +205,11 @@ class Promises(Numbers):
             for promise in self._by_first.get((root, nth(chain, first)), ()):
                 if promise.process.group is own or 0 <= latest < promise.number:
                     continue
-                common = _common(promise.chain, part(chain, first, first + count(promise.chain)))
-                if first + common > most:
+                n_chunks = count(promise.chain)
+                common = _common(promise.chain, part(chain, first, first + n_chunks))
+                # A request asks for one chunk less than the other one stores, if its prompt ends with a chunk.
+                ends_there = not promise.spans or n_chunks - 1 <= common == count(chain) - first
+                if first + common > most and ends_there:
                     most = first + common
                     found = Promised(promise, common, most)
         return found
@@ -316,14 +324,26 @@ class Promises(Numbers):
         if not promise.waiting:
             return
         beyond = part(promise.chain, promise.n_ready, max(whole for _, whole in promise.waiting.values()))
-        if beyond:
-            keys = storage_keys(promise.root, beyond, promise.slices)
-            if more := self._pool.peek(keys, count(promise.slices)):
+        if beyond and (not promise.spans or self._ends_ready(promise, beyond)):
+            keys = PromptKeys(promise.root, beyond, promise.slices, promise.spans)
+            more = (
+                keys.peek_whole(self._pool)
+                if promise.spans
+                else self._pool.peek(keys.derive(), keys.n_slices)
+            )
+            if more and (more == keys.n_chunks or not promise.spans):
                 promise.n_ready += more
                 promise.ready_s = asyncio.get_running_loop().time()
         for waiting, (n_chunks, _) in list(promise.waiting.items()):
             if n_chunks <= promise.n_ready:
                 self._tell(promise, waiting, "ready")
+
+    def _ends_ready(self, promise: Promise, chain: bytes) -> bool:
+        """Whether L1 has the windows and states of a hit that ends with these chunks."""
+        end = count(chain)
+        ending = part(chain, max(0, end - max(promise.spans)), end)
+        keys = PromptKeys(promise.root, ending, promise.slices, promise.spans)
+        return keys.peek_windows(self._pool, keys.n_chunks) == keys.n_chunks
 
     def _tell(self, promise: Promise, waiting: asyncio.Future[Waited], end: Waited) -> None:
         self._forget(promise, waiting)
