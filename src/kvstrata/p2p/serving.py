@@ -63,6 +63,9 @@ MAX_TICKETS = 1_024
 """Tickets that nobody has used yet; the oldest is then forgotten."""
 WINDOW_BYTES = 16 << 20
 """Bytes of records that a connection holds at a time to send them; a single record may be longer."""
+AHEAD_BYTES = 1 << 20
+"""Bytes of a unix socket that the kernel may hold (twice as many, and at most net.core.wmem_max): the reader takes them
+while the next records are looked up."""
 GRANT_S = 60.0
 MEMBERS_S = 5.0
 """Time between two looks at who is a member."""
@@ -230,6 +233,8 @@ class RecordServer(Numbers):
         try:
             frames.set_stall(connection.socket)
             frames.set_tcp(connection.socket)
+            if connection.socket.family == socket.AF_UNIX:
+                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, AHEAD_BYTES)
             stream, connection.ticket = frames.admit_reader(connection.socket, self._take_ticket)
             while self._next_comes(connection):
                 connection.idle_since_s = None
