@@ -46,6 +46,7 @@ from tests.harness.cache_engine import BLOCKS_PER_CHUNK, CHUNK_TOKENS, CacheEngi
 from tests.harness.played import Copies, Drained, Kernel, PlayedLink, Wire
 from tests.harness.shelf import SHELVES, Shelf
 from tests.harness.shelf import entry as shelf_entry
+from tests.harness.validation import validate
 from tests.harness.virtual import VirtualClock, VirtualLoop
 
 STANDS_STILL_S = 60.0
@@ -297,7 +298,7 @@ class Server:
 
     def check(self) -> None:
         """Assert every invariant of pool and sessions, and that no task of the server has crashed."""
-        self.parts.pool.validate()
+        validate(self.parts.pool)
         assert not self._supervisor.failure.done(), self._supervisor.failure.result()
         assert not self._supervisor.failed_jobs, "a job of the server failed, see the log"
 

@@ -512,7 +512,6 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t retry_missing() noexcept
         Prefault& prefault() noexcept
         void close() noexcept
-        Status validate() noexcept
 
 
 cdef extern from "pool/batch.h" namespace "kvstrata" nogil:

@@ -31,6 +31,7 @@ from kvstrata.server.processes import Process, Processes, Readiness, TenantToken
 from kvstrata.types import unpack_extents
 from tests.harness.child import Child, answer, tell
 from tests.harness.open_files import open_files
+from tests.harness.validation import validate
 
 
 class Place(NamedTuple):
@@ -68,7 +69,7 @@ class Handlers:
         return {**self._attach.document(), "pool": self._pool.stats()}
 
     def validate(self) -> None:
-        self._pool.validate()
+        validate(self._pool)
 
     def open_files(self) -> list[str]:
         """Return the targets of this process's descriptors, sockets included."""

@@ -24,6 +24,7 @@ from kvstrata.tiers.puts import News
 from kvstrata.tiers.set import TierSet
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
+from tests.harness.validation import validate
 from tests.harness.virtual import VirtualLoop
 
 
@@ -188,7 +189,7 @@ class InstanceInProcess:
 
     def check(self) -> None:
         """Assert every invariant of pool and grants, that pool and grants agree, and that no task crashed."""
-        self.pool.validate()
+        validate(self.pool)
         self.parts.grants.validate()
         stats = self.pool.stats()
         assert stats["leases"] == self.parts.grants.n_leases

@@ -13,6 +13,7 @@ from kvstrata.native.core import Pool
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.testing.strategies import IDENTITY, payload_of, record_length, section_lengths
 from kvstrata.types import unpack_extents
+from tests.harness.validation import validate
 
 SIZE = 50_000
 RECORD = record_length(SIZE)
@@ -95,4 +96,4 @@ class L1:
         assert stats["pinned_bytes"] == 0
         assert stats["bytes"]["reserved"] == 0
         assert stats["bytes"]["quarantined"] == 0
-        self.pool.validate()
+        validate(self.pool)

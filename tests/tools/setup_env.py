@@ -147,7 +147,7 @@ def native_sources() -> list[Path]:
     folders = ("ext/core/include", "ext/core/src", "ext/cython", "ext/cuda", "ext/envoy", "ext/make")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     found = [path for path in found if path.suffix != ".pyc"]
-    return [ROOT / "setup.py", *found]
+    return [ROOT / "setup.py", *found, *(ROOT / "ext/core/tests/support").glob("pool_validation.*")]
 
 
 def native_modules_present() -> bool:
@@ -264,6 +264,7 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
         sources = sum(path.suffix in (".cpp", ".cu", ".pyx") for path in native_sources())
         with steps.step(f"compile the native modules ({sources} sources)"):
             output = steps.run([VENV_PYTHON, "setup.py", "build_ext", "--inplace"], environment=environment)
+            steps.run([VENV_PYTHON, "-m", "tests.harness.validation"], environment=environment)
         for line in output.splitlines():
             if line.startswith("cuda:"):
                 print(f"             {line}", file=sys.stderr)

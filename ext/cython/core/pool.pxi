@@ -303,8 +303,6 @@ cdef class Shadow:
 cdef class Pool:
     """The one writer of a segment. Descriptors passed in stay the caller's and may be closed afterwards."""
 
-    cdef shared_ptr[CPool] pool
-
     def __cinit__(self, made=None):
         if made is not MADE_HERE:
             raise TypeError("a Pool comes from Pool.create() or Pool.adopt()")
@@ -978,10 +976,3 @@ cdef class Pool:
         """Ends prefaulting and all use; nothing writes to the index any more. Does not wait for holds. Idempotent."""
         with nogil:
             self.pool.get().close()
-
-    def validate(self) -> None:
-        """Raises PoolError `internal` naming the broken invariant. Checks the whole pool: for tests."""
-        cdef Status status
-        with nogil:
-            status = self.pool.get().validate()
-        raise_for(status, POOL)

@@ -17,6 +17,7 @@ from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.native.core import IndexReader, Pool
 from kvstrata.types import unpack_extents
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
+from tests.harness.validation import validate
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +61,7 @@ def store(pool: Pool, keys: list[bytes], record_bytes: int = RECORD) -> int:
         ctypes.memset(pool.extents_address + extents[i].offset_bytes, i, extents[i].length_bytes)
     if ticket:
         assert not any(pool.commit(ticket, reserved, check=False))
-    pool.validate()
+    validate(pool)
     return len(reserved)
 
 

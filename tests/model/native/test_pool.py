@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.native.core import ExtentsMap, Hold, IndexReader, Pool, RecordSpec, seal_record
 from kvstrata.types import PoolEvent, unpack_extents
+from tests.harness.validation import validate
 from tests.oracles.pool import SERVER_ROW, PoolModel
 from tests.oracles.pool_chunk import PAGE, Chunk
 
@@ -372,7 +373,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_pool_is_consistent(self) -> None:
-        self.pool.validate()
+        validate(self.pool)
 
     @invariant()
     def every_key_is_answered_as_promised(self) -> None:

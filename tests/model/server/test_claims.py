@@ -31,6 +31,7 @@ from kvstrata.server.claims import Claims
 from kvstrata.types import PoolEvent
 from tests.harness.amount import amount
 from tests.harness.l1 import IDENTITY, L1, L1_BYTES, RECORD, chain
+from tests.harness.validation import validate
 from tests.harness.virtual import VirtualLoop
 
 LENGTH = 8
@@ -221,7 +222,7 @@ class ClaimsMachine(RuleBasedStateMachine):
         assert self.l1.has(*keys)
         assert listed["kept_bytes"] == len(keys) * RECORD <= self.limit_bytes
         assert sum(self.claims.ended.values()) == self.told
-        self.l1.pool.validate()
+        validate(self.l1.pool)
 
     def drop_files(self) -> None:
         for fd in self.fds:

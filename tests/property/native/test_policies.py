@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvstrata.native.core import Pool
 from tests.harness.amount import amount
+from tests.harness.validation import validate
 
 PAGE = 4096
 IDENTITY = bytes(32)
@@ -80,7 +81,7 @@ def test_the_newest_chunks_survive_any_mix_of_sizes(pages: int, sizes: list[floa
         assert pool.peek(b"".join(keys)) == count
         prompts.append((keys, size * count))
         stored += size * count
-    pool.validate()
+    validate(pool)
     kept = 0
     for keys, size in reversed(prompts):
         if pool.peek(b"".join(keys)) < len(keys):
@@ -136,7 +137,7 @@ def test_a_chain_too_long_for_the_pool_keeps_its_beginning_and_evicts_nothing_fo
     assert pool.peek(b"".join(chain)) == min(len(chain), pages)
     assert sum(pool.peek(name) for name in chain) == min(len(chain), pages)
     assert at_refusal is None or all(pool.peek(name) for name in at_refusal)
-    pool.validate()
+    validate(pool)
     pool.close()
 
 
@@ -166,7 +167,7 @@ def test_chunks_behind_a_refused_one_take_no_room_from_others(policy: str, has_l
         store(pool, chain[: first + 1], 1, first)
     assert pool.peek(b"".join(chain)) == 14
     assert pool.stats()["refused"]["parent_absent"] == 8
-    pool.validate()
+    validate(pool)
     pool.close()
 
 
@@ -187,7 +188,7 @@ def test_a_refused_load_from_l2_stops_neither_loads_nor_stores_behind_it(policy:
     for who, first in ((0, 4), (row, 5)):
         _, outcomes, _ = pool.reserve(chain[first], chain[3], PAGE, who, IDENTITY)
         assert list(outcomes) == [0]
-    pool.validate()
+    validate(pool)
     pool.close()
 
 
@@ -205,7 +206,7 @@ def test_a_chunk_whose_parent_is_gone_evicts_only_for_the_sake_of_an_l2_that_may
     pool.set_has_l2(True)
     _, outcomes, _ = pool.reserve(key(2, 1), key(2, 0), PAGE, 0, IDENTITY)
     assert list(outcomes) == [0]
-    pool.validate()
+    validate(pool)
     pool.close()
 
 
@@ -229,7 +230,7 @@ def test_lru_hits_the_same_chunks_as_a_plain_lru(prompts: list[list[int]], capac
             cache.move_to_end(name)
         while len(cache) > capacity:
             cache.popitem(last=False)
-        pool.validate()
+        validate(pool)
     pool.close()
 
 
@@ -251,7 +252,7 @@ def test_a_prefix_that_every_request_uses_is_never_evicted(
         assert hits == shared
         store(pool, keys, 1, hits)
         assert pool.peek(b"".join(keys)) == len(keys)
-    pool.validate()
+    validate(pool)
     pool.close()
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvstrata.native.core import IndexReader, Pool, PoolFormatError, RecordSpec, seal_record
 from kvstrata.types import unpack_extents
 from tests.harness.amount import amount
+from tests.harness.validation import validate
 
 LIBC = ctypes.CDLL(None)
 LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -70,18 +71,18 @@ def segment() -> Iterator[tuple[int, int]]:
 
 def use(pool: Pool) -> None:
     """Assert that the adopted pool works."""
-    pool.validate()
+    validate(pool)
     pool.verify_next(1 << 40)
-    pool.validate()
+    validate(pool)
     for row in pool.rows():
         pool.row_gone(row["row"])
-        pool.validate()
+        validate(pool)
     stats = pool.stats()
     assert stats["quarantined_bytes"] == stats["blocked_bytes"] == 0
     for prompt in range(100, 112):
         assert store(pool, prompt, 2, (2 + prompt % 3) * PAGE) == 2
         assert pool.peek(chain(prompt, 2)) == 2
-        pool.validate()
+        validate(pool)
 
 
 def survives(index: int, extents: int) -> None:
@@ -200,7 +201,7 @@ def test_a_key_is_kept_at_most_once_and_only_in_a_valid_state(
         head = (state << 32) | (2 + half_changed)
         os.pwrite(index, head.to_bytes(8, "little"), HOT_OFFSET + 64 * one)
         pool = Pool.adopt(index, extents, max_session_share=2)
-        pool.validate()
+        validate(pool)
         pool.verify_next(1 << 40)
         if one == other:
             assert pool.peek(name) == (state in (2, 3) and not half_changed)

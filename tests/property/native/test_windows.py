@@ -18,6 +18,7 @@ from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import IndexReader, Pool, RecordSpec, seal_record, storage_keys
 from kvstrata.types import unpack_extents
 from tests.harness.amount import amount
+from tests.harness.validation import validate
 
 PAGE = 4096
 RECORD = 2 * PAGE
@@ -137,7 +138,7 @@ def assert_leased(pool: Pool, case: Case, row: int, n_chunks: int) -> None:
     assert len(extents) == n_chunks * len(case.spans)
     got = {divmod(i, len(case.spans)) for i, extent in enumerate(extents) if extent.length_bytes}
     assert got == case.needs(n_chunks)
-    pool.validate()
+    validate(pool)
     if ticket:
         assert pool.release(ticket, row)
     assert pool.stats()["leased_bytes"] == before
@@ -198,7 +199,7 @@ def test_a_lease_by_the_chain_derives_no_more_keys_than_allowed_and_no_more_than
         else:
             assert max_keys >= case.n_chunks * case.spans.count(0)
             assert leased[1] == case.longest()
-        pool.validate()
+        validate(pool)
         pool.close()
 
 
@@ -274,6 +275,6 @@ def test_at_the_bound_a_lease_takes_the_longest_hit_that_fits(
         _, leased, _, _, short_bytes = lease(pool, case, row)
         assert leased == fitting
         assert short_bytes or leased == case.longest()
-        pool.validate()
+        validate(pool)
         assert pool.stats()["leased_bytes"] <= 40 * RECORD
         pool.close()

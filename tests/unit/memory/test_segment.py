@@ -17,6 +17,7 @@ from kvstrata.memory.paths import LESSONS
 from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.memory.segment_settings import MemoryLimit, nodes_of
 from tests.harness.open_files import open_files
+from tests.harness.validation import validate
 
 MIB = 1 << 20
 
@@ -127,7 +128,7 @@ def test_a_segment_that_does_not_fit_is_replaced_as_a_whole_and_the_reason_told(
     assert not found.adopted
     assert not set(inodes(settings).values()) & set(before.values())
     assert found.reason in caplog.text
-    found.pool.validate()
+    validate(found.pool)
     found.close()
     linux.close_all(keep_inodes)
     assert not [path for path in open_files() if path.startswith(str(settings.directory))]

@@ -15,6 +15,7 @@ from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.types import unpack_extents
 from tests.harness.alone import alone
 from tests.harness.amount import amount
+from tests.harness.validation import validate
 from tests.unit.native import pool_churn
 from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
 
@@ -38,7 +39,7 @@ def test_a_batch_that_is_no_list_of_keys_is_refused(files: Files) -> None:
     ):
         with pytest.raises(ValueError):
             call()
-    pool.validate()
+    validate(pool)
 
 
 def test_a_row_that_nobody_claimed_is_refused(files: Files) -> None:
@@ -54,7 +55,7 @@ def test_a_row_that_nobody_claimed_is_refused(files: Files) -> None:
         with pytest.raises(PoolError) as refusal:
             call()
         assert refusal.value.reason == "not_found"
-    pool.validate()
+    validate(pool)
 
 
 def test_files_of_another_kind_are_refused_by_field(files: Files) -> None:
@@ -161,7 +162,7 @@ def test_a_server_killed_anywhere_leaves_a_pool_that_the_next_one_adopts(files: 
                 case ["release", ticket]:
                     leased.pop(ticket, None)
         pool = Pool.adopt(files.index, files.extents)
-        pool.validate()
+        validate(pool)
         rows = {row["session"]: row["row"] for row in pool.rows()}
         assert set(rows) <= set(pool_churn.SESSIONS)
         assert pool.verify_next(1 << 40) == 0
@@ -173,7 +174,7 @@ def test_a_server_killed_anywhere_leaves_a_pool_that_the_next_one_adopts(files: 
             assert pool.peek(keys) == n_chunks
         for row in rows.values():
             pool.row_quiesced(row)
-        pool.validate()
+        validate(pool)
         assert pool.stats()["quarantined_bytes"] == 0
         pool.close()
 
@@ -219,7 +220,7 @@ def put(pool: Pool, name: bytes, parent: bytes = b"", *, tail: bool = False) -> 
     assert extent.length_bytes == length
     seal(pool, extent, name)
     assert pool.commit(ticket, [0])[0] == CommitOutcome.COMMITTED
-    pool.validate()
+    validate(pool)
     return extent.offset_bytes
 
 
@@ -244,7 +245,7 @@ def test_a_restarted_server_knows_its_tails_and_where_they_lie(files: Files) -> 
     before = tails_of(pool)
     pool.close()
     again = Pool.adopt(files.index, files.extents)
-    again.validate()
+    validate(again)
     assert again.stats()["adopted_entries"] == 3 and tails_of(again) == before
     assert again.verify(b"".join(key(i) for i in range(3))) == (3, 0)
     assert [again.is_tail(key(i)) for i in range(4)] == [False, True, True, False]
@@ -277,7 +278,7 @@ def test_a_hint_reaches_the_first_chunk_that_is_there_and_all_before_it(files: F
     assert found == [(6, 1, 0), (4, 4, 0)]
     with pytest.raises(ValueError):
         pool.hint(bytes(31), 1)
-    pool.validate()
+    validate(pool)
 
 
 def test_a_hint_reaches_a_chain_of_any_length(files: Files) -> None:
@@ -286,4 +287,4 @@ def test_a_hint_reaches_a_chain_of_any_length(files: Files) -> None:
     store(pool, keys)
     for end in (511, 512, 513, 1_024, 1_025, 1_900):
         assert pool.hint(keys[(end - 1) * 32 : end * 32], 1) == end
-    pool.validate()
+    validate(pool)

@@ -13,6 +13,7 @@ from kvstrata.tiers.puts import StoreController
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tails import KEYS_PER_ROUND, TailPuts
 from tests.harness.l1 import CLOCK, L1, chain
+from tests.harness.validation import validate
 
 A, B = (key_of(n) for n in range(2))
 EXTENT = 57_344
@@ -45,7 +46,7 @@ def test_the_backlog_counts_each_chunk_once_and_stays_within_its_limit(steps: li
             hold.uncount()
         assert l1.pool.counted_bytes == EXTENT * len({key for key, _ in counted})
         assert l1.pool.stats()["holds"] == len(counted) + len(uncounted)
-        l1.pool.validate()
+        validate(l1.pool)
 
 
 async def test_replaced_tails_in_use_do_not_keep_others_behind_them_from_being_dropped() -> None:

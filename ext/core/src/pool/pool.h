@@ -19,8 +19,8 @@
 //   | events       | reports what happened to keys                                      |
 //   | changes      | the same, numbered, for copies of this knowledge elsewhere         |
 //
-// adopt.cpp takes over the pool of an earlier server. validate.cpp recomputes everything that the
-// parts keep, and compares.
+// adopt.cpp takes over the pool of an earlier server. tests/support/pool_validation.cpp recomputes
+// everything that the parts keep, and compares.
 //
 // Thread safety: every method may be called from any thread; one mutex, a leaf of the lock order.
 // peek() takes no lock.
@@ -302,13 +302,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void close() noexcept;
   bool is_closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
-  // OK, or kInternal naming the broken invariant. Looks at everything: for tests.
-  [[nodiscard]] Status validate() noexcept;
-
  private:
   friend class Hold;
   friend class Adoption;
-  friend class Validation;
+  friend class Validation;  // of the tests
 
   Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std::uint64_t epoch);
   [[nodiscard]] static Status check_options(const PoolOptions& options) noexcept;

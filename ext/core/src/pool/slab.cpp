@@ -7,23 +7,7 @@ namespace kvstrata {
 
 namespace {
 
-constexpr std::uint64_t kRunMark = 1ULL << 48;
 constexpr std::uint64_t kSlabsPerPool = 32;
-
-constexpr std::uint64_t pack_slab(std::uint64_t extent_bytes, std::uint32_t run_slabs,
-                                  std::uint32_t position) {
-  return (extent_bytes / kExtentAlignment) | (static_cast<std::uint64_t>(run_slabs) << 32) |
-         (static_cast<std::uint64_t>(position) << 40) | kRunMark;
-}
-constexpr std::uint64_t slab_extent_bytes(std::uint64_t word) {
-  return (word & 0xFFFFFFFFULL) * kExtentAlignment;
-}
-constexpr std::uint32_t slab_run_slabs(std::uint64_t word) {
-  return static_cast<std::uint32_t>(word >> 32) & 0xFF;
-}
-constexpr std::uint32_t slab_position(std::uint64_t word) {
-  return static_cast<std::uint32_t>(word >> 40) & 0xFF;
-}
 
 constexpr std::uint64_t divide_up(std::uint64_t a, std::uint64_t b) {
   return a / b + (a % b != 0);
@@ -408,66 +392,6 @@ std::uint64_t SlabMap::unusable_bytes() const noexcept {
     bytes += bytes_between(slab, run.slabs) - run.capacity * classes_[run.cls].extent_bytes;
   }
   return bytes;
-}
-
-Status SlabMap::validate() const noexcept {
-  const auto broken = [](const char* what, std::uint64_t a = 0, std::uint64_t b = 0) {
-    return Status(StatusCode::kInternal, what, static_cast<std::int64_t>(a),
-                  static_cast<std::int64_t>(b));
-  };
-  if (load_word(*slab_bytes_word_) != slab_bytes_)
-    return broken("slab size differs from its word", slab_bytes_);
-  std::uint64_t used_of[kMaxClasses] = {};
-  std::uint64_t capacity_of[kMaxClasses] = {};
-  std::uint64_t used = 0;
-  for (std::uint32_t slab = 0; slab < slab_count_; ++slab) {
-    const std::uint32_t first = run_of_[slab];
-    if (first == kNoRun) {
-      if (runs_[slab].slabs != 0) return broken("a run begins in a slab that is in no run", slab);
-      if (load_word(table_[slab]) != 0) return broken("a slab in no run has a table word", slab);
-      continue;
-    }
-    const Run& run = runs_[first];
-    if (first > slab || slab >= first + run.slabs)
-      return broken("a slab is outside its run", slab, first);
-    if (run.cls >= kMaxClasses) return broken("a run has no class", first);
-    const std::uint64_t extent = classes_[run.cls].extent_bytes;
-    if (load_word(table_[slab]) != pack_slab(extent, run.slabs, slab - first)) {
-      return broken("a table word differs from its run", slab);
-    }
-    if (first != slab) {
-      if (runs_[slab].slabs != 0) return broken("a run begins inside another", slab);
-      continue;
-    }
-    if (run.capacity != bytes_between(first, run.slabs) / extent || run.capacity == 0) {
-      return broken("a run's capacity is wrong", first, run.capacity);
-    }
-    std::uint32_t taken = 0;
-    for (std::uint32_t slot = 0; slot < run.capacity; ++slot) {
-      taken += run.slots[slot] != 0;
-      if (run.slots[slot] != 0 && slot >= run.fresh)
-        return broken("a fresh slot is in use", first, slot);
-    }
-    if (taken != run.used) return broken("a run's use count is wrong", run.used, taken);
-    if (run.fresh - run.used != run.freed.size())
-      return broken("a run's free list is wrong", first);
-    for (const std::uint32_t slot : run.freed) {
-      if (slot >= run.fresh || run.slots[slot] != 0)
-        return broken("a free slot is in use", first, slot);
-    }
-    if (run.blocked > run.used) return broken("a run has more blocked than used extents", first);
-    used_of[run.cls] += run.used;
-    capacity_of[run.cls] += run.capacity;
-    used += run.used;
-  }
-  for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
-    if (classes_[cls].used != used_of[cls]) return broken("a class's use count is wrong", cls);
-    if (classes_[cls].capacity != capacity_of[cls])
-      return broken("a class's capacity is wrong", cls);
-  }
-  if (used != used_extents_)
-    return broken("the count of used extents is wrong", used, used_extents_);
-  return Status();
 }
 
 }  // namespace kvstrata

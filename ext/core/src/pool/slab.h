@@ -30,6 +30,23 @@ inline constexpr std::uint32_t kNoRun = 0xFF;
 inline constexpr std::uint32_t kNoSlabSlot = 0xFFFFFFFFu;
 inline constexpr std::uint32_t kMaxClasses = kMaxSlabs;
 
+// The word of a slab in the index.
+inline constexpr std::uint64_t kRunMark = 1ULL << 48;
+constexpr std::uint64_t pack_slab(std::uint64_t extent_bytes, std::uint32_t run_slabs,
+                                  std::uint32_t position) {
+  return (extent_bytes / kExtentAlignment) | (static_cast<std::uint64_t>(run_slabs) << 32) |
+         (static_cast<std::uint64_t>(position) << 40) | kRunMark;
+}
+constexpr std::uint64_t slab_extent_bytes(std::uint64_t word) {
+  return (word & 0xFFFFFFFFULL) * kExtentAlignment;
+}
+constexpr std::uint32_t slab_run_slabs(std::uint64_t word) {
+  return static_cast<std::uint32_t>(word >> 32) & 0xFF;
+}
+constexpr std::uint32_t slab_position(std::uint64_t word) {
+  return static_cast<std::uint32_t>(word >> 40) & 0xFF;
+}
+
 // A run as the table in the index has it; slabs 0: no run begins there.
 struct StoredRun {
   std::uint32_t slabs = 0;
@@ -130,10 +147,9 @@ class SlabMap {
   // Bytes that no class could use: remainders of runs and of the file.
   std::uint64_t unusable_bytes() const noexcept;
 
-  // OK, or kInternal naming the broken invariant.
-  [[nodiscard]] Status validate() const noexcept;
-
  private:
+  friend class Validation;  // of the tests
+
   void set_geometry(std::uint64_t extent_bytes);
   void make_run(std::uint32_t first, std::uint32_t slabs, std::uint32_t cls);
   void dissolve_run(std::uint32_t first) noexcept;

@@ -550,22 +550,4 @@ void Value::unlink(List& list, std::uint32_t entry) noexcept {
   }
 }
 
-std::int64_t Value::count(std::uint32_t cls) const noexcept {
-  const SizeClass& size = classes_[cls];
-  std::int64_t listed = 0;
-  for (std::size_t kind = 0; kind < size.lists.size(); ++kind) {
-    std::uint32_t previous = kNoEntry;
-    for (std::uint32_t entry = size.lists[kind].hot; entry != kNoEntry;
-         entry = entries_[entry].list_next) {
-      const EntryLocal& local = entries_[entry];
-      if (!local.known || local.parked || local.kind != kind || local.list_previous != previous)
-        return -1;
-      if (++listed > kMaxEntryCapacity) return -1;
-      previous = entry;
-    }
-    if (previous != size.lists[kind].cold) return -1;
-  }
-  return listed + size.parked;
-}
-
 }  // namespace kvstrata

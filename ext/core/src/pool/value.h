@@ -227,8 +227,6 @@ class Value {
   std::uint32_t now() const noexcept { return now_; }
   // The class id stands for another size from now on. REQUIRES: the class has no entry.
   void forget_class(std::uint32_t cls) noexcept { classes_[cls] = SizeClass{}; }
-  // Sanity of the lists of one class: number of entries listed or parked, -1 when a list is broken.
-  std::int64_t count(std::uint32_t cls) const noexcept;
 
   // Begins a lesson, if kLearnRequests requests have passed since the last one.
   void count_request() noexcept { requests_ += 1; }
@@ -240,6 +238,8 @@ class Value {
   void resume(Learner* learner);
 
  private:
+  friend class Validation;  // of the tests
+
   struct List {
     std::uint32_t hot = kNoEntry;
     std::uint32_t cold = kNoEntry;

@@ -45,7 +45,7 @@ TEST(an_entry_of_another_identity_is_absent_in_each_state) {
     const auto behind =
         f.reserve({make_key(77)}, row, &keys[3], kRecordBytes, 0, kForeign);  // no relative of them
     CHECK(behind.outcomes[0] != static_cast<std::uint8_t>(ReserveOutcome::kPresent));
-    CHECK_OK(f.pool->validate());
+    CHECK_OK(validate(*f.pool));
     const auto found = f.lease(keys, {row}, own.bytes);
     CHECK_EQ(copy(found.n_chunks), state == EntryState::kReady ? 4 : 0);
     CHECK_EQ(copy(found.unverified), state == EntryState::kUnverified ? 4 : 0);
@@ -89,7 +89,7 @@ TEST(a_record_that_names_another_identity_than_its_entry_leaves) {
     }
     CHECK_EQ(f.peek({keys[0]}), 0);
     CHECK_EQ(f.peek({keys[1]}), 1);
-    CHECK_OK(f.pool->validate());
+    CHECK_OK(validate(*f.pool));
   }
 }
 

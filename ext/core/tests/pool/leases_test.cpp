@@ -29,7 +29,7 @@ TEST(a_trimmed_lease_says_what_it_lacks) {
   std::vector<Key> again(200, other[0]);
   again.insert(again.end(), whole.begin(), whole.end());
   CHECK_EQ(copy(f.lease(again, {a}).short_bytes), 0);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
 }
 
 TEST(leases_end_in_order_until_their_bytes_are_enough) {
@@ -53,13 +53,13 @@ TEST(leases_end_in_order_until_their_bytes_are_enough) {
   CHECK_EQ(count(13), 5);
   CHECK_EQ(count(100), 5);
   CHECK_EQ(copy(f.pool->stats().leased_bytes), 16 * kRecordBytes);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
   // What somebody else has leased too is not free with it.
   CHECK_EQ(copy(f.pool->leases_to_end({tickets.data() + 1, 1}, kRecordBytes)), 0);
   // A ticket that has ended meanwhile frees nothing.
   CHECK(f.pool->release(tickets[0], -1));
   CHECK_EQ(count(1), 3);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
 }
 
 TEST(chunks_that_the_caller_has_itself_are_leased_and_not_used) {
@@ -81,7 +81,7 @@ TEST(chunks_that_the_caller_has_itself_are_leased_and_not_used) {
     f.store(chain(5, 1));
     CHECK_EQ(f.peek(leased), own_chunks < 3 ? 3 : 2);
     CHECK_EQ(f.peek(second), own_chunks < 3 ? 1 : 2);
-    CHECK_OK(f.pool->validate());
+    CHECK_OK(validate(*f.pool));
   }
 }
 
@@ -101,5 +101,5 @@ TEST(a_search_among_many_leases_on_the_same_chunks_ends_and_goes_on_next_time) {
   for (std::uint64_t i = 0; i < 2 * first; ++i)
     CHECK(f.pool->release(tickets[i], -1));
   CHECK_EQ(copy(f.pool->leases_to_end(all.subspan(2 * first), kRecordBytes)), 2);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
 }

@@ -29,7 +29,7 @@ TEST(a_commit_checks_key_identity_length_and_checksums) {
   CHECK_EQ(outcomes[0], CommitOutcome::kCommitted);
   for (int i = 1; i < 6; ++i)
     CHECK_EQ(outcomes[i], CommitOutcome::kBadRecord);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
   // What was refused is given back.
   CHECK_EQ(f.count(EntryState::kReserved), 0);
   CHECK_EQ(copy(f.pool->stats().used_bytes), kRecordBytes);
@@ -51,11 +51,11 @@ TEST(keys_made_to_collide_are_refused_and_cost_nobody_else) {
     f.write(reserved.extents[0], keys[i]);
     CHECK_EQ(f.commit_one(reserved.ticket, 0), CommitOutcome::kCommitted);
   }
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
   f.store(chain(9, 4));
   CHECK_EQ(f.peek(chain(9, 4)), 4);
   CHECK_EQ(f.pool->clear(-1).dropped, kMaxProbeLines * kLineSlots + 4);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
 }
 
 TEST(prefault_covers_the_pool_and_stops_on_close) {
@@ -155,7 +155,7 @@ TEST(threads_may_do_everything_at_once) {
   for (auto& thread : threads)
     thread.join();
   CHECK_EQ(wrong.load(), 0);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
   CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
   CHECK_EQ(copy(f.pool->stats().pinned_bytes), 0);
 }

@@ -15,7 +15,7 @@ TEST(what_was_being_written_for_long_is_new_when_it_is_committed) {
   CHECK_EQ(f.commit_one(reserved.ticket, 0), CommitOutcome::kCommitted);
   f.store(chain(100, 2));
   CHECK_EQ(f.peek(slow), 1);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
 }
 
 TEST(a_tenant_at_its_quota_loses_the_end_of_its_oldest_prompt_however_long_that_is) {
@@ -33,7 +33,7 @@ TEST(a_tenant_at_its_quota_loses_the_end_of_its_oldest_prompt_however_long_that_
   f.store(chain(3, 300), 0, kRecordBytes, 7);
   CHECK_EQ(f.peek(old), 0);
   CHECK_EQ(f.peek(chain(2, 400)), 400);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
 }
 
 namespace {
@@ -64,7 +64,7 @@ std::array<std::size_t, 2> hits_of_models(double cost) {
     }
     f.pool->learn();
   }
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
   return hits;
 }
 

@@ -38,7 +38,7 @@ TEST(rows_that_share_a_bit_are_told_apart_until_a_restart_which_waits_for_both) 
   CHECK(!f.pool->release(both.ticket, far));
   CHECK(f.pool->release(both.ticket, last));
   CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
   f.lease(leased, {far});
   f.reserve(reserved, last);
   CHECK_OK(f.pool->row_gone(last - 1));
@@ -55,7 +55,7 @@ TEST(rows_that_share_a_bit_are_told_apart_until_a_restart_which_waits_for_both) 
     if (other != far) CHECK_OK(f.pool->row_quiesced(other));
   }
   CHECK_EQ(copy(f.pool->stats().blocked_bytes), 0);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
 }
 
 // Where the file system is full, to read a hole ends the process.
@@ -79,7 +79,7 @@ TEST(an_entry_whose_extent_lies_in_a_hole_is_not_adopted) {
   std::uint64_t remaining = 9;
   CHECK_OK(f.pool->verify_next(1 << 30, &remaining));
   CHECK_EQ(f.peek(keys), 1);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
 }
 
 TEST(what_a_device_may_still_write_stays_quarantined_until_its_row_is_said_to_be_gone) {
@@ -99,7 +99,7 @@ TEST(what_a_device_may_still_write_stays_quarantined_until_its_row_is_said_to_be
     CHECK_OK(f.pool->row_stranded(gpu, &kept));
     CHECK_EQ(kept, 2 * kRecordBytes);
     CHECK_EQ(f.count(EntryState::kQuarantined), crash == 0 ? 3 : 2);
-    CHECK_OK(f.pool->validate());
+    CHECK_OK(validate(*f.pool));
     if (crash == 0) CHECK_OK(f.pool->row_gone(host));
     CHECK_EQ(f.pool->rows().size(), 1);
   }
@@ -111,7 +111,7 @@ TEST(what_a_device_may_still_write_stays_quarantined_until_its_row_is_said_to_be
   CHECK_OK(f.pool->row_gone(gpu));
   CHECK_EQ(f.count(EntryState::kQuarantined), 0);
   CHECK_EQ(f.pool->rows().size(), 0);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
   // A new session in this row starts afresh.
   CHECK_EQ(f.row(3), gpu);
   CHECK(!f.pool->rows()[0].registers_memory);
@@ -134,7 +134,7 @@ TEST(a_row_is_current_old_or_stranded_as_its_processes_say) {
   CHECK(kept != 0);
   CHECK_OK(f.pool->row_stranded(row, &kept));
   CHECK(is_old());
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
   f.adopt();  // STRANDED is forgotten, what it keeps is not
   CHECK(is_old());
   CHECK_EQ(f.count(EntryState::kQuarantined), 1);
@@ -144,5 +144,5 @@ TEST(a_row_is_current_old_or_stranded_as_its_processes_say) {
   CHECK_EQ(f.count(EntryState::kQuarantined), 0);
   CHECK_OK(f.pool->row_stranded(row, &kept));  // nothing kept: gone
   CHECK_EQ(f.pool->rows().size(), 0);
-  CHECK_OK(f.pool->validate());
+  CHECK_OK(validate(*f.pool));
 }

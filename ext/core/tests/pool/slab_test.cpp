@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "support/check.h"
+#include "support/pool_validation.h"
 
 using namespace kvstrata;
 
@@ -37,7 +38,7 @@ TEST(extents_of_one_size_fill_the_pool_to_its_last_whole_extent) {
       count += 1;
     }
     CHECK_EQ(count, 1024 / pages);
-    CHECK_OK(space.map->validate());
+    CHECK_OK(validate(*space.map));
   }
 }
 
@@ -56,7 +57,7 @@ TEST(an_empty_slab_changes_class) {
   }
   CHECK(space.map->allocate(large, 100, nullptr, &place));
   CHECK_EQ(place.offset, 16 * kPage);
-  CHECK_OK(space.map->validate());
+  CHECK_OK(validate(*space.map));
   CHECK(!space.map->allocate(small, 101, nullptr, &place));
 }
 
@@ -108,12 +109,12 @@ TEST(a_table_of_any_bytes_is_survived) {
     SlabMap again(500 * kPage, &space.slab_bytes, space.table);
     static_cast<void>(again.restore());
     again.finish_restore();
-    CHECK_OK(again.validate());
+    CHECK_OK(validate(again));
     bool recycled = false;
     const std::uint32_t other = again.class_for(7 * kPage, &recycled);
     SlabPlace place;
     CHECK(other != kNoClass);
     CHECK(again.allocate(other, 1, nullptr, &place));
-    CHECK_OK(again.validate());
+    CHECK_OK(validate(again));
   }
 }

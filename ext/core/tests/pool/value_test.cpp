@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "support/check.h"
+#include "support/pool_validation.h"
 
 using namespace kvstrata;
 
@@ -246,7 +247,7 @@ TEST(a_hint_holds_until_the_chunk_is_used_again_and_not_for_the_same_request) {
   CHECK_EQ(f.entries[3].traits.pause, kNoPause);
   for (const std::uint32_t entry : {1u, 3u})
     f.policy.remove(entry, entry, false);
-  CHECK_EQ(f.policy.count(0), 0);
+  CHECK_EQ(listed(f.policy, 0), 0);
   Fixture lru("LRU");
   lru.insert(1);
   CHECK(!lru.policy.hint(1, {1, 0}));

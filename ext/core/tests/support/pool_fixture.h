@@ -16,6 +16,7 @@
 #include "record/record.h"
 #include "support/check.h"
 #include "support/keys.h"
+#include "support/pool_validation.h"
 
 namespace kvstrata::testing {
 
@@ -142,7 +143,7 @@ struct Fixture {
     again.policy = options.policy;
     FormatMismatch mismatch;
     CHECK_OK(Pool::adopt(files.index, files.extents, again, &pool, &mismatch));
-    CHECK_OK(pool->validate());
+    CHECK_OK(validate(*pool));
   }
   std::uint64_t count(EntryState state) { return pool->stats().entries[static_cast<int>(state)]; }
 };

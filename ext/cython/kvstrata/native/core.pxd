@@ -44,6 +44,10 @@ cdef class Hold:
     cdef shared_ptr[CHold] held
 
 
+cdef class Pool:
+    cdef shared_ptr[CPool] pool
+
+
 cdef class ExtentsMap:
     cdef Mapping mapping
     cdef readonly size_t length

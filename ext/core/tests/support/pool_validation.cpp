@@ -1,11 +1,12 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // Recomputes, from the entries, all other state that the pool keeps, and compares the two.
+#include "support/pool_validation.h"
+
 #include <algorithm>
+#include <mutex>
 #include <unordered_map>
 #include <vector>
-
-#include "pool/pool.h"
 
 namespace kvstrata {
 
@@ -21,6 +22,16 @@ Status broken(const char* what, std::uint64_t a = 0, std::uint64_t b = 0) {
 // Each step returns the first broken invariant that it finds; later steps rely on earlier ones.
 class Validation {
  public:
+  static Status check(Pool& pool) {
+    const std::lock_guard lock(pool.mutex_);
+    KVSTRATA_RETURN_IF_ERROR(pool.check_open());
+    return Validation(pool).run();
+  }
+  static Status check(const SlabMap& map);
+  // Entries of one class that are listed or parked, -1 when a list is broken.
+  static std::int64_t count(const Value& policy, std::uint32_t cls);
+
+ private:
   explicit Validation(Pool& pool)
       : pool_(pool),
         entries_(pool.entries_),
@@ -35,7 +46,7 @@ class Validation {
         is_free_(touched_, false) {}
 
   Status run() {
-    KVSTRATA_RETURN_IF_ERROR(slabs_.validate());
+    KVSTRATA_RETURN_IF_ERROR(check(slabs_));
     KVSTRATA_RETURN_IF_ERROR(check_header());
     KVSTRATA_RETURN_IF_ERROR(check_tickets());
     KVSTRATA_RETURN_IF_ERROR(check_free_list());
@@ -55,7 +66,6 @@ class Validation {
     return check_quarantine();
   }
 
- private:
   Status check_header() const;
   Status check_tickets();
   Status check_free_list();
@@ -91,12 +101,6 @@ class Validation {
   std::int64_t class_listed_[kMaxClasses] = {};
   std::unordered_map<std::uint32_t, std::uint64_t> tenant_bytes_;
 };
-
-Status Pool::validate() noexcept {
-  const std::lock_guard lock(mutex_);
-  KVSTRATA_RETURN_IF_ERROR(check_open());
-  return Validation(*this).run();
-}
 
 Status Validation::check_header() const {
   if (load_word(index_.header().entries_touched) != touched_)
@@ -381,9 +385,9 @@ Status Validation::check_sums() const {
     }
   }
   for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
-    if (entries_.policy.count(cls) != class_listed_[cls]) {
+    if (count(entries_.policy, cls) != class_listed_[cls]) {
       return broken("the policy's lists of a class are wrong", cls,
-                    static_cast<std::uint64_t>(entries_.policy.count(cls)));
+                    static_cast<std::uint64_t>(count(entries_.policy, cls)));
     }
   }
   return Status();
@@ -416,6 +420,94 @@ Status Validation::check_quarantine() const {
       return broken("the quarantine holds another entry", entry);
   }
   return Status();
+}
+
+Status Validation::check(const SlabMap& map) {
+  if (load_word(*map.slab_bytes_word_) != map.slab_bytes_)
+    return broken("slab size differs from its word", map.slab_bytes_);
+  std::uint64_t used_of[kMaxClasses] = {};
+  std::uint64_t capacity_of[kMaxClasses] = {};
+  std::uint64_t used = 0;
+  for (std::uint32_t slab = 0; slab < map.slab_count_; ++slab) {
+    const std::uint32_t first = map.run_of_[slab];
+    if (first == kNoRun) {
+      if (map.runs_[slab].slabs != 0)
+        return broken("a run begins in a slab that is in no run", slab);
+      if (load_word(map.table_[slab]) != 0)
+        return broken("a slab in no run has a table word", slab);
+      continue;
+    }
+    const SlabMap::Run& run = map.runs_[first];
+    if (first > slab || slab >= first + run.slabs)
+      return broken("a slab is outside its run", slab, first);
+    if (run.cls >= kMaxClasses) return broken("a run has no class", first);
+    const std::uint64_t extent = map.classes_[run.cls].extent_bytes;
+    if (load_word(map.table_[slab]) != pack_slab(extent, run.slabs, slab - first)) {
+      return broken("a table word differs from its run", slab);
+    }
+    if (first != slab) {
+      if (map.runs_[slab].slabs != 0) return broken("a run begins inside another", slab);
+      continue;
+    }
+    if (run.capacity != map.bytes_between(first, run.slabs) / extent || run.capacity == 0) {
+      return broken("a run's capacity is wrong", first, run.capacity);
+    }
+    std::uint32_t taken = 0;
+    for (std::uint32_t slot = 0; slot < run.capacity; ++slot) {
+      taken += run.slots[slot] != 0;
+      if (run.slots[slot] != 0 && slot >= run.fresh)
+        return broken("a fresh slot is in use", first, slot);
+    }
+    if (taken != run.used) return broken("a run's use count is wrong", run.used, taken);
+    if (run.fresh - run.used != run.freed.size())
+      return broken("a run's free list is wrong", first);
+    for (const std::uint32_t slot : run.freed) {
+      if (slot >= run.fresh || run.slots[slot] != 0)
+        return broken("a free slot is in use", first, slot);
+    }
+    if (run.blocked > run.used) return broken("a run has more blocked than used extents", first);
+    used_of[run.cls] += run.used;
+    capacity_of[run.cls] += run.capacity;
+    used += run.used;
+  }
+  for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
+    if (map.classes_[cls].used != used_of[cls]) return broken("a class's use count is wrong", cls);
+    if (map.classes_[cls].capacity != capacity_of[cls])
+      return broken("a class's capacity is wrong", cls);
+  }
+  if (used != map.used_extents_)
+    return broken("the count of used extents is wrong", used, map.used_extents_);
+  return Status();
+}
+
+std::int64_t Validation::count(const Value& policy, std::uint32_t cls) {
+  const Value::SizeClass& size = policy.classes_[cls];
+  std::int64_t listed = 0;
+  for (std::size_t kind = 0; kind < size.lists.size(); ++kind) {
+    std::uint32_t previous = kNoEntry;
+    for (std::uint32_t entry = size.lists[kind].hot; entry != kNoEntry;
+         entry = policy.entries_[entry].list_next) {
+      const EntryLocal& local = policy.entries_[entry];
+      if (!local.known || local.parked || local.kind != kind || local.list_previous != previous)
+        return -1;
+      if (++listed > kMaxEntryCapacity) return -1;
+      previous = entry;
+    }
+    if (previous != size.lists[kind].cold) return -1;
+  }
+  return listed + size.parked;
+}
+
+Status validate(Pool& pool) {
+  return Validation::check(pool);
+}
+
+Status validate(const SlabMap& map) {
+  return Validation::check(map);
+}
+
+std::int64_t listed(const Value& policy, std::uint32_t cls) {
+  return Validation::count(policy, cls);
 }
 
 }  // namespace kvstrata
