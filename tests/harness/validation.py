@@ -8,8 +8,10 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from kvstrata.native.core import Pool
+if TYPE_CHECKING:  # the module is made before kvstrata is installed
+    from kvstrata.native.core import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("tests/harness/pool_validation.pyx", "ext/core/tests/support/pool_validation.cpp")
