@@ -10,6 +10,7 @@ are those of `route_fleet`, with the knobs that were best for the time to the la
                 request's, beside the best rival's, mean over the loads
     _hot        a hot prefix at all levels: requests of the busiest engine beside the mean, and the mean time to the
                 last token beside `least_loaded`
+    _classes    `_both` and the mean time of `auto` if every request's class of service says so, beside `auto` untold
     _no_reuse   prompts without anything in common: the same beside `least_loaded`
 
 Sketch: with the queues, the caches and the costs of a step known, the sum over all requests is a sum of known terms."""
@@ -37,6 +38,7 @@ from benchmarks.route_fleet import (
     served,
 )
 from benchmarks.route_gateway import Result
+from kvstrata.config.gateway_model import SloSettings
 from kvstrata.gateway.routing.choose import POLICIES
 
 ENGINES = sized(4, 2)
@@ -52,6 +54,7 @@ LEVELS = sized((0.5, 0.7, 0.95), (0.7,))
 GOOD_S, SLOWER = 1.0, 2.0
 ALONE_S = (MODEL.step_us + MODEL.decode_sequence_us) * 1e-6
 """Seconds of a token of a request that is alone."""
+BOTH = SloSettings(name="both", ttft_ms=1_000 * GOOD_S, tpot_ms=1_000 * SLOWER * ALONE_S)
 
 
 def run() -> list[dict[str, Any]]:
@@ -73,6 +76,8 @@ def run() -> list[dict[str, Any]]:
             )
             for policy in policies
         }
+        told = (served(ours[0], case, SEED + seed, REQUESTS, ENGINES, level, BOTH) for seed in range(SEEDS))
+        rows[load]["classes"] = row([one for each in told for one in each])
         shown = ", ".join(f"{name} {one['mean_s']:.2f}" for name, one in rows[load].items())
         print(f"   {load:20} {shown}", flush=True)
 
@@ -85,6 +90,12 @@ def run() -> list[dict[str, Any]]:
     hot = [by for load, by in rows.items() if load.startswith("hot")]
     slower = max(by["auto"]["mean_s"] / by["least_loaded"]["mean_s"] for by in hot)
     busiest = max(by["auto"]["busiest"] for by in hot)
+    classes = {
+        name: statistics.fmean(by[name]["both"] for by in rows.values()) for name in ("auto", "classes")
+    }
+    slower_told = geometric(
+        {load: by["classes"]["mean_s"] / by["auto"]["mean_s"] for load, by in rows.items()}
+    )
     no_reuse = rows["none"]["auto"]["mean_s"] / rows["none"]["least_loaded"]["mean_s"]
     return [
         figure(
@@ -120,6 +131,15 @@ def run() -> list[dict[str, Any]]:
             ratio_to="least_loaded's mean time to the last token, at the worst level",
             target="≤ 1.25, ≤ 1.01 × least_loaded",
             ok=busiest <= 1.25 and slower <= 1.01,
+        ),
+        figure(
+            "route_e2e_classes",
+            value=100 * (classes["classes"] - classes["auto"]),
+            unit="points",
+            ratio=slower_told,
+            ratio_to="the mean time to the last token of `auto` that is told no classes",
+            target="≥ 0 points",
+            ok=classes["classes"] >= classes["auto"],
         ),
         compared("route_e2e_no_reuse", no_reuse, "× least_loaded", "least_loaded's mean", 1.0, most=0.98),
     ]

@@ -314,7 +314,13 @@ def drawn(case: Case, seed: int, requests: int, engines: int, level: float) -> l
 
 
 def served(
-    policy: Contender, case: Case, seed: int, requests: int, engines: int = ENGINES, level: float = LEVEL
+    policy: Contender,
+    case: Case,
+    seed: int,
+    requests: int,
+    engines: int = ENGINES,
+    level: float = LEVEL,
+    slo: SloSettings | None = None,
 ) -> list[Result]:
     """Serve one draw of a load."""
     load = drawn(case, seed, requests, engines, level)
@@ -326,7 +332,9 @@ def served(
         models["engine-0"] = msgspec.structs.replace(MODEL, **slower)
     end_s = load[-1].at
     deaths = [Death("engine-0", KILLED * end_s, BACK * end_s)] if case.killed else []
-    return Run(policy, models, lag_s=case.lag_s, lost=case.lost, seed=seed, deaths=deaths).serve(load)
+    return Run(policy, models, lag_s=case.lag_s, lost=case.lost, seed=seed, deaths=deaths, slo=slo).serve(
+        load
+    )
 
 
 def p99(results: list[Result]) -> float:

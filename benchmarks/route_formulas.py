@@ -41,8 +41,9 @@ without a path to peers computes.
 
 from __future__ import annotations
 
-from kvstrata.gateway.routing.choose import Policy, View
+from kvstrata.gateway.routing.choose import Policy
 from kvstrata.gateway.routing.model import EngineState, Tier, Way
+from kvstrata.gateway.routing.price import View
 
 EXCLUDED = 1e6
 """Added to the cost of engines that are not preferred; no score or wait comes near it."""

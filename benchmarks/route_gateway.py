@@ -29,8 +29,9 @@ from kvstrata.gateway.residency.cache import decoded
 from kvstrata.gateway.residency.knowledge import Heard as Told
 from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.gateway.routing.choose import LeastLoaded, Policy, ranked_first
+from kvstrata.gateway.routing.choose import LeastLoaded, Policy
 from kvstrata.gateway.routing.model import LoadPath, Role
+from kvstrata.gateway.routing.price import ranked_first
 from kvstrata.testing.engine_sim.blocks import Sequence
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel

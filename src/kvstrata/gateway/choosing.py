@@ -26,11 +26,11 @@ from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import PIECE_TOKENS, Prefixes
 from kvstrata.gateway.residency.knowledge import Heard
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.gateway.routing.choose import AnyPolicy, longest
+from kvstrata.gateway.routing.choose import AnyPolicy, Record, choose
 from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
+from kvstrata.gateway.routing.price import longest
 from kvstrata.gateway.routing.queues import Flight
 from kvstrata.gateway.routing.rates import Decoded
-from kvstrata.gateway.routing.split import Record, decide
 from kvstrata.gateway.sharing.telling import Sent, Teller
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ class Choosing:
         peers = {copy.source for copy in knowledge.copies if copy.tier == "peer"}
         loads = self._fleet.loads(serving, tiers, self._loading.queued(peers) if tiers else Counter())
         helpers = [one.load for one in serving.helpers]
-        decision = decide(
-            request, loads, helpers, knowledge, now_s, policy=self.policy, contract=wanted.contract
+        decision = choose(
+            request, loads, knowledge, now_s, policy=self.policy, helpers=helpers, contract=wanted.contract
         )
         kept = None
         if self.decisions.wanted():

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from kvstrata.gateway.routing.choose import Record, replay
 from kvstrata.gateway.routing.model import Decision
-from kvstrata.gateway.routing.split import Record, replay
 
 KEPT = 512
 PER_S = 50

@@ -28,7 +28,7 @@ from kvstrata.gateway.handover.contract import Fields
 from kvstrata.gateway.handover.legs import SAME_BODY
 from kvstrata.gateway.marks import CANCELLED, OK, Marks
 from kvstrata.gateway.routes import GENERATES, ROUTES, Asked, Route, answer_id, route_of
-from kvstrata.gateway.routing.split import may_hand_over
+from kvstrata.gateway.routing.price import may_hand_over
 
 if TYPE_CHECKING:
     from kvstrata.gateway.parts import Parts

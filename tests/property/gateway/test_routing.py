@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.config.gateway_model import Contract
-from kvstrata.gateway.routing.choose import POLICIES, AnyPolicy, Auto, Ttft, choose
+from kvstrata.gateway.routing import choose as choosing
+from kvstrata.gateway.routing import price
+from kvstrata.gateway.routing.choose import POLICIES, PRICED, AnyPolicy, Auto, Record, Ttft, choose, replay
 from kvstrata.gateway.routing.model import NEVER_S, Copy, Decision, EngineState, Knowledge, LoadPath, Request
-from kvstrata.gateway.routing.split import Record, decide, may_hand_over, replay
+from kvstrata.gateway.routing.price import MISSED_S, may_hand_over
 from tests.harness.amount import amount
 
 NOW_S = 1_000.0
@@ -95,7 +97,7 @@ def decided(
     """The decision among engines of which some compute prompts for others only."""
     engines = [one for one in fleet if one.role != "prefill"]
     helpers = [one for one in fleet if one.role == "prefill"]
-    return decide(request, engines, helpers, knowledge, NOW_S, policy=policy, contract=contract)
+    return choose(request, engines, knowledge, NOW_S, policy=policy, helpers=helpers, contract=contract)
 
 
 CONTRACTS = st.sampled_from(["", "kvstrata", "nixl"])
@@ -160,6 +162,33 @@ def test_a_request_is_split_iff_that_costs_less_and_only_between_engines_that_ca
         assert contract == "nixl" or at_one or decision.way.tier == "peer"
 
 
+@given(requests, limits, st.integers(PRICED + 1, 30), st.integers(0, 10**6), CONTRACTS)
+@settings(max_examples=amount(40, 300))
+def test_engines_that_are_not_priced_would_hardly_be_better(request, limits, size, seed, contract):
+    """Without classes nothing is lost; with classes at most what one missed request costs."""
+    draw = random.Random(seed)
+    classes = draw.random() < 0.5
+    request = msgspec.structs.replace(request, sharing=0, answer_tokens=300.0, **(limits if classes else {}))
+    fleet = [
+        busy(
+            name=f"e{number}", instance=draw.choice(["one", "two"]), prefill_tokens_s=draw.uniform(9e3, 11e3),
+            drained_s=NOW_S + draw.uniform(-1, 3), running=draw.randrange(30), token_s=draw.uniform(0.005, 0.02),
+            token_each_s=0.0003, prompt_s=draw.uniform(0, 5), prompted_s=NOW_S, prompt_size_s=0.3,
+            limited=draw.randrange(9) if classes else 0, limits_s=0.1, paths={"l1": L1_PATH, "peer": L1_PATH},
+        )
+        for number in range(size)
+    ]  # fmt: skip
+    knowledge = Knowledge(cached={f"e{draw.randrange(size)}": draw.randrange(20_000)})
+    ask = request, fleet, knowledge, NOW_S
+    few = choose(*ask, policy=Auto(), contract=contract)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "PRICED", size)
+        patch.setattr(price, "LEGS", size)
+        every = choose(*ask, policy=Auto(), contract=contract)
+    assert every.cost <= few.cost + 1e-9
+    assert few.cost <= every.cost + (MISSED_S if classes else 0.1 if contract else 1e-9)
+
+
 def busy(**more: Any) -> EngineState:
     """An engine that answers 20 requests, 10,000 of whose prompts' tokens take a second; a load takes an eighth."""
     path = LoadPath(latency_s=0.0, tokens_s=80_000.0)
@@ -192,7 +221,9 @@ READS, READS_SLOWLY = (
 def test_long_prompts_are_computed_where_they_delay_no_answers(why, tokens, prefill, decode, splits):
     request = Request(id="r", tokens=tokens, answer_tokens=500.0)
     helper, engine = busy(**prefill), busy(**decode)
-    decision = decide(request, [engine], [helper], Knowledge(), NOW_S, policy=Auto(), contract="kvstrata")
+    decision = choose(
+        request, [engine], Knowledge(), NOW_S, policy=Auto(), helpers=[helper], contract="kvstrata"
+    )
     assert (decision.prefill is not None) == splits, why
 
 
@@ -201,8 +232,9 @@ def test_a_prompt_is_computed_elsewhere_when_an_answer_beside_it_would_miss_its_
     """One answer runs: for its time alone a split would not pay."""
     engine = busy(running=1, requests=1, limited=limit_s > 0, limits_s=limit_s)
     request = Request(id="r", tokens=8_000, answer_tokens=100.0, short_tokens=50.0)
-    ask = [engine], [busy(**IDLE)], Knowledge(), NOW_S
-    assert (decide(request, *ask, policy=Auto(), contract="kvstrata").prefill is not None) == splits
+    ask = [engine], Knowledge(), NOW_S
+    decision = choose(request, *ask, policy=Auto(), helpers=[busy(**IDLE)], contract="kvstrata")
+    assert (decision.prefill is not None) == splits
 
 
 def test_an_answer_goes_where_all_miss_their_class_rather_than_where_it_would_make_others_miss_it():
@@ -210,8 +242,7 @@ def test_an_answer_goes_where_all_miss_their_class_rather_than_where_it_would_ma
     lost = busy(name="lost", running=200, requests=200, token_s=0.03, limited=200, limits_s=3.0)
     full = busy(name="full", token_s=0.016, token_each_s=0.002, limited=20, limits_s=0.3)
     request = Request(id="r", tokens=300, answer_tokens=500.0, short_tokens=400.0, token_within_s=0.015)
-    ask = [lost, full], [], Knowledge(), NOW_S
-    assert decide(request, *ask, policy=Auto(), contract="kvstrata").engine == "lost"
+    assert choose(request, [lost, full], Knowledge(), NOW_S, policy=Auto()).engine == "lost"
 
 
 @pytest.mark.parametrize("limit_s", [0.012, 0.0])
@@ -220,14 +251,16 @@ def test_an_answer_with_a_limit_goes_where_prompts_stall_it_less(limit_s):
     stalled = busy(name="stalled", running=0, requests=0, prompt_s=4.0, prompted_s=NOW_S, prompt_size_s=0.5)
     calm = busy(name="calm", running=40, requests=40, token_s=0.011)
     request = Request(id="r", tokens=2_000, answer_tokens=50.0, short_tokens=50.0, token_within_s=limit_s)
-    decision = decide(request, [stalled, calm], [], Knowledge(), NOW_S, policy=Auto(), contract="kvstrata")
+    decision = choose(request, [stalled, calm], Knowledge(), NOW_S, policy=Auto())
     assert decision.engine == ("calm" if limit_s else "stalled")
 
 
 @given(requests, fleets(), knowledges, MAKES, CONTRACTS)
 @settings(max_examples=amount(30, 100))
 def test_a_decision_is_replayed_from_its_record_in_json(request, fleet, knowledge, policy, contract):
-    decision = decide(request, fleet[1:], fleet[:1], knowledge, NOW_S, policy=policy, contract=contract)
+    decision = choose(
+        request, fleet[1:], knowledge, NOW_S, policy=policy, helpers=fleet[:1], contract=contract
+    )
     record = Record(
         request=request, engines=fleet[1:], helpers=fleet[:1], knowledge=knowledge, now_s=NOW_S, policy=policy,
         contract=contract, decision=decision,
@@ -270,6 +303,7 @@ def test_a_cost_of_ours_is_the_sum_of_its_terms(request, fleet, knowledge):
     decision = choose(request, fleet, knowledge, NOW_S, policy=TTFT)
     for cost, terms in parts(decision):
         seconds = [value for name, value in terms.items() if name.endswith("_s")]
+        seconds.append(MISSED_S * terms.get("missed", 0.0))
         assert cost == pytest.approx(sum(seconds), rel=1e-9, abs=1e-9)
         assert all(value >= 0 for value in seconds)
     if decision.way:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.gateway.routing.choose import DECODE_SHARE, LATE, Auto, Ttft, choose, viewed
+from kvstrata.gateway.routing.choose import PRICED, Auto, Ttft, choose
 from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
+from kvstrata.gateway.routing.price import MISSED_S, SHARE, price, viewed
 from kvstrata.gateway.routing.rates import FEWEST, MAX_MODELS, Decoded, DecodeRates, Line
 from tests.harness.amount import amount
 from tests.property.gateway.test_routing import NOW_S, fleets, knowledges, requests
@@ -97,11 +98,11 @@ def test_a_long_prompt_goes_where_it_stalls_fewer_answers():
     assert choose(request, [busy, queued], Knowledge(), 0.0, policy=Auto()).engine == "e1"
 
 
-def test_what_a_class_of_service_does_not_allow_counts_first():
+def test_a_class_that_would_be_missed_costs_seconds_of_everybody():
     busy, late = fleet(2)
     busy.requests = busy.running = 30
     busy.token_s, late.drained_s = 0.03, 4.0
-    request = Request(id="r", tokens=20_000, answer_tokens=100)
+    request = Request(id="r", tokens=20_000, answer_tokens=100, short_tokens=100)
 
     def chosen(**more: float) -> str:
         asked = msgspec.structs.replace(request, **more)
@@ -109,9 +110,26 @@ def test_what_a_class_of_service_does_not_allow_counts_first():
 
     assert chosen() == chosen(within_s=7.0) == "e1"
     assert chosen(within_s=3.0) == "e0"
-    assert chosen(within_s=1.0) == "e0", "the one that is less late"
-    assert chosen(within_s=1.0, token_within_s=0.02) == "e0", "a second late, and another one in 100 tokens"
-    assert chosen(within_s=7.0, token_within_s=0.02) == "e1"
+    assert chosen(within_s=0.5) == "e1", "where it is late at both, everybody's time decides"
+    assert chosen(within_s=3.0, token_within_s=0.02) == "e1", "it would miss its class at both"
+
+
+def test_a_request_without_a_class_goes_where_no_running_request_misses_its_own():
+    """Although it waits longer there, or stalls as many that have no class."""
+    strict, free = fleet(2, requests=4, running=4, token_each_s=0.0004)
+    free.drained_s = 1.0
+    request = Request(id="r", tokens=8_000, answer_tokens=100)
+
+    def chosen() -> str:
+        return choose(request, [strict, free], Knowledge(), 0.0, policy=Auto()).engine
+
+    assert chosen() == "e0"
+    strict.limited, strict.limits_s = 4, 4 * 0.0115
+    assert chosen() == "e1"
+    strict.limits_s = 4 * 0.1
+    assert chosen() == "e0", "their class allows more"
+    strict.limits_s = 4 * 0.0001
+    assert chosen() == "e0", "they have missed it anyway"
 
 
 def test_a_copy_is_made_the_sooner_the_more_requests_share_the_prefix():
@@ -134,13 +152,15 @@ def test_a_copy_is_made_the_sooner_the_more_requests_share_the_prefix():
 @settings(max_examples=amount(100, 500))
 def test_pruning_changes_no_decision_and_costs_are_the_sums_of_their_terms(seed, policy):
     draw = random.Random(seed)
+    # With classes, bounds tell little, and more than PRICED engines are not all priced.
+    classes = draw.random() < 0.5
     engines = [
         EngineState(
             name=f"e{number}", prefill_tokens_s=10_000.0, token_s=draw.choice((0.0, 0.01)),
             drained_s=NOW_S + draw.uniform(0, 1), running=draw.randrange(3),
             paths={"l2": LoadPath(latency_s=0.01, tokens_s=100_000.0)} if draw.random() < 0.7 else {},
         )
-        for number in range(draw.choice((1, 2, 9, 11)))
+        for number in range(draw.choice((1, 2, PRICED) if classes else (1, 2, 9, 11)))
     ]  # fmt: skip
     copies = [
         Copy(
@@ -154,15 +174,16 @@ def test_pruning_changes_no_decision_and_costs_are_the_sums_of_their_terms(seed,
     knowledge = Knowledge(cached=cached, copies=copies)
     request = Request(
         id=str(seed), tokens=10_000, answer_tokens=draw.choice((0, 100)), sharing=draw.randrange(9),
-        within_s=draw.choice((0.0, 0.0, 0.5)), token_within_s=draw.choice((0.0, 0.005)),
+        within_s=draw.choice((0.0, 0.5)) if classes else 0.0, short_tokens=50.0,
+        token_within_s=draw.choice((0.0, 0.005)) if classes else 0.0,
     )  # fmt: skip
-    view = viewed(request, engines, knowledge, NOW_S)
+    view = viewed(request, engines, knowledge, NOW_S, policy.share)
     by_name = {}
     for at, engine in enumerate(engines):
-        terms = policy.terms(view, at)
+        terms = price(view, at).terms
         first_s = terms["queue_s"] + terms["load_s"] + terms["compute_s"] - terms.get("spared_s", 0.0)
         others_s = terms.get("answer_s", 0.0) + terms.get("others_s", 0.0)
-        by_name[engine.name] = first_s + DECODE_SHARE * others_s + LATE * terms.get("late_s", 0.0)
+        by_name[engine.name] = first_s + SHARE * others_s + MISSED_S * terms.get("missed", 0.0)
     decision = choose(request, engines, knowledge, NOW_S, policy=policy)
     assert decision.cost <= min(by_name.values()) * (1 + policy.near_share) + 1e-9
     named = [(decision.engine, decision.cost), *((one.engine, one.cost) for one in decision.alternatives)]
