@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from kvstrata.cli.bench import whole
 from kvstrata.cli.boundary import Exit, guarded
+from kvstrata.cli.replay import Turn, read
 from kvstrata.cli.table import table
 from kvstrata.controller.plan import Engine, Predicted, Shape, predict
 from kvstrata.errors import ConfigError
@@ -28,7 +29,6 @@ from kvstrata.testing.engine_sim.engine_model import EngineModel
 from kvstrata.types import GB
 
 BLOCK_TOKENS = 512
-MAGIC = b"KVREQS01"
 REQUEST = struct.Struct("<QII")
 """Of the log of requests: nanoseconds, number of chunks, 0; then eight bytes for each chunk."""
 MAX_REQUESTS = 1_000_000
@@ -39,13 +39,11 @@ ENOUGH = 0.05
 """Share of the seconds of computing that each doubling of the memory must save to be worth it."""
 
 
-class Row(msgspec.Struct):
-    """A request of a trace."""
+class Row(Turn, kw_only=True):
+    """A request with its lengths."""
 
-    timestamp: Annotated[float, Meta(ge=0, le=1e15)]
     input_length: Annotated[int, Meta(ge=1, le=1 << 24)]
     output_length: Annotated[int, Meta(ge=0, le=1 << 24)]
-    hash_ids: Annotated[list[int], Meta(max_length=(1 << 24) // BLOCK_TOKENS)] = []
 
 
 class Window(NamedTuple):
@@ -92,35 +90,15 @@ def parser() -> argparse.ArgumentParser:
 
 def read_trace(path: str, answer_tokens: int) -> tuple[int, list[Row]]:
     """Tokens of a block, and the requests in the order of their times. Raises ConfigError."""
-    from kvstrata.cli.replay import read  # which reads the log of requests, and needs the compiled modules
-
-    try:
-        with Path(path).open("rb") as file:
-            is_log = file.read(len(MAGIC)) == MAGIC
-        content = b"" if is_log else Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--trace: {path:.200}: {error.strerror}", field="--trace") from None
-    block_tokens, rows = BLOCK_TOKENS, list[Row]()
-    if is_log:
-        block_tokens, log = read(Path(path))
-        rows = list(_of_log(log, block_tokens, answer_tokens))
-    else:
-        decode = msgspec.json.Decoder(Row).decode
-        for number, line in enumerate(content.splitlines(), 1):
-            try:
-                rows.append(decode(line))
-            except msgspec.DecodeError as error:
-                raise ConfigError(
-                    f"--trace: line {number} of {path:.200}: {error}; see kvstrata plan --help",
-                    field="--trace",
-                ) from None
+    block_tokens, log, rows = read(Path(path), Row)
+    rows = rows or list(_of_log(log, block_tokens, answer_tokens))
     if len(rows) > MAX_REQUESTS:
         raise ConfigError(f"--trace: more than {MAX_REQUESTS} requests; give a part", field="--trace")
     if len(rows) < 2 or max(one.timestamp for one in rows) == min(one.timestamp for one in rows):
         raise ConfigError(
             f"--trace: {path:.200} has no two requests with different times, so no rate", field="--trace"
         )
-    return block_tokens, sorted(rows, key=lambda one: one.timestamp)
+    return block_tokens or BLOCK_TOKENS, sorted(rows, key=lambda one: one.timestamp)
 
 
 def _of_log(log: bytes, block_tokens: int, answer_tokens: int) -> Iterator[Row]:
@@ -134,7 +112,7 @@ def _of_log(log: bytes, block_tokens: int, answer_tokens: int) -> Iterator[Row]:
         ids = list(struct.unpack_from(f"<{count}q", log, at))
         at += 8 * count
         if count:
-            yield Row(at_ns / 1e6, count * block_tokens + 1, answer_tokens, ids)
+            yield Row(at_ns / 1e6, ids, input_length=count * block_tokens + 1, output_length=answer_tokens)
 
 
 def read_model(path: str) -> EngineModel:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from kvstrata.cli.boundary import Exit, guarded
 from kvstrata.errors import ConfigError
@@ -33,9 +36,9 @@ def main(arguments: Sequence[str] | None) -> int:
         )
     chunk_tokens, logs = given.chunk_tokens, []
     for path in given.files:
-        tokens, log = read(path)
+        tokens, log, turns = read(path, Turn)
         chunk_tokens = tokens or chunk_tokens
-        logs.append(log)
+        logs.append(log or b"".join(turn.logged() for turn in turns))
     rows: list[dict[str, Any]] = []
     for size_gb in given.l1_size_gb:
         capacity = int(size_gb * 1e9 / (given.chunk_mb * (1 << 20)))
@@ -99,8 +102,26 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def read(path: Path) -> tuple[int, bytes]:
-    """Tokens of a chunk, 0 if unknown, and the requests. Raises ConfigError naming the file and the line."""
+class Turn(msgspec.Struct):
+    """A request of a trace."""
+
+    timestamp: Annotated[float, Meta(ge=0, le=1e13)]
+    hash_ids: Annotated[list[Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]], Meta(max_length=1 << 20)] = []
+
+    def logged(self) -> bytes:
+        """As a server's log has it."""
+        count = len(self.hash_ids)
+        return struct.pack(f"<QII{count}q", int(self.timestamp * 1e6), count, 0, *self.hash_ids)
+
+
+T = TypeVar("T", bound=Turn)
+
+
+def read(path: Path, kind: type[T]) -> tuple[int, bytes, list[T]]:
+    """Tokens of a chunk and the requests of a server's log; or 0, and the requests of a trace of this kind.
+
+    Raises ConfigError naming the file and the line.
+    """
     from kvstrata.server.request_log import HEADER, MAGIC
 
     try:
@@ -110,17 +131,11 @@ def read(path: Path) -> tuple[int, bytes]:
     if content.startswith(MAGIC[:6]):
         if len(content) < HEADER.size or not content.startswith(MAGIC):
             raise ConfigError(f"{path}: written by another version of kvstrata", field="files")
-        return HEADER.unpack_from(content)[1], content[HEADER.size :]
-    requests = []
+        return HEADER.unpack_from(content)[1], content[HEADER.size :], []
+    decode, rows = msgspec.json.Decoder(kind).decode, list[T]()
     for number, line in enumerate(content.splitlines(), 1):
         try:
-            one = json.loads(line)
-            blocks: list[int] = one["hash_ids"]
-            at_ns = int(one["timestamp"] * 1e6)
-            requests.append(struct.pack(f"<QII{len(blocks)}q", at_ns, len(blocks), 0, *blocks))
-        except (ValueError, KeyError, TypeError, struct.error) as error:
-            raise ConfigError(
-                f"{path}: line {number} is no request with timestamp and hash_ids: {error!r:.80}",
-                field="files",
-            ) from None
-    return 0, b"".join(requests)
+            rows.append(decode(line))
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path}: line {number} is no request: {error}", field="files") from None
+    return 0, b"", rows

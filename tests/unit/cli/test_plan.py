@@ -58,7 +58,7 @@ def test_a_larger_cache_never_computes_more_and_the_last_token_always(tmp_path: 
 
 def test_the_end_of_the_oldest_prompt_leaves_the_cache_first() -> None:
     asked = ([1, 2, 3], [4, 5, 6], [1, 2, 3], [4, 5, 6])
-    rows = [Row(at, 3 * 512 + 1, 1, ids) for at, ids in enumerate(asked)]
+    rows = [Row(at, ids, input_length=3 * 512 + 1, output_length=1) for at, ids in enumerate(asked)]
     # Of the third prompt the cache of five lacks its last block, for which that of the fourth leaves.
     assert computed(rows, 5, 512) == [1_537, 1_537, 513, 513]
 
@@ -67,9 +67,9 @@ def test_the_end_of_the_oldest_prompt_leaves_the_cache_first() -> None:
     ("content", "says"),
     [
         ("", "no two requests"),
-        ('{"timestamp": 1, "input_length": 5, "output_length": 1}\n{"timestamp": 2}', "line 2 of"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1}\n{"timestamp": 2}', "line 2 is"),
         ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "input_length"),
-        ("[]", "line 1 of"),
+        ("[]", "line 1 is"),
     ],
 )
 def test_what_is_no_trace_is_named_with_its_line(
