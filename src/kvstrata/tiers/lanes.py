@@ -71,6 +71,12 @@ class Lanes:
         """
         return self.submit_native(NativeLanes.submit, lane, work, beyond_limit)
 
+    def run(self, lane: Lane, work: Callable[[], T]) -> asyncio.Future[T]:
+        """As `submit`, for what even a full lane must take: the rest of admitted work, or work that runs once."""
+        future = self.submit(lane, work, beyond_limit=True)
+        assert future is not None, "refused work that has no limit"
+        return future
+
     def submit_native(
         self, submit: Callable[..., bool], lane: Lane, *what: Any
     ) -> asyncio.Future[Any] | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
@@ -31,6 +31,7 @@ from kvstrata.tiers.base import (
 )
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.reasons import QUEUE_FULL, THROTTLED
+from kvstrata.tiers.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +55,7 @@ class NativeAdapter(StorageAdapter):
         name: str = "native",
         num_workers: int = 4,
         per_op_workers: Mapping[Lane, int] | None = None,
-        queue_limit: int = 1024,
-        lanes: Lanes | None = None,
     ) -> None:
-        """`lanes`, if given, are used instead of new lanes made from the other arguments. The adapter closes them."""
         self.name = name
         self._native = NativeConnector(capsule)
         """Deleted at the end of `close`."""
@@ -65,18 +63,16 @@ class NativeAdapter(StorageAdapter):
         self._exists_is_quick: bool = can.pop("exists_is_quick")
         self._can_clear: bool = can.pop("can_clear")
         self.capabilities = Capabilities(**can)
-        self._lanes = lanes or Lanes(
-            name, num_workers=num_workers, per_op_workers=per_op_workers, queue_limit=queue_limit
-        )
+        self._lanes = Lanes(name, num_workers=num_workers, per_op_workers=per_op_workers)
         self._context: AdapterContext | None = None
-        self._running: set[asyncio.Future[Any]] = set()
+        self._work = Work(name)
         self._opened = False
         self._closed = False
 
     async def open(self, context: AdapterContext) -> None:
         """Open the connector in a lane. Raises StorageError, ConfigError with the connector's reason."""
         region = (context.region_address, context.region_bytes)
-        wrong = await self._in_lane(lambda: self._native.open(context.instance_id, *region))
+        wrong = await self._run(Lane.DELETE, lambda: self._native.open(context.instance_id, *region))
         self._log_notes()
         if wrong:
             self._closed = True
@@ -92,21 +88,19 @@ class NativeAdapter(StorageAdapter):
         if self._exists_is_quick and (answer := self._native.exists_now(keys)) is not None:
             presences, ask.reason = answer
             return presences
-        future = self._keep(
-            self._lanes.submit_native(NativeLanes.submit_exists, Lane.LOOKUP, self._native, keys)
-        )
+        future = self._lanes.submit_native(NativeLanes.submit_exists, Lane.LOOKUP, self._native, keys)
         if future is None:
             return ask.unknown(keys, THROTTLED)
         found: bytes
-        found, ask.reason = await asyncio.shield(future)
+        found, ask.reason = await self._own(future)
         return found
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """Ask the connector in the lookup lane; None while it is still reading its index, or if the lane is full."""
         if not self._native.ready:
             return None
-        future = self._keep(self._lanes.submit(Lane.LOOKUP, lambda: self._native.list_keys(cursor, most)))
-        return None if future is None else KeyPage(*await asyncio.shield(future))
+        future = self._lanes.submit(Lane.LOOKUP, lambda: self._native.list_keys(cursor, most))
+        return None if future is None else KeyPage(*await self._own(future))
 
     async def put(self, items: Sequence[Item]) -> None:
         """See the contract. A cancelled wait lets the batch go on to its end."""
@@ -127,17 +121,17 @@ class NativeAdapter(StorageAdapter):
         """Remove records in the delete lane."""
         if not keys:
             return 0
-        return await self._in_lane(lambda: self._native.remove(keys))
+        return await self._run(Lane.DELETE, lambda: self._native.remove(keys))
 
     async def clear(self) -> int:
         """Remove every record. Raises StorageError if the connector cannot."""
         if not self._can_clear:
             return await super().clear()
-        return await self._in_lane(self._native.clear)
+        return await self._run(Lane.DELETE, self._native.clear)
 
     async def usage(self) -> Usage:
         """Ask the connector in the lookup lane."""
-        return Usage(*await self._in_lane(self._native.usage, Lane.LOOKUP))
+        return Usage(*await self._run(Lane.LOOKUP, self._native.usage))
 
     def numbers(self) -> dict[str, int]:
         """The connector's counters."""
@@ -148,20 +142,21 @@ class NativeAdapter(StorageAdapter):
         if self._closed:
             return
         self._closed = True
-        while self._running:
-            await asyncio.wait(set(self._running))
+        await self._work.ended()
         if self._opened:
-            await self._in_lane(self._native.close)
+            await self._run(Lane.DELETE, self._native.close)
             self._log_notes()
         await self._lanes.close()
         # This frees the connector and ends its threads, even if something still refers to this adapter.
         del self._native
 
-    async def _in_lane(self, work: Callable[[], T], lane: Lane = Lane.DELETE) -> T:
+    def _run(self, lane: Lane, work: Callable[[], T]) -> Awaitable[T]:
         """The result of `work`, which a full lane does not refuse."""
-        future = self._keep(self._lanes.submit(lane, work, beyond_limit=True))
-        assert future is not None, "refused work that has no limit"
-        return await asyncio.shield(future)
+        return self._own(self._lanes.run(lane, work))
+
+    def _own(self, future: asyncio.Future[T]) -> Awaitable[T]:
+        future.add_done_callback(self._ended)
+        return self._work.own(future)
 
     async def _move(
         self,
@@ -174,25 +169,18 @@ class NativeAdapter(StorageAdapter):
         """The lane's result; None: there is none, since nothing was asked, or the lane is `full`."""
         if not items:
             return None
-        future = self._keep(self._lanes.submit_native(submit, lane, self._native, items, outcomes))
+        future = self._lanes.submit_native(submit, lane, self._native, items, outcomes)
         if future is not None:
-            return await asyncio.shield(future)
+            return await self._own(future)
         for item in items:  # the lanes have dropped the holds
             item.outcome, item.reason = full
         return None
-
-    def _keep(self, future: asyncio.Future[T] | None) -> asyncio.Future[T] | None:
-        if future is not None:
-            self._running.add(future)
-            future.add_done_callback(self._ended)
-        return future
 
     def _log_notes(self) -> None:
         for warning, sentence in self._native.take_notes():
             log.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.name, sentence)
 
     def _ended(self, future: asyncio.Future[Any]) -> None:
-        self._running.discard(future)
         self._log_notes()
         if future.cancelled() or future.exception() is not None or self._context is None:
             return

@@ -212,9 +212,7 @@ class SqliteAdapter(StorageAdapter):
     async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
         """Run blocking work in a thread of a lane; a burst of puts leaves one thread for lookups and loads."""
         assert self._lanes is not None
-        done = self._lanes.submit(lane, work, beyond_limit=True)
-        assert done is not None
-        return await done
+        return await self._lanes.run(lane, work)
 
     # In threads.
 

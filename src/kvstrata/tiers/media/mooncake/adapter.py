@@ -26,7 +26,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvstrata.errors import ConfigError, StorageError
@@ -55,9 +55,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _thinning = Thinning()
-
-
-T = TypeVar("T")
 
 SETUP_KEYS = (
     "local_hostname", "metadata_server", "global_segment_size", "local_buffer_size", "protocol", "rdma_devices",
@@ -124,7 +121,7 @@ class MooncakeAdapter(StorageAdapter):
     async def open(self, context: AdapterContext) -> None:
         """Check that the servers answer, set the client up and register the pool. Raises StorageError, ConfigError."""
         try:
-            await self._in_lane(Lane.DELETE, lambda: self._set_up(context))
+            await self._lanes.run(Lane.DELETE, lambda: self._set_up(context))
         except (StorageError, ConfigError):
             self._closed = True
             await self._lanes.close()
@@ -138,7 +135,7 @@ class MooncakeAdapter(StorageAdapter):
         self._closed = True
         await self._work.ended()
         if self._opened:
-            code = await self._in_lane(Lane.DELETE, self._store.close)
+            code = await self._lanes.run(Lane.DELETE, self._store.close)
             if code:
                 log.warning("%s: Mooncake's close answered %d", self.name, code)
         await self._lanes.close()
@@ -222,11 +219,13 @@ class MooncakeAdapter(StorageAdapter):
 
     async def delete(self, keys: bytes) -> int:
         """Remove records, even those that the store has leased to readers."""
-        return await self._work.own(self._in_lane(Lane.DELETE, lambda: self._remove(split(keys)).count(_OK)))
+        return await self._work.own(
+            self._lanes.run(Lane.DELETE, lambda: self._remove(split(keys)).count(_OK))
+        )
 
     async def clear(self) -> int:
         """Remove the records of all instances. Raises StorageError if the store refuses."""
-        removed = await self._work.own(self._in_lane(Lane.DELETE, self._remove_all))
+        removed = await self._work.own(self._lanes.run(Lane.DELETE, self._remove_all))
         if removed < 0:
             raise StorageError(f"{self.name}: not cleared: {_reason(removed)}", field=self.name)
         return removed
@@ -273,11 +272,6 @@ class MooncakeAdapter(StorageAdapter):
             return
         for item in items:
             item.settle(*full)
-
-    async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
-        future = self._lanes.submit(lane, work, beyond_limit=True)
-        assert future is not None
-        return await future
 
     # --- in threads of the lanes -------------------------------------------------------------------------
 

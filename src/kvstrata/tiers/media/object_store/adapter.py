@@ -31,7 +31,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -61,8 +61,6 @@ try:
     _ERRORS = (exceptions.BaseError, OSError, NotImplementedError)
 except ImportError:  # config.py then refuses the type and says what to install, so this module is not used
     pass
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +135,7 @@ class ObjectStoreAdapter(StorageAdapter):
     async def open(self, context: AdapterContext) -> None:
         """Reach the store; check, or write, the object that names the version. Raises StorageError, ConfigError."""
         try:
-            await self._in_lane(Lane.LOOKUP, self._reach)
+            await self._lanes.run(Lane.LOOKUP, self._reach)
         except (*_ERRORS, ValueError) as error:
             await self._lanes.close()
             kind = ConfigError if is_wrong(error) else StorageError
@@ -194,12 +192,12 @@ class ObjectStoreAdapter(StorageAdapter):
     async def delete(self, keys: bytes) -> int:
         """Remove in bulk the records that a HEAD finds."""
         paths = [path_of(key) for key in dict.fromkeys(split(keys))]
-        return await self._work.own(self._in_lane(Lane.DELETE, lambda: self._delete(paths)))
+        return await self._work.own(self._lanes.run(Lane.DELETE, lambda: self._delete(paths)))
 
     async def clear(self) -> int:
         """List the records below the prefix and remove them. Raises StorageError."""
         try:
-            return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
+            return await self._work.own(self._lanes.run(Lane.DELETE, self._clear))
         except _ERRORS as error:
             raise StorageError(f"{self.name}: cannot be cleared: {plain(error)}", field=self.name) from None
 
@@ -213,12 +211,6 @@ class ObjectStoreAdapter(StorageAdapter):
         return {"bad_objects": self._bad_objects}
 
     # -- on the event loop ---------------------------------------------------------------------------------
-
-    async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
-        """Run work that even a full lane must take: the rest of a load, and work that never runs twice at a time."""
-        done = self._lanes.submit(lane, work, beyond_limit=True)
-        assert done is not None, "refused work that has no limit"
-        return await done
 
     async def _exists(self, keys: bytes, ask: Ask) -> bytes:
         waits = [self._lanes.submit(Lane.LOOKUP, functools.partial(self._find, key)) for key in split(keys)]
@@ -247,11 +239,11 @@ class ObjectStoreAdapter(StorageAdapter):
             await first
             return
         rest = [
-            self._in_lane(Lane.LOAD, functools.partial(self._read, item, at, min(at + step, length)))
+            self._lanes.run(Lane.LOAD, functools.partial(self._read, item, at, min(at + step, length)))
             for at in range(step, length, step)
         ]
         parts = list(await asyncio.gather(first, *rest, return_exceptions=True))
-        await self._in_lane(Lane.LOAD, lambda: self._judge(item, lambda: parts))
+        await self._lanes.run(Lane.LOAD, lambda: self._judge(item, lambda: parts))
 
     # -- in the lanes' threads -----------------------------------------------------------------------------
 

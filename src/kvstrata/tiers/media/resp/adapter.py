@@ -120,7 +120,7 @@ class RespAdapter(StorageAdapter):
     async def open(self, context: AdapterContext) -> None:
         """Check that every server answers and can be used. Raises StorageError, ConfigError."""
         try:
-            await self._in_lane(Lane.LOOKUP, self._servers.check)
+            await self._lanes.run(Lane.LOOKUP, self._servers.check)
         except (StorageError, ConfigError):
             await self._lanes.close()
             raise
@@ -173,14 +173,14 @@ class RespAdapter(StorageAdapter):
 
     async def clear(self) -> int:
         """Remove the records under our prefix, which SCAN finds. Raises StorageError if a server does not answer."""
-        return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
+        return await self._work.own(self._lanes.run(Lane.DELETE, self._clear))
 
     async def usage(self) -> Usage:
         """The memory that the servers use, its bound, and all keys of the database, those of other programs included.
 
         Only reading all keys could tell which are ours.
         """
-        return await self._work.own(self._in_lane(Lane.LOOKUP, self._usage))
+        return await self._work.own(self._lanes.run(Lane.LOOKUP, self._usage))
 
     async def _batch(
         self,
@@ -216,11 +216,6 @@ class RespAdapter(StorageAdapter):
                 if isinstance(one, Item):
                     one.settle(*full)
         return [await wait for wait in waits]
-
-    async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
-        done = self._lanes.submit(lane, work, beyond_limit=True)
-        assert done is not None, "refused work that has no limit"
-        return await done
 
     # -- in the lanes' threads -----------------------------------------------------------------------------
 
