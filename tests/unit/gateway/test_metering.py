@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,18 +57,18 @@ def test_requests_of_alike_lengths_are_summed_for_the_plan_with_what_was_compute
     fleet = Fleet(lambda: 0.0)
     fleet.set_places([Place("e", Address("10.0.0.1", 8_000, False), instance="i")])
     fleet.up(fleet.engines["e"], {"m": {}})
-    told = measured(fleet, meters, "kvstrata")
+    told = asyncio.run(measured(fleet, meters, "kvstrata"))
     assert told.rated == [] and {one.group for one in told.shapes} == {"m i"}
     fleet.rates.observe("e", 1_000, 0.1, 0)
     for requests in range(1, 20):
         decoded = Decoded(2.0 + 0.1 * requests, float(requests), 0)
         fleet.decode_rates.observe("e", "m", decoded, 200)
-    [rated] = measured(fleet, meters, "kvstrata").rated
+    [rated] = asyncio.run(measured(fleet, meters, "kvstrata")).rated
     assert (rated.url, rated.role) == ("http://10.0.0.1:8000", "both")
     assert abs(rated.alone_s - 0.01) < 2e-3 and abs(rated.each_s - 5e-4) < 1e-4
-    assert measured(fleet, meters, "nixl").rated[0].group == "m"
+    assert asyncio.run(measured(fleet, meters, "nixl")).rated[0].group == "m"
     fleet.peers = True
-    assert measured(fleet, meters, "kvstrata").rated[0].group == "m"
+    assert asyncio.run(measured(fleet, meters, "kvstrata")).rated[0].group == "m"
     assert sum(one.requests for one in told.shapes) == 3 and sum(one.met for one in told.shapes) == 2
 
 

@@ -11,8 +11,7 @@ Invariant: for each parked request a last part follows, also when the request or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -27,20 +26,9 @@ MAX_PARKED = 8
 """Requests that hold blocks for what is not computed yet; others wait for all of it."""
 
 
-class LoadOf(Protocol):
-    """Makes a load of the tokens from `start` to `end` of what a lookup has found; without a lease it fails."""
-
-    def __call__(
-        self,
-        tracked: Tracked,
-        found: LookupResult,
-        lease: LeaseName | None,
-        table: Sequence[int],
-        start: int,
-        end: int,
-        *,
-        more: bool,
-    ) -> Load: ...
+LoadOf = Callable[[Tracked, LookupResult, LeaseName | None, Sequence[int], int, int, bool], Load]
+"""Makes a load of the tokens from one number to another of what a lookup has found, and says whether more parts follow;
+without a lease it fails."""
 
 
 class _Parked(msgspec.Struct):
@@ -108,7 +96,7 @@ class Parts:
         end = min(parked.end, found.n_chunks * self._chunk_tokens) if lease is not None else 0
         if lease is not None and end > parked.start:
             more = end < parked.end
-            loads.append(self._load_of(tracked, found, lease, parked.table, parked.start, end, more=more))
+            loads.append(self._load_of(tracked, found, lease, parked.table, parked.start, end, more))
             self._client.release([lease])  # our share; the workers release theirs
             parked.start = end
             if more and found.promised > found.n_chunks:
@@ -124,5 +112,5 @@ class Parts:
         """A last part that fails."""
         self._lookups.count_miss(parked.tracked, reason)
         return self._load_of(
-            parked.tracked, miss(reason), None, parked.table, parked.start, parked.end, more=False
+            parked.tracked, miss(reason), None, parked.table, parked.start, parked.end, False
         )

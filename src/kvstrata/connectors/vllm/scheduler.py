@@ -353,7 +353,6 @@ class SchedulerSide:
         table: Sequence[int],
         start: int,
         end: int,
-        *,
         more: bool = False,
         group: CacheGroup | None = None,
     ) -> Load:

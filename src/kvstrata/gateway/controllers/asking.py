@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -76,14 +76,16 @@ class ControllerLink(Numbers):
         self._link = links.ask(url, keys=keys, changed=self._changed, refused=self._refused)
         self.close = self._link.close
 
-    async def keep(self, beat: Callable[[], GatewayBeat], told: Callable[[Directory], None]) -> None:
+    async def keep(
+        self, beat: Callable[[], Awaitable[GatewayBeat]], told: Callable[[Directory], None]
+    ) -> None:
         """Send heartbeats until cancelled; `told` gets each answer."""
         loop, beat_s = asyncio.get_running_loop(), ANSWER_S
         while True:
             self._wake.clear()
             if self.up:
                 try:
-                    heard = await self._link.ask(beat(), GatewayHeard, ANSWER_S)
+                    heard = await self._link.ask(await beat(), GatewayHeard, ANSWER_S)
                 except (ClusterFailure, Unavailable) as error:
                     why = error.message
                     self._log.repeated(
@@ -160,7 +162,7 @@ class Controllers(Numbers):
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
         self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
         """Policy, requests under way and all requests, for heartbeats."""
-        self.measured: Callable[[], Measured] = lambda: Measured(False, [], [])
+        self.measured: Callable[[], Awaitable[Measured]] | None = None
         self._have(settings.urls)
 
     def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
@@ -280,12 +282,13 @@ class Controllers(Numbers):
         self._links.close()
         self._hashing.shutdown(wait=True, cancel_futures=True)
 
-    def _beat(self) -> GatewayBeat:
+    async def _beat(self) -> GatewayBeat:
+        told = await self.measured() if self.measured is not None else Measured(False, [], [])
         policy, in_flight, requests = self.numbers()
         return GatewayBeat(
             0, self._name, __version__, self._port, policy, len(self._fleet.engines),
             len([one for one in self._fleet.engines.values() if one.state is EngineState.UP]), in_flight, requests,
-            *self.measured(),
+            *told,
         )  # fmt: skip
 
     def _have(self, urls: Iterable[str]) -> None:
