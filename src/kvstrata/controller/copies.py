@@ -30,8 +30,8 @@ from kvstrata.keys.batch import count, nth, part
 from kvstrata.native.core import storage_keys
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import Numbers, counter
-from kvstrata.rpc.cluster_wire import MAX_ASKED_ENDS, AskShared, Shared, SharedPrefix
-from kvstrata.types import GB
+from kvstrata.rpc.cluster_wire import MAX_ASKED_ENDS, MAX_PEER_KEYS, AskShared, Shared, SharedPrefix
+from kvstrata.types import GB, KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.controller.cluster import Cluster
@@ -91,6 +91,17 @@ def next_place(holders: Sequence[Place], others: Sequence[Place], number: int) -
     return min(
         others, key=lambda one: (_zone(one) in zones, one.host in hosts, -one.has, one.load, one.name), default=None
     )  # fmt: skip
+
+
+def _is_sound(prefix: SharedPrefix) -> bool:
+    """Whether the numbers of keys that an instance told fit each other; one command may name so many."""
+    n_slices, (n_chunks, rest) = len(prefix.slices), divmod(len(prefix.chain), KEY_BYTES)
+    return (
+        not rest
+        and prefix.own_chunks <= n_chunks <= MAX_PEER_KEYS // n_slices
+        and len(prefix.record_bytes) == n_slices
+        and len(prefix.spans) in (0, n_slices)
+    )
 
 
 def _zone(one: Place) -> str:
@@ -227,9 +238,9 @@ class Copies(Numbers):
                 del self._hot[end]
         known = self._hot.keys() & set(ends)
         for prefix in (prefix for one in told for prefix in one.prefixes):
-            end = nth(prefix.chain, count(prefix.chain) - 1)
-            if not (prefix.record_bytes and len(prefix.record_bytes) == len(prefix.slices)):
+            if not _is_sound(prefix):
                 continue
+            end = nth(prefix.chain, count(prefix.chain) - 1)
             hot = self._hot.setdefault(end, Hot(prefix))
             if end not in known:
                 hot.requests_s += prefix.requests_s
@@ -248,7 +259,12 @@ class Copies(Numbers):
                 number = -1
             if copy.arrived_s is not None and copy.is_late:
                 self._ends(end, name, "late")
-            elif copy.arrived_s is not None and of is not None and number >= 0 and of.served[number]:
+            elif (
+                copy.arrived_s is not None
+                and of is not None
+                and 0 <= number < len(of.served)
+                and of.served[number]
+            ):
                 self._ends(end, name, "used")
             elif now_s > (copy.arrived_s or copy.begun_s) + LIFE_S:
                 self._ends(end, name, "never")

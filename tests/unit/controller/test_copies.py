@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.controller.copies import FIRST_WORTH, LESS, MORE_WORTH, Place, next_place, wanted
+from kvstrata.controller.copies import FIRST_WORTH, LESS, MORE_WORTH, Copies, Place, next_place, wanted
+from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Shared, SharedPrefix
 
 WORTH = st.floats(0, 1e6)
 COUNT = st.integers(1, 12)
@@ -60,3 +64,32 @@ def test_copies_are_made_until_enough_instances_and_zones_have_the_prefix_and_no
     assert len(holders) >= min(number, len(places))
     assert len(zones(holders)) >= min(number, len(ways))
     assert len(holders) <= max(number, had + min(number, len(ways)) - 1)
+
+
+NUMBERS = st.sampled_from([0, 1, 2, 3, MAX_PEER_KEYS])
+PREFIXES = st.builds(
+    SharedPrefix,
+    root=st.just(bytes(32)),
+    chain=st.builds(bytes, st.sampled_from([32, 33, 64, 96, 32 * MAX_PEER_KEYS])),
+    slices=st.builds(lambda n: [bytes(32)] * max(1, n), NUMBERS),
+    spans=st.builds(lambda n: [1] * n, NUMBERS),
+    record_bytes=st.builds(lambda n: [4096] * n, NUMBERS),
+    tenant=st.just(""),
+    requests_s=st.floats(0, 1e9),
+    own_chunks=st.integers(1, 2 * MAX_PEER_KEYS),
+    compute_s=st.floats(0, 1e9),
+)
+
+
+@given(st.builds(Shared, st.lists(PREFIXES, max_size=3), st.just([7]), st.just([]), st.floats(1e-9, 1e9)))
+def test_what_an_instance_tells_that_does_not_fit_is_ignored(told):
+    cluster: Any = SimpleNamespace(
+        settings=SimpleNamespace(copies_mb_s=1.0), clock=SimpleNamespace(monotonic_s=lambda: 0.0)
+    )
+    copies = Copies(cluster)
+    copies._learn([], [told])
+    for row in (copies._hot, copies.page()["prefixes"]):
+        assert len(row) <= 1
+    for hot in copies._hot.values():
+        assert len(hot.named.keys) <= 32 * MAX_PEER_KEYS
+        assert hot.own_chunks * hot.chunk_bytes > 0
