@@ -101,26 +101,25 @@ class RpcClient:
 
     # --- connections -------------------------------------------------------------------------------------
 
-    def attach(self) -> Attachment:
+    def attach_request(self) -> wire.AttachRequest:
+        return wire.AttachRequest(
+            protocol=wire.PROTOCOL_VERSION,
+            session=self.session,
+            group=self.group,
+            role=self.role,
+            layout=self.layout,
+            engine_slices=self.engine_slices,
+            slice=self.slice,
+            facts=None if self.slice is None else self.facts,
+            old_epoch=self.epoch,
+            registers_memory=self.registers_memory,
+            token=self.token,
+        )
+
+    def attach(self, timeout_s: float = HANG_S) -> Attachment:
         """Attach (again) and map the pool."""
         self.detach()
-        self.attachment = attach(
-            self.socket_dir,
-            wire.AttachRequest(
-                protocol=wire.PROTOCOL_VERSION,
-                session=self.session,
-                group=self.group,
-                role=self.role,
-                layout=self.layout,
-                engine_slices=self.engine_slices,
-                slice=self.slice,
-                facts=None if self.slice is None else self.facts,
-                old_epoch=self.epoch,
-                registers_memory=self.registers_memory,
-                token=self.token,
-            ),
-            process_locks(),
-        )
+        self.attachment = attach(self.socket_dir, self.attach_request(), process_locks(), timeout_s)
         self.extents = ExtentsMap(
             self.attachment.extents_fd, self.attachment.extents_bytes, writable=self.slice is not None
         )

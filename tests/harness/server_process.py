@@ -42,8 +42,9 @@ class ServerProcess(OwnProcess):
 
     `folder` receives the log and the L2 directory; the caller owns and removes it.  The socket directory lies below
     /tmp, since the path of a unix socket may have 100 bytes.  `l2` is `none`, `fs`, or `embedded`, a server's default.
-    Adapters may be added below `cache` while the server runs.  The server runs on `host` (None: this one).  With
-    `supervised` it has a keeper, as for users: signals then go to the keeper, and `ready["pid"]` is the server.
+    Adapters may be added below `cache` while the server runs.  The server runs on `host` (None: this one), or is
+    started by the command `within`.  With `supervised` it has a keeper, as for users: signals then go to the keeper,
+    and `ready["pid"]` is the server.
     """
 
     of: ClassVar[dict[Path, ServerProcess]] = {}
@@ -60,6 +61,7 @@ class ServerProcess(OwnProcess):
         environment: dict[str, str] | None = None,
         python: Path = Path(sys.executable),
         host: Host | None = None,
+        within: tuple[str, ...] = (),
         supervised: bool = False,
     ) -> None:
         self.folder = folder
@@ -70,7 +72,7 @@ class ServerProcess(OwnProcess):
         self.log = folder / "server.log"
         self.port = free_port()
         self._python = python
-        self.within = () if host is None else host.under
+        self.within = within if host is None else host.under
         self._host = host
         self._supervised = supervised
         self._environment = dict(os.environ if environment is None else environment)

@@ -1,13 +1,14 @@
-"""An adapter whose records lie in a dictionary, and whose operations wait at gates that a test opens and shuts.
+"""An adapter whose records lie in a dictionary, and whose operations wait at gates or go wrong as a test has planned.
 
-The dictionary and the gates are a `Shelf`.  The test and the adapter find it by its name in `SHELVES`, so the adapter
-must run in the test's process.  `entry()` returns the entry of `l2_adapters` for an adapter on a shelf.
+The dictionary, the gates and the faults are a `Shelf`.  A test in the adapter's process finds it by its name in
+`SHELVES`.  `entry()` returns the entry of `l2_adapters` for an adapter on a shelf, also in another process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import enum
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,25 @@ from kvstrata.tiers.base import AdapterContext, Ask, Capabilities, Item, Outcome
 
 MADE_S = 60.0
 GATES = ("open", "exists", "put", "load", "close")
+
+
+class Fault(enum.StrEnum):
+    """One way in which `exists`, `put` or `load` goes wrong."""
+
+    ERROR = "error"
+    """Nothing is done, and the answer for every item is FAILED (exists: UNKNOWN)."""
+    RAISE = "raise"
+    """The adapter breaks its contract and raises."""
+    LOST_ACK = "lost_ack"
+    """The operation is done, but its answer is that of ERROR."""
+    HANG = "hang"
+    """The operation does not begin before `Shelf.release` or `close`; the items' holds stay until then."""
+    THROTTLED = "throttled"
+    """Nothing is done. The answer to a put is THROTTLED; other operations get that of ERROR."""
+
+
+DONE = (None, Fault.HANG)
+NOTHING_DONE = (Fault.ERROR, Fault.THROTTLED)
 
 
 class Shelf:
@@ -42,6 +62,31 @@ class Shelf:
         """How long the next operation takes besides its gate."""
         self.fails: Callable[[], bool] = lambda: False
         """Whether the next operation raises."""
+        self.loaded: collections.Counter[bytes] = collections.Counter()
+        self.stored: collections.Counter[bytes] = collections.Counter()
+        """How often each key was asked for in loads, and in puts."""
+        self.ghosts: set[bytes] = set()
+        """Keys that `exists` finds although nothing is there."""
+        self.later: Fault | None = None
+        """The fault of each operation that is not scheduled."""
+        self.hanging = 0
+        """How many operations hang now."""
+        self._scheduled: collections.deque[Fault | None] = collections.deque()
+        self._released = asyncio.Event()
+
+    def schedule(self, *faults: Fault | None) -> None:
+        """The faults of the next operations, one each."""
+        self._scheduled.extend(faults)
+
+    def take(self) -> Fault | None:
+        """The fault of an operation that begins."""
+        fault = self._scheduled.popleft() if self._scheduled else self.later
+        return Fault.RAISE if self.fails() else fault
+
+    def release(self) -> None:
+        """Let all operations that hang now go on."""
+        self._released.set()
+        self._released = asyncio.Event()
 
     def shut(self, *names: str) -> None:
         """Shut these gates: operations of these kinds wait from now on, until `let_go`."""
@@ -52,8 +97,12 @@ class Shelf:
         for gate in self.gates.values():
             gate.set()
 
-    async def passed(self, name: str) -> None:
+    async def passed(self, name: str, fault: Fault | None) -> None:
         self.asked[name] += 1
+        if fault is Fault.HANG:
+            self.hanging += 1
+            await self._released.wait()
+            self.hanging -= 1
         self.waiting[name] += 1
         try:
             await self.gates[name].wait()
@@ -64,12 +113,13 @@ class Shelf:
 SHELVES: dict[str, Shelf] = collections.defaultdict(Shelf)
 
 
-def entry(shelf: str, **common: Any) -> dict[str, Any]:
+def entry(shelf: str, fault: Fault | None = None, **common: Any) -> dict[str, Any]:
+    """With a `fault` every operation has it."""
     return {
         "type": "plugin",
         "module_path": __name__,
         "class_name": "ShelfAdapter",
-        "adapter_params": {"shelf": shelf},
+        "adapter_params": {"shelf": shelf, "fault": fault},
         **common,
     }
 
@@ -77,59 +127,83 @@ def entry(shelf: str, **common: Any) -> dict[str, Any]:
 class ShelfAdapter(StorageAdapter):
     """An adapter on a shelf. Cancelling a call does not end its operation, as if a thread carried the operation out."""
 
-    def __init__(self, shelf: str | Shelf) -> None:
+    def __init__(self, shelf: str | Shelf, fault: str | None = None) -> None:
         self.name = "shelf"
-        self.capabilities = Capabilities(persistent=False, shared=False, max_batch=4)
+        self.capabilities = Capabilities(persistent=False, shared=False, max_batch=16)
         self.shelf = SHELVES[shelf] if isinstance(shelf, str) else shelf
+        if fault is not None:
+            self.shelf.later = Fault(fault)
         self.shelf.making += 1
         assert self.shelf.may_be_made.wait(MADE_S), "the test never set may_be_made"
         self.shelf.making -= 1
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self, context: AdapterContext) -> None:
-        await self._own("open", lambda: None)
+        await self._own("open", None)
         if self.shelf.fails_to_open is not None:
             raise self.shelf.fails_to_open
         self.shelf.opened += 1
 
     async def exists(self, keys: bytes, ask: Ask) -> bytes:
-        there = self.shelf.records
-        return await self._own("exists", lambda: bytes([key in there for key in split(keys)]))
+        fault = self.shelf.take()
+        await self._own("exists", fault)
+        if fault not in DONE:
+            return ask.unknown(keys, "injected")
+        return bytes([key in self.shelf.records or key in self.shelf.ghosts for key in split(keys)])
 
     async def put(self, items: Sequence[Item]) -> None:
-        await self._own("put", lambda: [self._put_one(item) for item in items])
+        self.shelf.stored.update(item.key for item in items)
+        await self._own("put", self.shelf.take(), items, self._put_one)
 
     async def load(self, items: Sequence[Item]) -> None:
-        await self._own("load", lambda: [self._load_one(item) for item in items])
+        self.shelf.loaded.update(item.key for item in items)
+        await self._own("load", self.shelf.take(), items, self._load_one)
 
     async def delete(self, keys: bytes) -> int:
         return sum(self.shelf.records.pop(key, None) is not None for key in split(keys))
+
+    async def clear(self) -> int:
+        removed = len(self.shelf.records)
+        self.shelf.records.clear()
+        return removed
 
     async def usage(self) -> Usage:
         return Usage(sum(map(len, self.shelf.records.values())), 0, len(self.shelf.records))
 
     async def close(self) -> None:
-        await self._own("close", lambda: None)
+        self.shelf.release()
+        await self._own("close", None)
         while pending := self._tasks - {asyncio.current_task()}:
             await asyncio.wait(pending)
         self.shelf.closed += 1
 
-    async def _own(self, gate: str, work: Callable[[], Any]) -> Any:
-        planned = gate not in ("open", "close")
-        takes_s, fails = (self.shelf.takes_s(), self.shelf.fails()) if planned else (0.0, False)
+    async def _own(
+        self,
+        gate: str,
+        fault: Fault | None,
+        items: Sequence[Item] = (),
+        carry_out: Callable[[Item], None] = lambda item: None,
+    ) -> None:
+        """Carry an operation out in a task of its own."""
+        takes_s = 0.0 if gate in ("open", "close") else self.shelf.takes_s()
 
-        async def run() -> Any:
+        async def run() -> None:
             if takes_s:
                 await asyncio.sleep(takes_s)
-            await self.shelf.passed(gate)
-            if fails:
+            await self.shelf.passed(gate, fault)
+            if fault is Fault.RAISE:
                 raise OSError("a planned fault")
-            return work()
+            for item in items:
+                item.hold.drop() if fault in NOTHING_DONE else carry_out(item)
+                if fault not in DONE:
+                    throttled = gate == "put" and fault is Fault.THROTTLED
+                    item.outcome = Outcome.THROTTLED if throttled else Outcome.FAILED
+                    item.reason = "injected"
 
         task = asyncio.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        await asyncio.shield(task)
 
     def _put_one(self, item: Item) -> None:
         if item.key in self.shelf.records:

@@ -1,17 +1,21 @@
-"""Adapters in adapter hosts keep the storage contract."""
+"""Adapters in adapter hosts keep the storage contract, and the example in SQLite does behind a tier."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 
+from kvstrata.clock import SystemClock
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
 from kvstrata.testing.strategies import (
     Found,
@@ -24,9 +28,10 @@ from kvstrata.testing.strategies import (
     settled,
     watched,
 )
-from kvstrata.tiers.base import Outcome, Presence
-from kvstrata.tiers.config import configure_tier
+from kvstrata.tiers.base import Outcome, Presence, StorageAdapter
+from kvstrata.tiers.config import TierConfig, configure_tier
 from kvstrata.tiers.host.parent import HostedAdapter
+from kvstrata.tiers.tier import Tier, TierLimits
 from tests.conformance.tiers.test_fs import Folder
 from tests.harness.alone import alone
 from tests.harness.bad_adapter import entry_of
@@ -115,3 +120,28 @@ async def test_invalid_numbers_of_an_adapter_cost_only_these_numbers(bad) -> Non
     (orders / "numbers.raise").touch()
     await until(lambda: adapter.numbers() == {})
     assert await settled(adapter.put, [put_item(key_of(1), SIZE)]) == [STORED]
+
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "external_python_adapter"
+
+
+def load(name: str, path: Path) -> ModuleType:
+    """Load a module of a package that is not installed."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+load("kvstrata_sqlite", EXAMPLE / "src" / "kvstrata_sqlite" / "__init__.py")
+suite = load("kvstrata_sqlite_contract", EXAMPLE / "tests" / "test_contract.py")
+
+
+@pytest.mark.long
+class TestSqliteGuarded(suite.TestSqlite):
+    def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
+        limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
+        inner = super().make_adapter(medium, capacity_bytes)
+        return cast("StorageAdapter", Tier(TierConfig(inner.name, lambda: inner), limits, SystemClock()))

@@ -1,9 +1,8 @@
-"""A pool and its store and prefetch controllers over tiers: `fs` that fails, hangs, lies and fills up, and shelves."""
+"""A pool and its store and prefetch controllers over tiers that fail, hang and lie as a test has planned."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,34 +16,33 @@ from kvstrata.tiers.loads import PrefetchController
 from kvstrata.tiers.puts import RetryRule, StoreController, StoreLimits
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import TierLimits
-from tests.harness.faulty import FaultPlan, FaultyAdapter
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD
-from tests.harness.shelf import SHELVES, entry
+from tests.harness.shelf import SHELVES, Shelf, ShelfAdapter, entry
 
 CONTEXT = AdapterContext("test", CLOCK, 0, 0, lambda key: None)
 
 
 class Tier(tiers.Tier):
-    """A tier whose medium is an `fs` adapter with a planned set of faults."""
+    """A tier whose medium is a shelf."""
 
-    def __init__(self, faults: FaultyAdapter, limits: TierLimits, policy: StorePolicy) -> None:
+    def __init__(self, name: str, limits: TierLimits, policy: StorePolicy) -> None:
+        self.shelf = Shelf()
+        medium = ShelfAdapter(self.shelf)
         super().__init__(
-            TierConfig(faults.name, lambda: faults, common=CommonFields(type="fs", policy=policy)),
-            limits,
-            CLOCK,
+            TierConfig(name, lambda: medium, common=CommonFields(type="plugin", policy=policy)), limits, CLOCK
         )
-        self.faults, self.plan = faults, faults.plan
 
     @property
     def records(self) -> set[bytes]:
-        return {bytes.fromhex(path.stem) for path in self.faults.base_path.glob("??/??/*.kvc")}
-
-    def path(self, key: bytes) -> Path:
-        return self.faults.path(key)
+        return set(self.shelf.records)
 
 
 OpenTier = Callable[..., Awaitable[Tier]]
 """Opens a tier; see the fixture `tier`."""
+
+
+def set_of(given: tuple[Tier | TierSet, ...]) -> TierSet:
+    return given[0] if isinstance(given[0], TierSet) else TierSet(opened=given)  # type: ignore[arg-type]
 
 
 class Puts:
@@ -52,7 +50,7 @@ class Puts:
 
     made: ClassVar[list[Puts]] = []
 
-    def __init__(self, l1: L1, *tiers: Tier, **limits: object) -> None:
+    def __init__(self, l1: L1, *tiers: Tier | TierSet, **limits: object) -> None:
         self.skipped: list[tuple[bytes, str]] = []
         values = {
             "backlog_bytes": L1_BYTES // 4,
@@ -62,7 +60,7 @@ class Puts:
         }
         self.controller = StoreController(
             l1.pool,
-            TierSet(opened=tiers),
+            set_of(tiers),
             StoreLimits(**values),
             lambda key, reason: self.skipped.append((key, reason)),
         )
@@ -73,7 +71,7 @@ class Puts:
         self.controller.committed(keys)
         await self.controller.idle()
 
-    def counts(self, name: str = "fs-0") -> dict[str, int]:
+    def counts(self, name: str = "shelf-0") -> dict[str, int]:
         return self.controller.document()["adapters"][name]["outcomes"]
 
     @property
@@ -84,12 +82,12 @@ class Puts:
 class Loads:
     """A prefetch controller for one pool."""
 
-    def __init__(self, l1: L1, *tiers: Tier, **limits: object) -> None:
+    def __init__(self, l1: L1, *tiers: Tier | TierSet, **limits: object) -> None:
         values = {"in_flight_bytes": L1_BYTES // 16, "batch_bytes": 2 * RECORD, **limits}
         self.lost: list[tuple[str, bytes]] = []
         self.controller = PrefetchController(
             l1.pool,
-            TierSet(opened=tiers),
+            set_of(tiers),
             PrefetchLimits(**values),
             CLOCK,
             lambda name, keys: self.lost.extend((name, key) for key in keys),
@@ -128,7 +126,7 @@ async def in_l2(
     await puts.controller.stop(LATER_S)
     assert one.records >= set(keys)
     l1.lose(keys)
-    one.faults.asked.clear()
+    one.shelf.asked.clear()
 
 
 class Rig:
@@ -137,27 +135,13 @@ class Rig:
     def __init__(self, l1: L1, *, close_s: float = 0.05, opening_s: float = 60.0) -> None:
         self.l1 = l1
         self.adapters = TierSet(l1.pool)
-        self.skipped: list[tuple[bytes, str]] = []
         self.limits = TierLimits(
             deadline_ms=600_000, max_stuck_bytes=1 << 30, close_s=close_s, opening_s=opening_s
         )
-        self.store = StoreController(
-            l1.pool,
-            self.adapters,
-            StoreLimits(
-                backlog_bytes=L1_BYTES // 4,
-                batch_bytes=4 * RECORD,
-                retry=RetryRule(retries=2, first_s=0.0, longest_s=0.0),
-            ),
-            lambda key, reason: self.skipped.append((key, reason)),
-        )
-        self.prefetch = PrefetchController(
-            l1.pool,
-            self.adapters,
-            PrefetchLimits(in_flight_bytes=4 * RECORD, batch_bytes=2 * RECORD),
-            CLOCK,
-            lambda name, keys: None,
-        )
+        puts = Puts(l1, self.adapters)
+        self.store, self.skipped = puts.controller, puts.skipped
+        loads = Loads(l1, self.adapters, in_flight_bytes=4 * RECORD)
+        self.prefetch, self.fetch = loads.controller, loads.fetch
 
     async def open(self, shelf: str, *, must: bool = False, **common: Any) -> str:
         config = configure_tier(entry(shelf, **common), len(self.adapters))
@@ -169,16 +153,6 @@ class Rig:
         assert self.l1.store(keys) == keys
         self.store.committed(keys)
         await self.store.idle()
-
-    async def fetch(self, keys: list[bytes], within_s: float = LATER_S) -> FetchOutcome:
-        return await self.prefetch.fetch(
-            b"".join(keys),
-            1,
-            identity=IDENTITY,
-            tenant=1,
-            deadline_s=CLOCK.monotonic_s() + within_s,
-            limits=[RECORD],
-        )
 
     def states(self) -> dict[str, str]:
         return {name: row["state"] for name, row in self.adapters.document().items()}
@@ -195,32 +169,16 @@ Start = Callable[..., Rig]
 
 
 @pytest.fixture
-async def tier(tmp_path: Path, l1: L1):
-    """Opens tiers of type `fs`; see `fs_tiers.Tier`."""
+async def tier():
+    """Opens tiers; see `Tier`."""
     opened: list[Tier] = []
 
     async def open_tier(
         policy: StorePolicy = StorePolicy.THROUGH,
-        *,
         deadline_ms: int = 600_000,
-        plan: FaultPlan | None = None,
-        max_stuck_bytes: int = 1 << 30,
-        capacity_bytes: int = 0,
-        failures: int = 1000,
     ) -> Tier:
-        name = f"fs-{len(opened)}"
-        faults = FaultyAdapter(
-            plan or FaultPlan(),
-            str(tmp_path / name),
-            min_free_bytes=0,
-            capacity_bytes=capacity_bytes,
-            num_workers=3,
-            name=name,
-        )
-        limits = TierLimits(
-            deadline_ms=deadline_ms, max_stuck_bytes=max_stuck_bytes, failures=failures, open_s=0.0
-        )
-        made = Tier(faults, limits, policy)
+        limits = TierLimits(deadline_ms=deadline_ms, max_stuck_bytes=1 << 30, failures=1000, open_s=0.0)
+        made = Tier(f"shelf-{len(opened)}", limits, policy)
         opened.append(made)
         await made.open(CONTEXT)
         return made

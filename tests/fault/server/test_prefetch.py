@@ -25,9 +25,8 @@ from kvstrata.tiers.tier import TierLimits
 from kvstrata.types import MissReason
 from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, Tier, in_l2
 from tests.harness.amount import amount
-from tests.harness.faulty import Fault, FaultPlan
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD, chain
-from tests.harness.shelf import SHELVES
+from tests.harness.shelf import SHELVES, Fault
 from tests.harness.waiting import until
 
 
@@ -39,7 +38,7 @@ async def test_only_holes_are_loaded(l1: L1, tier: OpenTier) -> None:
     l1.store(keys[:5], first=4)
     fetches = Loads(l1, one)
     assert await fetches.fetch(keys) == FetchOutcome(8, 5, "")
-    assert set(one.faults.loaded) == {*keys[2:4], *keys[5:]}
+    assert set(one.shelf.loaded) == {*keys[2:4], *keys[5:]}
     assert l1.has(*keys)
 
 
@@ -50,7 +49,7 @@ async def test_the_prefix_ends_at_the_first_chunk_that_is_nowhere(l1: L1, tier: 
     await in_l2(l1, one, keys[6:])
     fetches = Loads(l1, one)
     assert await fetches.fetch(keys) == FetchOutcome(4, 4, MissReason.NEVER_STORED)
-    assert set(one.faults.loaded) == set(keys[:4])
+    assert set(one.shelf.loaded) == set(keys[:4])
 
 
 async def test_fetches_of_the_same_keys_load_them_once(l1: L1, tier: OpenTier) -> None:
@@ -58,16 +57,16 @@ async def test_fetches_of_the_same_keys_load_them_once(l1: L1, tier: OpenTier) -
     keys = chain("a", 6)
     await in_l2(l1, one, keys)
     fetches = Loads(l1, one)
-    one.plan.schedule(*[None] * 3, Fault.HANG)  # three calls of exists, then the first load hangs
+    one.shelf.schedule(*[None] * 3, Fault.HANG)  # three calls of exists, then the first load hangs
     waits = [asyncio.create_task(fetches.fetch(keys[:n])) for n in (6, 6, 3)]
-    await until(lambda: one.faults.hanging == 1)
-    one.faults.release()
+    await until(lambda: one.shelf.hanging == 1)
+    one.shelf.release()
     assert await asyncio.gather(*waits) == [
         FetchOutcome(6, 6, ""),
         FetchOutcome(6, 6, ""),
         FetchOutcome(3, 3, ""),
     ]
-    assert one.faults.loaded == dict.fromkeys(keys, 1)
+    assert one.shelf.loaded == dict.fromkeys(keys, 1)
 
 
 @pytest.mark.parametrize("damage", ["flip", "gone", "another's"])
@@ -76,15 +75,16 @@ async def test_a_bad_record_ends_the_prefix_and_is_healed_by_the_next_store(l1, 
     keys = chain("a", 6)
     other = chain("b", 1)
     await in_l2(l1, one, keys + other)
-    path = one.path(keys[3])
+    records = one.shelf.records
     if damage == "flip":
-        stored = bytearray(path.read_bytes())
+        stored = bytearray(records[keys[3]])
         stored[-7] ^= 1
-        path.write_bytes(stored)
+        records[keys[3]] = bytes(stored)
     elif damage == "gone":
-        path.unlink()
+        del records[keys[3]]
+        one.shelf.ghosts = {keys[3]}
     else:
-        path.write_bytes(one.path(other[0]).read_bytes())
+        records[keys[3]] = records[other[0]]
     fetches = Loads(l1, one)
     outcome = await fetches.fetch(keys)
     assert outcome[:2] == (3, 3)
@@ -110,15 +110,15 @@ async def test_every_policy_puts_a_chunk_again_whose_record_was_bad(l1, tier, da
     await puts.put([key, key])
     assert one.records == {key}
     l1.lose(keys)
-    path = one.path(key)
     if damage == "flip":
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        one.shelf.records[key] = one.shelf.records[key][:-1] + b"?"
     elif damage == "gone":
-        path.unlink()
+        del one.shelf.records[key]
+        one.shelf.ghosts = {key}
     fetches = Loads(l1, one)
     assert (await fetches.fetch(keys)).n_chunks == 0
     await fetches.controller.idle()
-    assert fetches.lost == [("fs-0", key)]
+    assert fetches.lost == [("shelf-0", key)]
     assert one.records == set()
     for name, lost in fetches.lost:
         puts.controller.dropped(name, [lost])
@@ -175,11 +175,11 @@ async def test_nothing_is_loaded_beyond_a_chunk_that_could_not_be_loaded(l1: L1,
     one = await tier()
     keys = chain("a", 8)
     await in_l2(l1, one, keys)
-    one.path(keys[2]).write_bytes(bytes(RECORD))
+    one.shelf.records[keys[2]] = bytes(RECORD)
     fetches = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
     assert (await fetches.fetch(keys)).n_chunks == 2
     await fetches.controller.idle()
-    assert set(one.faults.loaded) == set(keys[:3])
+    assert set(one.shelf.loaded) == set(keys[:3])
 
 
 async def test_a_chunk_that_one_adapter_cannot_load_comes_from_the_next(l1: L1, tier: OpenTier) -> None:
@@ -187,12 +187,11 @@ async def test_a_chunk_that_one_adapter_cannot_load_comes_from_the_next(l1: L1, 
     keys = chain("a", 6)
     await in_l2(l1, near, keys)
     await in_l2(l1, far, keys)
-    broken = near.path(keys[2])
-    broken.write_bytes(bytes(100))
-    near.plan.schedule(None, Fault.ERROR)  # exists answers; the first batch fails
+    near.shelf.records[keys[2]] = bytes(100)
+    near.shelf.schedule(None, Fault.ERROR)  # exists answers; the first batch fails
     fetches = Loads(l1, near, far)
     assert await fetches.fetch(keys) == FetchOutcome(6, 6, "")
-    assert set(far.faults.loaded) == set(keys[:3])
+    assert set(far.shelf.loaded) == set(keys[:3])
     assert l1.has(*keys)
 
 
@@ -223,10 +222,10 @@ async def test_at_the_deadline_a_fetch_answers_with_the_loaded_chunks_and_the_re
     keys = chain("a", 6)
     await in_l2(l1, one, keys)
     fetches = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
-    one.plan.schedule(None, None, None, Fault.HANG)  # exists and two records answer; the third record hangs
+    one.shelf.schedule(None, None, None, Fault.HANG)  # exists and two records answer; the third record hangs
     outcome = await fetches.fetch(keys, within_s=2.0)
     assert outcome == FetchOutcome(2, 2, MissReason.DEADLINE, "deadline")
-    one.faults.release()
+    one.shelf.release()
     await fetches.controller.idle()
     assert l1.has(*keys)
 
@@ -235,10 +234,10 @@ async def test_an_adapter_that_does_not_answer_exists_is_passed_over(l1: L1, tie
     near, far = await tier(), await tier()
     keys = chain("a", 4)
     await in_l2(l1, far, keys)
-    near.plan.schedule(Fault.HANG)
+    near.shelf.schedule(Fault.HANG)
     fetches = Loads(l1, near, far, patience_share=0.00001)
     assert await fetches.fetch(keys) == FetchOutcome(4, 4, "")
-    near.faults.release()
+    near.shelf.release()
 
 
 async def test_fetches_that_hang_on_one_adapter_do_not_stop_another(l1: L1, tier: OpenTier) -> None:
@@ -249,14 +248,14 @@ async def test_fetches_that_hang_on_one_adapter_do_not_stop_another(l1: L1, tier
     other = chain("other", 3)
     await in_l2(l1, good, other)
     fetches = Loads(l1, hung, good, max_in_flight=2, in_flight_bytes=10 * RECORD)
-    hung.plan.schedule(*[None] * 4, Fault.HANG, Fault.HANG, None)
+    hung.shelf.schedule(*[None] * 4, Fault.HANG, Fault.HANG, None)
     waits = [asyncio.create_task(fetches.fetch(keys)) for keys in prompts]
-    await until(lambda: hung.faults.hanging == 2)
+    await until(lambda: hung.shelf.hanging == 2)
     assert await fetches.fetch(other) == FetchOutcome(3, 3, "")
-    assert hung.faults.hanging == 2, "no more than max_in_flight load from one adapter"
-    assert fetches.controller.document()["adapters"]["fs-0"]["waiting"] == 2
+    assert hung.shelf.hanging == 2, "no more than max_in_flight load from one adapter"
+    assert fetches.controller.document()["adapters"]["shelf-0"]["waiting"] == 2
     while not all(wait.done() for wait in waits):
-        hung.faults.release()
+        hung.shelf.release()
         await asyncio.sleep(0.001)
     assert [wait.result().n_chunks for wait in waits] == [1] * 4
 
@@ -265,16 +264,16 @@ async def test_bytes_in_flight_are_bounded(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     keys = chain("a", 20)
     await in_l2(l1, one, keys)
-    one.plan.schedule(None, *[Fault.HANG] * 20)
+    one.shelf.schedule(None, *[Fault.HANG] * 20)
     fetches = Loads(l1, one, in_flight_bytes=5 * RECORD, batch_bytes=2 * RECORD)
     wait = asyncio.create_task(fetches.fetch(keys))
-    await until(lambda: one.faults.hanging == 2)
+    await until(lambda: one.shelf.hanging == 2)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert one.faults.hanging == 2
+    assert one.shelf.hanging == 2
     assert l1.pool.stats()["bytes"]["reserved"] <= 5 * 57_344
     while not wait.done():
-        one.faults.release()
+        one.shelf.release()
         await asyncio.sleep(0.001)
     assert wait.result() == FetchOutcome(20, 20, "")
 
@@ -286,7 +285,7 @@ async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_st
     puts.controller.committed(l1.store(keys))
     await puts.controller.stop(LATER_S)
     l1.lose(keys)
-    one.plan.schedule(None, Fault.HANG)
+    one.shelf.schedule(None, Fault.HANG)
     fetches = Loads(l1, one)
     plain = one.exists
 
@@ -303,7 +302,7 @@ async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_st
     assert stats["bytes"]["quarantined"] == 2 * 57_344
     for n in range(10):
         l1.store(chain(f"new {n}", 8))
-    one.faults.release()
+    one.shelf.release()
     await until(lambda: l1.pool.stats()["holds"] == 0)
     assert l1.pool.stats()["bytes"]["quarantined"] == 0
     one.limits = TierLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
@@ -356,8 +355,7 @@ async def test_loads_from_several_adapters_may_take_more_than_a_sessions_share(l
 
 async def test_reservations_of_hung_adapters_do_not_stop_loads_from_others(l1: L1, tier: OpenTier) -> None:
     """Together the hung adapters hold more than a session may reserve."""
-    plans = [FaultPlan(), FaultPlan()]
-    hung = [await tier(plan=plan) for plan in plans]
+    hung = [await tier(), await tier()]
     sound = await tier()
     prompts = [chain(name, 5) for name in "ab"]
     for one, keys in zip(hung, prompts, strict=True):
@@ -366,14 +364,14 @@ async def test_reservations_of_hung_adapters_do_not_stop_loads_from_others(l1: L
     await in_l2(l1, sound, keys)
     fetches = Loads(l1, *hung, sound, in_flight_bytes=10 * RECORD, batch_bytes=5 * RECORD)
     waits = []
-    for one, plan, stuck in zip(hung, plans, prompts, strict=True):
-        plan.schedule(None, Fault.HANG)
+    for one, stuck in zip(hung, prompts, strict=True):
+        one.shelf.schedule(None, Fault.HANG)
         waits.append(asyncio.create_task(fetches.fetch(stuck)))
-        await until(lambda one=one: one.faults.hanging == 1)
+        await until(lambda one=one: one.shelf.hanging == 1)
     assert l1.pool.stats()["bytes"]["reserved"] > L1_BYTES // 8
     assert await fetches.fetch(keys) == FetchOutcome(10, 10, "")
     for one in hung:
-        one.faults.release()
+        one.shelf.release()
     assert [outcome.n_chunks for outcome in await asyncio.gather(*waits)] == [5, 5]
 
 
@@ -389,7 +387,7 @@ async def test_a_budget_bounds_what_a_prewarm_loads(l1, tier, budget_bytes, n):
     assert outcome == FetchOutcome(n, n, MissReason.REFUSED, "budget")
     assert l1.pool.peek(b"".join(keys), 1) == n
     assert (spent.keys, spent.bytes) == (n, n * RECORD)
-    assert not n or min(spent.phases[phase] for phase in ("lookup", "medium", "verify", "promote")) > 0, spent
+    assert not n or min(spent.phases[phase] for phase in ("lookup", "medium", "promote")) > 0, spent
     assert not fetches.controller.phases, "no user waited"
 
 
@@ -402,38 +400,36 @@ async def test_prewarms_wait_for_users_and_users_never_for_the_prewarms_that_wai
     fetches = Loads(l1, one, max_in_flight=2, in_flight_bytes=16 * RECORD, batch_bytes=4 * RECORD)
 
     async def begun(keys: list[bytes], prewarm: Spent | None = None) -> asyncio.Task[FetchOutcome]:
-        one.plan.schedule(None)  # exists
-        task, before = asyncio.create_task(fetches.fetch(keys, prewarm=prewarm)), one.faults.asked["exists"]
-        await until(lambda: one.faults.asked["exists"] > before)
+        one.shelf.schedule(None)  # exists
+        task, before = asyncio.create_task(fetches.fetch(keys, prewarm=prewarm)), one.shelf.asked["exists"]
+        await until(lambda: one.shelf.asked["exists"] > before)
         for _ in range(20):
             await asyncio.sleep(0)
         return task
 
-    one.plan.later = Fault.HANG
+    one.shelf.later = Fault.HANG
     loading = [await begun(keys) for keys in users]
     waiting = [await begun(first, Spent()), await begun(second, Spent())]
     loading.append(await begun(queued))
-    assert one.faults.hanging == 2, "prewarms wait while users load, and so does a third user"
+    assert one.shelf.hanging == 2, "prewarms wait while users load, and so does a third user"
     users.append(queued)
-    one.faults.release()
-    await until(lambda: one.faults.hanging == 1 and loading[0].done() and loading[1].done())
+    one.shelf.release()
+    await until(lambda: one.shelf.hanging == 1 and loading[0].done() and loading[1].done())
     for _ in range(20):
         await asyncio.sleep(0)
-    assert set(one.faults.loaded) == set().union(*users), (
+    assert set(one.shelf.loaded) == set().union(*users), (
         "the third user is first, and alone, although a slot is free"
     )
-    one.faults.release()
-    await until(lambda: one.faults.hanging == 1 and loading[2].done())
-    assert one.faults.loaded.keys() - set().union(*users) == {first[0]}, "one small batch of one prewarm"
+    one.shelf.release()
+    await until(lambda: one.shelf.hanging == 1 and loading[2].done())
+    assert one.shelf.loaded.keys() - set().union(*users) == {first[0]}, "one small batch of one prewarm"
     loading.append(await begun(late))
-    assert one.faults.hanging == 2 and set(late) <= set(one.faults.loaded), (
-        "a user passes the waiting prewarms"
-    )
-    one.faults.release()
+    assert one.shelf.hanging == 2 and set(late) <= set(one.shelf.loaded), "a user passes the waiting prewarms"
+    one.shelf.release()
     assert [outcome.n_chunks for outcome in await asyncio.gather(*loading)] == [4] * 4
-    one.plan.later = None
+    one.shelf.later = None
     while not all(task.done() for task in waiting):
-        one.faults.release()
+        one.shelf.release()
         await asyncio.sleep(0.001)
     assert [task.result().n_chunks for task in waiting] == [4, 4]
 
@@ -443,12 +439,12 @@ async def test_a_prewarm_begins_no_load_after_its_time(l1: L1, tier: OpenTier) -
     keys = chain("a", 6)
     await in_l2(l1, one, keys)
     fetches, spent = Loads(l1, one, in_flight_bytes=RECORD), Spent()  # one record at a time
-    one.plan.schedule(None, None, Fault.HANG)  # exists and one record answer; the second record hangs
+    one.shelf.schedule(None, None, Fault.HANG)  # exists and one record answer; the second record hangs
     outcome = await fetches.fetch(keys, within_s=1.0, prewarm=spent)
     assert outcome == FetchOutcome(1, 1, MissReason.DEADLINE, "deadline")
-    one.faults.release()
+    one.shelf.release()
     await fetches.controller.idle()
-    assert (l1.pool.peek(b"".join(keys), 1), spent.keys, one.faults.asked["load"]) == (2, 2, 2)
+    assert (l1.pool.peek(b"".join(keys), 1), spent.keys, one.shelf.asked["load"]) == (2, 2, 2)
 
 
 async def test_a_cancelled_fetch_begins_no_more_loads(l1: L1, tier: OpenTier) -> None:
@@ -456,15 +452,15 @@ async def test_a_cancelled_fetch_begins_no_more_loads(l1: L1, tier: OpenTier) ->
     keys = chain("a", 10)
     await in_l2(l1, one, keys)
     fetches = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
-    one.plan.schedule(None, Fault.HANG)
+    one.shelf.schedule(None, Fault.HANG)
     wait = asyncio.create_task(fetches.fetch(keys))
-    await until(lambda: one.faults.hanging == 1)
+    await until(lambda: one.shelf.hanging == 1)
     wait.cancel()
     with pytest.raises(asyncio.CancelledError):
         await wait
-    one.faults.release()
+    one.shelf.release()
     await fetches.controller.idle()
-    assert one.faults.asked == {"exists": 1, "load": 1}
+    assert one.shelf.asked == {"exists": 1, "load": 1}
     assert l1.has(keys[0])
     assert l1.read(keys[1]) is None
 
@@ -473,16 +469,16 @@ async def test_stop_is_bounded_and_its_bytes_stay_until_the_medium_has_finished(
     one = await tier()
     keys = chain("a", 4)
     await in_l2(l1, one, keys)
-    one.plan.schedule(None, Fault.HANG)
+    one.shelf.schedule(None, Fault.HANG)
     fetches = Loads(l1, one)
     wait = asyncio.create_task(fetches.fetch(keys))
-    await until(lambda: one.faults.hanging == 1)
+    await until(lambda: one.shelf.hanging == 1)
     await fetches.controller.stop(0)
     assert (await wait).n_chunks == 0
     assert l1.pool.stats()["bytes"]["reserved"] == 0
     assert l1.pool.stats()["bytes"]["quarantined"] > 0
     assert (await fetches.fetch(keys)).reason == MissReason.BREAKER_OPEN
-    one.faults.release()
+    one.shelf.release()
     await until(lambda: l1.pool.stats()["holds"] == 0)
 
 
@@ -677,14 +673,14 @@ async def test_what_other_lookups_load_counts_as_time_before_a_load_and_a_tier_t
     def fetch() -> Coroutine[Any, Any, FetchOutcome]:
         return fetches.fetch(keys, within_s=5, compute_s=lambda first, last: 2 * need_s * (last - first) / 4)
 
-    one.plan.schedule(None, Fault.HANG, Fault.HANG)
+    one.shelf.schedule(None, Fault.HANG, Fault.HANG)
     waits = asyncio.create_task(fetches.fetch(before))
-    await until(lambda: one.faults.hanging == 2)
+    await until(lambda: one.shelf.hanging == 2)
     outcome = await fetch()
     assert (outcome.n_chunks, outcome.reason) == (0, MissReason.RECOMPUTE)
     assert outcome.choices[0].load_s == pytest.approx(3 * need_s, rel=0.1)
     while not waits.done():
-        one.faults.release()
+        one.shelf.release()
         await asyncio.sleep(0.001)
     knows(one, 0.001)  # 50 s for a record
     one.load_times.measured_s -= PROBE_S

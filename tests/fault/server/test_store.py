@@ -20,9 +20,8 @@ from kvstrata.tiers.puts import KEYS_PER_TURN
 from kvstrata.types import KEY_BYTES
 from tests.fault.server.conftest import OpenTier, Puts, Start
 from tests.harness.amount import amount
-from tests.harness.faulty import Fault, FaultPlan
 from tests.harness.l1 import L1, LATER_S, chain
-from tests.harness.shelf import SHELVES
+from tests.harness.shelf import SHELVES, Fault
 from tests.harness.waiting import until
 
 
@@ -54,7 +53,7 @@ async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: Ope
 
     one = await tier()
     puts = Puts(l1, one)
-    of_tier = puts.controller._puts["fs-0"]
+    of_tier = puts.controller._puts["shelf-0"]
     pool: Any = Counting()
     of_tier._pool = pool
     of_tier.unpinned.update(dict.fromkeys(chain("lost", 1000)))
@@ -79,7 +78,7 @@ async def test_puts_go_on_after_one_crashed(l1, tier, caplog, disarmed):
     lost = l1.store(chain("a", 2))
     puts.controller.committed(lost)
     await puts.controller.idle()
-    assert "put-fs-0 crashed" in caplog.text and "failpoint put.started" in caplog.text
+    assert "put-shelf-0 crashed" in caplog.text and "failpoint put.started" in caplog.text
     assert sorted(puts.skipped) == sorted((key, "crashed") for key in lost)
     assert puts.backlog_bytes == 0
     kept = l1.store(chain("b", 2))
@@ -92,7 +91,7 @@ async def test_puts_go_on_after_one_crashed(l1, tier, caplog, disarmed):
 
 async def test_a_put_in_flight_keeps_its_pin_after_its_deadline(l1: L1, tier: OpenTier) -> None:
     one = await tier(deadline_ms=1)
-    one.plan.schedule(Fault.HANG)
+    one.shelf.schedule(Fault.HANG)
     puts = Puts(l1, one)
     [key] = l1.store(chain("a", 1))
     await puts.put([key])
@@ -102,7 +101,7 @@ async def test_a_put_in_flight_keeps_its_pin_after_its_deadline(l1: L1, tier: Op
     for n in range(12):
         l1.store(chain(f"new {n}", 8))
     assert l1.has(key)
-    one.faults.release()
+    one.shelf.release()
     await until(lambda: one.records == {key})
     await until(lambda: l1.pool.stats()["holds"] == 0)
 
@@ -111,10 +110,10 @@ async def test_a_throttled_put_is_repeated_and_at_last_skipped(l1: L1, tier: Ope
     one = await tier()
     puts = Puts(l1, one)
     first, second = l1.store(chain("a", 2))
-    one.plan.schedule(Fault.THROTTLED, Fault.THROTTLED)
+    one.shelf.schedule(Fault.THROTTLED, Fault.THROTTLED)
     await puts.put([first])
     assert one.records == {first}
-    one.plan.schedule(*[Fault.THROTTLED] * 3)
+    one.shelf.schedule(*[Fault.THROTTLED] * 3)
     await puts.put([second])
     assert puts.skipped == [(second, "injected")]
     assert puts.counts() == {"throttled": 4, "stored": 1, "skipped:injected": 1}
@@ -126,7 +125,7 @@ async def test_a_failed_put_is_skipped_with_its_reason_and_later_ones_go_on(l1, 
     one = await tier()
     puts = Puts(l1, one)
     first, second = l1.store(chain("a", 2))
-    one.plan.schedule(fault)
+    one.shelf.schedule(fault)
     await puts.put([first])
     assert puts.skipped == [(first, "adapter_error" if fault is Fault.RAISE else "injected")]
     await puts.put([first, second])
@@ -135,12 +134,12 @@ async def test_a_failed_put_is_skipped_with_its_reason_and_later_ones_go_on(l1, 
 
 
 async def test_stop_is_bounded_and_reports_the_chunks_it_did_not_put(l1: L1, tier: OpenTier) -> None:
-    plan = FaultPlan(Fault.HANG)
-    one = await tier(plan=plan)
+    one = await tier()
+    one.shelf.later = Fault.HANG
     puts = Puts(l1, one)
     keys = l1.store(chain("a", 14))
     puts.controller.committed(keys)
-    await until(lambda: one.faults.hanging == 2)
+    await until(lambda: one.shelf.hanging == 2)
     await puts.controller.stop(0)
     assert sorted(puts.skipped) == sorted((key, "stopping") for key in keys)
     assert puts.backlog_bytes == 0
@@ -148,7 +147,7 @@ async def test_stop_is_bounded_and_reports_the_chunks_it_did_not_put(l1: L1, tie
     puts.controller.committed(keys[:1])
     assert puts.skipped[-1] == (keys[0], "stopping")
     await puts.controller.stop(0)
-    one.faults.release()
+    one.shelf.release()
     await until(lambda: l1.pool.stats()["holds"] == 0)
 
 
@@ -183,7 +182,7 @@ async def test_second_touch_puts_chunks_that_were_used_again(l1: L1, tier: OpenT
     puts.controller.touched([thrice])
     await puts.controller.idle()
     assert one.records == {twice, thrice}
-    assert one.faults.stored[thrice] == 1
+    assert one.shelf.stored[thrice] == 1
 
 
 async def test_a_read_only_medium_gets_and_loses_nothing(l1: L1, tier: OpenTier) -> None:
@@ -195,7 +194,7 @@ async def test_a_read_only_medium_gets_and_loses_nothing(l1: L1, tier: OpenTier)
     puts.controller.committed(l1.store(keys))
     await puts.controller.idle()
     assert one.records == set(keys)
-    assert read_only.faults.asked["put"] == 0
+    assert read_only.shelf.asked["put"] == 0
     assert puts.skipped == []
     assert await puts.controller.clear() == 8
 
@@ -205,13 +204,13 @@ async def test_clear_empties_queue_and_adapters(l1: L1, tier: OpenTier) -> None:
     puts = Puts(l1, one, batches_in_flight=1)
     done = l1.store(chain("done", 2))
     await puts.put(done)
-    one.plan.schedule(Fault.HANG)
+    one.shelf.schedule(Fault.HANG)
     keys = l1.store(chain("a", 12))
     puts.controller.committed(keys)
-    await until(lambda: one.faults.hanging == 1)
+    await until(lambda: one.shelf.hanging == 1)
     assert await puts.controller.clear() == 2
     assert sorted(puts.skipped) == sorted((key, "cleared") for key in keys[4:])
-    one.faults.release()
+    one.shelf.release()
     await puts.controller.idle()
     assert one.records == set(), "a record whose put was under way is deleted once the put has ended"
     assert sorted(puts.skipped) == sorted((key, "cleared") for key in keys)

@@ -1,4 +1,6 @@
-"""Client and server as real processes: what is stored comes back byte for byte, and nothing waits for long."""
+"""Client and server as real processes: what is stored comes back byte for byte, nothing waits for long, and a process
+without a slice gets L1 in a form that it cannot write to.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from kvstrata.native.core import RecordSpec, buffer_address, record_header, seal
 from kvstrata.types import KEY_BYTES, Role
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
 from tests.harness.open_files import open_files
+from tests.harness.rpc_client import RpcClient
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -307,3 +311,32 @@ def test_a_chunk_whose_record_names_another_identity_is_a_miss_and_is_dropped(se
     )
     assert "stored" in engine.stored(tokens), "the next store replaces it"
     assert engine.hit(tokens) == 5
+
+
+def mapped(server: ServerProcess) -> list[str]:
+    """How this process maps the extents."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted(line.split()[1] for line in lines if line.endswith(str(server.segment_dir / "extents")))
+
+
+def test_the_descriptor_of_a_scheduler_cannot_be_mapped_for_writing(server):
+    with RpcClient(server.socket_dir, role=Role.SCHEDULER) as client:
+        assert client.attachment is not None
+        fd, length = client.attachment.extents_fd, client.attachment.extents_bytes
+        mmap.mmap(fd, length, prot=mmap.PROT_READ).close()
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, length)
+
+
+def test_a_scheduler_maps_l1_read_only_and_looks_up_as_before(server, request):
+    with CacheEngine(server.socket_dir, model=request.node.name) as worker:
+        worker.connect()
+        tokens = prompt(3)
+        assert worker.stored(tokens) == ["stored"] * 3
+        assert mapped(server) == ["rw-s"]
+        with CacheEngine(server.socket_dir, model=request.node.name, role=Role.SCHEDULER) as side:
+            side.connect()
+            assert mapped(server) == ["r--s", "rw-s"]
+            assert side.client.peek(side.identity(), side.hasher(tokens)) == 3
+            assert side.looked_up(tokens).n_chunks == 3
+            assert worker.hit(tokens) == 3

@@ -22,9 +22,9 @@ import yaml
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.controller_process import ControllerProcess
-from tests.harness.faulty import faulty
 from tests.harness.http_read import read
 from tests.harness.server_process import ServerProcess
+from tests.harness.shelf import Fault, entry
 from tests.harness.signals import of_threads
 
 pytestmark = pytest.mark.integration
@@ -287,7 +287,7 @@ def test_a_controller_reloads_its_token(tmp_path: Path, config: Config) -> None:
 
 def test_a_stop_says_what_it_waits_for_and_what_it_gave_up(tmp_path: Path) -> None:
     """The adapter never answers its puts; the whole stop takes no longer than the budget of its drain."""
-    flags = ("--l2-adapter", json.dumps(faulty(tmp_path / "bad", "hang", deadline_ms=60_000)))
+    flags = ("--l2-adapter", json.dumps(entry("bad", Fault.HANG, deadline_ms=60_000)))
     environment = {**os.environ, "KVSTRATA_L2_DRAIN_S": "1.5", "KVSTRATA_PATIENCE": "1"}
     with ServerProcess(
         tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2="embedded", flags=flags, environment=environment

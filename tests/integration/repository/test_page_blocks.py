@@ -19,8 +19,7 @@ from tests.harness import envoy_program, network
 from tests.harness.cache_engine import eventually
 from tests.harness.child import ChildError
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
-from tests.unit.repository.test_commands_of_pages import BLOCK, four_hosts, lines_of_block, make_secrets
-from tests.unit.repository.test_pages import ROOT
+from tests.unit.repository.test_pages import BLOCK, ROOT, four_hosts, lines_of_block, make_secrets
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 

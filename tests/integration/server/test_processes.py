@@ -227,13 +227,6 @@ for way, go in ways.items():
 """
 
 
-class OfUser:
-    """Stands for a host in `ServerProcess`: commands run here, as this user."""
-
-    def __init__(self, uid: int) -> None:
-        self.under = as_user(uid)
-
-
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can become two other users"
 )
@@ -248,7 +241,7 @@ def test_neither_engine_reaches_the_other_tenants_pool() -> None:
                 folder,
                 l1_mb=64,
                 chunk_tokens=CHUNK_TOKENS,
-                host=OfUser(uid),  # type: ignore[arg-type]
+                within=as_user(uid),
             )
             servers[name] = server
             server.start()

@@ -19,7 +19,6 @@ import pytest
 from kvstrata.keys.batch import split
 from kvstrata.native.core import storage_keys
 from kvstrata.types import KEY_BYTES
-from tests.harness.faulty import faulty
 from tests.harness.http_read import read
 from tests.harness.l2_load import check_bytes, clear_l1, served, stored, until_stored
 from tests.harness.rpc_client import (
@@ -31,12 +30,13 @@ from tests.harness.rpc_client import (
     part,
     until,
 )
+from tests.harness.shelf import Fault, entry
 
 pytestmark = pytest.mark.integration
 
 
 def test_what_a_killed_server_had_not_put_is_put_by_the_next_also_while_leased(start, tmp_path):
-    server = start(faulty(tmp_path / "faulty", "error"))
+    server = start(entry("faulty", Fault.ERROR))
     good = {"type": "fs", "base_path": str(tmp_path / "good"), "capacity_gb": 1}
     with RpcClient(server.socket_dir) as leaseholder:
         identity, chain = stored(leaseholder, 5)
@@ -71,7 +71,7 @@ def test_a_clean_stop_puts_waiting_chunks_and_l2_survives_the_loss_of_l1(start):
 
 
 def test_a_process_that_ends_while_its_lookup_waits_leaves_no_lease(start, tmp_path):
-    server = start(faulty(tmp_path / "faulty", "hang"))
+    server = start(entry("faulty", Fault.HANG))
     with RpcClient(server.socket_dir) as leaving, RpcClient(server.socket_dir) as observer:
         identity = leaving.identify()
         chain = chain_of(identity.root, 3)

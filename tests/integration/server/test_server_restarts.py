@@ -19,9 +19,9 @@ from kvstrata.memory.paths import LESSONS
 from kvstrata.native.core import Pool
 from kvstrata.process.http_local import find_token
 from kvstrata.rpc import wire
-from kvstrata.types import unpack_extents
+from kvstrata.types import shown_name, unpack_extents
 from tests.harness.cache_engine import eventually
-from tests.harness.child import Child
+from tests.harness.child import Child, ChildError
 from tests.harness.l2_load import stored
 from tests.harness.open_files import open_files
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient, RpcError, chain_of, keys_of, payload
@@ -125,14 +125,24 @@ def test_ctl_lists_and_frees_extents_that_a_device_may_still_write(tmp_path: Pat
 
     with (
         ServerProcess(tmp_path / "server", l1_mb=16) as server,
-        Child("tests.integration.server.rpc_holder", log=tmp_path / "holder.log") as holder,
+        Child("tests.harness.rpc_child", log=tmp_path / "holder.log") as holder,
+        Child("tests.harness.rpc_child", log=tmp_path / "other.log") as other,
     ):
         server.start()
-        session = holder.ask("reserve", socket_dir=str(server.socket_dir), n_chunks=3)
+        socket_dir = str(server.socket_dir)
+        name, row_number = holder.ask("attach", socket_dir=socket_dir, registers_memory=True)
+        holder.ask("reserve", session=name, n_chunks=3)
+        session = shown_name(bytes.fromhex(name))
         server.kill()
         holder.kill()
         server.start()
         eventually("the session is stranded", lambda: ctl(server, "list")["stranded"])
+        server.kill()
+        server.start()
+        eventually("it still is", lambda: ctl(server, "list")["stranded"])
+        with pytest.raises(ChildError, match="choose another"):
+            other.ask("attach", socket_dir=socket_dir, session=name)
+        assert other.ask("attach", socket_dir=socket_dir)[1] != row_number
         [row] = ctl(server, "list")["stranded"]
         pool = server.get("/v1/status")["pool"]
         assert (row["session"], row["kept_bytes"]) == (session, pool["quarantined_bytes"])

@@ -1,4 +1,4 @@
-"""Lines of the log, metrics and the line of loads."""
+"""Lines of the log, metrics, the line of loads, and what spans cost where a package is missing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.errors import ConfigError
 from kvstrata.observability.explain import ServerNumbers
 from kvstrata.observability.load_line import LEAST_BATCHES, LoadLine
 from kvstrata.observability.logging import WINDOW_S, EventLog, LogWriter, _JsonFormatter
@@ -31,6 +33,7 @@ from kvstrata.observability.numbers import (
     histogram,
     parts_by,
 )
+from kvstrata.observability.tracing import Tracer
 
 
 @pytest.fixture
@@ -227,3 +230,9 @@ def test_any_batches_give_what_a_load_can_follow(batches: list[tuple[int, float]
     assert found is not None
     latency_s, bytes_s = found
     assert math.isfinite(latency_s) and latency_s >= 0 and math.isfinite(bytes_s) and bytes_s > 0
+
+
+def test_the_error_of_a_missing_extra_names_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"observability.otlp_endpoint: .*; pip install '\.\[otel\]'"):
+        Tracer("http://127.0.0.1:4318", "one")

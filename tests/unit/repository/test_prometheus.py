@@ -17,8 +17,7 @@ from kvstrata.server.requests.requests import OPERATIONS
 from kvstrata.tiers.base import Outcome
 from kvstrata.tiers.puts import Skip
 from tests.harness.cases import case
-from tests.unit.repository.test_commands_of_pages import commands_of, refusal_of_text
-from tests.unit.repository.test_pages import ROOT, anchors
+from tests.unit.repository.test_pages import ROOT, anchors, commands_of, refusal_of_text
 
 ALL: dict[str, Family] = families_of(SERVER) | families_of(CONTROLLER)
 ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}

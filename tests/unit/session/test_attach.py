@@ -30,7 +30,9 @@ from kvstrata.session.zmtp import (
     header,
     ready,
 )
-from tests.harness.attach_worker import make_request
+from tests.harness.rpc_client import RpcClient
+
+REQUEST = RpcClient(Path()).attach_request()
 
 
 @pytest.fixture
@@ -44,12 +46,12 @@ def root() -> Iterator[Path]:
 def test_a_socket_directory_that_cannot_be_looked_at_is_no_server(root):
     (root / "link").symlink_to("x" * 300)  # stat() fails, as below a directory that may not be searched
     with pytest.raises(Unavailable, match="File name too long"):
-        attach(root / "link", make_request(session=b"s" * 16), LockHolder(), 0.1)
+        attach(root / "link", REQUEST, LockHolder(), 0.1)
 
 
 def test_a_socket_directory_that_is_missing_is_no_server(root):
     with pytest.raises(Unavailable, match="does not exist"):
-        attach(root / "none", make_request(session=b"s" * 16), LockHolder(), 0.1)
+        attach(root / "none", REQUEST, LockHolder(), 0.1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
@@ -67,9 +69,9 @@ def test_nobody_connects_to_a_socket_in_a_folder_that_others_control(root, whose
         else:
             theirs.chmod(0o770)
         with pytest.raises(Unavailable, match="does not exist"):
-            attach_in([root / "ours", theirs], make_request(session=b"s" * 16), LockHolder(), 0.1)
+            attach_in([root / "ours", theirs], REQUEST, LockHolder(), 0.1)
         with pytest.raises(ConfigError, match="choose"):
-            attach_in([theirs, root / "ours"], make_request(session=b"s" * 16), LockHolder(), 0.1)
+            attach_in([theirs, root / "ours"], REQUEST, LockHolder(), 0.1)
         with pytest.raises(BlockingIOError):
             listener.accept()
 
@@ -96,7 +98,7 @@ def test_nobody_speaks_to_a_socket_at_which_another_user_listens(root):
         assert listener.stdout is not None and listener.stdout.readline() == "bound\n"
         ours.chmod(0o700)
         with pytest.raises(NotPermitted, match="is served by uid 65534, not by us"):
-            attach_in([ours], make_request(session=b"s" * 16), LockHolder(), 0.1)
+            attach_in([ours], REQUEST, LockHolder(), 0.1)
         assert listener.stdout.read() == "b''\n"
 
 

@@ -1,4 +1,4 @@
-"""`kvstrata plan`: what it says of a trace, and of what is none."""
+"""Commands that read a trace: what `kvstrata plan` says of it, and what `kvstrata replay` does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.cli import replay
 from kvstrata.cli.plan import Row, computed, main, read_trace
 from kvstrata.server.request_log import HEADER, MAGIC
 
@@ -103,3 +104,30 @@ def test_the_log_of_a_server_is_a_trace_up_to_the_request_that_was_cut(tmp_path:
     block_tokens, rows = read_trace(str(tmp_path / "log"), 99)
     assert (block_tokens, [one.timestamp for one in rows]) == (16, [0.0, 1_000.0, 2_000.0])
     assert (rows[2].input_length, rows[2].output_length, rows[2].hash_ids) == (49, 99, [1, 2, 2])
+
+
+def test_late_stores_add_to_the_engines_own_cache(tmp_path, capsys):
+    trace = tmp_path / "turns.jsonl"
+    turns = [
+        {"timestamp": 1_000 * turn, "hash_ids": [*range(10 * (turn % 2), 10 * (turn % 2) + 10)]}
+        for turn in range(20)
+    ]
+    trace.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    hits = {}
+    for store in ("commit", "late"):
+        words = [
+            str(trace),
+            "--chunk-mb",
+            "1",
+            "--l1-size-gb",
+            "0.011",
+            "--engine-gb",
+            "0.011",
+            "--l2",
+            "--json",
+        ]
+        assert replay.main([*words, "--store", store]) == 0
+        hits[store] = json.loads(capsys.readouterr().out)["sizes"][0]["hits_LRU"]
+    assert hits == {"commit": 0.0, "late": 0.9}
+    assert replay.main([str(trace), "--chunk-mb", "1", "--store", "late"]) != 0
+    assert "--store late: needs --engine-gb" in capsys.readouterr().err

@@ -1,16 +1,21 @@
-"""What a server that does not do what Redis does cannot make of the `resp` adapter."""
+"""The `resp` adapter: what an entry makes, and what it says of servers that do not do what Redis does.
+
+No message ever shows a password.
+"""
 
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.testing.strategies import (
     WAIT_S,
     Found,
@@ -24,11 +29,81 @@ from kvstrata.testing.strategies import (
     watched,
 )
 from kvstrata.tiers.base import Outcome, Presence, StorageAdapter
-from kvstrata.tiers.config import make_adapter
+from kvstrata.tiers.config import configure_tier, make_adapter
+from kvstrata.tiers.lanes import Lane
 from kvstrata.tiers.media.resp import connection as connection_module
+from kvstrata.tiers.media.resp.adapter import RespAdapter
 from kvstrata.tiers.media.resp.connection import MAX_BULK_BYTES, Link, LinkLost, ServerError
 from kvstrata.tiers.media.resp.pipeline import _directed
 from kvstrata.tiers.media.resp.servers import Address
+
+SECRET = "hunter2"
+
+
+def made(**fields: Any) -> RespAdapter:
+    entry = {"type": "resp", **fields}
+    adapter = configure_tier(entry, 0).make()
+    assert isinstance(adapter, RespAdapter)
+    return adapter
+
+
+@pytest.mark.usefixtures("patience_of_production")
+def test_every_field_that_users_know_is_read() -> None:
+    adapter = made(
+        host="10.0.0.1",
+        port=7000,
+        username="u",
+        password=SECRET,
+        key_prefix="team-a/kv:",
+        num_workers=3,
+        per_op_workers={"lookup": 1},
+        database_id=4,
+        request_timeout=0.5,
+        connection_timeout=1.5,
+        ttl_seconds=90,
+        max_capacity_gb=0.5,
+        tls_enable=True,
+        tls_server_name="redis",
+    )
+    servers, config = adapter.servers, adapter.config
+    assert (servers.username, servers.password, servers.database) == ("u", SECRET, 4)
+    assert (servers.connection_timeout_s, servers.tls_server_name) == (1.5, "redis")
+    assert isinstance(servers.tls, ssl.SSLContext) and servers.tls.verify_mode is ssl.CERT_REQUIRED
+    assert (config.key_prefix, config.ttl_seconds, adapter.timeout_s) == ("team-a/kv:", 90, 0.5)
+    assert (config.num_workers, config.per_op_workers) == (3, {Lane.LOOKUP: 1})
+    assert config.max_capacity_gb == 0.5
+
+
+def test_the_deadline_is_the_time_limit_where_no_other_is_given() -> None:
+    assert made(host="h", deadline_ms=250).timeout_s == 0.25
+
+
+@pytest.mark.parametrize("nodes", ["a:1,b:2 , [::1]:3", ["a:1", "b:2", "[::1]:3"]])
+def test_nodes_of_a_cluster(nodes: Any) -> None:
+    servers = made(startup_nodes=nodes, cluster_mode=True).servers
+    assert servers.addresses == (Address("a", 1), Address("b", 2), Address("::1", 3)) and servers.cluster
+
+
+def test_sentinels() -> None:
+    servers = made(sentinels="a,b:7", sentinel_master="mymaster").servers
+    assert servers.addresses == (Address("a", 26379), Address("b", 7)) and servers.master_name == "mymaster"
+
+
+def test_a_password_comes_from_a_private_file(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(SECRET + "\n")
+    file.chmod(0o600)
+    assert made(host="h", password_file=str(file)).servers.password == SECRET
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        made(host="h", password_file=str(file))
+
+
+def test_an_entry_that_cannot_be_read_is_not_shown() -> None:
+    for entry in (f'{{"type": "resp", "password": "{SECRET}"', f'[{{"password": "{SECRET}"}}]'):
+        with pytest.raises(ConfigError) as raised:
+            configure_tier(entry, 0)
+        assert SECRET not in raised.value.message
 
 
 def bulk(value: bytes) -> bytes:
