@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -12,31 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.native.core import Pool
+from tests.harness import pool_files
 from tests.harness.amount import amount
+from tests.harness.pool_files import IDENTITY, PAGE, Files
 from tests.harness.validation import validate
 
-PAGE = 4096
-IDENTITY = bytes(32)
 POLICIES = ("VALUE", "LRU")
 REFUSED = range(3, 11)
 PARENT_ABSENT = 10
 
 
 def make_pool(pages: int, policy: str, entries: int = 0) -> Pool:
-    index = os.memfd_create("index", os.MFD_CLOEXEC)
-    extents = os.memfd_create("extents", os.MFD_CLOEXEC)
-    try:
-        return Pool.create(
-            index,
-            extents,
-            extents_bytes=pages * PAGE,
-            entry_capacity=entries or pages,
-            policy=policy,
-            max_session_share=1,
+    with Files() as files:
+        return files.create(
+            extents_bytes=pages * PAGE, entry_capacity=entries or pages, policy=policy, max_session_share=1
         )
-    finally:
-        os.close(index)
-        os.close(extents)
 
 
 def key(*path: int) -> bytes:
@@ -44,13 +33,10 @@ def key(*path: int) -> bytes:
 
 
 def store(pool: Pool, keys: Sequence[bytes], pages: int, first: int = 0) -> None:
-    """Store keys[first:] behind keys[:first]; the extents are never written to."""
+    """Store keys[first:] behind keys[:first]."""
     parent = keys[first - 1] if first else b""
-    ticket, outcomes, _ = pool.reserve(b"".join(keys[first:]), parent, pages * PAGE, 0, IDENTITY)
-    assert set(outcomes) <= {0, 1}, f"refused: {list(outcomes)}"
-    if ticket:
-        indices = [i for i, outcome in enumerate(outcomes) if outcome == 0]
-        assert not any(pool.commit(ticket, indices, check=False))
+    stored = pool_files.store(pool, b"".join(keys[first:]), parent=parent, size=pages * PAGE, sealed=False)
+    assert stored == len(keys) - first, "refused"
 
 
 def use(pool: Pool, keys: Sequence[bytes]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,62 +10,33 @@ from contextlib import contextmanager
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstrata.native.core import IndexReader, Pool, PoolFormatError, RecordSpec, seal_record
-from kvstrata.types import unpack_extents
+from kvstrata.native.core import IndexReader, Pool, PoolFormatError
 from tests.harness.amount import amount
+from tests.harness.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, store
 from tests.harness.validation import validate
 
 LIBC = ctypes.CDLL(None)
 LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 KEEP_SIZE, PUNCH_HOLE = 1, 2
-PAGE = 4096
 EXTENTS, ENTRIES = 24, 24
-IDENTITY = hashlib.sha256(b"identity").digest()
 ROWS_OFFSET, LINES_OFFSET = 4096, 69632
-
-
-def key(prompt: int, chunk: int) -> bytes:
-    return hashlib.sha256(b"%d.%d" % (prompt, chunk)).digest()
-
-
-def chain(prompt: int, chunks: int) -> bytes:
-    return b"".join(key(prompt, chunk) for chunk in range(chunks))
-
-
-def store(pool: Pool, prompt: int, chunks: int, size: int = 2 * PAGE) -> int:
-    """Store chunks of a prompt; return how many could be stored."""
-    keys = chain(prompt, chunks)
-    ticket, outcomes, packed = pool.reserve(keys, b"", size, 0, IDENTITY)
-    for i, extent in enumerate(unpack_extents(packed)):
-        if outcomes[i]:
-            continue
-        spec = RecordSpec(keys[32 * i : 32 * i + 32], IDENTITY, bytes(32), b"", 256)
-        seal_record(pool.extents_address + extent.offset_bytes, size, spec, [size - PAGE])
-        assert pool.commit(ticket, [i]) == b"\0"
-    return sum(outcome <= 1 for outcome in outcomes)
 
 
 @contextmanager
 def segment() -> Iterator[tuple[int, int]]:
     """Make the files of a pool with entries in every state, as a killed server leaves them."""
-    index = os.memfd_create("index", os.MFD_CLOEXEC)
-    extents = os.memfd_create("extents", os.MFD_CLOEXEC)
-    try:
-        size = EXTENTS * 2 * PAGE
-        pool = Pool.create(index, extents, extents_bytes=size, entry_capacity=ENTRIES, max_session_share=2)
+    with Files() as files:
+        pool = files.create(EXTENTS, entry_capacity=ENTRIES, max_session_share=2)
         rows = [pool.claim_row(bytes([n]) * 16, b"g" * 16, 100 + n) for n in range(3)]
         for prompt in range(4):
-            store(pool, prompt, 3, (2 + prompt % 2) * PAGE)
+            store(pool, chain(prompt, 3), size=(2 + prompt % 2) * PAGE)
         pool.lease(chain(0, 2), 1, rows[:2])
         pool.lease(chain(1, 3), 1, rows[2:])
-        pool.reserve(chain(7, 2), b"", 2 * PAGE, rows[0], IDENTITY)
-        pool.reserve(chain(8, 1), b"", 2 * PAGE, 0, IDENTITY)
+        pool.reserve(chain(7, 2), b"", RECORD, rows[0], IDENTITY)
+        pool.reserve(chain(8, 1), b"", RECORD, 0, IDENTITY)
         pool.remove(key(2, 1))
         pool.close()
-        yield index, extents
-    finally:
-        os.close(index)
-        os.close(extents)
+        yield files.index, files.extents
 
 
 def use(pool: Pool) -> None:
@@ -80,7 +50,7 @@ def use(pool: Pool) -> None:
     stats = pool.stats()
     assert stats["quarantined_bytes"] == stats["blocked_bytes"] == 0
     for prompt in range(100, 112):
-        assert store(pool, prompt, 2, (2 + prompt % 3) * PAGE) == 2
+        assert store(pool, chain(prompt, 2), size=(2 + prompt % 3) * PAGE) == 2
         assert pool.peek(chain(prompt, 2)) == 2
         validate(pool)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 from unittest import mock
 
@@ -15,14 +12,12 @@ from hypothesis import strategies as st
 from kvstrata.keys import spans
 from kvstrata.keys.batch import nth, part
 from kvstrata.keys.spans import PromptKeys
-from kvstrata.native.core import IndexReader, Pool, RecordSpec, seal_record, storage_keys
+from kvstrata.native.core import IndexReader, Pool, storage_keys
 from kvstrata.types import unpack_extents
 from tests.harness.amount import amount
+from tests.harness.pool_files import IDENTITY, RECORD, Files, store
 from tests.harness.validation import validate
 
-PAGE = 4096
-RECORD = 2 * PAGE
-IDENTITY = hashlib.sha256(b"identity").digest()
 MAX_CHUNKS, MAX_SLICES = 9, 4
 PIECE = 16
 """Keys of a window that are derived together; they begin at a multiple of this."""
@@ -80,34 +75,14 @@ def cases(draw: st.DrawFn, min_span: int = 0, max_chunks: int = MAX_CHUNKS) -> C
     return Case(n_chunks, tuple(each), frozenset(set(places) - absent))
 
 
-@contextmanager
-def segment() -> Iterator[tuple[int, int]]:
-    index = os.memfd_create("index", os.MFD_CLOEXEC)
-    extents = os.memfd_create("extents", os.MFD_CLOEXEC)
-    try:
-        yield index, extents
-    finally:
-        os.close(index)
-        os.close(extents)
+def a_pool(files: Files, records: int) -> Pool:
+    return files.create(records, entry_capacity=512, max_session_share=2)
 
 
-def create(index: int, extents: int, records: int) -> Pool:
-    return Pool.create(
-        index, extents, extents_bytes=records * RECORD, entry_capacity=512, max_session_share=2
-    )
-
-
-def store(pool: Pool, key: bytes) -> None:
-    ticket, outcomes, packed = pool.reserve(key, b"", RECORD, 0, IDENTITY)
-    assert outcomes == b"\0"
-    [extent] = unpack_extents(packed)
-    seal_record(
-        pool.extents_address + extent.offset_bytes,
-        RECORD,
-        RecordSpec(key, IDENTITY, bytes(32), b"", 256),
-        [RECORD - PAGE],
-    )
-    assert pool.commit(ticket, [0]) == b"\0"
+def fill(pool: Pool, case: Case) -> None:
+    """Store what is there."""
+    for chunk, number in sorted(case.there):
+        assert store(pool, case.key(chunk, number)) == 1
 
 
 def lease(pool: Pool, case: Case, row: int) -> tuple[int, int, bytes, int, int]:
@@ -163,11 +138,10 @@ def test_the_longest_hit_is_found_and_each_chunk_is_asked_for_once(case: Case) -
 @given(cases())
 @settings(max_examples=amount(50, 150))
 def test_a_lease_takes_what_the_longest_hit_needs(case: Case) -> None:
-    with segment() as fds:
-        pool = create(*fds, records=200)
+    with Files() as files:
+        pool = a_pool(files, 200)
         row = pool.claim_row(bytes(16), b"g" * 16, 100)
-        for chunk, number in sorted(case.there):
-            store(pool, case.key(chunk, number))
+        fill(pool, case)
         assert spans.peek(pool, case.keys, len(case.spans), case.spans) == case.longest()
         keys = PromptKeys(IDENTITY, case.chain, case.slices, case.spans)
         if any(case.spans):
@@ -183,11 +157,10 @@ def test_a_lease_takes_what_the_longest_hit_needs(case: Case) -> None:
 def test_a_lease_by_the_chain_derives_no_more_keys_than_allowed_and_no_more_than_it_needs(
     case: Case, max_keys: int
 ) -> None:
-    with segment() as fds:
-        pool = create(*fds, records=600)
+    with Files() as files:
+        pool = a_pool(files, 600)
         row = pool.claim_row(bytes(16), b"g" * 16, 100)
-        for chunk, number in sorted(case.there):
-            store(pool, case.key(chunk, number))
+        fill(pool, case)
         assert_leased(pool, case, row, case.longest())
         enough = sum(min(case.n_chunks, span + PIECE) if span else case.n_chunks for span in case.spans)
         before = pool.stats()["leased_bytes"]
@@ -206,11 +179,10 @@ def test_a_lease_by_the_chain_derives_no_more_keys_than_allowed_and_no_more_than
 @given(cases(min_span=1), st.integers(1, 4))
 @settings(max_examples=amount(50, 150))
 def test_a_peek_at_windows_in_pieces_finds_the_longest_hit(case: Case, piece: int) -> None:
-    with segment() as fds:
-        pool = create(*fds, records=200)
-        reader = IndexReader(fds[0])
-        for chunk, number in sorted(case.there):
-            store(pool, case.key(chunk, number))
+    with Files() as files:
+        pool = a_pool(files, 200)
+        reader = IndexReader(files.index)
+        fill(pool, case)
         pool.heartbeat()
         assert pool.peek_windows(case.keys, case.spans) == case.longest()
         assert reader.peek_windows(case.keys, case.spans) == case.longest()
@@ -228,12 +200,11 @@ def test_a_peek_at_windows_in_pieces_finds_the_longest_hit(case: Case, piece: in
 def test_after_a_restart_a_lease_names_unverified_windows_until_they_are_verified(
     case: Case, data: st.DataObject
 ) -> None:
-    with segment() as fds:
-        pool = create(*fds, records=200)
-        for chunk, number in sorted(case.there):
-            store(pool, case.key(chunk, number))
+    with Files() as files:
+        pool = a_pool(files, 200)
+        fill(pool, case)
         pool.close()
-        pool = Pool.adopt(*fds, max_session_share=2)
+        pool = files.adopt()
         row = pool.claim_row(bytes(16), b"g" * 16, 100)
         verified = data.draw(st.sets(st.sampled_from(sorted(case.there)))) if case.there else set()
         for chunk, number in sorted(verified):
@@ -253,11 +224,10 @@ def test_after_a_restart_a_lease_names_unverified_windows_until_they_are_verifie
 def test_at_the_bound_a_lease_takes_the_longest_hit_that_fits(
     case: Case, room: int, data: st.DataObject
 ) -> None:
-    with segment() as fds:
-        pool = create(*fds, records=80)  # of which 40 may be leased
+    with Files() as files:
+        pool = a_pool(files, 80)  # of which 40 may be leased
         row = pool.claim_row(bytes(16), b"g" * 16, 100)
-        for chunk, number in sorted(case.there):
-            store(pool, case.key(chunk, number))
+        fill(pool, case)
         others = [hashlib.sha256(b"other %d" % i).digest() for i in range(40 - room)]
         for key in others:
             store(pool, key)

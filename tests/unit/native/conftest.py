@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.native.pool_files import Files
+from tests.harness.pool_files import Files
 
 
 @pytest.fixture

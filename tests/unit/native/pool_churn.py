@@ -8,23 +8,17 @@ after a lease was granted, `release TICKET` before it ends, anything else otherw
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import sys
 
 from kvstrata.native.core import Hold, Pool, RecordSpec, seal_record
 from kvstrata.types import unpack_extents
+from tests.harness.pool_files import IDENTITY, PAGE, key
 
-PAGE = 4096
 SIZES = (2 * PAGE, 3 * PAGE)
 PROMPTS, CHUNKS = 12, 5
 SESSIONS = (b"a" * 16, b"b" * 16)
-IDENTITY = hashlib.sha256(b"identity").digest()
-
-
-def key(prompt: int, chunk: int) -> bytes:
-    return hashlib.sha256(b"%d.%d" % (prompt, chunk)).digest()
 
 
 def fill_of(name: bytes) -> bytes:

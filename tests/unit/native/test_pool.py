@@ -15,9 +15,9 @@ from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.types import unpack_extents
 from tests.harness.alone import alone
 from tests.harness.amount import amount
+from tests.harness.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
 from tests.harness.validation import validate
 from tests.unit.native import pool_churn
-from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
 
 # arguments
 

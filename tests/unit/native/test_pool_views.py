@@ -11,8 +11,8 @@ import pytest
 from kvstrata.native.core import ExtentsMap, IndexReader, LentHold, PoolError, PoolFormatError
 from kvstrata.types import unpack_extents
 from tests.harness.alone import alone
+from tests.harness.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
 from tests.harness.validation import validate
-from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
 
 # holds and views
 

@@ -1,13 +1,14 @@
-"""A segment's two files, and numbered records that are stored in the pool in them."""
+"""A segment's two files without a server, and numbered records that are stored in the pool in them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from typing import Self
 
 from kvstrata.native.core import Pool, RecordSpec, seal_record
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.types import Extent, unpack_extents
+from kvstrata.types import KEY_BYTES, Extent, unpack_extents
 
 PAGE = 4096
 RECORD = 2 * PAGE
@@ -25,9 +26,18 @@ class Files:
         options = {"extents_bytes": extents * RECORD, "entry_capacity": 128, **more}
         return Pool.create(self.index, self.extents, **options)  # type: ignore[arg-type]
 
+    def adopt(self) -> Pool:
+        return Pool.adopt(self.index, self.extents, max_session_share=2)
+
     def close(self) -> None:
         os.close(self.index)
         os.close(self.extents)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def key(number: int, chunk: int = 0) -> bytes:
@@ -44,10 +54,14 @@ def seal(pool: Pool, extent: Extent, name: bytes) -> None:
     seal_record(address, extent.length_bytes, spec, [extent.length_bytes - PAGE])
 
 
-def store(pool: Pool, keys: bytes, row: int = 0) -> None:
-    ticket, outcomes, packed = pool.reserve(keys, b"", RECORD, row, IDENTITY)
+def store(
+    pool: Pool, keys: bytes, row: int = 0, *, parent: bytes = b"", size: int = RECORD, sealed: bool = True
+) -> int:
+    """Store chunks; return how many of them the pool has now. Without `sealed` the extents are never written to."""
+    ticket, outcomes, packed = pool.reserve(keys, parent, size, row, IDENTITY)
     indices = [i for i, outcome in enumerate(outcomes) if outcome == ReserveOutcome.RESERVED]
-    for i in indices:
-        seal(pool, unpack_extents(packed)[i], keys[32 * i : 32 * i + 32])
+    for i in indices if sealed else ():
+        seal(pool, unpack_extents(packed)[i], keys[KEY_BYTES * i : KEY_BYTES * (i + 1)])
     if ticket:
-        assert set(pool.commit(ticket, indices)) == {CommitOutcome.COMMITTED}
+        assert set(pool.commit(ticket, indices, check=sealed)) == {CommitOutcome.COMMITTED}
+    return len(indices) + outcomes.count(ReserveOutcome.PRESENT)
