@@ -85,9 +85,7 @@ ATTACKS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", ["aes-gcm", pytest.param("mac", marks=pytest.mark.long)])
-def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
-    start: Callable[..., ServerProcess], medium: RedisServer, tmp_path: Path, name: str
-) -> None:
+def test_with_a_key_nothing_that_somebody_else_wrote_is_served(start, medium, tmp_path, name):
     codec = ["zstd", {"name": name, "key_file": key_file(tmp_path)}]
     server = start(medium.entry(codec=codec))
     with RpcClient(server.socket_dir) as client, medium.client() as attacker:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,7 @@ def test_after_sigkill_the_next_server_serves_the_chunks_of_the_last(start):
         assert client.release([(client.session, reply.seq)]) == 1
 
 
-def test_what_the_policy_learnt_survives_a_kill_and_damage_costs_only_the_lessons(
-    start: Callable[..., ServerProcess],
-) -> None:
+def test_what_the_policy_learnt_survives_a_kill_and_damage_costs_only_the_lessons(start):
     server = start()
     lessons = server.socket_dir / LESSONS
     with RpcClient(server.socket_dir) as client:

@@ -316,9 +316,7 @@ def test_engines_go_on_when_the_server_is_killed(server: ServerProcess, start: C
     until_hit(first, second, 6000)
 
 
-def test_a_request_waits_for_the_engine_that_is_said_to_compute_its_prompt(
-    server: ServerProcess, start: Callable[..., Engine]
-) -> None:
+def test_a_request_waits_for_the_engine_that_is_said_to_compute_its_prompt(server, start):
     first, second = (start() for _ in range(2))
     until_hit(first, second, 60_000)
     whole = prompt(69_000, 4_000)
@@ -353,9 +351,7 @@ def until_measured(server: ServerProcess, one: Engine, other: Engine, first: int
 
 
 @pytest.mark.parametrize("end", ["ready", "broken"])
-def test_what_an_engine_computes_now_is_computed_by_no_other_unless_the_engine_dies(
-    server: ServerProcess, start: Callable[..., Engine], end: str
-) -> None:
+def test_what_an_engine_computes_now_is_computed_by_no_other_unless_the_engine_dies(server, start, end):
     first, second = (start(*SLOW) for _ in range(2))
     seed = 20_000 if end == "ready" else 40_000  # the other case's prompts may be in L1
     until_hit(first, second, seed)
@@ -386,9 +382,7 @@ def test_what_an_engine_computes_now_is_computed_by_no_other_unless_the_engine_d
 
 
 @pytest.mark.long
-def test_what_an_engine_dies_over_is_computed_by_the_one_that_holds_blocks_for_it(
-    server: ServerProcess, start: Callable[..., Engine]
-) -> None:
+def test_what_an_engine_dies_over_is_computed_by_the_one_that_holds_blocks_for_it(server, start):
     first, second = (start(*SLOW) for _ in range(2))
     until_measured(server, first, second, 80_000)
     whole = prompt(90_000, 12_000)  # long, so that there is time to stop it after its first step

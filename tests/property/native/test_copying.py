@@ -179,9 +179,7 @@ def test_a_record_of_another_shape_is_a_mismatch_and_touches_no_block() -> None:
         ([([(1, -1)], 64)], [0, 0], r"shapes\[0\]\.dims: must be between 0"),
     ],
 )
-def test_an_impossible_shape_is_refused_with_its_place_among_the_shapes(
-    shapes: list[tuple[list[tuple[int, int]], int]], section_shapes: list[int], message: str
-) -> None:
+def test_an_impossible_shape_is_refused_with_its_place_among_the_shapes(shapes, section_shapes, message):
     with pytest.raises(ValueError, match=message):
         CopyPlan([4096, 8192], 8, [64, 64], shapes=shapes, section_shapes=section_shapes)
 
@@ -196,9 +194,7 @@ def test_an_impossible_shape_is_refused_with_its_place_among_the_shapes(
         ([0], {"moved": 1}, "address: must be a multiple of 8"),
     ],
 )
-def test_a_bad_argument_is_refused_before_anything_is_written(
-    block_ids: list[int], change: dict[str, int], message: str
-) -> None:
+def test_a_bad_argument_is_refused_before_anything_is_written(block_ids, change, message):
     engine = small_engine()
     extent = mmap.mmap(-1, 1 << 16)
     address = core.buffer_address(extent, writable=True) + change.get("moved", 0)
@@ -308,9 +304,7 @@ def strided_copies(
 
 
 @given(strided_copies())
-def test_strided_copies_are_those_of_the_oracle(
-    drawn: tuple[list[bytearray], list[tuple[int, int, int, list[tuple[int, int, int]], int]]],
-) -> None:
+def test_strided_copies_are_those_of_the_oracle(drawn):
     sources, copies = drawn
     target, expected = bytearray(600), bytearray(600)
     oracle.copy_strided(expected, sources, copies)

@@ -36,9 +36,7 @@ def test_chain_keys_follow_the_definition_for_every_container_of_tokens(
 
 
 @given(digests, st.lists(digests, max_size=20), st.lists(digests, min_size=1, max_size=20))
-def test_storage_keys_are_those_of_the_definition(
-    root: bytes, chain: list[bytes], slices: list[bytes]
-) -> None:
+def test_storage_keys_are_those_of_the_definition(root, chain, slices):
     joined, digest = b"".join(chain), b"".join(slices)
     expected = oracle.storage_keys(root, joined, digest)
     assert core.storage_keys(root, joined, digest) == expected
@@ -49,9 +47,7 @@ def test_storage_keys_are_those_of_the_definition(
     st.lists(digests, min_size=1, max_size=8),
     st.lists(digests, min_size=1, max_size=3),
 )
-def test_no_chain_key_gives_a_storage_key_of_another_identity(
-    roots: list[bytes], chain: list[bytes], slices: list[bytes]
-) -> None:
+def test_no_chain_key_gives_a_storage_key_of_another_identity(roots, chain, slices):
     """Also if the chain keys are the other identity's roots, slices or storage keys."""
     one, two = roots
     digest = b"".join(slices)

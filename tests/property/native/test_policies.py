@@ -179,9 +179,7 @@ def test_a_refused_load_from_l2_stops_neither_loads_nor_stores_behind_it(policy:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_chunk_whose_parent_is_gone_evicts_only_for_the_sake_of_an_l2_that_may_have_the_parent(
-    policy: str,
-) -> None:
+def test_a_chunk_whose_parent_is_gone_evicts_only_for_the_sake_of_an_l2_that_may_have_the_parent(policy):
     pool = make_pool(8, policy)
     others = [key(0, chunk) for chunk in range(6)]
     store(pool, others, 1)
@@ -226,9 +224,7 @@ def test_lru_hits_the_same_chunks_as_a_plain_lru(prompts: list[list[int]], capac
     shared=st.integers(1, 5),
 )
 @settings(max_examples=amount(20, 60))
-def test_a_prefix_that_every_request_uses_is_never_evicted(
-    prompts: list[list[int]], policy: str, shared: int
-) -> None:
+def test_a_prefix_that_every_request_uses_is_never_evicted(prompts, policy, shared):
     pool = make_pool(30, policy)
     system = [key(-1, chunk) for chunk in range(shared)]
     store(pool, system, 1)

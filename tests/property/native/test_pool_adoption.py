@@ -162,9 +162,7 @@ def test_two_entries_on_one_extent_are_both_distrusted(one: int, other: int, row
     one=committed, other=committed, state=st.sampled_from([2, 3, 0, 1, 4, 5, 255]), half_changed=st.booleans()
 )
 @settings(max_examples=amount(33, 100))
-def test_a_key_is_kept_at_most_once_and_only_in_a_valid_state(
-    one: int, other: int, state: int, half_changed: bool
-) -> None:
+def test_a_key_is_kept_at_most_once_and_only_in_a_valid_state(one, other, state, half_changed):
     with segment() as (index, extents):
         name = os.pread(index, 32, HOT_OFFSET + 64 * one + 8)
         os.pwrite(index, name, HOT_OFFSET + 64 * other + 8)

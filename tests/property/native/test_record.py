@@ -99,9 +99,7 @@ FIELDS = [
     cut=st.one_of(st.none(), st.integers(0, 12_000)),
     reseal=st.booleans(),
 )
-def test_hostile_headers_are_judged_as_the_oracle_judges_them(
-    record: oracle.Record, changes: list[tuple[int, bytes]], cut: int | None, reseal: bool
-) -> None:
+def test_hostile_headers_are_judged_as_the_oracle_judges_them(record, changes, cut, reseal):
     data = bytearray(oracle.build(record))
     for at, value in changes:
         data[at : at + len(value)] = value
@@ -135,9 +133,7 @@ def test_version_1_is_frozen() -> None:
 
 
 @given(st.lists(st.tuples(records(), st.integers(0, 2), st.randoms(use_true_random=False)), max_size=12))
-def test_records_checked_together_are_judged_as_each_alone(
-    given_records: list[tuple[oracle.Record, int, random.Random]],
-) -> None:
+def test_records_checked_together_are_judged_as_each_alone(given_records):
     kept, asked = [], []
     for record, damage, dice in given_records:
         data = bytearray(oracle.build(record))

@@ -154,9 +154,7 @@ def test_a_lease_takes_what_the_longest_hit_needs(case: Case) -> None:
 
 @given(cases(max_chunks=70), st.integers(0, 280))
 @settings(max_examples=amount(33, 100))
-def test_a_lease_by_the_chain_derives_no_more_keys_than_allowed_and_no_more_than_it_needs(
-    case: Case, max_keys: int
-) -> None:
+def test_a_lease_by_the_chain_derives_no_more_keys_than_allowed_and_no_more_than_it_needs(case, max_keys):
     with Files() as files:
         pool = a_pool(files, 600)
         row = pool.claim_row(bytes(16), b"g" * 16, 100)
@@ -197,9 +195,7 @@ def test_a_peek_at_windows_in_pieces_finds_the_longest_hit(case: Case, piece: in
 
 @given(cases(), st.data())
 @settings(max_examples=amount(33, 100))
-def test_after_a_restart_a_lease_names_unverified_windows_until_they_are_verified(
-    case: Case, data: st.DataObject
-) -> None:
+def test_after_a_restart_a_lease_names_unverified_windows_until_they_are_verified(case, data):
     with Files() as files:
         pool = a_pool(files, 200)
         fill(pool, case)
@@ -221,9 +217,7 @@ def test_after_a_restart_a_lease_names_unverified_windows_until_they_are_verifie
 
 @given(cases(), st.integers(2, 40), st.data())
 @settings(max_examples=amount(66, 200))
-def test_at_the_bound_a_lease_takes_the_longest_hit_that_fits(
-    case: Case, room: int, data: st.DataObject
-) -> None:
+def test_at_the_bound_a_lease_takes_the_longest_hit_that_fits(case, room, data):
     with Files() as files:
         pool = a_pool(files, 80)  # of which 40 may be leased
         row = pool.claim_row(bytes(16), b"g" * 16, 100)

@@ -35,9 +35,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]
     return found
 
 
-def test_a_trace_says_whether_to_split_and_how_much_memory_is_enough(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_says_whether_to_split_and_how_much_memory_is_enough(tmp_path, capsys):
     long = trace(tmp_path, shared=0, answer=100)
     found = report(capsys, "--trace", long, "--gpus", "4", "--tpot-ms", "15")
     assert found["split"] is True and found["l1_gb"] == 32  # nothing returns, so the smallest will do
@@ -73,17 +71,13 @@ def test_the_end_of_the_oldest_prompt_leaves_the_cache_first() -> None:
         ("[]", "line 1 is"),
     ],
 )
-def test_what_is_no_trace_is_named_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, says: str
-) -> None:
+def test_what_is_no_trace_is_named_with_its_line(tmp_path, capsys, content, says):
     (tmp_path / "trace").write_text(content)
     assert main(["--trace", str(tmp_path / "trace"), "--gpus", "2"]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_model_must_have_the_fields_of_an_engine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_must_have_the_fields_of_an_engine(tmp_path, capsys):
     (tmp_path / "model").write_text('{"step_us": 7000, "prefil_token_us": 3}')
     words = [
         "--trace",

@@ -94,9 +94,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     ]
 
 
-def test_the_workers_of_an_engine_leave_the_warning_to_its_scheduler(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_workers_of_an_engine_leave_the_warning_to_its_scheduler(tmp_path, caplog):
     caplog.set_level("DEBUG", logger="kvstrata")
     for role, level in ((Role.WORKER, "INFO"), (Role.SCHEDULER, "WARNING")):
         caplog.clear()
@@ -105,18 +103,14 @@ def test_the_workers_of_an_engine_leave_the_warning_to_its_scheduler(
         assert said(caplog)[0][0] == level
 
 
-def test_an_absence_that_lasts_is_summed_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absence_that_lasts_is_summed_up(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(link, "REPEATED_S", 0.3)
     with CacheEngine(tmp_path / "none"):
         eventually("a summary", lambda: len(said(caplog)) > 1)
     assert "more like this were left out" in said(caplog)[1][1]
 
 
-def test_a_mistake_of_ours_does_not_end_the_tries_to_attach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_of_ours_does_not_end_the_tries_to_attach(tmp_path, monkeypatch):
     tries: list[object] = []
 
     def fails(*arguments: object) -> None:

@@ -135,9 +135,7 @@ def test_a_segment_that_does_not_fit_is_replaced_as_a_whole_and_the_reason_told(
 
 
 @pytest.mark.parametrize("size", [4 << 20, 8 << 20])
-def test_an_adopted_or_new_segment_has_what_the_policy_of_the_last_one_learnt(
-    settings: SegmentSettings, size: int
-) -> None:
+def test_an_adopted_or_new_segment_has_what_the_policy_of_the_last_one_learnt(settings, size):
     before = Segment.open(settings)
     for _ in range(512):
         before.pool.lease(bytes(32), 1, [0])

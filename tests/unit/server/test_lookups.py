@@ -84,9 +84,7 @@ def test_explain_names_why_a_chunk_left(server, identity, leaves, by):
         assert known is not None and known.reason == "evicted" and known.detail.startswith(by)
 
 
-def test_a_chunk_costs_by_byte_what_its_engine_measured_and_is_told_when_that_changes(
-    server: InstanceInProcess,
-) -> None:
+def test_a_chunk_costs_by_byte_what_its_engine_measured_and_is_told_when_that_changes(server):
     def group(model: str, tokens_s: float, limits: list[int], *, complete: bool = True) -> Any:
         return SimpleNamespace(
             layout=layout(model), prompt_tokens_s=tokens_s, record_limits=limits, complete=complete

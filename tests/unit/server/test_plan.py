@@ -88,9 +88,7 @@ def test_nobody_is_misled_by_a_seal_that_protects_nothing(tmp_path: Path) -> Non
 @pytest.mark.parametrize("card", [False, True])
 @pytest.mark.parametrize("nixl", [False, True])
 @pytest.mark.parametrize("seal", [False, True])
-def test_without_a_card_and_without_nixl_owners_send_and_the_reason_is_told(
-    monkeypatch: pytest.MonkeyPatch, card: bool, nixl: bool, seal: bool
-) -> None:
+def test_without_a_card_and_without_nixl_owners_send_and_the_reason_is_told(monkeypatch, card, nixl, seal):
     monkeypatch.setattr(server_plan, "has_rdma_card", lambda: card)
     monkeypatch.setattr(
         server_plan.importlib.util, "find_spec", lambda name: object() if nixl or name != "nixl" else None
