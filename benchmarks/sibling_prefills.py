@@ -1,8 +1,9 @@
-"""`sibling_prefills`: what a fan-out of requests with one new prefix computes at the engines of a host.
+"""`sibling_prefills`, `sibling_prefills_cluster`: what a fan-out of requests with one new prefix computes at the
+engines of a host, and of two hosts of a cluster, whose directory follows promises.
 
 100 requests with one new prefix of 8,192 tokens and 64 tokens of their own come within a second, by turns, to four
 simulated engines (the times of 8 billion parameters on one H100), two at each of two servers.  A request that found
-less than half of the prefix has computed it.  Servers of engines that do not wait for each other run beside them.
+less than half of the prefix has computed it.  Then engines that do not wait for each other do the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from benchmarks.common import figure, scratch, sized
 from kvstrata.cli import asking
+from tests.harness.cluster import Cluster
 from tests.harness.server_process import ServerProcess
 
 PREFIX, OWN, SERVERS, ENGINES = 8_192, 64, 2, 2
@@ -64,12 +66,16 @@ def ask(url: str, prompt: list[int]) -> tuple[float, int]:
 
 
 @contextlib.contextmanager
-def hosts(folder: Path, *, wait: bool) -> Iterator[list[str]]:
+def hosts(folder: Path, *, wait: bool, cluster: bool) -> Iterator[list[str]]:
     """The engines' URLs, those of one server one after another; all know how fast they compute."""
     with contextlib.ExitStack() as stack:
         urls = []
-        for host in range(SERVERS):
-            server = stack.enter_context(ServerProcess(folder / f"{host}", l1_mb=1024).started())
+        if cluster:
+            servers = stack.enter_context(Cluster(folder, l1_mb=1024, n_servers=SERVERS)).servers
+        else:
+            made = (ServerProcess(folder / f"{host}", l1_mb=1024) for host in range(SERVERS))
+            servers = [stack.enter_context(one.started()) for one in made]
+        for host, server in enumerate(servers):
             for number in range(ENGINES):
                 log = folder / f"{host}.{number}.log"
                 urls.append(stack.enter_context(engine(server, log, await_siblings=wait)))
@@ -82,7 +88,7 @@ def hosts(folder: Path, *, wait: bool) -> Iterator[list[str]]:
 
 
 def fan_out(urls: list[str], seed: int) -> tuple[float, float]:
-    """Prefills of the prefix for each host, and the mean time until an answer."""
+    """Prefills of the prefix, and the mean time until an answer."""
     draw = random.Random(seed)
     prefix = tokens(draw, PREFIX)
     prompts = [prefix + tokens(draw, OWN) for _ in range(SIBLINGS)]
@@ -98,21 +104,32 @@ def fan_out(urls: list[str], seed: int) -> tuple[float, float]:
     for thread in threads:
         thread.join()
     computed = sum(cached < PREFIX // 2 for _, cached in found)
-    return computed / SERVERS, sum(seconds for seconds, _ in found) / SIBLINGS
+    return computed, sum(seconds for seconds, _ in found) / SIBLINGS
 
 
-def run() -> list[dict[str, Any]]:
-    """Measure the figure."""
+def measure(name: str, unit: str, target: int, *, cluster: bool) -> list[dict[str, Any]]:
+    """The figure; prefills are counted per host, or in all of a cluster."""
     found = {}
     for wait in (True, False):
-        with scratch("siblings") as folder, hosts(folder, wait=wait) as urls:
+        with scratch("siblings") as folder, hosts(folder, wait=wait, cluster=cluster) as urls:
             rounds = [fan_out(urls, seed) for seed in range(ROUNDS)]
             found[wait] = [sum(column) / ROUNDS for column in zip(*rounds, strict=True)]
     (prefills, mean_s), (alone, alone_s) = found[True], found[False]
+    counted = 1 if cluster else SERVERS
     return [
         figure(
-            "sibling_prefills", value=prefills, unit="prefills a host", ratio=mean_s / alone_s,
-            ratio_to=f"the mean time to an answer of engines that do not wait ({alone:.3g} prefills a host)",
-            target="<= 1", ok=prefills <= 1,
+            name, value=prefills / counted, unit=unit, ratio=mean_s / alone_s,
+            ratio_to=f"the mean time to an answer of engines that do not wait ({alone / counted:.3g} {unit})",
+            target=f"<= {target}", ok=prefills / counted <= target,
         )
     ]  # fmt: skip
+
+
+def run() -> list[dict[str, Any]]:
+    """Measure the figure of single hosts."""
+    return measure("sibling_prefills", "prefills a host", 1, cluster=False)
+
+
+def run_sibling_prefills_cluster() -> list[dict[str, Any]]:
+    """Measure the figure of two hosts of a cluster."""
+    return measure("sibling_prefills_cluster", "prefills in all", SERVERS, cluster=True)

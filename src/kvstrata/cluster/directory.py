@@ -56,6 +56,10 @@ class Directory(Numbers):
     listed_keys = counter("Placements that lists added.")
     refused_keys = counter("Placements that were refused because the directory is full.")
     waiting_bytes = gauge("Bytes of changes that wait for the directory.")
+    promised = gauge(
+        "Promises of instances' engines that are known, of those with one first chunk one.",
+        lambda self: self._lookups.n_promised,
+    )
 
     def __init__(
         self,

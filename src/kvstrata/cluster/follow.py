@@ -25,6 +25,7 @@ from kvstrata.patience import patience
 from kvstrata.rpc.cluster_wire import (
     MAX_CHANGES,
     MAX_WAIT_MS,
+    PROMISED_TIER,
     TAG_BYTES,
     Change,
     Changed,
@@ -81,10 +82,12 @@ class Follower:
         *,
         incarnation: int,
         tiers: Sequence[str],
+        promises: bool = False,
         beat_s: float,
         cursor: int | None = None,
     ) -> None:
-        """`lists` bounds the lists of all followers.  `beat_s`: the instance is heard that often at least.
+        """`lists` bounds the lists of all followers.  `promises`: follow what the instance's engines compute, too.
+        `beat_s`: the instance is heard that often at least.
 
         With a `cursor` the directory knows all changes before it, from a snapshot.
         """
@@ -102,7 +105,7 @@ class Follower:
         self.list_took_s = 0.0
         self.listed_s: float | None = None
         """When the last list ended."""
-        self.tiers = list(tiers)
+        self.tiers = [*tiers, PROMISED_TIER] if promises else list(tiers)
         self._directory, self._group, self._listener, self._gate = directory, group, listener, lists
         self._incarnation = incarnation
         self._wait_s = min(beat_s / 2, MAX_WAIT_MS / 1000)

@@ -19,7 +19,7 @@ from typing_extensions import Buffer
 from kvstrata.keys.spans import longest, of_slices
 from kvstrata.naming import name_thread
 from kvstrata.native.core import Registry
-from kvstrata.rpc.cluster_wire import tags_of
+from kvstrata.rpc.cluster_wire import PROMISED_TIER, tags_of
 
 INLINE_TAGS = 512
 """Most tags that the loop itself looks up, or changes while no change waits; they take about 50 µs."""
@@ -63,12 +63,16 @@ class Lookups:
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="kv-lookup", initializer=name_thread)
         self._slots: dict[Place, int] = {}
         self._places: dict[int, Place] = {}
+        self._promisers: dict[int, Place] = {}
+        """Slots of what engines compute, which are in no other table and mask but `_slots` and `_promised`."""
         self._readable = bytearray(MASK_BYTES)
         self._named = bytearray(MASK_BYTES)
         self._l1 = bytearray(MASK_BYTES)
         self._shared = bytearray(MASK_BYTES)
         self._given = bytearray(MASK_BYTES)
         """Tiers that belong to readable groups alone, L1 included."""
+        self._promised = bytearray(MASK_BYTES)
+        """What engines of readable groups compute."""
         self._media: dict[int, Mapping[str, str]] = {}
         """By group: the words of the media of its shared tiers."""
         self._readable_groups: set[int] = set()
@@ -89,10 +93,9 @@ class Lookups:
         before = self._slots.get(place)
         if before is not None:
             self._unmark(before)
-            self._places.pop(before, None)
         self._slots[place] = slot
-        self._places[slot] = place
-        _mark(self._named, slot, True)
+        (self._promisers if tier == PROMISED_TIER else self._places)[slot] = place
+        _mark(self._named, slot, tier != PROMISED_TIER)
         _mark(self._shared, slot, tier in self._media.get(group, ()))
         self._mark_given(group, tier)
         if tier == "l1":
@@ -103,11 +106,10 @@ class Lookups:
         """Take the name off the slot of a tier; returns the slot."""
         slot = self._slots.pop(Place(group, tier))
         self._unmark(slot)
-        self._places.pop(slot, None)
         return slot
 
     def places(self) -> dict[int, Place]:
-        """The names of all slots."""
+        """The names of all slots of tiers that hold chunks."""
         return dict(self._places)
 
     def set_readable(self, group: int, readable: bool) -> None:
@@ -147,11 +149,16 @@ class Lookups:
         return self._given if on_disks else self._readable
 
     def _mark_given(self, group: int, tier: str) -> None:
-        is_given = group in self._readable_groups and tier not in self._media.get(group, ())
-        _mark(self._given, self._slots[Place(group, tier)], is_given)
+        slot, is_readable = self._slots[Place(group, tier)], group in self._readable_groups
+        if tier == PROMISED_TIER:
+            _mark(self._promised, slot, is_readable)
+        else:
+            _mark(self._given, slot, is_readable and tier not in self._media.get(group, ()))
 
     def _unmark(self, slot: int) -> None:
-        for mask in (self._readable, self._named, self._l1, self._shared, self._given):
+        self._places.pop(slot, None)
+        self._promisers.pop(slot, None)
+        for mask in (self._readable, self._named, self._l1, self._shared, self._given, self._promised):
             _mark(mask, slot, False)
 
     # --- lookups --------------------------------------------------------------------------------------------
@@ -161,8 +168,14 @@ class Lookups:
         return {
             place: found.keys
             for place, slot in self._slots.items()
-            if (found := self._registry.slot(slot)) is not None
+            if slot in self._places and (found := self._registry.slot(slot)) is not None
         }
+
+    @property
+    def n_promised(self) -> int:
+        """Number of the promises of instances' engines, those that begin with the same chunk counted once."""
+        found = map(self._registry.slot, self._promisers)
+        return sum(one.keys for one in found if one is not None)
 
     def longest(
         self, tags: bytes, n_slices: int, except_group: int | None, best: int, allowed: Buffer | None = None
@@ -261,18 +274,21 @@ class Lookups:
         found = [Found(group, hit(group, n_chunks)) for group, n_chunks in prefixes]
         return [one for one in found if one.n_chunks]
 
-    async def nearest(self, tags: bytes, except_group: int | None, best: int) -> list[Found]:
-        """At most `best` readable groups with the earliest of these tags in L1, the earliest first.
+    async def nearest(
+        self, tags: bytes, except_group: int | None, best: int, *, promised: bool = False
+    ) -> list[Found]:
+        """At most `best` readable groups with the earliest of these tags in L1, or `promised`; the earliest first.
 
         `n_chunks` of each counts from its first tag to the end.
         """
-        allowed = bytes(self._readable)
+        allowed = bytes(self._promised if promised else self._readable)
+        places = self._promisers if promised else self._places
         rows = await self._loop.run_in_executor(self._readers, self._registry.holders, tags)
         first = {slot: at for at in reversed(range(len(rows))) for slot in rows[at]}
         found = [
             Found(place.group, len(rows) - at)
             for slot, at in first.items()
-            if (place := self._places.get(slot)) is not None
+            if (place := places.get(slot)) is not None
             and place.group != except_group
             and allowed[slot >> 3] >> (slot & 7) & 1
         ]

@@ -194,7 +194,7 @@ class Cluster(Numbers):
         before, cursor = member.follower, self._resume.pop(member.group, None)
         if before is not None:
             before.link.close()
-            if before.confirmed and before.tiers == member.told.tiers:
+            if before.confirmed and before.tiers[:-1] == member.told.tiers:
                 cursor = before.cursor
         member.follower = follower = Follower(
             link,
@@ -204,6 +204,7 @@ class Cluster(Numbers):
             self._lists,
             incarnation=member.incarnation,
             tiers=member.told.tiers,
+            promises=True,
             beat_s=self.settings.heartbeat_s,
             cursor=cursor,
         )

@@ -50,7 +50,7 @@ class Ranking(Numbers):
         asker = self._members.get(told.asker)
         group = asker.group if asker is not None else None
         if told.each:
-            found = await self._lookups.nearest(told.tags, group, CANDIDATES)
+            found = await self._lookups.nearest(told.tags, group, CANDIDATES, promised=told.promised)
         else:
             found = await self._lookups.longest_on_thread(
                 told.tags, told.n_slices, group, CANDIDATES, on_disks=told.on_disks

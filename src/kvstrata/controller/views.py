@@ -206,6 +206,7 @@ def cluster_body(cluster: Cluster, around: Surroundings) -> Body:
             "listed_keys_total": directory.listed_keys,
             "refused_keys_total": directory.refused_keys + usage.refused,
             "waiting_bytes": directory.waiting_bytes,
+            "promised": directory.promised,
         },
         "gateways": [_gateway(one, now_s) for one in cluster.gateways],
         "lookups": {

@@ -43,8 +43,8 @@ End = Literal["ready", "broken", "late", "none"]
 class _Owner:
     """An instance that is asked."""
 
-    def __init__(self, entry: Owner, link: AskLink, known_s: float) -> None:
-        self.entry, self.link, self.known_s = entry, link, known_s
+    def __init__(self, entry: Owner, link: AskLink) -> None:
+        self.entry, self.link, self.known_s = entry, link, float("-inf")
         self.breaker = Breaker(1, 1.0, 30.0)
 
 
@@ -122,33 +122,44 @@ class AwaitedPeers:
         found = await self._opened().finder.owners(split(keys), Ask(), ends_s)
         return (found[0].instance, found[0].n_keys // n_slices) if found else ("", 0)
 
+    async def promiser(self, tags: bytes, most_s: float) -> str:
+        """Whose engines compute the chunks from one of these on, the first best; "": nobody's, as far as is known."""
+        found = await self._asked(Where(0, self._instance_id, tags, 1, 1, each=True, promised=True), most_s)
+        return self._keep(found[0]).entry.instance if found else ""
+
     async def _owner(self, instance: str, most_s: float) -> _Owner | None:
         """How to reach an instance, by what controllers said last; None: they know no such instance."""
         known = self._owners.get(instance)
         if known is not None and self._loop.time() < known.known_s + OWNER_S:
             self._owners.move_to_end(instance)
             return known
-        found = await self._named(instance, most_s)
-        known = self._owners.get(instance)
-        if found is None or (known is not None and [known.entry] == found):
-            if known is not None and found is not None:
-                known.known_s = self._loop.time()
-            return known
-        if known is not None:
+        found = await self._asked(Where(0, self._instance_id, b"", 1, 1, named=instance), most_s)
+        for entry in found or ():
+            if entry.instance == instance:
+                return self._keep(entry)
+        if found is not None and instance in self._owners:
             self._owners.pop(instance).link.close()
-        if not found:
-            return None
-        owner = self._owners[instance] = _Owner(found[0], self._linked(found[0]), self._loop.time())
+        return self._owners.get(instance)
+
+    def _keep(self, entry: Owner) -> _Owner:
+        """The instance, as a controller knows it now."""
+        entry = msgspec.structs.replace(entry, n_keys=0)
+        owner = self._owners.get(entry.instance)
+        if owner is None or owner.entry != entry:
+            if owner is not None:
+                owner.link.close()
+            owner = self._owners[entry.instance] = _Owner(entry, self._linked(entry))
+        self._owners.move_to_end(entry.instance)
+        owner.known_s = self._loop.time()
         if len(self._owners) > MAX_OWNERS:
             self._owners.popitem(last=False)[1].link.close()
         return owner
 
-    async def _named(self, instance: str, most_s: float) -> list[Owner] | None:
-        """The instance as a controller knows it, if it does; None: no controller has answered."""
-        where = Where(0, self._instance_id, b"", 1, 1, named=instance)
+    async def _asked(self, where: Where, most_s: float) -> list[Owner] | None:
+        """Other instances that a controller names; None: none has answered."""
         limit_s = min(most_s, self._shared.settings.lookup_timeout_ms / 1000)
         reply = await self._opened().controllers.ask(where, self._shared.now_s() + limit_s)
-        return None if reply is None else [one for one in reply.owners if one.instance == instance]
+        return None if reply is None else [one for one in reply.owners if one.instance != self._instance_id]
 
     def _opened(self) -> _Links:
         if self._open is None:

@@ -43,7 +43,7 @@ MAX_ENGINES = 64
 InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Endpoint = Annotated[str, Meta(max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]*$")]
 TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
-"""`l1`, or the name of an L2 adapter."""
+"""`l1`, the name of an L2 adapter, or PROMISED_TIER."""
 Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
 Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A text without control characters, which pages and logs show as it is."""
@@ -57,6 +57,8 @@ CLUSTER_PROTOCOL_VERSION = 12
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one command, or single keys in one Where."""
+PROMISED_TIER = "promised"
+"""Stands for chunks that engines of an instance compute now: the first chunk of each promise.  Nobody holds these."""
 MAX_CHANGES = 16_384
 """Changes that one answer sums up."""
 MAX_WAIT_MS = 60_000
@@ -209,6 +211,8 @@ class Where(ClusterRequest, frozen=True, tag="where"):
     each: bool = False
     """The keys are no prefix: each is useful by itself, the first ones most, and `n_slices` is 1.  Owners that hold an
     earlier one come first, and their `n_keys` counts from the first one that they hold to the end."""
+    promised: bool = False
+    """With `each`: asks whose engines compute the chunks from one of these on now, instead of who holds them."""
     on_disks: bool = False
     """Count what instances hold in their own L2 tiers too, which they load into L1 for an Await."""
     named: Annotated[str, Meta(pattern=INSTANCE_OR_NONE)] = ""
@@ -561,6 +565,8 @@ class Await(ClusterRequest, frozen=True, tag="await"):
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_AWAIT_MS)]
     expects: bool = False
     """An engine is about to promise them: wait for that too."""
+    within_ms: Count = 0
+    """Wait for no engine that is expected to take longer than this; 0: however long it takes."""
     record_bytes: Annotated[
         list[Annotated[int, Meta(ge=1, le=2**32 - 1)]], Meta(max_length=MAX_AWAITED_SLICES)
     ] = []

@@ -39,15 +39,20 @@ class Rig(NamedTuple):
 
     def asked(self, tokens: list[int], source: str = "instance-0", wait_ms: int = WAIT_MS) -> LookupCall:
         """Begin a lookup at the decoding engine; returns once it waits."""
-        call = self.decoding.lookup(tokens, wait_ms=wait_ms, expects=True, source=source)
+        call = self.decoding.lookup(tokens, wait_ms=wait_ms, expects=bool(source), source=source)
         eventually("it waits", lambda: call.done or self.promises(1)["waits_now"])
         return call
 
-    def promised(self, tokens: list[int]) -> PromiseCall:
-        engine = self.prefilling
+    def promised(self, tokens: list[int], number: int = 0) -> PromiseCall:
+        engine = (self.prefilling, self.decoding)[number]
         call = engine.client.promise(engine.identity(), engine.hasher(tokens).chain)
-        eventually("it is promised", lambda: self.promises(0)["live"])
+        eventually("it is promised", lambda: self.promises(number)["live"])
         return call
+
+    def follows_promises(self, count: int) -> None:
+        """Wait until the controller knows of so many promises."""
+        ask = self.cluster.controller.ask
+        eventually("the directory follows", lambda: ask("/v1/cluster")["directory"]["promised"] == count)
 
     def promises(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = self.cluster.servers[number].get("/v1/status")["promises"]
@@ -60,6 +65,10 @@ class Rig(NamedTuple):
             assert set(self.prefilling.stored(part, chunk)) <= {"stored", "present"}
             eventually("it has come", lambda part=part: self.decoding.client.peek(
                 self.decoding.identity(), self.decoding.hasher(part)) == len(part) // CHUNK_TOKENS)  # fmt: skip
+
+    def computed_here(self, tokens: list[int], first: int, end: int) -> None:
+        """Compute and store these chunks at the prefilling engine."""
+        assert set(self.prefilling.stored(tokens[: end * CHUNK_TOKENS], first)) <= {"stored", "present"}
 
     def ends(self, call: LookupCall, n_chunks: int, reason: str) -> None:
         assert call.wait(WAIT_MS / 1000 / 2), "it waits on, though nothing will come"
@@ -119,6 +128,33 @@ def test_a_lookup_that_has_waited_as_long_as_it_may_gets_what_has_come(rig: Rig)
     rig.computed(tokens, 0, 2)
     rig.ends(call, 2, MissReason.PROMISED)
     promise.withdraw()
+
+
+def test_a_lookup_finds_by_the_directory_who_computes_its_prompt_and_gets_that_as_it_comes(rig: Rig) -> None:
+    tokens = prompt(CHUNKS, next(_seeds))
+    before = rig.asked(tokens, source="", wait_ms=2_000)
+    assert before.wait(WAIT_MS / 1000) and not before.result.n_chunks, "nobody computes it"
+    promise = rig.promised(tokens)
+    rig.computed_here(tokens, 0, 2)
+    rig.follows_promises(1)
+    call = rig.asked(tokens[: 5 * CHUNK_TOKENS] + prompt(CHUNKS, next(_seeds)), source="")
+    rig.computed(tokens, 2, 5)
+    rig.ends(call, 5, MissReason.UNKNOWN_KEY)
+    promise.withdraw()
+    rig.follows_promises(0)
+
+
+def test_of_two_instances_that_promise_the_same_one_waits_for_the_other(rig: Rig) -> None:
+    tokens = prompt(CHUNKS, next(_seeds))
+    promises = [rig.promised(tokens, number) for number in (0, 1)]
+    rig.follows_promises(2)
+    here = rig.prefilling.lookup(tokens, wait_ms=3_000)
+    assert here.wait(WAIT_MS / 1000) and here.result.reason != MissReason.PROMISED, "both wait"
+    call = rig.asked(tokens, source="")
+    assert not call.done
+    promises[0].withdraw()
+    rig.ends(call, 0, MissReason.PROMISE_BROKEN)
+    promises[1].withdraw()
 
 
 def test_an_instance_that_is_not_known_is_not_waited_for(rig: Rig) -> None:

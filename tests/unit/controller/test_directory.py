@@ -15,7 +15,7 @@ import pytest
 from kvstrata.cluster import follow
 from kvstrata.cluster.directory import Directory
 from kvstrata.cluster.follow import Follower
-from kvstrata.cluster.lookups import Lookups
+from kvstrata.cluster.lookups import Found, Lookups
 from kvstrata.config.controller_model import EtcdSettings
 from kvstrata.controller import etcd, snapshot
 from kvstrata.controller.cluster import Cluster
@@ -139,3 +139,29 @@ async def test_certificates_and_the_password_of_etcd_are_not_read_on_the_loop(
     await made.close()
     assert set(threads) == {"certificates", "password"}
     assert threading.current_thread().name not in threads.values()
+
+
+async def test_what_an_instance_computes_is_named_only_to_those_who_ask_for_that(scene) -> None:
+    directory, _, _ = scene
+    lookups, promised, tiers = directory._lookups, tags_of(range(3)), ["l1", "promised"]
+    directory.apply(
+        7, tiers, [Run(Change.ADMIT, "promised", promised), Run(Change.ADMIT, "l1", tags_of([9]))]
+    )
+    directory.apply(8, ["l1"], [Run(Change.ADMIT, "promised", promised)])
+    for group in (7, 8):
+        lookups.set_readable(group, True)
+    asked = tags_of([5, 2, 1])
+    assert await lookups.nearest(asked, None, 8, promised=True) == [Found(7, 2)]
+    assert not await lookups.nearest(asked, None, 8) and not await lookups.nearest(asked, 7, 8, promised=True)
+    assert not lookups.longest(promised, 1, None, 8) and not lookups.held(promised, 1)
+    assert not await lookups.longest_on_thread(promised, 1, None, 8, on_disks=True)
+    assert await lookups.holders(promised) == [[], [], []]
+    assert {place.tier for place in lookups.places().values()} == {"l1"}
+    lookups.set_readable(7, False)
+    assert not await lookups.nearest(asked, None, 8, promised=True)
+    lookups.set_readable(7, True)
+    directory.apply(7, tiers, [Run(Change.EVICT, "promised", tags_of([2]))])
+    assert await lookups.nearest(asked, None, 8, promised=True) == [Found(7, 1)]
+    directory.forget(7)
+    lookups.set_readable(7, True)
+    assert not await lookups.nearest(asked, None, 8, promised=True)

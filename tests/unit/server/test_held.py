@@ -13,7 +13,14 @@ import pytest
 from kvstrata.errors import BadRequest, TooOld
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import MAX_CHANGES, TAG_BYTES, Change, Run, tags_of
-from kvstrata.server.cluster.held import MAX_L2_TAGS, MAX_NAME_CHARS, HeldChunks, tier_name
+from kvstrata.server.cluster.held import (
+    MAX_L2_TAGS,
+    MAX_NAME_CHARS,
+    MAX_PROMISED,
+    PROMISES_S,
+    HeldChunks,
+    tier_name,
+)
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import TierState
 from tests.harness.l1 import L1, chain
@@ -122,3 +129,38 @@ async def test_tags_of_a_tier_whose_keys_are_not_listed_are_kept_up_to_a_bound(h
 async def test_a_tier_that_is_not_there_is_refused_by_name(held: HeldChunks) -> None:
     with pytest.raises(BadRequest, match="'gone' is not one of l1, resp-0"):
         await held.page("gone", 0)
+
+
+async def test_followers_are_told_of_the_first_chunk_of_promises_until_the_last_of_them_ends(
+    held: HeldChunks,
+) -> None:
+    cursor, _ = await held.changes(-1, 60.0, found)
+    waiting = held.changes(cursor, 60.0, found)
+    first, other = chain("promised", 2)
+    assert held.promised(first) and held.promised(first) and held.promised(other)
+    assert held._gathering is not None and held._gathering.when() <= asyncio.get_running_loop().time()
+    following, runs = await waiting
+    assert runs == [Run(Change.ADMIT, "promised", tags_of(other + first))]
+    held.promise_ended(first)
+    assert (await held.page("promised", 0))[1] == tags_of(first + other)
+    held.promise_ended(first)
+    assert (await held.changes(following, 0.0, found))[1] == [Run(Change.EVICT, "promised", tags_of(first))]
+    assert (await held.page("promised", 0))[1] == tags_of(other)
+    assert "promised" not in held.tiers()
+
+
+async def test_no_more_promises_are_told_than_at_a_time_and_in_a_second(
+    held: HeldChunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [hashlib.sha256(b"%d" % number).digest() for number in range(MAX_PROMISED + 1)]
+    now_s = [100.0]
+    monkeypatch.setattr(held, "_loop", SimpleNamespace(time=lambda: now_s[0]))
+    told = 0
+    while told < MAX_PROMISED:
+        fits = sum(held.promised(key) for key in keys[told : told + 2 * PROMISES_S])
+        assert 0 < fits <= PROMISES_S
+        told, now_s[0] = told + fits, now_s[0] + 1.0
+    assert not held.promised(keys[told]) and held.promised(keys[0])
+    held.promise_ended(keys[1])
+    assert held.promised(keys[told]), "its place is not given to another one"
+    held._loop = asyncio.get_running_loop()

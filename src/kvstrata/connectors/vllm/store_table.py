@@ -366,7 +366,8 @@ class StoreTable:
         """Tell the other engines which chunks of a prompt, that is computed from now on, will be stored."""
         tracked.has_promised = True
         stores_late = self._records(tracked) is not None
-        if not self._promises or stores_late or not self._shares_l1() or not self._keys_known(tracked, 1):
+        shared = self._shares_l1() or self._client.has_promises
+        if not (self._promises and shared) or stores_late or not self._keys_known(tracked, 1):
             return
         assert tracked.hasher is not None and tracked.identity is not None
         last = min(self._complete_chunks(tracked, tracked.request.num_prompt_tokens), tracked.hasher.n_chunks)

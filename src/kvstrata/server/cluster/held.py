@@ -5,6 +5,11 @@ The pool notes the changes of L1 itself.  Tiers that take puts note theirs here 
 records from before this start.  Of the others, the tags of the keys that were put or found since the start are kept
 here; so they are of *shared* tiers, whose media may be large and are not listed by each instance.
 
+Of each promise of the instance's engines, followers are told the first chunk, at once if they were told nothing for
+GATHER_S.  An entry for each chunk would double what they have to read, and an asker finds out from the instance itself
+how much of its prompt is promised.  At most MAX_PROMISED are told at a time, and PROMISES_S in a second, so promises
+push no other changes out of the ring: of others, other instances hear nothing and compute.
+
 Nothing is kept for a follower.  Changes are gathered for GATHER_S, so that an answer names many of them, and all polls
 that wait are answered together: one turn of the loop, and one reading of the changes for those at the same cursor.
 """
@@ -21,7 +26,7 @@ from kvstrata.errors import BadRequest, TooOld
 from kvstrata.native.core import Pool
 from kvstrata.observability.numbers import Numbers, counter
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import MAX_CHANGES, TAG_BYTES, Change, Run, tags_of
+from kvstrata.rpc.cluster_wire import MAX_CHANGES, PROMISED_TIER, TAG_BYTES, Change, Run, tags_of
 from kvstrata.tiers.base import Usage
 from kvstrata.tiers.set import TierSet
 from kvstrata.tiers.tier import Tier, TierState
@@ -38,6 +43,7 @@ PAGE_KEYS = 256
 """Keys that an adapter lists at a time: some 100 µs of its index, and of the loop."""
 MAX_L2_TAGS = 262_144
 """Most tags that are kept of a tier whose keys are not listed, and so in one page; the oldest go first."""
+MAX_PROMISED, PROMISES_S = 4_096, 500
 MAX_NAME_CHARS = 32
 COUNT_S = 5.0
 
@@ -80,6 +86,10 @@ class HeldChunks(Numbers):
         """Known tags of the tiers whose keys are not listed."""
         self._names = [L1_TIER]
         """By the number that a tier has in the pool's changes."""
+        self._promised: dict[bytes, int] = {}
+        """Promises by the tag of their first chunk."""
+        self._promises_in, self._promises_s, self._told_s = 0, 0.0, 0.0
+        """Promises that were told since `_promises_s`, within a second; and when polls were last answered."""
         self._usage: dict[str, Usage] = {}
         self._counting: asyncio.Task[None] | None = None
         self._waiting: list[_Poll] = []
@@ -125,6 +135,29 @@ class HeldChunks(Numbers):
         self._tags.pop(tier, None)
         self._pool.note_changes(self._number(tier), Change.CLEAR, b"")
 
+    def promised(self, first: bytes) -> bool:
+        """Tell followers that an engine computes the chunks from this key on; False: too many are told already."""
+        now_s, tag = self._loop.time(), first[:TAG_BYTES]
+        if now_s >= self._promises_s + 1.0:
+            self._promises_in, self._promises_s = 0, now_s
+        if tag not in self._promised:
+            if len(self._promised) >= MAX_PROMISED or self._promises_in >= PROMISES_S:
+                return False
+            self._promises_in += 1
+            self._note(PROMISED_TIER, Change.ADMIT, [first])
+            if self._waiting:
+                self._gather(max(0.0, self._told_s + GATHER_S - now_s))
+        self._promised[tag] = self._promised.get(tag, 0) + 1
+        return True
+
+    def promise_ended(self, first: bytes) -> None:
+        """A promise of which followers were told has ended."""
+        tag = first[:TAG_BYTES]
+        self._promised[tag] -= 1
+        if not self._promised[tag]:
+            del self._promised[tag]
+            self._note(PROMISED_TIER, Change.EVICT, [first])
+
     def _note(self, tier: str, change: Change, keys: Iterable[bytes]) -> None:
         if joined := b"".join(keys):
             self._pool.note_changes(self._number(tier), change, joined)
@@ -169,6 +202,8 @@ class HeldChunks(Numbers):
                 if not cursor or len(collected) >= PAGE_TAGS * TAG_BYTES:
                     return cursor, bytes(collected), True
                 await asyncio.sleep(0)
+        if tier == PROMISED_TIER:
+            return 0, b"".join(self._promised), True
         if tier not in self._all():
             raise BadRequest(f"tier: {tier!r:.80} is not one of l1, {', '.join(self._all())}", field="tier")
         own = self._own().get(tier)
@@ -190,14 +225,14 @@ class HeldChunks(Numbers):
         if self._waiting:
             self._gather()
 
-    def _gather(self) -> None:
-        """Answer the polls that wait once GATHER_S is over, which begins with the first change for one of them."""
+    def _gather(self, gather_s: float = GATHER_S) -> None:
+        """Answer the polls that wait once this time is over, which begins with the first change for one of them."""
         if self._gathering is None:
-            self._gathering = self._loop.call_later(GATHER_S, self._end_gathering)
+            self._gathering = self._loop.call_later(gather_s, self._end_gathering)
 
     def _end_gathering(self) -> None:
         """Answer each poll for which something has changed; those from the same cursor share what was read."""
-        self._gathering = None
+        self._gathering, self._told_s = None, self._loop.time()
         at: dict[int, list[_Poll]] = {}
         for poll in self._waiting:
             at.setdefault(poll.cursor, []).append(poll)

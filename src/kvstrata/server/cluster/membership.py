@@ -207,6 +207,8 @@ def make_membership(
 
     served.port.serve((KeyKind.CONTROLLER, KeyKind.GATEWAY), {Changes: changes, List: page})
     served.port.serve((KeyKind.CONTROLLER,), {Do: lambda asked, _: actions.carry_out(asked)})
+    if served.gives_to_peers:
+        parts.grants.promises.begin_to_tell(held)
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
     engine = plan.p2p_engine.why if plan.p2p_engine is not None else ""
     zone = plan.settings.p2p.zone

@@ -1,9 +1,12 @@
 """Loads for a lookup what other instances have in their L2 tiers, or compute now (p2p/awaiting.py asks them).
 
     missing ─▶ controller: who has them on disks ─▶ the instance loads them into its L1 ─▶ they are read into ours
-            ─▶ the instance that computes them   ─▶ each is read once it is stored, while the next one is awaited
+            ─▶ controller: who computes them     ─▶ each is read once it is stored, while the next one is awaited
 
 What an instance has in L1 is no concern of this module: the tier of peers loads it as any other tier does.
+
+Requests do not wait for each other in a circle.  Within an instance a lookup waits for older promises only.  If its own
+engine has promised the chunks, it waits for instances of a smaller id only; and if it has not, nobody waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.keys.batch import part
 from kvstrata.p2p.awaiting import AwaitedPeers, End
-from kvstrata.rpc.cluster_wire import MAX_AWAITED, MAX_AWAITED_SLICES, MAX_TAGS, Await
+from kvstrata.rpc.cluster_wire import MAX_AWAITED, MAX_AWAITED_SLICES, MAX_TAGS, Await, tags_of
 from kvstrata.server.requests.promises import LOOKED_BACK, Waited
 from kvstrata.tiers.choice import SAVES_S
 from kvstrata.tiers.fetch import FetchOutcome
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 AGAIN_S = 60.0
 """Peers' L2 tiers that were slower than computing are tried again after this time."""
+LEAST_WAIT_MS = 100
+"""A lookup that may wait less asks for no promises of others: it would be computed about when they have come."""
 PEER_LOADS = 2
 """Loads of one lookup that are under way at a time, of chunks that an engine of another instance computes."""
 
@@ -38,6 +43,8 @@ class Elsewhere:
         self._peers, self._clock = peers, parts.clock
         self._promises, self._prefetch = parts.grants.promises, parts.prefetch
         self._auto = parts.settings.l2.load == "auto"
+        self._instance_id, self._reads = parts.facts.instance_id, parts.peer_reads
+        self._tiers = parts.tiers
 
     def ask_for_disks(self, asked: Asked, n_chunks: int) -> asyncio.Task[tuple[str, int]] | None:
         """Ask which instance has the chunks behind these in its L2 tiers, while our own tiers are asked."""
@@ -83,6 +90,26 @@ class Elsewhere:
         if n_loads:
             times.measured(n_bytes, self._clock.monotonic_s() - begun_s, self._clock.monotonic_s())
 
+    async def promiser(self, asked: Asked, n_chunks: int) -> str:
+        """Another instance whose engine computes the chunk behind these, if it pays to wait for that; else ""."""
+        keys, request, missing = asked.keys, asked.request, asked.n_chunks - n_chunks
+        if request.wait_ms < LEAST_WAIT_MS or not missing or keys.spans or keys.n_slices > MAX_AWAITED_SLICES:
+            return ""
+        tier, compute_s = self._tiers.get(self._reads.name), asked.compute_s(n_chunks)
+        if tier is None or not self._promises.may_wait(asked.process):
+            return ""
+        read_s = tier.load_times.expected_s(missing * sum(asked.process.group.record_limits))
+        if self._auto and read_s and compute_s and read_s > compute_s(0, missing):
+            return ""
+        firsts = keys.of([0], max(0, n_chunks - LOOKED_BACK + 1), n_chunks + 1)
+        tags = memoryview(tags_of(firsts)).cast("Q")[::-1].tobytes()  # the nearest first
+        instance = await self._peers.promiser(tags, request.wait_ms / 1000)
+        if instance > self._instance_id and self._promises.promises_itself(
+            asked.process, keys.root, keys.chain, n_chunks
+        ):
+            return ""
+        return instance
+
     async def from_instance(
         self,
         source: str,
@@ -94,6 +121,8 @@ class Elsewhere:
     ) -> AsyncGenerator[Waited]:
         """Load what an instance has of the chunks behind these, and gets of them; with `limits` from its L2 tiers too.
 
+        Only an instance that the request names may take longer than the lookup waits.
+
         Says after each load that more are `ready`; the last word tells how the wait has ended.  While chunks are
         loaded, the instance is asked for the next ones, and at most PEER_LOADS loads are under way.
         """
@@ -104,9 +133,12 @@ class Elsewhere:
         def ask(n: int, *, expects: bool) -> asyncio.Task[tuple[int, End, bytes]]:
             first = max(0, n - LOOKED_BACK)
             chain = part(keys.chain, first, first + MAX_AWAITED)
-            tenant = identity.request.tenant
-            question = Await(0, keys.root, chain, keys.slices, n - first, 0, expects, [*limits], tenant)
             left_s = ends_s - self._clock.monotonic_s()
+            within_ms = 0 if n > n_first or asked.request.source or limits else max(1, round(1000 * left_s))
+            question = Await(
+                0, keys.root, chain, keys.slices, n - first, 0, expects, within_ms, [*limits],
+                identity.request.tenant,
+            )  # fmt: skip
             return asyncio.create_task(self._peers.wait(source, question, left_s))
 
         def load(n: int, end: int, owner: bytes) -> asyncio.Task[FetchOutcome]:
@@ -123,7 +155,7 @@ class Elsewhere:
             return asyncio.create_task(fetch)
 
         end: End = "ready"
-        first_wait = True
+        n_first = n_chunks
         loads: collections.deque[asyncio.Task[FetchOutcome]] = collections.deque()
         question = ask(n_chunks, expects=asked.request.expects and not limits)
         try:
@@ -133,7 +165,7 @@ class Elsewhere:
                     n += max(0, n_chunks - LOOKED_BACK)
                     if end == "ready":
                         loads.append(load(n_chunks, n, owner))
-                        n_chunks, first_wait = n, False
+                        n_chunks = n
                         if n < asked.n_chunks:
                             question = ask(n, expects=False)
                     is_last = end != "ready" or n_chunks == asked.n_chunks
@@ -145,7 +177,9 @@ class Elsewhere:
             for task in (question, *loads):
                 task.cancel()
         if end == "none":
-            if first_wait:  # nobody computes it
+            if (
+                n_chunks == n_first or not asked.request.source
+            ):  # nobody computes it, or what is common has come
                 return
             end = "broken"  # chunks of it have come, and its promise has ended
         self._promises.waits[end] += not limits

@@ -406,6 +406,9 @@ class Lookups:
                             break
             wait_ends_s = self._clock.monotonic_s() + asked.request.wait_ms / 1000
             expects, source = asked.request.expects, asked.request.source
+            may_read = beyond_l1 and not left and not source
+            if may_read and self._elsewhere is not None and not self._promised(asked, held.n_chunks):
+                source = await self._elsewhere.promiser(asked, held.n_chunks)
             if source and self._elsewhere is not None and source != self._instance_id:
                 ending = self._elsewhere.from_instance(source, asked, held.n_chunks, wait_ends_s)
                 async with contextlib.aclosing(ending):
@@ -500,12 +503,7 @@ class Lookups:
         )
         if found is None or request.expects:
             return found
-        if tokens_s := found.promise.process.group.prompt_tokens_s:
-            size = asked.process.group.layout.chunk_tokens
-            work = prompt_work(n_chunks * size, found.end * size)
-            if 1000 * work / tokens_s > request.wait_ms:
-                return None
-        return found
+        return found if 1000 * (found.expected_s(n_chunks) or 0.0) <= request.wait_ms else None
 
     async def _recut(self, asked: Asked, held: Granted, *, of_l2: bool = False) -> int:
         """Make chunks behind these of records of other geometries in L1, or in L2; how many."""

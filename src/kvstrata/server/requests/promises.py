@@ -19,8 +19,8 @@ Invariants
    request may be promised and wait itself, and no two wait for each other.  A lookup that expects a promise waits for
    later ones too; its request has promised nothing.
    A peer waits for lookups that expect a promise, so it waits for any.
-3. The index in shared memory says whether any promise stands. While none does, an engine that finds nothing there need
-   not ask the server.
+3. The index in shared memory says whether any promise may stand, here or at a peer. While none does, an engine that
+   finds nothing there need not ask the server, and one that has its server for itself need promise nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import contextlib
 import math
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -38,9 +38,14 @@ from kvstrata.errors import Refused
 from kvstrata.keys.batch import count, nth, part
 from kvstrata.keys.spans import PromptKeys
 from kvstrata.native.core import Pool, storage_keys
+from kvstrata.observability.load_line import prompt_work
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.rpc.cluster_wire import Await
 from kvstrata.server.processes import Process, Use
+from kvstrata.types import KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvstrata.server.cluster.held import HeldChunks
 
 MAX_PROMISED_CHUNKS = 131_072
 """Of one process over all its sessions, 4 MiB of keys."""
@@ -89,6 +94,8 @@ class Promise(msgspec.Struct, eq=False):
     """Leading chunks that were seen in L1."""
     ready_s: float = 0.0
     """When the last of them was."""
+    told: bytes = b""
+    """The storage key of its first chunk, if followers were told of it."""
 
     def left_s(self, n_chunks: int, now_s: float) -> float:
         """Seconds until so many chunks are expected in L1, by how fast those before them came; inf before the first."""
@@ -118,6 +125,12 @@ class Promised(NamedTuple):
     end: int
     """The chunk of the prompt behind the last of them."""
 
+    def expected_s(self, n_chunks: int) -> float | None:
+        """Seconds in which its engine computes what lies behind so many of the prompt; None: its speed is not known."""
+        group = self.promise.process.group
+        size, tokens_s = group.layout.chunk_tokens, group.prompt_tokens_s
+        return prompt_work(n_chunks * size, self.end * size) / tokens_s if tokens_s else None
+
 
 class Promises(Numbers):
     """The promises of one instance. Belongs to the event loop."""
@@ -131,6 +144,7 @@ class Promises(Numbers):
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self._followed: HeldChunks | None = None
         self._live = 0
         self._by_first: dict[tuple[bytes, bytes], list[Promise]] = {}
         """By root, and key of the first chunk."""
@@ -139,6 +153,11 @@ class Promises(Numbers):
         """Lookups that wait for a promise to be given, with the roots of their identities."""
         self.awaited: dict[Promise, None] = {}
         """The promises for which somebody waits."""
+
+    def begin_to_tell(self, held: HeldChunks) -> None:
+        """Tell followers of promises from now on; and engines, that peers may have promised something."""
+        self._followed = held
+        self._pool.set_has_promises(True)
 
     def add(self, process: Process, root: bytes, chain: bytes) -> Promise:
         """Keep a promise until `end`. Raises Refused."""
@@ -156,6 +175,9 @@ class Promises(Numbers):
         promise = Promise(process, use, root, chain, group.packed_slices, group.spans, self.given, now_s)
         self._by_first.setdefault((root, nth(chain, 0)), []).append(promise)
         self._live += 1
+        if self._followed is not None and promise.slices and not promise.spans:
+            first = storage_keys(root, nth(chain, 0), promise.slices[:KEY_BYTES])
+            promise.told = first if self._followed.promised(first) else b""
         if self._live == 1:
             self._pool.set_has_promises(True)
         for expecting in [one for one, other in self._expecting.items() if other == root]:
@@ -172,7 +194,9 @@ class Promises(Numbers):
             del self._by_first[first]
         promise.use.promised_chunks -= count(promise.chain)
         self._live -= 1
-        if not self._live:
+        if self._followed is not None and promise.told:
+            self._followed.promise_ended(promise.told)
+        if not self._live and self._followed is None:
             self._pool.set_has_promises(False)
         self._look(promise)
         for waiting in list(promise.waiting):
@@ -213,6 +237,14 @@ class Promises(Numbers):
                     most = first + common
                     found = Promised(promise, common, most)
         return found
+
+    def promises_itself(self, process: Process, root: bytes, chain: bytes, n_present: int) -> bool:
+        """Whether the process's own engine has promised the chunk behind the first `n_present` of a prompt."""
+        for first in range(n_present, max(-1, n_present - LOOKED_BACK), -1):
+            for promise in self._by_first.get((root, nth(chain, first)), ()):
+                if promise.process.group is process.group and first + count(promise.chain) > n_present:
+                    return True
+        return False
 
     async def expect(self, waiter: Waiter, root: bytes, most_s: float) -> None:
         """Wait, at most so long, until a promise under this identity is given."""
@@ -296,6 +328,8 @@ class Promises(Numbers):
                 staged = True
                 continue
             found = self.find(peer, asked.root, asked.chain, n)
+            if found is not None and 0 < asked.within_ms < 1000 * (found.expected_s(n) or 0.0):
+                return n, end
             if found is not None and found.promise.slices == asked.slices:
                 one_more = n + 1 - (found.end - found.n_chunks)
                 waited = await self.wait(peer, found._replace(n_chunks=one_more), left_s)
