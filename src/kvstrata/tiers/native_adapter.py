@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
@@ -31,7 +31,6 @@ from kvstrata.tiers.base import (
 )
 from kvstrata.tiers.lanes import Lane, Lanes
 from kvstrata.tiers.reasons import QUEUE_FULL, THROTTLED
-from kvstrata.tiers.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class NativeAdapter(StorageAdapter):
         self.capabilities = Capabilities(**can)
         self._lanes = Lanes(name, num_workers=num_workers, per_op_workers=per_op_workers)
         self._context: AdapterContext | None = None
-        self._work = Work(name)
+        self._running: set[asyncio.Future[Any]] = set()
         self._opened = False
         self._closed = False
 
@@ -142,7 +141,8 @@ class NativeAdapter(StorageAdapter):
         if self._closed:
             return
         self._closed = True
-        await self._work.ended()
+        while self._running:
+            await asyncio.wait(set(self._running))
         if self._opened:
             await self._run(Lane.DELETE, self._native.close)
             self._log_notes()
@@ -150,13 +150,15 @@ class NativeAdapter(StorageAdapter):
         # This frees the connector and ends its threads, even if something still refers to this adapter.
         del self._native
 
-    def _run(self, lane: Lane, work: Callable[[], T]) -> Awaitable[T]:
+    def _run(self, lane: Lane, work: Callable[[], T]) -> asyncio.Future[T]:
         """The result of `work`, which a full lane does not refuse."""
         return self._own(self._lanes.run(lane, work))
 
-    def _own(self, future: asyncio.Future[T]) -> Awaitable[T]:
+    def _own(self, future: asyncio.Future[T]) -> asyncio.Future[T]:
+        """As tiers/work.py's, for futures only: no task, and one call on the walk to a disk."""
+        self._running.add(future)
         future.add_done_callback(self._ended)
-        return self._work.own(future)
+        return asyncio.shield(future)
 
     async def _move(
         self,
@@ -181,6 +183,7 @@ class NativeAdapter(StorageAdapter):
             log.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.name, sentence)
 
     def _ended(self, future: asyncio.Future[Any]) -> None:
+        self._running.discard(future)
         self._log_notes()
         if future.cancelled() or future.exception() is not None or self._context is None:
             return
