@@ -24,7 +24,6 @@ from tests.tools.provision import ROOT
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
-NATIVE = "kvstrata/native"
 PAGES = "src/kvstrata/controller/dashboard/**/*"
 BUILT_HERE = shutil.ignore_patterns(
     ".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.o", "*.a", "fuzz-artifacts"
