@@ -33,28 +33,11 @@ class Endpoint:
         """Requests by the name of their type."""
         self.silent = False
         """Whether all requests stay without an answer."""
-        self.postponed: tuple[type, ...] = ()
-        """Types of requests that stay unanswered until `catch_up`."""
-        self.later: list[tuple[Address, Any]] = []
-        """The postponed requests, with their senders' addresses."""
         self._server.start(self._take, lambda address, frames: b"")
 
     def _take(self, address: Address, frame: bytes) -> None:
         request = self._decoder.decode(frame)
         self.asked[type(request).__name__] += 1
-        if isinstance(request, self.postponed):
-            self.later.append((address, request))
-        else:
-            self._reply(address, request)
-
-    def catch_up(self) -> None:
-        """Answer the postponed requests, and postpone none from now on."""
-        self.postponed = ()
-        later, self.later = self.later, []
-        for address, request in later:
-            self._reply(address, request)
-
-    def _reply(self, address: Address, request: Any) -> None:
         reply = None if self.silent else self.answer(request)
         if reply is not None:
             self._server.send(address, encode(reply))

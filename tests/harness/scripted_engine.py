@@ -100,8 +100,6 @@ class ScriptedEngine:
         self.behaviour = behaviour
         self._tls = tls
         self.healthy = True
-        self.silent_s = 0.0
-        """Time until it says where it publishes KV events."""
         self.got: list[Got] = []
         """Requests but for probes, in the order of their arrival."""
         self.probes = 0
@@ -169,7 +167,6 @@ class ScriptedEngine:
             ]
             await line.answer({"object": "list", "data": entries})
         elif got.target in ("/kv_event_sources", "/is_sleeping"):
-            await asyncio.sleep(self.silent_s if got.target == "/kv_event_sources" else 0.0)
             await line.answer({"detail": "Not Found"}, 404)
         else:
             self.got.append(got)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import enum
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from kvstrata.keys.batch import split
 from kvstrata.native.core import CopyOutcome, verify_stored_record
 from kvstrata.tiers.base import AdapterContext, Ask, Capabilities, Item, Outcome, StorageAdapter, Usage
 
-MADE_S = 60.0
 GATES = ("open", "exists", "put", "load", "close")
 
 
@@ -55,9 +53,6 @@ class Shelf:
         self.opened = 0
         self.closed = 0
         self.fails_to_open: Exception | None = None
-        self.may_be_made = threading.Event()
-        self.may_be_made.set()
-        self.making = 0
         self.takes_s: Callable[[], float] = lambda: 0.0
         """How long the next operation takes besides its gate."""
         self.fails: Callable[[], bool] = lambda: False
@@ -133,9 +128,6 @@ class ShelfAdapter(StorageAdapter):
         self.shelf = SHELVES[shelf] if isinstance(shelf, str) else shelf
         if fault is not None:
             self.shelf.later = Fault(fault)
-        self.shelf.making += 1
-        assert self.shelf.may_be_made.wait(MADE_S), "the test never set may_be_made"
-        self.shelf.making -= 1
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self, context: AdapterContext) -> None:

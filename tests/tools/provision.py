@@ -85,7 +85,6 @@ class Steps:
 
     def __init__(self, log_path: Path) -> None:
         self._log_path = log_path
-        self._start_s = time.monotonic()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log = open(log_path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by close)
         self._write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(sys.argv)}")

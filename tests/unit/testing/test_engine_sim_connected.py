@@ -20,25 +20,18 @@ class Scripted:
 
     def __init__(self, external: int = 0, right: int | None = None) -> None:
         self.external, self.right = external, external if right is None else right
-        self.rounds = 0
         self.loading: dict[str, tuple[SimRequest, int]] = {}
         self.ended: set[str] = set()
         """Loads that end with the next step."""
         self.keeps = False
         self.kept: set[str] = set()
         self.sent: set[str] = set()
-        self.preempted: set[str] = set()
-        self.arrivals: list[str] = []
-        self.forgotten = self.closed = 0
         self.awaits_news = False
 
     def arrived(self, request: SimRequest) -> None:
-        self.arrivals.append(request.name)
+        """Nothing is noted."""
 
     def matched(self, request: SimRequest, computed: int) -> int | None:
-        if self.rounds:
-            self.rounds -= 1
-            return None
         return max(0, min(self.external, request.known_tokens - 1) - computed)
 
     def allocated(self, request: SimRequest, computed: int, external: int) -> None:
@@ -48,7 +41,6 @@ class Scripted:
 
     def begin_step(self, work: Sequence[tuple[SimRequest, int]], preempted: set[str]) -> None:
         assert not {request.name for request, _ in work} & self.loading.keys()
-        self.preempted |= preempted
 
     def end_step(self, work: Sequence[tuple[SimRequest, int]]) -> None:
         """Nothing is stored."""
@@ -66,10 +58,10 @@ class Scripted:
         return News(sent, received)
 
     def cleared(self) -> None:
-        self.forgotten += 1
+        """Nothing is noted."""
 
     def close(self) -> None:
-        self.closed += 1
+        """Nothing is open."""
 
 
 def engine(connector: Scripted, **more: Any) -> ConnectedEngine:
