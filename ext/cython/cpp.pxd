@@ -37,22 +37,12 @@ cdef extern from "base/status.h" namespace "kvstrata" nogil:
     enum class StatusCode(unsigned short):
         kOk
         kBadArgument
-        kOutOfRange
         kNotFound
-        kExists
         kNoSpace
         kQueueFull
-        kBusy
         kClosed
-        kCancelled
-        kTimedOut
-        kCorrupt
-        kStale
         kIncompatible
-        kRefused
-        kUnsupported
         kOsError
-        kInternal
 
     cdef cppclass Status:
         Status()
@@ -73,7 +63,6 @@ cdef extern from "hash/crc32c.h" namespace "kvstrata" nogil:
 cdef extern from "record/record.h" namespace "kvstrata" nogil:
     cdef cppclass Digest:
         unsigned char* data()
-    const uint32_t kMaxSections
     cdef cppclass CRecordSpec "kvstrata::RecordSpec":
         Digest key
         Digest identity
@@ -167,13 +156,7 @@ cdef extern from "copy/engine.h" namespace "kvstrata" nogil:
         kGather
         kScatter
     enum class CCopyOutcome "kvstrata::CopyOutcome"(unsigned char):
-        kOk
-        kStale
-        kCorrupt
-        kMismatch
-        kUnverified
-        kCancelled
-        kFailed
+        pass
     cdef cppclass CopyItem:
         vector[uint32_t] blocks
         void* record

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.controller.orders import Orders
 from kvstrata.rpc.cluster_wire import KvKind, Load, Register, TierRate
-from kvstrata.states import Machine
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.cluster.follow import Follower
@@ -65,34 +64,31 @@ class MemberEvent(enum.Enum):
     """More than MAX_DEAD members are dead, and this member for the longest time."""
 
 
-MEMBER = Machine(
-    "Member of a controller's cluster",
-    MemberState.GONE,
-    {
-        MemberState.GONE: {
-            MemberEvent.READ: MemberState.RESTORED,
-            MemberEvent.REGISTERED: MemberState.LIVE,
-        },
-        MemberState.RESTORED: {
-            MemberEvent.REGISTERED: MemberState.LIVE,
-            MemberEvent.SILENT: MemberState.GONE,
-            MemberEvent.REPLACED: MemberState.GONE,
-            MemberEvent.REMOVED: MemberState.GONE,
-        },
-        MemberState.LIVE: {
-            MemberEvent.REGISTERED: MemberState.LIVE,
-            MemberEvent.SILENT: MemberState.DEAD,
-            MemberEvent.LEFT: MemberState.GONE,
-            MemberEvent.REPLACED: MemberState.GONE,
-            MemberEvent.REMOVED: MemberState.GONE,
-        },
-        MemberState.DEAD: {
-            MemberEvent.REPLACED: MemberState.GONE,
-            MemberEvent.REMOVED: MemberState.GONE,
-            MemberEvent.CROWDED_OUT: MemberState.GONE,
-        },
+MOVES = {
+    MemberState.GONE: {
+        MemberEvent.READ: MemberState.RESTORED,
+        MemberEvent.REGISTERED: MemberState.LIVE,
     },
-)
+    MemberState.RESTORED: {
+        MemberEvent.REGISTERED: MemberState.LIVE,
+        MemberEvent.SILENT: MemberState.GONE,
+        MemberEvent.REPLACED: MemberState.GONE,
+        MemberEvent.REMOVED: MemberState.GONE,
+    },
+    MemberState.LIVE: {
+        MemberEvent.REGISTERED: MemberState.LIVE,
+        MemberEvent.SILENT: MemberState.DEAD,
+        MemberEvent.LEFT: MemberState.GONE,
+        MemberEvent.REPLACED: MemberState.GONE,
+        MemberEvent.REMOVED: MemberState.GONE,
+    },
+    MemberState.DEAD: {
+        MemberEvent.REPLACED: MemberState.GONE,
+        MemberEvent.REMOVED: MemberState.GONE,
+        MemberEvent.CROWDED_OUT: MemberState.GONE,
+    },
+}
+"""The state that an event leads to; an event that a state does not list cannot happen in it."""
 
 # --- the whole record -------------------------------------------------------------------------------------------
 
@@ -109,7 +105,7 @@ class Member:
         self.told = told
         self.key = key
         """Public key (Z85) of the connection on which it registered; all of its messages come with this key."""
-        self.state = MEMBER.after(MEMBER.first, first)
+        self.state = MOVES[MemberState.GONE][first]
         self.joined_s = now_s
         self.heard_s = now_s
         self.ended_s = 0.0
@@ -140,7 +136,7 @@ class Member:
 
     def happened(self, event: MemberEvent) -> None:
         """Move to the state that the table names."""
-        self.state = MEMBER.after(self.state, event)
+        self.state = MOVES[self.state][event]
 
     @property
     def id(self) -> str:

@@ -1,6 +1,6 @@
 """The one table of processes: rows, engines, identities and tenants, and what each process has running and was granted.
 
-A row of the pool's session table goes through the states of `MACHINE`; a `Process` is the owner of a row that is not
+A row of the pool's session table goes through the states of `MOVES`; a `Process` is the owner of a row that is not
 free.  A *group* is one engine: a scheduler and its workers, or one process that is both.  Each worker declares the
 slice of every chunk's KV that it has.  A group is *complete* when as many distinct slices are known as the engine has;
 only then can a chunk count as a hit, since all its slices must be present.
@@ -46,7 +46,6 @@ from kvstrata.observability.explain import EngineUse
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.wire import MAX_SLICES, AttachRequest
 from kvstrata.server.attach_checks import check_company, check_resumed, declared_record_bytes
-from kvstrata.states import Machine
 from kvstrata.types import SPAN_FACT, LayoutIdentity, RequestIdentity, identity_root, shown_name
 
 if TYPE_CHECKING:
@@ -122,37 +121,34 @@ class RowEvent(enum.Enum):
     """An operator says that no device writes for this session any more."""
 
 
-MACHINE = Machine(
-    "Row of an attached process",
-    RowState.FREE,
-    {
-        RowState.FREE: {RowEvent.FOUND: RowState.OLD, RowEvent.CLAIMED: RowState.CLAIMED},
-        RowState.OLD: {RowEvent.CLAIMED: RowState.RECLAIMED, RowEvent.UNLOCKED: RowState.RETIRING},
-        RowState.CLAIMED: {
-            RowEvent.LOCKED: RowState.ATTACHED,
-            RowEvent.LOST: RowState.FREE,
-            RowEvent.DIED: RowState.FREE,
-        },
-        RowState.RECLAIMED: {
-            RowEvent.LOCKED: RowState.ATTACHED,
-            RowEvent.LOST: RowState.OLD,
-            RowEvent.DIED: RowState.OLD,
-        },
-        RowState.ATTACHED: {
-            RowEvent.LOCKED: RowState.ATTACHED,
-            RowEvent.LOST: RowState.DETACHED,
-            RowEvent.DIED: RowState.RETIRING,
-            RowEvent.BYE: RowState.RETIRING,
-        },
-        RowState.DETACHED: {
-            RowEvent.LOCKED: RowState.ATTACHED,
-            RowEvent.LOST: RowState.DETACHED,
-            RowEvent.DIED: RowState.RETIRING,
-        },
-        RowState.RETIRING: {RowEvent.ENDED: RowState.FREE, RowEvent.KEPT_BYTES: RowState.STRANDED},
-        RowState.STRANDED: {RowEvent.CLEARED: RowState.RETIRING},
+MOVES = {
+    RowState.FREE: {RowEvent.FOUND: RowState.OLD, RowEvent.CLAIMED: RowState.CLAIMED},
+    RowState.OLD: {RowEvent.CLAIMED: RowState.RECLAIMED, RowEvent.UNLOCKED: RowState.RETIRING},
+    RowState.CLAIMED: {
+        RowEvent.LOCKED: RowState.ATTACHED,
+        RowEvent.LOST: RowState.FREE,
+        RowEvent.DIED: RowState.FREE,
     },
-)
+    RowState.RECLAIMED: {
+        RowEvent.LOCKED: RowState.ATTACHED,
+        RowEvent.LOST: RowState.OLD,
+        RowEvent.DIED: RowState.OLD,
+    },
+    RowState.ATTACHED: {
+        RowEvent.LOCKED: RowState.ATTACHED,
+        RowEvent.LOST: RowState.DETACHED,
+        RowEvent.DIED: RowState.RETIRING,
+        RowEvent.BYE: RowState.RETIRING,
+    },
+    RowState.DETACHED: {
+        RowEvent.LOCKED: RowState.ATTACHED,
+        RowEvent.LOST: RowState.DETACHED,
+        RowEvent.DIED: RowState.RETIRING,
+    },
+    RowState.RETIRING: {RowEvent.ENDED: RowState.FREE, RowEvent.KEPT_BYTES: RowState.STRANDED},
+    RowState.STRANDED: {RowEvent.CLEARED: RowState.RETIRING},
+}
+"""The state that an event leads to; an event that a state does not list cannot happen in it."""
 KNOWN = (RowState.ATTACHED, RowState.DETACHED)
 """States of the processes that the rest of the server knows."""
 
@@ -307,8 +303,8 @@ class Process(msgspec.Struct, eq=False):
         return f"Process(row={self.row}, pid={self.pid}, {self.state.name})"
 
     def move(self, event: RowEvent) -> RowState:
-        """Enter the state that `MACHINE` gives. Returns the state before."""
-        before, self.state = self.state, MACHINE.after(self.state, event)
+        """Enter the state that `MOVES` gives. Returns the state before."""
+        before, self.state = self.state, MOVES[self.state][event]
         return before
 
     @property

@@ -11,7 +11,9 @@
 // - `reason` is set where an adapter or the pool reports a word for the error (base/reason.h).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "base/reason.h"
 
@@ -55,8 +57,6 @@ class [[nodiscard]] Status {
     reason_ = reason;
   }
 
-  static constexpr Status ok_status() noexcept { return Status(); }
-
   [[nodiscard]] constexpr bool ok() const noexcept { return code_ == StatusCode::kOk; }
   [[nodiscard]] constexpr StatusCode code() const noexcept { return code_; }
   [[nodiscard]] constexpr Reason reason() const noexcept { return reason_; }
@@ -71,47 +71,16 @@ class [[nodiscard]] Status {
   Reason reason_ = Reason::kNone;
 };
 
+// By StatusCode.
+inline constexpr const char* kStatusCodeNames[] = {
+    "ok",         "bad_argument", "out_of_range", "not_found",   "exists",    "no_space",
+    "queue_full", "busy",         "closed",       "cancelled",   "timed_out", "corrupt",
+    "stale",      "incompatible", "refused",      "unsupported", "os_error",  "internal"};
+static_assert(std::size(kStatusCodeNames) == static_cast<std::size_t>(StatusCode::kInternal) + 1);
+
 // Stable lower-case name of a code, for logs and tests.
 constexpr const char* status_code_name(StatusCode code) noexcept {
-  switch (code) {
-    case StatusCode::kOk:
-      return "ok";
-    case StatusCode::kBadArgument:
-      return "bad_argument";
-    case StatusCode::kOutOfRange:
-      return "out_of_range";
-    case StatusCode::kNotFound:
-      return "not_found";
-    case StatusCode::kExists:
-      return "exists";
-    case StatusCode::kNoSpace:
-      return "no_space";
-    case StatusCode::kQueueFull:
-      return "queue_full";
-    case StatusCode::kBusy:
-      return "busy";
-    case StatusCode::kClosed:
-      return "closed";
-    case StatusCode::kCancelled:
-      return "cancelled";
-    case StatusCode::kTimedOut:
-      return "timed_out";
-    case StatusCode::kCorrupt:
-      return "corrupt";
-    case StatusCode::kStale:
-      return "stale";
-    case StatusCode::kIncompatible:
-      return "incompatible";
-    case StatusCode::kRefused:
-      return "refused";
-    case StatusCode::kUnsupported:
-      return "unsupported";
-    case StatusCode::kOsError:
-      return "os_error";
-    case StatusCode::kInternal:
-      return "internal";
-  }
-  return "unknown";
+  return kStatusCodeNames[static_cast<std::size_t>(code)];
 }
 
 }  // namespace kvstrata
