@@ -2,8 +2,9 @@
 
 A prompt of 128k tokens; engines with queues, requests in flight and paths to tiers.  Knowledge is of four kinds: none,
 8 engines that hold a prefix, a prefix in the cache of every engine, or a tier that every engine can load from beside
-the 8.  A fifth case is an idle fleet, in which all engines tie.  The figure is the slowest case; `cases` has all.  What
-is timed is `choose` as a whole: the scores, the pick, the terms and the alternatives.
+the 8.  A fifth case is an idle fleet, in which all engines tie.  The figure is the slowest case; `cases` has all, and
+`splits` the same where another engine may compute the prompt.  What is timed is `choose` as a whole: the scores, the
+pick, the terms and the alternatives.
 
 Sketch: ten fields of each engine at 5 ns.
 """
@@ -15,6 +16,7 @@ import time
 from typing import Any
 
 from benchmarks.common import compared, median_spread, sized
+from kvstrata.config.gateway_model import Contract
 from kvstrata.gateway.routing.choose import POLICIES, Policy, choose
 from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
 
@@ -35,6 +37,7 @@ def fleet(n_engines: int) -> list[EngineState]:
             name=f"engine-{number}",
             prefill_tokens_s=chance.uniform(12_000, 18_000),
             token_s=0.006 + 0.0003 * chance.randrange(40),
+            instance=f"host-{number // 4}",
             drained_s=chance.uniform(9.0, 12.0),
             late_s=chance.uniform(9.9, 12.0),
             prefill_tokens=chance.randrange(40_000),
@@ -72,7 +75,9 @@ def kinds(n_engines: int) -> dict[str, Knowledge]:
     }
 
 
-def decision_us(policy: Policy, engines: list[EngineState], knowledge: Knowledge) -> float:
+def decision_us(
+    policy: Policy, engines: list[EngineState], knowledge: Knowledge, contract: Contract = ""
+) -> float:
     """Return the median over the repeats of the median time of a decision."""
     repeats = []
     for repeat in range(REPEATS):
@@ -87,7 +92,7 @@ def decision_us(policy: Policy, engines: list[EngineState], knowledge: Knowledge
                 sharing=number % 4,
             )
             begun = time.perf_counter_ns()
-            choose(request, engines, knowledge, 10.0, policy=policy)
+            choose(request, engines, knowledge, 10.0, policy=policy, contract=contract)
             times.append((time.perf_counter_ns() - begun) / 1e3)
         repeats.append(median_spread(times)[0])
     return median_spread(repeats)[0]
@@ -102,6 +107,10 @@ def run() -> list[dict[str, Any]]:
             kind: decision_us(POLICIES["auto"](), engines, knowledge) for kind, knowledge in known.items()
         }
         ours["idle"] = decision_us(POLICIES["auto"](), idle(n_engines), known["none"])
+        splits = {
+            kind: decision_us(POLICIES["auto"](), engines, knowledge, "kvstrata")
+            for kind, knowledge in known.items()
+        }
         others = {
             name: decision_us(make(), engines, known["holders"])
             for name, make in POLICIES.items()
@@ -116,6 +125,7 @@ def run() -> list[dict[str, Any]]:
                 SKETCH_US * n_engines,
                 most_value=target_us,
                 cases=ours,
+                splits=splits,
                 others_with_holders=others,
             )
         )

@@ -25,8 +25,7 @@ from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import keys_of
-from kvstrata.gateway.residency.cache import decoded
-from kvstrata.gateway.residency.knowledge import Heard as Told
+from kvstrata.gateway.residency.cache import Cache, decoded
 from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import LeastLoaded, Policy
@@ -113,9 +112,8 @@ class Heard:
     def known(self, prompt: Prompt) -> dict[str, int]:
         return self.index.known(prompt)
 
-    def heard(self, name: str) -> Told:
-        cache = self.index.caches[name]
-        return Told(cache.emptied_s, cache.missed_s)
+    def heard(self, name: str) -> Cache:
+        return self.index.caches[name]
 
     @property
     def block_life_s(self) -> float:

@@ -38,9 +38,10 @@ class VllmApi(Daemon):
         extra: dict[str, Any] | None,
         flags: Sequence[str] = (),
         tokenizer: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         state.mkdir(parents=True, exist_ok=True)
-        self._state, self._model = state, str(model)
+        self._state, self._model, self._environment = state, str(model), environment or {}
         self._arguments = ["--model", str(model), "--enforce-eager", *flags]
         self._arguments += ["--tokenizer", str(tokenizer)] if tokenizer else ["--skip-tokenizer-init"]
         if extra is not None:
@@ -54,7 +55,7 @@ class VllmApi(Daemon):
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         module = [str(vllm_env.ensure()), "-m", "vllm.entrypoints.openai.api_server"]
-        return [*module, *where, *self._arguments], vllm_env.environment(self._state)
+        return [*module, *where, *self._arguments], {**vllm_env.environment(self._state), **self._environment}
 
     def _run(
         self, command: Sequence[str], environment: Mapping[str, str] | None, log: int

@@ -1,4 +1,4 @@
-"""Lets vLLM's `OffloadingConnector` copy on the CPU, where vLLM's spec only copies from GPUs.
+"""Lets vLLM's `OffloadingConnector` and `MooncakeConnector` copy on the CPU, where they only know GPUs.
 
 vLLM's engine process imports this module.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -68,3 +70,11 @@ def _pairs(blocks: Any, chunks: Any) -> list[tuple[int, int, int]]:
     groups = [group for group, size in enumerate(blocks.group_sizes) for _ in range(size)]
     each = zip(groups, blocks.block_ids, chunks.block_ids, strict=True)
     return [(group, int(block), int(chunk)) for group, block, chunk in each]
+
+
+class HostMooncake(MooncakeConnector):
+    """vLLM's connector for engines without an accelerator, whose index is all that it asks one for."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        torch.accelerator.current_device_index = lambda: 0
+        super().__init__(*arguments, **more)

@@ -221,6 +221,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     role: Annotated[Literal["both", "prefill", "decode"], says(
         "What the engine does where requests are split (`split`): `prefill` computes prompts for others, and answers "
         "only if no other engine can; `decode` answers, and computes no prompts for others.")] = "both"
+    bootstrap: Annotated[Place, says(
+        "HOST:PORT where the engine's MooncakeConnector tells its id (`VLLM_MOONCAKE_BOOTSTRAP_PORT`), for `split: "
+        "mooncake`; the engines that answer must reach it too. Empty: port 8998 of the engine's host.")] = ""
     user: Annotated[str, says(
         "User, by name or number, whose process the engine is, if it listens on a loopback address or a unix socket, "
         "and is neither root's nor of the gateway's own user. Processes of others there get no requests.",
@@ -251,7 +254,7 @@ class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "A service of Kubernetes; without it none is asked for.")] = None
 
 
-Contract = Literal["", "kvstrata", "nixl"]
+Contract = Literal["", "kvstrata", "nixl", "mooncake"]
 PolicyName = Literal["auto", "ttft", "least_loaded", "round_robin", "session"]
 
 
@@ -269,7 +272,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     split: Annotated[Contract, says(
         "How one engine may compute a prompt that another one answers, where that costs all requests less time: "
         "`kvstrata` between engines of one `lmcache-server`, or, with `controllers`, of two that read from each other; "
-        "`nixl` by vLLM's NixlConnector; empty: it may not. Needs the policy `auto` or `ttft`.")] = ""
+        "`nixl` and `mooncake` by vLLM's NixlConnector and MooncakeConnector; empty: it may not. Needs the policy "
+        "`auto` or `ttft`.")] = ""
     slo: Annotated[list[SloSettings], says("Classes of service.", max_length=16)] = []
     tenants: Annotated[list[GatewayTenantSettings], says(
         "Tenants; empty: clients need no key, and their `Authorization` goes to the engine.", max_length=1_024)] = []

@@ -24,12 +24,12 @@ from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.loading import Loading
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import PIECE_TOKENS, Prefixes
-from kvstrata.gateway.residency.knowledge import Heard
+from kvstrata.gateway.residency.cache import Cache
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routing.choose import AnyPolicy, Record, choose
 from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
 from kvstrata.gateway.routing.price import longest
-from kvstrata.gateway.routing.queues import Flight
+from kvstrata.gateway.routing.queues import Flight, Sending
 from kvstrata.gateway.routing.rates import Decoded
 from kvstrata.gateway.sharing.telling import Sent, Teller
 
@@ -117,7 +117,7 @@ class Knows(Protocol):
 
     def known(self, prompt: Prompt) -> dict[str, int]: ...
 
-    def heard(self, name: str) -> Heard | None: ...
+    def heard(self, name: str) -> Cache | None: ...
 
     @property
     def block_life_s(self) -> float: ...
@@ -315,10 +315,12 @@ class Choosing:
             engine,
             self._uncached(choice),
             wanted.tokens,
-            streams=wanted.streams,
-            until_s=math.inf if wanted.streams else choice.at_s + ready_in_s,
-            token_within_s=wanted.slo.tpot_ms / 1_000 if wanted.slo is not None else 0.0,
-            held=choice.prefill is not None,
+            Sending(
+                streams=wanted.streams,
+                until_s=math.inf if wanted.streams else choice.at_s + ready_in_s,
+                token_within_s=wanted.slo.tpot_ms / 1_000 if wanted.slo is not None else 0.0,
+                held=choice.prefill is not None,
+            ),
         )
         if choice.prefill is None:
             self._begins(choice, ready_in_s)

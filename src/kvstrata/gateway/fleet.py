@@ -30,7 +30,7 @@ from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.gateway.routing.model import EngineState as Load
 from kvstrata.gateway.routing.model import Role, Tier
-from kvstrata.gateway.routing.queues import Flight, Queue
+from kvstrata.gateway.routing.queues import SENT, Flight, Queue, Sending
 from kvstrata.gateway.routing.rates import Decoded, DecodeRates, LoadRates, PrefillRates
 from kvstrata.observability.logging import EventLog
 
@@ -71,6 +71,8 @@ class Place(NamedTuple):
     role: Role = "both"
     user: str = ""
     """Who runs it, beside root and this user, if it is on this host."""
+    bootstrap: str = ""
+    """Where its MooncakeConnector tells its id; empty: vLLM's default port at its host."""
 
     @property
     def url(self) -> str:
@@ -284,25 +286,11 @@ class Fleet:
         self._tell_ranks(engine)
         self.changed()
 
-    def began(
-        self,
-        engine: ServingEngine,
-        uncached_tokens: int,
-        tokens: int,
-        *,
-        streams: bool = True,
-        ours: bool = True,
-        until_s: float = math.inf,
-        token_within_s: float = 0.0,
-        held: bool = False,
-    ) -> Flight:
+    def began(self, engine: ServingEngine, uncached_tokens: int, tokens: int, how: Sending = SENT) -> Flight:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens`: see Queue.send."""
-        engine.sent += ours
-        engine.ours += ours
-        return engine.queue.send(
-            uncached_tokens, tokens, self._now_s(), streams=streams, ours=ours, until_s=until_s,
-            token_within_s=token_within_s, held=held,
-        )  # fmt: skip
+        engine.sent += how.ours
+        engine.ours += how.ours
+        return engine.queue.send(uncached_tokens, tokens, self._now_s(), how)
 
     def begin(self, flight: Flight, uncached_tokens: int) -> None:
         """A request that `began` as held has its turn at its engine: see Queue.begin."""
@@ -342,7 +330,7 @@ class Fleet:
     def ended(self, engine: ServingEngine, flight: Flight) -> Decoded | None:
         """A request that `began` has ended, however. Returns what is known of its answer, if there was one."""
         if not flight.ended:
-            engine.ours -= flight.ours
+            engine.ours -= flight.how.ours
         decoded = flight.queue.end(flight, self._now_s())
         if engine in self._leaving and not (engine.ours or engine.load.requests):
             self._leaving.remove(engine)
@@ -457,7 +445,7 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
     if settings.url.startswith(UNIX):
         path = settings.url.removeprefix(UNIX)
         address, name = Address(path, 0, False, "localhost"), settings.name or path[1:].replace("/", "-")
-        return _place(settings, name, address, api_key)
+        return placed(settings, name, address, api_key)
     parts = urlsplit(settings.url)
     try:
         port = parts.port
@@ -471,12 +459,16 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = Address(parts.hostname, port, parts.scheme == "https")
     name = settings.name or f"{host}:{port}"
-    return _place(settings, name, address, api_key)
+    return placed(settings, name, address, api_key)
 
 
-def _place(settings: EngineSettings, name: str, address: Address, api_key: str) -> Place:
+def placed(settings: EngineSettings, name: str, address: Address, api_key: str) -> Place:
+    """An engine of the settings at one address."""
     ranks, instance = settings.data_parallel_size, settings.instance
-    return Place(name, address, api_key, source_of(settings), ranks, instance, settings.role, settings.user)
+    return Place(
+        name, address, api_key, source_of(settings), ranks, instance, settings.role, settings.user,
+        settings.bootstrap,
+    )  # fmt: skip
 
 
 @functools.lru_cache(8_192)

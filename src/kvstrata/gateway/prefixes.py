@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvstrata.gateway.residency.knowledge import Heard
+from kvstrata.gateway.residency.cache import Cache
 from kvstrata.gateway.routing.model import Certainty, Copy
 
 PIECE_BYTES = 1_024
@@ -115,7 +115,7 @@ class Prefixes:
         keys: Sequence[bytes],
         generations: Mapping[str, int],
         now_s: float,
-        heard: Callable[[str], Heard | None] = lambda name: None,
+        heard: Callable[[str], Cache | None] = lambda name: None,
     ) -> list[Copy]:
         """The longest beginning that each engine was sent, for engines of these generations.
 

@@ -23,9 +23,18 @@ from msgspec import Meta
 
 from kvstrata.config.gateway_model import EngineSettings, HealthSettings
 from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
-from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, endpoint_of, place_of
+from kvstrata.gateway.fleet import (
+    DNS,
+    EngineState,
+    Fleet,
+    Place,
+    ServingEngine,
+    endpoint_of,
+    place_of,
+    placed,
+)
 from kvstrata.gateway.residency.knowledge import Residency
-from kvstrata.gateway.residency.sources import Source, of_rank, source_of, sources_in
+from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.ports import port_uids
 from kvstrata.process.supervisor import Supervisor
@@ -147,18 +156,14 @@ class Probing:
                 continue
             plain = urlsplit(settings.url.removeprefix(DNS))
             name, tls = settings.name or f"{plain.hostname}:{plain.port}", plain.scheme == "https"
-            source, ranks = source_of(settings), settings.data_parallel_size
             places += [
-                Place(
-                    f"{name}/{address}",
-                    Address(address, plain.port or 0, tls, plain.hostname or ""),
+                placed(
+                    settings,
+                    f"{name}/{one}",
+                    Address(one, plain.port or 0, tls, plain.hostname or ""),
                     key,
-                    source,
-                    ranks,
-                    role=settings.role,
-                    user=settings.user,
                 )
-                for address in self._resolved.get(settings.url, ())
+                for one in self._resolved.get(settings.url, ())
             ]
         for engine in self._fleet.set_places([*places, *self._found]):
             self._now[engine] = asyncio.Event()

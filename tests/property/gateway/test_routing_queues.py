@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstrata.gateway.routing.model import MOST_SHARE, EngineState
-from kvstrata.gateway.routing.queues import UNMEASURED, Flight, Queue
+from kvstrata.gateway.routing.queues import UNMEASURED, Flight, Queue, Sending
 from kvstrata.gateway.routing.rates import Line, PrefillRates
 
 TOKENS = st.integers(0, 50_000)
@@ -50,8 +50,7 @@ class Counters(RuleBasedStateMachine):
     ) -> None:
         until_s = math.inf if whole_s is None else self.now_s + whole_s
         flight = self.queue.send(
-            tokens, tokens + more, self.now_s, streams=whole_s is None, ours=ours, until_s=until_s,
-            token_within_s=limit_s, held=held,
+            tokens, tokens + more, self.now_s, Sending(whole_s is None, ours, until_s, limit_s, held),
         )  # fmt: skip
         self.sent.append(flight)
         self.flights[flight] = {
@@ -179,7 +178,7 @@ def test_an_engine_that_is_late_is_expected_to_take_as_long_again() -> None:
 
 def test_nobody_is_late_with_an_answer_that_comes_whole() -> None:
     queue, (first,) = queue_of(2_000)
-    whole = queue.send(1_000, 1_000, 10.0, streams=False)
+    whole = queue.send(1_000, 1_000, 10.0, Sending(streams=False))
     assert waits(queue, 99.0) == [1.0], "what is behind the oldest"
     queue.first_token(first, 99.0)
     assert waits(queue, 199.0) == [0.0]

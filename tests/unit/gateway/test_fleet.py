@@ -19,7 +19,7 @@ from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.probing import MAX_MODELS_BYTES, Probing, models_in
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.routing.choose import POLICIES
-from kvstrata.gateway.routing.queues import FIRST_TOKENS, Flight
+from kvstrata.gateway.routing.queues import FIRST_TOKENS, Flight, Sending
 from tests.harness.amount import amount
 
 
@@ -224,7 +224,7 @@ class Served:
 
     def begin(self, number: str, at_s: float, tokens: int = 1_000, *, streams: bool = True) -> Flight:
         self.clock.now_s = at_s
-        self.timed[number] = self.fleet.began(self.engine, tokens, tokens, streams=streams)
+        self.timed[number] = self.fleet.began(self.engine, tokens, tokens, Sending(streams=streams))
         return self.timed[number]
 
     def answers(self, number: str, at_s: float) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.gateway.prefixes import PIECE_BYTES, PIECE_TOKENS, Prefixes, keys_of
-from kvstrata.gateway.residency.knowledge import Heard
 
 TEXTS = st.lists(st.sampled_from("abc"), max_size=6).map("".join)
 """Each letter stands for a whole piece."""
@@ -71,7 +72,9 @@ def test_what_an_engine_had_before_it_was_emptied_counts_no_more() -> None:
     prefixes.note(keys("a"), "x", 0, 12.0, computed=True)
 
     def tokens(emptied_s: dict[str, float]) -> dict[str, int]:
-        heard = {name: Heard(at_s, float("-inf")) for name, at_s in emptied_s.items()}
+        heard = {
+            name: SimpleNamespace(emptied_s=at_s, missed_s=float("-inf")) for name, at_s in emptied_s.items()
+        }
         return {one.engine: one.tokens for one in prefixes.copies(keys("abc"), generations, 12.0, heard.get)}
 
     assert tokens({}) == tokens({"x": float("-inf")}) == {"x": 3 * PIECE_TOKENS, "y": 3 * PIECE_TOKENS}
@@ -90,7 +93,8 @@ def test_what_an_engine_was_sent_before_events_were_lost_counts_as_without_event
     prefixes.note(keys("abc"), "x", 0, 10.0, computed=True)
 
     def found(missed_s: float) -> tuple[str, float]:
-        [one] = prefixes.copies(keys("abc"), generations, 15.0, {"x": Heard(float("-inf"), missed_s)}.get)
+        heard = {"x": SimpleNamespace(emptied_s=float("-inf"), missed_s=missed_s)}
+        [one] = prefixes.copies(keys("abc"), generations, 15.0, heard.get)
         return one.certainty, one.age_s
 
     assert found(float("-inf")) == found(9.0) == ("unconfirmed", 5.0)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvstrata.gateway.residency import cache as cache_module
 from kvstrata.gateway.residency.cache import Cache as KnownCache
 from kvstrata.gateway.residency.cache import decoded
-from kvstrata.gateway.residency.knowledge import Heard, Residency
+from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt, root_of
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
 from kvstrata.gateway.residency.zmq_watcher import Feed
@@ -393,7 +393,8 @@ def test_a_defect_is_told_and_the_thread_joins_anew(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(residency._watcher._stopping, "wait", wait)
         watched.connected = True  # as if it were heard
-        assert residency.heard("a") == Heard(float("-inf"), float("-inf"))
+        cache = residency.heard("a")
+        assert cache is not None and cache.emptied_s == cache.missed_s == float("-inf")
         residency._watcher.post(threading.Lock().release)  # a defect
         assert paused.wait(60)
         assert not residency.thread()["hears"] and residency.thread()["error"].startswith("RuntimeError: ")

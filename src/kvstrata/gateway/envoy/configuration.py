@@ -35,7 +35,7 @@ SHORT_BYTES = 64 << 10
 MAX_CONNECTIONS = 16_384
 SPARE_FILES = 256
 MAX_PREFILLED = 1_024
-"""Questions that wait until another engine has computed the prompt, with the contract `nixl`."""
+"""Questions that wait until another engine has computed the prompt, with the contracts `nixl` and `mooncake`."""
 MAX_ASKED = 256
 """Questions to the picker at a time, beside those of requests that wait in its queue: each takes a descriptor."""
 LINE = (
@@ -76,7 +76,7 @@ class Place(NamedTuple):
 
 def configuration(settings: GatewaySettings, place: Place, pipe: int) -> dict[str, Any]:
     """The whole configuration. `pipe`: descriptor for the module's first tokens; -1: Envoy takes no module, but Lua."""
-    holds = bool(settings.queue.max_requests) or settings.split == "nixl"
+    holds = bool(settings.queue.max_requests) or settings.split in ("nixl", "mooncake")
     asked = MAX_ASKED + (settings.queue.max_requests or MAX_PREFILLED if holds else 0)
     # Without these an answer takes a millisecond, beside what is asked for: then a picker that froze costs 1 s.
     waits_s = patience(1.0) + settings.tokens.deadline_ms / 1_000

@@ -20,7 +20,7 @@ class ByServer(Handover):
         """Nothing: the connector promises what it computes."""
         return {}
 
-    def for_answer(self, returned: Fields | None) -> Fields:
+    async def for_answer(self, returned: Fields | None) -> Fields:
         """Wait twice as long as the prompt is expected to take, and a second."""
         wait_ms = min(MOST_WAIT_MS, LEAST_WAIT_MS + round(2_000 * max(0.0, self.expected_s)))
         return {"kvstrata.wait_ms": wait_ms} | ({"kvstrata.from": self.source} if self.source else {})

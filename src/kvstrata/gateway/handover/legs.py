@@ -20,6 +20,7 @@ from kvstrata.gateway.choosing import Choice
 from kvstrata.gateway.engine_http import Asker, LinkBroken, Unreachable
 from kvstrata.gateway.handover.by_server import ByServer
 from kvstrata.gateway.handover.contract import Fields, Handover
+from kvstrata.gateway.handover.mooncake import ByMooncake
 from kvstrata.gateway.handover.nixl import ByNixl
 from kvstrata.gateway.marks import CANCELLED
 from kvstrata.observability.numbers import Numbers, counter, gauge
@@ -42,7 +43,7 @@ ANSWER_ONLY = frozenset(
 """Fields that say something of the answer only; one token needs none of them, and a grammar would take time."""
 MAX_ANSWER_BYTES = 8 << 20
 """NixlConnector names each block."""
-CONTRACTS: dict[Contract, type[Handover]] = {"kvstrata": ByServer, "nixl": ByNixl}
+CONTRACTS: dict[Contract, type[Handover]] = {"kvstrata": ByServer, "nixl": ByNixl, "mooncake": ByMooncake}
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -56,9 +57,20 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
 class _Answer(msgspec.Struct):
     usage: _Usage | None = None
     kv_transfer_params: Fields | None = None
+    choices: list[_Choice] = []
+    stop_reason: str | None = None
+
+    def returned(self) -> Fields | None:
+        """What it tells of the KV; None: its first token ended it, so that it may have kept none."""
+        ends = (self.stop_reason, *(one.finish_reason for one in self.choices))
+        return self.kv_transfer_params or ({} if "length" in ends or "max_tokens" in ends else None)
 
 
 _answer = msgspec.json.Decoder(_Answer).decode
@@ -93,13 +105,14 @@ class Legs(Numbers):
         at = leg.engine.load.instance
         source = at if at != choice.engine.load.instance else ""
         measured = self.parts.fleet.rates.samples(leg.engine.load.name)
-        handover = CONTRACTS[choice.wanted.contract](leg.way.ttft_s if measured else UNKNOWN_S, source)
+        expected_s = leg.way.ttft_s if measured else UNKNOWN_S
+        handover = CONTRACTS[choice.wanted.contract](self._asker, leg.engine, expected_s, source)
         path, sent = leg_of(request, choice, body, handover.for_prefill(), more)
         task = asyncio.ensure_future(self._run(request, choice, path, sent))
         self.tasks[task] = None
         task.add_done_callback(self.tasks.pop)
         request.leg = task
-        return handover.for_answer(await task if handover.answers_later else None)
+        return await handover.for_answer(await task if handover.answers_later else None)
 
     async def close(self) -> None:
         """End all."""
@@ -143,7 +156,7 @@ class Legs(Numbers):
             cached = answer.usage.prompt_tokens_details
             if cached is not None and cached.cached_tokens is not None:
                 parts.choosing.learn(leg, answer.usage.prompt_tokens, cached.cached_tokens)
-        return answer.kv_transfer_params
+        return answer.returned()
 
     def _headers(self, request: Request, leg: Choice) -> Mapping[str, str]:
         headers = {"content-type": "application/json", "x-request-id": leg.wanted.word}

@@ -21,6 +21,6 @@ class ByNixl(Handover):
         nobody = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         return {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(nobody)}
 
-    def for_answer(self, returned: Fields | None) -> Fields:
+    async def for_answer(self, returned: Fields | None) -> Fields:
         """What was returned, if it names blocks: a prompt shorter than a block has none."""
         return returned if returned and returned.get("do_remote_prefill") else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstrata.gateway.residency.cache import MASK_BYTES, Cache
 from kvstrata.gateway.residency.prompt import Prompt
@@ -19,15 +19,6 @@ BLOCK_LIFE_S = 300.0
 """Until it has been measured."""
 LIFE_AGAIN_S = 1.0
 """After this time the life of blocks is looked up again."""
-
-
-class Heard(NamedTuple):
-    """Since when an engine's events tell all."""
-
-    emptied_s: float
-    """When it was last known to be empty."""
-    missed_s: float
-    """When events were last found to be lost for good."""
 
 
 class Index:
@@ -120,12 +111,12 @@ class Residency:
         """Tokens of a prompt that the engines that are heard have in their own caches, by name."""
         return {name: n for name, n in self.index.known(prompt).items() if self.heard(name) is not None}
 
-    def heard(self, name: str) -> Heard | None:
-        """Since when an engine's events tell all; None: it is not heard."""
+    def heard(self, name: str) -> Cache | None:
+        """The cache of an engine whose events tell all; None: it is not heard."""
         one = self._watched.get(name)
         if one is None or not one.connected or one.feed.joining or not self._watcher.hears:
             return None
-        return Heard(one.feed.cache.emptied_s, one.feed.cache.missed_s)
+        return one.feed.cache
 
     @property
     def block_life_s(self) -> float:

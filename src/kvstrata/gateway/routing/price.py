@@ -53,7 +53,7 @@ UNCONFIRMED_S = 10.0
 """For so long a prompt counts as cached where it was computed although no event has told of it."""
 HANDOVER_S = 0.03
 """From the last step of the engine that computes to the load of the other: an answer of the server and 1.5 steps."""
-REST_TOKENS = {"kvstrata": 256, "nixl": 1}
+REST_TOKENS = {"kvstrata": 256, "nixl": 1, "mooncake": 1}
 """What the engine that answers computes itself at most, by contract: the rest of a chunk, or the last token."""
 NOT_HIDDEN = 0.2
 """The share of a transfer between two hosts that is not done while the prompt is computed."""

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvstrata.gateway.routing.model import NEVER_S, EngineState
 from kvstrata.gateway.routing.rates import Decoded, Fit, Line, PrefillRates, Sample
@@ -103,28 +104,36 @@ class Period:
             self.sample = None
 
 
+class Sending(NamedTuple):
+    """How a request is sent."""
+
+    streams: bool = True
+    """Whether its first token will be told when the prompt is computed, rather than with the whole answer."""
+    ours: bool = True
+    """Whether this router sends it, and not another one that told of it."""
+    until_s: float = math.inf
+    """When it ceases to take room in any case."""
+    token_within_s: float = 0.0
+    """In which its class demands each token; 0: in any time."""
+    held: bool = False
+    """Whether it waits for another engine until `begin`."""
+
+
+SENT = Sending()
+
+
 class Flight:
     """A request that was sent to an engine. Belongs to who sent it."""
 
     __slots__ = (
-        "began_s", "computed_tokens", "context_tokens", "ended", "held", "ours", "period", "queue", "requests_s",
-        "running", "spoiled", "streams", "token_within_s", "tokens", "until_s",
+        "began_s", "computed_tokens", "context_tokens", "ended", "held", "how", "period", "queue", "requests_s",
+        "running", "spoiled", "tokens",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        queue: Queue,
-        tokens: int,
-        context_tokens: int,
-        streams: bool,
-        ours: bool,
-        until_s: float,
-        token_within_s: float,
-    ) -> None:
-        self.queue = queue
+    def __init__(self, queue: Queue, tokens: int, context_tokens: int, how: Sending) -> None:
+        self.queue, self.how = queue, how
         self.tokens, self.context_tokens = tokens, context_tokens
         """Of the prompt, to be computed; and all of them."""
-        self.streams, self.ours, self.until_s, self.token_within_s = streams, ours, until_s, token_within_s
         self.held = self.running = self.ended = self.spoiled = False
         self.period: Period | None = None
         """In which its first token came."""
@@ -169,34 +178,16 @@ class Queue:
         self._computed_tokens = 0
         """Of prompts whose first token has come."""
 
-    def send(
-        self,
-        tokens: int,
-        context_tokens: int,
-        now_s: float,
-        *,
-        streams: bool = True,
-        ours: bool = True,
-        until_s: float = math.inf,
-        token_within_s: float = 0.0,
-        held: bool = False,
-    ) -> Flight:
-        """A request is sent, with so many tokens to compute, and `context_tokens` in all.
-
-        `streams`: its first token will be told when the prompt is computed, rather than with the whole answer.
-        `ours`: this router sent it, and not another one that told of it. `until_s`: when it ceases to take room in any
-        case. `token_within_s`: in which its class demands each token; 0: in any time. `held`: it waits for another
-        engine until `begin`.
-        """
-        state = self.state
-        flight = Flight(self, tokens, context_tokens, streams, ours, until_s, token_within_s)
+    def send(self, tokens: int, context_tokens: int, now_s: float, how: Sending = SENT) -> Flight:
+        """A request is sent, with so many tokens to compute, and `context_tokens` in all."""
+        state, flight = self.state, Flight(self, tokens, context_tokens, how)
         flight.held = True
         self._pass(now_s)
         state.requests += 1
         state.context_tokens += context_tokens
-        state.limited += token_within_s > 0
-        state.limits_s += token_within_s
-        if held:
+        state.limited += how.token_within_s > 0
+        state.limits_s += how.token_within_s
+        if how.held:
             self._have(self.backlog_tokens(now_s), now_s)
         else:
             self.begin(flight, tokens, now_s)
@@ -211,10 +202,10 @@ class Queue:
             self.period, self._cut = Period(now_s, state.running, whole=False), False
         if not self.waiting:
             self._moved_s = now_s
-        self.period.whole |= not flight.streams
+        self.period.whole |= not flight.how.streams
         self.waiting[flight] = None
-        self._whole += not flight.streams
-        self._ours += flight.ours
+        self._whole += not flight.how.streams
+        self._ours += flight.how.ours
         self._full = self._full or self._ours >= UNMEASURED
         state.waiting += 1
         state.prefill_tokens += tokens
@@ -259,8 +250,8 @@ class Queue:
         state.requests -= 1
         state.inflight_tokens -= 0 if flight.held else flight.tokens
         state.context_tokens -= flight.context_tokens
-        state.limited -= flight.token_within_s > 0
-        state.limits_s = state.limits_s - flight.token_within_s if state.limited else 0.0
+        state.limited -= flight.how.token_within_s > 0
+        state.limits_s = state.limits_s - flight.how.token_within_s if state.limited else 0.0
         self._have(self.backlog_tokens(now_s), now_s)
         self._rest(now_s)
         seconds = now_s - flight.began_s
@@ -296,11 +287,13 @@ class Queue:
     def next_room_s(self, now_s: float) -> float:
         """When a prompt will cease to take room without being told; infinite: none will."""
         return (
-            min((one.until_s for one in self._taking(now_s)), default=math.inf) if self._whole else math.inf
+            min((one.how.until_s for one in self._taking(now_s)), default=math.inf)
+            if self._whole
+            else math.inf
         )
 
     def _taking(self, now_s: float) -> Iterator[Flight]:
-        return (one for one in self.waiting if one.ours and one.until_s > now_s)
+        return (one for one in self.waiting if one.how.ours and one.how.until_s > now_s)
 
     def _pass(self, now_s: float) -> None:
         """Time has passed."""
@@ -313,8 +306,8 @@ class Queue:
         oldest = next(iter(self.waiting)) is flight
         done = state.prefill_tokens - self.backlog_tokens(now_s)
         del self.waiting[flight]
-        self._whole -= not flight.streams
-        self._ours -= flight.ours
+        self._whole -= not flight.how.streams
+        self._ours -= flight.how.ours
         self._full = self._full and self._ours > 0
         state.prefill_tokens -= tokens
         state.waiting -= 1

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.prefixes import KEY_BYTES, Prefixes
-from kvstrata.gateway.routing.queues import Flight
+from kvstrata.gateway.routing.queues import Flight, Sending
 from kvstrata.gateway.sharing.telling import Ended, First, Frame, Sent, UnderWay
 from kvstrata.patience import patience
 
@@ -55,7 +55,9 @@ class Other:
         if engine is None or len(self.flights) >= MAX_FLIGHTS:
             self.ignored += 1
             return
-        flight = self._fleet.began(engine, event.uncached, event.tokens, streams=event.streams, ours=False)
+        flight = self._fleet.began(
+            engine, event.uncached, event.tokens, Sending(streams=event.streams, ours=False)
+        )
         if event.loads:
             flight.spoil()
         self.flights[event.number] = known = Foreign(engine, engine.generation, flight, keys)
