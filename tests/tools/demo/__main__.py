@@ -43,8 +43,7 @@ from tests.tools.demo.act_fleet import act_7
 from tests.tools.demo.act_gateway import act_5
 from tests.tools.demo.act_pd import act_6
 from tests.tools.demo.act_vllm import CASES_2, act_2
-from tests.tools.demo.prompts import MODEL
-from tests.tools.demo.table import Table, Wrong, say
+from tests.tools.demo.common import MODEL, Table, Wrong, say
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "build" / "demo.json"

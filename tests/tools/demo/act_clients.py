@@ -11,8 +11,7 @@ from typing import Any
 from tests.harness.cache_engine import CHUNK_TOKENS
 from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
-from tests.tools.demo.servers import fitting_l1_mb
-from tests.tools.demo.table import Table, Wrong, say
+from tests.tools.demo.common import Table, Wrong, fitting_l1_mb, say
 
 CLIENTS = 3
 

@@ -10,9 +10,20 @@ from typing import Any
 from tests.harness import cache_engine
 from tests.harness.cluster import Cluster
 from tests.tools.demo.act_clients import open_clients, retrieve, store
-from tests.tools.demo.prompts import HIT_TOKENS, NEW_TOKENS, PROMPT_TOKENS, begin_vllm, prompts
-from tests.tools.demo.servers import CHUNK_TOKENS, L1_MB, fitting_l1_mb, stored_chunks, wait_for
-from tests.tools.demo.table import Table, say
+from tests.tools.demo.common import (
+    CHUNK_TOKENS,
+    HIT_TOKENS,
+    L1_MB,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    Table,
+    begin_vllm,
+    fitting_l1_mb,
+    prompts,
+    say,
+    stored_chunks,
+    wait_for,
+)
 
 CASES_4 = (
     "first instance, cold",

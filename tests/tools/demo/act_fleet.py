@@ -16,8 +16,7 @@ from typing import Any
 from tests.harness.cluster import Cluster
 from tests.harness.gateway_process import GatewayProcess
 from tests.integration.testing.test_engine_sim import Sim, config
-from tests.tools.demo.servers import wait_for
-from tests.tools.demo.table import Table, say
+from tests.tools.demo.common import Table, say, wait_for
 
 SERVERS, CHUNK_TOKENS, L1_MB = 4, 16, 128
 LONG_TOKENS, ANSWERS, SIBLINGS = 4_000, 6, 12

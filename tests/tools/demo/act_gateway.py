@@ -15,8 +15,7 @@ from tests.harness.cluster import Cluster
 from tests.harness.daemon import free_port
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.vllm_api import VllmApi
-from tests.tools.demo.servers import CHUNK_TOKENS, L1_MB, fitting_l1_mb, stored_chunks, wait_for
-from tests.tools.demo.table import Table, say
+from tests.tools.demo.common import CHUNK_TOKENS, L1_MB, Table, fitting_l1_mb, say, stored_chunks, wait_for
 
 TURN_TOKENS, NEW_TOKENS = 700, 16
 """All that is asked, and computed again for comparison, fits L1, so that nothing of a conversation is evicted."""

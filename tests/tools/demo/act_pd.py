@@ -17,8 +17,7 @@ from tests.harness.cluster import Cluster
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.vllm_api import VllmApi
 from tests.tools.demo.act_gateway import Turn, ask
-from tests.tools.demo.servers import CHUNK_TOKENS, L1_MB, fitting_l1_mb, wait_for
-from tests.tools.demo.table import Table, say
+from tests.tools.demo.common import CHUNK_TOKENS, L1_MB, Table, fitting_l1_mb, say, wait_for
 
 PROMPT_TOKENS, STEP_TOKENS, ANSWERS, OTHER_TOKENS = 1_800, 256, 4, 32
 NAMES = {"prefill": "prefilling", "decode": "decoding"}

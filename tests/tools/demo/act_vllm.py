@@ -10,16 +10,21 @@ from typing import Any
 from tests.harness import vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
-from tests.tools.demo.prompts import HIT_TOKENS, NEW_TOKENS, PROMPT_TOKENS, begin_all, prompts
-from tests.tools.demo.servers import (
+from tests.tools.demo.common import (
     CHUNK_TOKENS,
+    HIT_TOKENS,
     L1_MB,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    Table,
+    begin_all,
     fitting_l1_mb,
     loaded_chunks,
+    prompts,
+    say,
     stored_chunks,
     wait_for,
 )
-from tests.tools.demo.table import Table, say
 
 RECOVERY_S = 20.0
 
