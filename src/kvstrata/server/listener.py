@@ -44,7 +44,7 @@ import socket
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -59,7 +59,7 @@ from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.patience import patience
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES, AttachReply
 from kvstrata.server.attach_checks import MAX_ATTACH_BYTES, GaveUp, parse_request, take_pidfd
-from kvstrata.server.processes import OLD_ROW_INTERVAL_S, Process, Processes, RowState
+from kvstrata.server.processes import Process, Processes, RowState
 from kvstrata.session.zmtp import Connection, NotZmtp, WithFds
 
 if TYPE_CHECKING:
@@ -83,15 +83,8 @@ SECONDS_PER_TURN = 0.002
 _ACCEPTS_PER_TURN = 16
 _ACCEPT_PAUSE_S = 0.2
 HANDSHAKE_S = 5.0
-
-
-class AttachLimits(NamedTuple):
-    """Bounds of the handshake."""
-
-    pending: int = 64
-    plain: int = 64
-    handshake_s: float = HANDSHAKE_S
-    old_row_interval_s: float = OLD_ROW_INTERVAL_S
+MAX_PENDING = 64
+MAX_PLAIN = 64
 
 
 class ConnectionState(enum.Enum):
@@ -201,13 +194,12 @@ class AttachServer(Numbers):
         *,
         instance_id: str = "",
         max_reserved_bytes: int = 0,
-        limits: AttachLimits | None = None,
     ) -> None:
         self._path = path
         self._max_reserved_bytes = max_reserved_bytes
         self._processes = processes
         self._instance_id = instance_id
-        self._limits = limits or AttachLimits(handshake_s=patience(HANDSHAKE_S))
+        self._handshake_s = patience(HANDSHAKE_S)
         self._pool = pool
         self._fds = descriptors
         self._lock_file = linux.file_id(descriptors.sessions_lock)
@@ -235,8 +227,7 @@ class AttachServer(Numbers):
         """End the rows of processes that died before this server started, then listen; `requests` answers."""
         self._loop = asyncio.get_running_loop()
         self._requests = requests
-        interval_s = self._limits.old_row_interval_s
-        await self._processes.start(requests, self._fds.sessions_lock, interval_s)
+        await self._processes.start(requests, self._fds.sessions_lock)
         self.listen(self._path)
 
     def listens(self) -> bool:
@@ -298,9 +289,7 @@ class AttachServer(Numbers):
                 sock.close()
                 continue
             self._connections.add(connection)
-            self._pending[connection] = self._loop.call_later(
-                self._limits.handshake_s, self._time_out, connection
-            )
+            self._pending[connection] = self._loop.call_later(self._handshake_s, self._time_out, connection)
             self._loop.add_reader(sock.fileno(), self._readable, connection)
             uid = connection.credentials.uid
             if uid != os.geteuid():
@@ -311,7 +300,7 @@ class AttachServer(Numbers):
                         field="uid",
                     ),
                 )
-            elif len(self._pending) > self._limits.pending:
+            elif len(self._pending) > MAX_PENDING:
                 self._refuse(next(iter(self._pending)), Refused("too many unfinished attaches; try again"))
 
     def _pause_accepting(self, error: OSError) -> None:
@@ -327,7 +316,7 @@ class AttachServer(Numbers):
     def _time_out(self, connection: Line) -> None:
         self._refuse(
             connection,
-            DeadlineExceeded(f"the attach was not completed within {self._limits.handshake_s:g} s"),
+            DeadlineExceeded(f"the attach was not completed within {self._handshake_s:g} s"),
         )
 
     def _handshake_over(self, connection: Line) -> None:
@@ -454,7 +443,7 @@ class AttachServer(Numbers):
                     self._handshake_over(connection)
                     connection.state = ConnectionState.PLAIN
                     self._plain[connection] = None
-                    if len(self._plain) > self._limits.plain:
+                    if len(self._plain) > MAX_PLAIN:
                         self._cut(next(iter(self._plain)), "too many clients without a row are connected")
                 case ConnectionState.CONNECTED:
                     self._request(connection, message, received)

@@ -428,9 +428,7 @@ class Processes:
 
     # --- life --------------------------------------------------------------------------------------------
 
-    async def start(
-        self, requests: Requests, sessions_lock: int, old_row_interval_s: float = OLD_ROW_INTERVAL_S
-    ) -> None:
+    async def start(self, requests: Requests, sessions_lock: int) -> None:
         """Take over the rows from before a restart, and end those whose processes have died since.
 
         `requests` hears of processes that attach and end. `sessions_lock`: descriptor of sessions.lock.
@@ -444,7 +442,7 @@ class Processes:
                 found.move(RowEvent.FOUND)
                 self._rows[found.row] = found
         if await self._sweep_old_rows():
-            self._sweeper = asyncio.create_task(self._sweep(old_row_interval_s), name="attach-sweep-old-rows")
+            self._sweeper = asyncio.create_task(self._sweep(), name="attach-sweep-old-rows")
 
     async def stop(self) -> None:
         """Stop looking for old rows whose processes have ended, and watching the others."""
@@ -795,10 +793,10 @@ class Processes:
         await asyncio.gather(*ending, return_exceptions=True)
         return self.count(RowState.OLD, RowState.RECLAIMED)
 
-    async def _sweep(self, interval_s: float) -> None:
+    async def _sweep(self) -> None:
         while await self._sweep_old_rows():
             try:
-                await asyncio.wait_for(self._stopping.wait(), interval_s)
+                await asyncio.wait_for(self._stopping.wait(), OLD_ROW_INTERVAL_S)
             except TimeoutError:
                 continue  # the kernel reports no event when a record lock ends
             return

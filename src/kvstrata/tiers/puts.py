@@ -44,6 +44,7 @@ KEYS_PER_TURN = 128
 """Keys that one turn of the loop looks at: some 100 µs."""
 UNPINNED_KEYS = 65_536
 """Keys per tier that are kept for a put once the backlog is empty."""
+REMEMBERED = 1 << 17
 _WORDS = {outcome: outcome.name.lower() for outcome in Outcome}
 _NO_ROOM = 2
 """Pool.hold_batch has taken no hold, since it would exceed the backlog."""
@@ -130,14 +131,13 @@ class PutPlanner:
     `through` puts every chunk when it is committed; `second_touch` puts a chunk when it was stored or used for the
     second time.
 
-    It remembers at most `limit_keys` keys that were seen once and as many that the adapter has, but not the content of
-    L1.
+    It remembers REMEMBERED keys that were seen once and as many that the adapter has, but not the content of L1.
     """
 
-    def __init__(self, policy: StorePolicy, limit_keys: int = 1 << 17) -> None:
+    def __init__(self, policy: StorePolicy) -> None:
         self.policy = policy
-        self._seen = RecentKeys(limit_keys)
-        self._clean = RecentKeys(limit_keys)
+        self._seen = RecentKeys(REMEMBERED)
+        self._clean = RecentKeys(REMEMBERED)
 
     def committed(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Note that a worker has stored these chunks in L1; returns those to put now."""
