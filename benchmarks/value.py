@@ -27,7 +27,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,10 +108,13 @@ def pool_hits(
     policy: str,
     depth_cost: float,
     hints: Sequence[int] = (),
+    tenants: Sequence[int] = (),
+    look: Callable[[Pool, float], None] = lambda pool, now_s: None,
 ) -> Iterator[int]:
     """Yield the hits of the real pool, which gets the time of each request and learns as in a server.
 
-    `hints`: for each request what is said at its end, see `kvstrata.types.Next`.
+    `hints`: for each request what is said at its end, see `kvstrata.types.Next`.  `tenants`: for each request whose it
+    is.  `look` is called before each, with its time.
     """
     ends: list[tuple[float, int, bytes]] = []
     pool = new_pool(capacity, policy, depth_cost)
@@ -127,9 +130,11 @@ def pool_hits(
             pool.set_time(int((1_000 + end_s - requests[0].at_s) * 1e9))
             pool.hint(last, said)
         pool.set_time(int((1_000 + request.at_s - requests[0].at_s) * 1e9))
+        look(pool, request.at_s)
+        tenant = tenants[number] if tenants else 0
         n = pool.peek(prompt, 1)
         # A lease covers half of the pool at most, and counts as a use of all chunks before its own.
-        ticket, *_ = pool.lease(prompt[max(0, n - PIECE) * 32 : n * 32], 1, [0])
+        ticket, *_ = pool.lease(prompt[max(0, n - PIECE) * 32 : n * 32], 1, [0], tenant=tenant)
         if ticket:
             pool.release(ticket)
         yield n
@@ -139,7 +144,7 @@ def pool_hits(
         while n < len(request.chunks):
             parent = prompt[(n - 1) * 32 : n * 32] if n else b""
             ticket, outcomes, _ = pool.reserve(
-                prompt[n * 32 : (n + PIECE) * 32], parent, EXTENT_BYTES, row, bytes(32)
+                prompt[n * 32 : (n + PIECE) * 32], parent, EXTENT_BYTES, row, bytes(32), tenant
             )
             if ticket:
                 pool.commit(ticket, [i for i, outcome in enumerate(outcomes) if outcome == 0], check=False)

@@ -97,6 +97,9 @@ MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
 """Tiers in one report; an instance has at most half as many."""
 ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
 """A number by tier. The names become labels of metrics, so their alphabet and their number are bounded."""
+Share = Annotated[float, Meta(ge=0, le=1)]
+BySize = Annotated[dict[Annotated[str, Meta(max_length=8)], Share], Meta(max_length=8)]
+MAX_SHARES = 16
 HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]
 
 
@@ -284,6 +287,30 @@ class Changes(ClusterRequest, frozen=True, tag="changes"):
     """What a gateway says of requests whose answers have ended. Those of unknown requests are passed over."""
 
 
+class TenantShare(msgspec.Struct, array_like=True, frozen=True):
+    """A tenant with a quota."""
+
+    tenant: TenantName
+    used_bytes: Count
+    quota_bytes: Annotated[int, Meta(gt=0, le=1 << 60)]
+    """What it is to have, without what is lent."""
+    part: Share
+    """Its part of the prefill seconds that the requests of late of all tenants would take without a cache."""
+    saved: BySize
+    """Share of its own that a quota of so many times its used bytes would save."""
+    asked_total: Count
+    found_total: Count
+    """Chunks that its lookups have asked for, and those that were served."""
+
+
+class Shares(msgspec.Struct, array_like=True, frozen=True):
+    """How L1 is shared between tenants."""
+
+    lent: Share
+    """Part of what L1 has beyond its quota that each tenant may use too."""
+    tenants: Annotated[list[TenantShare], Meta(min_length=1, max_length=MAX_SHARES)]
+
+
 class Load(msgspec.Struct, array_like=True, frozen=True):
     """Counts of an instance since its start (`_total`), and its present numbers."""
 
@@ -302,8 +329,10 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     sessions: int
     tier_states: Annotated[dict[TierName, Word], Meta(max_length=MAX_TIERS)] = {}
     """Of tiers that are not active."""
-    saved: Annotated[dict[Annotated[str, Meta(max_length=8)], float], Meta(max_length=8)] = {}
+    saved: BySize = {}
     """Share of the prefill seconds of requests of late that an L1 of so many times its size would have saved."""
+    shares: Shares | None = None
+    """None: no tenant has a quota, or nothing is known."""
 
 
 class TierRate(msgspec.Struct, array_like=True, frozen=True):
@@ -447,6 +476,12 @@ class AskStatus(BaseOperation, frozen=True, tag="status"):
     """Answer the document of /v1/status."""
 
 
+class Lend(BaseOperation, frozen=True, tag="lend"):
+    """Let each tenant use this part of what L1 has beyond its quota too, until the instance ends."""
+
+    lent: Share
+
+
 class AskShared(BaseOperation, frozen=True, tag="shared"):
     """Answer a Shared: what the requests since the last such question had in common."""
 
@@ -457,7 +492,7 @@ class AskShared(BaseOperation, frozen=True, tag="shared"):
 
 
 Operation = (
-    Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskRuntime | AskStatus | AskShared
+    Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskRuntime | AskStatus | AskShared | Lend
 )  # fmt: skip
 
 

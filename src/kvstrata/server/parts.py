@@ -31,6 +31,7 @@ from kvstrata.server.cluster.shared import SharedPrefixes
 from kvstrata.server.housekeeping import PoolEvents
 from kvstrata.server.plan import InstanceFacts
 from kvstrata.server.processes import Processes, Readiness, TenantTokens, tenant_number
+from kvstrata.server.quotas import Quotas
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
 from kvstrata.server.requests.requests import Requests
@@ -80,8 +81,9 @@ class Parts:
         self._recut_lane = PoolLane(loop, threads=1, queue=RECUTS_WAITING, name="kv-recut")
         self.own_lane = PoolLane(loop, threads=1, queue=None, name="kv-own")
         """For housekeeping, admins and controllers; never refuses work."""
+        self.quotas = Quotas(pool)
         for tenant, gigabytes in settings.quotas_gb.items():
-            pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
+            self.quotas.set(tenant, int(gigabytes * GB))
 
         # What refers to no other part.
         self.counters = counters = ServerNumbers()

@@ -31,12 +31,11 @@ from kvstrata.process.lifecycle import Process, tell_ready
 from kvstrata.server.housekeeping import OwnFiles, heartbeat
 from kvstrata.server.instance import Instance, open_instance
 from kvstrata.server.plan import Plan, plan
-from kvstrata.server.processes import tenant_number
+from kvstrata.server.quotas import NO_QUOTA
 from kvstrata.types import GB
 
 LIVE = ("log_level", "quotas_gb", "l2.drain_s")
 HTTP_TOKEN, TENANTS = "http.token_file", "security.tenants_file"
-NO_QUOTA = -1
 PREFAULT_THREADS = 2
 """They fault in the pool at the start, beside the first requests."""
 
@@ -135,9 +134,9 @@ class Server(Process):
         self._settings = after = found.in_force
         set_level(after.log_level)
         for tenant in before.quotas_gb.keys() - after.quotas_gb.keys():
-            parts.pool.set_quota(tenant_number(tenant), NO_QUOTA)
+            parts.quotas.set(tenant, NO_QUOTA)
         for tenant, gigabytes in after.quotas_gb.items():
-            parts.pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
+            parts.quotas.set(tenant, int(gigabytes * GB))
         parts.tenants.name(after)
         return found.shown()
 

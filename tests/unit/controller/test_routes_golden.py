@@ -103,7 +103,7 @@ def admin(ready: bool) -> Any:
         processes=processes,
         requests=SimpleNamespace(lookups=SimpleNamespace(hint=hint)),
         tiers=SimpleNamespace(rows=rows, pause=tiers.get, resume=tiers.get, names=lambda: list(tiers)),
-        pool=SimpleNamespace(set_quota=lambda tenant, quota_bytes: None),
+        quotas=SimpleNamespace(set=lambda tenant, quota_bytes: None),
     )
     return server.Admin(parts, Pages(list).page, EventLog("server"))  # type: ignore[arg-type]
 

@@ -234,10 +234,8 @@ def _row(one: Process) -> Document:
 @operation("PUT", "/v1/tenants/{tenant:path}/quota", ctl="quota")
 def change_quota(admin: Admin, ask: Quota) -> Document:
     """Set how much of L1 a tenant may have, until the server ends: put it into the settings (`quotas_gb`) too."""
-    from kvstrata.server.processes import tenant_number  # with compiled modules
-
     quota_bytes = round(ask.quota_gb * GB)
-    admin.parts.pool.set_quota(tenant_number(ask.tenant), quota_bytes)
+    admin.parts.quotas.set(ask.tenant, quota_bytes)
     admin.log.info("quota_changed", tenant=ask.tenant, quota_bytes=quota_bytes)
     return {"tenant": ask.tenant, "quota_bytes": quota_bytes}
 
