@@ -303,10 +303,10 @@ class Server:
         assert not self._supervisor.failed_jobs, "a job of the server failed, see the log"
 
     def turn(self) -> bool:
-        return not self.is_frozen and self.loop.turn()
+        return not (self.is_frozen or self.loop.is_closed()) and self.loop.turn()
 
     def due_s(self) -> float:
-        return math.inf if self.is_frozen else self.loop.due_s()
+        return math.inf if self.is_frozen or self.loop.is_closed() else self.loop.due_s()
 
     def close(self) -> None:
         self.is_frozen = False

@@ -93,7 +93,7 @@ class AwaitedPeers:
             while (left_s := ends_s - self._loop.time()) > 0:
                 poll_s = min(left_s, POLL_S)
                 request = msgspec.structs.replace(asked, wait_ms=round(1000 * poll_s))
-                reply = await owner.link.ask(request, Awaited, poll_s + patience(ANSWER_S))
+                reply = await owner.link.ask(request, Awaited, min(left_s, poll_s + patience(ANSWER_S)))
                 more = asked.n_present < reply.n_chunks <= count(asked.chain)
                 if reply.epoch != owner.entry.incarnation or more != (reply.end == "ready"):
                     break
@@ -110,7 +110,8 @@ class AwaitedPeers:
                 well = True
                 return asked.n_present, "late", b""
         except (Unavailable, ClusterFailure):
-            pass
+            if well := self._loop.time() >= ends_s:  # no time was left for an answer
+                return asked.n_present, "late", b""
         finally:
             owner.breaker.ended(well, self._loop.time())
         owner.known_s = float("-inf")
