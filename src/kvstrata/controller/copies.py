@@ -224,10 +224,10 @@ class Copies(Numbers):
                     told[one.member.id] = msgspec.convert(dict(one.result.body), Shared)
                 except msgspec.ValidationError as error:
                     self._log.warning("answer_ignored", instance=one.member.id, reason=str(error))
-        self._learn(ends, list(told.values()))
+        await self._learn(ends, list(told.values()))
         self._judge(ends, told)
 
-    def _learn(self, ends: Sequence[bytes], told: Sequence[Shared]) -> None:
+    async def _learn(self, ends: Sequence[bytes], told: Sequence[Shared]) -> None:
         """How hot prefixes are now, and which new ones are."""
         newest = -math.expm1(-max((one.seconds for one in told), default=0.0) / MEMORY_S)
         for number, end in enumerate(ends):
@@ -241,9 +241,10 @@ class Copies(Numbers):
             if not _is_sound(prefix):
                 continue
             end = nth(prefix.chain, count(prefix.chain) - 1)
-            hot = self._hot.setdefault(end, Hot(prefix))
+            if end not in self._hot:  # a millisecond for the longest
+                self._hot[end] = await asyncio.get_running_loop().run_in_executor(None, Hot, prefix)
             if end not in known:
-                hot.requests_s += prefix.requests_s
+                self._hot[end].requests_s += prefix.requests_s
         if len(self._hot) > MAX_ASKED_ENDS:
             best = sorted(self._hot, key=lambda end: -self._hot[end].worth_gb)[:MAX_ASKED_ENDS]
             self._hot = {end: self._hot[end] for end in best}

@@ -24,7 +24,7 @@ from kvstrata.rpc.cluster_wire import Shares, TenantShare
 
 STEP = 0.5
 WINDOW_S, ENOUGH = 1_800.0, 5_000
-LEAST, LOSS = 0.01, 0.15
+LEAST, LOSS = 0.01, 0.3
 NOISE = 3.0
 """Standard deviations between windows without a step."""
 FIRST_NOISE = 0.05

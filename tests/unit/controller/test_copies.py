@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_what_an_instance_tells_that_does_not_fit_is_ignored(told):
         settings=SimpleNamespace(copies_mb_s=1.0), clock=SimpleNamespace(monotonic_s=lambda: 0.0)
     )
     copies = Copies(cluster)
-    copies._learn([], [told])
+    asyncio.run(copies._learn([], [told]))
     for row in (copies._hot, copies.page()["prefixes"]):
         assert len(row) <= 1
     for hot in copies._hot.values():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstrata.controller.lending import ENOUGH, HOLD_S, LOSS, STEP, WINDOW_S, Lending, Step, saved
 from kvstrata.rpc.cluster_wire import Shares, TenantShare
 
-SAVED = {"0.5": 0.4, "1": 0.6, "2": 0.8, "4": 0.85}
+SAVED = {"0.5": 0.2, "1": 0.5, "2": 0.85, "4": 0.9}
 SHARE = st.floats(0, 1)
 
 
@@ -18,7 +18,7 @@ class Instance:
     """An instance that obeys."""
 
     def __init__(self) -> None:
-        self.lending, self.now_s, self.lent, self.whole = Lending(), 0.0, 0.0, 0.9
+        self.lending, self.now_s, self.lent, self.whole = Lending(), 0.0, 0.0, 0.8
         self.tenants = [TenantShare(name, 1_000, 1_000, 0.5, SAVED, 0, 0) for name in ("red", "blue")]
 
     def window(self, hit: float = 0.6, **of_blue: float) -> Step | None:
@@ -49,7 +49,7 @@ def test_all_is_lent_step_by_step_where_that_saves_more_and_nothing_where_it_doe
     assert [one and one.lent for one in steps] == [STEP, 2 * STEP, None] and instance.lending.measured == 0
     assert steps[0] is not None and steps[0].predicted == pytest.approx(STEP * 0.3)
     other = Instance()
-    other.whole = 0.605
+    other.whole = 0.505
     assert [other.window() for _ in range(5)] == [None] * 5 and other.lent == 0
 
 
@@ -69,9 +69,9 @@ def test_a_tenant_that_would_save_more_with_its_quota_alone_ends_it_for_a_day(in
 
 def test_a_step_behind_which_tenants_find_less_is_taken_back(instance):
     for hit in (0.6, 0.59, 0.61):
-        instance.whole = 0.6
+        instance.whole = 0.5
         assert instance.window(hit) is None
-    instance.whole = 0.9
+    instance.whole = 0.8
     assert instance.window(0.6) == Step(STEP, pytest.approx(STEP * 0.3))  # type: ignore[arg-type]
     step = instance.window(0.3)
     assert step is not None and (step.lent, step.why) == (0, "tenants find less")
@@ -79,10 +79,10 @@ def test_a_step_behind_which_tenants_find_less_is_taken_back(instance):
 
 
 def test_an_instance_that_has_restarted_is_judged_anew_and_one_that_is_hardly_asked_is_not(instance):
-    instance.whole = 0.6
+    instance.whole = 0.5
     for _ in range(5):
         assert instance.window() is None
-    instance.whole = 0.9
+    instance.whole = 0.8
     instance.tenants = [
         msgspec.structs.replace(one, asked_total=0, found_total=0) for one in instance.tenants
     ]
