@@ -100,7 +100,7 @@ class Lending:
 def predicted(told: Shares, whole: float) -> float:
     """How much more of all seconds of prefill L1 would save without quotas than with nothing lent; 0: not known."""
     parts = sum(one.part for one in told.tenants)
-    if not parts or not all(one.saved for one in told.tenants):
+    if not parts or not all(one.saved and one.used_bytes for one in told.tenants):
         return 0.0
     return whole - sum(one.part * saved(one, one.quota_bytes) for one in told.tenants) / parts
 

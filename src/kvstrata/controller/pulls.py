@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from kvstrata.controller.commands import Command
 from kvstrata.controller.member import Member
 from kvstrata.controller.prompts import Named
+from kvstrata.controller.ranking import owner_of
 from kvstrata.keys.batch import count
 from kvstrata.keys.spans import of_slices
-from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner, Pull
+from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Pull
 from kvstrata.types import KEY_BYTES
 
 
@@ -21,14 +22,7 @@ def pulls_of(named: Named, owner: Member, most_keys: int = MAX_PEER_KEYS) -> lis
             named.root or None,
             len(spans) or named.n_slices,
             named.tenant,
-            Owner(
-                owner.id,
-                owner.incarnation,
-                owner.told.control_endpoint,
-                len(keys) // KEY_BYTES,
-                owner.confirmed,
-                owner.key,
-            ),
+            owner_of(owner, len(keys) // KEY_BYTES),
             list(spans) if any(spans) else [],
             _of_slices(named, spans) if named.record_bytes else [],
         )

@@ -60,7 +60,7 @@ class Ranking(Numbers):
     def named(self, told: Where) -> list[Owner]:
         """The instance that is asked for by name, if peers may read it now."""
         member = self._members.get(told.named)
-        return [_owner(member, 0)] if member is not None and member.readable else []
+        return [owner_of(member, 0)] if member is not None and member.readable else []
 
     def forget_referred(self, instance: str) -> None:
         """An instance has reported its load, or is gone: forget the readers that were sent to it."""
@@ -80,7 +80,9 @@ class Ranking(Numbers):
             far = bool(zone) and member.told.zone != zone
             rows.append(((-n_chunks, not member.confirmed, far, load), member, n_chunks))
         rows.sort(key=lambda row: row[0])
-        owners = [_owner(member, n_chunks * told.n_slices) for _, member, n_chunks in rows[: told.max_owners]]
+        owners = [
+            owner_of(member, n_chunks * told.n_slices) for _, member, n_chunks in rows[: told.max_owners]
+        ]
         if owners:
             self._referred[owners[0].instance] = self._referred.get(owners[0].instance, 0) + 1
         self.hits += bool(owners)
@@ -89,7 +91,8 @@ class Ranking(Numbers):
         return owners
 
 
-def _owner(member: Member, n_keys: int) -> Owner:
+def owner_of(member: Member, n_keys: int) -> Owner:
+    """How peers reach a member, which has so many leading keys."""
     return Owner(
         member.id, member.incarnation, member.told.control_endpoint, n_keys, member.confirmed, member.key
     )

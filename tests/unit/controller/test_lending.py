@@ -51,6 +51,8 @@ def test_all_is_lent_step_by_step_where_that_saves_more_and_nothing_where_it_doe
     other = Instance()
     other.whole = 0.505
     assert [other.window() for _ in range(5)] == [None] * 5 and other.lent == 0
+    unknown = Instance()
+    assert [unknown.window(used_bytes=0) for _ in range(5)] == [None] * 5, "not known is no gain"
 
 
 def test_a_tenant_that_would_save_more_with_its_quota_alone_ends_it_for_a_day(instance):
