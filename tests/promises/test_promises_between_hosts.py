@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.errors import Unavailable
+from kvstrata.errors import InternalError, Unavailable
 from kvstrata.p2p.awaiting import AwaitedPeers
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.rpc.cluster_wire import ANSWERS, TO_INSTANCE, Await, Awaited, Owner, Where, encode, tags_of
@@ -265,6 +265,7 @@ def ends_well(world: World, hosts: list[Host], callers: list[Sibling]) -> None:
             caller.engine.client.release([caller.held.pop().call.result.lease], group=True)
     for host in hosts:
         holds_nothing(host.server)
+        assert not host.server.parts.counters.errors[InternalError.code], "the server failed on a request"
     working, waiting = (next(one for one in callers if one.engine.name == f"engine {n}"
                              or one.engine.name == f"engine {n + 2}") for n in (0, 1))  # fmt: skip
     for one in (working, waiting):

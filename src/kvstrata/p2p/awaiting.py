@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from typing import Literal, NamedTuple
 
@@ -92,7 +93,7 @@ class AwaitedPeers:
         try:
             while (left_s := ends_s - self._loop.time()) > 0:
                 poll_s = min(left_s, POLL_S)
-                request = msgspec.structs.replace(asked, wait_ms=round(1000 * poll_s))
+                request = msgspec.structs.replace(asked, wait_ms=math.ceil(1000 * poll_s))
                 reply = await owner.link.ask(request, Awaited, min(left_s, poll_s + patience(ANSWER_S)))
                 more = asked.n_present < reply.n_chunks <= count(asked.chain)
                 if reply.epoch != owner.entry.incarnation or more != (reply.end == "ready"):

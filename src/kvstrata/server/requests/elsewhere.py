@@ -68,13 +68,9 @@ class Elsewhere:
         """
         instance, n_there = await found
         end = min(before + n_there, asked.n_chunks)
-        if end <= n_chunks or self._clock.monotonic_s() >= asked.deadline_s:
+        limits, times, begun_s = asked.limits, self._peers.disk_times, self._clock.monotonic_s()
+        if end <= n_chunks or begun_s >= asked.deadline_s or not all(limits):
             return
-        limits, times, begun_s = (
-            asked.process.group.record_limits,
-            self._peers.disk_times,
-            self._clock.monotonic_s(),
-        )
         n_bytes = (end - n_chunks) * sum(limits)
         compute_s = asked.compute_s(n_chunks) if self._auto else None
         expected_s = times.expected_s(n_bytes)
@@ -98,7 +94,7 @@ class Elsewhere:
         tier, compute_s = self._tiers.get(self._reads.name), asked.compute_s(n_chunks)
         if tier is None or not self._promises.may_wait(asked.process):
             return ""
-        read_s = tier.load_times.expected_s(missing * sum(asked.process.group.record_limits))
+        read_s = tier.load_times.expected_s(missing * sum(asked.limits))
         if self._auto and read_s and compute_s and read_s > compute_s(0, missing):
             return ""
         firsts = keys.of([0], max(0, n_chunks - LOOKED_BACK + 1), n_chunks + 1)
@@ -149,7 +145,7 @@ class Elsewhere:
                 tenant=identity.tenant,
                 parent=keys.part(n - 1, n) if n else b"",
                 deadline_s=ends_s,
-                limits=asked.process.group.record_limits,
+                limits=asked.limits,
                 owner=owner,
             )
             return asyncio.create_task(fetch)

@@ -158,6 +158,12 @@ class Asked(NamedTuple):
         """Leading chunks that need not be copied any more."""
         return max(self.request.own_chunks, self.request.follows)
 
+    @property
+    def limits(self) -> list[int]:
+        """For each slice the length of a whole chunk's record; 0, so that nothing is loaded, if its engine has died."""
+        limits = self.process.group.record_limits
+        return limits if len(limits) == self.keys.n_slices else [0] * self.keys.n_slices
+
     def compute_s(self, before: int) -> Callable[[int, int], float] | None:
         """Tells how long the engine computes a range of the chunks behind `before`, without what its own cache has.
 
@@ -382,7 +388,7 @@ class Lookups:
                     tenant=asked.identity.tenant,
                     parent=keys.part(held.n_chunks - 1, held.n_chunks) if held.n_chunks else b"",
                     deadline_s=asked.deadline_s,
-                    limits=asked.process.group.record_limits,
+                    limits=asked.limits,
                     spans=keys.spans,
                     compute_s=asked.compute_s(held.n_chunks) if self._auto else None,
                     trace=trace,
@@ -395,7 +401,8 @@ class Lookups:
                 left = reason is MissReason.RECOMPUTE
                 if fetched.n_chunks or (not left and await self._recut(asked, held, of_l2=True)):
                     held = await self._lease_again(asked, held)
-            if not (held.tail_tokens or left) and await self._fetch_tail(asked, held.n_chunks):
+            has_tail = asked.tails is None or held.tail_tokens or left
+            if not has_tail and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
             if on_disks is not None and self._elsewhere is not None and not left:
                 ending = self._elsewhere.from_disks(asked, asked_from, held.n_chunks, on_disks)
@@ -528,7 +535,7 @@ class Lookups:
             tenant=asked.identity.tenant,
             parent=keys.part(n_chunks - 1, n_chunks) if n_chunks else b"",
             deadline_s=asked.deadline_s,
-            limits=asked.process.group.record_limits,
+            limits=asked.limits,
         )
         if found >= 0:
             self._tail_puts.loaded(split(tails[found].keys))
