@@ -41,7 +41,7 @@ without a path to peers computes.
 
 from __future__ import annotations
 
-from kvstrata.gateway.routing.choose import Policy
+from kvstrata.gateway.routing.choose import Explained, Policy
 from kvstrata.gateway.routing.model import EngineState, Tier, Way
 from kvstrata.gateway.routing.price import View
 
@@ -66,9 +66,9 @@ def holders(view: View, *tiers: Tier) -> dict[str, int]:
 class Formula(Policy, frozen=True, kw_only=True):
     """Base of the policies here: their costs are of one term."""
 
-    def terms(self, view: View, index: int) -> dict[str, float]:
+    def explained(self, view: View, index: int) -> Explained:
         """Return the cost."""
-        return {"cost": self.scores(view)[index]}
+        return Explained({"cost": self.scores(view)[index]})
 
 
 class Lmetric(Formula, frozen=True, kw_only=True, tag="lmetric", tag_field="policy"):
@@ -180,11 +180,12 @@ class MooncakeConductor(Formula, frozen=True, kw_only=True, tag="mooncake_conduc
         best = max((held.get(engine.name, 0) for engine in view.engines), default=0)
         return [self._way(view, engine, held.get(engine.name, 0), best, "").ttft_s for engine in view.engines]
 
-    def way(self, view: View, index: int) -> Way:
+    def explained(self, view: View, index: int) -> Explained:
         """Return the transfer, if there is one, and from whom: of equal holders the first by name."""
         held = holders(view, "l0", "l1")
         best, holder = min((-held.get(engine.name, 0), engine.name) for engine in view.engines)
-        return self._way(view, view.engines[index], held.get(view.engines[index].name, 0), -best, holder)
+        way = self._way(view, view.engines[index], held.get(view.engines[index].name, 0), -best, holder)
+        return Explained({"cost": way.ttft_s}, way)
 
     def _way(self, view: View, engine: EngineState, own: int, best: int, holder: str) -> Way:
         tokens, queue_s = view.request.tokens, engine.queue_s(view.now_s)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import ssl
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ import msgspec
 from kvstrata.config.gateway_model import KubernetesSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_http import Address, Asker, LinkBroken, Unreachable
-from kvstrata.gateway.fleet import Place
+from kvstrata.gateway.fleet import Place, endpoint_of
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 
@@ -193,9 +192,9 @@ def places_of(slices: Iterable[Slice], settings: KubernetesSettings, api_key: st
             if endpoint.conditions.ready is False or not endpoint.addresses:
                 continue
             host = endpoint.addresses[0]
-            if not _is_address(host):
-                continue
             address = Address(host, port, False)
+            if host.startswith("/") or not endpoint_of(address):
+                continue
             pod = endpoint.target.name if endpoint.target is not None and endpoint.target.name else host
             found[address] = Place(f"{settings.service}/{pod[:253]}", address, api_key)
     named: dict[str, Place] = {}
@@ -211,17 +210,5 @@ def places_of(slices: Iterable[Slice], settings: KubernetesSettings, api_key: st
 
 def _port_of(ports: list[_Port], settings: KubernetesSettings) -> int | None:
     """The port that the settings name; else the first."""
-    for one in ports:
-        if one.port is None or not 0 < one.port < 65_536:
-            continue
-        if settings.port_name in ("", one.name):
-            return one.port
-    return None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    named = (one.port for one in ports if settings.port_name in ("", one.name))
+    return next((port for port in named if port is not None and 0 < port < 65_536), None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.gateway.routing.choose import PRICED, Auto, Ttft, choose
 from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
-from kvstrata.gateway.routing.price import MISSED_S, SHARE, price, viewed
+from kvstrata.gateway.routing.price import MISSED_S, SHARE, viewed
 from kvstrata.gateway.routing.rates import FEWEST, MAX_MODELS, Decoded, DecodeRates, Line
 from tests.harness.amount import amount
 from tests.property.gateway.test_routing import NOW_S, fleets, knowledges, requests
@@ -180,7 +180,7 @@ def test_pruning_changes_no_decision_and_costs_are_the_sums_of_their_terms(seed,
     view = viewed(request, engines, knowledge, NOW_S, policy.share)
     by_name = {}
     for at, engine in enumerate(engines):
-        terms = price(view, at).terms
+        terms = policy.explained(view, at).terms
         first_s = terms["queue_s"] + terms["load_s"] + terms["compute_s"] - terms.get("spared_s", 0.0)
         others_s = terms.get("answer_s", 0.0) + terms.get("others_s", 0.0)
         by_name[engine.name] = first_s + SHARE * others_s + MISSED_S * terms.get("missed", 0.0)

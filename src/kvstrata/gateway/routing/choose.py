@@ -14,7 +14,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -45,7 +45,18 @@ from kvstrata.gateway.routing.price import (
 ALTERNATIVES = 3
 """Engines that a decision names beside the chosen one."""
 PRICED = 8
-"""Engines that are priced at most, the cheapest by a lower bound of their costs."""
+"""Engines that are priced at most, the cheapest by a lower bound of their costs, where that bound tells little."""
+
+
+class Explained(NamedTuple):
+    """What stands behind a cost."""
+
+    terms: dict[str, float]
+    """Its parts, to be read by people."""
+    way: Way | None = None
+    """How the engine should get the prefix, if the policy plans that."""
+    leg: Leg | None = None
+    """The other engine that should compute the prompt, if there is one."""
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,17 +73,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return the cost at each engine of the view, in its order; lower is better, infinite: it cannot win."""
         raise NotImplementedError
 
-    def terms(self, view: View, index: int) -> dict[str, float]:
-        """Return the parts of the cost at one engine, to be read by people."""
+    def explained(self, view: View, index: int) -> Explained:
+        """Return what stands behind the cost at one engine."""
         raise NotImplementedError
-
-    def way(self, view: View, index: int) -> Way | None:
-        """Return how this engine should get the prefix, if the policy plans that."""
-        return None
-
-    def leg(self, view: View, index: int) -> Leg | None:
-        """Return the other engine that should compute the prompt, if there is one."""
-        return None
 
 
 class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
@@ -95,19 +98,22 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
             lowest = offer(view, prefills) + HANDOVER_S
             splits = (lowest + answer * one.token_s for one in engines)
             costs = list(map(min, costs, splits))
-        if view.contract or view.shared or request.within_s or request.token_within_s:
-            return self._refined(view, costs, range(len(costs)))
-        inexact = [at for at, one in enumerate(engines) if one.limited or one.name in own]
-        return self._refined(view, costs, inexact) if inexact else costs
+        loose = bool(view.contract or request.within_s or request.token_within_s)
+        loose = loose or any(one.limited for one in engines)
+        if loose or view.shared:
+            inexact: Sequence[int] = range(len(costs))
+        else:
+            inexact = [at for at, one in enumerate(engines) if one.name in own]
+        return self._refined(view, costs, inexact, PRICED if loose else len(costs)) if inexact else costs
 
-    def _refined(self, view: View, bounds: list[float], inexact: Sequence[int]) -> list[float]:
-        """Replace bounds by costs where they may matter."""
+    def _refined(self, view: View, bounds: list[float], inexact: Sequence[int], most: int) -> list[float]:
+        """Replace bounds by costs where they may matter, `most` of them at most."""
         costs, near = list(bounds), 1.0 + self.near_share
         for at in inexact:
             costs[at] = math.inf
         best = sorted(heapq.nsmallest(ALTERNATIVES + 1, costs))
         best += [math.inf] * (ALTERNATIVES + 1 - len(best))
-        candidates = [inexact[i] for i in least(view, [bounds[at] for at in inexact], PRICED, inexact)]
+        candidates = [inexact[i] for i in least(view, [bounds[at] for at in inexact], most, inexact)]
         for at in sorted(candidates, key=bounds.__getitem__):
             limit = max(best[-1], best[0] * near)
             if bounds[at] > limit:
@@ -118,19 +124,20 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
                 bisect.insort(best, cost)
         return costs
 
-    def terms(self, view: View, index: int) -> dict[str, float]:
-        """Return the seconds of each term, and the tokens behind them."""
-        return price(view, index).terms
-
-    def way(self, view: View, index: int) -> Way:
-        """Return the way behind the cost."""
+    def explained(self, view: View, index: int) -> Explained:
+        """Return the seconds of each term and the tokens behind them, the way, and the other engine of a split."""
         found = price(view, index)
-        return found.split.way if found.split is not None else found.found.way
-
-    def leg(self, view: View, index: int) -> Leg | None:
-        """Return the other engine of a split."""
-        split = price(view, index).split
-        return split and Leg(engine=split.prefill.engine.name, way=split.prefill.found.way)
+        (queue_s, load_s, compute_s, _, cached_tokens, _), split = found.alone, found.split
+        terms: dict[str, float] = {"queue_s": queue_s, "load_s": load_s, "compute_s": compute_s}
+        terms["cached_tokens"] = cached_tokens
+        if found.missed:
+            terms["missed"] = found.missed
+        if self.share:
+            terms |= {"answer_s": found.answer_s, "others_s": found.others_s, "spared_s": found.spared_s}
+        if split is None:
+            return Explained(terms, found.alone.way)
+        leg = Leg(engine=split.prefill.engine.name, way=split.prefill.found.way)
+        return Explained(terms | {"alone_s": found.alone_s, "split_s": split.cost}, split.way, leg)
 
 
 class Ttft(Auto, frozen=True, kw_only=True, tag="ttft", tag_field="policy"):
@@ -148,9 +155,9 @@ class LeastLoaded(Policy, frozen=True, kw_only=True, tag="least_loaded", tag_fie
         """Return the requests."""
         return [float(engine.requests) for engine in view.engines]
 
-    def terms(self, view: View, index: int) -> dict[str, float]:
+    def explained(self, view: View, index: int) -> Explained:
         """Return the requests."""
-        return {"requests": view.engines[index].requests}
+        return Explained({"requests": view.engines[index].requests})
 
 
 class RoundRobin(Policy, frozen=True, kw_only=True, tag="round_robin", tag_field="policy"):
@@ -162,9 +169,9 @@ class RoundRobin(Policy, frozen=True, kw_only=True, tag="round_robin", tag_field
         turn = names[view.request.number % len(names)]
         return [0.0 if engine.name == turn else 1.0 for engine in view.engines]
 
-    def terms(self, view: View, index: int) -> dict[str, float]:
+    def explained(self, view: View, index: int) -> Explained:
         """Return the number that decided."""
-        return {"number": view.request.number}
+        return Explained({"number": view.request.number})
 
 
 class Session(LeastLoaded, frozen=True, kw_only=True, tag="session", tag_field="policy"):
@@ -234,16 +241,17 @@ def choose(
     view = viewed(request, engines, knowledge, now_s, policy.share, helpers, contract)
     costs = policy.scores(view)
     index, reason = pick(view, costs, policy.near_share)
+    found = policy.explained(view, index)
     return Decision(
         policy=name,
         engine=engines[index].name,
         reason=reason,
         cost=costs[index],
-        terms=policy.terms(view, index),
-        way=policy.way(view, index),
-        prefill=policy.leg(view, index),
+        terms=found.terms,
+        way=found.way,
+        prefill=found.leg,
         alternatives=[
-            Alternative(engine=engines[at].name, cost=costs[at], terms=policy.terms(view, at))
+            Alternative(engine=engines[at].name, cost=costs[at], terms=policy.explained(view, at).terms)
             for at in cheapest(view, costs, index)
         ],
         eligible=len(engines),

@@ -152,8 +152,12 @@ class Price(NamedTuple):
 
     cost: float
     alone_s: float
-    found: Estimate
-    terms: dict[str, float]
+    alone: Estimate
+    spared_s: float
+    """What a further copy is worth."""
+    answer_s: float
+    others_s: float
+    missed: float
     split: Split | None
     """None: none costs less."""
 
@@ -250,20 +254,9 @@ def _priced(view: View, at: int, most: float) -> Price:
     others_s = engine.running * (way.compute_s - spared_s)
     missed = _missed(view, engine, way.compute_s, way.ttft_s)
     alone_s = way.ttft_s - spared_s + view.share * (answer_s + others_s) + MISSED_S * missed
-    terms: dict[str, float] = {
-        "queue_s": way.queue_s,
-        "load_s": way.load_s,
-        "compute_s": way.compute_s,
-        "cached_tokens": way.cached_tokens,
-    }
-    if missed:
-        terms["missed"] = missed
-    if view.share:
-        terms |= {"answer_s": answer_s, "others_s": others_s, "spared_s": spared_s}
     split = _best_split(view, at, min(alone_s, most)) if view.contract else None
-    if split is None:
-        return Price(alone_s, alone_s, way, terms, None)
-    return Price(split.cost, alone_s, way, terms | {"alone_s": alone_s, "split_s": split.cost}, split)
+    cost = split.cost if split is not None else alone_s
+    return Price(cost, alone_s, way, spared_s, answer_s, others_s, missed, split)
 
 
 def _way(view: View, at: int) -> Estimate:
