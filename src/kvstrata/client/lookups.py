@@ -94,7 +94,9 @@ class Lookups(msgspec.Struct, eq=False):
             call.finish(miss(MissReason.BREAKER_OPEN if asks else MissReason.NEVER_STORED))
             return call
         limit_ms = min(self._timeout_ms if deadline_ms is None else deadline_ms, wire.MAX_DEADLINE_MS)
-        wait_ms = min(wait_ms, wire.MAX_DEADLINE_MS - limit_ms)  # a request has so long in all
+        # A request has so long in all; a long time for loads leaves some to wait.
+        wait_ms = min(wait_ms, wire.MAX_DEADLINE_MS - min(limit_ms, wire.MAX_DEADLINE_MS // 4))
+        limit_ms = min(limit_ms, wire.MAX_DEADLINE_MS - wait_ms)
         deadline_s = time.monotonic() + (limit_ms + wait_ms) / 1000
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain[: wire.MAX_CHUNKS * KEY_BYTES])]
         asked = wire.Lookup(
