@@ -38,6 +38,9 @@ COUNTED = (
 )  # fmt: skip
 WORTH = 7 / 8
 """Owners whose prefix is shorter than this share of the longest one come last, however lightly loaded they are."""
+SLOW, RATED_BYTES, RATED_S = 1 / 2, 1 << 20, 60.0
+"""Owners from which reads of RATED_BYTES or more came at less than half of the best one's rate come behind the others
+for RATED_S; then they are tried again."""
 REMEMBERED_KEYS = 32_768
 """Keys of which the last answers are remembered, twice: the newer and the older half."""
 _OWNER = msgspec.msgpack.Decoder(Owner)
@@ -71,17 +74,31 @@ class OwnerBook:
         self._limits = limits
         self._under_way = under_way
         self._breakers: collections.OrderedDict[str, Breaker] = collections.OrderedDict()
+        self._rates: dict[str, tuple[float, float]] = {}
+        """Of owners with a breaker: bytes a second of late, and when that was measured."""
 
     def in_order(self, owners: Sequence[Owner], now_s: float) -> list[Owner]:
         """The owners that may be asked now, best first.
 
         The directory's order (prefix length, zone, load) stands, but among owners with prefixes of about the same
-        length, confirmed ones come first, and then those from which we read less.
+        length, confirmed ones come first, then those from which reads were fast, then those from which we read less.
         """
         longest = max((owner.n_keys for owner in owners), default=0)
+        rates = {
+            owner.instance: rated[0]
+            for owner in owners
+            if (rated := self._rates.get(owner.instance)) is not None and now_s < rated[1] + RATED_S
+        }
+        slow = SLOW * max(rates.values(), default=0.0)
 
-        def rank(owner: Owner) -> tuple[bool, bool, int]:
-            return owner.n_keys < WORTH * longest, not owner.confirmed, self._under_way(owner.instance)
+        def rank(owner: Owner) -> tuple[bool, bool, bool, int]:
+            is_slow = rates.get(owner.instance, slow) < slow
+            return (
+                owner.n_keys < WORTH * longest,
+                not owner.confirmed,
+                is_slow,
+                self._under_way(owner.instance),
+            )
 
         return sorted((owner for owner in owners if not self.is_skipped(owner, now_s)), key=rank)
 
@@ -97,6 +114,14 @@ class OwnerBook:
         """The owner has answered, or it did not answer or sent wrong bytes: skip it for a while."""
         self._breaker(instance).ended(well, now_s)
 
+    def measured(self, instance: str, n_bytes: int, began_s: float, now_s: float) -> None:
+        """A read from this owner has brought so many bytes."""
+        if n_bytes >= RATED_BYTES and instance in self._breakers:
+            rate = n_bytes / max(1e-6, now_s - began_s)
+            before, at_s = self._rates.get(instance, (rate, now_s))
+            weight = 0.25 if now_s < at_s + RATED_S else 1.0
+            self._rates[instance] = before + weight * (rate - before), now_s
+
     def states(self) -> dict[str, int]:
         """Counts for status pages."""
         closed = sum(breaker.would_admit(float("-inf")) for breaker in self._breakers.values())
@@ -107,7 +132,7 @@ class OwnerBook:
         if breaker is None:
             breaker = self._breakers[instance] = Breaker(1, self._limits.open_s, self._limits.max_open_s)
             if len(self._breakers) > self._limits.max_owners:
-                self._breakers.popitem(last=False)
+                self._rates.pop(self._breakers.popitem(last=False)[0], None)
         else:
             self._breakers.move_to_end(instance)
         return breaker

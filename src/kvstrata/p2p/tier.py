@@ -317,6 +317,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
     async def _read(self, parts: _Parts, owner: Owner, items: list[Item], ends_s: float) -> list[Item]:
         """Read these items from this owner; returns those that it did not send, which are not settled."""
         parts.shared.counts["reads"] += 1
+        began_s = parts.shared.now_s()
         try:
             came, word = await self._ask_owner(
                 parts, owner, functools.partial(parts.reader.read, owner, items, ends_s)
@@ -329,13 +330,15 @@ class PeerTier(StorageAdapter, ReadsPeers):
             parts.shared.counts["read_failures"] += 1
             _note(items, word)
             return items
-        left = []
+        left, n_bytes = [], 0
         for item, one in zip(items, came, strict=True):
             if one == LOADED:
+                n_bytes += item.hold.length
                 item.settle(*one)
             else:
                 left.append(item)
                 _note([item], "" if one == UNSOUND else one[1])
+        parts.owners.measured(owner.instance, n_bytes, began_s, parts.shared.now_s())
         if n_unsound := came.count(UNSOUND):
             parts.shared.counts["unsound_records"] += n_unsound
             parts.owners.ended(owner.instance, parts.shared.now_s(), well=False)

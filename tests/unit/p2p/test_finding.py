@@ -71,6 +71,20 @@ def test_an_owner_that_failed_is_skipped_twice_as_long_each_time_and_is_read_aga
     assert book.order(owner("a"), now_s=3.0) == ["a"]
 
 
+def test_owners_from_which_reads_were_slow_come_last_until_they_are_tried_again() -> None:
+    book = Book()
+    for name, bytes_s in (("a", 1e9), ("b", 3e9)):
+        book.book.ended(name, 0.0, well=True)
+        book.book.measured(name, 1 << 30, 0.0, (1 << 30) / bytes_s)
+    slow_first = [owner("a"), owner("b"), owner("c")]
+    assert book.order(*slow_first, now_s=2.0) == ["b", "c", "a"]
+    book.under_way = {"b": 2, "c": 1}
+    assert book.order(*slow_first, now_s=2.0) == ["c", "b", "a"]
+    assert book.order(*slow_first, now_s=70.0) == ["a", "c", "b"]
+    book.book.measured("a", 1000, 70.0, 80.0)
+    assert book.order(owner("a"), owner("b"), now_s=70.0) == ["a", "b"], "a short read tells nothing"
+
+
 def test_owners_that_were_asked_are_remembered_up_to_a_bound() -> None:
     book = OwnerBook(OwnerLimits(max_owners=3), lambda name: 0)
     for n in range(10):
