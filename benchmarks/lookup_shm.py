@@ -2,7 +2,7 @@
 
 The index has 1 M READY entries.  Each call asks for another chain, in random order, so that nothing is in a cache.  The
 calls are those of the connector: `CacheClient.peek` with the request's hasher.  The hasher has derived the storage keys
-before the call (that time is in `hash_128k`); a call for `with_derivation_us` derives them first.  `missed_us` is the
+before the call; a call for `with_derivation_us` derives them first.  `missed_us` is the
 time to have a miss told with the next ping.
 
 Sketch: each key touches a bucket and a hot entry, which makes two cache misses; 16 keys are prefetched at a time.  The
