@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvstrata.cli.bench import whole
 from kvstrata.cli.boundary import Exit, guarded
 from kvstrata.errors import ConfigError
 from kvstrata.observability.load_line import TOKENS_DEPTH
@@ -91,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--chunk-mb", type=positive, required=True,
         help="MiB that a chunk takes in L1: pool.used_bytes ÷ pool.entries.ready of the server's status")  # fmt: skip
-    top.add_argument("--chunk-tokens", type=int, default=512,
+    top.add_argument("--chunk-tokens", type=whole(1, 1 << 20), default=512,
         help="tokens of a block of a trace (%(default)s); recorded files say it themselves")  # fmt: skip
     top.add_argument("--l2", action="store_true", help="with an L2: no chunk is refused")
     top.add_argument("--engine-gb", type=positive, default=0.0, metavar="GB",
