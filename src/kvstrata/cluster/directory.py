@@ -191,11 +191,12 @@ class Directory(Numbers):
         """Add placements of a snapshot. The awaited result is the reason of a failure, empty for none."""
 
         def work() -> str:
+            refused = self.registry.usage().refused
             try:
                 self.registry.restore(tags, slots, slot_of)
             except RegistryError as error:
                 return error.reason
-            return ""
+            return "refused" if self.registry.usage().refused > refused else ""
 
         return self._submit(TAG_BYTES * len(tags), work)
 

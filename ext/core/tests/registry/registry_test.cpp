@@ -390,4 +390,23 @@ TEST(several_writers_lose_nothing) {
     CHECK_EQ(holders_of(*registry, mixed((1 << 30) + number)).size(), number < 10'000 ? 0u : 4u);
 }
 
+TEST(what_is_dumped_can_be_restored_whole) {
+  constexpr std::uint64_t kTags = 400'000;  // some 25,000 in a partition
+  const auto registry = make();
+  const Slot slot = open(*registry, 0);
+  admit(*registry, slot, crowded_tags(0, kTags));
+  const auto restored = make();
+  std::vector<Slot> slot_of(kMaxSlots, kNoSlot);
+  slot_of[slot] = open(*restored, 0);
+  std::uint64_t cursor = 0, added = 0;
+  do {
+    std::vector<Tag> tags;
+    std::vector<Slot> slots;
+    cursor = registry->dump(cursor, 65'536, &tags, &slots);
+    CHECK(restored->restore(std::span(tags), slots, slot_of, &added).ok());
+  } while (cursor != 0);
+  CHECK_EQ(added, kTags);
+  CHECK_EQ(restored->usage().refused, 0u);
+}
+
 }  // namespace
