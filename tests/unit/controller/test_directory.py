@@ -165,3 +165,14 @@ async def test_what_an_instance_computes_is_named_only_to_those_who_ask_for_that
     directory.forget(7)
     lookups.set_readable(7, True)
     assert not await lookups.nearest(asked, None, 8, promised=True)
+
+
+async def test_placements_of_a_snapshot_that_are_refused_make_it_no_whole_one(
+    scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, registry, _ = scene
+    used = registry.real.usage()
+    refused = iter([0, 0, 0, 3])
+    monkeypatch.setattr(registry, "usage", lambda: used._replace(refused=next(refused)), raising=False)
+    block = array("Q", [1 << 40]), array("H", [9]), array("H", [0] * 10)
+    assert [await directory.restore(*block) for _ in range(2)] == ["", "refused"]
