@@ -25,11 +25,12 @@ import time
 from multiprocessing.synchronize import Event
 from typing import Any
 
+from benchmarks.cluster_follow import CHUNKS, Vast
+from benchmarks.cluster_follow import INSTANCES as RESTARTED
 from benchmarks.common import compared, cpu_seconds, median_spread, percentile, scratch, sized, wait_until
 from kvstrata.native.core import Registry
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.zmq_server import Address
-from tests.harness.cluster_instance import PAGE_TAGS, ClusterInstance, Holdings, Refused
+from tests.harness.cluster_instance import ClusterInstance, Refused
 from tests.harness.controller_process import ControllerProcess
 
 TARGET_KEYS = 500_000
@@ -44,7 +45,6 @@ LOOKUP_TAGS = 512
 LOOKUPS = sized(3_000, 50)
 PAUSE_S = 0.001
 RESTART_TARGET_S = 1.0
-RESTARTED, RESTARTED_CHUNKS = sized((100, 1_000_000), (2, 1_000))
 RESTARTS = sized(5, 1)
 RESTART_FLAGS = ("--heartbeat-s", "60", "--dead-after-s", "600")
 TRY_S = 0.01
@@ -183,18 +183,6 @@ def measure(controller: ControllerProcess) -> dict[str, Any]:
     )
 
 
-class Kept(Holdings):
-    """Holds chunks as one string, so that an instance with a million of them costs this process next to nothing."""
-
-    tags = b""
-
-    async def _list(self, asked: wire.List, _: Address) -> wire.Listed:
-        tags = self.tags if asked.tier == "l1" else b""
-        page = tags[8 * asked.cursor : 8 * (asked.cursor + PAGE_TAGS)]
-        following = asked.cursor + PAGE_TAGS if 8 * (asked.cursor + PAGE_TAGS) < len(tags) else 0
-        return wire.Listed(asked.seq, self._incarnation, following, page)
-
-
 def come_back(one: ClusterInstance, ended: list[float]) -> None:
     """Register with the controller as soon as it answers; append the time at which it is in step to `ended`."""
     one.holdings.in_step.clear()
@@ -208,9 +196,9 @@ def come_back(one: ClusterInstance, ended: list[float]) -> None:
     ended.append(time.perf_counter())
 
 
-def admitted_seconds(held: list[bytes]) -> float:
-    """Return the seconds that a registry alone needs to admit the same placements."""
-    registry = Registry()
+def admitted_seconds() -> float:
+    """Return the seconds that a registry alone needs to admit as many placements."""
+    registry, held = Registry(), [os.urandom(8 * CHUNKS) for _ in range(RESTARTED)]
     started = time.perf_counter()
     for group, tags in enumerate(held):
         slot = registry.open_slot(group)
@@ -222,7 +210,6 @@ def admitted_seconds(held: list[bytes]) -> float:
 
 def run_controller_restart() -> list[dict[str, Any]]:
     """Measure how long a controller needs after SIGKILL until all chunks are confirmed."""
-    held = [os.urandom(8 * RESTARTED_CHUNKS) for _ in range(RESTARTED)]
     environment = {**os.environ, "KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_S": "1"}
     seconds, starts, bare = [], [], []
     with (
@@ -230,9 +217,8 @@ def run_controller_restart() -> list[dict[str, Any]]:
         ControllerProcess(folder, flags=RESTART_FLAGS, environment=environment) as controller,
     ):
         port = controller.ports["reply"]
-        instances = [ClusterInstance(port, f"i{number}", holds=Kept) for number in range(RESTARTED)]
-        for one, tags in zip(instances, held, strict=True):
-            one.holdings.tags = tags  # type: ignore[attr-defined]
+        instances = [ClusterInstance(port, f"i{number}", holds=Vast) for number in range(RESTARTED)]
+        for one in instances:
             one.register()
         for one in instances:
             one.until_followed()
@@ -240,7 +226,7 @@ def run_controller_restart() -> list[dict[str, Any]]:
         wait_until(
             lambda: controller.ask("/v1/cluster")["snapshot"]["writes"] >= writes + 2,
             "the snapshot is written",
-        )  # a snapshot that was begun after the last list
+        )
         for _ in range(RESTARTS):
             controller.kill()
             ended: list[float] = []
@@ -254,11 +240,9 @@ def run_controller_restart() -> list[dict[str, Any]]:
                 thread.join()
             seconds.append(max(ended) - started)
             rows = controller.ask("/v1/instances")["instances"]
-            if [(row["confirmed"], row["keys"]["l1"]) for row in rows] != [
-                (True, RESTARTED_CHUNKS)
-            ] * RESTARTED:
+            if {(row["confirmed"], row["keys"]["l1"]) for row in rows} != {(True, CHUNKS)}:
                 raise RuntimeError(f"some chunks are not confirmed: {rows}")
-            bare.append(admitted_seconds(held))
+            bare.append(admitted_seconds())
         status = controller.ask("/v1/cluster")["snapshot"]
         for one in instances:
             one.close()
