@@ -176,7 +176,7 @@ def _key(number: int) -> bytes:
 
 
 def _write_log(folder: Path) -> None:
-    """Write the headers and tables of full segments (docs/formats.md); the rest of each file is a hole."""
+    """Write the headers and tables of full segments (docs/internals/formats.md); the rest of each file is a hole."""
     for segment in range(SEGMENTS):
         header = disk_log.SEGMENT.pack(b"KVSEGMNT", disk_log.VERSION, 0, segment, 1, SEGMENT_BYTES, 0, 0, 0)[
             :-4

@@ -96,11 +96,11 @@ LABELS = {
     "size": "`0.5`, `1`, `2`, `4`: times the present size of L1, or of a tenant's share of it",
     "of": "`hits`, `seconds`",
     "instance_id": "`instance_id` of the configuration",
-    "op": "[operations](protocol.md#operations)",
-    "code": "[error codes](protocol.md#errors)",
-    "reason": "[reasons of a miss](protocol.md#reasons-of-a-miss); for skipped puts: `Skip` in "
+    "op": "[operations](internals/protocol.md#operations)",
+    "code": "[error codes](internals/protocol.md#errors)",
+    "reason": "[reasons of a miss](internals/protocol.md#reasons-of-a-miss); for skipped puts: `Skip` in "
     "`src/kvstrata/tiers/puts.py`, or the adapter's own word",
-    "outcome": "[outcomes of reserve](protocol.md#operations); for an adapter: `stored`, `absent` and so "
+    "outcome": "[outcomes of reserve](internals/protocol.md#operations); for an adapter: `stored`, `absent` and so "
     "on, with `:reason` where there is one",
     "tier": "`l1`, or `l2` for what was loaded first",
     "tenant": "a tenant that the settings or the tenants file name",

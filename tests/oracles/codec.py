@@ -1,4 +1,4 @@
-"""Decoding of stored records in plain Python, written from `docs/formats.md` alone."""
+"""Decoding of stored records in plain Python, written from `docs/internals/formats.md` alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk log in plain Python, written from `docs/formats.md` alone: the twin of `disk/recover.cpp`. Only reads."""
+"""The disk log in plain Python, written from `docs/internals/formats.md`: twin of `disk/recover.cpp`. Only reads."""
 
 from __future__ import annotations
 

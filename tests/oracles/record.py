@@ -1,4 +1,4 @@
-"""The record format in plain Python, written from `docs/formats.md` alone: the twin of `record.cpp`."""
+"""The record format in plain Python, written from `docs/internals/formats.md` alone: the twin of `record.cpp`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# Transformations of payloads for codecs (`docs/formats.md`). They run without the GIL. All buffers stay the caller's.
+# Transformations of payloads for codecs (`docs/internals/formats.md`). They run without the GIL. All buffers stay the caller's.
 
 cdef extern from "codec/planes.h" namespace "kvstrata" nogil:
     void c_split_planes "kvstrata::split_planes"(void* planes, const void* bytes, size_t n)

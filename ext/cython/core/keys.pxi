@@ -1,5 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# Chunk keys in batches (SHA-256; definitions in `docs/formats.md`).
+# Chunk keys in batches (SHA-256; definitions in `docs/internals/formats.md`).
 
 cdef extern from *:
     """

@@ -405,7 +405,7 @@ cdef class Pool:
         self.pool.get().request_log().start(salt)
 
     def take_requests(self) -> bytes:
-        """The requests since the last call, at most 64 MiB: docs/formats.md has the form."""
+        """The requests since the last call, at most 64 MiB: docs/internals/formats.md has the form."""
         return self.pool.get().request_log().take()
 
     def forecasts(

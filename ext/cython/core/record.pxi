@@ -1,5 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# Records: their headers, checksums and verification (`docs/formats.md`).
+# Records: their headers, checksums and verification (`docs/internals/formats.md`).
 #
 # Addresses are ints: memory is never touched through Python objects.  The caller keeps an address mapped until the
 # call has returned.  Calls that touch payloads drop the GIL.  Every ValueError names the argument.

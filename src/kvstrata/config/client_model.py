@@ -17,7 +17,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     port: Annotated[int, says("RPC port of the server.", ge=1, le=65_535)] = 5555
     socket_dir: Annotated[str, says(
-        "Directory of the server's sockets; empty: each default place (docs/protocol.md).")] = ""
+        "Directory of the server's sockets; empty: each default place (docs/internals/protocol.md).")] = ""
     chunk_size: Annotated[int, says("Tokens in a chunk.", ge=1, le=65_536)] = 256
     lookup_timeout_ms: Annotated[int, says(
         "Longest wait for a request's lookup, which is a miss after that.", limit=True, ge=1, le=60_000)] = 3_000

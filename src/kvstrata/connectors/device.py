@@ -41,7 +41,7 @@ DMA_RUN_BYTES = 32 << 10
 the model; a kernel moves both at 41 to 48 GB/s."""
 CHECKSUM_THREADS = 8
 MAX_SMS = 4
-"""More thread blocks of our kernels take more time from the model than they save (docs/performance-gpu.md)."""
+"""More thread blocks of our kernels take more time from the model than they save (docs/gpu.md)."""
 
 
 def open_engine(

@@ -1,6 +1,6 @@
 """From tokens to keys: the hash chain of one request and the storage keys derived from it.
 
-`docs/formats.md` specifies the derivation, and native code computes it:
+`docs/internals/formats.md` specifies the derivation, and native code computes it:
 
     root     = SHA-256(canonical JSON of layout and request identity)        (`kvstrata.types.identity_root`)
     c_0      = SHA-256(root ‖ tokens_0 ‖ extra_0)

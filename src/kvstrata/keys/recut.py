@@ -1,10 +1,10 @@
 """Recutting makes the record that another geometry would have stored, from existing records.
 
 A record holds one slice of a chunk: some layers and KV heads, in blocks of a certain size.  Its facts
-(`docs/layouts.md`) name the axes of a block in their order.  So for a slice under another tensor-parallel size, block
-size or order of axes, `plan_recut` can compute where each byte lies in the records of other slices.  It returns strided
-copies, which the owner of the bytes makes (`server/recuts/recuts.py`).  This module is pure arithmetic and touches no
-record.
+(`docs/internals/layouts.md`) name the axes of a block in their order.  So for a slice under another tensor-parallel
+size, block size or order of axes, `plan_recut` can compute where each byte lies in the records of other slices.  It
+returns strided copies, which the owner of the bytes makes (`server/recuts/recuts.py`).  This module is pure arithmetic
+and touches no record.
 
 Records are cut along layers and the axes `tokens` and `kv_heads`.  The axes `kv` and `dim` may change places.  Only the
 writer knows what other axes mean, so these are moved whole, in their order.

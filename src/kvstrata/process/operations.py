@@ -132,7 +132,9 @@ class Error(msgspec.Struct):
 
     code: Annotated[
         str,
-        Meta(description="A stable word (docs/protocol.md), `not_found` for a thing that does not exist."),
+        Meta(
+            description="A stable word (docs/internals/protocol.md), `not_found` for a thing that does not exist."
+        ),
     ]
     message: Annotated[str, Meta(description="What is wrong and what to change, for people.")]
     field: Annotated[str, Meta(description="The wrong field; empty if no single field is wrong.")]

@@ -1,1 +1,1 @@
-"""The RPC contract between engine processes and the server (see docs/protocol.md)."""
+"""The RPC contract between engine processes and the server (see docs/internals/protocol.md)."""

@@ -560,7 +560,7 @@ class PeerHello(ClusterRequest, frozen=True, tag="peer_hello"):
     protocol: int
     reader: InstanceId
     record_version: int
-    """Version of the records that the reader can read (docs/formats.md)."""
+    """Version of the records that the reader can read (docs/internals/formats.md)."""
     engine: Annotated[str, Meta(max_length=32)]
     seal: bool
     """`p2p.engine` in use at the reader, and its `p2p.seal`. An owner with other values refuses the reader."""

@@ -7,7 +7,7 @@ Controllers and instances always speak CURVE, also without key files, because it
 a controller binds each instance id to the key of its instance (controller/instance_keys.py).  Without key files, the
 processes of one user share a key (`SharedKey`).  With --insecure a controller takes OPEN_SECRET, which everybody
 knows.  Its clients cannot tell it from another such server, but it can tell its clients apart: a client's proof holds
-for one connection only, so a server that receives it cannot use it elsewhere (docs/decisions/0017-instance-keys.md).
+for one connection only, so a server that receives it cannot use it elsewhere (docs/decisions/08-peers.md).
 
 A key file that is read again once it has changed, so that members come and go without a restart.
 

@@ -135,7 +135,7 @@ def _check_slice(request: AttachRequest) -> None:
 
 
 def declared_record_bytes(facts: Mapping[str, Any]) -> int:
-    """The length of a chunk's record by the facts of its slice (docs/layouts.md); 0 if they are missing or wrong."""
+    """The length of a chunk's record by the facts of its slice (docs/internals/layouts.md); 0: missing or wrong."""
     payload, sections = facts.get("payload_bytes"), facts.get("sections")
     count = len(sections) if isinstance(sections, list) else sections
     if type(payload) is not int or type(count) is not int:

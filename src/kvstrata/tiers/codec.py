@@ -3,7 +3,7 @@
     put    extent ─(lane)─▶ staging ─▶ medium        the extent's hold ends with the encoding
     load   medium ─▶ staging ─(lane)─▶ extent        verified there, section by section
 
-Whatever codecs a record names decide how it is decoded (docs/formats.md):
+Whatever codecs a record names decide how it is decoded (docs/internals/formats.md):
 
     planes2 (2)   sorts the bytes of 16-bit numbers into planes; only before zstd
     zstd (3)      in slabs of 1 MiB

@@ -79,7 +79,7 @@ class TierNumbers(Numbers):
         key="",
     )
     adapter_bytes = counter(
-        "Bytes that the adapter itself counts; see local-tiers.md, remote-tiers.md and cluster.md.",
+        "Bytes that the adapter itself counts; see tiers.md and cluster.md.",
         "event",
         read=lambda tier: {
             word.removesuffix("_bytes"): n for word, n in _own(tier) if word.endswith("_bytes")
@@ -87,7 +87,7 @@ class TierNumbers(Numbers):
         key="",
     )
     adapter_events = counter(
-        "Events that the adapter itself counts; see local-tiers.md, remote-tiers.md and cluster.md.",
+        "Events that the adapter itself counts; see tiers.md and cluster.md.",
         "event",
         read=lambda tier: {word: n for word, n in _own(tier) if not word.endswith("_bytes")},
         key="",

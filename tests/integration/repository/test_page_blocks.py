@@ -155,9 +155,9 @@ def test_a_cluster_on_loopback(tmp_path: Path) -> None:
     lines = ["lmcache-controller", "lmcache-server --controller-url tcp://localhost:8400"]
     page = (ROOT / "docs/cluster.md").read_text()
     assert all(f"`{line}`" in page for line in lines)
-    [link] = commands("docs/dashboard.md", "$ kvstrata ctl cluster dashboard-link")
+    [link] = commands("docs/operations.md", "$ kvstrata ctl cluster dashboard-link")
     printed = session(tmp_path, *lines, link, KVSTRATA_L1_SIZE_GB="0.1")
-    [shown] = output("docs/dashboard.md", f"$ {link}", link)
+    [shown] = output("docs/operations.md", f"$ {link}", link)
     code = re.compile(r"[\w-]+(\.\.\.)?$")
     assert code.sub("CODE", printed[link].strip()) == code.sub("CODE", shown)
     assert "controller.member" not in printed[lines[1]] and " member " in printed[lines[1]]
@@ -184,7 +184,7 @@ def test_pools_are_listed_and_freed(tmp_path: Path) -> None:
 
 
 def test_the_fleet_of_the_page_finds_the_prompt_that_its_requests_share() -> None:
-    text = block("docs/engine-sim.md", "from kvstrata.testing")
+    text = block("docs/measuring.md", "from kvstrata.testing")
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert done.stdout.startswith(f"[0, {', '.join(['1488'] * 39)}] "), done.stderr
 

@@ -300,7 +300,7 @@ def test_an_attach_with_another_format_version_is_refused(server: ServerProcess)
 
 
 class Dealer:
-    """It knows docs/protocol.md and nothing of our code."""
+    """It knows docs/internals/protocol.md and nothing of our code."""
 
     def __init__(self, socket_dir: Path) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

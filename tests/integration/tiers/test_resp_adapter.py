@@ -178,7 +178,7 @@ async def test_nothing_is_put_above_the_configured_capacity(server: RedisServer)
 
 
 async def test_the_documented_rights_of_the_redis_user_are_enough(server: RedisServer) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "remote-tiers.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "tiers.md").read_text()
     begin = page.index("ACL SETUSER kvstrata")
     words = page[begin : page.index("\n\n", begin)].replace(">PASSWORD", f">{SECRET}").split()
     with server.client() as client:

@@ -18,6 +18,7 @@ import pytest
 from docs.generate.pages import stale
 from kvstrata import cli
 from kvstrata.config.flags import COMMANDS, parse
+from kvstrata.rpc.wire import PROTOCOL_VERSION
 from tests.harness.cases import case
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +48,10 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_generated_page_is_current() -> None:
     assert not list(stale()), "run `make docs`"
+
+
+def test_the_page_of_the_protocol_is_that_of_its_version() -> None:
+    assert f"\nVersion {PROTOCOL_VERSION}. " in (DOCS / "internals/protocol.md").read_text()
 
 
 def test_links_lead_somewhere() -> None:
@@ -94,7 +99,7 @@ BLOCK = re.compile(r"^( *)```(?P<language>\w*)\n(?P<text>.*?)^\1```", re.MULTILI
 INLINE = re.compile(r"`((?:kvstrata|lmcache-server|lmcache-controller|lmcache-gateway|make) [a-z-][^`\n]*)`")
 COMMENT = re.compile(r"\s{2,}#.*$")
 LABELS = re.compile(r"kvstrata (aes-gcm|mac|key id)\b")
-"""Begin the names of keys in docs/formats.md, which are no commands."""
+"""Begin the names of keys in docs/internals/formats.md, which are no commands."""
 LEFT_OUT = re.compile(r"[…|\[]|\.\.\.")
 """In a text between backticks: parts that are left out, choices and options. Such a text is no whole command."""
 TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)

@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // SHA-256 (FIPS 180-4) for chained chunk keys: hundreds of short, dependent hashes per request, so
-// the overhead of each call matters (docs/decisions/0001-sha256-in-core.md).
+// the overhead of each call matters (docs/decisions/01-hashing.md).
 //
 //   c_i = SHA-256(c_{i-1} | tokens of chunk i, u32 little-endian | extra_i), c_{-1} = root
 //   storage key = SHA-256(c_i | SHA-256(root | slice digest))

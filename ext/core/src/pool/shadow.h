@@ -31,7 +31,7 @@ struct SampledChunk {
 };
 
 // A request in a log, or a hint, which has a `next` other than 0: 16 bytes, then the tags of its
-// chunks, 8 bytes each (docs/formats.md).
+// chunks, 8 bytes each (docs/internals/formats.md).
 struct LoggedRequest {
   std::uint64_t monotonic_ns;
   std::uint32_t n_chunks;

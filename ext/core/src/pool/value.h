@@ -11,7 +11,7 @@
 // Gittins index of its kind at the entry's age, the highest rate of returns that keeping it can
 // bring over any time from now on, times the cost of computing a chunk so deep in a prompt. Among
 // the entries of one size class, which all take the same room, the least worth leaf is the victim.
-// Measured beside LRU, ARC and S3-FIFO: docs/decisions/0036-value.md and benchmarks/value.py.
+// Measured beside LRU, ARC and S3-FIFO: docs/decisions/13-value.md and benchmarks/value.py.
 //
 // The entries of a kind lie in a list, last used first, so their worth is compared at the cold ends
 // only: by a heap of one bid a list. A bid's worth changes with time. The next victim's is computed
@@ -99,7 +99,7 @@ inline constexpr std::size_t kMaxKinds = 2'048;
 
 // What is said of the next request that will use the chunks of a prompt. Nobody is trusted: a hint
 // is a feature of a kind, so what it is worth is learnt, by groups of tenants. In the index and in
-// the log of requests (docs/formats.md).
+// the log of requests (docs/internals/formats.md).
 struct Hint {
   static constexpr std::uint8_t kNext = 15;   // Traits::hint; the names are in kvstrata.types.Next
   static constexpr std::uint8_t kGroups = 7;  // tenants fall into them by their numbers
@@ -183,7 +183,7 @@ class Value {
 
   const char* name() const noexcept { return name_; }
   // From now on as LRU: for a pool with windows or states, which are worth something only together
-  // with what precedes them (docs/decisions/0025-eviction-of-groups.md).
+  // with what precedes them (docs/decisions/02-l1.md).
   void use_age_alone() noexcept { is_lru_ = true; }
   bool uses_age_alone() const noexcept { return is_lru_; }
   bool evicts() const noexcept { return evicts_; }

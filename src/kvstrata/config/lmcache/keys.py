@@ -52,7 +52,7 @@ OF_SERVER: dict[str, Name] = {
     ),
     **each(
         "remote_url remote_serde storage_plugins remote_storage_plugins external_backends extra_config",
-        no_effect("stores are entries of the server's l2_adapters (docs/remote-tiers.md)"),
+        no_effect("stores are entries of the server's l2_adapters (docs/tiers.md)"),
     ),
     **each(
         "enable_controller enable_p2p peer_init_ports peer_lookup_ports distributed_url lookup_url",

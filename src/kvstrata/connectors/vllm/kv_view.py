@@ -1,7 +1,7 @@
 """Where the bytes of a chunk lie in an engine's paged KV cache, derived from shapes, strides and configuration.
 
-See `docs/layouts.md`.  The *kind* of a layer has what vLLM tells about the bytes of its blocks beyond shape and
-strides: how bytes are arranged inside a block (CPU attention packs them for the instructions that the CPU has), and
+See `docs/internals/layouts.md`.  The *kind* of a layer has what vLLM tells about the bytes of its blocks beyond shape
+and strides: how bytes are arranged inside a block (CPU attention packs them for the instructions that the CPU has), and
 with which scales numbers were quantised.  Both decide the meaning of KV bytes, so both are facts of a slice.  When a
 record is recut for another geometry, only axes known to be heads or tokens can be cut.
 
@@ -300,8 +300,8 @@ def axis_names(runs: LayerRuns, kind: LayerKind) -> list[list[Any]]:
 FORMAT = "paged-blocks/2"
 """Names the arrangement of blocks in a section; part of the facts."""
 ENCODING = "fp8-e4m3/1"
-"""Names the encoding that the fidelity `fp8` gives to sections (docs/formats.md).  The name is the fidelity of such
-engines and a fact of their slices."""
+"""Names the encoding that the fidelity `fp8` gives to sections (docs/internals/formats.md).  The name is the fidelity
+of such engines and a fact of their slices."""
 
 
 class Heads(NamedTuple):
@@ -426,7 +426,7 @@ def build_view(
 ) -> KvView:
     """The view of all registered layers of `group`, one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
-    With the fidelity `fp8`, sections hold scales and codes (docs/formats.md), and the facts say so.
+    With the fidelity `fp8`, sections hold scales and codes (docs/internals/formats.md), and the facts say so.
 
     Layers that share one tensor are taken once.  Facts that differ between layers are listed for each layer.  Raises
     ConfigError for layers that are not supported.

@@ -1,6 +1,6 @@
 """The `disk` adapter: an append-only log of segments on a local disk, in C++ (ext/core/src/disk/log.h).
 
-    <base_path>/00000000.seg ...     segments of fixed length, made as the log grows (docs/formats.md)
+    <base_path>/00000000.seg ...     segments of fixed length, made as the log grows (docs/internals/formats.md)
     <base_path>/.kvstrata.lock       held by the server that owns the directory
 
 A stored record has been synced, and survives crashes and power cuts until it is deleted or the cap evicts it (oldest
