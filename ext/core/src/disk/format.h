@@ -1,6 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The bytes that the disk log writes around records; docs/internals/formats.md describes the same bytes.
+// The bytes that the disk log writes around records; docs/internals/formats.md describes the same
+// bytes.
 //
 // A log is a folder of segments. A segment is one file of fixed length:
 //

@@ -1,8 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The index file: which chunk lies where in the extents file. One process, the server, writes it;
-// any number of processes map it read-only and look keys up without asking anybody. docs/internals/formats.md
-// describes it for readers in other languages.
+// any number of processes map it read-only and look keys up without asking anybody.
+// docs/internals/formats.md describes it for readers in other languages.
 //
 // Layout, all words little-endian, offsets from the start of the file:
 //

@@ -1,8 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The record: the bytes of one chunk in an extent of the pool, and in every L2 medium (there
-// possibly encoded). Only this file and record.cpp write or check these bytes; docs/internals/formats.md
-// describes them so that another program can.
+// possibly encoded). Only this file and record.cpp write or check these bytes;
+// docs/internals/formats.md describes them so that another program can.
 //
 //   outer header (256) | inner header (256) | section table (16 each) | zeros up to H | payload
 //
@@ -93,7 +93,8 @@ void invalidate_record(void* record) noexcept;
 Status seal_record(void* record, std::uint64_t length, const RecordSpec& spec,
                    const std::uint32_t* section_lengths, std::uint64_t section_count) noexcept;
 
-// How the payload of an encoded record is stored (docs/internals/formats.md names the codec numbers).
+// How the payload of an encoded record is stored (docs/internals/formats.md names the codec
+// numbers).
 struct RecordEncoding {
   std::array<unsigned char, 8> codecs{};
   std::uint64_t stored_bytes = 0;
