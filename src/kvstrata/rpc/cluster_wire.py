@@ -98,7 +98,9 @@ MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
 ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
 """A number by tier. The names become labels of metrics, so their alphabet and their number are bounded."""
 Share = Annotated[float, Meta(ge=0, le=1)]
-BySize = Annotated[dict[Annotated[str, Meta(max_length=8)], Share], Meta(max_length=8)]
+Factor = Annotated[str, Meta(pattern=r"^(?=.*[1-9])[0-9]{1,4}(\.[0-9]{1,3})?$")]
+"""A number above 0."""
+BySize = Annotated[dict[Factor, Share], Meta(max_length=8)]
 MAX_SHARES = 16
 HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]
 

@@ -111,3 +111,19 @@ def test_whatever_is_told_what_is_lent_changes_by_a_step_and_once_in_a_window(to
         instance.now_s += 1 - WINDOW_S
         assert instance.window(0.0) is None
         instance.now_s -= 1
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["0.5", "1", "4", "0", "0.0", "nan", "inf", "1e400", "-1", "x", ""]), SHARE
+    ),
+    st.integers(0, 1 << 62),
+    st.integers(1, 1 << 60),
+)
+def test_whatever_an_instance_tells_of_sizes_it_is_refused_or_a_share_comes_of_it(told, used, n_bytes):
+    raw = msgspec.msgpack.encode(TenantShare("red", used, 1, 0.5, told, 0, 0))
+    try:
+        share = msgspec.msgpack.decode(raw, type=TenantShare)
+    except msgspec.ValidationError:
+        return
+    assert 0 <= saved(share, n_bytes) <= 1
