@@ -44,6 +44,7 @@ class Knows(Directory):
 @pytest.fixture
 async def asked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Liar, AwaitedPeers]]:
     monkeypatch.setattr(awaiting, "ANSWER_S", 0.05)
+    monkeypatch.setattr(awaiting, "POLL_S", 0.05)
     owner, directory = Liar(TO_INSTANCE), Knows()
     directory.owner = Owner("owner", 11, owner.endpoint, 0, True, OPEN_PUBLIC.decode())
     peers = AwaitedPeers(
@@ -69,7 +70,7 @@ async def test_answers_that_fit_nothing_end_the_wait_and_the_owner_is_left_alone
     ):
         owner.says = says
         peers._owners.clear()
-        assert await peers.wait("owner", QUESTION, 0.2) == (2, "broken", b"")
+        assert await peers.wait("owner", QUESTION, 60.0) == (2, "broken", b"")
         before = owner.asked.total()
         assert await peers.wait("owner", QUESTION, 60.0) == (2, "broken", b"")
         assert owner.asked.total() == before

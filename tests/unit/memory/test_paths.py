@@ -193,6 +193,9 @@ def test_only_a_folder_of_ours_that_holds_a_pool_is_freed(root: Path, left: Path
         free(root / "none")
 
 
+MOST_STARTS = 10_000
+
+
 def test_servers_that_start_while_their_pool_is_freed_get_a_pool(settings: SegmentSettings) -> None:
     """Each start ends with a pool at its place, adopted or new; each `free` removes a whole pool or refuses."""
     Segment.open(settings).close()
@@ -208,8 +211,10 @@ def test_servers_that_start_while_their_pool_is_freed_get_a_pool(settings: Segme
 
     freeing = threading.Thread(target=keep_freeing)
     freeing.start()
+    starts = 0
     try:
-        for _ in range(amount(20, 60)):
+        while starts < amount(20, 60) or (not freed and starts < MOST_STARTS):
+            starts += 1
             found = Segment.open(settings)
             for name, fd in (
                 ("index", found.descriptors.index_readonly),
