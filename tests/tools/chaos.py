@@ -302,6 +302,7 @@ class Chaos:
                 child.__exit__(None, None, None)
 
     def _knows(self, controller: ControllerProcess) -> bool:
+        """Whether it knows as many chunks as there are, and the engines that name the prompts' keys."""
         rows = {
             row["id"]: row for row in controller.ask("/v1/instances")["instances"] if row["state"] != "dead"
         }
@@ -309,7 +310,8 @@ class Chaos:
             f"server-{number}": int(server.get("/v1/status")["pool"]["entries"]["ready"])
             for number, server in enumerate(self.servers)
         }
-        return held == {name: row["keys"].get("l1", 0) for name, row in rows.items() if row["confirmed"]}
+        known = {name: row["keys"].get("l1", 0) for name, row in rows.items() if row["confirmed"]}
+        return held == known and len(controller.ask("/v1/models")["models"]) == 1
 
     def _told(self, controller: ControllerProcess, tokens: list[int]) -> list[int]:
         """How many leading chunks of a prompt each server has, as a controller says."""
