@@ -60,7 +60,9 @@ def engines(
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
                 "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap),
             }
-            transfer = json.dumps({"kv_role": "kv_both", **TRANSFER[contract]})
+            transfer = json.dumps(
+                {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **TRANSFER[contract]}
+            )
             api = VllmApi(
                 small_model, tmp_path / role, extra=None, flags=(*FLAGS, "--kv-transfer-config", transfer),
                 tokenizer=words, environment=environment,
