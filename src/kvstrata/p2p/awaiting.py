@@ -35,6 +35,8 @@ from kvstrata.tiers.breaker import Breaker
 
 POLL_S = 1.0
 ANSWER_S = 1.0
+TICK_S = 0.002
+"""The loop's timers count milliseconds, so one may end this much before its time."""
 MAX_OWNERS = 64
 OWNER_S = 2.0
 """How long the controller's word on an instance is used."""
@@ -111,7 +113,7 @@ class AwaitedPeers:
                 well = True
                 return asked.n_present, "late", b""
         except (Unavailable, ClusterFailure):
-            if well := self._loop.time() >= ends_s:  # no time was left for an answer
+            if well := self._loop.time() > ends_s - TICK_S:  # no time was left for an answer
                 return asked.n_present, "late", b""
         finally:
             owner.breaker.ended(well, self._loop.time())

@@ -30,12 +30,18 @@ def fresh_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def publish(token: str, port: int, environ: Mapping[str, str] = os.environ) -> Path:
-    """Write the file with the token of a port, in place of an earlier one; returns its path. Raises ConfigError."""
+def publish(token: str, port: int, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Write the file with the token of a port, in place of one that a killed process left; returns its path.
+
+    An open port, with an empty token, has no file. Raises ConfigError.
+    """
     folder = run_dir(environ) / FOLDER
     make_private_dir(folder, TOKEN_FIELD)
     path = folder / _name(port)
     try:
+        if not token:
+            path.unlink(missing_ok=True)
+            return None
         write_private_file(path, f"{token}\n".encode(), overwrite=True)
     except OSError as error:
         raise ConfigError(

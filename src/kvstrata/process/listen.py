@@ -75,7 +75,7 @@ class ServedToken:
         """Write the file. Raises ConfigError, unless clients can be given the settings' own file."""
         path = None
         try:
-            path = publish(token, self._port) if token else None
+            path = publish(token, self._port)
         except ConfigError as error:
             if not self._settings.token_file:
                 raise

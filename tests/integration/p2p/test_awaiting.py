@@ -36,6 +36,8 @@ class Rig(NamedTuple):
     cluster: Cluster
     prefilling: CacheEngine
     decoding: CacheEngine
+    given: list[PromiseCall]
+    """The promises of a test, which end with it."""
 
     def asked(self, tokens: list[int], source: str = "instance-0", wait_ms: int = WAIT_MS) -> LookupCall:
         """Begin a lookup at the decoding engine; returns once it waits."""
@@ -46,6 +48,7 @@ class Rig(NamedTuple):
     def promised(self, tokens: list[int], number: int = 0) -> PromiseCall:
         engine = (self.prefilling, self.decoding)[number]
         call = engine.client.promise(engine.identity(), engine.hasher(tokens).chain)
+        self.given.append(call)
         eventually("it is promised", lambda: self.promises(number)["live"])
         return call
 
@@ -90,7 +93,14 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
             stack.enter_context(CacheEngine(server.socket_dir, block_bytes=32_768)).connect()
             for server in cluster.servers
         ]
-        yield Rig(made, cluster, engines[0], engines[1])
+        yield Rig(made, cluster, engines[0], engines[1], [])
+
+
+@pytest.fixture(autouse=True)
+def nothing_promised(rig: Rig) -> Iterator[None]:
+    yield
+    while rig.given:
+        rig.given.pop().withdraw()
 
 
 def test_each_chunk_crosses_while_the_next_one_is_computed_and_the_lookup_gets_them_all(rig: Rig) -> None:
@@ -123,11 +133,13 @@ def test_a_broken_promise_ends_the_wait_with_what_has_come(rig: Rig, stored: int
 
 def test_a_lookup_that_has_waited_as_long_as_it_may_gets_what_has_come(rig: Rig) -> None:
     tokens = prompt(CHUNKS, next(_seeds))
-    promise = rig.promised(tokens)
-    call = rig.asked(tokens, wait_ms=3_000)
-    rig.computed(tokens, 0, 2)
+    rig.promised(tokens)
+    rig.computed_here(tokens, 0, 2)
+    for wait_ms in (1_000, 5_000, 20_000):  # a busy machine may load nothing within a second
+        call = rig.asked(tokens, wait_ms=wait_ms)
+        if call.wait(WAIT_MS / 1000) and call.result.n_chunks == 2:
+            break
     rig.ends(call, 2, MissReason.PROMISED)
-    promise.withdraw()
 
 
 def test_a_lookup_finds_by_the_directory_who_computes_its_prompt_and_gets_that_as_it_comes(rig: Rig) -> None:
@@ -154,7 +166,6 @@ def test_of_two_instances_that_promise_the_same_one_waits_for_the_other(rig: Rig
     assert not call.done
     promises[0].withdraw()
     rig.ends(call, 0, MissReason.PROMISE_BROKEN)
-    promises[1].withdraw()
 
 
 def test_an_instance_that_is_not_known_is_not_waited_for(rig: Rig) -> None:
@@ -164,7 +175,7 @@ def test_an_instance_that_is_not_known_is_not_waited_for(rig: Rig) -> None:
 @pytest.mark.parametrize("how", ["cut", pytest.param("stopped", marks=pytest.mark.long), "killed"])
 def test_an_owner_that_is_gone_ends_the_wait_with_what_has_come(rig: Rig, how: str) -> None:
     tokens, owner, host = prompt(CHUNKS, next(_seeds)), rig.cluster.servers[0], rig.network.hosts[0]
-    before = rig.promised(tokens)
+    rig.promised(tokens)
     call = rig.asked(tokens)
     rig.computed(tokens, 0, 2)
     {"cut": host.cut, "stopped": owner.freeze, "killed": owner.kill}[how]()
@@ -173,15 +184,15 @@ def test_an_owner_that_is_gone_ends_the_wait_with_what_has_come(rig: Rig, how: s
     rig.prefilling.connect()
     eventually("both are members", lambda: rig.cluster.member(0) and rig.cluster.member(1))
     eventually("nobody waits there", lambda: not rig.promises(0)["peers_wait_now"])
-    fresh = prompt(2, next(_seeds))
-    promise = rig.promised(fresh)
 
-    def asked_again() -> LookupCall | None:
-        call = rig.asked(fresh)
-        return None if call.done else call
+    def comes_again() -> bool:
+        fresh = prompt(2, next(_seeds))
+        promise, call = rig.promised(fresh), rig.asked(fresh)
+        rig.computed_here(fresh, 0, 2)
+        assert call.wait(WAIT_MS / 1000)
+        promise.withdraw()
+        if call.result.n_chunks:
+            rig.decoding.client.release([call.result.lease], group=True)
+        return call.result.n_chunks == 2
 
-    again = eventually("the owner is asked again", asked_again)
-    rig.computed(fresh, 0, 2)
-    assert again.wait(WAIT_MS / 1000) and again.result.n_chunks == 2
-    promise.withdraw()
-    before.withdraw()
+    eventually("what the owner computes comes again", comes_again)

@@ -62,6 +62,12 @@ def test_a_token_is_found_at_every_name_of_this_host_until_its_file_is_closed(en
     assert not Path(file.path).exists() and find_token(f"http://localhost:{port}", environ) != token
 
 
+def test_an_open_port_ends_the_file_that_a_killed_process_left(environ, port):
+    left = Path(served(fresh_token(), port).path)
+    assert left.exists()
+    assert not served("", port).path and not left.exists()
+
+
 def test_who_listens_is_told_apart_by_address() -> None:
     ours = os.getuid()
     with socket.create_server(("127.0.0.1", 0)) as first:
