@@ -18,6 +18,25 @@ def test_a_lookup_is_answered_when_promised_chunks_are_there_or_will_not_come():
     assert Sibling.parts, "nothing was answered in parts"
 
 
+def test_who_expects_a_promise_of_a_dead_engine_waits_no_longer():
+    tell(forsaken)
+
+
+def forsaken(world: World) -> None:
+    server = world.server()
+    waiting, *others = (world.engine(server, group=bytes([n]) * 16) for n in range(1, 4))
+    world.run(
+        lambda: all(one.client.connected and one.identity().ready for one in others), "they are attached"
+    )
+    call = waiting.lookup(prompt(CHUNKS, 94), wait_ms=30_000, expects=True)
+    for engine in others:
+        world.sleep(TOLD_S)
+        assert not call.done, "an engine that lives may yet promise it"
+        engine.die()
+    assert world.wait(lambda: call.done, 1.0), "those that could promise it are gone, and nobody is told"
+    assert (call.result.n_chunks, call.result.reason) == (0, MissReason.PROMISE_BROKEN)
+
+
 class Prefill:
     """One prompt that an engine computes, chunk by chunk, and has promised."""
 

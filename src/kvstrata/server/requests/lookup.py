@@ -480,7 +480,9 @@ class Lookups:
                 return await self._promises.wait(asked.process, promised, left_s, early), promised.end
             if not (expects and self._promises.may_wait(asked.process)):
                 break
-            await self._promises.expect(asked.process, asked.identity.root, left_s)
+            keys = asked.keys
+            if not await self._promises.expect(asked.process, keys.root, keys.slices, left_s):
+                return "broken", n_chunks
         return None
 
     def _early(self, asked: Asked, promised: Promised) -> Early | None:

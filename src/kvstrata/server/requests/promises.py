@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import math
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -41,7 +41,7 @@ from kvstrata.native.core import Pool, storage_keys
 from kvstrata.observability.load_line import prompt_work
 from kvstrata.observability.numbers import Numbers, counter, gauge
 from kvstrata.rpc.cluster_wire import Await
-from kvstrata.server.processes import Process, Use
+from kvstrata.server.processes import EngineGroup, Process, Use
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ class Promises(Numbers):
         self._by_first: dict[tuple[bytes, bytes], list[Promise]] = {}
         """By root, and key of the first chunk."""
         self._waits: dict[Waiter, int] = {}
-        self._expecting: dict[asyncio.Future[None], bytes] = {}
-        """Lookups that wait for a promise to be given, with the roots of their identities."""
+        self._expecting: dict[asyncio.Future[bool], tuple[Waiter, bytes, bytes]] = {}
+        """Lookups that wait for a promise to be given, with the roots of their identities and their slices."""
         self.awaited: dict[Promise, None] = {}
         """The promises for which somebody waits."""
 
@@ -180,10 +180,7 @@ class Promises(Numbers):
             promise.told = first if self._followed.promised(first) else b""
         if self._live == 1:
             self._pool.set_has_promises(True)
-        for expecting in [one for one, other in self._expecting.items() if other == root]:
-            del self._expecting[expecting]
-            if not expecting.done():
-                expecting.set_result(None)
+        self._expected([one for one, (_, other, _) in self._expecting.items() if other == root], True)
         return promise
 
     def end(self, promise: Promise) -> None:
@@ -201,6 +198,25 @@ class Promises(Numbers):
         self._look(promise)
         for waiting in list(promise.waiting):
             self._tell(promise, waiting, "broken")
+
+    def process_gone(self, groups: Iterable[EngineGroup]) -> None:
+        """A process has ended; of its engine's promises `end` is told. Those who expect one of no engine expect none.
+
+        `groups`: the engines that are left.
+        """
+        left = [group for group in groups if group.complete]
+        vain = []
+        for expecting, (waiter, _, slices) in self._expecting.items():
+            own = waiter.group if isinstance(waiter, Process) else None
+            if not any(group.packed_slices == slices and group is not own for group in left):
+                vain.append(expecting)
+        self._expected(vain, False)
+
+    def _expected(self, those: Iterable[asyncio.Future[bool]], given: bool) -> None:
+        for one in those:
+            del self._expecting[one]
+            if not one.done():
+                one.set_result(given)
 
     def committed(self, process: Process) -> None:
         """A process has committed chunks: answer those for whom its engine's promises are kept now."""
@@ -246,15 +262,19 @@ class Promises(Numbers):
                     return True
         return False
 
-    async def expect(self, waiter: Waiter, root: bytes, most_s: float) -> None:
-        """Wait, at most so long, until a promise under this identity is given."""
-        expecting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._expecting[expecting] = root
+    async def expect(self, waiter: Waiter, root: bytes, slices: bytes, most_s: float) -> bool:
+        """Wait, at most so long, until a promise under this identity is given. False: the engines that could are gone.
+
+        `slices`: those of the engines that could, as promises have them.
+        """
+        expecting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._expecting[expecting] = waiter, root, slices
         with self.counted(waiter):
             try:
                 await asyncio.wait([expecting], timeout=most_s)
             finally:
                 self._expecting.pop(expecting, None)
+        return not expecting.done() or expecting.result()
 
     async def wait(
         self, waiter: Waiter, promised: Promised, most_s: float, early: Early | None = None
@@ -335,7 +355,8 @@ class Promises(Numbers):
                 waited = await self.wait(peer, found._replace(n_chunks=one_more), left_s)
                 end, expects = "late" if waited == "soon" else waited, False
             elif expects and self.may_wait(peer):
-                await self.expect(peer, asked.root, left_s)
+                expects = await self.expect(peer, asked.root, asked.slices, left_s)
+                end = end if expects else "broken"
             else:
                 return n, end
 

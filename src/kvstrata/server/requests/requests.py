@@ -187,6 +187,7 @@ class Requests:
         for one in running:
             self._stop(one, None)
         leases, reservations = self._grants.process_gone(process)
+        self._grants.promises.process_gone(self._processes.groups)
         if leases or reservations:  # a process that has given back everything is not worth a line
             EventLog("instance").repeated(
                 logging.INFO, "held", "process_gone", pid=process.pid, session=shown_name(process.session),
