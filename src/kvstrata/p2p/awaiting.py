@@ -31,7 +31,7 @@ from kvstrata.rpc.cluster_wire import Await, Awaited, Owner, Where
 from kvstrata.rpc.zmq_curve import ClusterKeys, open_keys, read_cluster_keys
 from kvstrata.rpc.zmq_link import AskLink, Links
 from kvstrata.tiers.base import Ask
-from kvstrata.tiers.breaker import Breaker
+from kvstrata.tiers.breaker import Breaker, BreakerState
 
 POLL_S = 1.0
 ANSWER_S = 1.0
@@ -112,6 +112,9 @@ class AwaitedPeers:
             else:
                 well = True
                 return asked.n_present, "late", b""
+        except asyncio.CancelledError:  # it says nothing of the owner
+            well = owner.breaker.state is BreakerState.CLOSED
+            raise
         except (Unavailable, ClusterFailure):
             if well := self._loop.time() > ends_s - TICK_S:  # no time was left for an answer
                 return asked.n_present, "late", b""

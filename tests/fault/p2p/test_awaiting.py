@@ -88,6 +88,17 @@ async def test_an_owner_that_says_late_for_ever_is_waited_for_as_long_as_the_req
     assert await peers.wait("owner", QUESTION, 0.2) == (2, "late", b"")
 
 
+async def test_a_cancelled_wait_says_nothing_of_its_owner(asked: tuple[Liar, AwaitedPeers]) -> None:
+    owner, peers = asked
+    waiting = asyncio.create_task(peers.wait("owner", QUESTION, 60.0))
+    while not owner.asked["Await"]:
+        await asyncio.sleep(0.001)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    owner.says = lambda one: Awaited(one.seq, 11, 8, "ready")
+    assert (await peers.wait("owner", QUESTION, 60.0))[:2] == (8, "ready")
+
+
 async def test_waits_of_peers_are_bounded_for_each_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promises, "MAX_WAITING", 3)
     monkeypatch.setattr(promises, "MAX_PEERS_WAITING", 5)

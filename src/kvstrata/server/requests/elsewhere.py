@@ -15,18 +15,20 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvstrata.keys.batch import part
 from kvstrata.p2p.awaiting import AwaitedPeers, End
 from kvstrata.rpc.cluster_wire import MAX_AWAITED, MAX_AWAITED_SLICES, MAX_TAGS, Await, tags_of
-from kvstrata.server.requests.promises import LOOKED_BACK, Waited
+from kvstrata.server.requests.promises import LOOKED_BACK, STAGED_BYTES, Waited
 from kvstrata.tiers.choice import SAVES_S
 from kvstrata.tiers.fetch import FetchOutcome
 
 if TYPE_CHECKING:
     from kvstrata.server.parts import Parts
     from kvstrata.server.requests.lookup import Asked
+
+T = TypeVar("T")
 
 AGAIN_S = 60.0
 """Peers' L2 tiers that were slower than computing are tried again after this time."""
@@ -120,7 +122,8 @@ class Elsewhere:
         Only an instance that the request names may take longer than the lookup waits.
 
         Says after each load that more are `ready`; the last word tells how the wait has ended.  While chunks are
-        loaded, the instance is asked for the next ones, and at most PEER_LOADS loads are under way.
+        loaded, the instance is asked for the next ones, and at most PEER_LOADS loads are under way.  How many it brings
+        from its L2 tiers for one question is known, so it is asked for the ones behind these before it has answered.
         """
         keys, identity = asked.keys, asked.identity
         if keys.spans or keys.n_slices > MAX_AWAITED_SLICES or not self._promises.may_wait(asked.process):
@@ -153,25 +156,31 @@ class Elsewhere:
         end: End = "ready"
         n_first = n_chunks
         loads: collections.deque[asyncio.Task[FetchOutcome]] = collections.deque()
-        question = ask(n_chunks, expects=asked.request.expects and not limits)
+        staged = max(1, STAGED_BYTES // sum(limits)) if limits else MAX_AWAITED
+        questions = collections.deque([ask(n_chunks, expects=asked.request.expects and not limits)])
         try:
             with self._promises.counted(asked.process):
                 while end == "ready" and n_chunks < asked.n_chunks:
-                    n, end, owner = await question
-                    n += max(0, n_chunks - LOOKED_BACK)
+                    n_told = n_chunks + staged
+                    if limits and len(questions) == 1 and n_told < asked.n_chunks:
+                        questions.append(ask(n_told, expects=False))
+                    n, end, owner = await questions.popleft()
+                    n = min(n + max(0, n_chunks - LOOKED_BACK), n_told)
                     if end == "ready":
                         loads.append(load(n_chunks, n, owner))
                         n_chunks = n
-                        if n < asked.n_chunks:
-                            question = ask(n, expects=False)
+                        if n < n_told:
+                            _end(questions)
+                        if n < asked.n_chunks and not questions:
+                            questions.append(ask(n, expects=False))
                     is_last = end != "ready" or n_chunks == asked.n_chunks
                     while loads and (is_last or len(loads) == PEER_LOADS):
                         asked.choices.extend((await loads[0]).choices)
                         loads.popleft()
                         yield "ready"
         finally:
-            for task in (question, *loads):
-                task.cancel()
+            _end(questions)
+            _end(loads)
         if end == "none":
             if (
                 n_chunks == n_first or not asked.request.source
@@ -181,3 +190,8 @@ class Elsewhere:
         self._promises.waits[end] += not limits
         if end != "ready":
             yield end
+
+
+def _end(tasks: collections.deque[asyncio.Task[T]]) -> None:
+    while tasks:
+        tasks.pop().cancel()
