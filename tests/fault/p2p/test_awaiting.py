@@ -90,9 +90,10 @@ async def test_an_owner_that_says_late_for_ever_is_waited_for_as_long_as_the_req
 
 async def test_a_cancelled_wait_says_nothing_of_its_owner(asked: tuple[Liar, AwaitedPeers]) -> None:
     owner, peers = asked
+    came = asyncio.Event()
+    owner.says = lambda one: came.set()
     waiting = asyncio.create_task(peers.wait("owner", QUESTION, 60.0))
-    while not owner.asked["Await"]:
-        await asyncio.sleep(0.001)
+    await came.wait()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     owner.says = lambda one: Awaited(one.seq, 11, 8, "ready")
