@@ -3,8 +3,8 @@
 A prompt of 128k tokens; engines with queues, requests in flight and paths to tiers.  Knowledge is of four kinds: none,
 8 engines that hold a prefix, a prefix in the cache of every engine, or a tier that every engine can load from beside
 the 8.  A fifth case is an idle fleet, in which all engines tie.  The figure is the slowest case; `cases` has all, and
-`splits` the same where another engine may compute the prompt.  What is timed is `choose` as a whole: the scores, the
-pick, the terms and the alternatives.
+`classes`, `splits` and `both` the same where requests have classes of service, where another engine may compute the
+prompt, and both.  What is timed is `choose` as a whole: the scores, the pick, the terms and the alternatives.
 
 Sketch: ten fields of each engine at 5 ns.
 """
@@ -15,14 +15,21 @@ import random
 import time
 from typing import Any
 
+import msgspec
+
 from benchmarks.common import compared, median_spread, sized
 from kvstrata.config.gateway_model import Contract
-from kvstrata.gateway.routing.choose import POLICIES, Policy, choose
-from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
+from kvstrata.gateway.routing.choose import POLICIES, choose
+from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request, Tier
 
 TOKENS = 131_072
 TARGETS_US = {64: 100.0, 1_000: 500.0}
 HOLDERS = 8
+PATHS: dict[Tier, LoadPath] = {
+    "l1": LoadPath(latency_s=0.001, tokens_s=400_000.0),
+    "l2": LoadPath(latency_s=0.01, tokens_s=100_000.0),
+    "peer": LoadPath(latency_s=0.01, tokens_s=200_000.0),
+}
 DECISIONS = sized(400, 3)
 REPEATS = sized(7, 1)
 SKETCH_US = 0.05
@@ -32,7 +39,7 @@ SKETCH_US = 0.05
 def fleet(n_engines: int) -> list[EngineState]:
     """Make engines that are busy to different degrees."""
     chance = random.Random(n_engines)
-    return [
+    made = [
         EngineState(
             name=f"engine-{number}",
             prefill_tokens_s=chance.uniform(12_000, 18_000),
@@ -46,14 +53,14 @@ def fleet(n_engines: int) -> list[EngineState]:
             waiting=chance.randrange(4),
             running=chance.randrange(36),
             context_tokens=chance.randrange(500_000),
-            paths={
-                "l1": LoadPath(latency_s=0.001, tokens_s=400_000.0),
-                "l2": LoadPath(latency_s=0.01, tokens_s=100_000.0),
-                "peer": LoadPath(latency_s=0.01, tokens_s=200_000.0),
-            },
+            paths=PATHS,
         )
         for number in range(n_engines)
     ]
+    for one in made:
+        one.limited = one.running // 2
+        one.expect(0.0003, chance.uniform(0, 1), 0.3, 0.015, 300.0)
+    return made
 
 
 def idle(n_engines: int) -> list[EngineState]:
@@ -76,23 +83,20 @@ def kinds(n_engines: int) -> dict[str, Knowledge]:
 
 
 def decision_us(
-    policy: Policy, engines: list[EngineState], knowledge: Knowledge, contract: Contract = ""
+    name: str, engines: list[EngineState], known: Knowledge, contract: Contract = "", limit_s: float = 0.0
 ) -> float:
     """Return the median over the repeats of the median time of a decision."""
-    repeats = []
+    repeats, policy = [], POLICIES[name]()
     for repeat in range(REPEATS):
         times = []
         for number in range(DECISIONS):
             request = Request(
-                id=f"{repeat}/{number}",
-                tokens=TOKENS,
-                number=number,
-                session=f"s{number % 50}",
-                answer_tokens=300.0,
-                sharing=number % 4,
-            )
+                id=f"{repeat}/{number}", tokens=TOKENS, number=number, session=f"s{number % 50}",
+                answer_tokens=300.0, sharing=number % 4, short_tokens=100.0,
+                within_s=(0.5, 5.0, 15.0)[number % 3] if limit_s else 0.0, token_within_s=limit_s,
+            )  # fmt: skip
             begun = time.perf_counter_ns()
-            choose(request, engines, knowledge, 10.0, policy=policy, contract=contract)
+            choose(request, engines, known, 10.0, policy=policy, contract=contract)
             times.append((time.perf_counter_ns() - begun) / 1e3)
         repeats.append(median_spread(times)[0])
     return median_spread(repeats)[0]
@@ -102,31 +106,22 @@ def run() -> list[dict[str, Any]]:
     """Measure our policy in each case, and the others with a few holders."""
     figures = []
     for n_engines, target_us in TARGETS_US.items():
-        engines, known = fleet(n_engines), kinds(n_engines)
-        ours = {
-            kind: decision_us(POLICIES["auto"](), engines, knowledge) for kind, knowledge in known.items()
-        }
-        ours["idle"] = decision_us(POLICIES["auto"](), idle(n_engines), known["none"])
-        splits = {
-            kind: decision_us(POLICIES["auto"](), engines, knowledge, "kvstrata")
-            for kind, knowledge in known.items()
-        }
-        others = {
-            name: decision_us(make(), engines, known["holders"])
-            for name, make in POLICIES.items()
-            if name != "auto"
-        }
-        figures.append(
-            compared(
-                f"route_decide_{n_engines}",
-                max(ours.values()),
-                "µs",
-                "the sketch",
-                SKETCH_US * n_engines,
-                most_value=target_us,
-                cases=ours,
-                splits=splits,
-                others_with_holders=others,
+        limited, known = fleet(n_engines), kinds(n_engines)
+        engines = [msgspec.structs.replace(one, limited=0, missed=0.0, crowded=0.0) for one in limited]
+        ours: dict[str, Any] = {
+            what: {kind: decision_us("auto", of, one, contract, limit_s) for kind, one in known.items()}
+            for what, of, contract, limit_s in (
+                ("cases", engines, "", 0.0),
+                ("classes", limited, "", 0.02),
+                ("splits", engines, "kvstrata", 0.0),
+                ("both", limited, "kvstrata", 0.02),
             )
-        )
+        }
+        ours["cases"]["idle"] = decision_us("auto", idle(n_engines), known["none"])
+        name, value = f"route_decide_{n_engines}", max(ours["cases"].values())
+        ours["others_with_holders"] = {
+            one: decision_us(one, engines, known["holders"]) for one in POLICIES if one != "auto"
+        }
+        sketch_us = SKETCH_US * n_engines
+        figures.append(compared(name, value, "µs", "the sketch", sketch_us, most_value=target_us, **ours))
     return figures

@@ -323,9 +323,9 @@ class Fleet:
         now_s = self._now_s()
         flight.queue.first_token(flight, now_s)
         if now_s >= self._rated_s + max(RATED_S, RATED_EACH_S * len(self.engines)):
-            self._rated_s = now_s
+            self._rated_s, tokens = now_s, self.decode_rates.answer_tokens("")
             for each in self._places():
-                each.queue.rate(self.decode_rates.line(each.name), now_s)
+                each.queue.rate(self.decode_rates.line(each.name), tokens, now_s)
 
     def ended(self, engine: ServingEngine, flight: Flight) -> Decoded | None:
         """A request that `began` has ended, however. Returns what is known of its answer, if there was one."""

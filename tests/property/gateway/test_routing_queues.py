@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstrata.gateway.routing.model import MOST_SHARE, EngineState
-from kvstrata.gateway.routing.queues import UNMEASURED, Flight, Queue, Sending
+from kvstrata.gateway.routing.model import EngineState
+from kvstrata.gateway.routing.queues import MOST_SHARE, UNMEASURED, Flight, Queue, Sending
 from kvstrata.gateway.routing.rates import Line, PrefillRates
 
 TOKENS = st.integers(0, 50_000)
@@ -103,7 +103,7 @@ class Counters(RuleBasedStateMachine):
 
     @rule()
     def rate(self) -> None:
-        self.queue.rate(Line(0.01, 0.001), self.now_s)
+        self.queue.rate(Line(0.01, 0.001), 100.0, self.now_s)
 
     @invariant()
     def counters_are_sums(self) -> None:
@@ -117,8 +117,9 @@ class Counters(RuleBasedStateMachine):
         assert state.behind_s * rate == pytest.approx(sum(flight["tokens"] for flight in waiting[1:]))
         assert state.inflight_tokens == sum(flight["tokens"] for flight in flights if not flight["held"])
         limits = [flight["limit_s"] for flight in flights if flight["limit_s"]]
-        assert (state.limited, state.limits_s) == (len(limits), sum(limits))
-        assert 0 <= state.prompt_share(self.now_s) <= MOST_SHARE
+        assert (state.limited, self.queue._limits_s) == (len(limits), sum(limits))
+        assert 0 <= self.queue.prompt_share(self.now_s) <= MOST_SHARE
+        assert 0 <= state.missed <= state.limited and state.pace_s >= state.token_s
         assert state.context_tokens == sum(flight["context"] for flight in flights)
         assert 0 <= self.queue.backlog_tokens(self.now_s) <= state.prefill_tokens + 1e-6
         assert state.queue_s(self.now_s) >= 0.0

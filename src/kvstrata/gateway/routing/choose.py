@@ -3,16 +3,14 @@
 1. Equal inputs give equal decisions, in any order of the engines.
 2. Near-ties are decided by the rendezvous hash of the request's id over the engines' names.
 3. Nothing is read but the arguments, and nothing is changed: the caller that sends the request reserves its tokens.
-4. Engines that cannot win are priced by a lower bound of their cost only.
+4. Engines that cannot win are priced by a lower bound of their cost only, and the chosen one exactly.
 
 A policy is a frozen Struct that is tagged with its name, so that a record names it.
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
-import math
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -25,27 +23,19 @@ from kvstrata.gateway.routing.model import (
     EngineState,
     Knowledge,
     Leg,
-    Reason,
     Request,
     Way,
 )
 from kvstrata.gateway.routing.price import (
-    HANDOVER_S,
     REST_TOKENS,
     SHARE,
     View,
-    bounds,
-    least,
-    offer,
-    price,
+    cheapest,
     ranked_first,
-    viewed,
 )
 
 ALTERNATIVES = 3
 """Engines that a decision names beside the chosen one."""
-PRICED = 8
-"""Engines that are priced at most, the cheapest by a lower bound of their costs, where that bound tells little."""
 
 
 class Explained(NamedTuple):
@@ -70,8 +60,12 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Whether it may let another engine compute the prompt."""
 
     def scores(self, view: View) -> list[float]:
-        """Return the cost at each engine of the view, in its order; lower is better, infinite: it cannot win."""
+        """Return what it costs at least at each engine of the view, in its order."""
         raise NotImplementedError
+
+    def exact(self, view: View, index: int, score: float) -> float:
+        """Return what it costs at an engine whose score is this."""
+        return score
 
     def explained(self, view: View, index: int) -> Explained:
         """Return what stands behind the cost at one engine."""
@@ -90,54 +84,31 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
     splits: ClassVar[bool] = True
 
     def scores(self, view: View) -> list[float]:
-        """Return the cost in seconds at each engine."""
-        engines, request, own = view.engines, view.request, view.own
-        answer, prefills = self.share * request.answer_tokens, bounds(view)
-        costs = [cost + answer * one.token_s for cost, one in zip(prefills, engines, strict=False)]
-        if view.contract:
-            lowest = offer(view, prefills) + HANDOVER_S
-            splits = (lowest + answer * one.token_s for one in engines)
-            costs = list(map(min, costs, splits))
-        loose = bool(view.contract or request.within_s or request.token_within_s)
-        loose = loose or any(one.limited for one in engines)
-        if loose or view.shared:
-            inexact: Sequence[int] = range(len(costs))
-        else:
-            inexact = [at for at, one in enumerate(engines) if one.name in own]
-        return self._refined(view, costs, inexact, PRICED if loose else len(costs)) if inexact else costs
+        """Return the seconds at each engine."""
+        return view.bounds()
 
-    def _refined(self, view: View, bounds: list[float], inexact: Sequence[int], most: int) -> list[float]:
-        """Replace bounds by costs where they may matter, `most` of them at most."""
-        costs, near = list(bounds), 1.0 + self.near_share
-        for at in inexact:
-            costs[at] = math.inf
-        best = sorted(heapq.nsmallest(ALTERNATIVES + 1, costs))
-        best += [math.inf] * (ALTERNATIVES + 1 - len(best))
-        candidates = [inexact[i] for i in least(view, [bounds[at] for at in inexact], most, inexact)]
-        for at in sorted(candidates, key=bounds.__getitem__):
-            limit = max(best[-1], best[0] * near)
-            if bounds[at] > limit:
-                break
-            cost = costs[at] = price(view, at, limit).cost
-            if cost < best[-1]:
-                best.pop()
-                bisect.insort(best, cost)
-        return costs
+    def exact(self, view: View, index: int, score: float) -> float:
+        """Return the seconds at one engine."""
+        return view.cost(index)
 
     def explained(self, view: View, index: int) -> Explained:
         """Return the seconds of each term and the tokens behind them, the way, and the other engine of a split."""
-        found = price(view, index)
-        (queue_s, load_s, compute_s, _, cached_tokens, _), split = found.alone, found.split
-        terms: dict[str, float] = {"queue_s": queue_s, "load_s": load_s, "compute_s": compute_s}
-        terms["cached_tokens"] = cached_tokens
-        if found.missed:
-            terms["missed"] = found.missed
+        alone_s, way, answer_s, others_s, missed = view.price(index)
+        terms: dict[str, float] = {"queue_s": way.queue_s, "load_s": way.load_s, "compute_s": way.compute_s}
+        terms["cached_tokens"] = way.cached_tokens
+        if missed:
+            terms["missed"] = missed
         if self.share:
-            terms |= {"answer_s": found.answer_s, "others_s": found.others_s, "spared_s": found.spared_s}
+            terms |= {"answer_s": answer_s, "others_s": others_s, "spared_s": way.spared_s}
+        split = view.split(index, alone_s)
         if split is None:
-            return Explained(terms, found.alone.way)
+            return Explained(terms, way.way)
+        found = Way(
+            cached_tokens=view.request.tokens - REST_TOKENS[view.contract], tier=split.tier,
+            load_tokens=split.load_tokens, load_s=split.load_s, ttft_s=split.ttft_s,
+        )  # fmt: skip
         leg = Leg(engine=split.prefill.engine.name, way=split.prefill.found.way)
-        return Explained(terms | {"alone_s": found.alone_s, "split_s": split.cost}, split.way, leg)
+        return Explained(terms | {"alone_s": alone_s, "split_s": split.cost}, found, leg)
 
 
 class Ttft(Auto, frozen=True, kw_only=True, tag="ttft", tag_field="policy"):
@@ -238,21 +209,24 @@ def choose(
         return Decision(policy=name, engine="", reason="none_eligible")
     if contract and not (policy.splits and request.tokens > REST_TOKENS[contract]):
         contract = ""
-    view = viewed(request, engines, knowledge, now_s, policy.share, helpers, contract)
+    view = View(request, engines, knowledge, now_s, policy.share, helpers, contract)
     costs = policy.scores(view)
-    index, reason = pick(view, costs, policy.near_share)
+    index, is_tie = cheapest(
+        costs, engines, request.id, lambda at: policy.exact(view, at, costs[at]), policy.near_share
+    )
     found = policy.explained(view, index)
+    limit = heapq.nsmallest(ALTERNATIVES + 1, costs)[-1]
+    others = [(cost, engines[at].name) for at, cost in enumerate(costs) if cost <= limit and at != index]
     return Decision(
         policy=name,
         engine=engines[index].name,
-        reason=reason,
+        reason="only_eligible" if len(engines) == 1 else "near_tie" if is_tie else "lowest_cost",
         cost=costs[index],
         terms=found.terms,
         way=found.way,
         prefill=found.leg,
         alternatives=[
-            Alternative(engine=engines[at].name, cost=costs[at], terms=policy.explained(view, at).terms)
-            for at in cheapest(view, costs, index)
+            Alternative(engine=other, cost=cost) for cost, other in heapq.nsmallest(ALTERNATIVES, others)
         ],
         eligible=len(engines),
     )
@@ -261,26 +235,3 @@ def choose(
 def policy_name(policy: Policy) -> str:
     """Return the tag under which the policy is configured and recorded."""
     return str(policy.__struct_config__.tag)
-
-
-def pick(view: View, costs: list[float], near_share: float) -> tuple[int, Reason]:
-    """Return the index of the chosen engine, and why."""
-    if len(costs) == 1:
-        return 0, "only_eligible"
-    lowest = min(costs)
-    limit = lowest + abs(lowest) * near_share
-    near = [index for index, cost in enumerate(costs) if cost <= limit]
-    if len(near) == 1:
-        return near[0], "lowest_cost"
-    return near[ranked_first(view.request.id, [view.engines[index].name for index in near])], "near_tie"
-
-
-def cheapest(view: View, costs: list[float], chosen: int) -> list[int]:
-    """Return the indices of the cheapest engines but the chosen one; equal ones by their names."""
-    left = [*costs[:chosen], *costs[chosen + 1 :]]
-    limit = heapq.nsmallest(ALTERNATIVES, left)[-1] if left else -math.inf
-    found = [at for at, cost in enumerate(costs) if cost <= limit and cost < math.inf and at != chosen]
-    if len(found) > ALTERNATIVES:
-        names = heapq.nsmallest(ALTERNATIVES, [view.engines[at].name for at in found if costs[at] == limit])
-        found = [at for at in found if costs[at] < limit or view.engines[at].name in names]
-    return sorted(found, key=lambda at: (costs[at], view.engines[at].name))[:ALTERNATIVES]

@@ -56,8 +56,9 @@ class LoadPath(msgspec.Struct, kw_only=True):
     """Of loads that go on over the same link."""
 
 
-SHARE_S, MOST_SHARE = 10.0, 0.9
-"""Prompts of about the last seconds tell which share of its time an engine computes prompts."""
+SLOW_DOUBT = 0.1
+"""Standard deviation of the seconds of an answer's token, beside its class's limit."""
+SQRT_HALF = math.sqrt(0.5)
 NEVER_S = 1e18
 """A time that does not come; JSON knows no infinity."""
 
@@ -70,8 +71,11 @@ class EngineState(msgspec.Struct, kw_only=True):
     """Measured; more than 0. `rates.PrefillRates` gives one for engines that were not measured yet."""
     token_s: float = 0.0
     """Measured seconds of an answer's token, once one more request is in flight."""
-    token_each_s: float = 0.0
-    """What that one request adds."""
+    pace_s: float = 0.0
+    """The same, with the prompts that stall it meanwhile, of about the last seconds."""
+    jitter_s: float = 0.0
+    """Prompts of unlike lengths stall it at random times. The seconds of n tokens have a standard deviation of √n times
+    this, beside SLOW_DOUBT."""
     drained_s: float = 0.0
     """When it should have computed what was sent to it."""
     behind_s: float = 0.0
@@ -94,15 +98,15 @@ class EngineState(msgspec.Struct, kw_only=True):
     role: Role = "both"
     instance: str = ""
     """The instance (`lmcache-server`) that it is attached to; empty: not known."""
-    prompt_s: float = 0.0
-    """Seconds that prompts sent to it take, those sent at `prompted_s` whole, earlier ones less (`prompt_share`)."""
-    prompt_size_s: float = 0.0
-    """Of these, the mean seconds of a prompt, weighted by its seconds."""
-    prompted_s: float = 0.0
     limited: int = 0
-    """Requests in flight whose class of service limits the time of a token."""
-    limits_s: float = 0.0
-    """The sum of these limits."""
+    """Requests in flight whose class of service limits the time of a token. Each as if it had the mean limit,"""
+    missed: float = 0.0
+    """so many are expected to miss it once one more is in flight,"""
+    crowded: float = 0.0
+    """so many of them for that one,"""
+    spare: float = 0.0
+    strain: float = 0.0
+    """and beside a prompt of s seconds `limited` · ½ erfc(`spare` - `strain` · s)."""
     paths: dict[Tier, LoadPath] = {}
     """Tiers without a path cannot be loaded from."""
 
@@ -113,17 +117,32 @@ class EngineState(msgspec.Struct, kw_only=True):
         """
         return max(self.drained_s - now_s, self.behind_s) + max(0.0, now_s - self.late_s)
 
-    def prompt_share(self, now_s: float) -> float:
-        """Return the share of its time that it computes prompts, at most MOST_SHARE."""
-        left_s = self.prompt_s * math.exp(min(0.0, self.prompted_s - now_s) / SHARE_S)
-        return min(MOST_SHARE, left_s / SHARE_S)
+    def expect(
+        self, each_s: float, stalls: float, prompt_size_s: float, limit_s: float, answer_tokens: float
+    ) -> None:
+        """Note what stalls answers, and how likely those in flight are to miss their limit for it.
 
-    def prompted(self, seconds: float, now_s: float) -> None:
-        """Count a prompt that is sent to it and takes so long."""
-        left_s = SHARE_S * self.prompt_share(now_s)
-        self.prompt_s, self.prompted_s = left_s + seconds, now_s
-        if self.prompt_s > 0:
-            self.prompt_size_s = (left_s * self.prompt_size_s + seconds * seconds) / self.prompt_s
+        `each_s`: what one more request adds to `token_s`. `stalls`: seconds in which it computes prompts for each in
+        which it answers, in prompts of about `prompt_size_s`. `answer_tokens`: of the answers; 0: nothing is known.
+        """
+        self.pace_s = self.token_s * (1.0 + stalls)
+        self.jitter_s = math.sqrt(self.token_s * stalls * prompt_size_s)
+        self.missed = self.crowded = self.strain = 0.0
+        self.spare = NEVER_S
+        if not self.limited or not answer_tokens:
+            return
+        before_s = max(0.0, self.token_s - each_s)
+        jitter_s = math.sqrt(before_s * stalls * prompt_size_s)
+        self.spare, self.strain = spare(answer_tokens, limit_s, self.pace_s, self.jitter_s)
+        before, _ = spare(answer_tokens, limit_s, before_s * (1.0 + stalls), jitter_s)
+        self.missed = 0.5 * self.limited * math.erfc(self.spare)
+        self.crowded = self.missed - 0.5 * self.limited * math.erfc(before)
+
+
+def spare(tokens: float, limit_s: float, pace_s: float, jitter_s: float) -> tuple[float, float]:
+    """Return by how much an answer is within its limit, as ½ erfc of it is how likely it is not, and per second."""
+    each = SQRT_HALF / (SLOW_DOUBT * tokens * limit_s + math.sqrt(tokens) * jitter_s + 1e-9)
+    return each * tokens * (limit_s - pace_s), each
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,11 +195,10 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that was not chosen, and what it would have cost."""
+    """An engine that was not chosen, and what it would have cost at least."""
 
     engine: str
     cost: float
-    terms: dict[str, float]
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

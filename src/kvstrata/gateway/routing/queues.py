@@ -44,6 +44,8 @@ AGREES = 0.05
 """A report of computed tokens that differs by less from what was expected changes nothing."""
 FIRST_TOKENS = 16
 GAPS = 16.0
+SHARE_S, MOST_SHARE = 10.0, 0.9
+"""Prompts of about the last seconds tell which share of its time an engine computes prompts."""
 
 
 class Period:
@@ -160,7 +162,13 @@ class Queue:
 
     def __init__(self, state: EngineState, rates: PrefillRates) -> None:
         self.state, self.rates = state, rates
-        self.line = Line()
+        self.line, self.answer_tokens = Line(), 0.0
+        """Of all engines' answers, the expected length."""
+        self._limits_s = 0.0
+        """The sum of the limits of the requests that have one."""
+        self._prompt_s = self._prompt_size_s = self._prompted_s = 0.0
+        """Seconds that prompts take, those sent at `_prompted_s` whole, earlier ones less; the mean seconds of one,
+        weighted by its seconds."""
         self.waiting: dict[Flight, None] = {}
         """The oldest first."""
         self.period: Period | None = None
@@ -186,7 +194,7 @@ class Queue:
         state.requests += 1
         state.context_tokens += context_tokens
         state.limited += how.token_within_s > 0
-        state.limits_s += how.token_within_s
+        self._limits_s += how.token_within_s
         if how.held:
             self._have(self.backlog_tokens(now_s), now_s)
         else:
@@ -210,7 +218,10 @@ class Queue:
         state.waiting += 1
         state.prefill_tokens += tokens
         state.inflight_tokens += tokens
-        state.prompted(tokens / state.prefill_tokens_s, now_s)
+        seconds, left_s = tokens / state.prefill_tokens_s, SHARE_S * self.prompt_share(now_s)
+        self._prompt_s, self._prompted_s = left_s + seconds, now_s
+        if self._prompt_s > 0:
+            self._prompt_size_s = (left_s * self._prompt_size_s + seconds * seconds) / self._prompt_s
         self._have(self.backlog_tokens(now_s) + tokens, now_s)
 
     def first_token(self, flight: Flight, now_s: float) -> None:
@@ -251,7 +262,7 @@ class Queue:
         state.inflight_tokens -= 0 if flight.held else flight.tokens
         state.context_tokens -= flight.context_tokens
         state.limited -= flight.how.token_within_s > 0
-        state.limits_s = state.limits_s - flight.how.token_within_s if state.limited else 0.0
+        self._limits_s = self._limits_s - flight.how.token_within_s if state.limited else 0.0
         self._have(self.backlog_tokens(now_s), now_s)
         self._rest(now_s)
         seconds = now_s - flight.began_s
@@ -260,12 +271,13 @@ class Queue:
         requests = (self._requests_s - flight.requests_s) / seconds
         return Decoded(seconds, requests, self._computed_tokens - flight.computed_tokens)
 
-    def rate(self, line: Line, now_s: float) -> None:
-        """Take the rates that were measured by now, and these seconds of an answer's token."""
+    def rate(self, line: Line, answer_tokens: float, now_s: float) -> None:
+        """Take the rates that were measured by now, these seconds of an answer's token, and answers' mean length."""
         # Samples are of the load under which a period began, so a rate under another load would be wrong.
         running = self.period.running if self.period is not None else self.state.running
         tokens = self.backlog_tokens(now_s)
-        self.line, self.state.prefill_tokens_s = line, self.rates.rate(self.state.name, running)
+        self.line, self.answer_tokens = line, answer_tokens
+        self.state.prefill_tokens_s = self.rates.rate(self.state.name, running)
         self._have(tokens, now_s)
 
     def backlog_tokens(self, now_s: float) -> float:
@@ -326,8 +338,16 @@ class Queue:
         state.behind_s = (state.prefill_tokens - oldest.tokens) / rate if oldest is not None else 0.0
         late = oldest is not None and not self._whole
         state.late_s = self._moved_s + state.prefill_tokens / rate if late else NEVER_S
-        state.token_each_s = self.line.each_s
         state.token_s = self.line.alone_s + self.line.each_s * (state.requests + 1)
+        share, limit_s = self.prompt_share(now_s), self._limits_s / max(1, state.limited)
+        state.expect(
+            self.line.each_s, share / (1.0 - share), self._prompt_size_s, limit_s, self.answer_tokens
+        )
+
+    def prompt_share(self, now_s: float) -> float:
+        """Return the share of its time that the engine computes prompts, at most MOST_SHARE."""
+        left_s = self._prompt_s * math.exp(min(0.0, self._prompted_s - now_s) / SHARE_S)
+        return min(MOST_SHARE, left_s / SHARE_S)
 
     def _rest(self, now_s: float) -> None:
         """End the period if no prompt waits any more."""
