@@ -18,7 +18,7 @@ Invariants
    its receiver closes the connection.
 2. Neither side waits for bytes of the other without end: the owner's socket has STALL_S, the reader closes the
    connection at its deadline.
-3. With `p2p.seal`, each part of a frame is encrypted and authenticated by AES-256-GCM in pieces, under a key of this
+3. With `p2p.seal`, what one call sends is encrypted and authenticated by AES-256-GCM in pieces, under a key of this
    connection and direction; the nonce counts the pieces.  So a piece that was changed, repeated, left out or moved fits
    nothing.  Without it, whoever can write to the link can change bytes, checksums and all.
 """
@@ -29,14 +29,19 @@ import hmac
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.patience import patience
 from kvstrata.tiers.base import MIN_RECORD_BYTES
 from kvstrata.types import KEY_BYTES
 
-MAGIC = b"kvpeer1\0"
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+MAGIC = b"kvpeer2\0"
 TICKET_BYTES = NONCE_BYTES = 16
 SECRET_BYTES = PROOF_BYTES = 32
 MAX_KEYS = 1024
@@ -103,7 +108,10 @@ class Stream:
 
 
 class SealedStream(Stream):
-    """A stream whose parts nobody on the way can read or change unnoticed."""
+    """A stream whose parts nobody on the way can read or change unnoticed.
+
+    What one call sends, one call of the other side receives: it is sealed in pieces of PIECE_BYTES, across its parts.
+    """
 
     def __init__(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.algorithms import AES
@@ -115,41 +123,57 @@ class SealedStream(Stream):
 
     def send(self, *parts: bytes | memoryview) -> None:
         """See Stream."""
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.modes import GCM
-
-        for part in [memoryview(part) for part in parts]:
-            for at in range(0, len(part), PIECE_BYTES):
-                piece = part[at : at + PIECE_BYTES]
-                seal = Cipher(self._keys[0], GCM(_nonce(self._sent))).encryptor()
-                self._sent += 1
-                seal.update_into(piece, self._staged[: len(piece)])
-                seal.finalize()
-                self._staged[len(piece) : len(piece) + SEAL_BYTES] = seal.tag
-                _send(self.socket, [self._staged[: len(piece) + SEAL_BYTES]])
+        views = [memoryview(part) for part in parts]
+        for pieces in _cut(views):
+            seal, size = _cipher(self._keys[0], self._sent).encryptor(), 0
+            self._sent += 1
+            for piece in pieces:
+                seal.update_into(piece, self._staged[size : size + len(piece)])
+                size += len(piece)
+            seal.finalize()
+            self._staged[size : size + SEAL_BYTES] = seal.tag
+            _send(self.socket, [self._staged[: size + SEAL_BYTES]])
 
     def receive_into(self, rooms: list[memoryview]) -> None:
-        """See Stream. A room may have wrong bytes in it when FrameError is raised."""
+        """See Stream. Rooms may have wrong bytes in them when FrameError is raised."""
         from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-        for room in rooms:
-            for at in range(0, len(room), PIECE_BYTES):
-                piece = room[at : at + PIECE_BYTES]
-                sealed = self._staged[: len(piece) + SEAL_BYTES]
-                _receive(self.socket, [sealed])
-                seal = Cipher(self._keys[1], GCM(_nonce(self._received))).decryptor()
-                self._received += 1
-                seal.update_into(sealed[: len(piece)], piece)
-                try:
-                    seal.finalize_with_tag(bytes(sealed[len(piece) :]))
-                except InvalidTag:
-                    raise FrameError("a sealed frame was changed, repeated or left out") from None
+        for pieces in _cut(rooms):
+            size, at = sum(map(len, pieces)), 0
+            _receive(self.socket, [self._staged[: size + SEAL_BYTES]])
+            seal = _cipher(self._keys[1], self._received).decryptor()
+            self._received += 1
+            for piece in pieces:
+                seal.update_into(self._staged[at : at + len(piece)], piece)
+                at += len(piece)
+            try:
+                seal.finalize_with_tag(bytes(self._staged[size : size + SEAL_BYTES]))
+            except InvalidTag:
+                raise FrameError("a sealed frame was changed, repeated or left out") from None
 
 
-def _nonce(number: int) -> bytes:
-    return number.to_bytes(12, "little")
+def _cut(parts: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut the bytes of all parts, one after the other, into runs of PIECE_BYTES; the last one may have fewer."""
+    run: list[memoryview] = []
+    left = PIECE_BYTES
+    for part in parts:
+        at = 0
+        while at < len(part):
+            run.append(part[at : at + left])
+            at += len(run[-1])
+            left -= len(run[-1])
+            if not left:
+                yield run
+                run, left = [], PIECE_BYTES
+    if run:
+        yield run
+
+
+def _cipher(key: AES, number: int) -> Cipher[GCM]:
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+    return Cipher(key, GCM(number.to_bytes(12, "little")))
 
 
 def _send(sock: socket.socket, parts: list[memoryview]) -> None:
@@ -266,7 +290,9 @@ def receive_ask(stream: Stream) -> Asked:
 
 def send_table(stream: Stream, number: int, lengths: Sequence[int], *more: bytes | memoryview) -> None:
     """Answer the next keys, with what belongs to them. Raises OSError, FrameError."""
-    stream.send(TABLE.pack(len(lengths), number), struct.pack(f"<{len(lengths)}I", *lengths), *more)
+    stream.send(TABLE.pack(len(lengths), number))
+    stream.send(struct.pack(f"<{len(lengths)}I", *lengths))
+    stream.send(*more)
 
 
 # --- the reader's side of one ask -------------------------------------------------------------------------------
@@ -319,7 +345,8 @@ def _answers(
     rooms: Sequence[int],
     take: Callable[[int, Sequence[int]], None],
 ) -> list[int]:
-    stream.send(ASK.pack(kind, len(keys), number), b"".join(keys))
+    stream.send(ASK.pack(kind, len(keys), number))
+    stream.send(b"".join(keys))
     lengths: list[int] = []
     while len(lengths) < len(keys):
         count, of = TABLE.unpack(stream.receive(TABLE.size))

@@ -137,20 +137,23 @@ def test_sealed_parts_come_as_they_went_in_both_directions(n_bytes: int) -> None
     with here, there:
         part = payload_of(bytes(32), n_bytes)
         for sender, receiver in ((one, other), (other, one)):
-            thread = threading.Thread(target=sender.send, args=(b"head", part, b"", part[:1]))
+            thread = threading.Thread(
+                target=lambda one=sender: (one.send(b"head"), one.send(part, b"", b"end"))
+            )
             thread.start()
-            room = bytearray(n_bytes)
+            room, end = bytearray(n_bytes), bytearray(3)
             assert receiver.receive(4) == b"head"
-            receiver.receive_into([memoryview(room), memoryview(bytearray(1))])
+            receiver.receive_into([memoryview(room), memoryview(end)])
             thread.join()
-            assert room == part
+            assert (room, end) == (part, b"end")
 
 
 @pytest.mark.parametrize("what", ["repeated", "swapped", "of the other direction", "of another length"])
 def test_a_sealed_piece_fits_only_where_it_was_sent(what: str) -> None:
     here, there, one, other = pair()
     with here, there:
-        one.send(b"first!", b"second")
+        one.send(b"first!")
+        one.send(b"second")
         other.send(b"answer")
         first, second = there.recv(6 + SEAL_BYTES), there.recv(6 + SEAL_BYTES)
         answer = here.recv(6 + SEAL_BYTES)
