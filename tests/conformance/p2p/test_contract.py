@@ -161,16 +161,13 @@ class PeerContract(AdapterContract):
             medium.flip(key_of(2), -1)
             assert await self.load(adapter, 1, 2, 3) == [LOADED, ABSENT, LOADED]
 
-    @pytest.mark.parametrize(
-        "damage", ["magic", "header_crc", "key", "section_table", "payload", "last_byte"]
-    )
-    @pytest.mark.parametrize("restart", [False])
-    async def test_a_damaged_record_is_corrupt_and_healed_by_the_next_put(
-        self, medium: Medium, damage: str, restart: bool
+    @pytest.mark.parametrize("damage", AdapterContract.damages[:6])  # a record in L1 keeps its length
+    async def test_damaged_records_are_corrupt_and_healed_by_the_next_put(
+        self, medium: Medium, damage: str
     ) -> None:
         async with self.opened(medium) as adapter:
             await self.put(adapter, 1, 2)
-            self.damage(medium, damage)
+            self.damage(medium, 1, damage)
             assert await self.load(adapter, 1, 2) == [ABSENT, LOADED]
 
     async def test_swapped_records_are_corrupt(self, medium: Medium) -> None:
