@@ -116,7 +116,8 @@ class AwaitedPeers:
             well = owner.breaker.state is BreakerState.CLOSED
             raise
         except (Unavailable, ClusterFailure):
-            if well := self._loop.time() > ends_s - TICK_S:  # no time was left for an answer
+            if self._loop.time() > ends_s - TICK_S:  # no time was left for an answer
+                well = owner.link.connected
                 return asked.n_present, "late", b""
         finally:
             owner.breaker.ended(well, self._loop.time())

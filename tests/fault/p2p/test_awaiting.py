@@ -16,6 +16,7 @@ from kvstrata.rpc.cluster_wire import TO_INSTANCE, Await, Awaited, ClusterReply,
 from kvstrata.rpc.zmq_curve import OPEN_PUBLIC
 from kvstrata.server.requests import promises
 from kvstrata.server.requests.promises import Promises
+from kvstrata.tiers.breaker import Breaker
 from tests.harness.directory_double import Directory, Endpoint
 from tests.harness.l1 import L1
 
@@ -45,6 +46,7 @@ class Knows(Directory):
 async def asked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Liar, AwaitedPeers]]:
     monkeypatch.setattr(awaiting, "ANSWER_S", 0.05)
     monkeypatch.setattr(awaiting, "POLL_S", 0.05)
+    monkeypatch.setattr(awaiting, "Breaker", lambda failures, *_: Breaker(failures, 600.0, 600.0))
     owner, directory = Liar(TO_INSTANCE), Knows()
     directory.owner = Owner("owner", 11, owner.endpoint, 0, True, OPEN_PUBLIC.decode())
     peers = AwaitedPeers(
@@ -86,6 +88,16 @@ async def test_an_owner_that_says_late_for_ever_is_waited_for_as_long_as_the_req
     owner, peers = asked
     owner.says = lambda one: Awaited(one.seq, 11, 2, "late")
     assert await peers.wait("owner", QUESTION, 0.2) == (2, "late", b"")
+    assert await peers.wait("owner", QUESTION, 0.2) == (2, "late", b""), "it is asked again"
+
+
+async def test_an_owner_that_cannot_be_reached_costs_one_lookup_its_time_and_not_each(
+    asked: tuple[Liar, AwaitedPeers],
+) -> None:
+    owner, peers = asked
+    owner.close()
+    assert await peers.wait("owner", QUESTION, 0.2) == (2, "late", b"")
+    assert await peers.wait("owner", QUESTION, 0.2) == (2, "broken", b"")
 
 
 async def test_a_cancelled_wait_says_nothing_of_its_owner(asked: tuple[Liar, AwaitedPeers]) -> None:
