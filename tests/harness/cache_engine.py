@@ -203,14 +203,16 @@ class CacheEngine:
             **more,
         )
 
-    def looked_up(self, tokens: Sequence[int], salt: str = "", again_s: float = SILENCE_S) -> LookupResult:
-        """Look a prompt up and wait for the result.
+    def looked_up(
+        self, tokens: Sequence[int], salt: str = "", again_s: float = SILENCE_S, **more: Any
+    ) -> LookupResult:
+        """Look a prompt up and wait for the result. `more`: see `lookup`.
 
         For `again_s` the lookup is repeated while the client asks nothing because the server was silent.
         """
         ends_s = time.monotonic() + again_s
         while True:
-            call = self.lookup(tokens, salt)
+            call = self.lookup(tokens, salt, **more)
             assert call.wait(PATIENCE_S), "the lookup never ended"
             silent = call.result.reason is MissReason.BREAKER_OPEN
             if call.result.lease or not silent or time.monotonic() >= ends_s:
@@ -253,9 +255,9 @@ class CacheEngine:
                 assert self.blocks.read(item.block_ids) == self.expected(item.key), f"chunk {index} is wrong"
         return job.failed
 
-    def hit(self, tokens: Sequence[int], *, sync: bool = True, salt: str = "") -> int:
-        """Look a prompt up, load it and check it; return how many chunks were loaded."""
-        result = self.looked_up(tokens, salt)
+    def hit(self, tokens: Sequence[int], *, sync: bool = True, salt: str = "", **more: Any) -> int:
+        """Look a prompt up, load it and check it; return how many chunks were loaded. `more`: see `lookup`."""
+        result = self.looked_up(tokens, salt, **more)
         if result.n_chunks == 0:
             return 0
         return result.n_chunks - len(self.check_load(tokens, result, sync=sync, salt=salt))

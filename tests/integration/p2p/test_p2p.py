@@ -21,10 +21,11 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
-CHUNKS, LONG_CHUNKS = 12, 44
+CHUNKS = 12
 SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "2000"}
 """Long enough for a busy machine; tests of silent owners wait so long."""
-
+BRIEF: dict[str, Any] = {"deadline_ms": 2_000, "again_s": 0.0}
+"""Of lookups that may miss."""
 
 LONG = pytest.mark.long
 
@@ -119,7 +120,7 @@ def test_an_owner_that_is_stopped_costs_a_deadline_and_is_read_again_when_it_goe
     with engines(cluster) as (one, other):
         tokens = stored_and_known(cluster, one)
         cluster.servers[0].freeze()
-        assert other.hit(tokens) == 0
+        assert other.hit(tokens, **BRIEF) == 0
         store(other, prompt(2, seed=9))
         cluster.servers[0].thaw()
         read(other, tokens)
@@ -135,7 +136,7 @@ def test_without_the_controller_everything_local_goes_on_and_peers_are_read_agai
         fresh = prompt(CHUNKS, seed=5)
         store(one, fresh)
         read(one, fresh)
-        assert other.hit(fresh) == 0
+        assert other.hit(fresh, **BRIEF) == 0
         cluster.controller.start()
         eventually("both are registered again", lambda: cluster.member(0) and cluster.member(1))
         read(other, fresh)
@@ -156,7 +157,7 @@ def test_an_owner_that_goes_while_it_is_read_costs_misses_and_frees_every_byte(
 
         def read_all() -> None:
             for tokens in prompts:
-                hits.append(other.hit(tokens))  # compares every byte
+                hits.append(other.hit(tokens, **BRIEF))  # compares every byte
 
         read(other, first)
         reading = threading.Thread(target=read_all)
