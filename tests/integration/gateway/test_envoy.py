@@ -44,6 +44,7 @@ async def test_the_gateway_and_its_envoy_end_together(start, session):
     assert await asyncio.to_thread(gateway.stop) == 0 and not runs(pid)
 
 
+@pytest.mark.usefixtures("patience_of_production")  # a busy machine changes which requests pass unasked only
 async def test_requests_pass_a_picker_that_is_frozen_and_are_counted_when_it_goes_on(start, session):
     engines = [ScriptedEngine(), ScriptedEngine()]
     gateway = await start(*engines)
@@ -51,14 +52,14 @@ async def test_requests_pass_a_picker_that_is_frozen_and_are_counted_when_it_goe
     gateway.freeze()
     try:
         answers = [status_of(session.post(gateway.url + CHAT, json=ask())) for _ in range(20)]
-        async with asyncio.timeout(30):
-            assert await asyncio.gather(*answers) == [200] * 20
+        assert await asyncio.gather(*answers) == [200] * 20
     finally:
         gateway.thaw()
     await at_rest(gateway, session)
     assert sum(len(engine.got) for engine in engines) == 21
 
 
+@pytest.mark.usefixtures("patience_of_production")
 async def test_with_tenants_nobody_passes_a_picker_that_does_not_answer(start, session, tmp_path):
     engine = ScriptedEngine()
     gateway = await start(engine, tenants=tenants(tmp_path))
