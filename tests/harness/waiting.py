@@ -24,3 +24,12 @@ async def eventually_async(what: str, condition: Callable[[], object]) -> None:
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"never: {what}") from None
+
+
+def expire(limit_s: float) -> None:
+    """Run the loop's timer that ends a wait of about `limit_s`: a short limit would be outrun on a busy machine."""
+    loop = asyncio.get_running_loop()
+    timers = [timer for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+    timer = min(timers, key=lambda one: abs(one.when() - loop.time() - limit_s))
+    timer._run()
+    timer.cancel()

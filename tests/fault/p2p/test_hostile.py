@@ -37,7 +37,7 @@ from kvstrata.types import FORMAT_VERSION
 from tests.harness.directory_double import Endpoint
 from tests.harness.l1 import L1, RECORD, SIZE
 from tests.harness.peers import ABSENT, KEYS, LOADED, Opened, PeerNet, PeerOwner, failed, unknown
-from tests.harness.waiting import until
+from tests.harness.waiting import expire, until
 
 FOR_EVER = OwnerLimits(open_s=600, max_open_s=600)
 Say = Callable[[Stream, int, list[bytes]], None]
@@ -191,11 +191,15 @@ async def test_another_owner_sends_what_the_first_one_breaks_off(net: Opened, se
 async def test_at_the_deadline_the_wait_ends_and_then_the_connection_with_its_holds(net: Opened) -> None:
     def say(stream: Stream, number: int, keys: list[bytes]) -> None:
         stream.send(table(number, *[RECORD] * len(keys)), record_of(keys[0])[:100])
+        begun.set()
         owner.ended.wait()
 
-    owner = ScriptedOwner(say)
-    one: PeerNet = await net(owner, limits=FOR_EVER, load_timeout_ms=300)
-    assert await one.load(*KEYS) == [failed("peer_deadline")] * 8
+    begun, owner = threading.Event(), ScriptedOwner(say)
+    one: PeerNet = await net(owner, limits=FOR_EVER)
+    loading = asyncio.create_task(one.load(*KEYS))
+    await asyncio.to_thread(begun.wait)
+    expire(60.0)
+    assert await loading == [failed("peer_deadline")] * 8
     assert not one.adapter._parts.reader._open
     assert await one.load(*KEYS) == [failed("peer_skipped")] * 8
 
@@ -203,12 +207,20 @@ async def test_at_the_deadline_the_wait_ends_and_then_the_connection_with_its_ho
 async def test_after_the_deadline_the_holds_stay_until_the_thread_has_finished_with_the_bytes(
     net: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one: PeerNet = await net(limits=FOR_EVER, load_timeout_ms=300)
-    go_on, reader = threading.Event(), one.adapter._parts.reader
+    one: PeerNet = await net(limits=FOR_EVER)
+    begun, go_on, reader = threading.Event(), threading.Event(), one.adapter._parts.reader
     verify = reader._checked
-    monkeypatch.setattr(reader, "_checked", lambda items, lengths: go_on.wait() and verify(items, lengths))
+
+    def checked(items: Any, lengths: Any) -> Any:
+        begun.set()
+        return go_on.wait() and verify(items, lengths)
+
+    monkeypatch.setattr(reader, "_checked", checked)
     items = [load_item(key, SIZE) for key in KEYS]
-    assert await settled(one.adapter.load, items) == [failed("peer_deadline")] * 8
+    loading = asyncio.create_task(settled(one.adapter.load, items))
+    await asyncio.to_thread(begun.wait)
+    expire(60.0)
+    assert await loading == [failed("peer_deadline")] * 8
     assert all(watched(item).drops == 0 for item in items)
     go_on.set()
     for item in items:

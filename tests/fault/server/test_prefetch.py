@@ -27,7 +27,7 @@ from tests.fault.server.conftest import Loads, OpenTier, Puts, Rig, Start, Tier,
 from tests.harness.amount import amount
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD, chain
 from tests.harness.shelf import SHELVES, Fault
-from tests.harness.waiting import until
+from tests.harness.waiting import expire, until
 
 
 async def test_only_holes_are_loaded(l1: L1, tier: OpenTier) -> None:
@@ -223,8 +223,10 @@ async def test_at_the_deadline_a_fetch_answers_with_the_loaded_chunks_and_the_re
     await in_l2(l1, one, keys)
     fetches = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
     one.shelf.schedule(None, None, None, Fault.HANG)  # exists and two records answer; the third record hangs
-    outcome = await fetches.fetch(keys, within_s=2.0)
-    assert outcome == FetchOutcome(2, 2, MissReason.DEADLINE, "deadline")
+    wait = asyncio.create_task(fetches.fetch(keys, within_s=60.0))
+    await until(lambda: one.shelf.hanging == 1)
+    expire(60.0)
+    assert await wait == FetchOutcome(2, 2, MissReason.DEADLINE, "deadline")
     one.shelf.release()
     await fetches.controller.idle()
     assert l1.has(*keys)
@@ -440,8 +442,10 @@ async def test_a_prewarm_begins_no_load_after_its_time(l1: L1, tier: OpenTier) -
     await in_l2(l1, one, keys)
     fetches, spent = Loads(l1, one, in_flight_bytes=RECORD), Spent()  # one record at a time
     one.shelf.schedule(None, None, Fault.HANG)  # exists and one record answer; the second record hangs
-    outcome = await fetches.fetch(keys, within_s=1.0, prewarm=spent)
-    assert outcome == FetchOutcome(1, 1, MissReason.DEADLINE, "deadline")
+    wait = asyncio.create_task(fetches.fetch(keys, within_s=60.0, prewarm=spent))
+    await until(lambda: one.shelf.hanging == 1)
+    expire(60.0)
+    assert await wait == FetchOutcome(1, 1, MissReason.DEADLINE, "deadline")
     one.shelf.release()
     await fetches.controller.idle()
     assert (l1.pool.peek(b"".join(keys), 1), spent.keys, one.shelf.asked["load"]) == (2, 2, 2)
