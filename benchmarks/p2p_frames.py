@@ -61,7 +61,7 @@ class Owner:
             stream = Stream(sock)
             while sock.recv(1) == GO:
                 for at in range(0, len(views), MAX_TABLE):
-                    stream.send(*views[at : at + MAX_TABLE])
+                    stream.send(views[at : at + MAX_TABLE])
 
 
 class Reader:

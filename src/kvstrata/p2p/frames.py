@@ -26,6 +26,7 @@ Invariants
 from __future__ import annotations
 
 import hmac
+import itertools
 import secrets
 import socket
 import struct
@@ -92,9 +93,12 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
 
-    def send(self, *parts: bytes | memoryview) -> None:
-        """Send parts one after the other. Raises OSError, and FrameError if the other side does not take them."""
-        _send(self.socket, [memoryview(part) for part in parts])
+    def send(self, *runs: bytes | Sequence[bytes | memoryview]) -> None:
+        """Send runs, each of one part or several. Raises OSError, and FrameError if the other side does not take them.
+
+        What is a run here, one call of the other side receives.
+        """
+        _send(self.socket, [part for run in runs for part in _views(run)])
 
     def receive(self, length: int) -> bytes:
         """The next part, which has this length. Raises OSError and FrameError."""
@@ -108,10 +112,7 @@ class Stream:
 
 
 class SealedStream(Stream):
-    """A stream whose parts nobody on the way can read or change unnoticed.
-
-    What one call sends, one call of the other side receives: it is sealed in pieces of PIECE_BYTES, across its parts.
-    """
+    """A stream whose parts nobody on the way can read or change unnoticed: a run is sealed in pieces of PIECE_BYTES."""
 
     def __init__(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.algorithms import AES
@@ -121,10 +122,9 @@ class SealedStream(Stream):
         self._sent = self._received = 0
         self._staged = memoryview(bytearray(PIECE_BYTES + SEAL_BYTES))
 
-    def send(self, *parts: bytes | memoryview) -> None:
+    def send(self, *runs: bytes | Sequence[bytes | memoryview]) -> None:
         """See Stream."""
-        views = [memoryview(part) for part in parts]
-        for pieces in _cut(views):
+        for pieces in itertools.chain.from_iterable(_cut(_views(run)) for run in runs):
             seal, size = _cipher(self._keys[0], self._sent).encryptor(), 0
             self._sent += 1
             for piece in pieces:
@@ -150,6 +150,10 @@ class SealedStream(Stream):
                 seal.finalize_with_tag(bytes(self._staged[size : size + SEAL_BYTES]))
             except InvalidTag:
                 raise FrameError("a sealed frame was changed, repeated or left out") from None
+
+
+def _views(run: bytes | Sequence[bytes | memoryview]) -> list[memoryview]:
+    return [memoryview(run)] if isinstance(run, bytes) else [memoryview(part) for part in run]
 
 
 def _cut(parts: list[memoryview]) -> Iterator[list[memoryview]]:
@@ -290,9 +294,7 @@ def receive_ask(stream: Stream) -> Asked:
 
 def send_table(stream: Stream, number: int, lengths: Sequence[int], *more: bytes | memoryview) -> None:
     """Answer the next keys, with what belongs to them. Raises OSError, FrameError."""
-    stream.send(TABLE.pack(len(lengths), number))
-    stream.send(struct.pack(f"<{len(lengths)}I", *lengths))
-    stream.send(*more)
+    stream.send(TABLE.pack(len(lengths), number), struct.pack(f"<{len(lengths)}I", *lengths), more)
 
 
 # --- the reader's side of one ask -------------------------------------------------------------------------------
@@ -345,8 +347,7 @@ def _answers(
     rooms: Sequence[int],
     take: Callable[[int, Sequence[int]], None],
 ) -> list[int]:
-    stream.send(ASK.pack(kind, len(keys), number))
-    stream.send(b"".join(keys))
+    stream.send(ASK.pack(kind, len(keys), number), b"".join(keys))
     lengths: list[int] = []
     while len(lengths) < len(keys):
         count, of = TABLE.unpack(stream.receive(TABLE.size))

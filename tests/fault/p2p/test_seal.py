@@ -137,9 +137,7 @@ def test_sealed_parts_come_as_they_went_in_both_directions(n_bytes: int) -> None
     with here, there:
         part = payload_of(bytes(32), n_bytes)
         for sender, receiver in ((one, other), (other, one)):
-            thread = threading.Thread(
-                target=lambda one=sender: (one.send(b"head"), one.send(part, b"", b"end"))
-            )
+            thread = threading.Thread(target=sender.send, args=(b"head", [part, b"", b"end"]))
             thread.start()
             room, end = bytearray(n_bytes), bytearray(3)
             assert receiver.receive(4) == b"head"
@@ -152,8 +150,7 @@ def test_sealed_parts_come_as_they_went_in_both_directions(n_bytes: int) -> None
 def test_a_sealed_piece_fits_only_where_it_was_sent(what: str) -> None:
     here, there, one, other = pair()
     with here, there:
-        one.send(b"first!")
-        one.send(b"second")
+        one.send(b"first!", b"second")
         other.send(b"answer")
         first, second = there.recv(6 + SEAL_BYTES), there.recv(6 + SEAL_BYTES)
         answer = here.recv(6 + SEAL_BYTES)
