@@ -24,7 +24,7 @@ from kvstrata.gateway.choosing import Choice, Wanted
 from kvstrata.gateway.door import IN_FLIGHT, Tenant
 from kvstrata.gateway.errors import MAX_BODY_BYTES, TOO_LARGE, Failure
 from kvstrata.gateway.fleet import ServingEngine, endpoint_of
-from kvstrata.gateway.handover.contract import Fields
+from kvstrata.gateway.handover.contracts import Fields
 from kvstrata.gateway.handover.legs import SAME_BODY
 from kvstrata.gateway.marks import CANCELLED, OK, Marks
 from kvstrata.gateway.routes import GENERATES, ROUTES, Asked, Route, answer_id, route_of

@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvstrata.config.gateway_model import Contract
 from kvstrata.gateway.choosing import Choice
 from kvstrata.gateway.engine_http import Asker, LinkBroken, Unreachable
-from kvstrata.gateway.handover.by_server import ByServer
-from kvstrata.gateway.handover.contract import Fields, Handover
-from kvstrata.gateway.handover.mooncake import ByMooncake
-from kvstrata.gateway.handover.nixl import ByNixl
+from kvstrata.gateway.handover.contracts import CONTRACTS, Fields
 from kvstrata.gateway.marks import CANCELLED
 from kvstrata.observability.numbers import Numbers, counter, gauge
 
@@ -43,7 +39,6 @@ ANSWER_ONLY = frozenset(
 """Fields that say something of the answer only; one token needs none of them, and a grammar would take time."""
 MAX_ANSWER_BYTES = 8 << 20
 """NixlConnector names each block."""
-CONTRACTS: dict[Contract, type[Handover]] = {"kvstrata": ByServer, "nixl": ByNixl, "mooncake": ByMooncake}
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
