@@ -48,7 +48,7 @@ class Pair:
         return {
             name: (
                 sum(one.engine == name for one in flights),
-                sum(one.engine == name and not one.running for one in flights),
+                sum(one.engine == name and one.state == "sent" for one in flights),
             )
             for name in ENGINES
         }

@@ -2,16 +2,16 @@
 
     Choosing ─▶ Teller ─▶ frames ─▶ PUSH to each other gateway ─▶ PULL ─▶ Others ─▶ the engines' queues, Prefixes
 
-    Sent ─▶ First ─▶ Ended        Ended may come first
-    UnderWay                      every request of a range of numbers: what was lost before is mended by it
+    sent ─▶ running ─▶ answered        a request may end as `failed`, and before its first token
+    a range of numbers                 all requests of it that are under way: what was lost before is mended by it
 
-A frame is one msgpack array over CURVE (sockets.py); it names the life of the gateway that sent it and has events in
-their order.  Prompts are named by the keys of their pieces (prefixes.py), which say nothing to somebody without the
-gateways' secret; no text, token, tenant or client is in it.
+A frame is one msgpack array over CURVE (sockets.py); it names the life of the gateway that sent it, and says what
+became of requests in its order.  Prompts are named by the keys of their pieces (prefixes.py), which say nothing to
+somebody without the gateways' secret; no text, token, tenant or client is in it.
 
 1. No request waits for any of it.  A gateway that is told nothing knows what went through itself, as one gateway does.
-2. Telling only appends to a list of at most MAX_EVENTS; what does not fit is dropped and counted, and UnderWay mends
-   the queues of the others later.
+2. Telling only appends to a list of at most MAX_EVENTS; what does not fit is dropped and counted, and a range
+   mends the queues of the others later.
 3. A frame has at most MAX_FRAME_BYTES: a new one begins before an event that would not fit.
 """
 
@@ -19,18 +19,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvstrata.gateway.prefixes import KEY_BYTES, MAX_PIECES
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_FRAME_BYTES = 1 << 20
 MAX_EVENTS = 8_192
 MAX_STATED = 1_024
-"""Requests in one UnderWay."""
+"""Requests in one range."""
 EVENT_BYTES = 1_200
 """More than any event has without its keys."""
 
@@ -38,12 +38,8 @@ Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 
 
-class Event(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all events."""
-
-
-class Sent(Event, frozen=True, kw_only=True, tag="sent"):
-    """A request is sent to an engine, or is under way there."""
+class Sent(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """A request that was sent to an engine, and what has become of it there."""
 
     number: Number
     """Of the request, among those of its gateway."""
@@ -52,39 +48,15 @@ class Sent(Event, frozen=True, kw_only=True, tag="sent"):
     """To be computed, as its gateway expects."""
     tokens: Tokens
     keys: Annotated[bytes, Meta(max_length=MAX_PIECES * KEY_BYTES)]
-    """Of its pieces, one after the other; empty in UnderWay."""
+    """Of its pieces, one after the other; empty if they were told before."""
     ready_in_s: Annotated[float, Meta(ge=0, le=1e6)]
     """Expected time to its first token."""
     streams: bool
     """Whether its answer does not come whole."""
     loads: bool
     """Whether a part of its prompt is loaded, so that its time tells nothing of how fast the engine computes."""
-    running: bool = False
-    """Whether its first token has come."""
-
-
-class First(Event, frozen=True, tag="first"):
-    """Its first token has come."""
-
-    number: Number
-
-
-class Ended(Event, frozen=True, tag="ended"):
-    """It has ended at this engine; `answered`: after its first token."""
-
-    number: Number
-    answered: bool
-
-
-class UnderWay(Event, frozen=True, tag="under_way"):
-    """All requests of this gateway that are under way, of the numbers from `first` to below `end`."""
-
-    first: Number
-    end: Number
-    flights: Annotated[list[Sent], Meta(max_length=MAX_STATED)]
-
-
-AnyEvent = Sent | First | Ended | UnderWay
+    state: Literal["sent", "running", "answered", "failed"] = "sent"
+    """`running`: its first token has come; it has ended after that (`answered`), or before (`failed`)."""
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True):
@@ -93,7 +65,10 @@ class Frame(msgspec.Struct, array_like=True, frozen=True):
     protocol: int
     gateway: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
     """A random name of one life of a gateway's process."""
-    events: Annotated[list[AnyEvent], Meta(max_length=MAX_EVENTS)]
+    events: Annotated[list[Sent], Meta(max_length=MAX_EVENTS)]
+    first: Number = 0
+    end: Number = 0
+    """Those are all of this gateway that are under way, of the numbers from `first` to below `end`."""
 
 
 FRAMES = msgspec.msgpack.Decoder(Frame)
@@ -110,7 +85,7 @@ class Teller:
         self._wake = wake
         self._flights: dict[int, Sent] = {}
         """Those under way by number, without keys."""
-        self._events: list[AnyEvent] = []
+        self._events: list[Sent] = []
         self.dropped = 0
 
     def sent(self, event: Sent) -> None:
@@ -121,22 +96,22 @@ class Teller:
     def first(self, number: int) -> None:
         """Its first token has come."""
         flight = self._flights.get(number)
-        if flight is not None and not flight.running:
-            self._flights[number] = msgspec.structs.replace(flight, running=True)
-            self._tell(First(number))
+        if flight is not None and flight.state == "sent":
+            self._flights[number] = flight = msgspec.structs.replace(flight, state="running")
+            self._tell(flight)
 
     def ended(self, number: int, *, answered: bool) -> None:
         """It has ended at this engine."""
-        if self._flights.pop(number, None) is not None:
-            self._tell(Ended(number, answered))
+        if (flight := self._flights.pop(number, None)) is not None:
+            self._tell(msgspec.structs.replace(flight, state="answered" if answered else "failed"))
 
     def take(self) -> Iterator[bytes]:
         """Frames of all that was not taken yet."""
         events, self._events = self._events, []
-        part: list[AnyEvent] = []
+        part: list[Sent] = []
         size = 0
         for event in events:
-            more = EVENT_BYTES + (len(event.keys) if isinstance(event, Sent) else 0)
+            more = EVENT_BYTES + len(event.keys)
             if part and size + more > MAX_FRAME_BYTES:
                 yield self._frame(part)
                 part, size = [], 0
@@ -151,10 +126,10 @@ class Teller:
         for at in range(0, max(1, len(numbers)), MAX_STATED):
             end = numbers[at + MAX_STATED] if at + MAX_STATED < len(numbers) else (1 << 63) - 1
             flights = [self._flights[number] for number in numbers[at : at + MAX_STATED]]
-            yield self._frame([UnderWay(first, end, flights)])
+            yield self._frame(flights, first, end)
             first = end
 
-    def _tell(self, event: AnyEvent) -> None:
+    def _tell(self, event: Sent) -> None:
         if len(self._events) >= MAX_EVENTS:
             self.dropped += 1
             return
@@ -162,5 +137,5 @@ class Teller:
         if len(self._events) == 1:
             self._wake()
 
-    def _frame(self, events: list[AnyEvent]) -> bytes:
-        return encode(Frame(PROTOCOL, self.name, events))
+    def _frame(self, events: list[Sent], first: int = 0, end: int = 0) -> bytes:
+        return encode(Frame(PROTOCOL, self.name, events, first, end))
