@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstrata.config.gateway_model import Contract
 from kvstrata.gateway.routing.choose import POLICIES, AnyPolicy, Auto, Record, Ttft, choose, replay
 from kvstrata.gateway.routing.model import NEVER_S, Copy, Decision, EngineState, Knowledge, LoadPath, Request
-from kvstrata.gateway.routing.price import MISSED_S, may_hand_over
+from kvstrata.gateway.routing.price import MISSED_S, View, may_hand_over
 from tests.harness.amount import amount
 
 NOW_S = 1_000.0
@@ -311,19 +311,25 @@ def test_engines_and_the_cheapest_others_are_named(request, fleet, knowledge, po
         assert all(decision.cost < other.cost for other in decision.alternatives)
 
 
-@given(requests, fleets(), knowledges)
-@settings(max_examples=amount(30, 100))
-def test_a_cost_of_ours_is_the_sum_of_its_terms(request, fleet, knowledge):
-    decision = choose(request, fleet, knowledge, NOW_S, policy=TTFT)
-    seconds = [value for name, value in decision.terms.items() if name.endswith("_s")]
-    seconds.append(MISSED_S * decision.terms.get("missed", 0.0))
-    assert decision.cost == pytest.approx(sum(seconds), rel=1e-9, abs=1e-9)
-    assert all(value >= 0 for value in seconds)
-    if decision.way:
-        assert decision.way.ttft_s == pytest.approx(
-            sum(decision.terms[name] for name in ("queue_s", "load_s", "compute_s"))
-        )
-        assert 0 <= decision.way.load_tokens <= decision.way.cached_tokens < request.tokens
+@given(requests, limits, fleets(1), knowledges, st.sampled_from([Auto(), TTFT]))
+@settings(max_examples=amount(60, 500))
+def test_a_cost_is_the_sum_of_its_terms_and_not_below_its_bound(request, limits, fleet, knowledge, policy):
+    request = msgspec.structs.replace(request, **limits)
+    view = View(request, fleet, knowledge, NOW_S, policy.share)
+    bounds, costs = view.bounds(), []
+    for at, one in enumerate(fleet):
+        found = policy.explained(view, at)
+        first_s = sum(found.terms[name] for name in ("queue_s", "load_s", "compute_s"))
+        others_s = found.terms.get("answer_s", 0.0) + found.terms.get("others_s", 0.0)
+        cost = first_s - found.terms.get("spared_s", 0.0) + policy.share * others_s
+        costs.append(cost + MISSED_S * found.terms.get("missed", 0.0))
+        assert view.cost(at) == pytest.approx(costs[at], rel=1e-9, abs=1e-9)
+        knows = knowledge.copies and (view.shared or one.name in view.own)
+        assert bounds[at] == pytest.approx(costs[at]) or (knows and bounds[at] < costs[at])
+        assert found.way.ttft_s == pytest.approx(first_s)
+        assert 0 <= found.way.load_tokens <= found.way.cached_tokens < request.tokens
+    chosen = choose(request, fleet, knowledge, NOW_S, policy=policy)
+    assert chosen.cost <= min(costs) + abs(min(costs)) * policy.near_share + 1e-9
 
 
 @given(requests, engine("a"), knowledges, copies)

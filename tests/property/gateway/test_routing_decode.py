@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.routing.choose import Auto, Ttft, choose
-from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, LoadPath, Request
-from kvstrata.gateway.routing.price import MISSED_S, SHARE, View
+from kvstrata.gateway.routing.model import EngineState, Knowledge, Request
 from kvstrata.gateway.routing.rates import FEWEST, MAX_MODELS, Decoded, DecodeRates, Line
 from tests.harness.amount import amount
 from tests.property.gateway.test_routing import NOW_S, fleets, knowledges, requests
@@ -146,48 +145,6 @@ def test_a_copy_is_made_the_sooner_the_more_requests_share_the_prefix():
 
     waits = [queue_at_which_another_engine_is_taken(sharing) for sharing in (0, 2, 8, 64)]
     assert waits == sorted(waits, reverse=True) and waits[0] > 2 * waits[-1]
-
-
-@given(st.integers(0, 1 << 32), st.sampled_from([Auto(), Ttft()]))
-@settings(max_examples=amount(100, 500))
-def test_pruning_changes_no_decision_and_costs_are_the_sums_of_their_terms(seed, policy):
-    draw = random.Random(seed)
-    classes = draw.random() < 0.5
-    engines = [
-        EngineState(
-            name=f"e{number}", prefill_tokens_s=10_000.0, token_s=draw.choice((0.0, 0.01)),
-            drained_s=NOW_S + draw.uniform(0, 1), running=draw.randrange(3),
-            paths={"l2": LoadPath(latency_s=0.01, tokens_s=100_000.0)} if draw.random() < 0.7 else {},
-        )
-        for number in range(draw.choice((1, 2, 9, 11)))
-    ]  # fmt: skip
-    copies = [
-        Copy(
-            engine=draw.choice(("", f"e{draw.randrange(5, 9)}")), tier=draw.choice(("l0", "l2")),
-            tokens=draw.randrange(10_000), certainty=draw.choice(("exact", "degraded", "predicted")),
-            age_s=draw.uniform(0, 300), ready_at_s=NOW_S + draw.uniform(0, 1),
-        )
-        for _ in range(draw.randrange(10))
-    ]  # fmt: skip
-    cached = {f"e{draw.randrange(12)}": draw.randrange(12_000) for _ in range(draw.randrange(6))}
-    knowledge = Knowledge(cached=cached, copies=copies)
-    request = Request(
-        id=str(seed), tokens=10_000, answer_tokens=draw.choice((0, 100)), sharing=draw.randrange(9),
-        within_s=draw.choice((0.0, 0.5)) if classes else 0.0, short_tokens=50.0,
-        token_within_s=draw.choice((0.0, 0.005)) if classes else 0.0,
-    )  # fmt: skip
-    view = View(request, engines, knowledge, NOW_S, policy.share)
-    bounds = view.bounds()
-    by_name = {}
-    for at, engine in enumerate(engines):
-        terms = policy.explained(view, at).terms
-        first_s = terms["queue_s"] + terms["load_s"] + terms["compute_s"] - terms.get("spared_s", 0.0)
-        others_s = terms.get("answer_s", 0.0) + terms.get("others_s", 0.0)
-        by_name[engine.name] = first_s + SHARE * others_s + MISSED_S * terms.get("missed", 0.0)
-    decision = choose(request, engines, knowledge, NOW_S, policy=policy)
-    assert decision.cost <= min(by_name.values()) * (1 + policy.near_share) + 1e-9
-    assert decision.cost == pytest.approx(by_name[decision.engine])
-    assert all(least <= by_name[one.name] + 1e-9 for least, one in zip(bounds, engines, strict=True))
 
 
 @given(requests, fleets(1, token_s=st.just(0.0), running=st.just(0)), knowledges)

@@ -68,8 +68,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return score
 
     def explained(self, view: View, index: int) -> Explained:
-        """Return what stands behind the cost at one engine."""
-        raise NotImplementedError
+        """Return what stands behind the cost at one engine; here it says all."""
+        return Explained({})
 
 
 class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
@@ -93,22 +93,13 @@ class Auto(Policy, frozen=True, kw_only=True, tag="auto", tag_field="policy"):
 
     def explained(self, view: View, index: int) -> Explained:
         """Return the seconds of each term and the tokens behind them, the way, and the other engine of a split."""
-        alone_s, way, answer_s, others_s, missed = view.price(index)
-        terms: dict[str, float] = {"queue_s": way.queue_s, "load_s": way.load_s, "compute_s": way.compute_s}
+        alone_s, way, terms = view.price(index)
         terms["cached_tokens"] = way.cached_tokens
-        if missed:
-            terms["missed"] = missed
-        if self.share:
-            terms |= {"answer_s": answer_s, "others_s": others_s, "spared_s": way.spared_s}
         split = view.split(index, alone_s)
         if split is None:
             return Explained(terms, way.way)
-        found = Way(
-            cached_tokens=view.request.tokens - REST_TOKENS[view.contract], tier=split.tier,
-            load_tokens=split.load_tokens, load_s=split.load_s, ttft_s=split.ttft_s,
-        )  # fmt: skip
         leg = Leg(engine=split.prefill.engine.name, way=split.prefill.found.way)
-        return Explained(terms | {"alone_s": alone_s, "split_s": split.cost}, found, leg)
+        return Explained(terms | {"alone_s": alone_s, "split_s": split.cost}, split.way, leg)
 
 
 class Ttft(Auto, frozen=True, kw_only=True, tag="ttft", tag_field="policy"):
@@ -126,10 +117,6 @@ class LeastLoaded(Policy, frozen=True, kw_only=True, tag="least_loaded", tag_fie
         """Return the requests."""
         return [float(engine.requests) for engine in view.engines]
 
-    def explained(self, view: View, index: int) -> Explained:
-        """Return the requests."""
-        return Explained({"requests": view.engines[index].requests})
-
 
 class RoundRobin(Policy, frozen=True, kw_only=True, tag="round_robin", tag_field="policy"):
     """The engines in turn, in the order of their names, by the request's number."""
@@ -139,10 +126,6 @@ class RoundRobin(Policy, frozen=True, kw_only=True, tag="round_robin", tag_field
         names = sorted(engine.name for engine in view.engines)
         turn = names[view.request.number % len(names)]
         return [0.0 if engine.name == turn else 1.0 for engine in view.engines]
-
-    def explained(self, view: View, index: int) -> Explained:
-        """Return the number that decided."""
-        return Explained({"number": view.request.number})
 
 
 class Session(LeastLoaded, frozen=True, kw_only=True, tag="session", tag_field="policy"):

@@ -118,20 +118,7 @@ class Split(NamedTuple):
 
     cost: float
     prefill: Prefill
-    tier: Tier
-    load_tokens: int
-    load_s: float
-    ttft_s: float
-
-
-class Price(NamedTuple):
-    """What a request costs at one engine that answers it."""
-
-    alone_s: float
-    alone: Estimate
-    answer_s: float
-    others_s: float
-    missed: float
+    way: Way
 
 
 class View:
@@ -229,7 +216,7 @@ class View:
                 over_s = first_s - least_s
                 splits = [cost - over_s * chance for cost, chance in zip(splits, self._slow, strict=True)]
             at = found.index(min(found))
-            best_s = self.price(at).alone_s if self.has_copies(at) else found[at]
+            best_s = self.price(at)[0] if self.has_copies(at) else found[at]
             for at in [at for at, cost in enumerate(splits) if cost < best_s]:
                 handing = self._handing[at] = splits[at] + sum(self._handed(at, lacking[at]))
                 found[at] = min(found[at], handing)
@@ -276,20 +263,23 @@ class View:
 
     def cost(self, at: int) -> float:
         """Return what it costs at the engine with this index."""
-        alone_s = self._alone[at]
-        if self.has_copies(at):
-            alone_s = self.price(at).alone_s
+        alone_s = self.price(at)[0] if self.has_copies(at) else self._alone[at]
         split = self.split(at, alone_s)
         return alone_s if split is None else split.cost
 
-    def price(self, at: int) -> Price:
-        """Return what it costs at an engine alone."""
+    def price(self, at: int) -> tuple[float, Estimate, dict[str, float]]:
+        """Return what it costs at an engine alone, the way, and the terms of the cost, by their names."""
         engine, way = self.engines[at], self._way(at)
         answer_s = self.request.answer_tokens * engine.token_s
         others_s = engine.running * (way.compute_s - way.spared_s)
         missed = self._missed(at, way.compute_s, way.ttft_s)
         alone_s = way.ttft_s - way.spared_s + self.share * (answer_s + others_s) + MISSED_S * missed
-        return Price(alone_s, way, answer_s, others_s, missed)
+        terms = {"queue_s": way.queue_s, "load_s": way.load_s, "compute_s": way.compute_s}
+        if missed:
+            terms["missed"] = missed
+        if self.share:
+            terms |= {"answer_s": answer_s, "others_s": others_s, "spared_s": way.spared_s}
+        return alone_s, way, terms
 
     def _missed(self, at: int, prompt_s: float, ttft_s: float) -> float:
         """How many requests are expected to miss their classes at an engine that computes so long, and answers."""
@@ -404,7 +394,8 @@ class View:
         ttft_s = max(leg.ttft_s, self._waits[at]) + HANDOVER_S + load_s + rest_s
         own_s = self.share * (one.running * rest_s + self.request.answer_tokens * one.token_s)
         cost = ttft_s + leg.others_s + own_s + MISSED_S * self._missed(at, rest_s, ttft_s)
-        return Split(cost, leg, tier, lacks, load_s, ttft_s)
+        way = Way(cached_tokens=n - rest, tier=tier, load_tokens=lacks, load_s=load_s, ttft_s=ttft_s)
+        return Split(cost, leg, way)
 
 
 def _rank(copy: Copy) -> tuple[object, ...]:
