@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.route_loads import Asked
 from kvstrata.config.gateway_model import Contract, SloSettings
-from kvstrata.gateway.choosing import PREFILLS, Choice, Choosing, Turn, Wanted
+from kvstrata.gateway.choosing import PREFILLS, Choice, Choosing, Wanted
 from kvstrata.gateway.engine_http import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
@@ -246,12 +246,12 @@ class Run:
         """A choice of a fixed split: its prompt goes to the prefilling engine with the shortest queue."""
         helpers = self.fleet.targets(MODEL).helpers
         best = min(helpers, key=lambda one: (one.load.queue_s(self.now_s), one.load.requests, one.name))
-        wanted, leg = choice.wanted, None
+        wanted = choice.wanted
         theirs = wanted._replace(number=PREFILLS + wanted.number, slo=None)
-        leg = choice._replace(
-            wanted=theirs, engine=best, cached_tokens=0, decision=None, kept=None, turn=Turn()
-        )
-        return choice._replace(prefill=leg, cached_tokens=max(0, wanted.tokens - 1))
+        exact, loadable = choice.cached_exact, choice.loadable
+        choice.prefill = Choice(theirs, best, 0, exact, loadable, choice.at_s)
+        choice.cached_tokens = max(0, wanted.tokens - 1)
+        return choice
 
     def _kill(self, death: Death) -> None:
         """An engine dies; who waits there for a first token goes to another one, the other answers are cut."""

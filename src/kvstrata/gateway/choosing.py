@@ -15,6 +15,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import Contract, SloSettings
@@ -70,24 +71,9 @@ class Wanted(NamedTuple):
     """How one engine may compute the prompt for another; empty: none may."""
 
 
-class Turn:
-    """When a request has its turn at an engine."""
-
-    flight: Flight | None = None
-    """None: not dispatched."""
-    decoded: Decoded | None = None
-    """Of an answer that has ended and came as a stream."""
-    over: bool = False
-    """Of a prompt that is computed for another engine: whether that has ended."""
-
-    def spoil(self) -> None:
-        """How long its prompt takes tells nothing."""
-        if self.flight is not None:
-            self.flight.spoil()
-
-
-class Choice(NamedTuple):
-    """An engine for a request, and what the engine was like."""
+@dataclass(slots=True)
+class Choice:
+    """An engine for a request, what the engine was like, and what has become of the request there."""
 
     wanted: Wanted
     engine: ServingEngine
@@ -98,18 +84,28 @@ class Choice(NamedTuple):
     loadable: int
     """Tokens that it can have by a load: those that its server holds, or that a peer does."""
     at_s: float
-    decision: Decision | None
+    decision: Decision | None = None
     """None: no other engine could answer."""
-    kept: Kept | None
+    kept: Kept | None = None
     """For operators; None: too many at once."""
-    turn: Turn
     prefill: Choice | None = None
     """The engine that computes the prompt for this one; None: this one does."""
+    flight: Flight | None = None
+    """None: not dispatched."""
+    decoded: Decoded | None = None
+    """Of an answer that has ended and came as a stream."""
+    over: bool = False
+    """Of a prompt that is computed for another engine: whether that has ended."""
 
     @property
     def way(self) -> Way | None:
         """How the engine should get the prefix; None: not planned."""
         return self.decision.way if self.decision is not None else None
+
+    def spoil(self) -> None:
+        """How long its prompt takes tells nothing."""
+        if self.flight is not None:
+            self.flight.spoil()
 
 
 class Knows(Protocol):
@@ -161,7 +157,7 @@ class Choosing:
         if wanted.made_by:
             for engine in serving.targets:
                 if engine.name == wanted.made_by:
-                    return self._choice(wanted, engine, 0, Knowledge(), None, None)
+                    return self._choice(wanted, engine, 0, Knowledge(), None)
         now_s = self._now_s()
         if returned := self._fleet.returned():
             known = self._knowledge(wanted, serving.generations, now_s)
@@ -211,7 +207,8 @@ class Choosing:
         cached_tokens = min(decision.way.cached_tokens, wanted.tokens - 1) if decision.way is not None else 0
         chosen = self._fleet.target(decision.engine)
         assert chosen is not None
-        choice = self._choice(wanted, chosen, cached_tokens, knowledge, decision, kept)
+        choice = self._choice(wanted, chosen, cached_tokens, knowledge, decision)
+        choice.kept = kept
         if (leg := decision.prefill) is None:
             return choice
         helper = self._fleet.target(leg.engine)
@@ -220,7 +217,8 @@ class Choosing:
         theirs = wanted._replace(number=number, word=f"{wanted.word}-prefill", streams=True, slo=None)
         own = Decision(policy=decision.policy, engine=leg.engine, reason=decision.reason, way=leg.way)
         cached_tokens = min(leg.way.cached_tokens, wanted.tokens - 1)
-        return choice._replace(prefill=self._choice(theirs, helper, cached_tokens, knowledge, own, None))
+        choice.prefill = self._choice(theirs, helper, cached_tokens, knowledge, own)
+        return choice
 
     def _takes(self, engine: ServingEngine, number: int) -> bool:
         """Whether a request may go to an engine that has nothing of it: to one that has just returned, only a share."""
@@ -234,22 +232,11 @@ class Choosing:
         cached_tokens: int,
         knowledge: Knowledge,
         decision: Decision | None,
-        kept: Kept | None,
     ) -> Choice:
         name = engine.name
         held = (copy.tokens for copy in knowledge.copies if copy.engine == name and copy.tier != "l0")
         exact = knowledge.cached.get(name, 0)
-        return Choice(
-            wanted,
-            engine,
-            cached_tokens,
-            exact,
-            max(held, default=0),
-            self._now_s(),
-            decision,
-            kept,
-            Turn(),
-        )
+        return Choice(wanted, engine, cached_tokens, exact, max(held, default=0), self._now_s(), decision)
 
     def _knowledge(self, wanted: Wanted, generations: Mapping[str, int], now_s: float) -> Knowledge:
         if wanted.prompt is None:
@@ -311,7 +298,7 @@ class Choosing:
             self._sent[key] = self._sent.get(key, 0) + 1
         if choice.prefill is not None:
             self.dispatched(choice.prefill)
-        choice.turn.flight = self._fleet.began(
+        choice.flight = self._fleet.began(
             engine,
             self._uncached(choice),
             wanted.tokens,
@@ -342,7 +329,7 @@ class Choosing:
         loads = way is not None and way.load_tokens > 0
         if way is not None and loads:
             self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
-            choice.turn.spoil()  # the time to its first token will be that of a load
+            choice.spoil()  # the time to its first token will be that of a load
         if self.teller is not None:
             self.teller.sent(
                 Sent(
@@ -361,7 +348,7 @@ class Choosing:
         """The engine that computes a prompt for another one has ended: `computed`, or without. Idempotent."""
         if choice.prefill is None or not self._leg_ends(choice.prefill, computed=computed):
             return
-        way, flight = choice.way, choice.turn.flight
+        way, flight = choice.way, choice.flight
         if flight is not None and way is not None and not (flight.ended or flight.running):
             tokens = choice.wanted.tokens
             uncached = self._uncached(choice) if computed else max(1, tokens - choice.cached_exact)
@@ -370,9 +357,9 @@ class Choosing:
 
     def _leg_ends(self, leg: Choice, *, computed: bool) -> bool:
         """Whether it had not ended before."""
-        if leg.turn.over:
+        if leg.over:
             return False
-        leg.turn.over = True
+        leg.over = True
         if computed:
             self.first_token(leg)
         self.ended(leg, answered=computed)
@@ -381,8 +368,8 @@ class Choosing:
     def first_token(self, choice: Choice) -> None:
         """The engine's answer has begun."""
         wanted, engine, now_s = choice.wanted, choice.engine, self._now_s()
-        if choice.turn.flight is not None:
-            self._fleet.answers(choice.turn.flight)
+        if choice.flight is not None:
+            self._fleet.answers(choice.flight)
         if self.teller is not None:
             self.teller.first(wanted.number)
         if choice.kept is not None:
@@ -395,9 +382,9 @@ class Choosing:
         """The request has ended at this engine, however. `answered`: its first token had come."""
         if choice.prefill is not None:
             self._leg_ends(choice.prefill, computed=False)
-        if choice.turn.flight is not None:
-            decoded = self._fleet.ended(choice.engine, choice.turn.flight)
-            choice.turn.decoded = decoded if choice.wanted.streams else None
+        if choice.flight is not None:
+            decoded = self._fleet.ended(choice.engine, choice.flight)
+            choice.decoded = decoded if choice.wanted.streams else None
         for key in choice.wanted.keys:
             if (left := self._sent.pop(key, 0) - 1) > 0:
                 self._sent[key] = left
@@ -418,10 +405,8 @@ class Choosing:
 
     def learn_answer(self, choice: Choice, tokens: int) -> None:
         """An answer that has ended had so many tokens."""
-        if choice.turn.decoded is not None:
-            self._fleet.decode_rates.observe(
-                choice.engine.name, choice.wanted.model, choice.turn.decoded, tokens
-            )
+        if choice.decoded is not None:
+            self._fleet.decode_rates.observe(choice.engine.name, choice.wanted.model, choice.decoded, tokens)
 
     def learn(self, choice: Choice, prompt: int, cached: int) -> None:
         """What an answer tells: tokens of its prompt, and how many of them were cached."""
@@ -429,11 +414,11 @@ class Choosing:
         if choice.kept is not None:
             choice.kept.cached_tokens = cached
         share = min(1.0, cached / prompt)
-        if choice.turn.flight is not None:
+        if choice.flight is not None:
             if min(cached, choice.loadable) > choice.cached_exact:
-                choice.turn.spoil()  # some of the prompt was loaded, so its time does not tell how fast the engine is
+                choice.spoil()  # some of the prompt was loaded, so its time does not tell how fast the engine is
             # In our own count of tokens, so that no engine can make itself look fast by reporting many.
-            choice.turn.flight.report(round(wanted.tokens * (1.0 - share)))
+            choice.flight.report(round(wanted.tokens * (1.0 - share)))
         lacking = self.prefixes.mistaken(
             wanted.keys, engine.name, choice.cached_tokens / wanted.tokens, share
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import platform
 from collections.abc import Awaitable, Callable, Iterable
@@ -125,7 +124,9 @@ class ControllerLink(Numbers):
 class Controllers(Numbers):
     """See the module. Belongs to the event loop."""
 
-    by_url = parts_by("controller", ControllerLink, lambda self: {one.url: one for one in self._order})
+    by_url = parts_by(
+        "controller", ControllerLink, lambda self: {url: one for url, (one, _) in self._of.items()}
+    )
 
     def __init__(
         self,
@@ -156,7 +157,6 @@ class Controllers(Numbers):
         """What a controller told last."""
         self.following = Following(self._links, supervisor, now_s)
         self._of: dict[str, tuple[ControllerLink, asyncio.Task[None]]] = {}
-        self._order: list[ControllerLink] = []
         self._groups: dict[str, tuple[Directory, list[ServingEngine], Groups]] = {}
         """By model, as long as this is what was told, and these are its targets."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
@@ -271,7 +271,7 @@ class Controllers(Numbers):
 
     def page(self) -> list[dict[str, Any]]:
         """The controllers, for operators."""
-        return [link.page() for link in self._order]
+        return [link.page() for link, _ in self._of.values()]
 
     async def close(self) -> None:
         """Close all links, and end the tasks and the thread."""
@@ -292,10 +292,7 @@ class Controllers(Numbers):
         )  # fmt: skip
 
     def _have(self, urls: Iterable[str]) -> None:
-        """Have links to exactly these controllers.
-
-        Each gateway has its own order of them.
-        """
+        """Have links to exactly these controllers."""
         wanted = list(urls)
         for url in [one for one in self._of if one not in wanted]:
             link, task = self._of.pop(url)
@@ -309,10 +306,6 @@ class Controllers(Numbers):
         if not wanted:
             self._directory = None
             self.following.follow_none()
-        self._order = sorted((link for link, _ in self._of.values()), key=self._rank)
-
-    def _rank(self, link: ControllerLink) -> bytes:
-        return hashlib.blake2b(f"{self._name} {link.url}".encode(), digest_size=8).digest()
 
 
 def _names(engine: ServingEngine, model: str) -> list[str]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
+import functools
 import importlib.metadata
 import os
 import re
@@ -31,6 +31,7 @@ from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.marks import marks_of
 from kvstrata.gateway.request import Requests
 from kvstrata.observability.logging import EventLog
+from kvstrata.process.keeper import die_with_parent
 
 OLDEST, WITH_MODULE = (1, 38), ((1, 40), (1, 41))
 """The oldest version that has what the configuration uses, and those that take the watcher as a module."""
@@ -44,9 +45,7 @@ LOOK_S = 5.0
 STATS = "/stats?filter=^(http.clients.downstream_rq_active|listener.[0-9].*downstream_global_cx_overflow)$"
 READY_S = 30.0
 ENDS_S = 2.0
-PR_SET_PDEATHSIG = 1
 FOLDER, LOCK = "kv-envoy-", "lock"
-_libc = ctypes.CDLL(None)
 
 
 def program(settings: GatewaySettings) -> tuple[str, tuple[int, int]]:
@@ -162,7 +161,7 @@ class Envoy:
                 stdout=tells_lines,
                 pass_fds=[tells_firsts],
                 env={**os.environ, "ENVOY_DYNAMIC_MODULES_SEARCH_PATH": str(MODULE.parent)},
-                preexec_fn=_dies_with_parent,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
                 process_group=0,  # a signal of the terminal is for us, who drain it first
             )
         except OSError as error:
@@ -271,7 +270,3 @@ def _remove_left_folders() -> None:
             if os.fstat(lock.fileno()).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _dies_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
