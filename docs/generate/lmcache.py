@@ -56,8 +56,8 @@ Flags of a server that mean more together, or with a value:
 - `--eviction-policy noop` alone is kept: once L1 is full, every further store is refused.
 - `--eviction-policy` with another name of a policy: VALUE ([what is kept, and why](value.md)). In a file, `l1:
   {{eviction_policy: LRU}}` evicts strictly by last use.
-- `--eviction-policy IsolatedLRU`: VALUE, with quotas by `kvstrata ctl quota` or `quotas_gb`. A tenant without a quota
-  shares L1 with all others.
+- `--eviction-policy IsolatedLRU`: VALUE, with quotas by `kvstrata ctl quota` or `quotas_gb`, which protect a tenant's
+  part of L1 and do not cap it. A tenant without a quota shares L1 with all others.
 - `--l2-adapter` of type `nixl_store` with `POSIX` and a `file_path`: type `fs`, in a folder of its own below that path.
 - `replica_num` and `nof_replica_num` of a `mooncake_store` adapter: options of its `replicate`.
 

@@ -107,7 +107,7 @@ LABELS = {
     "adapter": "type and index in `l2_adapters`, like `fs-0`",
     "operation": "`exists`, `put`, `load`, `delete`",
     "state": "states of an entry in L1: `reserved`, `ready`, `unverified`, `quarantined`",
-    "cause": "causes of an eviction: `policy`, `window`, `quota`",
+    "cause": "causes of an eviction: `policy`, `window`",
     "phase": "`lookup` (asking the adapters), `wait` (for the adapter, in its lane, or for another load of the same "
     "chunk), `medium`, `verify` (checksums), `promote` (making the chunks visible in L1)",
     "event": "numbers that the adapter counts (`numbers` in the status), of bytes without `_bytes`",

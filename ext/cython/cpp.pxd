@@ -485,7 +485,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         ClearResult clear(int64_t) noexcept
         ClearedInUse cleared_in_use(int64_t) noexcept
         uint64_t ready_tags(uint64_t, uint64_t, vector[uint64_t]*) noexcept
-        void set_quota(uint32_t, int64_t) noexcept
+        cbool set_quota(uint32_t, int64_t) noexcept
         vector[CEvent] take_events(uint64_t*) noexcept
         Changes& changes() noexcept
         PoolStats stats() noexcept

@@ -17,6 +17,9 @@ import msgspec
 GB = 1 << 30
 """Bytes of one unit in settings and fields named `…_gb`."""
 
+MAX_QUOTAS = 1_024
+"""Tenants that a pool has quotas for, as in ext/core/src/pool/entries.h."""
+
 NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 """Characters that the name of an instance or a controller may not have."""
 

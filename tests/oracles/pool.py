@@ -7,6 +7,7 @@ choice was allowed:
 - bytes that a process or an operation may touch are not handed out;
 - only unused chunks are evicted, never one that has descendants, never one of the chain that is being stored;
 - no chunk is evicted for another one of its size while an unused tail in such an extent could be;
+- no tenant stores beyond its quota at the cost of what another has within its own;
 - nothing is evicted for a chunk whose parent is missing, unless L2 may have the parent;
 - a key is READY exactly from its commit (or its verification) until it is evicted, dropped or removed;
 - a refusal names a true reason.
@@ -228,7 +229,7 @@ class PoolModel:
             assert not children, "evicted before its descendants"
             if not chunk.tail_bytes and extent_bytes in (0, chunk.bytes):
                 for other in self.index.values():
-                    # A quota, which makes one tenant's chunks leave, knows that tenant's tails only.
+                    # Of another tenant, a quota may protect tails.
                     spared = other.tail_bytes == chunk.bytes and other.tenant == chunk.tenant
                     assert not spared or other.in_use, f"evicted before {other}"
             del self.index[key]
@@ -256,7 +257,9 @@ class PoolModel:
         refused_before = orphan and row != SERVER_ROW and parent in self.refused
         assert not (orphan and evicted and (refused_before or not self.has_l2)), "evicted for an orphan"
         extent_bytes = max(round_up(record_bytes), round_up(tail_bytes))
+        lost = [self.index[key] for key in evicted if key in self.index]
         self.evicted(evicted, own, extent_bytes)
+        self._check_quotas(tenant, extent_bytes, lost)
         items: dict[int, Chunk] = {}
         previous = parent if parent in self.index else None
         refusal = None
@@ -282,7 +285,7 @@ class PoolModel:
                 chunk = Chunk(key, extents[i], "reserved", previous, tenant, owner=row)
                 chunk.tail_bytes = extent_bytes if tail_bytes else 0
                 self._check_extent(chunk, extent_bytes, record_bytes)
-                self._check_admission(row, tenant, extent_bytes)
+                self._check_admission(row, extent_bytes)
                 self.index[key] = chunk
                 items[i] = chunk
                 previous = key
@@ -311,11 +314,17 @@ class PoolModel:
             assert end <= other.span[0] or other.span[1] <= begin, f"handed out the bytes of {other}"
             assert chunk.extent.entry != other.extent.entry
 
-    def _check_admission(self, row: int, tenant: int, extent_bytes: int) -> None:
+    def _check_quotas(self, tenant: int, extent_bytes: int, lost: Sequence[Chunk]) -> None:
+        """What a tenant stores beyond its quota takes others to no less than theirs, but for part of a chunk."""
+        if self.tenant_bytes(tenant) + extent_bytes <= self.quotas.get(tenant, -1):
+            return
+        for chunk in lost:
+            least = self.quotas.get(chunk.tenant, -1) - max(one.bytes for one in lost)
+            assert chunk.tenant == tenant or self.tenant_bytes(chunk.tenant) > least, f"took {chunk}"
+
+    def _check_admission(self, row: int, extent_bytes: int) -> None:
         held = self.row_bytes(row)
         assert row == 0 or held == 0 or held + extent_bytes <= self.row_limit
-        quota = self.quotas.get(tenant, -1)
-        assert quota < 0 or self.tenant_bytes(tenant) + extent_bytes <= quota
 
     def _check_refusal(
         self,
@@ -336,7 +345,8 @@ class PoolModel:
             case ReserveOutcome.SESSION_LIMIT:
                 assert over_limit
             case ReserveOutcome.QUOTA:
-                assert 0 <= quota < self.tenant_bytes(tenant) + extent_bytes
+                assert self.tenant_bytes(tenant) + extent_bytes > quota
+                assert any(quota > 0 for other, quota in self.quotas.items() if other != tenant)
             case ReserveOutcome.POOL_PINNED:
                 assert others_in_use
             case ReserveOutcome.CHAIN_EXCEEDS_POOL:

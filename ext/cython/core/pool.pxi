@@ -416,8 +416,8 @@ cdef class Pool:
         Sizes are (size ÷ the present one, share of chunks, share of prefill seconds).  Those of the pool are told by a
         sample of the chunks and the pool's own policy, and are empty as long as nothing is known.  Then come the
         tenants with most requests of late, at most 16, and all others together (None): (tenant, bytes in the pool, its
-        part of the prefill seconds that all requests would take without a cache, sizes of its share).  A share is what
-        a quota is: the tenant's oldest chunks leave it.  No sizes of a share in which the sample has fewer than 128
+        part of the prefill seconds that all requests would take without a cache, sizes of its share).  A share has
+        the tenant's chunks that were used last.  No sizes of a share in which the sample has fewer than 128
         chunks.
         """
         cdef Forecasts found
@@ -848,13 +848,15 @@ cdef class Pool:
             following = self.pool.get().ready_tags(first, max_entries, &tags)
         return PyBytes_FromStringAndSize(<char*>tags.data(), <Py_ssize_t>(8 * tags.size())), following
 
-    def set_quota(self, uint32_t tenant, int64_t quota_bytes) -> None:
-        """Limits the bytes of a tenant; -1: no limit.
+    def set_quota(self, uint32_t tenant, int64_t quota_bytes) -> bool:
+        """Protects so many bytes of a tenant from what others store; -1: none.
 
-        At its quota, the tenant's own oldest chunks are evicted to make room.
+        False, and nothing changes, if too many tenants have quotas.
         """
+        cdef bint is_set
         with nogil:
-            self.pool.get().set_quota(tenant, quota_bytes)
+            is_set = self.pool.get().set_quota(tenant, quota_bytes)
+        return is_set
 
     def events(self) -> list[tuple[int, bytes, int]]:
         """(kind, key, bytes) since the last call; `kind` is a kvstrata.types.PoolEvent."""

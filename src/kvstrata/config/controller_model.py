@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -94,9 +94,6 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     copies_mb_s: Annotated[float, says(
         "Bandwidth of copies of hot prefixes that are made ahead, of all instances together, in MB (2^20 bytes) a "
         "second; 0: none are made.", ge=0, le=1_000_000)] = 100.0
-    plan: Annotated[Literal["advise", "act", "dry-run"], says(
-        "What the plan may do: `advise` nothing; `act` has tenants of an instance lend each other L1 beyond their "
-        "quotas; `dry-run` tells what it would do, and makes no copies ahead either.")] = "advise"
     directory: DirectorySettings = DirectorySettings()
     etcd: EtcdSettings = EtcdSettings()
     security: PortSecuritySettings = PortSecuritySettings()

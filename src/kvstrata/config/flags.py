@@ -83,7 +83,7 @@ p2p.engine p2p.listen p2p.advertise p2p.data_port p2p.tcp p2p.seal --zone=p2p.zo
 --otlp-endpoint=observability.otlp_endpoint
 """
 CONTROLLER = """
-name http.host --host=http.host --port=http.port monitor_host monitor_ports heartbeat_s dead_after_s copies_mb_s plan
+name http.host --host=http.host --port=http.port monitor_host monitor_ports heartbeat_s dead_after_s copies_mb_s
 --snapshot-dir=directory.snapshot_dir --token-file=http.token_file --curve-secret-file=security.curve_secret_file
 --etcd=etcd.endpoints --advertise-url=etcd.advertise_url --insecure=security.insecure
 """

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.common_model import HTTP_HOST, NAME, ListenSettings, LogFormat, LogLevel, says
-from kvstrata.types import MAX_L2_ADAPTERS
+from kvstrata.types import MAX_L2_ADAPTERS, MAX_QUOTAS
 
 # fmt: off
 
@@ -168,7 +168,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     p2p: P2pSettings = P2pSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
     quotas_gb: Annotated[dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]], says(
-        "GB that a tenant may have in L1, by tenant name.")] = {}
+        "GB of a tenant in L1 that others cannot take, by tenant name.", max_length=MAX_QUOTAS)] = {}
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 

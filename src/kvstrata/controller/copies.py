@@ -186,7 +186,7 @@ class Copies(Numbers):
         for hot in sorted(self._hot.values(), key=lambda one: -one.worth_gb):
             arrived: set[str] = set()
             while self._now() < ends_s and (found := await self._lacks(hot, arrived)):
-                if self._cluster.settings.plan == "dry-run" or not await self._copy(hot, *found, ends_s):
+                if not await self._copy(hot, *found, ends_s):
                     break
                 arrived.add(found[1].id)
 

@@ -7,28 +7,22 @@ be at the next step is extrapolated (Holt).
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvstrata.controller.lending import Lending, Step, predicted
 from kvstrata.controller.plan import Advice, Engine, Measured, Shape, advise
-from kvstrata.errors import KvstrataError
-from kvstrata.rpc.cluster_wire import Lend, RatedEngine, ShapeCount
+from kvstrata.rpc.cluster_wire import RatedEngine, ShapeCount
 
 if TYPE_CHECKING:
     from kvstrata.controller.cluster import Cluster
-    from kvstrata.controller.member import Member
 
 STEP_S = 10.0
 FEWEST = 20
 """Requests in the last step from which the share in time counts as measured."""
 MAX_GROUPS, MAX_ENGINES = 64, 64
-MAX_CHANGES = 256
 LEVEL, TREND = 0.3, 0.1
 """Weights of the newest value for the level and for its change."""
 
@@ -120,10 +114,6 @@ class Planning:
         self._loads = Loads()
         self.groups: dict[str, tuple[Measured, Advice]] = {}
         """The last step's."""
-        self._lending: dict[tuple[str, int], Lending] = {}
-        """By instance and incarnation, where this controller leads."""
-        self.changes: collections.deque[dict[str, Any]] = collections.deque(maxlen=MAX_CHANGES)
-        """The last changes of what tenants lend each other, or those that were not made in a dry run."""
 
     async def keep(self) -> None:
         """Look every STEP_S, until cancelled."""
@@ -152,49 +142,11 @@ class Planning:
             )
             found[group] = measured, await loop.run_in_executor(None, advise, measured)
         self.groups = found
-        await self._lend()
-
-    async def _lend(self) -> None:
-        """Have tenants lend each other L1 where that saves more: at most one change of the cluster."""
-        cluster, mode = self._cluster, self._cluster.settings.plan
-        if mode == "advise" or cluster.leadership.token is None:
-            self._lending.clear()
-            return
-        now_s, before = cluster.clock.monotonic_s(), self._lending
-        self._lending = {}
-        changed = False
-        for member in cluster.live():
-            key = member.id, member.incarnation
-            lending = self._lending[key] = before.get(key) or Lending()
-            if member.load.shares is None or changed:
-                continue
-            step = lending.step(now_s, member.load.shares, member.load.saved.get("1", 0.0))
-            last = next((one for one in reversed(self.changes) if one["instance"] == member.id), None)
-            if lending.measured is not None and last is not None and last["made"]:
-                last["measured"] = lending.measured
-            if step is not None and (mode == "act" or last is None or last["lent"] != step.lent):
-                changed = await self._change(member, member.load.shares.lent, step)
-
-    async def _change(self, member: Member, was: float, step: Step) -> bool:
-        """Have this step made at an instance, or in a dry run only told; returns whether it was made."""
-        cluster, made = self._cluster, False
-        if cluster.settings.plan == "act":
-            with contextlib.suppress(KvstrataError):
-                issued = [cluster.issue(member, Lend(step.lent), ttl_s=STEP_S)]
-                await cluster.outcome(issued, STEP_S)
-                made = issued[0].result is not None and issued[0].result.ok
-        row = {"was": was, "lent": step.lent, "predicted": step.predicted, "why": step.why, "made": made}
-        self.changes.append(
-            {"unix_ms": cluster.clock.unix_ms(), "instance": member.id, **row, "measured": None}
-        )
-        cluster.journal.say("lends" if made else "would_lend", member.id, **row)
-        return made
 
     def page(self) -> dict[str, Any]:
         """For operators.
 
-        `without_quotas`: what L1 would save more of all seconds of prefill.  `tiers`: part of all chunks asked for that
-        an instance's L2 tiers have brought.
+        `tiers`: part of all chunks asked for that an instance's L2 tiers have brought.
         """
         return {
             "groups": [
@@ -202,21 +154,6 @@ class Planning:
                 for group, (measured, advice) in sorted(self.groups.items())
             ],
             "copies": self._cluster.copies.page(),
-            "mode": self._cluster.settings.plan,
-            "shares": [
-                {
-                    "instance": one.id,
-                    "lent": shares.lent,
-                    "without_quotas": round(predicted(shares, one.load.saved.get("1", 0.0)), 4),
-                    "tenants": {
-                        row.tenant: {"quota_bytes": row.quota_bytes, "used_bytes": row.used_bytes}
-                        for row in shares.tenants
-                    },
-                }
-                for one in self._cluster.live()
-                if (shares := one.load.shares) is not None
-            ],
-            "changes": list(self.changes),
             "tiers": {
                 one.id: round(one.load.hits_total.get("l2", 0) / max(1, sum(one.load.hits_total.values())), 4)
                 for one in self._cluster.live()

@@ -66,7 +66,7 @@ _LEFT_BY: dict[int, str] = {
 """The words of explain for the reason why a chunk left L1, if that is not the eviction policy."""
 _ADVICE = {
     "entries_full": "every entry of L1's index is in use; raise l1.entries",
-    "quota": "its tenant is at its quota; raise quotas_gb",
+    "quota": "quotas protect all that could leave L1 for it; raise its tenant's in quotas_gb, or lower others",
     "too_large": "the record is larger than L1; raise l1.size_gb",
     "pool_pinned": "all of L1 is in use, or l1.eviction_policy is noop; raise l1.size_gb",
 }

@@ -53,7 +53,7 @@ MAX_ADAPTER_CHARS = 1_024
 """Those with longer names are left out."""
 AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
-CLUSTER_PROTOCOL_VERSION = 12
+CLUSTER_PROTOCOL_VERSION = 13
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one command, or single keys in one Where."""
@@ -101,7 +101,6 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[str, Meta(pattern=r"^(?=.*[1-9])[0-9]{1,4}(\.[0-9]{1,3})?$")]
 """A number above 0."""
 BySize = Annotated[dict[Factor, Share], Meta(max_length=8)]
-MAX_SHARES = 16
 HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]
 
 
@@ -289,30 +288,6 @@ class Changes(ClusterRequest, frozen=True, tag="changes"):
     """What a gateway says of requests whose answers have ended. Those of unknown requests are passed over."""
 
 
-class TenantShare(msgspec.Struct, array_like=True, frozen=True):
-    """A tenant with a quota."""
-
-    tenant: TenantName
-    used_bytes: Count
-    quota_bytes: Annotated[int, Meta(gt=0, le=1 << 60)]
-    """What it is to have, without what is lent."""
-    part: Share
-    """Its part of the prefill seconds that the requests of late of all tenants would take without a cache."""
-    saved: BySize
-    """Share of its own that a quota of so many times its used bytes would save."""
-    asked_total: Count
-    found_total: Count
-    """Chunks that its lookups have asked for, and those that were served."""
-
-
-class Shares(msgspec.Struct, array_like=True, frozen=True):
-    """How L1 is shared between tenants."""
-
-    lent: Share
-    """Part of what L1 has beyond its quota that each tenant may use too."""
-    tenants: Annotated[list[TenantShare], Meta(min_length=1, max_length=MAX_SHARES)]
-
-
 class Load(msgspec.Struct, array_like=True, frozen=True):
     """Counts of an instance since its start (`_total`), and its present numbers."""
 
@@ -333,8 +308,6 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     """Of tiers that are not active."""
     saved: BySize = {}
     """Share of the prefill seconds of requests of late that an L1 of so many times its size would have saved."""
-    shares: Shares | None = None
-    """None: no tenant has a quota, or nothing is known."""
 
 
 class TierRate(msgspec.Struct, array_like=True, frozen=True):
@@ -478,12 +451,6 @@ class AskStatus(BaseOperation, frozen=True, tag="status"):
     """Answer the document of /v1/status."""
 
 
-class Lend(BaseOperation, frozen=True, tag="lend"):
-    """Let each tenant use this part of what L1 has beyond its quota too, until the instance ends."""
-
-    lent: Share
-
-
 class AskShared(BaseOperation, frozen=True, tag="shared"):
     """Answer a Shared: what the requests since the last such question had in common."""
 
@@ -494,8 +461,8 @@ class AskShared(BaseOperation, frozen=True, tag="shared"):
 
 
 Operation = (
-    Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskRuntime | AskStatus | AskShared | Lend
-)  # fmt: skip
+    Freeze | Clear | Evict | Claim | AskClaims | Release | Pull | Drain | AskRuntime | AskStatus | AskShared
+)
 
 
 class Do(ClusterRequest, frozen=True, tag="do"):

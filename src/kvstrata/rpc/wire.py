@@ -391,7 +391,7 @@ class ReserveOutcome(enum.IntEnum):
     SESSION_LIMIT = 5
     """This session, its process or its token has reserved too many bytes; reserve again when some have ended."""
     QUOTA = 6
-    """The tenant's quota of L1 is used up."""
+    """It would take its tenant above its quota, and all that could leave L1 for it is within the quotas of others."""
     TOO_LARGE = 7
     """The record is longer than L1, or has 4 GiB or more."""
     ENTRIES_FULL = 8

@@ -31,7 +31,6 @@ from kvstrata.server.cluster.shared import SharedPrefixes
 from kvstrata.server.housekeeping import PoolEvents
 from kvstrata.server.plan import InstanceFacts
 from kvstrata.server.processes import Processes, Readiness, TenantTokens, tenant_number
-from kvstrata.server.quotas import Quotas
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.grants import Grants
 from kvstrata.server.requests.requests import Requests
@@ -81,9 +80,8 @@ class Parts:
         self._recut_lane = PoolLane(loop, threads=1, queue=RECUTS_WAITING, name="kv-recut")
         self.own_lane = PoolLane(loop, threads=1, queue=None, name="kv-own")
         """For housekeeping, admins and controllers; never refuses work."""
-        self.quotas = Quotas(pool)
         for tenant, gigabytes in settings.quotas_gb.items():
-            self.quotas.set(tenant, int(gigabytes * GB))
+            self.set_quota(tenant, int(gigabytes * GB))
 
         # What refers to no other part.
         self.counters = counters = ServerNumbers()
@@ -131,6 +129,10 @@ class Parts:
         self.clearing = Clearing(self)
         self.tenants = TenantRows(self)
         self.board = self._board()
+
+    def set_quota(self, tenant: str, quota_bytes: int) -> bool:
+        """As Pool.set_quota, of the tenant of this name."""
+        return self.pool.set_quota(tenant_number(tenant), quota_bytes)
 
     def close(self) -> None:
         """End the lanes."""

@@ -31,7 +31,6 @@ from kvstrata.process.lifecycle import Process, tell_ready
 from kvstrata.server.housekeeping import OwnFiles, heartbeat
 from kvstrata.server.instance import Instance, open_instance
 from kvstrata.server.plan import Plan, plan
-from kvstrata.server.quotas import NO_QUOTA
 from kvstrata.types import GB
 
 LIVE = ("log_level", "quotas_gb", "l2.drain_s")
@@ -134,9 +133,10 @@ class Server(Process):
         self._settings = after = found.in_force
         set_level(after.log_level)
         for tenant in before.quotas_gb.keys() - after.quotas_gb.keys():
-            parts.quotas.set(tenant, NO_QUOTA)
+            parts.set_quota(tenant, -1)
         for tenant, gigabytes in after.quotas_gb.items():
-            parts.quotas.set(tenant, int(gigabytes * GB))
+            if not parts.set_quota(tenant, int(gigabytes * GB)):
+                self.log.error("too_many_quotas", left_out=tenant)
         parts.tenants.name(after)
         return found.shown()
 

@@ -247,7 +247,7 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProce
         engine.connect()
         engine.stored(prompt(64))
         [row] = [row for row in status(server, NEW)["tenants"] if row["tenant"] == "green"]
-        assert 0 < row["bytes"] <= 0.001 * 2**30
+        assert row["quota_bytes"] == int(0.001 * 2**30)
     assert lines(server.log, "DEBUG"), "the new log level"
     config.write(log_level="warning")
     server.signal(signal.SIGHUP)

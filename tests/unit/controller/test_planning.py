@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import msgspec
-import pytest
-
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.planning import STEP_S, Loads
-from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_wire import TO_CONTROLLER, GatewayBeat, RatedEngine, ShapeCount, encode
-from tests.harness.known_members import KEY, joined
-from tests.unit.controller.member_messages import register
+from tests.harness.known_members import KEY
 
 URLS = [f"http://10.0.0.{number}:8000" for number in range(2)]
 
@@ -55,37 +48,3 @@ async def test_what_gateways_measure_is_shown_with_what_would_be_better(cluster:
     assert abs(row["measured"]["met_share"] - 0.1) < 1e-9 and row["predicted"]["met_s"] < 6
     more = {one["what"]: one["met_s"] for one in row["buys"]}
     assert more["another engine"] >= 0
-
-
-@pytest.mark.parametrize("mode", ["advise", "act", "dry-run"])
-async def test_the_plan_lends_only_if_it_may_and_says_what_that_was_to_bring_and_brought(
-    cluster, clock, mode
-):
-    cluster.settings = msgspec.structs.replace(cluster.settings, plan=mode)
-    member, lent, seen = joined(cluster, register()), 0.0, []
-    for number in range(6):
-        counts = number * 10_000, number * 6_000 + (lent > 0) * 500
-        rows = [wire.TenantShare("red", 1_000, 1_000, 1.0, {"1": 0.6}, *counts)]
-        member.load = wire.Load({}, {}, {}, {}, 0, 0, 0, 0, saved={"1": 0.9}, shares=wire.Shares(lent, rows))
-        clock.ahead_s += 1_800
-        member.heard_s = clock.monotonic_s()
-        ticking = asyncio.ensure_future(cluster.planning.tick())
-        asked = member.follower.link.asked
-        while not ticking.done():
-            await asyncio.sleep(0)
-            if len(asked) > len(seen):
-                seen.append(asked[-1][0].operation)
-                asked[-1][1].set_result(wire.Outcome(1, 1, {}))
-                lent = seen[-1].lent
-    page = cluster.planning.page()
-    assert [one.lent for one in seen] == ([0.5, 1.0] if mode == "act" else [])
-    assert page["mode"] == mode and page["shares"][0]["without_quotas"] == 0.3
-    changes = [(one["was"], one["lent"], one["made"]) for one in page["changes"]]
-    assert (
-        changes
-        == {"advise": [], "act": [(0.0, 0.5, True), (0.5, 1.0, True)], "dry-run": [(0.0, 0.5, False)]}[mode]
-    )
-    if mode == "act":
-        assert page["changes"][0]["measured"] is not None and page["changes"][0][
-            "predicted"
-        ] == pytest.approx(0.15)

@@ -103,7 +103,7 @@ def admin(ready: bool) -> Any:
         processes=processes,
         requests=SimpleNamespace(lookups=SimpleNamespace(hint=hint)),
         tiers=SimpleNamespace(rows=rows, pause=tiers.get, resume=tiers.get, names=lambda: list(tiers)),
-        quotas=SimpleNamespace(set=lambda tenant, quota_bytes: None),
+        set_quota=lambda tenant, quota_bytes: tenant != "crowd",
     )
     return server.Admin(parts, Pages(list).page, EventLog("server"))  # type: ignore[arg-type]
 

@@ -87,7 +87,10 @@ def test_the_last_event_of_a_key_is_its_reason_with_the_detail(scene: Scene) -> 
     assert scene.why() == (MissReason.EVICTED, "by the cap of fs-0 at 1234567 (unix ms)")
     assert scene.why(in_flight=True)[0] == MissReason.IN_FLIGHT, "whatever happened before"
     told.refused(key(1), "quota")
-    assert scene.why() == (MissReason.REFUSED, "quota: its tenant is at its quota; raise quotas_gb")
+    assert scene.why() == (
+        MissReason.REFUSED,
+        "quota: quotas protect all that could leave L1 for it; raise its tenant's in quotas_gb, or lower others",
+    )
     told.corrupt(key(1), 5)
     assert scene.why()[0] == scene.why()[0] == MissReason.CORRUPT, "to ask again does not replace it"
     told.put_skipped(key(1), "backlog")

@@ -9,7 +9,7 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
   IndexView& index = entries.index;
   const Key key = index.key(entry);
   const std::uint64_t bytes = entries.extent_bytes(entry);
-  const bool evicted = cause == Cause::kPolicy || cause == Cause::kWindow || cause == Cause::kQuota;
+  const bool evicted = cause == Cause::kPolicy || cause == Cause::kWindow;
   const bool aborted = cause == Cause::kAborted;
   entries.policy.remove(entry, key.word[0], evicted);
   index.unlink(entry, key);
@@ -19,7 +19,6 @@ void Departures::leave(std::uint32_t entry, Cause cause) {
   switch (cause) {
     case Cause::kPolicy:
     case Cause::kWindow:
-    case Cause::kQuota:
       counts.evicted_by[static_cast<std::size_t>(cause)] += 1;
       break;
     case Cause::kCleared:

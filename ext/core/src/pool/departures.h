@@ -19,15 +19,7 @@
 
 namespace kvstrata {
 
-enum class Cause : std::uint8_t {
-  kPolicy,
-  kWindow,
-  kQuota,
-  kCleared,
-  kRemoved,
-  kCorrupt,
-  kAborted
-};
+enum class Cause : std::uint8_t { kPolicy, kWindow, kCleared, kRemoved, kCorrupt, kAborted };
 
 struct ClearResult {
   std::uint64_t dropped = 0;

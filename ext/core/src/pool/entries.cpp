@@ -97,7 +97,6 @@ void Entries::init_local(std::uint32_t entry, const SlabPlace& place, Traits tra
   made.run = static_cast<std::uint8_t>(place.run);
   made.slot = place.slot;
   made.first_child = made.next_sibling = made.previous_sibling = kNoEntry;
-  made.tenant_previous = made.tenant_next = kNoEntry;
 }
 
 void Entries::count_state(std::uint32_t entry, EntryState state, int sign) noexcept {
@@ -212,83 +211,59 @@ bool Family::is_ancestor(std::uint32_t candidate, std::uint32_t entry,
   return false;
 }
 
-void Tenants::list(std::uint32_t entry, std::uint32_t newer) noexcept {
-  const auto found = accounts.find(entries.tenant(entry));
-  if (found == accounts.end()) return;
-  Account& account = found->second;
-  EntryLocal* const local = entries.local;
-  EntryLocal& listed = local[entry];
-  if (listed.is_tail()) newer = account.cold;  // the first to leave
-  const bool is_own = newer != kNoEntry && (local[newer].marks & kMarkTenantListed) != 0 &&
-                      entries.tenant(newer) == found->first;
-  if (!is_own) newer = kNoEntry;
-  std::uint32_t& next = newer == kNoEntry ? account.hot : local[newer].tenant_next;
-  listed.tenant_previous = newer;
-  listed.tenant_next = next;
-  next = entry;
-  std::uint32_t& previous =
-      listed.tenant_next == kNoEntry ? account.cold : local[listed.tenant_next].tenant_previous;
-  previous = entry;
-  listed.marks |= kMarkTenantListed;
-}
-
-void Tenants::unlist(std::uint32_t entry) noexcept {
-  EntryLocal* const local = entries.local;
-  EntryLocal& listed = local[entry];
-  if ((listed.marks & kMarkTenantListed) == 0) return;
-  Account& account = accounts[entries.tenant(entry)];
-  if (listed.tenant_previous != kNoEntry) {
-    local[listed.tenant_previous].tenant_next = listed.tenant_next;
-  } else {
-    account.hot = listed.tenant_next;
-  }
-  if (listed.tenant_next != kNoEntry) {
-    local[listed.tenant_next].tenant_previous = listed.tenant_previous;
-  } else {
-    account.cold = listed.tenant_previous;
-  }
-  listed.tenant_previous = listed.tenant_next = kNoEntry;
-  listed.marks &= static_cast<std::uint8_t>(~kMarkTenantListed);
-}
-
 void Tenants::add(std::uint32_t entry) {
   Account& account = accounts[entries.tenant(entry)];
+  entries.local[entry].order = account.order;
   account.bytes += entries.extent_bytes(entry);
   account.n_entries += 1;
-  if (account.quota_bytes >= 0) list(entry, entries.index.parent(entry));
 }
 
 void Tenants::remove(std::uint32_t entry) {
   const std::uint32_t id = entries.tenant(entry);
   Account& account = accounts[id];
-  unlist(entry);
   account.bytes -= entries.extent_bytes(entry);
   account.n_entries -= 1;
-  if (account.bytes == 0 && account.quota_bytes < 0) accounts.erase(id);
+  drop_if_idle(id);
 }
 
-void Tenants::set_quota(std::uint32_t id, std::int64_t bytes) {
-  IndexView& index = entries.index;
+void Tenants::drop_if_idle(std::uint32_t id) {
+  const Account& account = accounts[id];
+  if (account.bytes != 0 || account.quota_bytes >= 0) return;
+  if (account.order != 0) of_order[account.order] = nullptr;
+  accounts.erase(id);
+}
+
+bool Tenants::set_quota(std::uint32_t id, std::int64_t bytes) {
+  const auto unused = std::find(of_order.begin() + 1, of_order.end(), nullptr);
   Account& account = accounts[id];
-  const bool listed = account.quota_bytes >= 0;
-  account.quota_bytes = bytes < 0 ? -1 : bytes;
-  if (bytes < 0) {
-    while (account.hot != kNoEntry)
-      unlist(account.hot);
-    if (account.bytes == 0) accounts.erase(id);
-  } else if (!listed) {
+  if (bytes >= 0 && account.order == 0) {
+    if (unused == of_order.end() && of_order.size() > kMaxQuotas) {
+      drop_if_idle(id);
+      return false;
+    }
+    account.order = static_cast<std::uint16_t>(unused - of_order.begin());
+    if (unused == of_order.end()) {
+      of_order.push_back(&account);
+      entries.policy.add_order();
+    } else {
+      *unused = &account;
+    }
+    const IndexView& index = entries.index;
     std::vector<std::uint32_t> members;
     for (std::uint32_t entry = 0; entry < entries.touched; ++entry) {
       const EntryState state = index.state(entry);
       if (state == EntryState::kFree || state == EntryState::kQuarantined) continue;
-      if (load_word(index.cold(entry).tenant) == id) members.push_back(entry);
+      if (entries.tenant(entry) == id) members.push_back(entry);
     }
     std::sort(members.begin(), members.end(), [&](std::uint32_t a, std::uint32_t b) {
       return load_word(index.cold(a).stamp) < load_word(index.cold(b).stamp);
     });
     for (const std::uint32_t entry : members)
-      list(entry, index.parent(entry));
+      entries.policy.move(entry, account.order);
   }
+  account.quota_bytes = bytes < 0 ? -1 : bytes;
+  drop_if_idle(id);
+  return true;
 }
 
 }  // namespace kvstrata

@@ -106,9 +106,8 @@ struct PoolSegment {
 };
 
 // The bits of EntryLocal::marks.
-inline constexpr std::uint8_t kMarkVisited = 1;       // by the walk of Room::evict_window
-inline constexpr std::uint8_t kMarkTenantListed = 2;  // in the list of its tenant
-inline constexpr std::uint8_t kMarkCleared = 4;       // quarantined by a clear
+inline constexpr std::uint8_t kMarkVisited = 1;  // by the walk of Room::evict_window
+inline constexpr std::uint8_t kMarkCleared = 2;  // quarantined by a clear
 
 struct ExtentRecord {
   std::uint64_t offset;
@@ -282,44 +281,37 @@ struct Family {
   Entries& entries;
 };
 
-// How many bytes each tenant has in the pool, its quota, and, for tenants with a quota only, the
-// list of its entries by age, so that a tenant over its quota can make room from its own.
+// How many bytes each tenant has in the pool, and its quota, up to which no other tenant makes its
+// entries leave (pool/room.h).
 //
-// Keeps: a tenant's bytes are those of its linked entries. Its list holds all of them exactly while
-// it has a quota. A tenant with neither bytes nor quota has no account. A new entry is as old as
-// its parent, behind which it is listed: the request that stores it has used both. So the oldest
-// entries are leaves, unless they are in use.
+// Keeps: a tenant's bytes are those of its linked entries. A tenant that gets a quota gets an order
+// of the policy of its own, in which its entries are, and keeps it as long as it has bytes; the
+// others share order 0. A tenant with neither bytes nor quota has no account.
+
+inline constexpr std::size_t kMaxQuotas = 1'024;
 
 struct Tenants {
   struct Account {
     std::uint64_t bytes = 0;
     std::uint64_t n_entries = 0;
     std::int64_t quota_bytes = -1;  // -1: none
-    std::uint32_t hot = kNoEntry;   // the newest entry of the list
-    std::uint32_t cold = kNoEntry;
+    std::uint16_t order = 0;
   };
 
   // The entries must outlive the object.
   explicit Tenants(Entries& entries) noexcept : entries(entries) {}
 
-  // Adds an entry, which has its parent, to its tenant's account, or takes it out.
+  // Adds an entry to its tenant's account, or takes it out.
   void add(std::uint32_t entry);
   void remove(std::uint32_t entry);
-  // The entry was used: makes it the newest of its tenant's list.
-  void touch(std::uint32_t entry) noexcept {
-    if ((entries.local[entry].marks & kMarkTenantListed) == 0) return;
-    unlist(entry);
-    list(entry, kNoEntry);
-  }
-  // -1 ends the quota. Evicts nothing.
-  void set_quota(std::uint32_t tenant, std::int64_t bytes);
-
-  // Right behind `newer`, or as the newest if that is not listed.
-  void list(std::uint32_t entry, std::uint32_t newer) noexcept;
-  void unlist(std::uint32_t entry) noexcept;
+  // -1 ends the quota. Evicts nothing. False, and nothing changes, if kMaxQuotas tenants have an
+  // order.
+  [[nodiscard]] bool set_quota(std::uint32_t tenant, std::int64_t bytes);
+  void drop_if_idle(std::uint32_t tenant);
 
   Entries& entries;
   std::unordered_map<std::uint32_t, Account> accounts;
+  std::vector<const Account*> of_order = {nullptr};  // null: no tenant's
 };
 
 }  // namespace kvstrata

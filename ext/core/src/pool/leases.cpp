@@ -203,7 +203,7 @@ void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const Ro
       present |= bits;
       rows.set_rows(entry, present);
       if (chunk >= own_chunks) {
-        touch(entry, again);
+        entries.touch(entry, again);
       } else {
         lease.unused += 1;
       }
@@ -214,7 +214,7 @@ void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const Ro
   for (std::size_t slice = 0; slice < n_slices && own_chunks == 0; ++slice) {
     if (windows && !is_needed(spans[slice], 0, n_chunks)) continue;
     departures.family.each_ancestor(sought.at(0, slice),
-                                    [&](std::uint32_t up) { touch(up, again); });
+                                    [&](std::uint32_t up) { entries.touch(up, again); });
   }
   std::reverse(lease.entries.begin(), lease.entries.end());
   items += lease.entries.size();

@@ -145,10 +145,6 @@ struct Leases {
                            const std::uint8_t* identity, std::size_t n_chunks, bool* trimmed,
                            LeaseResult* result);
   void end(Iterator lease);
-  void touch(std::uint32_t entry, bool again) noexcept {
-    entries.touch(entry, again);
-    departures.tenants.touch(entry);
-  }
 
   Entries& entries;
   Departures& departures;

@@ -655,9 +655,9 @@ ClearedInUse Pool::cleared_in_use(std::int64_t tenant) noexcept {
   return is_closed() ? ClearedInUse{} : departures_.cleared_in_use(tenant);
 }
 
-void Pool::set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept {
+bool Pool::set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
-  if (!is_closed()) tenants_.set_quota(tenant, bytes);
+  return is_closed() || tenants_.set_quota(tenant, bytes);
 }
 
 std::vector<Event> Pool::take_events(std::uint64_t* lost) noexcept {

@@ -279,7 +279,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   ClearResult clear(std::int64_t tenant) noexcept;
   // tenant < 0: of every tenant.
   ClearedInUse cleared_in_use(std::int64_t tenant = -1) noexcept;
-  void set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
+  // See Tenants.
+  [[nodiscard]] bool set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
   // The events since the last call. `lost`: how many were overwritten since the pool was opened.
   std::vector<Event> take_events(std::uint64_t* lost) noexcept;
   // The changes of L1 (tier 0), and of the tiers that the server writes there. Not under the mutex.

@@ -147,7 +147,12 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
   if (is_session && rows.bytes[request.row] != 0 && rows.bytes[request.row] + bytes > row_limit) {
     return ReserveOutcome::kSessionLimit;
   }
-  if (!room.fit_quota(request.tenant, bytes, may_evict)) return ReserveOutcome::kQuota;
+  const Room::Claim claim = room.claim(request.tenant, bytes, may_evict, worth);
+  const auto refusal = [](Room::Made made, ReserveOutcome none) {
+    return made == Room::Made::kWorthLess   ? ReserveOutcome::kWorthLess
+           : made == Room::Made::kProtected ? ReserveOutcome::kQuota
+                                            : none;
+  };
   if (*cls == kNoClass) {
     bool recycled = false;
     *cls = room.slabs.class_for(bytes, &recycled);
@@ -156,18 +161,15 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
   }
   std::uint32_t entry = entries.take();
   if (entry == kNoEntry) {
-    const Room::Made made = may_evict ? room.evict_one_entry(worth) : Room::Made::kNone;
+    const Room::Made made = may_evict ? room.evict_one_entry(claim) : Room::Made::kNone;
     if (made == Room::Made::kPlace) entry = entries.take();
-    if (entry == kNoEntry)
-      return made == Room::Made::kWorthLess ? ReserveOutcome::kWorthLess
-                                            : ReserveOutcome::kEntriesFull;
+    if (entry == kNoEntry) return refusal(made, ReserveOutcome::kEntriesFull);
   }
   SlabPlace place;
-  const Room::Made made = room.make(*cls, entry, may_evict, worth, &place);
+  const Room::Made made = room.make(*cls, entry, claim, &place);
   if (made != Room::Made::kPlace) {
     entries.give(entry);
-    return made == Room::Made::kWorthLess ? ReserveOutcome::kWorthLess
-                                          : ReserveOutcome::kChainExceedsPool;
+    return refusal(made, ReserveOutcome::kChainExceedsPool);
   }
   const std::uint8_t model = entries.policy.model_of(Key::load(request.identity).word[0]);
   Traits traits = entries.policy.traits_of_new(key.word[0], depth_below(parent), model);

@@ -5,12 +5,15 @@
 // in it and all their descendants.
 //
 // Keeps: an extent is handed out only once the file system has given it memory (Backing). A blocked
-// entry is never evicted, nor is an ancestor of one.
+// entry is never evicted, nor is an ancestor of one. An entry of a tenant that has no more than its
+// quota leaves only for one that is within the quota of its own tenant, and only if nothing else
+// can leave.
 //
 // A part of Pool. REQUIRES, for everything here: the pool's mutex.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "pool/departures.h"
@@ -32,24 +35,44 @@ struct Room {
         policy(entries.policy),
         backing(entries.segment.extents_backing) {}
 
-  enum class Made : std::uint8_t { kPlace, kNone, kWorthLess };
+  // What may leave for an entry that comes.
+  struct Claim {
+    std::uint64_t bytes;  // of its extent
+    std::uint32_t order;  // of its tenant, see Tenants
+    bool may_evict;
+    bool is_within_quota;  // of its tenant
+    float worth;           // entries that are worth more stay; infinite within the quota
+  };
+  Claim claim(std::uint32_t tenant, std::uint64_t bytes, bool may_evict, float worth) const;
+
+  struct Victim {
+    std::uint32_t entry = kNoEntry;
+    float worth = std::numeric_limits<float>::infinity();
+  };
+
+  enum class Made : std::uint8_t { kPlace, kNone, kWorthLess, kProtected };
   // Finds an extent for the entry; evicts others for it, if that is allowed. kNone when that is not
-  // allowed, or when nothing more can be evicted; kWorthLess when what could be is worth more than
-  // `worth`.
-  [[nodiscard]] Made make(std::uint32_t cls, std::uint32_t entry, bool may_evict, float worth,
+  // allowed, or when nothing more can be evicted; kProtected when only what quotas protect can be;
+  // kWorthLess when what could be is worth more.
+  [[nodiscard]] Made make(std::uint32_t cls, std::uint32_t entry, const Claim& claim,
                           SlabPlace* place);
-  // Evicts the tenant's own oldest leaves, if that is allowed, until `bytes` more are within its
-  // quota. False when they cannot be.
-  [[nodiscard]] bool fit_quota(std::uint32_t tenant, std::uint64_t bytes, bool may_evict);
   // Evicts one entry of any class, to free an entry number (kPlace); else as make().
-  [[nodiscard]] Made evict_one_entry(float worth);
+  [[nodiscard]] Made evict_one_entry(const Claim& claim);
+
+  // Whether the order's tenant still has more than its quota when so many of its bytes are gone;
+  // the one of the claim has the claim's bytes already.
+  bool may_lose(std::size_t order, std::uint64_t gone, const Claim& claim) const noexcept;
+  // The least worth entry of the class that can leave; if `protects`, of those that may.
+  Victim find_victim(std::uint32_t cls, const Claim& claim, bool protects);
 
   // A free extent that has memory. False when there is none.
   bool take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);
   // Evicts everything in the window with all descendants, unless one of them is blocked, was used
-  // at or after the stamp `older_than`, or is worth more than `worth`; then nothing changes and the
-  // window is left alone for a while.
-  bool evict_window(const SlabMap::Window& window, std::uint64_t older_than, float worth);
+  // at or after the stamp `older_than`, is worth more than `worth`, or, if `protects`, would leave
+  // its tenant within its quota; then nothing changes and the window is left alone for a while.
+  // Returns whether a quota was the reason.
+  bool evict_window(const SlabMap::Window& window, std::uint64_t older_than, float worth,
+                    const Claim& claim, bool protects);
 
   Entries& entries;
   Departures& departures;
@@ -59,8 +82,10 @@ struct Room {
   SlabMap& slabs;
   Value& policy;
   Backing& backing;
-  std::uint64_t operations = 0;       // searches for room so far, the clock of Run::retry_at
-  std::vector<std::uint32_t> family;  // scratch of evict_window
+  std::uint64_t operations = 0;  // searches for room so far, the clock of Run::retry_at
+  // Scratch of evict_window; `leaving`: bytes by order.
+  std::vector<std::uint32_t> family;
+  std::vector<std::uint64_t> leaving;
 };
 
 }  // namespace kvstrata

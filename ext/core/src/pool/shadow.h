@@ -167,9 +167,9 @@ struct Forecast {
   double seconds;
 };
 
-// A tenant's share of the pool, and what its requests would hit with any other. A quota evicts the
-// tenant's oldest leaf first, so a share keeps the chunks that were used last: those at the end of
-// a stack (Mattson et al., IBM Systems Journal 1970), whose depths tell of all shares at once.
+// A tenant's share of the pool, and what its requests would hit with any other and nothing beyond.
+// A share keeps the chunks that were used last: those at the end of a stack (Mattson et al., IBM
+// Systems Journal 1970), whose depths tell of all shares at once.
 struct TenantShare {
   std::uint32_t tenant = 0;
   std::uint64_t bytes = 0;    // in the pool now

@@ -56,7 +56,7 @@ struct LeaseCounts {
 
 struct DepartureCounts {
   std::uint64_t evicted_entries, evicted_bytes;
-  std::uint64_t evicted_by[3];  // by Cause; see kEvictionCauses
+  std::uint64_t evicted_by[2];  // by Cause; see kEvictionCauses
   std::uint64_t cleared_entries, corrupt_entries, quarantined_entries;
 };
 
@@ -100,7 +100,7 @@ struct PoolStats : EntryCounts,
 // The words of labels; a value whose word is null is not shown.
 inline constexpr const char* kEntryStates[] = {nullptr, "reserved", "ready", "unverified",
                                                "quarantined"};
-inline constexpr const char* kEvictionCauses[] = {"policy", "window", "quota"};
+inline constexpr const char* kEvictionCauses[] = {"policy", "window"};
 inline constexpr const char* kRefusals[kReserveOutcomes] = {
     nullptr,        nullptr,         nullptr,         "chain_exceeds_pool",
     "pool_pinned",  "session_limit", "quota",         "too_large",
@@ -182,7 +182,7 @@ inline constexpr PoolNumber kPoolNumbers[] = {
     {"evicted_entries", "", "counter", "Chunks evicted.", offsetof(PoolStats, evicted_entries)},
     {"evicted_bytes", "", "counter", "Bytes of the chunks evicted.",
      offsetof(PoolStats, evicted_bytes)},
-    {"evictions", "", "counter", "Evictions by cause: policy, window (a whole slab) or quota.",
+    {"evictions", "", "counter", "Evictions by cause: policy or window (a whole slab).",
      offsetof(PoolStats, evicted_by), "cause", kEvictionCauses},
     {"cleared_entries", "", "counter", "Chunks dropped by a clear.",
      offsetof(PoolStats, cleared_entries)},

@@ -236,8 +236,7 @@ void Value::sample(Lesson* lesson, int n, std::uint32_t n_entries, float weight)
 void Value::teach(std::vector<Row> rows) noexcept {
   rows_.swap(rows);
   learnt_ = rows_.size() - Learner::row_of(0);
-  for (SizeClass& size : classes_)
-    size.is_fresh = false;
+  bid_all_anew();
 }
 
 void Value::resume(Learner* learner) {
@@ -265,7 +264,8 @@ Value::Value(std::string_view name, double depth_cost, EntryLocal* entries, std:
       number_of_(kFeatures),
       rows_{Learner::prior()},
       n_memories_(is_lru_ ? 1 : std::bit_ceil(n_entries)),
-      memories_(static_cast<Memory*>(std::calloc(n_memories_, sizeof(Memory))), &std::free) {
+      memories_(static_cast<Memory*>(std::calloc(n_memories_, sizeof(Memory))), &std::free),
+      orders_(1) {
   if (memories_ == nullptr) std::abort();  // out of memory
   add_kind(0);                             // kTails
   number_of_[0] = add_kind(0);             // kAny: never used again, at no depth
@@ -298,8 +298,7 @@ void Value::set_cost(std::uint8_t model, double cost) noexcept {
   model_costs_[model % kModels] = static_cast<float>(cost);
   for (std::size_t kind = kAny; kind < kinds_.size(); ++kind)
     costs_[kind] = cost_of(kinds_[kind]);
-  for (SizeClass& size : classes_)
-    size.is_fresh = false;
+  bid_all_anew();
 }
 
 std::uint16_t Value::kind_of(Traits traits) {
@@ -434,30 +433,43 @@ void Value::unblocked(std::uint32_t entry, bool used) {
 
 // ---- victims
 
-std::uint32_t Value::victim(std::uint32_t cls) {
+std::uint32_t Value::victim(std::uint32_t cls, std::size_t order, float below) {
   if (!evicts_) return kNoEntry;
-  SizeClass& size = classes_[cls];
-  const bool anew = !size.is_fresh || static_cast<std::int32_t>(now_ - size.fresh_until) >= 0;
-  if (anew) bid_anew(size);
+  SizeClass& size = orders_[order][cls];
+  if (!size.is_fresh || static_cast<std::int32_t>(now_ - size.fresh_until) >= 0) bid_anew(size);
+  if (!size.bids.empty() && size.bids.front().worth >= below) return kNoEntry;
   while (!size.bids.empty()) {
     const Bid bid = size.bids.front();
     List& list = size.lists[bid.kind];
     const bool is_valid = bid.worth == list.bid;
     const std::uint32_t entry = is_valid ? cold_leaf(size, bid.kind) : kNoEntry;
-    if (entry != kNoEntry && worth(entry) <= bid.worth) {
-      if (anew) {
-        // Until then no worth changes by much.
-        const std::uint32_t age = now_ - entries_[entry].used_at;
-        size.fresh_until = now_ + std::clamp<std::uint32_t>(age / 128, 1, 256);
-      }
-      return entry;
-    }
+    if (entry != kNoEntry && worth(entry) <= bid.worth) return entry;
     std::pop_heap(size.bids.begin(), size.bids.end());
     size.bids.pop_back();
     if (is_valid) list.bid = kNoBid;
     if (entry != kNoEntry) offer(size, static_cast<std::uint16_t>(bid.kind), entry);
   }
   return kNoEntry;
+}
+
+void Value::move(std::uint32_t entry, std::uint16_t order) {
+  EntryLocal& local = entries_[entry];
+  const bool parked = local.parked;
+  if (local.known) take(entry);
+  local.order = order;
+  if (parked) {
+    local.parked = true;
+    size_of(local).parked += 1;
+  } else if (local.known) {
+    push_hot(entry);
+  }
+}
+
+void Value::bid_all_anew() noexcept {
+  for (Order& order : orders_) {
+    for (SizeClass& size : order)
+      size.is_fresh = false;
+  }
 }
 
 void Value::bid_anew(SizeClass& size) {
@@ -469,7 +481,10 @@ void Value::bid_anew(SizeClass& size) {
   }
   std::make_heap(size.bids.begin(), size.bids.end());
   size.is_fresh = true;
-  size.fresh_until = now_ + 1;
+  std::uint32_t age = 0;
+  if (!size.bids.empty()) age = now_ - entries_[size.lists[size.bids.front().kind].cold].used_at;
+  // Until then no worth changes by much.
+  size.fresh_until = now_ + std::clamp<std::uint32_t>(age / 128, 1, 256);
 }
 
 void Value::offer(SizeClass& size, std::uint16_t kind, std::uint32_t entry) {
@@ -497,7 +512,7 @@ std::uint32_t Value::cold_leaf(SizeClass& size, std::uint32_t kind) noexcept {
 // ---- lists
 
 Value::List& Value::list_of(EntryLocal& local) {
-  SizeClass& size = classes_[local.cls];
+  SizeClass& size = size_of(local);
   if (size.lists.size() <= local.kind) size.lists.resize(kinds_.size());
   return size.lists[local.kind];
 }
@@ -511,7 +526,7 @@ void Value::push_hot(std::uint32_t entry) {
   list.hot = entry;
   if (list.cold != kNoEntry) return;
   list.cold = entry;
-  offer(classes_[local.cls], local.kind, entry);
+  offer(size_of(local), local.kind, entry);
 }
 
 void Value::push_cold(std::uint32_t entry) {
@@ -522,12 +537,12 @@ void Value::push_cold(std::uint32_t entry) {
   if (list.cold != kNoEntry) entries_[list.cold].list_next = entry;
   list.cold = entry;
   if (list.hot == kNoEntry) list.hot = entry;
-  offer(classes_[local.cls], local.kind, entry);
+  offer(size_of(local), local.kind, entry);
 }
 
 void Value::take(std::uint32_t entry) noexcept {
   EntryLocal& local = entries_[entry];
-  SizeClass& size = classes_[local.cls];
+  SizeClass& size = size_of(local);
   if (local.parked) {
     local.parked = false;
     size.parked -= 1;

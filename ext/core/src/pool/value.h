@@ -28,6 +28,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <deque>
 #include <limits>
 #include <memory>
 #include <string>
@@ -77,9 +78,7 @@ struct alignas(64) EntryLocal {
   std::uint32_t first_child;
   std::uint32_t next_sibling;
   std::uint32_t previous_sibling;
-  // Entries of the same tenant by age, kept only for tenants with a quota.
-  std::uint32_t tenant_previous;
-  std::uint32_t tenant_next;
+  std::uint16_t order;  // of the policy, see Value::victim; that of the entry's tenant
 
   // Cannot be evicted, whatever its children.
   bool is_blocked() const noexcept { return pins != 0 || leases != 0 || held_back != 0; }
@@ -215,8 +214,14 @@ class Value {
   // A parked entry may be a victim again. It goes to the hot end if it was in use until now
   // (`used`), else to the cold end. Does nothing for an entry that is not parked.
   void unblocked(std::uint32_t entry, bool used);
-  // The next entry of the size class to evict, or kNoEntry. It stays until remove().
-  std::uint32_t victim(std::uint32_t cls);
+  // The next entry of the size class and the order to evict, or kNoEntry; likewise if the order's
+  // least bid is not below `below`. It stays until remove().
+  std::uint32_t victim(std::uint32_t cls, std::size_t order = 0, float below = kNoBid);
+  // Entries are compared with those of their own order only; 0 is there from the beginning, and
+  // this makes a further one, which gets the next number.
+  void add_order() { orders_.emplace_back(); }
+  // Puts the entry into another order, as the hottest of its kind.
+  void move(std::uint32_t entry, std::uint16_t order);
   float worth(std::uint32_t entry) const noexcept;
   // Those of a chunk that is not in the pool.
   Traits traits_of_new(std::uint64_t tag, std::size_t depth, std::uint8_t model = 0) const noexcept;
@@ -226,7 +231,10 @@ class Value {
   void refused(std::uint64_t tag) noexcept { remember(tag, now_); }
   std::uint32_t now() const noexcept { return now_; }
   // The class id stands for another size from now on. REQUIRES: the class has no entry.
-  void forget_class(std::uint32_t cls) noexcept { classes_[cls] = SizeClass{}; }
+  void forget_class(std::uint32_t cls) noexcept {
+    for (Order& order : orders_)
+      order[cls] = SizeClass{};
+  }
 
   // Begins a lesson, if kLearnRequests requests have passed since the last one.
   void count_request() noexcept { requests_ += 1; }
@@ -240,6 +248,7 @@ class Value {
  private:
   friend class Validation;  // of the tests
 
+  static constexpr float kNoBid = std::numeric_limits<float>::infinity();
   struct List {
     std::uint32_t hot = kNoEntry;
     std::uint32_t cold = kNoEntry;
@@ -257,7 +266,7 @@ class Value {
     std::uint32_t fresh_until = 0;  // ticks
     bool is_fresh = false;
   };
-  static constexpr float kNoBid = std::numeric_limits<float>::infinity();
+  using Order = std::array<SizeClass, kMaxClasses>;
 
   // A key that left the pool: part of its tag, and when it was used last.
   struct Memory {
@@ -274,6 +283,8 @@ class Value {
   std::uint16_t add_kind(Features features);
   float worth_of(std::size_t row, std::uint32_t age) const noexcept;
   std::size_t row_of(std::uint16_t kind) const noexcept;
+  SizeClass& size_of(const EntryLocal& local) noexcept { return orders_[local.order][local.cls]; }
+  void bid_all_anew() noexcept;
   List& list_of(EntryLocal& local);
   void push_hot(std::uint32_t entry);
   void push_cold(std::uint32_t entry);
@@ -302,7 +313,7 @@ class Value {
   // By the low bits of the tag. Pages that were never written take no memory.
   std::size_t n_memories_;
   std::unique_ptr<Memory[], decltype(&std::free)> memories_;
-  SizeClass classes_[kMaxClasses];
+  std::deque<Order> orders_;
 };
 
 }  // namespace kvstrata

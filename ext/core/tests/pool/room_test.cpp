@@ -18,21 +18,134 @@ TEST(what_was_being_written_for_long_is_new_when_it_is_committed) {
   CHECK_OK(validate(*f.pool));
 }
 
-TEST(a_tenant_at_its_quota_loses_the_end_of_its_oldest_prompt_however_long_that_is) {
-  Fixture f(1'024, "VALUE", 2'048);
-  f.pool->set_quota(7, 700 * kRecordBytes);
-  const auto old = chain(1, 600);
-  f.store({old.begin(), old.begin() + 10}, 0, kRecordBytes, 7);
-  f.pool->release(f.lease({old.begin(), old.begin() + 10}, {0}).ticket, -1);
-  f.store(old, 0, kRecordBytes, 7);
-  f.store(chain(2, 400), 0, kRecordBytes, 7);
-  CHECK_EQ(f.peek(old), 300);
-  CHECK_EQ(f.peek(chain(2, 400)), 400);
-  f.pool->set_quota(7, -1);
-  f.pool->set_quota(7, 700 * kRecordBytes);
-  f.store(chain(3, 300), 0, kRecordBytes, 7);
-  CHECK_EQ(f.peek(old), 0);
-  CHECK_EQ(f.peek(chain(2, 400)), 400);
+namespace {
+
+std::uint64_t bytes_of(Fixture& f, std::uint32_t tenant) {
+  for (const TenantStats& one : f.pool->stats().tenants) {
+    if (one.tenant == tenant) return one.bytes / kRecordBytes;
+  }
+  return 0;
+}
+
+void set_quota(Fixture& f, std::uint32_t tenant, std::int64_t records) {
+  CHECK(f.pool->set_quota(tenant, records < 0 ? records : records * std::int64_t{kRecordBytes}));
+}
+
+void pass_second(Fixture& f) {
+  static std::uint64_t second = 0;
+  f.pool->set_time(++second * 1'000'000'000);
+}
+
+// Looks prompts of one chunk up, one a second, and stores them; returns how many got an extent.
+int flood(Fixture& f, std::uint32_t tenant, int n, std::uint64_t first,
+          std::uint64_t bytes = kRecordBytes) {
+  int stored = 0;
+  for (int i = 0; i < n; ++i) {
+    const auto keys = chain(first + static_cast<std::uint64_t>(i), 1);
+    pass_second(f);
+    CHECK_EQ(f.lease(keys, {0}).ticket, 0);
+    const auto reserved = f.reserve(keys, 0, nullptr, bytes, tenant);
+    if (reserved.ticket == 0) continue;
+    f.write(reserved.extents[0], keys[0]);
+    CHECK_EQ(f.commit_one(reserved.ticket, 0), CommitOutcome::kCommitted);
+    stored += 1;
+  }
+  return stored;
+}
+
+}  // namespace
+
+TEST(a_tenant_uses_all_that_is_free_and_gives_back_what_exceeds_its_quota_to_whom_it_is_due) {
+  Fixture f(16, "LRU");
+  set_quota(f, 1, 4);
+  set_quota(f, 2, 6);
+  CHECK_EQ(flood(f, 1, 16, 100), 16);
+  CHECK_EQ(bytes_of(f, 1), 16);
+  CHECK_EQ(flood(f, 2, 6, 200), 6);
+  CHECK_EQ(flood(f, 0, 40, 300), 40);
+  CHECK_EQ(bytes_of(f, 1), 4);
+  CHECK_EQ(bytes_of(f, 2), 6);
+  for (std::uint64_t last = 112; last < 116; ++last)
+    CHECK_EQ(f.peek(chain(last, 1)), 1);
+  CHECK_EQ(flood(f, 2, 40, 400), 40);  // replaces its own and those of no quota, the oldest first
+  CHECK_EQ(bytes_of(f, 1), 4);
+  CHECK_OK(validate(*f.pool));
+}
+
+TEST(quotas_that_take_all_of_l1_leave_nothing_to_others_and_each_to_its_tenant) {
+  Fixture f(16, "LRU");
+  set_quota(f, 1, 8);
+  set_quota(f, 2, 8);
+  CHECK_EQ(flood(f, 1, 30, 100) + flood(f, 2, 30, 200), 60);
+  const auto refused = f.reserve(chain(300, 1), 0, nullptr, kRecordBytes, 0);
+  CHECK_EQ(refused.outcomes[0], ReserveOutcome::kQuota);
+  // Nor does what a tenant uses itself count against others.
+  std::vector<std::uint64_t> leases;
+  for (std::uint64_t last = 122; last < 130; ++last)
+    leases.push_back(f.lease(chain(last, 1), {0}).ticket);
+  CHECK_EQ(f.reserve(chain(400, 1), 0, nullptr, kRecordBytes, 1).outcomes[0],
+           ReserveOutcome::kQuota);
+  CHECK_EQ(bytes_of(f, 2), 8);
+  // More than there is was promised: then each comes as far as its quota by the order of all.
+  set_quota(f, 3, 2);
+  CHECK_EQ(flood(f, 3, 5, 500), 5);
+  CHECK_EQ(bytes_of(f, 3), 2);
+  CHECK_EQ(bytes_of(f, 1) + bytes_of(f, 2), 14);
+  CHECK_OK(validate(*f.pool));
+}
+
+TEST(quotas_that_come_change_and_end_count_at_once) {
+  Fixture f(16, "VALUE", 64);
+  CHECK_EQ(flood(f, 1, 16, 100), 16);
+  set_quota(f, 1, 12);
+  CHECK_EQ(flood(f, 2, 30, 200), 30);
+  CHECK_EQ(bytes_of(f, 1), 12);
+  for (std::uint64_t last = 104; last < 116; ++last)
+    CHECK_EQ(f.peek(chain(last, 1)), 1);
+  set_quota(f, 1, 8);
+  CHECK_EQ(flood(f, 2, 30, 300), 30);
+  CHECK_EQ(bytes_of(f, 1), 8);
+  set_quota(f, 1, -1);
+  CHECK_OK(validate(*f.pool));
+  CHECK_EQ(flood(f, 2, 30, 400), 30);
+  CHECK_EQ(bytes_of(f, 1), 0);
+  for (std::uint32_t tenant = 10; tenant < 10 + kMaxQuotas; ++tenant)
+    set_quota(f, tenant, 1);
+  CHECK(!f.pool->set_quota(1, 1));
+  set_quota(f, 10, -1);
+  set_quota(f, 1, 1);
+  CHECK_EQ(flood(f, 1, 1, 500), 1);
+  CHECK_OK(validate(*f.pool));
+}
+
+TEST(extents_of_another_size_take_only_slabs_in_which_no_quota_lies) {
+  Fixture f(256, "LRU");
+  set_quota(f, 1, 64);
+  CHECK_EQ(flood(f, 1, 64, 1'000), 64);
+  CHECK_EQ(flood(f, 2, 400, 2'000), 400);
+  CHECK(flood(f, 3, 200, 3'000, 3 * kRecordBytes) > 100);
+  CHECK_EQ(bytes_of(f, 1), 64);
+  CHECK(f.pool->stats().evicted_by[1] > 0);
+  CHECK_OK(validate(*f.pool));
+}
+
+TEST(a_tenant_within_its_quota_gets_room_whatever_the_chunks_of_others_are_worth) {
+  Fixture f(64, "VALUE", 256);
+  const auto hot = chain(1, 64);
+  for (std::uint64_t request = 0; request < 2'000; ++request) {
+    pass_second(f);
+    // Prompts that never come back, and later one that does.
+    if (request < 1'000) flood(f, 2, 1, 10'000 + request);
+    if (request == 1'000) f.store(hot, 0, kRecordBytes, 1);
+    if (request > 1'000) f.pool->release(f.lease({hot.end() - 20, hot.end()}, {0}).ticket, -1);
+    f.pool->learn();
+  }
+  const auto reserve = [&](std::uint64_t prompt, std::uint32_t tenant) {
+    return f.reserve(chain(prompt, 1), f.row(1), nullptr, kRecordBytes, tenant).outcomes[0];
+  };
+  set_quota(f, 3, 1);
+  CHECK_EQ(reserve(20'000, 2), ReserveOutcome::kWorthLess);
+  CHECK_EQ(reserve(20'001, 3), ReserveOutcome::kReserved);
   CHECK_OK(validate(*f.pool));
 }
 

@@ -126,14 +126,14 @@ TEST(forecasts_are_those_of_pools_of_these_sizes_however_many_slices_a_chunk_has
   }
 }
 
-TEST(forecasts_by_tenant_are_those_of_quotas_of_these_sizes) {
+TEST(forecasts_by_tenant_are_those_of_quotas_of_these_sizes_without_what_is_beyond_them) {
   for (const std::uint32_t n_slices : {1u, 2u}) {
     std::vector<std::array<double, 3>> actual;
     std::vector<TenantForecast> told;
     for (const std::uint64_t factor : {2u, 1u}) {
-      Fixture f(1'024, "VALUE", 2'048);
-      f.pool->set_quota(1, static_cast<std::int64_t>(64 * factor * n_slices * kRecordBytes));
-      f.pool->set_quota(2, static_cast<std::int64_t>(160 * factor * n_slices * kRecordBytes));
+      Fixture f(224 * factor * n_slices, "LRU", 2'048);
+      for (const auto& [tenant, chunks] : {std::pair{1u, 64u}, std::pair{2u, 160u}})
+        CHECK(f.pool->set_quota(tenant, chunks * factor * n_slices * std::int64_t{kRecordBytes}));
       actual.push_back(run(f, n_slices));
       told = f.pool->forecasts().tenants;
     }

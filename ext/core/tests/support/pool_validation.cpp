@@ -403,13 +403,9 @@ Status Validation::check_tenants() const {
   for (const auto& [id, account] : accounts) {
     if (account.bytes != 0 && !tenant_bytes_.contains(id))
       return broken("a tenant without entries has bytes", id);
-    std::uint64_t listed = 0;
-    for (std::uint32_t entry = account.hot; entry != kNoEntry; entry = local_[entry].tenant_next) {
-      listed += entries_.extent_bytes(entry);
-      if (listed > used_) break;
-    }
-    if (listed != (account.quota_bytes >= 0 ? account.bytes : 0))
-      return broken("a tenant's list is wrong", id);
+    const auto& of_order = pool_.tenants_.of_order;
+    if (account.order == 0 ? account.quota_bytes >= 0 : of_order[account.order] != &account)
+      return broken("a tenant's order is wrong", id);
   }
   return Status();
 }
@@ -481,21 +477,25 @@ Status Validation::check(const SlabMap& map) {
 }
 
 std::int64_t Validation::count(const Value& policy, std::uint32_t cls) {
-  const Value::SizeClass& size = policy.classes_[cls];
   std::int64_t listed = 0;
-  for (std::size_t kind = 0; kind < size.lists.size(); ++kind) {
-    std::uint32_t previous = kNoEntry;
-    for (std::uint32_t entry = size.lists[kind].hot; entry != kNoEntry;
-         entry = policy.entries_[entry].list_next) {
-      const EntryLocal& local = policy.entries_[entry];
-      if (!local.known || local.parked || local.kind != kind || local.list_previous != previous)
-        return -1;
-      if (++listed > kMaxEntryCapacity) return -1;
-      previous = entry;
+  for (std::size_t order = 0; order < policy.orders_.size(); ++order) {
+    const Value::SizeClass& size = policy.orders_[order][cls];
+    for (std::size_t kind = 0; kind < size.lists.size(); ++kind) {
+      std::uint32_t previous = kNoEntry;
+      for (std::uint32_t entry = size.lists[kind].hot; entry != kNoEntry;
+           entry = policy.entries_[entry].list_next) {
+        const EntryLocal& local = policy.entries_[entry];
+        if (!local.known || local.parked || local.kind != kind || local.order != order ||
+            local.list_previous != previous)
+          return -1;
+        if (++listed > kMaxEntryCapacity) return -1;
+        previous = entry;
+      }
+      if (previous != size.lists[kind].cold) return -1;
     }
-    if (previous != size.lists[kind].cold) return -1;
+    listed += size.parked;
   }
-  return listed + size.parked;
+  return listed;
 }
 
 Status validate(Pool& pool) {

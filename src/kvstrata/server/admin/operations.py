@@ -13,7 +13,7 @@ from kvstrata.errors import BadRequest, NotFound
 from kvstrata.observability.logging import EventLog
 from kvstrata.process import operations
 from kvstrata.process.operations import Chunks, Claiming, Reply, operation, operations_of
-from kvstrata.types import GB, next_of, shown_name
+from kvstrata.types import GB, MAX_QUOTAS, next_of, shown_name
 
 if TYPE_CHECKING:  # with compiled modules, which `kvstrata ctl` does without
     from kvstrata.server.parts import Parts
@@ -92,7 +92,7 @@ class StrandedSession(msgspec.Struct):
 
 
 class Quota(msgspec.Struct):
-    """How much of L1 a tenant may have."""
+    """How much of L1 others cannot take from a tenant."""
 
     tenant: Annotated[str, Meta(min_length=1, max_length=256, description="Name of the tenant.")]
     quota_gb: Annotated[float, Meta(gt=0, le=1 << 20, description="In GB of 2^30 bytes.")]
@@ -233,9 +233,12 @@ def _row(one: Process) -> Document:
 
 @operation("PUT", "/v1/tenants/{tenant:path}/quota", ctl="quota")
 def change_quota(admin: Admin, ask: Quota) -> Document:
-    """Set how much of L1 a tenant may have, until the server ends: put it into the settings (`quotas_gb`) too."""
+    """Set what L1 protects of a tenant's chunks until the server ends: put it into the settings (`quotas_gb`) too."""
     quota_bytes = round(ask.quota_gb * GB)
-    admin.parts.quotas.set(ask.tenant, quota_bytes)
+    if not admin.parts.set_quota(ask.tenant, quota_bytes):
+        raise BadRequest(
+            f"tenant: {MAX_QUOTAS} others have quotas; leave some out of quotas_gb", field="tenant"
+        )
     admin.log.info("quota_changed", tenant=ask.tenant, quota_bytes=quota_bytes)
     return {"tenant": ask.tenant, "quota_bytes": quota_bytes}
 

@@ -31,7 +31,6 @@ from kvstrata.rpc.cluster_wire import (
     Drain,
     Evict,
     Freeze,
-    Lend,
     Operation,
     Outcome,
     Pull,
@@ -77,7 +76,7 @@ class Actions:
     def __init__(self, parts: Parts, peers: PeersServed) -> None:
         self._pool, self._lane, self._clock = parts.pool, parts.own_lane, parts.clock
         self._facts, self._loop, self._frozen_by = parts.facts, parts.loop, parts.frozen_by
-        self._prefetch, self._shared, self._quotas = parts.prefetch, parts.shared, parts.quotas
+        self._prefetch, self._shared = parts.prefetch, parts.shared
         self._clearing, self._board, self._claims = parts.clearing, parts.board, parts.claims
         self._peers = peers
         self.leader = (0, 0)
@@ -164,10 +163,6 @@ class Actions:
             case Drain():
                 self._peers.drain(operation.on)
                 return {"sending_bytes": self._peers.sending()[0]}
-            case Lend():
-                self._quotas.lend(operation.lent)
-                self._log.info("lends", lent=operation.lent)
-                return {}
             case AskShared() if self._shared is not None:
                 return await self._lane.run(shared.body_of, *self._shared.take(), operation)
             case AskRuntime():

@@ -12,7 +12,6 @@ from kvstrata.rpc.cluster_wire import MAX_ADAPTER_CHARS, MAX_ADAPTERS, MAX_ENGIN
 from kvstrata.rpc.wire import LoadRate
 from kvstrata.server.cluster.held import L1_TIER, HeldChunks
 from kvstrata.server.processes import EngineGroup
-from kvstrata.server.quotas import share
 from kvstrata.types import LayoutIdentity
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ class Condition:
     def __init__(self, parts: Parts, held: HeldChunks, peers: PeersServed) -> None:
         self._pool, self._processes, self._counters = parts.pool, parts.processes, parts.counters
         self._held, self._peers, self._peer_reads = held, peers, parts.peer_reads
-        self._quotas = parts.quotas
         self._tiers, self._readiness, self._frozen_by = parts.tiers, parts.readiness, parts.frozen_by
 
     def now(self, obeys: tuple[int, int]) -> cluster_wire.Condition:
@@ -54,7 +52,6 @@ class Condition:
         peer_chunks, peer_bytes = self._peer_reads.loads()
         sending_bytes, sent_bytes = self._peers.sending()
         usage = self._held.usage()
-        whole, by_tenant = self._pool.forecasts()
         return Load(
             chunks={L1_TIER: l1["entries"]["ready"], **self._held.records()},
             used_bytes={L1_TIER: l1["used_bytes"], **{tier: one.used_bytes for tier, one in usage.items()}},
@@ -73,8 +70,7 @@ class Condition:
             peer_read_bytes_total=peer_bytes,
             sessions=len(list(self._processes)),
             tier_states=self._held.states(),
-            saved={f"{size:g}": share(saved) for size, _, saved in whole},
-            shares=self._quotas.shares(by_tenant, counters.tenants),
+            saved={f"{size:g}": min(1.0, max(0.0, saved)) for size, _, saved in self._pool.forecasts()[0]},
         )
 
     def _models(self) -> list[KvKind]:
