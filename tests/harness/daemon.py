@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -12,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -90,6 +91,15 @@ class Spawned:
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It stands still within the block, and never after it."""
+        self.freeze()
+        try:
+            yield
+        finally:
+            self.thaw()
 
     def kill(self) -> None:
         assert self._process is not None

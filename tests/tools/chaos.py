@@ -252,11 +252,8 @@ class Chaos:
 
     def _stopped(self, what: str, process: Spawned) -> None:
         self.journal.note(f"{what} stopped")
-        process.freeze()
-        try:
+        with process.frozen():
             time.sleep(self._draw.uniform(*OUTAGE_S))
-        finally:
-            process.thaw()
 
     def _killed(self, what: str, process: Any, meanwhile: Callable[[], None] = lambda: None) -> None:
         self._outage()

@@ -121,9 +121,8 @@ def strike(fleet: Fleet, who: str, how: str) -> None:
         if how == "killed":
             fleet.server.kill()
             return
-        fleet.server.freeze()
-        time.sleep(STOPPED_S)
-        fleet.server.thaw()
+        with fleet.server.frozen():
+            time.sleep(STOPPED_S)
         return
     rig = fleet.prefill if who == "prefill" else fleet.decode
     if how == "killed":

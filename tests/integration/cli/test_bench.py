@@ -140,9 +140,8 @@ def test_wrong_arguments_are_named(server) -> None:
 def test_an_interrupted_run_leaves_nothing(server):
     running = begun(words(server, "--rounds", "1000", "--chunks", "10"))
     eventually("chunks are stored", lambda: server.get("/v1/status")["pool"]["leased_bytes"])
-    server.freeze()  # the run cannot end by itself from here on
-    os.killpg(running.pid, signal.SIGINT)
-    server.thaw()
+    with server.frozen():  # the run cannot end by itself from here on
+        os.killpg(running.pid, signal.SIGINT)
     assert ended(running) == (130, "", "kvstrata bench: interrupted\n")
     assert nothing_is_left(server)
 
@@ -174,12 +173,8 @@ def test_missing_chunks_are_an_error(engine, server):
 @pytest.mark.silence
 def test_a_frozen_server_does_not_count_as_missing_chunks(engine, server):
     engine.store(3)
-    server.freeze()
-    try:
-        with pytest.raises(Unavailable):
-            engine.retrieve()
-    finally:
-        server.thaw()
+    with server.frozen(), pytest.raises(Unavailable):
+        engine.retrieve()
     eventually("the server answers again", lambda: engine.client.connected)
 
 

@@ -110,15 +110,12 @@ def test_a_backlog_too_large_is_refused_and_frees_the_blocks(server, request, mo
     monkeypatch.setattr(stores, "BACKLOG_BYTES", 100_000)
     with CacheEngine(server.socket_dir, model=request.node.name) as engine:
         engine.connect()
-        server.freeze()
-        try:
+        with server.frozen():
             first = engine.store(prompt(8, seed=1), compute=False)
             second = engine.store(prompt(8, seed=2), compute=False)
             assert second.gathered.is_set()
             assert second.done.is_set()
             assert set(second.outcomes) == {StoreOutcome.BACKLOG}
-        finally:
-            server.thaw()
         assert first.done.wait(PATIENCE_S)
 
 
@@ -193,15 +190,12 @@ def test_calls_return_before_the_server_answers(server, engine):
     tokens = prompt(512)
     hasher = engine.hasher(tokens)
     identity = engine.identity()
-    server.freeze()
-    try:
+    with server.frozen():
         calls, answered = [], []
         for number in range(200):
             calls.append(engine.client.lookup(identity, hasher, request_id=str(number), deadline_ms=60_000))
             # From here on only the client's breaker answers, and at once.
             answered.append(calls[-1].done and engine.client.connected)
-    finally:
-        server.thaw()
     assert not any(answered), "a call waited for its answer"
     assert all(call.wait(PATIENCE_S) for call in calls)
     eventually("connected again", lambda: engine.client.connected)

@@ -249,11 +249,10 @@ def test_a_page_whose_store_took_too_long_never_gets_the_bytes_that_came_after_i
     stored(storage, pool, NAMES[:1])
     cache = storage._caches["kv"]
     pool.fill(1, NAMES[1])
-    server.freeze()
-    monkeypatch.setattr(cache, "_wait_s", 0.01)
-    assert storage.batch_set_v1([NAMES[1]], pool.slots(1)) == [False]
-    pool.fill(1, "another page")
-    server.thaw()
+    with server.frozen():
+        monkeypatch.setattr(cache, "_wait_s", 0.01)
+        assert storage.batch_set_v1([NAMES[1]], pool.slots(1)) == [False]
+        pool.fill(1, "another page")
     monkeypatch.setattr(cache, "_wait_s", TIMEOUT_S)
     data = stored(storage, pool, [NAMES[2]], first_page=2)
     assert storage.batch_get_v1([NAMES[1]], pool.slots(9)) == [False]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -172,13 +171,12 @@ def test_a_leader_that_was_frozen_sends_no_command_when_it_wakes(controllers):
         asked = instance.operation()
         stale = asked.token
         assert isinstance(asked.operation, wire.Drain)
-        controllers[old].signal(signal.SIGSTOP)
-        greater = eventually(
-            "the other leads",
-            lambda: (e := controllers[new].ask("/v1/cluster")["election"])["leads"] and e["token"],
-        )
-        assert greater > stale
-        controllers[old].signal(signal.SIGCONT)
+        with controllers[old].frozen():
+            greater = eventually(
+                "the other leads",
+                lambda: (e := controllers[new].ask("/v1/cluster")["election"])["leads"] and e["token"],
+            )
+            assert greater > stale
         assert leader_of(controllers) == new
         instance.tell(state="draining")  # a leader would repeat its order now
         assert not instance.has_operation(), "a controller that does not lead commands nothing"

@@ -119,10 +119,9 @@ def test_a_move_from_an_instance_that_does_not_answer_drops_nothing(scene: Scene
     tokens = prompt(CHUNKS, seed=30)
     store(cluster, one, tokens, 0)
     before = ready(cluster, 0)
-    cluster.servers[0].freeze()
-    [pull] = copy(cluster, "move", tokens, to="instance-1", source="instance-0")
-    assert pull["result"]["count"] == 0
-    cluster.servers[0].thaw()
+    with cluster.servers[0].frozen():
+        [pull] = copy(cluster, "move", tokens, to="instance-1", source="instance-0")
+        assert pull["result"]["count"] == 0
     assert ready(cluster, 0) == before
     assert one.hit(tokens) == CHUNKS
     eventually("it is read again", lambda: other.hit(tokens) == CHUNKS)

@@ -42,18 +42,17 @@ def test_a_write_whose_connection_is_closed_meanwhile_says_so_and_is_not_cancell
         election = election_of(settings)
         await election.step(refresh=True)
         assert election.token
-        etcd.freeze()
-        writing = asyncio.create_task(election.write({"state": b"x"}))
-        await asyncio.sleep(0)
-        await election._disconnect()
-        with pytest.raises(NotLeading, match="closed"):
-            await writing
-        again = asyncio.create_task(election.write({"state": b"x"}))
-        await asyncio.sleep(0)
-        again.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await again
-        etcd.thaw()
+        with etcd.frozen():
+            writing = asyncio.create_task(election.write({"state": b"x"}))
+            await asyncio.sleep(0)
+            await election._disconnect()
+            with pytest.raises(NotLeading, match="closed"):
+                await writing
+            again = asyncio.create_task(election.write({"state": b"x"}))
+            await asyncio.sleep(0)
+            again.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await again
         await election.close()
 
     asyncio.run(play())

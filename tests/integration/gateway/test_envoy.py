@@ -49,12 +49,9 @@ async def test_requests_pass_a_picker_that_is_frozen_and_are_counted_when_it_goe
     engines = [ScriptedEngine(), ScriptedEngine()]
     gateway = await start(*engines)
     assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
-    gateway.freeze()
-    try:
+    with gateway.frozen():
         answers = [status_of(session.post(gateway.url + CHAT, json=ask())) for _ in range(20)]
         assert await asyncio.gather(*answers) == [200] * 20
-    finally:
-        gateway.thaw()
     await at_rest(gateway, session)
     assert sum(len(engine.got) for engine in engines) == 21
 
@@ -63,11 +60,8 @@ async def test_requests_pass_a_picker_that_is_frozen_and_are_counted_when_it_goe
 async def test_with_tenants_nobody_passes_a_picker_that_does_not_answer(start, session, tmp_path):
     engine = ScriptedEngine()
     gateway = await start(engine, tenants=tenants(tmp_path))
-    gateway.freeze()
-    try:
+    with gateway.frozen():
         assert await status_of(session.post(gateway.url + CHAT, json=ask(), headers=bearer("red"))) == 503
-    finally:
-        gateway.thaw()
     assert not engine.got
 
 

@@ -195,8 +195,6 @@ async def test_an_engine_that_dies_gets_no_requests_until_it_answers_again(start
     await gateway.until_engine(session, one.name, "up")
     assert await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
     assert len(one.got) == 1
-    [share] = [row["share"] for row in (await gateway.status(session))["engines"] if row["name"] == one.name]
-    assert 0.25 <= share < 1, "it has just come back"
     await one.stop()
 
 

@@ -126,11 +126,10 @@ async def test_a_frozen_gateway_is_forgotten_delays_nobody_and_is_known_again(sc
     first, second = scene.gateways
     waiting = [asyncio.create_task(asks(first, session)) for _ in range(3)]
     await in_flight(second, session, 3)
-    first.freeze()
-    await in_flight(second, session, 0)
-    mine = [asyncio.create_task(asks(second, session)) for _ in range(3)]
-    await eventually_async("all were sent", lambda: sum(len(engine.got) for engine in scene.engines) == 6)
-    first.thaw()
+    with first.frozen():
+        await in_flight(second, session, 0)
+        mine = [asyncio.create_task(asks(second, session)) for _ in range(3)]
+        await eventually_async("all were sent", lambda: sum(len(engine.got) for engine in scene.engines) == 6)
     await in_flight(second, session, 3)
     await in_flight(first, session, 3)
     scene.go.set()

@@ -9,7 +9,6 @@ import contextlib
 import mmap
 import os
 import resource
-import signal
 import socket
 import stat
 from collections.abc import Iterator
@@ -236,10 +235,8 @@ def test_a_stopping_server_tells_its_processes(server):
 
 def test_a_stopped_server_makes_attach_unavailable_within_its_time(server):
     client = RpcClient(server.socket_dir)
-    server.signal(signal.SIGSTOP)
-    with pytest.raises(Unavailable):
+    with server.frozen(), pytest.raises(Unavailable):
         client.attach(timeout_s=0.2)
-    server.signal(signal.SIGCONT)
     with client:
         assert numbers(server, attached=1)
 

@@ -119,10 +119,9 @@ def test_an_owner_that_is_stopped_costs_a_deadline_and_is_read_again_when_it_goe
 ) -> None:
     with engines(cluster) as (one, other):
         tokens = stored_and_known(cluster, one)
-        cluster.servers[0].freeze()
-        assert other.hit(tokens, **BRIEF) == 0
-        store(other, prompt(2, seed=9))
-        cluster.servers[0].thaw()
+        with cluster.servers[0].frozen():
+            assert other.hit(tokens, **BRIEF) == 0
+            store(other, prompt(2, seed=9))
         read(other, tokens)
         settled(cluster, 1)
 

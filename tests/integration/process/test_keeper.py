@@ -423,12 +423,11 @@ def test_only_a_pool_without_server_keeper_and_engine_is_freed(server: ServerPro
     eventually("the keeper has locked the pool", lambda: f"keeper {server.pid}" in owners())
     with CacheEngine(server.socket_dir) as engine:
         engine.connect()
-        server.freeze()
-        send(serving, 9)  # the keeper cannot start the next server now
-        eventually("the server is gone", lambda: "server" not in owners()[0])
-        assert owners()[0] == f"keeper {server.pid}" and owners()[1].startswith("1 engine process (")
-        assert refused(f"keeper {server.pid}")
-        server.thaw()
+        with server.frozen():
+            send(serving, 9)  # the keeper cannot start the next server now
+            eventually("the server is gone", lambda: "server" not in owners()[0])
+            assert owners()[0] == f"keeper {server.pid}" and owners()[1].startswith("1 engine process (")
+            assert refused(f"keeper {server.pid}")
         eventually("the next server answers", lambda: engine.client.epoch > server.ready["epoch"])
         assert server.stop() == 0
         assert owners()[0].startswith("1 engine process (")

@@ -75,12 +75,11 @@ def test_a_frozen_loop_starves_the_watchdog(tmp_path: Path, systemd: socket.sock
         tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, environment=environment_for(systemd)
     ).started() as server:
         heard(systemd, "WATCHDOG=1")
-        server.freeze()
-        systemd.settimeout(5 * WATCHDOG_S)
-        with pytest.raises(TimeoutError):
-            while True:
-                systemd.recv(4096)
-        server.thaw()
+        with server.frozen():
+            systemd.settimeout(5 * WATCHDOG_S)
+            with pytest.raises(TimeoutError):
+                while True:
+                    systemd.recv(4096)
         systemd.settimeout(PATIENCE_S)
         heard(systemd, "WATCHDOG=1")
 

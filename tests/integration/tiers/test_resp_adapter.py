@@ -293,14 +293,11 @@ async def test_a_server_behind_tls_that_is_stopped_costs_the_time_limit_and_come
     with RedisServer(tmp_path / "redis", tls=tls) as server:
         async with opened(server.entry(request_timeout=1.0, connection_timeout=1.0)) as adapter:
             await put(adapter, 1)
-            server.freeze()
-            try:
+            with server.frozen():
                 assert await load(adapter, 1) == [Settled(Outcome.FAILED, "timeout")]
                 # More than the sockets' buffers hold.
                 [outcome] = await put(adapter, 2, size=32 << 20)
                 assert outcome.outcome is Outcome.FAILED and outcome.reason in ("timeout", "unreachable")
-            finally:
-                server.thaw()
 
             async def is_back() -> bool:
                 return await load(adapter, 1) == [LOADED]

@@ -309,12 +309,11 @@ def test_a_frozen_master_costs_misses_and_comes_back(master, holder, serve):
         load = Load(client)
         load.until_served()
         host = tier(client.status())["host"]
-        master.freeze()
-        for _ in range(5):
-            assert load.step() == 0
-        until(client, lambda status: tier(status)["host"]["restarts"] > host["restarts"])
-        until_gone(host["pid"])
-        master.thaw()
+        with master.frozen():
+            for _ in range(5):
+                assert load.step() == 0
+            until(client, lambda status: tier(status)["host"]["restarts"] > host["restarts"])
+            until_gone(host["pid"])
         load.until_served()
 
 

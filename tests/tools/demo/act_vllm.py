@@ -85,10 +85,9 @@ def act_2(folder: Path, table: Table, size: str) -> None:
         server.start()
         from_l2 = after_recovery(server, second, prompt, n_sessions)
         row(4, from_l2, HIT_TOKENS, ok=loaded_chunks(server) >= HIT_TOKENS // CHUNK_TOKENS)
-        server.freeze()
-        second.ask("reset_prefix_cache")
-        row(5, second.generate(prompt, max_tokens=NEW_TOKENS), 0, 0)
-        server.thaw()
+        with server.frozen():
+            second.ask("reset_prefix_cache")
+            row(5, second.generate(prompt, max_tokens=NEW_TOKENS), 0, 0)
         row(6, after_recovery(server, second, prompt, n_sessions), HIT_TOKENS)
 
 
