@@ -7,7 +7,6 @@ power cuts at each system call are in ext/core/tests/{disk,fs}/*_power_test.cpp.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import random
 import signal
@@ -43,6 +42,8 @@ pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).resolve().parents[3]
 SIZES = (3_000, 20_000, 70_000)
 MIB = 1 << 20
+NUMBERS = 2000
+"""Records of a child at most, however late it is killed."""
 
 
 def size_of(number: int) -> int:
@@ -109,11 +110,12 @@ async def work_for_ever(medium: Disk | Fs, first: int) -> None:
             os.write(1, f"-{numbers[2]}\n".encode())
         batches.release()
 
-    for start in itertools.count(first, 5):
+    for start in range(first, first + NUMBERS, 5):
         await batches.acquire()
         task = asyncio.create_task(batch(list(range(start, start + 5))))
         running.add(task)
         task.add_done_callback(running.discard)
+    await asyncio.Event().wait()
 
 
 class Child:
@@ -178,7 +180,7 @@ async def examine(medium: Disk | Fs, said: Said) -> None:
     adapter = medium.adapter()
     await adapter.open(context())
     try:
-        numbers = range(10_000)
+        numbers = range(3 * NUMBERS)
         found = await ask_for(adapter, [key_of(n) for n in numbers])
         present = {n for n, f in zip(numbers, found, strict=True) if f.presence is Presence.PRESENT}
         assert not present & said.deleted
@@ -213,7 +215,7 @@ def test_acknowledged_work_survives_kills_from_outside(tmp_path, name, room, see
     base = tmp_path / "kv"
     said = Said()
     for life in range(3):
-        child = Child(name, base, room, 2000 * life)
+        child = Child(name, base, room, NUMBERS * life)
         child.until_said(draw.randrange(5, 400))
         said.hear(child.kill())
         asyncio.run(examine(MEDIA[name](base, room), said))
