@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvstrata.errors import StorageError
-from kvstrata.process.keeper import PR_SET_PDEATHSIG
 from kvstrata.tiers.base import AdapterContext, Ask, Item, Outcome
 from kvstrata.tiers.media.fs import FsAdapter
 
@@ -42,11 +41,6 @@ def _write_garbage() -> None:
         found.close()
 
 
-def _outlive_the_server() -> None:
-    """Stay alive when the server dies, like a process that the kernel cannot end because a file system hangs."""
-    assert ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(0)) == 0
-
-
 def _raise() -> NoReturn:
     raise RuntimeError("ordered to raise")
 
@@ -64,7 +58,6 @@ WAYS: dict[str, Callable[[], None]] = {
     "null": lambda: ctypes.memset(0, 0, 1),
     "raise": _raise,
     "refuse": _refuse,
-    "outlive": _outlive_the_server,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 

@@ -219,7 +219,9 @@ async def test_slow_clients_cost_only_themselves(start, session):
             with contextlib.suppress(OSError):  # cut already, since too many are open
                 connection.sendall([b"POST ", HEAD, HEAD + b"content-length: 100\r\n\r\n{"][number % 3])
 
-        async def answered() -> bool:  # the engine is this process, which a busy machine may stop for a second
+        async def answered() -> (
+            bool
+        ):  # the engine is this process, which a busy machine may stop for a second
             return await status_of(session.post(gateway.url + CHAT, json=ask())) == 200
 
         await eventually_async("others are answered", answered)

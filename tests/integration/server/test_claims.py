@@ -23,7 +23,7 @@ from kvstrata.rpc import wire
 from kvstrata.server.claims import _File
 from kvstrata.types import KEY_BYTES, unpack_extents
 from tests.harness.cache_engine import eventually
-from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient, keys_of, part, payload, until
+from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient, keys_of, part, payload
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -166,20 +166,6 @@ def test_a_claim_that_was_answered_before_a_kill_is_kept_after_it(server):
     found = states(server)
     assert set(found.values()) == {("kept", "")} and found.keys() >= set(answered)
     assert len(found) <= len(answered) + len(threads)
-
-
-def test_what_a_claim_lacks_is_prewarmed(start):
-    server = start(l1_mb=16, l2="fs", chunk_tokens=CHUNK_TOKENS, flags=("--eviction-policy", "LRU"))
-    with RpcClient(server.socket_dir) as client:
-        store(client, TOKENS, salt="mine")
-        until(
-            client, lambda status: status["l2_store"]["adapters"]["fs-0"]["outcomes"].get("stored") == CHUNKS
-        )
-        fill(client, 0)
-        assert claim(server, tokens=TOKENS, salt="mine")["message"].startswith("absent: the first 0")
-        job = server.post("/v1/prewarm", {"tokens": TOKENS, "salt": "mine"})["job"]
-        eventually("it is loaded", lambda: server.get(f"/v1/prewarm/{job}")["state"] == "done")
-        assert claim(server, tokens=TOKENS, salt="mine")["state"] == "kept"
 
 
 def test_controls_only_what_the_identity_says_is_found_with_a_claim_and_without(server):

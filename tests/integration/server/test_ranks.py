@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -92,31 +90,6 @@ def test_a_killed_server_serves_windows_from_the_pool_that_it_finds(server, grou
     groups.load(6, result)
 
 
-@pytest.mark.long
-def test_a_prewarm_loads_the_windows_at_the_end_within_its_budget(server, groups):
-    groups.store(8, [(0, 8)])
-    pool = server.get("/v1/status")["pool"]
-    record_bytes = pool["used_bytes"] // pool["entries"]["ready"]
-    start_empty(server, groups)
-
-    def prewarm(budget_bytes: int) -> dict[str, Any]:
-        job = server.post("/v1/prewarm", {"tokens": prompt(8), "budget_bytes": budget_bytes})["job"]
-        return eventually(
-            "the prewarm ends",
-            lambda: (found := server.get(f"/v1/prewarm/{job}"))["state"] != "running" and found,
-        )
-
-    limited = prewarm(5 * record_bytes)
-    assert 0 < limited["l2_chunks"] < 8, limited
-    entries = server.get("/v1/status")["pool"]["entries"]["ready"]
-    assert entries == limited["l2_chunks"] + min(SPAN, limited["l2_chunks"])
-    rest = prewarm(1 << 30)
-    assert (rest["l1_chunks"] + rest["l2_chunks"], rest["reason"]) == (8, ""), rest
-    result = groups.whole.looked_up(prompt(8))
-    assert result.n_chunks == 8
-    groups.load(8, result)
-
-
 def test_a_server_that_stops_in_the_middle_of_a_load_costs_the_deadline_and_its_windows_are_whole(
     server: ServerProcess, groups: Groups
 ) -> None:
@@ -133,29 +106,6 @@ def test_a_server_that_stops_in_the_middle_of_a_load_costs_the_deadline_and_its_
     result = groups.whole.looked_up(prompt(8))
     assert (result.n_chunks, groups.windows_of(result)) == (8, [6, 7])
     groups.load(8, result)
-
-
-@pytest.mark.long
-def test_windows_that_a_full_disk_did_not_take_are_a_shorter_hit_and_never_wrong(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path / "fs", l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS) as server:
-        server.start()
-        with open_groups(server) as groups:
-            groups.store(8, [(0, 2)])
-            until_put(server)
-            # From now on each write fails, as on a disk without space.
-            resource.prlimit(server.ready["pid"], resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
-            assert groups.windowed.stored(prompt(8), 6) == ["stored"] * 2
-            assert groups.whole.hit(prompt(8)) == 8, "L1 has the windows"
-
-            def failed() -> bool:
-                [adapter] = server.get("/v1/status")["l2_store"]["adapters"].values()
-                return bool(set(adapter["outcomes"]) - {"stored", "exists"})
-
-            eventually("puts have failed", failed)
-            kill_and_start_empty(server, groups)
-            result = groups.whole.looked_up(prompt(8))
-            assert (result.n_chunks, groups.windows_of(result)) == (2, [0, 1])
-            groups.load(8, result)
 
 
 def test_a_lookup_waits_for_promised_windows_only_where_they_will_be(server, groups):

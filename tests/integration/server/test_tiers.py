@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,33 +134,6 @@ def test_an_adapter_paused_by_ctl_is_not_used_until_it_is_resumed(start):
 
         assert "active" in ctl("l2", "resume", "fs-0")
         assert engine.hit(prompt(4, seed=1)) == 4
-
-
-def test_a_wrong_key_file_is_a_miss_with_its_reason(start, tmp_path):
-    base, key_file = tmp_path / "encoded", tmp_path / "key"
-    key_file.touch(0o600)
-    key_file.write_text(secrets.token_hex(32))
-    adapter = {
-        "type": "fs",
-        "base_path": str(base),
-        "codec": [{"name": "aes-gcm", "key_file": str(key_file)}],
-    }
-    server = start(adapter)
-    with RpcClient(server.socket_dir) as client:
-        _, chain = stored(client, 3)
-        until_stored(client)
-        clear_l1(client)
-        server.kill()
-        server.wipe_segment()
-    key_file.write_text(secrets.token_hex(32))
-    server.start()
-    with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        for _ in range(2):
-            reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
-            assert (reply.n_chunks, reply.l2_chunks) == (0, 0)
-        assert client.status()["l2_adapters"]["fs-0"]["codec"]["wrong_key"] >= 1
-    assert len(list(base.glob("??/??/*.kvc"))) == 3
 
 
 CHUNKS = 40

@@ -27,22 +27,17 @@ def compile_probe(folder: Path) -> Path:
     return module
 
 
-def probe_adapter(module: str, hang_path: str, drains: bool) -> NativeAdapter:
-    """The adapter of a module that `compile_probe` made; its loads hang while `hang_path` is there."""
+def probe_adapter(module: str, drains: bool) -> NativeAdapter:
+    """The adapter of a module that `compile_probe` made."""
     loader = importlib.machinery.ExtensionFileLoader("probe", module)
     spec = importlib.util.spec_from_file_location("probe", module, loader=loader)
     assert spec is not None
     probe: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(probe)
-    return NativeAdapter(probe.connector(hang_path, drains), name="probe")
+    return NativeAdapter(probe.connector(drains), name="probe")
 
 
-def entry_of(module: Path, hang_path: Path, *, drains: bool = False, **common: Any) -> dict[str, Any]:
-    parameters = {"module": str(module), "hang_path": str(hang_path), "drains": drains}
-    return {
-        "type": "plugin",
-        "module_path": __name__,
-        "class_name": "probe_adapter",
-        "adapter_params": parameters,
-        **common,
-    }
+def entry_of(module: Path, isolation: str) -> dict[str, Any]:
+    parameters = {"module": str(module), "drains": False}
+    place = {"module_path": __name__, "class_name": "probe_adapter", "adapter_params": parameters}
+    return {"type": "plugin", **place, "isolation": isolation}

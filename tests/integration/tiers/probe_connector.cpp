@@ -1,8 +1,7 @@
 // A connector for tests: keeps records in memory, checks that what it is given lies in the region
-// that it was told of, and does not come back from loads while a file is there.
+// that it was told of.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -16,7 +15,7 @@ namespace {
 
 class Probe final : public kvstrata::Connector {
  public:
-  Probe(std::string hang_path, bool drains) : hang_path_(std::move(hang_path)), drains_(drains) {}
+  explicit Probe(bool drains) : drains_(drains) {}
 
   kvstrata::ConnectorCapabilities capabilities() const noexcept override {
     return {.wants_registered_memory = true,
@@ -50,8 +49,6 @@ class Probe final : public kvstrata::Connector {
   }
 
   void load(std::span<kvstrata::LoadItem> piece) noexcept override {
-    while (::access(hang_path_.c_str(), F_OK) == 0)
-      ::pause();
     for (auto& item : piece) {
       look_at(item.bytes, item.length);
       const std::lock_guard lock(mutex_);
@@ -88,7 +85,6 @@ class Probe final : public kvstrata::Connector {
     ++(is_inside ? inside_ : outside_);
   }
 
-  const std::string hang_path_;
   const bool drains_;
   const std::uint8_t* region_ = nullptr;
   std::uint64_t region_bytes_ = 0;
@@ -99,15 +95,13 @@ class Probe final : public kvstrata::Connector {
 };
 
 PyObject* connector(PyObject*, PyObject* arguments) {
-  const char* hang_path = nullptr;
   int drains = 0;
-  if (!PyArg_ParseTuple(arguments, "sp", &hang_path, &drains)) return nullptr;
-  return PyCapsule_New(new Probe(hang_path, drains != 0), kvstrata::connector_capsule_name,
-                       nullptr);
+  if (!PyArg_ParseTuple(arguments, "p", &drains)) return nullptr;
+  return PyCapsule_New(new Probe(drains != 0), kvstrata::connector_capsule_name, nullptr);
 }
 
 PyMethodDef methods[] = {
-    {"connector", connector, METH_VARARGS, "connector(hang_path, drains): the capsule."},
+    {"connector", connector, METH_VARARGS, "connector(drains): the capsule."},
     {nullptr, nullptr, 0, nullptr},
 };
 

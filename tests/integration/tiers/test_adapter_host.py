@@ -17,7 +17,6 @@ import pytest
 
 from kvstrata.memory import linux
 from kvstrata.memory.segment_files import HOSTS_BYTE
-from kvstrata.types import KEY_BYTES
 from tests.harness.bad_adapter import entry_of
 from tests.harness.cache_engine import eventually
 from tests.harness.l2_load import clear_l1, served
@@ -148,9 +147,6 @@ def test_the_server_serves_whatever_happens_to_a_host_and_the_host_comes_back(st
             return client.lookup(identity.identity_id, chain, deadline_ms=5_000).n_chunks == 3
 
         until(client, is_back)
-        client.resume([])
-        clear_l1(client)
-        assert served(client, identity, chain) == (0, 3)
 
 
 def test_bytes_that_a_stopped_host_may_touch_are_free_when_it_is_reaped_and_not_before(start):
@@ -207,40 +203,6 @@ def test_a_killed_server_leaves_no_host_behind(start, number):
         send(pid, number)
         server.kill()
     until_gone(pid)
-
-
-@pytest.mark.long
-def test_the_next_server_adopts_the_pool_and_starts_its_own_host(start: Callable[..., HostedServer]) -> None:
-    server = start()
-    with RpcClient(server.socket_dir) as client:
-        _, chain = stored_in_l2(client, 3)
-        server.kill()
-    assert server.start()["adopted"]
-    with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        reply = client.lookup(identity.identity_id, chain)
-        assert reply.l1_chunks == len(chain) // KEY_BYTES
-
-
-@pytest.mark.long
-def test_a_pool_that_a_host_of_the_server_before_may_still_write_to_is_not_adopted(tmp_path: Path) -> None:
-    with HostedServer(tmp_path) as server:
-        server.order("open", "outlive")
-        server.start()
-        with RpcClient(server.socket_dir) as client:
-            stored_in_l2(client, 3)
-            pid = host_of(client.status())["pid"]
-            send(pid, signal.SIGSTOP)
-            server.kill()
-        server.no_orders()
-        try:
-            # The old host has the tier's directory locked: L1 alone serves.
-            server.start()
-            reason = f"an adapter host of the previous server, process {pid}, has not ended"
-            assert reason in server.log.read_text()
-            assert server.get("/v1/status")["pool"]["adopted_entries"] == 0
-        finally:
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.long

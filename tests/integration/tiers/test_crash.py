@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.errors import StorageError
 from kvstrata.testing.strategies import (
     ask_for,
     key_of,
@@ -34,7 +33,6 @@ from kvstrata.tiers.media.disk import disk_adapter
 from kvstrata.tiers.media.fs import FsAdapter
 from kvstrata.tiers.native_adapter import NativeAdapter
 from tests.harness.amount import amount
-from tests.harness.signals import send
 from tests.oracles import disk_log
 
 pytestmark = pytest.mark.integration
@@ -219,25 +217,6 @@ def test_acknowledged_work_survives_kills_from_outside(tmp_path, name, room, see
         child.until_said(draw.randrange(5, 400))
         said.hear(child.kill())
         asyncio.run(examine(MEDIA[name](base, room), said))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MEDIA)
-def test_a_stopped_server_keeps_its_directory_and_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
-    base = tmp_path / "kv"
-    said, medium = Said(), MEDIA[name](base, "large")
-    child = Child(name, base, "large", 0)
-    try:
-        child.until_said(20)
-        send(child.process.pid, signal.SIGSTOP)
-        owner = rf"belongs to another running server \(pid {child.process.pid}"
-        with pytest.raises(StorageError, match=owner):
-            asyncio.run(examine(medium, said))
-        child.process.send_signal(signal.SIGCONT)
-        child.until_said(200)
-    finally:
-        said.hear(child.kill())
-    asyncio.run(examine(medium, said))
 
 
 if __name__ == "__main__":

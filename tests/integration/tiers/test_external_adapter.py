@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -13,22 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstrata.testing.adapter_contract import SIZE, STORED
-from kvstrata.testing.strategies import (
-    WAIT_S,
-    Found,
-    Settled,
-    ask_for,
-    key_of,
-    lent_context,
-    load_item,
-    put_item,
-    settled,
-    watched,
-)
-from kvstrata.tiers.base import Outcome, Presence
-from kvstrata.tiers.config import configure_tier
-from kvstrata.tiers.host.parent import HostedAdapter
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.http_read import read
@@ -150,23 +133,6 @@ def test_wrong_fields_stop_the_start_by_name(package: Installed, tmp_path: Path)
         server.start()
 
 
-@pytest.mark.long
-def test_a_class_of_a_module_on_the_path_serves_without_packaging(tmp_path: Path) -> None:
-    adapter = {
-        "type": "plugin",
-        "module_path": "kvstrata_sqlite",
-        "class_name": "SqliteAdapter",
-        "adapter_params": {"path": str(tmp_path / "kv.sqlite"), "capacity_gb": 1},
-    }
-    source = EXAMPLES / "external_python_adapter" / "src"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), *sys.path])}
-    flags = ("--l2-adapter", json.dumps(adapter))
-    with ServerProcess(
-        tmp_path, l1_mb=16, l2="embedded", flags=flags, environment=environment
-    ).started() as server:
-        assert list(server.get("/v1/status")["l2_store"]["adapters"]) == ["plugin-0"]
-
-
 ROOT = Path(__file__).resolve().parents[3]
 NAME = "plugin-0"
 
@@ -201,7 +167,7 @@ def of_adapter(server: ServerProcess) -> dict[str, Any]:
 
 @pytest.mark.parametrize("isolation", ["in_process", pytest.param("process", marks=pytest.mark.long)])
 def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(probe, tmp_path, isolation):
-    with server_with(tmp_path, entry_of(probe, tmp_path / "hang", isolation=isolation)) as server:
+    with server_with(tmp_path, entry_of(probe, isolation)) as server:
         server.start()
         with CacheEngine(server.socket_dir) as engine:
             engine.connect()
@@ -217,52 +183,8 @@ def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(prob
     assert warned == (isolation == "in_process")
 
 
-@pytest.mark.silence
-@pytest.mark.long
-async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_answered(probe, tmp_path):
-    hang = tmp_path / "hang"
-    entry = entry_of(probe, hang, isolation="process")
-    adapter = HostedAdapter(configure_tier(entry, 0), kill_ms=300, max_pause_s=0.1)
-    await adapter.open(lent_context(lambda key: None))
-    assert adapter.capabilities.quiesce == "never"
-    assert adapter.capabilities.wants_registered_memory
-    assert await settled(adapter.put, [put_item(key_of(1), SIZE)]) == [STORED]
-    hang.touch()
-    item = load_item(key_of(1), SIZE)
-    load = asyncio.create_task(settled(adapter.load, [item]))
-    answered = 0
-    async with asyncio.timeout(WAIT_S):
-        while not load.done():
-            answered += await ask_for(adapter, [key_of(2)]) == [Found(Presence.ABSENT)]
-            await asyncio.sleep(0)  # once there is no child it is answered at once
-    assert answered
-    assert await load == [Settled(Outcome.FAILED, "host_died")]
-    watched(item).check()
-    hang.unlink()
-    await adapter.close()
-
-
 @pytest.mark.parametrize("drains", [False, True])
 async def test_an_adapter_reports_what_its_connector_reports_about_its_calls(probe, drains):
-    adapter = probe_adapter(str(probe), "", drains)
+    adapter = probe_adapter(str(probe), drains)
     assert adapter.capabilities.quiesce == ("drain" if drains else "never")
     await adapter.close()
-
-
-@pytest.mark.long
-def test_in_the_server_a_call_that_never_ends_keeps_its_bytes_and_not_the_server(probe, tmp_path):
-    hang = tmp_path / "hang"
-    with server_with(tmp_path, entry_of(probe, hang, deadline_ms=200)) as server:
-        server.start()
-        with CacheEngine(server.socket_dir) as engine:
-            engine.connect()
-            engine.stored(prompt(3))
-            eventually("all is put", lambda: of_adapter(server)["numbers"].get("inside") == 3)
-            clear_l1(server)
-            hang.touch()
-            assert engine.looked_up(prompt(3)).n_chunks == 0
-            eventually("it has hold of them", lambda: of_adapter(server)["stuck_bytes"])
-            assert server.get("/v1/status")["pool"]["pinned_bytes"] >= of_adapter(server)["stuck_bytes"]
-            engine.stored(prompt(3, seed=1))
-            assert engine.hit(prompt(3, seed=1)) == 3, "L1 serves"
-        assert server.stop() == 0, server.log_tail()

@@ -334,30 +334,6 @@ def test_a_holder_that_is_killed_costs_misses_until_there_is_another_one(tmp_pat
 
 
 @pytest.mark.long
-def test_a_foreign_value_is_removed_and_replaced_by_the_next_put(master, holder, serve):
-    server = serve(master.setup())
-    with RpcClient(server.socket_dir) as client:
-        _, chain = stored(client, 3)
-        until_stored(client)
-        for name in master.names():
-            holder.put(name, b"not a record" * 1_000)
-        server.stop()
-    server.wipe_segment()
-    server.start()
-    with RpcClient(server.socket_dir) as client:
-        load = Load(client)
-        assert load.served(chain) == (0, 0)
-
-        def healed(_: dict[str, Any]) -> bool:
-            client.store(load.identity, chain)
-            until_stored(client)
-            clear_l1(client)
-            return load.served(chain) == (0, 3)
-
-        until(client, healed)
-
-
-@pytest.mark.long
 def test_a_full_store_is_asked_again_later_and_harms_nothing(mooncake_environment, tmp_path, serve):
     # It evicts when a put finds no room, and not ahead of slow puts.
     with mooncake.cluster(tmp_path, "--eviction_high_watermark_ratio=1", segment_mb=16) as (master, _):

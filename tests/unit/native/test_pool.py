@@ -202,12 +202,6 @@ CHUNK = 4 * PAGE
 """Length of a chunk's record; that of a tail's record is RECORD."""
 
 
-def tails_of(pool: Pool) -> tuple[int, int, int]:
-    """Number of tails, and bytes of their records and extents."""
-    stats = pool.stats()
-    return stats["tails.entries"], stats["tails.record_bytes"], stats["tails.extent_bytes"]
-
-
 def put(pool: Pool, name: bytes, parent: bytes = b"", *, tail: bool = False) -> int:
     """Store a chunk or a tail; its offset, -1 if it was refused."""
     length = RECORD if tail else CHUNK
@@ -236,25 +230,6 @@ def test_of_tails_the_one_used_longest_ago_leaves_first_but_none_in_use(files: F
     assert [pool.peek(name) for name in tails[:5]] == [1, 1, 0, 0, 1]
     pool.release(leased, -1)
     del held
-
-
-def test_a_restarted_server_knows_its_tails_and_where_they_lie(files: Files) -> None:
-    pool = files.create()
-    put(pool, key(0))
-    offsets = [put(pool, key(i), key(0), tail=True) for i in (1, 2)]
-    before = tails_of(pool)
-    pool.close()
-    again = Pool.adopt(files.index, files.extents)
-    validate(again)
-    assert again.stats()["adopted_entries"] == 3 and tails_of(again) == before
-    assert again.verify(b"".join(key(i) for i in range(3))) == (3, 0)
-    assert [again.is_tail(key(i)) for i in range(4)] == [False, True, True, False]
-    ticket, n, packed = again.lease(key(0) + key(2), 1, [0])[:3]
-    assert n == 2 and [e.offset_bytes for e in unpack_extents(packed)][1] == offsets[1]
-    again.release(ticket, -1)
-    while again.stats()["evicted_entries"] < 2:
-        put(again, key(int(again.stats()["inserted_entries"]) + 50))
-    assert tails_of(again) == (0, 0, 0)
 
 
 # hints
