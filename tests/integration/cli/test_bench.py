@@ -415,20 +415,6 @@ def test_hits_of_a_round_count_though_a_cache_server_shows_a_page_for_a_while(ca
     assert [each["sources"]["L1 chunks"] for each in report["rounds"]] == [2, 2]
 
 
-def test_with_several_endpoints_a_document_moves_on(capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = Endpoint(), Endpoint()
-    with served(one.app) as first, served(other.app) as second:
-        report_of(
-            capsys, "long-doc-qa", "--url", first, "--url", second, "--documents", "4", "--document-tokens",
-            "80", "--output-tokens", "1",
-        )  # fmt: skip
-
-    def documents(endpoint: Endpoint) -> list[tuple[int, ...]]:
-        return [tuple(body["prompt"][:80]) for body in endpoint.bodies]
-
-    assert len(set(documents(one))) == 4 and sorted(documents(one)) == sorted(documents(other))
-
-
 def test_a_request_that_fails_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     endpoint = Endpoint()
     endpoint.fails = True

@@ -195,31 +195,6 @@ def test_a_freeze_refuses_stores_until_its_time_is_over_or_it_is_ended(controlle
     until(lambda: set(Prompt(client, 3, 5).store()) == {wire.ReserveOutcome.RESERVED})
 
 
-@pytest.mark.long
-def test_a_claim_outlives_controller_and_server_and_can_be_ended_by_the_next_ones(controller, server, client):
-    prompt = Prompt(client, 1, 5)
-    prompt.store()
-    until(lambda: keys_in(controller, "l1") == 5)
-    keys = [key.hex() for key in split(prompt.keys)]
-    asked = {"keys": keys, "instance": "ours", "ttl_s": 600}
-    [made] = controller.ask("/v1/claims", asked)["commands"]
-    kept = made["result"]["claim"]
-    controller.kill()
-    server.kill()
-    server.start()
-    controller.start()
-    until(lambda: confirmed(controller))
-    [row] = controller.ask("/v1/claims?wait_s=30")["claims"]
-    assert (row["claim"], row["instance"], row["chunks"], row["state"]) == (kept, "ours", 5, "kept")
-    dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
-    assert dropped["commands"][0]["result"]["count"] == 0, "the instance has kept the chunks all the time"
-    assert controller.ask(f"/v1/claims/{kept}/release", {"wait_s": 30})["done"]
-    [row] = controller.ask("/v1/claims?wait_s=30")["claims"]
-    assert (row["claim"], row["state"]) == (kept, "released")
-    dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
-    assert dropped["commands"][0]["result"]["count"] == 5
-
-
 def test_off_loopback_only_members_with_the_clusters_key_are_let_in(start, tmp_path):
     public, secret = (key.decode() for key in zmq.curve_keypair())
     keys, ours_alone = tmp_path / "controller.keys", tmp_path / "member.keys"

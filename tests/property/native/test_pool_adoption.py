@@ -74,27 +74,17 @@ places = st.one_of(
     st.integers(LINES_OFFSET, FILE_BYTES - 1),
     st.integers(0, FILE_BYTES - 1),
 )
-bytes_or_bits = st.one_of(st.integers(0, 255), st.sampled_from([0x00, 0x01, 0xFF, 0x80]))
+noises = st.one_of(st.binary(min_size=1, max_size=1), st.sampled_from([b"\0", b"\1", b"\xff", b"\x80"]),
+                   st.binary(min_size=8, max_size=2_000))  # fmt: skip
 
 
-@given(damage=st.lists(st.tuples(places, bytes_or_bits), min_size=1, max_size=40))
-@settings(max_examples=amount(83, 250))
-@example(damage=[(0, 0)])
-def test_any_damage_of_the_index_is_survived(damage: list[tuple[int, int]]) -> None:
+@given(damage=st.lists(st.tuples(places, noises), min_size=1, max_size=40))
+@settings(max_examples=amount(133, 400))
+@example(damage=[(0, b"\0")])
+def test_any_damage_of_the_index_is_survived_by_server_and_clients(damage: list[tuple[int, bytes]]) -> None:
     with segment() as (index, extents):
-        for place, value in damage:
-            os.pwrite(index, bytes([value]), place)
-        survives(index, extents)
-
-
-@given(
-    begin=st.integers(48, FILE_BYTES - 8) | st.integers(LINES_OFFSET, FILE_BYTES - 8),
-    noise=st.binary(min_size=8, max_size=2000),
-)
-@settings(max_examples=amount(50, 150))
-def test_noise_over_a_part_of_the_index_is_survived_by_server_and_clients(begin: int, noise: bytes) -> None:
-    with segment() as (index, extents):
-        os.pwrite(index, noise[: FILE_BYTES - begin], begin)
+        for place, noise in damage:
+            os.pwrite(index, noise[: FILE_BYTES - place], place)
         try:
             reader = IndexReader(index)
         except PoolFormatError:
