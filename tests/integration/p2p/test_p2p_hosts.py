@@ -43,6 +43,12 @@ FREED_S = 120.0
 """NIXL cannot end a read: the adapter host is killed for it after a while."""
 
 
+def stored(engine: CacheEngine, tokens: list[int]) -> list[int]:
+    """Store a prompt, again if need be: on a busy machine the client may give the server up for a moment."""
+    eventually("it is stored", lambda: set(engine.stored(tokens)) <= {"stored", "present"})
+    return tokens
+
+
 class Rig(NamedTuple):
     """The owner is server 0 on host 0, the reader server 1 on host 1."""
 
@@ -54,8 +60,7 @@ class Rig(NamedTuple):
 
     def known(self, seed: int) -> list[int]:
         """Store a prompt at the owner and wait until the controller knows it; returns the prompt."""
-        tokens = prompt(CHUNKS, seed)
-        eventually("it is stored", lambda: set(self.owner.stored(tokens)) <= {"stored", "present"})
+        tokens = stored(self.owner, prompt(CHUNKS, seed))
         self.cluster.until_known(0)
         return tokens
 
@@ -76,9 +81,8 @@ class Rig(NamedTuple):
         happens()
         assert self.sent_bytes() - before < CHUNKS * CHUNK_BYTES
         # The reader's server serves its engine meanwhile.
-        own = prompt(2, seed=77)
-        assert set(self.reader.stored(own)) <= {"stored", "present"}
-        assert self.reader.hit(own) == 2
+        own = stored(self.reader, prompt(2, seed=77))
+        eventually("its own prompt is a hit", lambda: self.reader.hit(own) == 2)
         reading.join()
         return hits[0]
 
@@ -164,15 +168,14 @@ def test_late_bytes_of_an_owner_frozen_in_mid_read_are_written_into_no_extent_in
     before = rig.sent_bytes()
     assert rig.in_the_midst(rig.known(seed=2), all_stop) < CHUNKS
     # Whatever is free in the reader's L1 is somebody's now: these and what is held fit, and hardly anything else.
-    fresh = [prompt(CHUNKS, seed) for seed in range(100, 114)]
-    for tokens in fresh:
-        rig.reader.stored(tokens)
+    fresh = [stored(rig.reader, prompt(CHUNKS, seed)) for seed in range(100, 114)]
     for pid in stopped:
         send(pid, signal.SIGCONT)
     if rig.hosted:  # our own engine does not ask for more after the deadline
         eventually("the rest has come", lambda: rig.sent_bytes() - before >= CHUNKS * CHUNK_BYTES)
     rig.freed()
-    assert [rig.reader.hit(tokens) for tokens in fresh] == [CHUNKS] * len(fresh)
+    for tokens in fresh:
+        rig.read(tokens)
     rig.goes_on(seed=3)
 
 

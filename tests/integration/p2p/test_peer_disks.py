@@ -71,7 +71,7 @@ def test_files_that_somebody_has_deleted_are_a_miss_and_nothing_stays_held(rig: 
     for key in split(storage_keys(root, rig.owner.hasher(tokens).chain, slices))[left:]:
         [file] = (owner.folder / "l2").rglob(f"*{key.hex()[16:]}*")
         file.unlink()
-    assert rig.reader.hit(tokens) == left
+    eventually("what is left is a hit", lambda: rig.reader.hit(tokens) == left)
     for server in rig.cluster.servers:
         pool = server.get("/v1/status")["pool"]
         assert pool["reservations"] == pool["holds"] == 0
