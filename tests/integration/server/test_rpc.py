@@ -38,18 +38,6 @@ pytestmark = pytest.mark.integration
 COMMITTED, NOT_RESERVED, BAD_RECORD = (bytes([outcome]) for outcome in wire.CommitOutcome)
 
 
-def test_a_chunk_is_invisible_before_its_commit(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 1)
-    seq, reply = client.reserve(identity.identity_id, chain)
-    client.write(unpack_extents(reply.extents)[0], identity.root, chain, b"", b"x")
-    found = client.lookup(identity.identity_id, chain)
-    assert (found.n_chunks, found.reason) == (0, "in_flight")
-    assert client.commit(seq, [0]) == COMMITTED
-    found = client.lookup(identity.identity_id, chain)
-    assert found.n_chunks == 1
-    client.release([(client.session, found.seq)])
-
-
 def test_a_commit_of_an_unknown_reservation_is_not_reserved(client: RpcClient) -> None:
     assert client.commit(4711, [0, 1]) == NOT_RESERVED * 2
     identity, chain = new_prompt(client, 1)

@@ -16,7 +16,6 @@ from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, pr
 from tests.harness.cluster import Cluster
 from tests.harness.http_read import read
 from tests.harness.l2_load import clear_l1, served, stored, until_stored
-from tests.harness.own_process import ServerFailed
 from tests.harness.redis_server import RedisServer
 from tests.harness.rpc_client import RpcClient, chain_of, new_prompt, until
 from tests.harness.server_process import ServerProcess
@@ -90,14 +89,6 @@ def test_a_server_serves_l1_while_redis_is_away_and_uses_it_once_it_is_there(sta
             until_stored(client)
             clear_l1(client)
             assert served(client, identity, chain) == (0, 3), "what was put since is found"
-
-
-def test_a_refused_password_stops_the_start(start, tmp_path):
-    with (
-        RedisServer(tmp_path / "redis", password="right") as medium,
-        pytest.raises(ServerFailed, match="exit status 2"),
-    ):
-        start(medium.entry(password="wrong"))
 
 
 def test_an_adapter_paused_by_ctl_is_not_used_until_it_is_resumed(start):
