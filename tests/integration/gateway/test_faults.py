@@ -268,7 +268,9 @@ async def test_lies_about_tokens_change_nothing_but_their_engines_figures(start,
             await line.answer(f'{{"choices": [], "usage": {usage}}}'.encode())
 
     liar.behaviour = answers
-    for number in range(80):
+    for number in range(800):
+        if number >= 80 and liar.got and sound.got:  # an engine that a busy machine stops is asked late
+            break
         prompt = {"model": "m", "prompt": [number // 8] * 2_000, "stream": number % 2 == 0}
         async with session.post(f"{gateway.url}/v1/completions", json=prompt) as response:
             assert response.status == 200
