@@ -23,7 +23,7 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
-ETCD = {"ttl_s": 2}
+ETCD = {"ttl_s": 6}
 
 
 @contextlib.contextmanager
