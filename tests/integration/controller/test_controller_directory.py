@@ -91,7 +91,12 @@ def test_a_silent_instance_is_dead_within_the_timeout_and_may_come_back(tmp_path
             b.join({})
             assert b.where(tags_of([1]))
             a.be_silent()
-            eventually("it is late", lambda: controller.ask("/v1/instances/a")["late"])
+
+            def is_late() -> bool:  # or already dead, if a busy machine has stopped this process meanwhile
+                row = controller.ask("/v1/instances/a")
+                return row["late"] or row["state"] == "dead"
+
+            eventually("it is late", is_late)
             eventually("it is forgotten", lambda: not b.where(tags_of([1])))
             assert {row["id"]: row["state"] for row in controller.ask("/v1/instances")["instances"]} == {
                 "a": "dead",
