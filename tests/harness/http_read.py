@@ -10,7 +10,7 @@ from kvstrata.process.http_local import find_token
 
 
 def read(
-    url: str, *, body: Any = None, method: str = "", token: str | None = None, timeout_s: float = 30.0
+    url: str, *, body: Any = None, method: str = "", token: str | None = None, timeout_s: float = 120.0
 ) -> bytes:
     """Return the answer's body; `body` is sent as JSON. Raises urllib.error.HTTPError.
 

@@ -70,9 +70,9 @@ class Rig(NamedTuple):
 
     def in_the_midst(self, tokens: list[int], happens: Callable[[], None]) -> int:
         """Call `happens` once a part of the prompt has passed the link; returns how many chunks the reader hit."""
-        before, hits = self.sent_bytes(), []
+        before, hits, brief = self.sent_bytes(), [], {"deadline_ms": 5_000, "again_s": 0.0}
         self.network.hosts[0].slow(SLOW_BYTES_PER_S)
-        reading = threading.Thread(target=lambda: hits.append(self.reader.hit(tokens)))
+        reading = threading.Thread(target=lambda: hits.append(self.reader.hit(tokens, **brief)))
         reading.start()
         eventually(
             "a part has passed, unless a busy machine has outrun the load",
