@@ -74,14 +74,14 @@ cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
         Status retire(uint16_t) noexcept
         Status admit(uint16_t, TagSpan, uint64_t*) noexcept
         Status evict(uint16_t, TagSpan, uint64_t*) noexcept
-        Status restore(TagSpan, U16Span, U16Span, uint64_t*) noexcept
+        Status restore(int, uint64_t, uint64_t, U16Span, uint64_t*) noexcept
         uint64_t sweep(uint64_t) noexcept
         void lookup(uint64_t, vector[uint16_t]*) noexcept
         void lookup(TagSpan, vector[uint16_t]*, vector[size_t]*) noexcept
         vector[CCandidate] lookup_prefix(TagSpan, const PrefixQuery&) noexcept
         SlotRow slot(uint16_t) noexcept
         vector[SlotRow] slots() noexcept
-        uint64_t dump(uint64_t, uint64_t, vector[uint64_t]*, vector[uint16_t]*) noexcept
+        void dump(unsigned int, vector[uint8_t]*) noexcept
         CUsage usage() noexcept
 
 
@@ -94,7 +94,10 @@ cdef uint64_t MAX_BYTES = <uint64_t>1 << 40
 
 
 class RegistryError(MediumError):
-    """A call was refused. `reason`: `no_space` (the bound on bytes), or `bad_slot` (its state forbids the call)."""
+    """A call was refused.
+
+    `reason`: `no_space` (the bound on bytes), `bad_slot` (its state forbids the call), or `damaged` (a snapshot).
+    """
 
     reason: str
 
@@ -164,7 +167,6 @@ cdef vector[uint16_t] _slots(str name, object values) except *:
 
 
 cdef array.array U16 = array_module.array("H")
-cdef array.array U64 = array_module.array("Q")
 
 
 cdef array.array _u16_array(const vector[uint16_t]& values):
@@ -341,42 +343,34 @@ cdef class Registry:
         cdef size_t i
         return [_slot_row(rows[i]) for i in range(rows.size())]
 
-    def dump(self, cursor: int = 0, uint64_t max_cells=65_536) -> tuple[array[int], array[int], int]:
-        """One step through the placements of visible slots: tags (type "Q"), the slot of each ("H"), next cursor.
+    def dump(self, partition: int) -> bytes:
+        """The placements of one partition, with their slots, as `restore` reads them; of 0, 1, …, empty after the last.
 
-        Begin with cursor 0 and end when the next one is 0.  Placements that are present from the first step to the last
-        come exactly once; those admitted or evicted meanwhile may be missing.  The lowest 7 bits of each tag are zero.
+        It has what was admitted and not evicted before this call, also to slots that are hidden or retired.
         """
-        if not 0 <= cursor < kPartitions:
-            raise ValueError(f"cursor: must be 0 or a cursor that dump returned, not {cursor}")
-        cdef uint64_t next_cursor = cursor
-        cdef vector[uint64_t] tags
-        cdef vector[uint16_t] slots
+        cdef vector[uint8_t] dumped
+        cdef unsigned int number
+        if not 0 <= partition < kPartitions:
+            return b""
+        number = partition
         with nogil:
-            next_cursor = self.core.get().dump(next_cursor, max_cells, &tags, &slots)
-        cdef array.array made = array.clone(U64, tags.size(), False)
-        memcpy(made.data.as_voidptr, tags.data(), 8 * tags.size())
-        return made, _u16_array(slots), next_cursor
+            self.core.get().dump(number, &dumped)
+        return (<char*>dumped.data())[:dumped.size()]
 
-    def restore(self, tags: Buffer, slots: Buffer, slot_of: Buffer) -> int:
-        """Admit the placements of a `dump`, each to the slot that `slot_of[slot]` names (0: leave it out).
+    def restore(self, file: int, uint64_t begin, uint64_t end, slot_of: Buffer) -> int:
+        """Add the placements of dumps of all partitions, in the bytes from `begin` to `end` of an open file.
 
-        Returns how many are new.  `slots` and `slot_of` are native u16.  Raises ValueError if their lengths do not
-        agree, and RegistryError as `admit`.
+        Those of slot s get the slot `slot_of[s]` (65,536 native u16, hidden or visible slots).  Returns how many they
+        are.  The registry must be without placements; nothing else may change them, or retire these slots, meanwhile.
+        Raises ValueError for a wrong `slot_of`, and RegistryError: `damaged` if a checksum is wrong or the file cannot be
+        read, `no_space` if they need more memory; then any of them may have been added.
         """
-        cdef BorrowedBuffer items
-        cdef size_t n_tags = borrow(items, tags, TAG_BYTES, "tags")
-        cdef TagSpan span = TagSpan(items.data(), n_tags)
-        cdef vector[uint16_t] numbers = _slots("slots", slots)
         cdef vector[uint16_t] mapped = _slots("slot_of", slot_of)
-        cdef U16Span slot_numbers = U16Span(numbers.data(), numbers.size())
-        cdef U16Span slots_of = U16Span(mapped.data(), mapped.size())
         cdef uint64_t added = 0
+        cdef int number = file
         cdef Status status
-        if numbers.size() != n_tags:
-            raise ValueError(f"slots: must have one entry per tag, {n_tags}, not {numbers.size()}")
         with nogil:
-            status = self.core.get().restore(span, slot_numbers, slots_of, &added)
+            status = self.core.get().restore(number, begin, end, U16Span(mapped.data(), mapped.size()), &added)
         raise_for(status, REGISTRY)
         return added
 

@@ -52,7 +52,8 @@ cdef object _error_of(const Status& status, Site site, str where):
     if site == POOL:
         return _pool_error(status)
     if site == REGISTRY:
-        return RegistryError(text, reason="no_space" if code == StatusCode.kNoSpace else "bad_slot")
+        reasons = {StatusCode.kNoSpace: "no_space", StatusCode.kNotFound: "bad_slot"}
+        return RegistryError(text, reason=reasons.get(code, "damaged"))
     if code == StatusCode.kNoSpace:
         return MemoryError(text)
     if code == StatusCode.kClosed and site == LANES:

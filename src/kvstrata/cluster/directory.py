@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from kvstrata.cluster.lookups import INLINE_TAGS, Lookups
@@ -180,25 +180,48 @@ class Directory(Numbers):
                 self._retire(self._lookups.unname(group, tier))
 
     def restore_slots(self, group: int, tiers: list[str]) -> dict[str, int]:
-        """Open visible slots for a group of a snapshot. Raises SlotsExhausted."""
+        """Open slots for a group of a snapshot, which `restore` fills. Raises SlotsExhausted."""
         fill = self.begin(group, tiers)
         for tier, slot in fill.slots.items():
-            self.registry.publish(slot)
             self._lookups.name(slot, group, tier)
         return fill.slots
 
-    def restore(self, tags: array[int], slots: array[int], slot_of: array[int]) -> asyncio.Future[str]:
-        """Add placements of a snapshot. The awaited result is the reason of a failure, empty for none."""
+    def restore(
+        self, load: Callable[[array[int]], Future[int]], slot_of: Mapping[int, int]
+    ) -> asyncio.Future[tuple[int, str]]:
+        """Fill slots from a snapshot, and make lookups find them; no other change is carried out before that.
 
-        def work() -> str:
-            refused = self.registry.usage().refused
+        `slot_of`: by the number that a slot has in the snapshot.  `load` is given that for all numbers, and begins
+        `Registry.restore`.  The awaited result: how many placements there are, and the reason of a failure, empty for
+        none; after one the slots are retired.
+        """
+        left_out = self._open(0, [""], "")
+        load_as = array("H", [left_out]) * 65_536
+        for number, slot in slot_of.items():
+            load_as[number] = slot
+        loading = load(load_as)
+
+        def work() -> tuple[int, str]:
             try:
-                self.registry.restore(tags, slots, slot_of)
-            except RegistryError as error:
-                return error.reason
-            return "refused" if self.registry.usage().refused > refused else ""
+                added = loading.result()
+                for slot in slot_of.values():
+                    self.registry.publish(slot)
+            except (RegistryError, OSError) as error:
+                return 0, str(error)
+            finally:
+                self.registry.retire(left_out)
+            return added, ""
 
-        return self._submit(TAG_BYTES * len(tags), work)
+        def done(outcome: tuple[int, str]) -> None:
+            places = self._lookups.places()
+            for slot in slot_of.values() if outcome[1] else ():
+                if slot in places:
+                    self._retire(self._lookups.unname(*places[slot]))
+            rest = self.registry.slot(left_out)
+            if rest is not None and rest.keys:
+                self._retired.set()
+
+        return self._submit(0, work, done)
 
     async def keep_swept(self) -> None:
         """Free retired slots, until cancelled."""

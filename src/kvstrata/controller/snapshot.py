@@ -2,30 +2,31 @@
 
 The orders of admins (orders.py) lie in the same folder.
 
-    magic (8) · blocks: n u32, n tags u64, n slots u16 · end: n = 0 · document (JSON) · footer
+    magic (8) · partitions of the registry (ext/core/src/registry/saved.cpp) · document (JSON) · footer
 
 Little-endian, as every machine that the native modules are built for.  The document names the members, the slot number
 of each of their tiers, and the number of the first change of each that the placements may lack; a member that was not
 in step has none.  It is written last, and leaves out slots that changed their tier while the placements were written.
-The footer has the document's offset, and the CRC32C of everything before it.
+The footer has the document's offset, and the CRC32C of the document; each partition has a CRC32C of its own.
 
 1. A file becomes the snapshot by rename, after its fsync; then the folder is synced.  After a crash the previous
    snapshot is there, and perhaps a `.new` file, which the next write overwrites.
 2. A snapshot that cannot be read, has another format version, or is too old, is left in place, counted, recorded as an
    event, and not served.
-3. A thread of its own writes and reads placements in steps, so the loop does not wait for them.
+3. No placement is served before all were read and their checksums are right.
+4. A thread of its own writes and reads placements, so the loop does not wait for them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import struct
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -43,15 +44,12 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.observability.numbers import LONG_BUCKETS, Numbers, counter, gauge, histogram
 from kvstrata.rpc.cluster_wire import Register
 
-MAGIC = b"KVSDIR\x00\x03"
+MAGIC = b"KVSDIR\x00\x04"
 """First bytes of a snapshot; the last of them is the format's version."""
 FILE = "directory.snapshot"
 MAX_AGE_S = 3_600.0
 """An older snapshot is not served."""
-DUMP_CELLS = 65_536
-MAX_BLOCK = 1 << 20
 MAX_DOCUMENT_BYTES = 64 << 20
-_COUNT = struct.Struct("<I")
 _FOOTER = struct.Struct("<QI4s")
 _END = b"KVSE"
 
@@ -103,8 +101,7 @@ class Snapshots(Numbers):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-snapshot", initializer=name_thread)
         self._log = EventLog("snapshot")
         self._writing: asyncio.Future[int] | None = None
-        self._restoring = False
-        self._slot_of: array[int] | None = None
+        self._restored: asyncio.Future[tuple[int, str]] | None = None
         self.status: dict[str, Any] = {
             "path": str(self._path),
             "written_unix_ms": 0,
@@ -135,26 +132,34 @@ class Snapshots(Numbers):
         if ignored:
             self._ignore(ignored, orders)
         try:
-            document = await self._loop.run_in_executor(self._thread, read_document, self._path)
+            document, begin, end = await self._loop.run_in_executor(self._thread, read_document, self._path)
             self._check_age(document)
-            self._restore_members(document)
         except FileNotFoundError:
             return
         except BadSnapshot as error:
             self._ignore(str(error))
+            return
+        slot_of = self._restore_members(document)
+        self._restored = self._cluster.directory.restore(
+            lambda slots: self._thread.submit(self._load, begin, end, slots), slot_of
+        )
 
     async def keep(self) -> None:
-        """Restore the placements, then write a snapshot every `snapshot_s`, until cancelled."""
-        if self._slot_of is not None:
-            await self._restore_placements(self._slot_of)
+        """Wait for the placements of a snapshot, then write one every `snapshot_s`, until cancelled."""
+        if self._restored is not None:
+            self.status["restored_keys"], wrong = await self._restored
+            if wrong:
+                self._cluster.list_restored()
+                self._ignore(wrong)
+            self._cluster.restored.set()
         while True:
             await asyncio.sleep(self._every_s)
             await self.write()
 
     async def write(self) -> None:
         """Write a snapshot now. A failure is counted and recorded as an event."""
-        if self._restoring or self._writing is not None:
-            return  # not all placements of the file are restored yet, or a write is under way
+        if self._writing is not None:
+            return
         started_s = self._cluster.clock.monotonic_s()
         cursors = self._cluster.cursors()
         await self._cluster.directory.idle()  # until all changes before these cursors are in the placements
@@ -202,23 +207,17 @@ class Snapshots(Numbers):
         fresh = self._path.with_suffix(".new")
         with open(fresh, "wb") as file:
             os.fchmod(file.fileno(), 0o600)
-            out = _Checked(file)
-            out.write(MAGIC)
-            cursor = 0
-            while True:
-                tags, slots, cursor = self._cluster.directory.registry.dump(cursor, DUMP_CELLS)
-                if tags:
-                    out.write(_COUNT.pack(len(tags)))
-                    out.write(tags.tobytes())
-                    out.write(slots.tobytes())
-                if not cursor:
+            file.write(MAGIC)
+            for partition in itertools.count():
+                placements = self._cluster.directory.registry.dump(partition)
+                if not placements:
                     break
-            out.write(_COUNT.pack(0))
-            document_at = out.n_bytes
+                file.write(placements)
+            document_at = file.tell()
             # The document is made on the loop's thread, since only that thread changes the members and slots in it.
             told = asyncio.run_coroutine_threadsafe(self._document(before, cursors), self._loop).result()
-            out.write(told)
-            file.write(_FOOTER.pack(document_at, out.crc, _END))
+            file.write(told)
+            file.write(_FOOTER.pack(document_at, crc32c(told), _END))
             file.flush()
             os.fsync(file.fileno())
             n_bytes = file.tell()
@@ -246,9 +245,10 @@ class Snapshots(Numbers):
         if age_s > MAX_AGE_S:
             raise BadSnapshot(f"it is {age_s:.0f} s old, more than {MAX_AGE_S:g}")
 
-    def _restore_members(self, document: Document) -> None:
+    def _restore_members(self, document: Document) -> dict[int, int]:
+        """Restore the members; returns which slot each slot of the file has now."""
         cluster = self._cluster
-        slot_of = array("H", bytes(2 * 65_536))
+        slot_of: dict[int, int] = {}
         for saved in document.members:
             restored = self._restore_member(saved.told, saved.key)
             if restored is None:
@@ -256,14 +256,12 @@ class Snapshots(Numbers):
             self.status["restored_members"] += 1
             if saved.cursor is not None and saved.slots.keys() == restored.keys():
                 cluster.resume(saved.told.instance, saved.cursor)
-            for tier, slot in restored.items():
-                if tier in saved.slots:
-                    slot_of[saved.slots[tier]] = slot
-        self._slot_of = slot_of
+            slot_of |= {saved.slots[tier]: slot for tier, slot in restored.items() if tier in saved.slots}
         cluster.restored.clear()
         cluster.journal.say(
             "snapshot_restored", members=self.status["restored_members"], path=str(self._path)
         )
+        return slot_of
 
     def _restore_member(self, told: Register, key: str) -> dict[str, int] | None:
         """Restore a member; returns the slots of its tiers, None if the id is taken or the cluster is full."""
@@ -278,33 +276,9 @@ class Snapshots(Numbers):
         except SlotsExhausted:
             return None
 
-    async def _restore_placements(self, slot_of: array[int]) -> None:
-        """Restore placements block by block, but leave out tiers that have got another slot meanwhile."""
-        self._restoring = True
-        lookups = self._cluster.lookups
-        ours = lookups.places()
-        used = [index for index, slot in enumerate(slot_of) if slot]  # not all 65,536 for each block
-        blocks = read_blocks(self._path)
-        try:
-            while True:
-                block = await self._loop.run_in_executor(self._thread, next, blocks, None)
-                if block is None:
-                    break
-                now = lookups.places()
-                for index in used:
-                    slot = slot_of[index]
-                    if slot and now.get(slot) != ours[slot]:
-                        slot_of[index] = 0
-                wrong = await self._cluster.directory.restore(block[0], block[1], slot_of)
-                if wrong:
-                    raise BadSnapshot(f"it was restored only in part: {wrong}")
-                self.status["restored_keys"] += len(block[0])
-        except BadSnapshot as error:
-            self._cluster.list_restored()
-            self._ignore(str(error))
-        finally:
-            self._restoring = False
-            self._cluster.restored.set()
+    def _load(self, begin: int, end: int, slot_of: array[int]) -> int:
+        with open(self._path, "rb") as file:
+            return self._cluster.directory.registry.restore(file.fileno(), begin, end, slot_of)
 
     def _ignore(self, reason: str, path: Path | None = None) -> None:
         self.status["ignored"] += 1
@@ -312,26 +286,15 @@ class Snapshots(Numbers):
         self._cluster.journal.say("snapshot_ignored", path=str(path or self._path), reason=reason)
 
 
-class _Checked:
-    """A file, with the checksum and length of everything written to it."""
+def read_document(path: Path) -> tuple[Document, int, int]:
+    """The document of a snapshot whose checksum is right, and where the placements begin and end.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.crc = 0
-        self.n_bytes = 0
-
-    def write(self, part: bytes) -> None:
-        self._file.write(part)
-        self.crc = crc32c(part, self.crc)
-        self.n_bytes += len(part)
-
-
-def read_document(path: Path) -> Document:
-    """The document of a snapshot whose checksum is right. Raises BadSnapshot, and FileNotFoundError."""
+    Raises BadSnapshot, and FileNotFoundError.
+    """
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size < len(MAGIC) + _COUNT.size + _FOOTER.size:
+            if size < len(MAGIC) + _FOOTER.size:
                 raise BadSnapshot(f"it has only {size} bytes")
             magic = file.read(len(MAGIC))
             if magic[:-1] != MAGIC[:-1]:
@@ -343,42 +306,12 @@ def read_document(path: Path) -> Document:
             document_bytes = size - _FOOTER.size - document_at
             if end != _END or not 0 < document_bytes <= MAX_DOCUMENT_BYTES:
                 raise BadSnapshot("its end is missing")
-            file.seek(0)
-            found, left = 0, size - _FOOTER.size
-            while left:
-                part = file.read(min(left, 1 << 20))
-                if not part:
-                    raise BadSnapshot("it became shorter while it was read")
-                found = crc32c(part, found)
-                left -= len(part)
-            if found != crc:
-                raise BadSnapshot("its checksum is wrong")
             file.seek(document_at)
-            return msgspec.json.decode(file.read(document_bytes), type=Document)
+            told = file.read(document_bytes)
+            if crc32c(told) != crc:
+                raise BadSnapshot("its checksum is wrong")
+            return msgspec.json.decode(told, type=Document), len(MAGIC), document_at
     except FileNotFoundError:
         raise
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadSnapshot(f"it cannot be read: {error}") from None
-
-
-def read_blocks(path: Path) -> Iterator[tuple[array[int], array[int]]]:
-    """Tags and slots, block by block. Raises BadSnapshot."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(len(MAGIC))
-            while True:
-                (count,) = _COUNT.unpack(_exactly(file, _COUNT.size))
-                if not count:
-                    return
-                if count > MAX_BLOCK:
-                    raise BadSnapshot(f"a block in it has {count} placements")
-                yield array("Q", _exactly(file, 8 * count)), array("H", _exactly(file, 2 * count))
-    except OSError as error:
-        raise BadSnapshot(f"it cannot be read: {error}") from None
-
-
-def _exactly(file: BinaryIO, count: int) -> bytes:
-    part = file.read(count)
-    if len(part) != count:
-        raise BadSnapshot("a block in it ends too early")
-    return part

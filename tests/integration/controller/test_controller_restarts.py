@@ -76,7 +76,11 @@ def test_a_snapshot_that_cannot_be_used_is_ignored_counted_and_logged(tmp_path):
             written(controller)
         controller.kill()
         good = controller.snapshot.read_bytes()
-        a_bit, another_version = bytes([*good[:20], good[20] ^ 1, *good[21:]]), good[:7] + b"\x63" + good[8:]
+        at = good.index(b'{"controller"')
+        a_bit, another_version = (
+            bytes([*good[:at], good[at] ^ 1, *good[at + 1 :]]),
+            good[:7] + b"\x63" + good[8:],
+        )
         for content in (good[:-1], a_bit, another_version, b"#!/bin/sh\necho hello to the world\n", b""):
             controller.snapshot.write_bytes(content)
             with pytest.raises(BadSnapshot):
@@ -89,6 +93,24 @@ def test_a_snapshot_that_cannot_be_used_is_ignored_counted_and_logged(tmp_path):
         assert told["instances"]["restored"] == 0 and told["directory"]["placements"] == 0
         controller.expect("snapshot_ignored")
         assert "kvstrata_controller_snapshots_ignored_total 1.0" in controller.text("/metrics")
+
+
+def test_no_placement_of_a_snapshot_is_served_if_one_is_damaged_and_its_members_are_listed(tmp_path):
+    with ControllerProcess(tmp_path) as controller, ClusterInstance(controller.ports["reply"], "a") as a:
+        a.join({"l1": tags_of(range(1000))})
+        controller.stop()
+        content = bytearray(controller.snapshot.read_bytes())
+        content[content.index(b'{"controller"') - 1] ^= 1  # in the last partition
+        controller.snapshot.write_bytes(content)
+        controller.start()
+        controller.expect("snapshot_ignored")
+        assert controller.ask("/v1/cluster")["snapshot"]["ignored"] == 1
+        assert controller.ask("/v1/instances/a")["keys"].get("l1", 0) == 0
+        assert controller.snapshot.read_bytes() == content, "it is left in place"
+        with ClusterInstance(controller.ports["reply"], "c").join({}) as c:
+            assert c.where(tags_of(range(1000))) == []
+            a.register()
+            c.until_where(tags_of(range(1000)), lambda owners: holders(owners) == {"a": 1000})
 
 
 UNREADABLE = {

@@ -6,6 +6,9 @@ collide; some batches are so large that partitions grow.
 
 from __future__ import annotations
 
+import itertools
+import os
+import tempfile
 from array import array
 from collections.abc import Sequence
 
@@ -151,26 +154,35 @@ class RegistryMachine(RuleBasedStateMachine):
                 assert self.oracle.group[slot] == each.group
                 assert self.oracle.rank[slot] == self.oracle.best_slot(tag, each.group, counts)
 
-    @rule(max_cells=st.sampled_from([1, 5000, 1 << 40]))
-    def dump_and_restore(self, max_cells: int) -> None:
-        pairs: list[tuple[int, int]] = []
-        other = Registry(max_slots=MAX_SLOTS, max_bytes=64 << 20)
-        slot_of = array("H", [0] * (MAX_SLOTS + 1))
-        for slot in self.slots():
+    @rule(damage=st.integers(0, 2**30))
+    def dump_and_restore(self, damage: int) -> None:
+        """Also with a bit that has flipped, after which nothing of its partition may be there."""
+        dumps = list(iter(map(self.registry.dump, itertools.count()).__next__, b""))
+        content = b"".join(dumps)
+        other = Registry(max_slots=MAX_SLOTS + 1, max_bytes=64 << 20)
+        slot_of = array("H", [other.open_slot(0) or 0] * 65_536)
+        visible = sorted(slot for slot, state in self.oracle.state.items() if state == "visible")
+        for slot in visible:
             slot_of[slot] = other.open_slot(slot) or 0
             other.publish(slot_of[slot])
-        cursor = 0
-        while True:
-            tags, slots, cursor = self.registry.dump(cursor, max_cells)
-            pairs += zip(tags, slots, strict=True)
-            assert other.restore(tags, slots, slot_of) == len(tags)
-            if cursor == 0:
-                break
-        assert len(set(pairs)) == len(pairs)
-        assert set(pairs) == self.oracle.placements()
-        for tag in self.seen:
-            held = {other_row.group for slot in other.lookup(tag) if (other_row := other.slot(slot))}
-            assert held == self.oracle.holders(tag)
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            end = file.tell()
+            assert other.restore(file.fileno(), 0, end, slot_of) == other.usage().placements
+            for tag in self.seen:
+                held = {row.group for slot in other.lookup(tag) if (row := other.slot(slot))}
+                assert held == self.oracle.holders(tag)
+            assert sum(row.keys for row in other.slots()[1:]) == len(self.oracle.placements())
+            for slot in visible:  # the restored one can be changed as any
+                other.evict(slot_of[slot], packed(sorted(self.seen)))
+            assert not any(other.holders(packed(sorted(self.seen))))
+            at = damage % end
+            os.pwrite(file.fileno(), bytes([content[at] ^ 1 << damage % 8]), at)
+            broken = Registry(max_bytes=64 << 20)
+            with pytest.raises(RegistryError, match="damaged") as damaged:
+                broken.restore(file.fileno(), 0, end, array("H", [broken.open_slot(0) or 0] * 65_536))
+            assert damaged.value.reason == "damaged"
 
     @invariant()
     def lookups_and_counts_are_the_oracles(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from array import array
 from collections.abc import AsyncIterator
-from pathlib import Path
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,9 +17,7 @@ from kvstrata.cluster.directory import Directory
 from kvstrata.cluster.follow import Follower
 from kvstrata.cluster.lookups import Found, Lookups
 from kvstrata.config.controller_model import EtcdSettings
-from kvstrata.controller import etcd, snapshot
-from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.snapshot import Snapshots
+from kvstrata.controller import etcd
 from kvstrata.native.core import Registry, RegistryError
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_wire import Change, Run
@@ -96,28 +94,6 @@ async def test_pages_of_lists_under_way_are_bounded(scene) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_block_of_a_snapshot_costs_the_loop_no_walk_over_all_slots(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-
-    class Counted(array):  # type: ignore[type-arg]
-        def __getitem__(self, index: Any) -> Any:
-            read.append(index)
-            return super().__getitem__(index)
-
-    slot = cluster.directory.restore_slots(1, ["l1"])["l1"]
-    slot_of = Counted("H", bytes(2 * 65_536))
-    slot_of[9] = slot
-    block = array("Q", [1 << 40]), array("H", [9])
-    monkeypatch.setattr(snapshot, "read_blocks", lambda path: iter([block] * 10))
-    made = Snapshots(asyncio.get_running_loop(), cluster, tmp_path, 30.0)
-    await made._restore_placements(slot_of)
-    assert made.status["restored_keys"] == 10
-    assert len(read) <= 10, "only slots that the snapshot uses are looked at"
-    await made.close()
-
-
 async def test_certificates_and_the_password_of_etcd_are_not_read_on_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,12 +143,30 @@ async def test_what_an_instance_computes_is_named_only_to_those_who_ask_for_that
     assert not await lookups.nearest(asked, None, 8, promised=True)
 
 
-async def test_placements_of_a_snapshot_that_are_refused_make_it_no_whole_one(
-    scene, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wrong", [None, RegistryError("damaged", reason="damaged"), OSError("gone")])
+async def test_a_snapshot_is_found_whole_or_not_at_all_and_what_comes_meanwhile_is_applied_after_it(
+    scene, wrong: Exception | None
 ) -> None:
     directory, registry, _ = scene
-    used = registry.real.usage()
-    refused = iter([0, 0, 0, 3])
-    monkeypatch.setattr(registry, "usage", lambda: used._replace(refused=next(refused)), raising=False)
-    block = array("Q", [1 << 40]), array("H", [9]), array("H", [0] * 10)
-    assert [await directory.restore(*block) for _ in range(2)] == ["", "refused"]
+    lookups, loading = directory._lookups, Future[int]()
+
+    def load(slot_of: array[int]) -> Future[int]:
+        for number in (9, 10):  # of a tier, and of one that no member has any more
+            registry.admit(slot_of[number], tags_of(range(3)))
+        return loading
+
+    slot = directory.restore_slots(7, ["l1"])["l1"]
+    restored = directory.restore(load, {9: slot})
+    directory.apply(7, ["l1"], [Run(Change.EVICT, "l1", tags_of([0]))])
+    directory.apply(8, ["l1"], [Run(Change.ADMIT, "l1", tags_of([1]))])
+    before = await lookups.holders(tags_of(range(3)))
+    loading.set_result(3) if wrong is None else loading.set_exception(wrong)
+    assert await restored == ((3, "") if wrong is None else (0, str(wrong)))
+    await directory.idle()
+    assert before == [[], [], []]
+    found = [{place.group for place in places} for places in await lookups.holders(tags_of(range(3)))]
+    assert found == ([set(), {7, 8}, {7}] if wrong is None else [set(), {8}, set()])
+    sweeping = asyncio.create_task(directory.keep_swept())
+    await until(lambda: not registry.usage().retired)
+    sweeping.cancel()
+    assert registry.usage().placements == sum(map(len, found))

@@ -33,6 +33,8 @@ inline constexpr std::uint64_t kCommonCellBits = 0xFFFE0000;
 inline constexpr int kMoreShift = 16;
 inline constexpr std::uint64_t kMore = std::uint64_t{1} << kMoreShift;
 inline constexpr int kStoredShift = 17;
+// The bits of a cell that names a list, except the number of the list.
+inline constexpr std::uint64_t kListCellBits = (std::uint64_t{1} << 36) - 1;
 
 struct Registry::List {
   std::uint64_t tag_and_class;  // the size class in the 7 bits that a tag does not use
@@ -113,6 +115,12 @@ inline Registry::Cell* Registry::line_at(std::uint32_t partition,
 
 inline Registry::List* Registry::list_of(Cell cell) const noexcept {
   return reinterpret_cast<List*>(lists_.at((cell >> 36) * 64));
+}
+
+// The bits that list_of() reads.
+inline Registry::Cell Registry::name_of(const List* list) const noexcept {
+  const auto offset = reinterpret_cast<const std::uint8_t*>(list) - lists_.at(0);
+  return static_cast<Cell>(offset) / 64 << 36;
 }
 
 inline Tag Registry::tag_of(std::uint32_t partition, Cell cell) const noexcept {

@@ -3,7 +3,6 @@
 #include <bit>
 #include <cmath>
 #include <iterator>
-#include <numeric>
 
 #include "registry/cells.h"
 #include "registry/registry.h"
@@ -12,11 +11,6 @@ namespace kvstrata {
 
 namespace {
 
-// The bits of a cell that names a list, except the number of the list.
-constexpr std::uint64_t kListCellBits = (std::uint64_t{1} << 36) - 1;
-// Lines overflow into the next line more often in a fuller table. At a load of 0.65, 3 % of the
-// cells lie beyond their home line (8 % at 0.8); a look-up of such a cell takes twice as long.
-constexpr double kMaxLoad = 0.65;
 // The ratio of successive sizes of a partition. On average the load of the table is 0.53.
 constexpr double kGrowth = 1.5;
 // The load up to which a partition is filled when there is no memory to grow.
@@ -98,8 +92,7 @@ Registry::List* Registry::take_list(std::uint32_t cls) noexcept {
 }
 
 void Registry::free_list(List* list) noexcept {
-  const auto offset = reinterpret_cast<std::uint8_t*>(list) - lists_.at(0);
-  free_lists_[list->size_class()].push_back(static_cast<std::uint32_t>(offset / 64));
+  free_lists_[list->size_class()].push_back(static_cast<std::uint32_t>(name_of(list) >> 36));
 }
 
 // Stores the cell in the first line from `home` on that has room. False: none of the lines that
@@ -134,9 +127,8 @@ std::uint32_t Registry::next_lines(std::uint32_t partition, std::uint32_t lines)
 bool Registry::rebuild(std::uint32_t partition, std::uint32_t lines) noexcept {
   std::uint64_t begin = 0;
   if (lines > max_lines_ || !take_lines(lines * kLineBytes, &begin)) return false;
-  Header& header = headers_[partition];
   const std::uint32_t lines_before = lines_of(partition);
-  const std::uint64_t begin_before = header.begin.load(std::memory_order_relaxed);
+  const std::uint64_t begin_before = headers_[partition].begin.load(std::memory_order_relaxed);
   Cell* const made = reinterpret_cast<Cell*>(cells_.at(begin));
   PartitionRoom& room = rooms_[partition];
   room.cells = 0;
@@ -175,11 +167,7 @@ bool Registry::rebuild(std::uint32_t partition, std::uint32_t lines) noexcept {
       }
     }
   }
-  change(partition, [&] {
-    header.begin.store(begin, std::memory_order_release);
-    const std::uint64_t sequence = header.word.load(std::memory_order_relaxed) >> 32;
-    header.word.store(sequence << 32 | lines, std::memory_order_relaxed);
-  });
+  use_lines(partition, begin, lines);
   free_lines(begin_before, lines_before * kLineBytes);
   for (List* const list : dropped) {
     for (std::uint32_t at = 0; at < list->size(); ++at)
@@ -187,10 +175,21 @@ bool Registry::rebuild(std::uint32_t partition, std::uint32_t lines) noexcept {
     free_list(list);
     shared_tags_.fetch_sub(1, std::memory_order_relaxed);
   }
-  room.limit = static_cast<std::uint32_t>(kMaxLoad * lines * kLineCells);
   rebuilds_.fetch_add(1, std::memory_order_relaxed);
   count_bytes();
   return true;
+}
+
+// Lets readers find the partition in these lines from now on.
+void Registry::use_lines(std::uint32_t partition, std::uint64_t begin,
+                         std::uint32_t lines) noexcept {
+  Header& header = headers_[partition];
+  change(partition, [&] {
+    header.begin.store(begin, std::memory_order_release);
+    const std::uint64_t sequence = header.word.load(std::memory_order_relaxed) >> 32;
+    header.word.store(sequence << 32 | lines, std::memory_order_relaxed);
+  });
+  rooms_[partition].limit = static_cast<std::uint32_t>(kMaxLoad * lines * kLineCells);
 }
 
 // Removes a cell and keeps invariants (1) and (2): moves a later cell back into the gap, if its
@@ -289,10 +288,8 @@ bool Registry::admit_listed(Slot slot, std::uint32_t partition, const Place& pla
     for (std::uint32_t at = 0; at < size; ++at)
       store_shared(larger->begin()[at], load_shared(list->begin()[at]));
     store_shared(larger->count, std::uint64_t{size});
-    const auto number =
-        static_cast<std::uint64_t>(reinterpret_cast<std::uint8_t*>(larger) - lists_.at(0)) / 64;
     change(partition,
-           [&] { store_shared(place.line[place.cell], number << 36 | (cell & kListCellBits)); });
+           [&] { store_shared(place.line[place.cell], name_of(larger) | (cell & kListCellBits)); });
     free_list(list);
     list = larger;
   }
@@ -339,9 +336,7 @@ Registry::Admitted Registry::make_list(Slot slot, Tag tag) noexcept {
     }
     store_shared(list->begin()[size++], slot);
     store_shared(list->count, std::uint64_t{size});
-    const auto number =
-        static_cast<std::uint64_t>(reinterpret_cast<std::uint8_t*>(list) - lists_.at(0)) / 64;
-    placed = put_cell(partition, lines, home, number << 36 | (wanted & kListCellBits) | kListed);
+    placed = put_cell(partition, lines, home, name_of(list) | (wanted & kListCellBits) | kListed);
   });
   if (placed) {
     ++rooms_[partition].cells;
@@ -473,21 +468,6 @@ Status Registry::evict(Slot slot, TagSpan tags, std::uint64_t* removed) noexcept
   });
 }
 
-Status Registry::restore(TagSpan tags, std::span<const Slot> slots, std::span<const Slot> slot_of,
-                         std::uint64_t* added) noexcept {
-  // dump() names tags in the order of their home lines. Admitted in that order they would fill a
-  // small partition from its first line on, and chains would be too long while most lines are
-  // empty. Steps of about .618 of all spread each part of them over all lines.
-  auto step = static_cast<std::size_t>(0.618 * static_cast<double>(tags.size())) | 1;
-  while (std::gcd(step, tags.size()) > 1)
-    step += 2;
-  for (std::size_t done = 0, at = 0; done < tags.size(); ++done, at = (at + step) % tags.size()) {
-    const Slot slot = slots[at] < slot_of.size() ? slot_of[slots[at]] : kNoSlot;
-    if (slot != kNoSlot) KVSTRATA_RETURN_IF_ERROR(admit(slot, tags.subspan(at, 1), added));
-  }
-  return {};
-}
-
 void Registry::sweep_partition(std::uint32_t partition) noexcept {
   const std::uint32_t lines = lines_of(partition);
   Place place{nullptr, 0, 0};
@@ -550,38 +530,6 @@ std::uint64_t Registry::sweep(std::uint64_t max_cells) noexcept {
     sweeping_.clear();
   } while (looked_at < max_cells);
   return looked_at;
-}
-
-std::uint64_t Registry::dump(std::uint64_t cursor, std::uint64_t max_cells, std::vector<Tag>* tags,
-                             std::vector<Slot>* slots) noexcept {
-  for (std::uint64_t looked_at = 0;
-       cursor < kPartitions && looked_at < std::max(max_cells, std::uint64_t{1}); ++cursor) {
-    const auto partition = static_cast<std::uint32_t>(cursor);
-    const std::lock_guard turn(turns_);
-    const std::uint32_t lines = lines_of(partition);
-    const auto add = [&](Tag tag, Slot slot) {
-      if (state_of(rows_[slot].load(std::memory_order_acquire)) != SlotState::kVisible) return;
-      tags->push_back(tag);
-      slots->push_back(slot);
-    };
-    for (std::uint32_t number = 0; number < lines; ++number) {
-      const Cell* const line = line_at(partition, number);
-      for (std::uint32_t at = 0; at < kLineCells; ++at) {
-        const Cell cell = load_shared(line[at]);
-        if (cell == 0) continue;
-        const Tag tag = tag_of(partition, cell);
-        if (static_cast<Slot>(cell) != kListed) {
-          add(tag, static_cast<Slot>(cell));
-          continue;
-        }
-        List* const list = list_of(cell);
-        for (std::uint32_t i = 0; i < list->size(); ++i)
-          add(tag, list->begin()[i]);
-      }
-    }
-    looked_at += std::uint64_t{lines} * kLineCells + 1;
-  }
-  return cursor < kPartitions ? cursor : 0;
 }
 
 }  // namespace kvstrata

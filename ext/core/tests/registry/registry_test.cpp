@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <memory>
 #include <set>
 #include <thread>
@@ -298,14 +299,12 @@ TEST(readers_never_see_a_placement_that_was_not_admitted) {
     });
   }
   std::thread sweeper([&] {
-    std::vector<Tag> tags;
-    std::vector<Slot> slots;
+    std::vector<std::uint8_t> bytes;
     while (!stop.load(std::memory_order_relaxed)) {
       registry->sweep(1);
       (void)registry->slots();
-      tags.clear();
-      slots.clear();
-      (void)registry->dump(0, 1, &tags, &slots);
+      bytes.clear();
+      registry->dump(0, &bytes);
     }
   });
 
@@ -390,23 +389,37 @@ TEST(several_writers_lose_nothing) {
     CHECK_EQ(holders_of(*registry, mixed((1 << 30) + number)).size(), number < 10'000 ? 0u : 4u);
 }
 
-TEST(what_is_dumped_can_be_restored_whole) {
-  constexpr std::uint64_t kTags = 400'000;  // some 25,000 in a partition
+TEST(what_is_dumped_can_be_restored_while_readers_read_and_grows_as_before) {
+  constexpr std::uint64_t kTags = 200'000;  // some 12,000 in a partition
   const auto registry = make();
-  const Slot slot = open(*registry, 0);
-  admit(*registry, slot, crowded_tags(0, kTags));
+  for (int group = 0; group < 6; ++group)  // so many holders that the first tags have lists
+    admit(*registry, open(*registry, 0), crowded_tags(0, group == 0 ? kTags : 10));
+  std::vector<std::uint8_t> bytes;
+  for (std::uint32_t partition = 0; partition < kRegistryPartitions; ++partition)
+    registry->dump(partition, &bytes);
+  std::FILE* const file = std::tmpfile();
+  CHECK_EQ(std::fwrite(bytes.data(), 1, bytes.size(), file), bytes.size());
+  CHECK_EQ(std::fflush(file), 0);
   const auto restored = make();
-  std::vector<Slot> slot_of(kMaxSlots, kNoSlot);
-  slot_of[slot] = open(*restored, 0);
-  std::uint64_t cursor = 0, added = 0;
-  do {
-    std::vector<Tag> tags;
-    std::vector<Slot> slots;
-    cursor = registry->dump(cursor, 65'536, &tags, &slots);
-    CHECK(restored->restore(std::span(tags), slots, slot_of, &added).ok());
-  } while (cursor != 0);
-  CHECK_EQ(added, kTags);
-  CHECK_EQ(restored->usage().refused, 0u);
+  const Slot slot = open(*restored, 0);
+  std::atomic<bool> done{false};
+  std::thread reader([&] {
+    while (!done)
+      CHECK(holders_of(*restored, crowded(kTags - 1)).size() <= 1);
+  });
+  std::uint64_t added = 0;
+  CHECK(restored->restore(fileno(file), 0, bytes.size(), std::vector<Slot>(1 << 16, slot), &added)
+            .ok());
+  done = true;
+  reader.join();
+  CHECK_EQ(added, kTags + 50);
+  CHECK_EQ(restored->slot(slot).keys, kTags + 50);
+  CHECK_EQ(holders_of(*restored, crowded(0)).size(), 6u);
+  CHECK_EQ(admit(*restored, slot, crowded_tags(10, 2 * kTags)), kTags);
+  const auto small = make(1 << 20);
+  const std::vector<Slot> to(1 << 16, open(*small, 0));
+  CHECK(small->restore(fileno(file), 0, bytes.size(), to, &added).code() == StatusCode::kNoSpace);
+  std::fclose(file);
 }
 
 }  // namespace
