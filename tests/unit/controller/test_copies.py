@@ -9,8 +9,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.controller import copies
 from kvstrata.controller.copies import FIRST_WORTH, LESS, MORE_WORTH, Copies, Place, next_place, wanted
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Shared, SharedPrefix
+from tests.harness.known_members import KEY
+from tests.harness.waiting import HANG_S
+from tests.unit.controller.member_messages import register
 
 WORTH = st.floats(0, 1e6)
 COUNT = st.integers(1, 12)
@@ -87,10 +91,28 @@ def test_what_an_instance_tells_that_does_not_fit_is_ignored(told):
     cluster: Any = SimpleNamespace(
         settings=SimpleNamespace(copies_mb_s=1.0), clock=SimpleNamespace(monotonic_s=lambda: 0.0)
     )
-    copies = Copies(cluster)
-    asyncio.run(copies._learn([], [told]))
-    for row in (copies._hot, copies.page()["prefixes"]):
+    made = Copies(cluster)
+    asyncio.run(made._learn([], [told]))
+    for row in (made._hot, made.page()["prefixes"]):
         assert len(row) <= 1
-    for hot in copies._hot.values():
+    for hot in made._hot.values():
         assert len(hot.named.keys) <= 32 * MAX_PEER_KEYS
         assert hot.own_chunks * hot.chunk_bytes > 0
+
+
+async def test_the_death_of_an_instance_begins_a_repair_at_once(cluster, clock, monkeypatch):
+    monkeypatch.setattr(copies, "STEP_S", 1e9)  # so that nothing but a wake begins another step
+    steps = asyncio.Queue[float]()
+    monkeypatch.setattr(cluster.copies, "bytes_s", 1.0)
+    monkeypatch.setattr(cluster.copies, "step", steps.put)
+    keeping = asyncio.create_task(cluster.copies.keep())
+    cluster.members.register(register(), KEY, clock.monotonic_s())
+    await steps.get()
+    for _ in range(12):
+        clock.ahead_s += 3.0
+        cluster.members.tick(clock.monotonic_s())
+    cluster.settle()
+    assert [one.state for one in cluster.members] == ["dead"]
+    assert cluster.copies.wake.is_set()
+    await asyncio.wait_for(steps.get(), HANG_S)
+    keeping.cancel()
