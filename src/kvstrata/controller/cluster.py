@@ -194,7 +194,7 @@ class Cluster(Numbers):
         before, cursor = member.follower, self._resume.pop(member.group, None)
         if before is not None:
             before.link.close()
-            if before.confirmed and before.tiers[:-1] == member.told.tiers:
+            if before.tiers[:-1] == member.told.tiers:
                 cursor = before.cursor
         member.follower = follower = Follower(
             link,

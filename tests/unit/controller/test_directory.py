@@ -22,7 +22,9 @@ from kvstrata.native.core import Registry, RegistryError
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_wire import Change, Run
 from tests.harness.cluster_instance import tags_of
+from tests.harness.known_members import KEY
 from tests.harness.waiting import until
+from tests.unit.controller.member_messages import register
 
 
 class Refusing:
@@ -141,6 +143,15 @@ async def test_what_an_instance_computes_is_named_only_to_those_who_ask_for_that
     directory.forget(7)
     lookups.set_readable(7, True)
     assert not await lookups.nearest(asked, None, 8, promised=True)
+
+
+async def test_a_member_that_registers_again_at_once_is_still_followed_on_from_the_snapshot(cluster) -> None:
+    member = cluster.members.restore(register(), KEY, now_s=0.0)
+    cluster.restored.clear()
+    cluster.resume(member.id, 41)
+    for _ in range(2):
+        cluster._follow(member, cast(Any, SimpleNamespace(close=lambda: None)))
+    assert member.follower.cursor == 41
 
 
 @pytest.mark.parametrize("wrong", [None, RegistryError("damaged", reason="damaged"), OSError("gone")])
