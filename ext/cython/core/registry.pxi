@@ -74,13 +74,11 @@ cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
         Status retire(uint16_t) noexcept
         Status admit(uint16_t, TagSpan, uint64_t*) noexcept
         Status evict(uint16_t, TagSpan, uint64_t*) noexcept
-        Status restore(int, uint64_t, uint64_t, U16Span, uint64_t*) noexcept
+        Status restore(const string&, uint64_t, uint64_t, U16Span, uint64_t*) noexcept
         uint64_t sweep(uint64_t) noexcept
-        void lookup(uint64_t, vector[uint16_t]*) noexcept
         void lookup(TagSpan, vector[uint16_t]*, vector[size_t]*) noexcept
         vector[CCandidate] lookup_prefix(TagSpan, const PrefixQuery&) noexcept
         SlotRow slot(uint16_t) noexcept
-        vector[SlotRow] slots() noexcept
         void dump(unsigned int, vector[uint8_t]*) noexcept
         CUsage usage() noexcept
 
@@ -158,14 +156,6 @@ cdef uint16_t _number(str name, value, int limit) except? 0xFFFF:
     return value
 
 
-cdef vector[uint16_t] _slots(str name, object values) except *:
-    cdef BorrowedBuffer items
-    cdef vector[uint16_t] copied
-    copied.resize(borrow(items, values, 2, name))
-    memcpy(copied.data(), items.data(), 2 * copied.size())
-    return copied
-
-
 cdef array.array U16 = array_module.array("H")
 
 
@@ -173,10 +163,6 @@ cdef array.array _u16_array(const vector[uint16_t]& values):
     cdef array.array made = array.clone(U16, values.size(), False)
     memcpy(made.data.as_voidptr, values.data(), 2 * values.size())
     return made
-
-
-cdef object _slot_row(SlotRow row):
-    return Slot(row.slot, row.group, row.rank, SLOT_STATES[<int>row.state], row.keys)
 
 
 cdef class Registry:
@@ -274,12 +260,6 @@ cdef class Registry:
                 sched_yield()
         return looked_at
 
-    def lookup(self, uint64_t tag) -> tuple[int, ...]:
-        """The visible slots that hold one tag, in no order."""
-        cdef vector[uint16_t] holders
-        self.core.get().lookup(tag, &holders)
-        return tuple(holders)
-
     def holders(self, tags: Buffer) -> list[tuple[int, ...]]:
         """The visible slots that hold each tag of a batch, in no order."""
         cdef BorrowedBuffer items
@@ -335,13 +315,9 @@ cdef class Registry:
     def slot(self, slot: int) -> Slot | None:
         """The slot's facts; None if it is free."""
         cdef SlotRow row = self.core.get().slot(_number("slot", slot, MAX_SLOTS))
-        return None if row.state == SlotState.kFree else _slot_row(row)
-
-    def slots(self) -> list[Slot]:
-        """All slots that are not free."""
-        cdef vector[SlotRow] rows = self.core.get().slots()
-        cdef size_t i
-        return [_slot_row(rows[i]) for i in range(rows.size())]
+        if row.state == SlotState.kFree:
+            return None
+        return Slot(row.slot, row.group, row.rank, SLOT_STATES[<int>row.state], row.keys)
 
     def dump(self, partition: int) -> bytes:
         """The placements of one partition, with their slots, as `restore` reads them; of 0, 1, …, empty after the last.
@@ -357,20 +333,24 @@ cdef class Registry:
             self.core.get().dump(number, &dumped)
         return (<char*>dumped.data())[:dumped.size()]
 
-    def restore(self, file: int, uint64_t begin, uint64_t end, slot_of: Buffer) -> int:
-        """Add the placements of dumps of all partitions, in the bytes from `begin` to `end` of an open file.
+    def restore(self, path: str, uint64_t begin, uint64_t end, slot_of: Buffer) -> int:
+        """Add the placements of dumps of all partitions, in the bytes from `begin` to `end` of a file.
 
         Those of slot s get the slot `slot_of[s]` (65,536 native u16, hidden or visible slots).  Returns how many they
         are.  The registry must be without placements; nothing else may change them, or retire these slots, meanwhile.
         Raises ValueError for a wrong `slot_of`, and RegistryError: `damaged` if a checksum is wrong or the file cannot be
         read, `no_space` if they need more memory; then any of them may have been added.
         """
-        cdef vector[uint16_t] mapped = _slots("slot_of", slot_of)
+        cdef BorrowedBuffer numbers
+        cdef size_t count = borrow(numbers, slot_of, 2, "slot_of")
+        cdef vector[uint16_t] slots
+        cdef string name = os.fsencode(path)
         cdef uint64_t added = 0
-        cdef int number = file
         cdef Status status
+        slots.resize(count)
+        memcpy(slots.data(), numbers.data(), 2 * count)
         with nogil:
-            status = self.core.get().restore(number, begin, end, U16Span(mapped.data(), mapped.size()), &added)
+            status = self.core.get().restore(name, begin, end, U16Span(slots.data(), count), &added)
         raise_for(status, REGISTRY)
         return added
 

@@ -206,7 +206,7 @@ class Directory(Numbers):
                 added = loading.result()
                 for slot in slot_of.values():
                     self.registry.publish(slot)
-            except (RegistryError, OSError) as error:
+            except RegistryError as error:
                 return 0, str(error)
             finally:
                 self.registry.retire(left_out)

@@ -101,9 +101,6 @@ class Cluster(Numbers):
         """By group: the task that follows the member."""
         self._resume: dict[int, int] = {}
         """By group: the cursor from which a member of the snapshot is followed on."""
-        self.restored = asyncio.Event()
-        """Set except while placements of a snapshot are restored, which changes since the snapshot must follow."""
-        self.restored.set()
         self.journal = Journal(clock, epoch * 1000)
         registry = Registry(max_bytes=int(settings.directory.max_gb * GB))
         self.lookups = Lookups(loop, registry)
@@ -214,7 +211,7 @@ class Cluster(Numbers):
 
         async def run() -> None:
             if cursor is not None:
-                await self.restored.wait()
+                await self.directory.idle()  # after a snapshot's placements, which its changes follow
             await follower.run()
 
         self._following[member.group] = self._supervisor.spawn(run(), f"follow-{member.id}")

@@ -23,7 +23,6 @@ import asyncio
 import itertools
 import os
 import struct
-from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,15 +132,18 @@ class Snapshots(Numbers):
             self._ignore(ignored, orders)
         try:
             document, begin, end = await self._loop.run_in_executor(self._thread, read_document, self._path)
-            self._check_age(document)
+            age_s = (self._cluster.clock.unix_ms() - document.unix_ms) / 1000
+            if age_s > MAX_AGE_S:
+                raise BadSnapshot(f"it is {age_s:.0f} s old, more than {MAX_AGE_S:g}")
         except FileNotFoundError:
             return
         except BadSnapshot as error:
             self._ignore(str(error))
             return
         slot_of = self._restore_members(document)
+        load, path = self._cluster.directory.registry.restore, str(self._path.absolute())
         self._restored = self._cluster.directory.restore(
-            lambda slots: self._thread.submit(self._load, begin, end, slots), slot_of
+            lambda slots: self._thread.submit(load, path, begin, end, slots), slot_of
         )
 
     async def keep(self) -> None:
@@ -151,7 +153,6 @@ class Snapshots(Numbers):
             if wrong:
                 self._cluster.list_restored()
                 self._ignore(wrong)
-            self._cluster.restored.set()
         while True:
             await asyncio.sleep(self._every_s)
             await self.write()
@@ -240,11 +241,6 @@ class Snapshots(Numbers):
 
     # --- reading --------------------------------------------------------------------------------------------
 
-    def _check_age(self, document: Document) -> None:
-        age_s = (self._cluster.clock.unix_ms() - document.unix_ms) / 1000
-        if age_s > MAX_AGE_S:
-            raise BadSnapshot(f"it is {age_s:.0f} s old, more than {MAX_AGE_S:g}")
-
     def _restore_members(self, document: Document) -> dict[int, int]:
         """Restore the members; returns which slot each slot of the file has now."""
         cluster = self._cluster
@@ -257,7 +253,6 @@ class Snapshots(Numbers):
             if saved.cursor is not None and saved.slots.keys() == restored.keys():
                 cluster.resume(saved.told.instance, saved.cursor)
             slot_of |= {saved.slots[tier]: slot for tier, slot in restored.items() if tier in saved.slots}
-        cluster.restored.clear()
         cluster.journal.say(
             "snapshot_restored", members=self.status["restored_members"], path=str(self._path)
         )
@@ -275,10 +270,6 @@ class Snapshots(Numbers):
             return cluster.directory.restore_slots(member.group, told.tiers)
         except SlotsExhausted:
             return None
-
-    def _load(self, begin: int, end: int, slot_of: array[int]) -> int:
-        with open(self._path, "rb") as file:
-            return self._cluster.directory.registry.restore(file.fileno(), begin, end, slot_of)
 
     def _ignore(self, reason: str, path: Path | None = None) -> None:
         self.status["ignored"] += 1
@@ -304,7 +295,7 @@ def read_document(path: Path) -> tuple[Document, int, int]:
             file.seek(size - _FOOTER.size)
             document_at, crc, end = _FOOTER.unpack(file.read(_FOOTER.size))
             document_bytes = size - _FOOTER.size - document_at
-            if end != _END or not 0 < document_bytes <= MAX_DOCUMENT_BYTES:
+            if end != _END or document_at < len(MAGIC) or not 0 < document_bytes <= MAX_DOCUMENT_BYTES:
                 raise BadSnapshot("its end is missing")
             file.seek(document_at)
             told = file.read(document_bytes)

@@ -199,16 +199,6 @@ SlotRow Registry::slot(Slot slot) noexcept {
           .keys = keys_[slot].load(std::memory_order_relaxed)};
 }
 
-std::vector<SlotRow> Registry::slots() noexcept {
-  const std::lock_guard lock(slots_mutex_);
-  std::vector<SlotRow> open;
-  for (std::uint32_t number = 1; number < fresh_slot_; ++number) {
-    const SlotRow row = slot(static_cast<Slot>(number));
-    if (row.state != SlotState::kFree) open.push_back(row);
-  }
-  return open;
-}
-
 RegistryUsage Registry::usage() noexcept {
   return {.bytes = bytes_.load(std::memory_order_relaxed),
           .placements = placements_.load(std::memory_order_relaxed),

@@ -45,6 +45,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -159,18 +160,16 @@ class Registry {
   std::vector<Candidate> lookup_prefix(TagSpan tags, const PrefixQuery& query) noexcept;
 
   SlotRow slot(Slot slot) noexcept;
-  std::vector<SlotRow> slots() noexcept;
   // Appends the placements of one partition, in the form that restore() reads (saved.cpp).
   // REQUIRES: partition < kRegistryPartitions.
   void dump(std::uint32_t partition, std::vector<std::uint8_t>* bytes) noexcept;
-  // Adds the placements of a dump of all partitions in turn, which is in the bytes from `begin` to
-  // `end` of an open file: those of slot s to slot_of[s]. Adds to `*added` how many they are; after
-  // an error, those of the partitions before the wrong one are there. kCorrupt, kOsError; kNoSpace:
-  // they need a larger registry. REQUIRES: the registry has no placements, and nothing else changes
-  // them or retires one of the slots meanwhile; slot_of has an entry that is a slot for each
-  // number.
-  Status restore(int file, std::uint64_t begin, std::uint64_t end, std::span<const Slot> slot_of,
-                 std::uint64_t* added) noexcept;
+  // Adds the placements of dumps of all partitions in turn, in the bytes from `begin` to `end` of a
+  // file: those of slot s to slot_of[s]. Adds to `*added` how many they are; after an error, any of
+  // them may be there. kCorrupt, kOutOfRange, kOsError; kNoSpace: they need a larger registry.
+  // REQUIRES: begin <= end; the registry has no placements, and nothing else changes them, or
+  // retires one of the slots, meanwhile.
+  Status restore(const std::string& path, std::uint64_t begin, std::uint64_t end,
+                 std::span<const Slot> slot_of, std::uint64_t* added) noexcept;
   RegistryUsage usage() noexcept;
 
   ~Registry();
@@ -333,8 +332,8 @@ class Registry {
   bool rebuild(std::uint32_t partition, std::uint32_t lines) noexcept;
   void use_lines(std::uint32_t partition, std::uint64_t begin, std::uint32_t lines) noexcept;
   struct Saved;
-  Status restore_partition(std::uint32_t partition, const Saved& saved, const Slot* slot_of,
-                           std::uint64_t* keys) noexcept;
+  Status restore_partition(std::uint32_t partition, const Saved& saved, const std::uint8_t* from,
+                           const Slot* slot_of, std::uint64_t* keys) noexcept;
   void sweep_partition(std::uint32_t partition) noexcept;
   void count_keys(Slot slot, std::int64_t more) noexcept;
   bool take_lines(std::uint64_t bytes, std::uint64_t* begin) noexcept;
