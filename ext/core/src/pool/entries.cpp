@@ -250,7 +250,8 @@ bool Tenants::set_quota(std::uint32_t id, std::int64_t bytes) {
     }
     const IndexView& index = entries.index;
     std::vector<std::uint32_t> members;
-    for (std::uint32_t entry = 0; entry < entries.touched; ++entry) {
+    for (std::uint32_t entry = 0; entry < entries.touched && members.size() < account.n_entries;
+         ++entry) {
       const EntryState state = index.state(entry);
       if (state == EntryState::kFree || state == EntryState::kQuarantined) continue;
       if (entries.tenant(entry) == id) members.push_back(entry);
