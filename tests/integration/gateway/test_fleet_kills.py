@@ -95,7 +95,10 @@ class Fleet:
     async def parts(self, url: str, prompt: list[int], **more: Any) -> AsyncIterator[str]:
         """The parts of an answer as they come, the first for its head.  Raises ClientError if it is cut or refused."""
         body = {"model": "m", "prompt": prompt, "max_tokens": 3, "stream": True, **more}
-        async with self.session.post(f"{url}/v1/completions", json=body, raise_for_status=True) as reply:
+        alone = {"Connection": "close"}  # a kept one may have ended with the process that was killed there
+        async with self.session.post(
+            f"{url}/v1/completions", json=body, headers=alone, raise_for_status=True
+        ) as reply:
             yield ""
             async for line in reply.content:
                 text = line.decode().removeprefix("data: ").strip()
