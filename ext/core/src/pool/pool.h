@@ -9,7 +9,7 @@
 //   |--------------|--------------------------------------------------------------------|
 //   | entries      | keeps the entries, their states, and what protects them            |
 //   | family       | knows which chunk continues which                                  |
-//   | tenants      | counts each tenant's bytes against its quota                       |
+//   | tenants      | counts each tenant's bytes, and knows its quota                    |
 //   | rows         | keeps the session table, and what its processes may touch          |
 //   | departures   | takes entries out of the index, and keeps the quarantine           |
 //   | room         | finds a place for a new extent, and evicts entries for it          |

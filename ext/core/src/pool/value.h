@@ -10,7 +10,8 @@
 // or was refused, has its real pause, if it is still remembered. The worth of an entry is the
 // Gittins index of its kind at the entry's age, the highest rate of returns that keeping it can
 // bring over any time from now on, times the cost of computing a chunk so deep in a prompt. Among
-// the entries of one size class, which all take the same room, the least worth leaf is the victim.
+// the entries of one size class, which all take the same room, the least worth leaf is the victim;
+// tenants with a quota have orders of their own, of which the pool compares the victims.
 // Measured beside LRU, ARC and S3-FIFO: docs/decisions/13-value.md and benchmarks/value.py.
 //
 // The entries of a kind lie in a list, last used first, so their worth is compared at the cold ends
