@@ -249,7 +249,7 @@ class RpcClient:
         identity: int,
         chain: bytes,
         *,
-        deadline_ms: int = 5_000,
+        deadline_ms: int = 20_000,
         request_id: str = "",
         probe: bytes = b"",
         traceparent: str = "",

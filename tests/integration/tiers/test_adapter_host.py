@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tests.harness.cache_engine import eventually
 from tests.harness.l2_load import clear_l1, served
 from tests.harness.open_files import open_files
 from tests.harness.own_process import ServerFailed
-from tests.harness.rpc_client import HANG_S, RpcClient, chain_of, until
+from tests.harness.rpc_client import RpcClient, chain_of, until
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
 
@@ -233,21 +232,6 @@ def test_an_adapter_that_cannot_be_made_in_its_host_stops_the_start(tmp_path: Pa
         with pytest.raises(ServerFailed, match=says) as failed:
             server.start()
         assert "Task exception" not in str(failed.value)
-
-
-@pytest.mark.long
-def test_what_the_host_logs_and_prints_is_in_the_servers_log(start: Callable[..., HostedServer]) -> None:
-    server = start(deadline_ms=2_000, host_kill_ms=4_000)
-    with RpcClient(server.socket_dir) as client:
-        server.order("put", "raise")
-        identity = client.identify()
-        client.store(identity, chain_of(identity.root, 1))
-        until(client, lambda status: sum(outcomes_of(status).values()) == 1)
-    end_s = time.monotonic() + HANG_S
-    by_the_host = "ERROR kvstrata.tiers.host.process plugin-0: host: "
-    # The server's own line about the put has the same error, and may come first.
-    while "RuntimeError: ordered to raise" not in (text := server.log.read_text()).partition(by_the_host)[2]:
-        assert time.monotonic() < end_s, text
 
 
 def test_a_host_has_nothing_of_the_servers_but_the_extents_and_a_shared_lock(start):
