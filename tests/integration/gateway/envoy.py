@@ -67,7 +67,7 @@ class Envoy(Spawned):
     def _spawn(self) -> None:
         config = self._folder / "envoy.yaml"
         config.write_text(yaml.safe_dump(self.settings))
-        words = [program(), "-c", config, "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
+        words = [program(), "-c", config, "--concurrency", "1", "--disable-hot-restart", "-l", "warning"]
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
                 [*map(str, words)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
