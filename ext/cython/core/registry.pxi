@@ -92,10 +92,7 @@ cdef uint64_t MAX_BYTES = <uint64_t>1 << 40
 
 
 class RegistryError(MediumError):
-    """A call was refused.
-
-    `reason`: `no_space` (the bound on bytes), `bad_slot` (its state forbids the call), or `damaged` (a snapshot).
-    """
+    """`reason`: `no_space` (the bound on bytes), `bad_slot` (its state forbids the call), `damaged` (a snapshot)."""
 
     reason: str
 
@@ -320,10 +317,7 @@ cdef class Registry:
         return Slot(row.slot, row.group, row.rank, SLOT_STATES[<int>row.state], row.keys)
 
     def dump(self, partition: int) -> bytes:
-        """The placements of one partition, with their slots, as `restore` reads them; of 0, 1, …, empty after the last.
-
-        It has what was admitted and not evicted before this call, also to slots that are hidden or retired.
-        """
+        """The placements of partition 0, 1, …, of all slots, as `restore` reads them; empty after the last partition."""
         cdef vector[uint8_t] dumped
         cdef unsigned int number
         if not 0 <= partition < kPartitions:
@@ -336,21 +330,19 @@ cdef class Registry:
     def restore(self, path: str, uint64_t begin, uint64_t end, slot_of: Buffer) -> int:
         """Add the placements of dumps of all partitions, in the bytes from `begin` to `end` of a file.
 
-        Those of slot s get the slot `slot_of[s]` (65,536 native u16, hidden or visible slots).  Returns how many they
-        are.  The registry must be without placements; nothing else may change them, or retire these slots, meanwhile.
-        Raises ValueError for a wrong `slot_of`, and RegistryError: `damaged` if a checksum is wrong or the file cannot be
-        read, `no_space` if they need more memory; then any of them may have been added.
+        Those of slot s get the slot `slot_of[s]` (65,536 native u16).  Returns how many they are.  The registry must be
+        without placements; nothing else may change them, or retire these slots, meanwhile.  Raises ValueError for a
+        slot that is not open, and RegistryError(damaged, no_space); then any of them may have been added.
         """
         cdef BorrowedBuffer numbers
-        cdef size_t count = borrow(numbers, slot_of, 2, "slot_of")
         cdef vector[uint16_t] slots
         cdef string name = os.fsencode(path)
         cdef uint64_t added = 0
         cdef Status status
-        slots.resize(count)
-        memcpy(slots.data(), numbers.data(), 2 * count)
+        slots.resize(borrow(numbers, slot_of, 2, "slot_of"))
+        memcpy(slots.data(), numbers.data(), 2 * slots.size())
         with nogil:
-            status = self.core.get().restore(name, begin, end, U16Span(slots.data(), count), &added)
+            status = self.core.get().restore(name, begin, end, U16Span(slots.data(), slots.size()), &added)
         raise_for(status, REGISTRY)
         return added
 

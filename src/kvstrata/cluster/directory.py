@@ -189,17 +189,16 @@ class Directory(Numbers):
     def restore(
         self, load: Callable[[array[int]], Future[int]], slot_of: Mapping[int, int]
     ) -> asyncio.Future[tuple[int, str]]:
-        """Fill slots from a snapshot, and make lookups find them; no other change is carried out before that.
+        """Fill slots from a snapshot, by their numbers there. Lookups find them, and other changes begin, after that.
 
-        `slot_of`: by the number that a slot has in the snapshot.  `load` is given that for all numbers, and begins
-        `Registry.restore`.  The awaited result: how many placements there are, and the reason of a failure, empty for
-        none; after one the slots are retired.
+        `load` begins `Registry.restore` to the slots that it is given.  The awaited result: how many placements there
+        are, and the reason of a failure, empty for none; after one the slots are retired.
         """
         left_out = self._open(0, [""], "")
-        load_as = array("H", [left_out]) * 65_536
+        slots = array("H", [left_out]) * 65_536
         for number, slot in slot_of.items():
-            load_as[number] = slot
-        loading = load(load_as)
+            slots[number] = slot
+        loading = load(slots)
 
         def work() -> tuple[int, str]:
             try:
@@ -217,8 +216,7 @@ class Directory(Numbers):
             for slot in slot_of.values() if outcome[1] else ():
                 if slot in places:
                     self._retire(self._lookups.unname(*places[slot]))
-            rest = self.registry.slot(left_out)
-            if rest is not None and rest.keys:
+            if (rest := self.registry.slot(left_out)) is not None and rest.keys:
                 self._retired.set()
 
         return self._submit(0, work, done)

@@ -36,8 +36,7 @@ class Ranking(Numbers):
 
     def where_now(self, told: Where) -> list[Owner]:
         """The owners of the longest prefixes, best first; looks up on the loop."""
-        began_s = time.perf_counter()
-        asker = self._members.get(told.asker)
+        began_s, asker = time.perf_counter(), self._members.get(told.asker)
         group = asker.group if asker is not None else None
         found = self._lookups.longest(
             told.tags, told.n_slices, group, CANDIDATES, self._lookups.mask(on_disks=told.on_disks)
@@ -46,8 +45,7 @@ class Ranking(Numbers):
 
     async def where(self, told: Where) -> list[Owner]:
         """As `where_now`, but looks up on a thread."""
-        began_s = time.perf_counter()
-        asker = self._members.get(told.asker)
+        began_s, asker = time.perf_counter(), self._members.get(told.asker)
         group = asker.group if asker is not None else None
         if told.each:
             found = await self._lookups.nearest(told.tags, group, CANDIDATES, promised=told.promised)

@@ -49,8 +49,7 @@ FILE = "directory.snapshot"
 MAX_AGE_S = 3_600.0
 """An older snapshot is not served."""
 MAX_DOCUMENT_BYTES = 64 << 20
-_FOOTER = struct.Struct("<QI4s")
-_END = b"KVSE"
+_FOOTER = struct.Struct("<QI")
 
 
 class SavedMember(msgspec.Struct, frozen=True):
@@ -218,7 +217,7 @@ class Snapshots(Numbers):
             # The document is made on the loop's thread, since only that thread changes the members and slots in it.
             told = asyncio.run_coroutine_threadsafe(self._document(before, cursors), self._loop).result()
             file.write(told)
-            file.write(_FOOTER.pack(document_at, crc32c(told), _END))
+            file.write(_FOOTER.pack(document_at, crc32c(told)))
             file.flush()
             os.fsync(file.fileno())
             n_bytes = file.tell()
@@ -293,9 +292,9 @@ def read_document(path: Path) -> tuple[Document, int, int]:
             if magic != MAGIC:
                 raise BadSnapshot(f"it has format version {magic[-1]}, this controller reads {MAGIC[-1]}")
             file.seek(size - _FOOTER.size)
-            document_at, crc, end = _FOOTER.unpack(file.read(_FOOTER.size))
+            document_at, crc = _FOOTER.unpack(file.read(_FOOTER.size))
             document_bytes = size - _FOOTER.size - document_at
-            if end != _END or document_at < len(MAGIC) or not 0 < document_bytes <= MAX_DOCUMENT_BYTES:
+            if document_at < len(MAGIC) or not 0 < document_bytes <= MAX_DOCUMENT_BYTES:
                 raise BadSnapshot("its end is missing")
             file.seek(document_at)
             told = file.read(document_bytes)

@@ -171,8 +171,6 @@ class RegistryMachine(RuleBasedStateMachine):
             assert other.restore(file.name, 0, len(content), slot_of) == other.usage().placements
             for slots, tag in zip(other.holders(packed(tags)), tags, strict=True):
                 assert {row.group for slot in slots if (row := other.slot(slot))} == self.oracle.holders(tag)
-            held = [row.keys for slot in visible if (row := other.slot(slot_of[slot]))]
-            assert sum(held) == len(self.oracle.placements())
             for slot in visible:  # the restored one can be changed as any
                 other.evict(slot_of[slot], packed(tags))
             assert not any(other.holders(packed(tags)))

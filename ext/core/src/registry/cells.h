@@ -117,7 +117,6 @@ inline Registry::List* Registry::list_of(Cell cell) const noexcept {
   return reinterpret_cast<List*>(lists_.at((cell >> 36) * 64));
 }
 
-// The bits that list_of() reads.
 inline Registry::Cell Registry::name_of(const List* list) const noexcept {
   const auto offset = reinterpret_cast<const std::uint8_t*>(list) - lists_.at(0);
   return static_cast<Cell>(offset) / 64 << 36;

@@ -163,11 +163,10 @@ class Registry {
   // Appends the placements of one partition, in the form that restore() reads (saved.cpp).
   // REQUIRES: partition < kRegistryPartitions.
   void dump(std::uint32_t partition, std::vector<std::uint8_t>* bytes) noexcept;
-  // Adds the placements of dumps of all partitions in turn, in the bytes from `begin` to `end` of a
-  // file: those of slot s to slot_of[s]. Adds to `*added` how many they are; after an error, any of
-  // them may be there. kCorrupt, kOutOfRange, kOsError; kNoSpace: they need a larger registry.
-  // REQUIRES: begin <= end; the registry has no placements, and nothing else changes them, or
-  // retires one of the slots, meanwhile.
+  // Adds the placements of dumps of all partitions, in the bytes from `begin` to `end` of a file:
+  // those of slot s to slot_of[s], and to `*added` how many they are. After an error any of them
+  // may be there. kCorrupt, kOutOfRange, kOsError, kNoSpace. REQUIRES: begin <= end; no placements,
+  // and nothing else that changes them, or retires one of the slots, meanwhile.
   Status restore(const std::string& path, std::uint64_t begin, std::uint64_t end,
                  std::span<const Slot> slot_of, std::uint64_t* added) noexcept;
   RegistryUsage usage() noexcept;
@@ -297,7 +296,7 @@ class Registry {
   }
   Cell* line_at(std::uint32_t partition, std::uint32_t line) const noexcept;
   List* list_of(Cell cell) const noexcept;
-  Cell name_of(const List* list) const noexcept;
+  Cell name_of(const List* list) const noexcept;  // the bits that list_of() reads
   static constexpr std::uint64_t list_bytes(std::uint32_t cls) noexcept {
     return std::uint64_t{64} << cls;
   }

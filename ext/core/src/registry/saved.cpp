@@ -28,12 +28,8 @@ struct Registry::Saved {
   }
 };
 
-namespace {
-
 constexpr Status kWrong{StatusCode::kCorrupt, "snapshot: the placements in it are damaged"};
 constexpr Status kTooLarge{StatusCode::kNoSpace, "max_bytes: the snapshot needs a larger registry"};
-
-}  // namespace
 
 void Registry::dump(std::uint32_t partition, std::vector<std::uint8_t>* bytes) noexcept {
   const std::size_t begin = bytes->size(), rest = begin + sizeof(Saved);
