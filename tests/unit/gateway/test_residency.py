@@ -385,7 +385,7 @@ def test_a_defect_is_told_and_the_thread_joins_anew(monkeypatch: pytest.MonkeyPa
         residency.watch("a", Source("tcp://127.0.0.1:9", "", ""))
         assert residency.thread() == {"hears": True, "error": ""}
         watched = residency._watched["a"]
-        eventually("it listens", lambda: watched.published is not None)
+        eventually("it listens", lambda: watched.task is not None)
 
         def wait(_: float) -> bool:
             paused.set()
@@ -402,7 +402,7 @@ def test_a_defect_is_told_and_the_thread_joins_anew(monkeypatch: pytest.MonkeyPa
         assert residency.heard("a") is None, "nothing counts as heard"
         go_on.set()
         eventually("it hears again", lambda: residency.thread()["hears"])
-        eventually("it listens again", lambda: watched.published is not None)
+        eventually("it listens again", lambda: watched.task is not None)
         assert watched.feed.restarts == 1
     finally:
         go_on.set()

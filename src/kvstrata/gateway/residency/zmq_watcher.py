@@ -12,19 +12,20 @@ number on (a replay).
 3. The loop hands over engines and corrections by `post`; the thread alone changes the caches.
 4. A replay has a socket of its own, so that nothing of an earlier one that took too long is mistaken for it.
 5. An engine that floods delays the others by one turn, and fills no memory: what it publishes waits at the engine,
-   whose publisher drops what nobody takes.  What it sends again is taken at once, since vLLM 0.32 drops without a word
-   what its socket cannot hold; above AGAIN_BYTES the rest waits.
-6. A defect ends one round of the thread: everything is forgotten, and after a pause, which doubles, it joins anew.
+   whose publisher drops what nobody takes.  What it sends again is taken off the wire at once, since vLLM 0.32 drops
+   without a word what its socket cannot hold; above REPLAY_QUEUED messages the rest waits.
+6. A defect ends the loop of the thread: everything is forgotten, and after a pause, which doubles, it joins anew.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -45,9 +46,7 @@ IDLE_S = 5.0
 REPLAY_S = 5.0
 """Longest time between two messages of a replay."""
 REPLAY_MESSAGES = 200_000
-AGAIN_BYTES = 1 << 20
-"""Of a replay that were not taken in yet; then nothing more is read."""
-QUEUED, REPLAY_QUEUED = 64, 1_000
+QUEUED, REPLAY_QUEUED = 64, 2_000
 """Messages of each engine, and of its replay, that wait for this thread; further ones wait there."""
 MESSAGE_BYTES = 4 << 20
 """A step of an engine stores some 100,000 tokens at most, of 5 bytes each."""
@@ -140,50 +139,16 @@ class Watched:
 
     def __init__(self, name: str, source: Source, feed: Feed) -> None:
         self.name, self.source, self.feed = name, source, feed
-        self.heard_s = 0.0
-        """When the last batch came, or the last replay ended."""
-        self.published: zmq.Socket[Any] | None = None
-        self.monitor: zmq.Socket[Any] | None = None
-        """Tells of new connections of `published`."""
-        self.met = False
-        """Whether there was a connection."""
         self.connected = False
         """Whether the engine is there: its connection stands, or it has answered a replay since that was lost."""
-        self.replay: zmq.Socket[Any] | None = None
+        self.task: asyncio.Task[None] | None = None
+        """Hears it."""
+        self.woken: asyncio.Event
+        """One of its sockets may have something, or ROUND_S have passed. Of the loop that hears it."""
+        self.heard_s = 0.0
+        """When the last batch came, or the last replay ended."""
         self.asked_s = float("-inf")
         """When the last replay began."""
-        self.again: deque[list[bytes]] = deque()
-        """Messages of the replay under way that were not taken in yet."""
-        self.again_bytes = 0
-        self.replayed_s = 0.0
-        """When the last message of the replay under way came."""
-        self.replayed = 0
-        """Messages of the replay under way."""
-        self.held: list[bytes] | None = None
-        """A batch that waits for the end of the replay."""
-
-    @property
-    def to_be_asked(self) -> bool:
-        """Whether a replay is needed that was put off."""
-        return self.replay is None and self.feed.asking
-
-    def close_replay(self) -> None:
-        """Nothing of the replay under way is wanted any more."""
-        if self.replay is not None:
-            self.replay.close()
-            self.replay = None
-        self.again.clear()
-        self.again_bytes = 0
-
-    def close(self) -> None:
-        """Hear nothing any more, and know nothing."""
-        if self.published is not None:
-            self.published.disable_monitor()
-            self.published.close()
-            self.published = self.monitor = None
-        self.close_replay()
-        self.held, self.met, self.connected = None, False, False
-        self.feed.cache.forget()
 
 
 class Watcher:
@@ -191,7 +156,6 @@ class Watcher:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._context = zmq.Context()
         self._watched: dict[str, Watched] = {}
         self._posted: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -221,7 +185,8 @@ class Watcher:
 
         def work() -> None:
             if self._watched.get(engine.name) is engine:
-                self._join(engine)
+                engine.feed.restarted()
+                self._open(engine)
 
         self.post(work)
 
@@ -237,204 +202,182 @@ class Watcher:
     def _run(self) -> None:
         name_thread()
         os.nice(5)  # of this thread only: requests come first
-        pause_s, began_s = AGAIN_S, time.monotonic()
+        pause_s = AGAIN_S
         while not self._stopping.is_set():
+            began_s = time.monotonic()
+            self._context = zmq.Context()
             try:
-                self._round()
+                asyncio.run(self._serve())
             except Exception as error:  # a defect of ours: what was heard is no longer kept up to date
                 self.hears = False
                 self.error = f"{type(error).__name__}: {error}"
-                pause_s = (
-                    AGAIN_S if time.monotonic() - began_s > AGAIN_MAX_S else min(2 * pause_s, AGAIN_MAX_S)
-                )
+                longer = time.monotonic() - began_s > AGAIN_MAX_S
+                pause_s = AGAIN_S if longer else min(2 * pause_s, AGAIN_MAX_S)
                 self._log.error("kv_events_crashed", error=self.error, again_s=pause_s)
+            finally:
                 for engine in self._watched.values():
-                    engine.close()
+                    self._forget(engine)
+                self._context.destroy(linger=0)
+            if not self.hears:
                 self._stopping.wait(pause_s)
-                for engine in list(self._watched.values()):
+                for engine in self._watched.values():
                     engine.feed.restarted()
-                    self._open(engine)
-                self.hears, began_s = True, time.monotonic()
-        for name in list(self._watched):
-            self._close(name)
-        self._context.destroy(linger=0)
+                self.hears = True
 
-    def _round(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
-        of: dict[Any, Watched] = {}
-        for engine in self._watched.values():
-            socket = engine.replay if engine.replay is not None else engine.published
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
-                of[socket] = engine
-            if engine.replay is None and engine.monitor is not None:
-                poller.register(engine.monitor, zmq.POLLIN)  # `_in_time` reads it
-        ready = [socket for socket, _ in poller.poll(round(1_000 * self._patience_s()))]
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-            ready.remove(self._wake)
-        while self._posted:
-            self._posted.popleft()()
-        for socket in ready:
-            # What was posted, or was read before, may have closed it.
-            if socket in of and not socket.closed and self._watched.get(of[socket].name) is of[socket]:
-                self._read(of[socket], socket)
+    async def _serve(self) -> None:
+        """Hear all engines, until the thread ends. Raises what one of its tasks has raised."""
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        self._crashed: asyncio.Future[None] = loop.create_future()
+        self._crashed.add_done_callback(lambda _: woken.set())
+        loop.add_reader(self._wake, woken.set)
         for engine in list(self._watched.values()):
-            self._replayed_turn(engine)
-            self._in_time(engine, time.monotonic())
-        if self._registry.usage().retired:
-            self._registry.sweep(SWEEP_CELLS)
-
-    def _patience_s(self) -> float:
-        """How long to wait for messages."""
-        if any(engine.again for engine in self._watched.values()):
-            return 0.0
-        return ASK_S if any(engine.to_be_asked for engine in self._watched.values()) else ROUND_S
+            self._open(engine)
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ROUND_S):
+                    await woken.wait()
+            woken.clear()
+            for engine in self._watched.values():
+                engine.woken.set()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            while self._posted:
+                self._posted.popleft()()
+            if self._crashed.done():
+                self._crashed.result()
+            while self._registry.usage().retired:
+                self._registry.sweep(SWEEP_CELLS)
+                await asyncio.sleep(0)
 
     def _open(self, engine: Watched) -> None:
         self._close(engine.name)
-        socket = self._socket(zmq.SUB, QUEUED)
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
-        socket.setsockopt(zmq.SUBSCRIBE, engine.source.topic.encode())
-        engine.published = socket
-        engine.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        try:
-            socket.connect(engine.source.endpoint)
-        except zmq.ZMQError as error:
-            engine.close()
-            self._log.warning("kv_events_unreachable", engine=engine.name, reason=str(error))
-            return
         self._watched[engine.name] = engine
-        engine.heard_s = time.monotonic()
-        if engine.feed.asking:
-            self._ask(engine)
+        engine.woken = asyncio.Event()
+        engine.task = asyncio.get_running_loop().create_task(self._hear(engine))
+        engine.task.add_done_callback(self._ended)
 
-    def _socket(self, kind: int, queued: int) -> zmq.Socket[Any]:
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._crashed.done():
+            self._crashed.set_exception(error)
+
+    def _close(self, name: str) -> None:
+        if (engine := self._watched.pop(name, None)) is not None:
+            self._forget(engine)
+
+    def _forget(self, engine: Watched) -> None:
+        if engine.task is not None:
+            engine.task.cancel()
+        engine.task, engine.connected = None, False
+        engine.feed.cache.forget()
+
+    def _socket(self, kind: int, queued: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.RCVHWM, queued)
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         return socket
 
-    def _close(self, name: str) -> None:
-        if (engine := self._watched.pop(name, None)) is not None:
-            engine.close()
+    @contextlib.contextmanager
+    def _read(self, engine: Watched, *sockets: zmq.Socket[bytes]) -> Iterator[None]:
+        """Wake who hears an engine when one of these sockets has something; close them at the end."""
+        loop = asyncio.get_running_loop()
+        for one in sockets:
+            loop.add_reader(one, engine.woken.set)
+        try:
+            yield
+        finally:
+            for one in sockets:
+                loop.remove_reader(one)
+                one.close()
 
-    def _join(self, engine: Watched) -> None:
-        """Forget an engine, and hear all that it can tell."""
-        engine.feed.restarted()
-        engine.held = None
-        if engine.feed.asking:
-            self._ask(engine)
-
-    def _read(self, engine: Watched, socket: zmq.Socket[Any]) -> None:
-        if socket is engine.replay:
-            self._read_replay(engine, socket)
-            return
-        size = 0
-        for _ in range(TURN):
-            self._look_for_connections(engine)
-            if engine.replay is not None or size > TURN_BYTES:
-                return
+    async def _hear(self, engine: Watched) -> None:
+        """Hear one engine until cancelled."""
+        socket, met = self._socket(zmq.SUB, QUEUED), False
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
+        socket.setsockopt(zmq.SUBSCRIBE, engine.source.topic.encode())
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        engine.heard_s = time.monotonic()
+        with self._read(engine, monitor, socket):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._published(engine, frames)
-            size += sum(map(len, frames))
+                socket.connect(engine.source.endpoint)
+                while True:
+                    met = self._connections(engine, monitor, met=met)
+                    silent = engine.source.replay and time.monotonic() - engine.heard_s > IDLE_S
+                    if engine.feed.asking or silent:
+                        await self._replay(engine)
+                    elif await self._published(engine, socket):
+                        await asyncio.sleep(0)
+                    else:
+                        await engine.woken.wait()
+                        engine.woken.clear()
+            except zmq.ZMQError as error:
+                self._log.warning("kv_events_unreachable", engine=engine.name, reason=str(error))
+            finally:
+                socket.disable_monitor()
 
-    def _read_replay(self, engine: Watched, socket: zmq.Socket[Any]) -> None:
-        """Take what has come of a replay."""
-        while engine.again_bytes < AGAIN_BYTES:
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            engine.replayed_s = time.monotonic()
-            engine.replayed += 1
-            engine.again.append(frames)
-            engine.again_bytes += sum(map(len, frames))
-            if engine.replayed > REPLAY_MESSAGES:
-                engine.feed.malformed += 1
-                self._end_replay(engine, answered=False)
-                return
-
-    def _look_for_connections(self, engine: Watched) -> None:
-        """Join anew if the connection is another one than before."""
-        assert engine.monitor is not None
+    def _connections(self, engine: Watched, monitor: zmq.Socket[bytes], *, met: bool) -> bool:
+        """Join anew if the connection is another one than before; returns whether there was one."""
         fresh = 0
-        while engine.monitor.poll(0):
-            event = recv_monitor_message(engine.monitor)["event"]
+        while monitor.poll(0):
+            event = recv_monitor_message(monitor)["event"]
             engine.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             fresh += engine.connected
-        if fresh and (engine.met or fresh > 1):
-            self._join(engine)
+        if fresh and (met or fresh > 1):
+            engine.feed.restarted()
         elif fresh and engine.feed.replays:
-            self._ask(engine)  # what was published since the first replay was not heard
-        engine.met |= bool(fresh)
+            engine.feed.asking = True  # what was published since the first replay was not heard
+        return met or fresh > 0
 
-    def _published(self, engine: Watched, frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[1]) != 8:
-            engine.feed.malformed += 1
-            return
-        engine.heard_s = time.monotonic()
-        if engine.feed.published(int.from_bytes(frames[1], "big"), frames[2]):
-            engine.held = frames
-            self._ask(engine)
-
-    def _ask(self, engine: Watched) -> None:
-        """Begin a replay, unless the last one was begun a moment ago: `_in_time` asks later."""
-        now_s = time.monotonic()
-        engine.close_replay()
-        engine.feed.asking = True
-        if now_s < engine.asked_s + ASK_S:
-            return
-        engine.replay = socket = self._socket(zmq.DEALER, REPLAY_QUEUED)
-        engine.asked_s = engine.replayed_s = now_s
-        engine.replayed = 0
-        try:
-            socket.connect(engine.source.replay)
-            socket.send_multipart((b"", max(0, engine.feed.next).to_bytes(8, "big")), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            says = {"engine": engine.name, "reason": str(error)}
-            self._log.repeated(30, engine.name, "kv_events_not_repeated", **says)
-            self._end_replay(engine, answered=False)
-
-    def _replayed_turn(self, engine: Watched) -> None:
-        """Take in the next messages of a replay."""
+    async def _published(self, engine: Watched, socket: zmq.Socket[bytes]) -> bool:
+        """Take what has come, and mend a gap before the batch behind it. Returns whether the turn ended before that."""
         size = 0
         for _ in range(TURN):
-            if not engine.again or size > TURN_BYTES:
-                return
-            frames = engine.again.popleft()
-            taken = sum(map(len, frames))
-            engine.again_bytes -= taken
-            size += taken
-            if len(frames) != 4 or len(frames[2]) != 8:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            if len(frames) != 3 or len(frames[1]) != 8:
                 engine.feed.malformed += 1
-                self._end_replay(engine, answered=False)
-            elif frames[2] == END:
-                self._end_replay(engine, answered=True)
-            else:
-                engine.feed.take(int.from_bytes(frames[2], "big"), frames[3])
+                continue
+            engine.heard_s = time.monotonic()
+            number, size = int.from_bytes(frames[1], "big"), size + sum(map(len, frames))
+            while engine.feed.published(number, frames[2]):
+                await self._replay(engine)
+            if size > TURN_BYTES:
+                break
+        return True
 
-    def _end_replay(self, engine: Watched, *, answered: bool) -> None:
-        engine.close_replay()
+    async def _replay(self, engine: Watched) -> None:
+        """Have the engine send again what follows the last batch, ASK_S after the last time or later."""
+        feed, answered, size, count = engine.feed, False, 0, 0
+        feed.asking = True
+        await asyncio.sleep(engine.asked_s + ASK_S - time.monotonic())
+        engine.asked_s = came_s = time.monotonic()
+        socket = self._socket(zmq.DEALER, REPLAY_QUEUED)
+        with self._read(engine, socket):
+            try:
+                socket.connect(engine.source.replay)
+                socket.send_multipart((b"", max(0, feed.next).to_bytes(8, "big")), zmq.NOBLOCK)
+                while not answered and time.monotonic() - came_s <= patience(REPLAY_S):
+                    if not socket.poll(0):
+                        await engine.woken.wait()
+                        engine.woken.clear()
+                        continue
+                    frames, came_s = socket.recv_multipart(zmq.NOBLOCK), time.monotonic()
+                    count, size = count + 1, size + sum(map(len, frames))
+                    if len(frames) != 4 or len(frames[2]) != 8 or count > REPLAY_MESSAGES:
+                        feed.malformed += 1
+                        break
+                    answered = frames[2] == END
+                    if not answered:
+                        feed.take(int.from_bytes(frames[2], "big"), frames[3])
+                    if not count % TURN or size > TURN_BYTES:
+                        size = 0
+                        await asyncio.sleep(0)
+            except zmq.ZMQError as error:
+                says = {"engine": engine.name, "reason": str(error)}
+                self._log.repeated(30, engine.name, "kv_events_not_repeated", **says)
         engine.heard_s = time.monotonic()
         engine.connected |= answered
-        engine.feed.asked(answered=answered)
-        held, engine.held = engine.held, None
-        if held is not None:
-            self._published(engine, held)
-
-    def _in_time(self, engine: Watched, now_s: float) -> None:
-        if engine.replay is not None:
-            if not engine.again and now_s - engine.replayed_s > patience(REPLAY_S):
-                self._end_replay(engine, answered=False)
-            return
-        self._look_for_connections(engine)
-        silent = engine.source.replay and now_s - engine.heard_s > IDLE_S
-        if engine.replay is None and (silent or engine.to_be_asked):
-            self._ask(engine)
+        feed.asked(answered=answered)
